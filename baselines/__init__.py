@@ -1,0 +1,8 @@
+"""What the papers compare with, one file per quantizer: `Config`, `CALIBRATED` and `apply(lm, calibration, config)`.
+
+`CALIBRATED` says whether `apply` needs calibration tokens.
+"""
+
+from repro.baselines import gptq, rtn
+
+BASELINES = {"rtn": rtn, "gptq": gptq}

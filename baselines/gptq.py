@@ -1,0 +1,212 @@
+"""GPTQ (Frantar et al. 2023, arXiv 2210.17323), Algorithm 1.
+
+Columns are quantized one after the other; the error of each is spread over the columns that are still free so that the
+layer's output on the calibration inputs changes least. With H = (2/N) Σ x xᵀ and F the free columns (equation 2),
+
+    δ_F = -(w_q - quant(w_q)) / [H_F⁻¹]_qq · (H_F⁻¹)_q:
+
+All rows share H (section 4, step 1), and the rows of H_F⁻¹ that are needed are, up to a factor, those of the upper
+Cholesky factor of H⁻¹ (step 3), so that one factorization does. Updates are applied at once inside a block of columns
+and once per block to all later columns (step 2).
+
+A group's grid is fitted when its first column comes, on the weights as of the last such block update, as the authors'
+code does it: with groups shorter than `blocksize`, the later groups of a block are fitted before the errors of this
+block have reached them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from repro.baselines import grid
+from repro.errors import UserError
+from repro.lowbit import LowBitModel, QuantizedWeight, block_inputs, blocks, in_layer
+
+CALIBRATED = True
+
+
+@dataclass(frozen=True)
+class Config(grid.Grid):
+    """The grid and the solver. percdamp and blocksize are those of section 4, the switches are of the authors' code.
+
+    Attributes:
+        percdamp: share of the mean of diag(H) that is added to it.
+        blocksize: columns between two updates of all later columns (B in Algorithm 1).
+        act_order: take columns in the order of falling diag(H).
+        static_groups: fit all groups beforehand, in the original column order; no group index is then stored.
+        true_sequential: inside a block, too, each layer sees inputs made by the quantized layers before it.
+    """
+
+    percdamp: float = 0.01
+    blocksize: int = 128
+    act_order: bool = False
+    static_groups: bool = False
+    true_sequential: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.percdamp < 0:
+            raise UserError(f"percdamp is {self.percdamp}; it is a share of the mean of diag(H), 0 or more")
+        if self.blocksize < 1:
+            raise UserError(f"blocksize is {self.blocksize}; it is a number of columns, 1 or more")
+
+
+class Hessian:
+    """H = (2/N) Σ x xᵀ of a layer with `columns` inputs; N counts calibration sequences, not tokens."""
+
+    def __init__(self, columns: int, device: torch.device | str = "cpu") -> None:
+        self.sum = torch.zeros(columns, columns, device=device)
+        self.sequences = 0
+
+    def add(self, x: Tensor) -> None:
+        """Add the layer's inputs `[sequences, length, columns]`."""
+        self.sequences += x.shape[0]
+        x = x.flatten(0, 1).float()
+        self.sum.addmm_(x.T, x)
+
+    def value(self) -> Tensor:
+        """H, float32 `[columns, columns]`."""
+        return self.sum * (2 / self.sequences)
+
+
+def inverse_factor(H: Tensor, percdamp: float) -> Tensor:
+    """Upper Cholesky factor of (H + λI)⁻¹, `[K, K]`, with λ = percdamp · mean(diag H); section 4, step 3.
+
+    Raises:
+        UserError: the damped H is not positive definite in float32.
+    """
+    damped = H + percdamp * H.diagonal().mean() * torch.eye(len(H), device=H.device)
+    try:
+        return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    except torch.linalg.LinAlgError:
+        raise UserError(
+            f"the {len(H)}x{len(H)} Hessian is not positive definite with percdamp {percdamp}: "
+            "its inputs are too few or too much alike; calibrate on more tokens or raise percdamp"
+        ) from None
+
+
+def gptq(weight: Tensor, hessian: Tensor, config: Config) -> QuantizedWeight:
+    """Quantize `weight` `[N, K]` for inputs with `hessian` `[K, K]` (Algorithm 1); neither is changed.
+
+    Raises:
+        UserError: the group does not divide K, weight or Hessian hold NaN or Inf, or the damped Hessian is not positive
+            definite.
+    """
+    W, H = grid.check(weight, config).clone(), hessian.float().clone()
+    K = W.shape[1]
+    if H.shape != (K, K):
+        raise ValueError(f"hessian is {tuple(H.shape)}, expected {(K, K)}")
+    if not torch.isfinite(H).all():
+        raise UserError(f"the {K}x{K} Hessian holds NaN or Inf: an activation overflowed on the calibration tokens")
+
+    dead = H.diagonal() == 0
+    H.diagonal()[dead] = 1
+    W[:, dead] = 0
+
+    group = config.group or K
+    static = config.static_groups or group == K
+    scale, zero = grid.fit(grid.split(W, config), config)
+    order = H.diagonal().argsort(descending=True, stable=True) if config.act_order else torch.arange(K, device=W.device)
+    W, H = W[:, order], H[order][:, order]
+    column_group = (order if static else torch.arange(K)).div(group, rounding_mode="floor").tolist()
+    Hinv = inverse_factor(H, config.percdamp)
+
+    Q = torch.empty_like(W, dtype=torch.uint8)
+    for i1 in range(0, K, config.blocksize):
+        i2 = min(i1 + config.blocksize, K)
+        W1, E = W[:, i1:i2].clone(), torch.empty_like(W[:, i1:i2])
+        for i in range(i1, i2):
+            g, j = column_group[i], i - i1
+            if not static and i % group == 0:
+                scale[:, g], zero[:, g] = grid.fit(W[:, i : i + group], config)
+            w, s, z = W1[:, j : j + 1], scale[:, g], zero[:, g]
+            Q[:, i : i + 1] = q = grid.quantize(w, s, z, config.bits)
+            E[:, j : j + 1] = e = (w - grid.dequantize(q, s, z)) / Hinv[i, i]
+            W1[:, j:] -= e @ Hinv[i : i + 1, i:i2]
+        W[:, i2:] -= E @ Hinv[i1:i2, i2:]
+
+    back = order.argsort()
+    index = back.div(group, rounding_mode="floor").int() if config.act_order and not static else None
+    return grid.pack(Q[:, back], scale, zero, config, index)
+
+
+@torch.no_grad()
+def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
+    """Quantize every block linear of `lm`, block after block, on inputs from already quantized blocks (section 5).
+
+    Args:
+        lm: any decoder of Hugging Face form; edited.
+        calibration: int64 token ids `[sequences, length]`.
+        config: grid and solver.
+
+    Raises:
+        UserError: there is no calibration, or a layer cannot be quantized; the message names it.
+    """
+    if calibration is None or not calibration.numel():
+        raise UserError("gptq needs calibration tokens, there are none; name a calibration corpus in the recipe")
+    hidden, kwargs = block_inputs(lm.model, calibration)
+    for (prefix, block), kw in zip(tqdm(blocks(lm.model).items(), "gptq", leave=False), kwargs, strict=True):
+        families = same_input(block, hidden[0], kw)
+        for stage in [[family] for family in families] if config.true_sequential else [families]:
+            for family, H in zip(stage, hessians(block, stage, hidden, kw), strict=True):
+                quantize_family(lm, [f"{prefix}.{name}" for name in family], H, config)
+        for i, h in enumerate(hidden):
+            hidden[i] = block(h, **kw)
+
+
+def same_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[str]]:
+    """Names of a block's linears in the order they run, those that read the same tensor (q, k, v; gate, up) together.
+
+    Raises:
+        UserError: a linear of the block did not run, so that it cannot be calibrated.
+    """
+    linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    readers: dict[int, tuple[Tensor, list[str]]] = {}
+
+    def read(name: str, x: Tensor) -> None:
+        readers.setdefault(id(x), (x, []))[1].append(name)
+
+    with watch(block, linears, read):
+        block(hidden, **kwargs)
+    families = [names for _, names in readers.values()]
+    if idle := set(linears).difference(*families):
+        raise UserError(f"no calibration token reached {', '.join(sorted(idle))}; calibrate on more text")
+    return families
+
+
+def hessians(block: nn.Module, families: list[list[str]], hidden: list[Tensor], kwargs: dict) -> list[Tensor]:
+    """H of each family of linears, over all calibration sequences."""
+    first = {family[0]: block.get_submodule(family[0]) for family in families}
+    sums = {name: Hessian(linear.in_features, linear.weight.device) for name, linear in first.items()}
+    with watch(block, first, lambda name, x: sums[name].add(x)):
+        for h in hidden:
+            block(h, **kwargs)
+    return [H.value() for H in sums.values()]
+
+
+@contextlib.contextmanager
+def watch(block: nn.Module, names: Iterable[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `see(name, input)` whenever one of the named linears of `block` runs."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            linear = block.get_submodule(name)
+            stack.enter_context(linear.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0])))
+        yield
+
+
+def quantize_family(lm: LowBitModel, names: list[str], H: Tensor, config: Config) -> None:
+    """Quantize linears with the same inputs as one tall weight: rows are independent, and H is factored once."""
+    weights = [lm.model.get_submodule(name).weight.data for name in names]
+    for name, weight in zip(names, weights, strict=True):
+        with in_layer(name):
+            grid.check(weight, config)
+    with in_layer(", ".join(names)):
+        tall = gptq(torch.cat(weights), H, config)
+    end = 0
+    for name, weight in zip(names, weights, strict=True):
+        start, end = end, end + len(weight)
+        lm.set_weight(name, tall.rows(start, end))

@@ -1,0 +1,222 @@
+"""What the five papers printed, as data: tables, claims, audit, figures and metrics.
+
+Each paper's CSV files lie in a folder of their own, byte for byte (SHA256SUMS). A value keeps the digits that were
+printed; `Printed.number` is None where a paper prints no number: a dash, an unreadable cell, a setting in words.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from repro.errors import unknown
+
+HERE = Path(__file__).resolve().parent
+
+
+class About(NamedTuple):
+    """Title and arXiv id of a paper."""
+
+    title: str
+    arxiv: str
+
+
+ABOUT = {
+    "spear": About(
+        "SPEAR: A System for Post-Quantization Error-Adaptive Recovery Enabling Efficient Low-Bit LLM Serving",
+        "2606.11244",
+    ),
+    "bitbybit": About(
+        "Bit-by-Bit: Progressive QAT Strategy with Outlier Channel Splitting for Stable Low-Bit LLMs", "2604.07888"
+    ),
+    "flexquant": About(
+        "FlexQuant: A Flexible and Efficient Dynamic Precision Switching Framework for LLM Quantization", "2506.12024"
+    ),
+    "spqt": About("Enabling Dynamic Sparsity in Quantized LLM Inference", "2511.04477"),
+    "subspec": About(
+        "Speculate Deep and Accurate: Lossless and Training-Free Acceleration for Offloaded LLMs"
+        " via Substitute Speculative Decoding",
+        "2509.18344",
+    ),
+}
+PAPERS = tuple(ABOUT)
+
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
+SEVERITY = re.compile(r"(MAJOR|minor|note|extraction): ")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """One cell of a printed table; `value` has the digits of the paper."""
+
+    paper: str
+    kind: str
+    table: str
+    row: str
+    col: str
+    model: str
+    metric: str
+    value: str
+    unit: str
+    direction: str
+    note: str
+
+    @property
+    def number(self) -> float | None:
+        """The value as a number; None for a blank cell and for a setting in words."""
+        return float(self.value) if NUMBER.fullmatch(self.value) else None
+
+    @property
+    def tolerance(self) -> float | None:
+        """Half a unit of the last printed digit: 20.46 is known to 0.005 and 1.7e3 to 50."""
+        if self.number is None:
+            return None
+        return float(Decimal(5).scaleb(int(Decimal(self.value).as_tuple().exponent) - 1))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of a paper, what it printed for it, and what its own tables give."""
+
+    id: str
+    where: str
+    statement: str
+    printed: str
+    how: str
+    recomputed: str
+    consistent: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place where a paper and its own numbers were compared; `severity` is the word that the audit uses."""
+
+    id: str
+    table: str
+    cell: str
+    printed: str
+    recomputed: str
+    difference: str
+    comment: str
+    kind: str
+    severity: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that shows data; one that is printed in parts (2a, 2b, 2c) is one figure with `parts`."""
+
+    paper: str
+    number: str
+    title: str
+    parts: tuple[str, ...]
+    series: str
+    models: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a metric of a paper means, in which unit, and which direction is better ('none': neither)."""
+
+    name: str
+    meaning: str
+    unit: str
+    direction: str
+
+
+def tables(paper: str) -> list[str]:
+    """The table numbers of a paper, in numeric order."""
+    return sorted((path.stem.removeprefix("table") for path in _folder(paper).glob("table*.csv")), key=int)
+
+
+def printed(paper: str, table: str | int) -> list[Printed]:
+    """The cells of one printed table, in the paper's order.
+
+    Raises:
+        UserError: there is no such paper or table.
+    """
+    if str(table) not in tables(paper):
+        raise unknown(f"table of {paper}", table, tables(paper))
+    return list(_cells(paper, str(table)))
+
+
+def claims(paper: str) -> dict[str, Claim]:
+    """The claims of a paper by id."""
+    return {
+        line["id"]: Claim(
+            **{k: line[k] for k in ("id", "where", "statement", "recomputed", "consistent", "comment")},
+            printed=line["printed"] if "printed" in line else line["values"],
+            how=line["how_to_recompute"],
+        )
+        for line in _lines(paper, "claims")
+    }
+
+
+def audit(paper: str) -> list[Finding]:
+    """The findings of a paper's audit; an audit without ids is numbered A001, A002, … in its own order."""
+    findings = []
+    for i, line in enumerate(_lines(paper, "audit"), start=1):
+        prefix = SEVERITY.match(line["comment"])
+        findings.append(
+            Finding(
+                **{k: line[k] for k in ("table", "cell", "printed", "difference")},
+                id=line.get("id", f"A{i:03}"),
+                recomputed=line["recomputed"] if "recomputed" in line else line["recomputed_or_other_source"],
+                comment=line["comment"][prefix.end() if prefix else 0 :],
+                kind=line.get("kind", ""),
+                severity=line.get("severity", prefix[1].lower() if prefix else ""),
+            )
+        )
+    return findings
+
+
+def data_figures(paper: str) -> list[Figure]:
+    """The figures of a paper that show data (diagrams are left out), parts merged, in numeric order."""
+    merged: dict[str, list[dict[str, str]]] = {}
+    for line in _lines(paper, "figures"):
+        if line["kind"] == "data":
+            merged.setdefault(line["figure"].rstrip("abcdefgh"), []).append(line)
+    return [
+        Figure(
+            paper,
+            number,
+            parts=tuple(line["figure"] for line in lines if line["figure"] != number),
+            **{k: "; ".join(filter(None, (line[k] for line in lines))) for k in ("title", "series", "models", "note")},
+        )
+        for number, lines in sorted(merged.items(), key=lambda item: int(item[0]))
+    ]
+
+
+def metrics(paper: str) -> dict[str, Metric]:
+    """The metrics of a paper by name."""
+    return {
+        line["metric"]: Metric(line["metric"], line["meaning"], line["unit"], line["direction"])
+        for line in _lines(paper, "metrics")
+    }
+
+
+def index(paper: str) -> dict[str, dict[str, str]]:
+    """The index of a paper's tables by number: caption, models, methods, bits, data, hardware, cells."""
+    return {line["table"]: line for line in _lines(paper, "index")}
+
+
+def _folder(paper: str) -> Path:
+    if paper not in ABOUT:
+        raise unknown("paper", paper, PAPERS)
+    return HERE / paper
+
+
+def _lines(paper: str, name: str) -> Iterator[dict[str, str]]:
+    with open(_folder(paper) / f"{name}.csv", encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+@cache
+def _cells(paper: str, table: str) -> tuple[Printed, ...]:
+    return tuple(Printed(paper=paper, kind="table", **line) for line in _lines(paper, f"table{table}"))

@@ -1,0 +1,354 @@
+"""Pretrain a pocket model: a small Llama on the corpus of `$REPRO_DATA/corpus`, resumable, the same path on CPU and GPU.
+
+The recipe is plain on purpose: AdamW, warm-up, constant rate, linear decay to zero (WSD), documents packed without
+masking as `<s> text </s>`, most tokens at context 512 and the last share at 2048. Batches are a pure function of
+(seed, step), so a run that was killed continues with the batch it would have seen. `valid.txt` is never trained on.
+
+    python -m repro pretrain pocket-5m --corpus $REPRO_DATA/corpus --out build/pretrain
+"""
+
+import json
+import lzma
+import math
+import multiprocessing
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from repro.errors import UserError, unknown
+from repro.files import ROOT, atomic, sha256, write_text
+from repro.strict import build, load_yaml
+
+CONFIG = ROOT / "config" / "pocket-models.yaml"
+BOS, EOS = "<s>", "</s>"
+
+
+@dataclass(frozen=True)
+class TokenizerArgs:
+    vocab: int
+    sample_bytes: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    rope_theta: float
+    context: int
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    layers: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Training:
+    learning_rate: float
+    batch_tokens: int
+    length: int
+    long_length: int
+    long_share: float
+    warmup_share: float
+    decay_share: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    clip: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class PocketConfig:
+    tokenizer: TokenizerArgs
+    models: dict[str, ModelArgs]
+    architecture: Architecture
+    training: Training
+
+
+def load_config(path: Path = CONFIG) -> PocketConfig:
+    """Read the pocket models' architecture and training settings."""
+    return build(PocketConfig, load_yaml(path), str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
+
+
+# --- corpus and tokenizer ---------------------------------------------------------------------------------------------
+
+
+def shards(corpus: Path) -> list[Path]:
+    """The training shards, in name order.
+
+    Raises:
+        UserError: the folder holds no `train-*.txt.xz`.
+    """
+    found = sorted(corpus.glob("train-*.txt.xz"))
+    if not found:
+        raise UserError(f"{corpus}: no train-*.txt.xz there; --corpus names the folder of the training shards")
+    return found
+
+
+def documents(path: Path) -> list[str]:
+    """The documents of one shard: blocks of lines between blank lines."""
+    text = lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text(encoding="utf-8")
+    return [d.strip("\n") for d in text.split("\n\n") if d.strip()]
+
+
+def train_tokenizer(corpus: Path, args: TokenizerArgs) -> Tokenizer:
+    """Train the byte-level BPE of all pocket models on an even sample of the shards; digits are split."""
+    paths = shards(corpus)
+    share = args.sample_bytes // len(paths)
+
+    def sample():
+        for path in paths:
+            taken = 0
+            for document in documents(path):
+                if taken > share:
+                    break
+                taken += len(document)
+                yield document
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=args.vocab, special_tokens=[BOS, EOS], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(sample(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def _encode(job: tuple[str, str, int, int]) -> np.ndarray:
+    tokenizer = Tokenizer.from_file(job[0])
+    eos = tokenizer.token_to_id(EOS)
+    ids: list[int] = []
+    for document in documents(Path(job[1]))[job[2] :: job[3]]:
+        ids += tokenizer.encode(document).ids + [eos]
+    return np.asarray(ids, dtype=np.uint16)
+
+
+def encode(tokenizer: Path, files: list[Path], processes: int, parts: int = 4) -> np.ndarray:
+    """Token ids (uint16) of all documents of `files`, each as `<s> … </s>`, in an order that is fixed by the files."""
+    jobs = [(str(tokenizer), str(f), part, parts) for f in files for part in range(parts)]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        return np.concatenate(list(tqdm(pool.imap(_encode, jobs), total=len(jobs), desc="tokenize", mininterval=5)))
+
+
+# --- model, schedule, batches -----------------------------------------------------------------------------------------
+
+
+def llama_config(architecture: Architecture, layers: int, vocab: int) -> LlamaConfig:
+    """The Hugging Face configuration of a pocket model."""
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=architecture.hidden,
+        intermediate_size=architecture.ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=architecture.heads,
+        num_key_value_heads=architecture.kv_heads,
+        head_dim=architecture.head_size,
+        max_position_embeddings=architecture.context,
+        rope_parameters={"rope_type": "default", "rope_theta": architecture.rope_theta},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        attn_implementation="sdpa",
+    )
+
+
+def learning_rate(step: int, steps: int, training: Training) -> float:
+    """Warm-up, constant, linear decay to zero."""
+    warmup = max(1, round(training.warmup_share * steps))
+    decay = max(1, round(training.decay_share * steps))
+    return training.learning_rate * min((step + 1) / warmup, 1.0, (steps - step) / decay)
+
+
+def length_at(step: int, steps: int, training: Training) -> int:
+    """Context length of a step: short, then long for the last share of the tokens."""
+    return training.long_length if step >= steps - round(training.long_share * steps) else training.length
+
+
+def batch_starts(step: int, length: int, total: int, training: Training) -> np.ndarray:
+    """Start positions of the windows of a step, `[batch_tokens / length]`: a fresh permutation and offset per epoch."""
+    rows = training.batch_tokens // length
+    windows = (total - 1 - length) // length
+    per_epoch = windows // rows
+    epoch, place = divmod(step, per_epoch)
+    random = np.random.default_rng([training.seed, length, epoch])
+    offset = random.integers(length)
+    order = random.permutation(windows)[place * rows : (place + 1) * rows]
+    return order * length + offset
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def pretrain(
+    name: str,
+    tokens: torch.Tensor,
+    config: PocketConfig,
+    out: Path,
+    device: str,
+    stop_after_s: float = math.inf,
+    peak_tflops: float = 790.0,
+    compiled: bool = True,
+    tokens_to_see: int | None = None,
+) -> dict:
+    """Train `name` on the ids `tokens`; write `out/name/` (checkpoint, log, and at the end the model in bf16).
+
+    Args:
+        tokens: 1-D integer ids of the whole corpus.
+        stop_after_s: save a checkpoint and return after that many seconds; the next call continues.
+        peak_tflops: the device's own measured bf16 matmul rate, for the MFU figure.
+        tokens_to_see: another budget than the config's, for tests and sweeps.
+
+    Returns:
+        The log: settings, losses per 50 steps, tokens/s, MFU, seconds, `done`.
+
+    Raises:
+        UserError: unknown model name.
+    """
+    if name not in config.models:
+        raise unknown("pocket model", name, config.models)
+    training, model_args = config.training, config.models[name]
+    steps = (tokens_to_see or model_args.tokens) // training.batch_tokens
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(training.seed)
+    torch.set_float32_matmul_precision("high")
+    model = LlamaForCausalLM(llama_config(config.architecture, model_args.layers, config.tokenizer.vocab))
+    for key, parameter in model.named_parameters():  # residual writers start smaller, as in GPT-2
+        if key.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_((2 * model_args.layers) ** -0.5)
+    model.to(device).train()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
+        fused=True,
+    )
+    state = {"step": 0, "seconds": 0.0, "losses": []}
+    checkpoint = folder / "checkpoint.safetensors"
+    if checkpoint.exists():
+        state = load_checkpoint(checkpoint, model, optimizer)
+
+    def loss_of(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    step_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
+    tokens = tokens.to(device)
+    started, warm = time.perf_counter(), None
+    running = torch.zeros((), device=device)
+    bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, desc=name, mininterval=10)
+    step = state["step"]
+    for step in bar:
+        length = length_at(step, steps, training)
+        starts = torch.from_numpy(batch_starts(step, length, len(tokens), training)).to(device)
+        window = tokens[starts[:, None] + torch.arange(length + 1, device=device)].long()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, training)
+        with torch.autocast(device.split(":")[0], torch.bfloat16):
+            loss = step_loss(window[:, :-1], window[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        running += loss.detach()
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            taken = (step + 1) % 50 or 50
+            value = float(running) / taken
+            if not math.isfinite(value):
+                raise UserError(f"{name}: the loss is {value} at step {step + 1}; lower the learning rate")
+            state["losses"].append([step + 1, round(value, 4)])
+            running.zero_()
+            if warm is None:
+                warm = (step + 1, time.perf_counter())
+            bar.set_postfix(loss=f"{value:.3f}")
+            if time.perf_counter() - started > stop_after_s:
+                break
+    done = step + 1 >= steps
+    elapsed = time.perf_counter() - started
+    state["step"], state["seconds"] = step + 1, state["seconds"] + elapsed
+    count = sum(p.numel() for p in model.parameters())
+    log = {
+        "model": name,
+        "parameters": count,
+        "steps": steps,
+        "tokens": steps * training.batch_tokens,
+        "tokens_per_parameter": round(steps * training.batch_tokens / count, 1),
+        "corpus_tokens": len(tokens),
+        "architecture": asdict(config.architecture) | asdict(model_args),
+        "training": asdict(training),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "versions": {"torch": torch.__version__},
+        "done": done,
+    } | state
+    if warm is not None and step + 1 > warm[0]:
+        rate = (step + 1 - warm[0]) * training.batch_tokens / (time.perf_counter() - warm[1])
+        # 6 N per token for the matmuls of forward and backward, the tied head counted once, attention (causal) besides
+        flops = 6 * count + 6 * model_args.layers * training.length * config.architecture.hidden
+        log |= {"tokens_per_s": round(rate), "mfu": round(rate * flops / (peak_tflops * 1e12), 4)}
+    if done:
+        model.to("cpu", torch.bfloat16).save_pretrained(folder / "model", max_shard_size="15MB")
+        checkpoint.unlink(missing_ok=True)
+    else:
+        save_checkpoint(checkpoint, model, optimizer, state)
+    write_text(folder / "log.json", json.dumps(log, indent=1) + "\n")
+    return log
+
+
+def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, state: dict) -> None:
+    """Model, both moments and the loop's state in one safetensors file."""
+    tensors = {}
+    for key, parameter in model.named_parameters():
+        tensors[f"model/{key}"] = parameter.data
+        tensors |= {f"{moment}/{key}": value for moment, value in optimizer.state[parameter].items()}
+    with atomic(path) as temporary:
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, {"state": json.dumps(state)})
+
+
+def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> dict:
+    """Restore what `save_checkpoint` wrote; returns the loop's state."""
+    with safe_open(path, "pt") as file:
+        for key, parameter in model.named_parameters():
+            parameter.data.copy_(file.get_tensor(f"model/{key}"))
+            moments = {m: file.get_tensor(f"{m}/{key}").to(parameter.device) for m in ("step", "exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = moments
+        return json.loads(file.metadata()["state"])
+
+
+@torch.no_grad()
+def held_out(model: LlamaForCausalLM, ids: torch.Tensor, length: int, batch_tokens: int = 32768) -> np.ndarray:
+    """Negative log likelihood by window and position, `[windows, length - 1]`, of non-overlapping windows of `ids`."""
+    windows = ids[: len(ids) // length * length].view(-1, length).long()
+    rows = max(1, batch_tokens // length)
+    out = []
+    for start in range(0, len(windows), rows):
+        batch = windows[start : start + rows].to(model.device)
+        logits = model(input_ids=batch, use_cache=False).logits.float()
+        out.append(F.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none").cpu())
+    return torch.cat(out).double().numpy()
+
+
+def corpus_hashes(files: list[Path]) -> dict[str, str]:
+    """SHA-256 of each corpus file, for the model card."""
+    return {f.name: sha256(f) for f in files}
