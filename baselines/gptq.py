@@ -80,13 +80,14 @@ def inverse_factor(H: Tensor, percdamp: float) -> Tensor:
         UserError: the damped H is not positive definite in float32.
     """
     damped = H + percdamp * H.diagonal().mean() * torch.eye(len(H), device=H.device)
-    try:
-        return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
-    except torch.linalg.LinAlgError:
-        raise UserError(
-            f"the {len(H)}x{len(H)} Hessian is not positive definite with percdamp {percdamp}: "
-            "its inputs are too few or too much alike; calibrate on more tokens or raise percdamp"
-        ) from None
+    with contextlib.suppress(torch.linalg.LinAlgError):
+        factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+        if torch.isfinite(factor).all():
+            return factor
+    raise UserError(
+        f"the {len(H)}x{len(H)} Hessian is not positive definite with percdamp {percdamp}: "
+        "its inputs are too few or too much alike; calibrate on more tokens or raise percdamp"
+    )
 
 
 def gptq(weight: Tensor, hessian: Tensor, config: Config) -> QuantizedWeight:
@@ -95,6 +96,7 @@ def gptq(weight: Tensor, hessian: Tensor, config: Config) -> QuantizedWeight:
     Raises:
         UserError: the group does not divide K, weight or Hessian hold NaN or Inf, or the damped Hessian is not positive
             definite.
+        ValueError: `hessian` is not `[K, K]`.
     """
     W, H = grid.check(weight, config).clone(), hessian.float().clone()
     K = W.shape[1]

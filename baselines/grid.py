@@ -6,8 +6,8 @@ Asymmetric: the range [min, max] is widened to include 0, scale = (max - min) / 
 Symmetric: the range is [-m, m] with m = max|w|, scale = 2m / (2^b - 1), zero = 2^(b-1). An all-zero row takes [-1, 1].
 MSE clipping shrinks the range by p = 1 - i/100, i = 0 … 79, and keeps the p with the least Σ|error|^2.4.
 
-A scale that is stored in half precision is rounded to it before zero and codes are computed, so that they fit the scale
-that will be read back. One below the smallest normal half, 2^-14, becomes 2^-14: coarser than asked for, never 0.
+A scale is rounded as it is stored before zero and codes are computed, so that they fit the scale that will be read.
+One below the smallest normal number, 2^-14 in half precision, becomes that: coarser than asked for, never 0.
 """
 
 from dataclasses import dataclass
@@ -67,9 +67,8 @@ def fit(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _steps(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    scale = (high - low) / (2**grid.bits - 1)
-    if grid.scale_dtype == "float16":
-        scale = scale.half().float().clamp(min=torch.finfo(torch.half).tiny)
+    stored = getattr(torch, grid.scale_dtype)
+    scale = ((high - low) / (2**grid.bits - 1)).to(stored).float().clamp(min=torch.finfo(stored).tiny)
     zero = torch.full_like(scale, 2 ** (grid.bits - 1)) if grid.symmetric else torch.round(-low / scale)
     return scale, zero
 

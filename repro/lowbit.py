@@ -20,6 +20,7 @@ from repro.errors import UserError
 from repro.files import atomic
 
 TENSORS = ("codes", "scales", "zeros", "group_index")
+NUMBERS = ("bits", "group", "zero_bits", "scale_bits")
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,10 @@ class LowBitModel:
                 tensor = getattr(weight, key)
                 if tensor is not None:
                     tensors[f"{name}/{key}"] = tensor.contiguous()
-            layers[name] = [weight.bits, weight.group, weight.zero_bits, weight.scale_bits]
-        meta = meta | {"layers": json.dumps(layers), "extra_bits": json.dumps(self.extra_bits)}
-        with atomic(path) as temporary:
-            save_file(tensors, temporary, meta | {"sha256": _digest(tensors, meta)})
+            layers[name] = {key: getattr(weight, key) for key in NUMBERS}
+        facts = {"meta": meta, "layers": layers, "extra_bits": self.extra_bits}
+        with atomic(path) as temporary:  # one key only: safetensors writes several in random order
+            save_file(tensors, temporary, {"lowbit": json.dumps(facts | {"sha256": _digest(tensors, facts)})})
 
     def load(self, path: Path) -> dict[str, str]:
         """Replace the model's block weights by those stored at `path`; returns the `meta` that was saved.
@@ -210,26 +211,26 @@ class LowBitModel:
         """
         try:
             with safe_open(path, "pt") as file:
-                meta, tensors = dict(file.metadata()), {key: file.get_tensor(key) for key in file.keys()}
-            if meta.pop("sha256") != _digest(tensors, meta):
+                facts = json.loads(file.metadata()["lowbit"])
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+            if facts.pop("sha256") != _digest(tensors, facts):
                 raise ValueError("its contents do not match its SHA-256")
-            self.extra_bits = json.loads(meta.pop("extra_bits"))
-            for name, (bits, group, zero_bits, scale_bits) in json.loads(meta.pop("layers")).items():
+            for name, numbers in facts["layers"].items():
                 parts = {key: tensors[f"{name}/{key}"] for key in TENSORS if f"{name}/{key}" in tensors}
-                facts = {"bits": bits, "group": group, "zero_bits": zero_bits, "scale_bits": scale_bits}
-                self.set_weight(name, QuantizedWeight(**parts, **facts))
+                self.set_weight(name, QuantizedWeight(**parts, **numbers))
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         except Exception as error:
             raise UserError(
                 f"{path}: no compressed model that this version reads ({error}); delete and rebuild"
             ) from None
-        return meta
+        self.extra_bits = facts["extra_bits"]
+        return facts["meta"]
 
 
-def _digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
-    """SHA-256 of every tensor's name, dtype, shape and bytes, and of `meta`."""
-    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
+def _digest(tensors: dict[str, Tensor], facts: dict) -> str:
+    """SHA-256 of every tensor's name, dtype, shape and bytes, and of `facts`."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())

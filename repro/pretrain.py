@@ -11,6 +11,7 @@ import json
 import lzma
 import math
 import multiprocessing
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,10 +26,11 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.errors import UserError, unknown
-from repro.files import ROOT, atomic, sha256, write_text
+from repro.files import ROOT, atomic, sha256, short_hash, write_text
 from repro.strict import build, load_yaml
 
 CONFIG = ROOT / "config" / "pocket-models.yaml"
+TOKENIZER = ROOT / "repro" / "pocket" / "tokenizer" / "tokenizer.json"
 BOS, EOS = "<s>", "</s>"
 
 
@@ -147,6 +149,21 @@ def encode(tokenizer: Path, files: list[Path], processes: int, parts: int = 4) -
     jobs = [(str(tokenizer), str(f), part, parts) for f in files for part in range(parts)]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         return np.concatenate(list(tqdm(pool.imap(_encode, jobs), total=len(jobs), desc="tokenize", mininterval=5)))
+
+
+def cached_ids(corpus: Path, out: Path, processes: int | None = None) -> torch.Tensor:
+    """All token ids of the corpus, int32 `[T]`; tokenized once into `out`, keyed by tokenizer and shards.
+
+    Raises:
+        UserError: the folder holds no shards.
+    """
+    files, tokenizer = shards(corpus), TOKENIZER
+    key = short_hash("".join(sha256(f) for f in [tokenizer, *files]))
+    cache = out / f"tokens-{key}.npy"
+    if not cache.is_file():
+        with atomic(cache) as temporary:
+            np.save(temporary.open("wb"), encode(tokenizer, files, processes or os.cpu_count() or 1))
+    return torch.from_numpy(np.load(cache).astype(np.int32))
 
 
 # --- model, schedule, batches -----------------------------------------------------------------------------------------
@@ -323,7 +340,9 @@ def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
         tensors[f"model/{key}"] = parameter.data
         tensors |= {f"{moment}/{key}": value for moment, value in optimizer.state[parameter].items()}
     with atomic(path) as temporary:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, {"state": json.dumps(state)})
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, {"state": json.dumps(state)}
+        )
 
 
 def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> dict:
@@ -347,8 +366,3 @@ def held_out(model: LlamaForCausalLM, ids: torch.Tensor, length: int, batch_toke
         logits = model(input_ids=batch, use_cache=False).logits.float()
         out.append(F.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none").cpu())
     return torch.cat(out).double().numpy()
-
-
-def corpus_hashes(files: list[Path]) -> dict[str, str]:
-    """SHA-256 of each corpus file, for the model card."""
-    return {f.name: sha256(f) for f in files}

@@ -1,6 +1,6 @@
 """Sequences sampled from a model itself: the embedded text of the default profile, and self-sampled calibration.
 
-    python -m repro sample        # writes repro/pocket/text/*.txt.xz anew; frozen by SHA256SUMS
+python -m repro sample        # writes repro/pocket/text/*.txt.xz anew; frozen by SHA256SUMS
 """
 
 import hashlib
@@ -11,7 +11,12 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from repro import models
 from repro.files import atomic, write_text
+
+# name: sequences, tokens each (BOS included), seed
+EMBEDDED = {"pocket-sample": (64, 2048, 1), "pocket-sample-calib": (64, 1024, 2)}
+SOURCE = "pocket-10m"
 
 
 @torch.no_grad()
@@ -67,3 +72,11 @@ def freeze(name: str, documents: list[str], folder: Path) -> str:
     lines = [s for s in (sums.read_text().splitlines() if sums.exists() else []) if not s.endswith(f"  {name}.txt")]
     write_text(sums, "\n".join(sorted([*lines, f"{digest}  {name}.txt"])) + "\n")
     return digest
+
+
+def freeze_embedded(device: str = "cpu", folder: Path = models.POCKET / "text") -> None:
+    """Sample the embedded corpora from the largest pocket model and write them to `folder`."""
+    model, tokenizer = models.load(SOURCE, device), models.tokenizer(SOURCE)
+    for name, (count, length, seed) in EMBEDDED.items():
+        ids = sample(model, count, length, seed, stop_at_eos=True)
+        freeze(name, texts(ids, tokenizer, model.config.eos_token_id), folder)

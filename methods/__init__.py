@@ -1,0 +1,5 @@
+"""The five papers' own ideas: one file per method, one line here. A method has the face of a baseline (see baselines)."""
+
+from types import ModuleType
+
+METHODS: dict[str, ModuleType] = {}

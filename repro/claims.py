@@ -1,0 +1,218 @@
+"""Claims as predicates over cells: judged on what was measured, else by arithmetic on the printed numbers (grade D).
+
+    quantity  (b - s) / (b - f)        holds  >= 0.555
+
+On measured cells the quantity is bootstrapped over windows or items, paired where cells share them. Per case: it holds
+when the whole interval satisfies the predicate, fails when none of it does, else it is inconclusive. A claim holds when
+every case does and fails when one does. At grade C the words are seen, not seen, inconclusive at this scale.
+"""
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from repro import papers, spec, statistics, table
+from repro.errors import UserError, unknown
+from repro.record import Measurement
+from repro.workflow import Workflow
+
+OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+}
+FUNCTIONS = {"min": lambda *v: np.minimum.reduce(np.broadcast_arrays(*v)), "max": lambda *v: np.maximum.reduce(v)}
+WORDS = {
+    "C": ("seen", "not seen", "inconclusive at this scale"),
+    "D": ("printed numbers agree", "printed numbers disagree", "within rounding"),
+}
+PLAIN = ("holds", "fails", "inconclusive")
+
+
+def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
+    """Arithmetic and comparisons over named numbers or arrays; nothing else is allowed.
+
+    Raises:
+        UserError: an unknown name, or anything that is not arithmetic.
+    """
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Expression(body=body):
+                return value(body)
+            case ast.Constant(value=int() | float() as number):
+                return number
+            case ast.Name(id=name):
+                if name not in values:
+                    raise UserError(f"predicate {expression!r}: {unknown('name', name, values)}")
+                return values[name]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+                return FUNCTIONS[name](*map(value, args))
+            case ast.BoolOp(op=ast.And(), values=parts):
+                return np.logical_and.reduce([value(part) for part in parts])
+            case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in OPERATORS for op in ops):
+                sides = [value(left), *map(value, rights)]
+                pairs = zip(ops, sides, sides[1:])
+                return np.logical_and.reduce([OPERATORS[type(op)](a, b) for op, a, b in pairs])
+        raise UserError(f"predicate {expression!r}: only arithmetic, min, max and comparisons are allowed")
+
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except SyntaxError:
+        raise UserError(f"predicate {expression!r}: not an expression") from None
+    return value(tree)
+
+
+def satisfied(holds: str, x: Any) -> Any:
+    """Whether quantity `x` satisfies a comparison such as `>= 0.5` or `0.1 <= x <= 0.2`."""
+    return evaluate(holds if "x" in holds else f"x {holds}", {"x": x})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a claim: the quantity on the printed cells, and on the measured ones with its interval."""
+
+    model: str
+    printed: float | None
+    measured: float | None = None
+    lo: float | None = None
+    hi: float | None = None
+    on: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim with its cases, the grade of the evidence, and the verdict."""
+
+    spec: spec.ClaimSpec
+    cases: tuple[Case, ...]
+    grade: str
+    verdict: str
+    measured: bool
+    why: str = ""
+    cells: tuple[Measurement, ...] = field(default=(), repr=False)
+
+
+def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
+    """Judge one claim on what this profile measured, else on the printed numbers.
+
+    Raises:
+        UserError: the spec names a claim, cell or case that the paper did not print.
+    """
+    paper, number = claim.table.split("/")
+    ids = claim.claim.split()[1:]
+    known = papers.claims(paper)
+    for name in (part for item in ids for part in item.split("-")):
+        if name not in known:
+            raise UserError(f"tables/table1.yaml: {unknown(f'claim of {paper}', name, known)}")
+    rows = table.measure(flow, paper, number)
+    by_key = {(m.row, m.col, m.model): m for m in rows}
+    cases, used = [], []
+    for binding in claim.cases:
+        keys = {"model": binding} if isinstance(binding, str) else binding
+        named = {}
+        for name, text in claim.cells.items():
+            row, _, col = text.format(**keys).partition(" | ")
+            if (row, col, keys["model"]) not in by_key:
+                raise UserError(
+                    f"tables/table1.yaml: {claim.claim}: {claim.table} printed no {row} | {col} of {keys['model']}"
+                )
+            named[name] = by_key[row, col, keys["model"]]
+        used += named.values()
+        cases.append(_case(flow, claim, keys, named))
+    if all(case.measured is not None for case in cases if case.missing != "no_stand_in") and any(
+        case.measured is not None for case in cases
+    ):
+        verdicts = [_of_interval(claim, case) for case in cases if case.measured is not None]
+        grade = max(m.grade for m in used if m.grade)
+        verdict = WORDS.get(grade, PLAIN)[_all(verdicts)]
+        return Judged(claim, tuple(cases), grade, verdict, True, cells=tuple(used))
+    why = _why(used)
+    if any(case.printed is None for case in cases):
+        return Judged(claim, tuple(cases), "", "not measurable", False, "a printed cell is blank", tuple(used))
+    verdicts = [1 - int(satisfied(claim.holds, case.printed)) for case in cases]
+    return Judged(claim, tuple(cases), "D", WORDS["D"][_all(verdicts)], False, why, tuple(used))
+
+
+def _all(verdicts: list[int]) -> int:
+    """0 when all hold, 1 when one fails, else 2."""
+    return 1 if 1 in verdicts else 2 if 2 in verdicts else 0
+
+
+def _of_interval(claim: spec.ClaimSpec, case: Case) -> int:
+    ends = [satisfied(claim.holds, x) for x in (case.lo, case.measured, case.hi) if x is not None]
+    return 0 if all(ends) else 1 if not any(ends) else 2
+
+
+def _why(cells: list[Measurement]) -> str:
+    missing = [m for m in cells if m.status not in ("ok", "floor")]
+    counts = {s: sum(m.status == s for m in missing) for s in dict.fromkeys(m.status for m in missing)}
+    return ", ".join(f"{n} of {len(cells)} cells {status.replace('_', ' ')}" for status, n in counts.items())
+
+
+def _case(flow: Workflow, claim: spec.ClaimSpec, keys: Mapping[str, str], named: dict[str, Measurement]) -> Case:
+    paper, number = claim.table.split("/")
+    print_ = {(c.row, c.col, c.model): c.number for c in papers.printed(paper, number)}
+    numbers = {name: print_.get((m.row, m.col, m.model)) for name, m in named.items()}
+    printed = None if None in numbers.values() else float(evaluate(claim.quantity, numbers))
+    missing = [m for m in named.values() if m.status not in ("ok", "floor")]
+    if missing:
+        return Case(keys["model"], printed, missing=missing[0].status)
+    value = float(evaluate(claim.quantity, {name: m.value for name, m in named.items()}))
+    samples, groups, finish = {}, {}, {}
+    for name, m in named.items():
+        found = _samples(flow, paper, number, m)
+        if found is None:  # a recorded cell: its interval, taken as normal, independent of the others
+            spread = ((m.hi or m.value) - (m.lo or m.value)) / 3.92
+            draws = np.random.default_rng([0, len(samples)]).normal(m.value, spread, 2000)
+            samples[name], groups[name], finish[name] = None, "", draws
+        else:
+            samples[name], groups[name], finish[name] = found
+    arrays = {name: values for name, values in samples.items() if values is not None}
+
+    def expression(means: dict[str, np.ndarray]) -> np.ndarray:
+        parts = {n: finish[n](means[n]) if n in means else finish[n] for n in samples}
+        return np.asarray(evaluate(claim.quantity, parts))
+
+    if arrays:
+        low, high = statistics.paired(arrays, expression, {n: groups[n] for n in arrays})
+    else:
+        low, high = (float(q) for q in np.quantile(expression({}), [0.025, 0.975]))
+    on = ", ".join(dict.fromkeys(m.stand_in for m in named.values()))
+    return Case(keys["model"], printed, value, min(low, value), max(high, value), on)
+
+
+def _samples(flow: Workflow, paper: str, number: str, m: Measurement) -> tuple[np.ndarray, str, Callable] | None:
+    """Per-window values of a live perplexity, the group that they are paired in, and what makes the cell of their mean."""
+    if m.live != "live":
+        return None
+    for row, col, column, model, run in flow.cells(paper, number):
+        if (row, col, model) == (m.row, m.col, m.model) and run and column.measure == "perplexity":
+            path = flow.source(column, run)
+            return table.scores(str(path))[0]["nll"].to_numpy(), column.corpus, np.exp
+    return None
+
+
+def show(x: float | None, percent: bool) -> str:
+    """A quantity as text with three significant digits."""
+    if x is None:
+        return "–"
+    x = 100 * x if percent else x
+    digits = max(0, 2 - int(math.floor(math.log10(abs(x))))) if x and abs(x) < 1000 else 0
+    return f"{x:.{min(digits, 4)}f}" + (" %" if percent else "")

@@ -1,0 +1,204 @@
+"""From raw scores to tables: one printed table, the headline table, the leaderboard, the audit."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from repro import claims, papers, record, render, spec, table
+from repro.files import write_text
+from repro.record import Measurement
+from repro.render import Sheet
+from repro.workflow import Workflow
+
+WORDS = {"no_stand_in": "no stand-in", "not_run": "not run", "too_long": "too long"}
+MARKS = {"recorded": "*", "stale": "†", "floor": "‡"}
+LEGEND = {
+    "*": "recorded: an accepted measurement from results/, not of this run",
+    "†": "stale: recorded, and the code that made it has changed since",
+    "‡": "at chance: full precision itself is less than 3 standard errors above it",
+}
+
+
+def build_table(flow: Workflow, paper: str, number: str, out: Path) -> Sheet:
+    """Write one printed table as `.csv` (every cell), `.tex` and `.md` under `out`/<paper>/."""
+    cells = table.measure(flow, paper, number)
+    sheet = table_sheet(flow, paper, number, cells)
+    write(out / paper / f"table{number}", sheet, record.to_csv(cells))
+    return sheet
+
+
+def write(stem: Path, sheet: Sheet, csv_text: str) -> None:
+    """The three faces of a table."""
+    write_text(stem.with_suffix(".csv"), csv_text)
+    write_text(stem.with_suffix(".tex"), render.latex(sheet))
+    write_text(stem.with_suffix(".md"), render.markdown(sheet))
+
+
+def table_sheet(flow: Workflow, paper: str, number: str, cells: list[Measurement]) -> Sheet:
+    """A table by model: under each printed column the paper's value and ours, then what we measure besides."""
+    printed_cols = list(dict.fromkeys(c.col for c in papers.printed(paper, number)))
+    by_model = model_columns(paper, number)
+    companions = [c for c, *_ in table.COMPANIONS if any(m.col == c for m in cells)]
+    wide = len(set(by_model.values())) > 1 or len(printed_cols) > 8  # columns differ by model: one line a cell
+    head = ["", *(["cell", "paper", "here"] if wide else [h for c in printed_cols for h in (c, "here")]), *companions]
+    at = {(m.row, m.col, m.model): m for m in cells}
+    rows: list[list[str]] = []
+    for model, cols in by_model.items():
+        stand_in = flow.stand_in(model)
+        grade = f", grade {flow.profile.grade}" if stand_in else ""
+        if model:
+            rows.append([f"{model}; here: {stand_in or 'no stand-in in this profile'}{grade}"])
+        for row in dict.fromkeys(m.row for m in cells if m.model == model):
+            extra = [value(at.get((row, c, model))) for c in companions]
+            if wide:
+                rows += [[row, c, at[row, c, model].printed or "–", here(at[row, c, model]), *extra]
+                         for c in cols if (row, c, model) in at]  # fmt: skip
+            else:
+                both = [(at[row, c, model].printed or "–", here(at[row, c, model])) if (row, c, model) in at else ("", "")
+                        for c in printed_cols]  # fmt: skip
+                rows.append([row, *(text for pair in both for text in pair), *extra])
+    title = (
+        f"{paper}, Table {number}: {spec.table(paper, number).title}. Profile {flow.profile.name}: {flow.profile.about}"
+    )
+    return Sheet(title, head, rows, notes(cells), left=2 if wide else 1)
+
+
+def model_columns(paper: str, number: str) -> dict[str, tuple[str, ...]]:
+    """The printed columns of each model, in printed order."""
+    found: dict[str, dict[str, None]] = {}
+    for cell in papers.printed(paper, number):
+        found.setdefault(cell.model, {})[cell.col] = None
+    return {model: tuple(cols) for model, cols in found.items()}
+
+
+def notes(cells: Iterable[Measurement]) -> list[str]:
+    """What was measured how, then the marks that occur."""
+    cells = list(cells)
+    ran = [m for m in cells if m.status in ("ok", "floor", "stale")]
+    out = []
+    if ran:
+        protocols = dict.fromkeys(f"{m.col}: {m.protocol}" for m in ran if m.printed)
+        out.append("Intervals are 95 % bootstraps over windows or items. " + "; ".join(protocols) + ".")
+        made = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in ran)
+        out.append("Measured on " + "; ".join(made) + ".")
+    marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
+    return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
+
+
+def number(x: float | None) -> str:
+    """Four significant digits, two decimals at most, exponents from a million on."""
+    if x is None:
+        return ""
+    if abs(x) >= 1e6:
+        return f"{x:.1e}"
+    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 100 else f"{x:.2f}" if abs(x) >= 1 else f"{x:.3f}"
+
+
+def value(m: Measurement | None) -> str:
+    """A measured value without its interval."""
+    return number(m.value) if m and m.status in ("ok", "floor", "stale") else "–"
+
+
+def here(m: Measurement) -> str:
+    """A measured value with interval and marks, or the status that says why there is none."""
+    if m.status not in ("ok", "floor", "stale"):
+        return WORDS.get(m.status, m.status)
+    marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
+    interval = f" [{number(m.lo)}, {number(m.hi)}]" if m.lo is not None else ""
+    return f"{number(m.value)}{marks}{interval}"
+
+
+def build_headline(flow: Workflow, out: Path) -> Sheet:
+    """Write the project's own Table 1: `tables/table1.{csv,tex,md}`."""
+    head = spec.headline()
+    judged = [claims.judge(flow, claim) for claim in head.claims]
+    rows = []
+    for j in judged:
+        here_, printed = [], []
+        for case in j.cases:
+            printed.append(claims.show(case.printed, j.spec.percent))
+            ends = f" [{claims.show(case.lo, j.spec.percent)}, {claims.show(case.hi, j.spec.percent)}]"
+            here_.append(claims.show(case.measured, j.spec.percent) + ends if case.measured is not None else "–")
+        on = ", ".join(dict.fromkeys(c.on for c in j.cases if c.on)) or "printed cells"
+        measured = "; ".join(here_) if j.measured else "–"
+        rows.append(
+            [j.spec.claim, j.spec.says, j.spec.printed, "; ".join(printed), measured, on, j.grade or "–", j.verdict]
+        )
+    columns = ["claim", "what it says", "printed", "from printed cells", "measured here", "on", "grade", "verdict"]
+    widths = ("l", "p{4.2cm}", "p{2.4cm}", "p{2.4cm}", "p{3.6cm}", "p{2cm}", "l", "p{2cm}")
+    remarks = [
+        f"Profile {flow.profile.name}: {flow.profile.about}.",
+        "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, D arithmetic on "
+        "printed numbers. One value a case; intervals are paired 95 % bootstraps.",
+        "Only in figures, without printed cells: " + "; ".join(head.figures_only) + ".",
+    ]
+    sheet = Sheet(head.title, columns, rows, remarks, left=len(columns), widths=widths)
+    lines = [
+        ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict", "why"]
+    ]
+    for j in judged:
+        for c in j.cases:
+            numbers = ["" if x is None else f"{x:.7g}" for x in (c.printed, c.measured, c.lo, c.hi)]
+            lines.append(
+                [j.spec.claim, j.spec.says, j.spec.printed, c.model, *numbers, c.on, j.grade, j.verdict, j.why]
+            )
+    write(out / "table1", sheet, csv_text(lines))
+    return sheet
+
+
+def build_leaderboard(flow: Workflow, out: Path) -> Sheet:
+    """Write tables/table2: every recipe that any spec measures, by model, evaluated alike; fewest bits first."""
+    texts = {name: text for name, text in flow.profile.corpora.items()}
+    entries: dict[str, dict[str, list[str]]] = {}
+    for paper, num in spec.specified():
+        for _, _, column, _, run in flow.cells(paper, num):
+            if run is None or column.measure != "perplexity":
+                continue
+            row = entries.setdefault(run.model, {}).setdefault(run.recipe.name, [])
+            if not row:
+                cells = [table.perplexity_cell(flow.scores(run, text)) for text in texts.values()]
+                bare = Measurement(paper, "table", num, "", "", "", "")
+                extra = {m.col: m for m in table.companion_cells(bare, flow.scores(run, next(iter(texts.values()))))}
+                row += [f"{extra['BPW'].value:.3f}", *(here_value(c) for c in cells)]
+                row += [value(extra.get(c)) for c in ("KL", "Top-1", "MB")]
+    rows = []
+    for model, recipes in entries.items():
+        rows.append([model])
+        rows += [[name, *cells] for name, cells in sorted(recipes.items(), key=lambda kv: float(kv[1][0]))]
+    title = f"Every recipe, evaluated alike. Profile {flow.profile.name}: {flow.profile.about}"
+    columns = ["recipe", "BPW", *texts.values(), "KL", "Top-1", "MB"]
+    remark = (
+        "BPW: stored bits per block weight. KL (nats) and top-1 agreement (%) to full precision. MB: the whole model."
+    )
+    sheet = Sheet(title, columns, rows, [remark])
+    lines = [["model", *columns]]
+    lines += [[model, name, *cells] for model, recipes in entries.items() for name, cells in recipes.items()]
+    write(out / "table2", sheet, csv_text(lines))
+    return sheet
+
+
+def here_value(cell: dict) -> str:
+    """A perplexity with its interval."""
+    return f"{number(cell['value'])} [{number(cell['lo'])}, {number(cell['hi'])}]"
+
+
+def build_audit(out: Path) -> Sheet:
+    """Write tables/audit: where the papers and their own numbers were compared, and what came of it."""
+    findings = [(paper, f) for paper in papers.PAPERS for f in papers.audit(paper)]
+    columns = ["paper", "table", "cell", "printed", "recomputed", "difference"]
+    rows = [[p, f.table, f.cell, f.printed, f.recomputed, f.difference] for p, f in findings]
+    widths = ("l", "l", "p{4cm}", "p{3.5cm}", "p{4cm}", "p{2.5cm}")
+    sheet = Sheet("Where the papers and their own numbers were compared", columns, rows, left=6, widths=widths)
+    lines = [["paper", "id", *columns[1:], "kind", "severity", "comment"]]
+    lines += [[p, f.id, *row[1:], f.kind, f.severity, f.comment] for (p, f), row in zip(findings, rows)]
+    write(out / "audit", sheet, csv_text(lines))
+    return sheet
+
+
+def csv_text(lines: list[list[str]]) -> str:
+    """Lines as CSV text."""
+    import csv
+    import io
+
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    return out.getvalue()

@@ -1,0 +1,155 @@
+"""Models by name: a pocket model of this repository, a local folder, or a hub id with its revision. One code path.
+
+    pocket-5m                        repro/pocket/pocket-5m, its weights checked against repro/pocket/SHA256SUMS
+    some/folder  or  /abs/folder     a Hugging Face folder: config.json and *.safetensors (one file or shards)
+    meta-llama/Llama-3.2-1B@4e20de3  a hub id at a pinned revision, only where the profile says `hub: true`
+
+Weights are safetensors or nothing: pickled files are refused and remote code is never run.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from repro.errors import UserError, unknown
+from repro.files import ROOT, sha256, short_hash
+
+POCKET = ROOT / "repro" / "pocket"
+
+
+def pocket_names() -> list[str]:
+    """The pocket models of this repository."""
+    return sorted(p.parent.name for p in POCKET.glob("*/config.json"))
+
+
+def folder(name: str) -> Path | None:
+    """The local folder of a model; None for a hub id.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if (POCKET / name / "config.json").is_file():
+        return POCKET / name
+    if "@" in name:
+        return None
+    path = Path(name)
+    if (path / "config.json").is_file():
+        return path.resolve()
+    if path.is_dir():
+        raise UserError(f"model {name!r}: {path} has no config.json; name a Hugging Face folder")
+    raise UserError(f"{unknown('model', name, pocket_names())}; or a local folder, or hub-id@revision")
+
+
+def weight_files(name: str) -> list[Path]:
+    """config.json, tokenizer and every safetensors file of a local model, in name order; empty for a hub id.
+
+    Raises:
+        UserError: unknown model, only pickled weights, no weights, or a shard that its index names and that is absent.
+    """
+    place = folder(name)
+    if place is None:
+        return []
+    found = sorted(place.glob("*.safetensors"))
+    if not found:
+        pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in place.glob(pattern)]
+        why = f"only pickled weights ({pickled[0]}), which are never loaded" if pickled else "no *.safetensors"
+        raise UserError(f"model {name!r}: {place} has {why}; save it with safetensors")
+    index = place / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            raise UserError(f"{index}: not a safetensors index; save the model again") from None
+        if absent := sorted(named - {p.name for p in found}):
+            raise UserError(f"model {name!r}: the shard {absent[0]} that {index.name} names is missing; copy it again")
+    extra = [place / f for f in ("config.json", "tokenizer.json", "tokenizer_config.json") if (place / f).is_file()]
+    return extra + found
+
+
+@cache
+def fingerprint(name: str) -> str:
+    """Eight hex digits that fix the model: of its files' contents, or of the hub id and revision."""
+    files = weight_files(name)
+    return short_hash("\n".join(f"{p.name} {sha256(p)}" for p in files) if files else name)
+
+
+def check_pocket(name: str) -> None:
+    """Compare a pocket model's weights with repro/pocket/SHA256SUMS.
+
+    Raises:
+        UserError: a file differs from the list.
+    """
+    listed = dict(reversed(line.split()) for line in (POCKET / "SHA256SUMS").read_text().splitlines())
+    for path in weight_files(name):
+        key = str(path.relative_to(POCKET))
+        if path.suffix == ".safetensors" and sha256(path) != listed.get(key):
+            raise UserError(f"{path}: not the file that SHA256SUMS lists (damaged or cut short); check it out again")
+
+
+def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = False) -> Any:
+    """Load a causal LM, checked, in evaluation mode.
+
+    Raises:
+        UserError: unknown model, damaged or pickled weights, NaN or Inf among them, or a hub that is not allowed.
+    """
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    files = weight_files(name)
+    if files and files[0].is_relative_to(POCKET):
+        check_pocket(name)
+    for path in files:
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, "pt") as file:
+                    file.keys()
+            except Exception as error:  # safetensors has its own kinds
+                raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
+    logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **_source(name, hub), dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"model {name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if report["missing_keys"]:
+        raise UserError(f"model {name!r}: {sorted(report['missing_keys'])[0]} is not in its files; copy it again")
+    for key, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(f"model {name!r}: {key} holds NaN or Inf; the checkpoint is damaged")
+    return model.to(device).eval()
+
+
+def tokenizer(name: str, hub: bool = False) -> Any:
+    """The tokenizer that belongs to a model.
+
+    Raises:
+        UserError: it has none, or it is on a hub that is not allowed.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(**_source(name, hub))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model {name!r} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+
+
+def tokenizer_key(name: str) -> str:
+    """A short name for the model's tokenizer, so that token ids are shared by models that share it."""
+    place = folder(name)
+    if place is None or not (place / "tokenizer.json").is_file():
+        return short_hash(name)
+    return short_hash(sha256(place / "tokenizer.json"))
+
+
+def _source(name: str, hub: bool) -> dict[str, Any]:
+    place = folder(name)
+    if place is not None:
+        return {"pretrained_model_name_or_path": str(place), "local_files_only": True, "trust_remote_code": False}
+    if not hub:
+        raise UserError(f"model {name!r} is on the hub; set `hub: true` in the profile, or name a local folder")
+    hub_id, _, revision = name.partition("@")
+    return {"pretrained_model_name_or_path": hub_id, "revision": revision, "trust_remote_code": False}

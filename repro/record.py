@@ -1,0 +1,170 @@
+"""Measurements: one tidy line each, in CSV, with everything that says where it came from.
+
+Accepted measurements live in `results/<device>/<paper>-table<number>.csv`; `accept` is the only way in.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from repro import papers
+from repro.errors import UserError, unknown
+from repro.files import ROOT, write_text
+
+STATUSES = ("ok", "floor", "too_long", "oom", "unsupported", "diverged", "stale", "no_stand_in", "not_run")
+GRADES = ("A", "B", "C", "D")
+RESULTS = ROOT / "results"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured (or not measured: see `status`) cell of a table or figure.
+
+    `lo` and `hi` bound the 95 % interval; `n` counts windows or items; `code` is the hash of the files that decided the
+    value; `floor` is, for a time, the least that the device allows in the same unit.
+    """
+
+    paper: str
+    kind: str
+    number: str
+    row: str
+    col: str
+    model: str
+    metric: str
+    printed: str = ""
+    value: float | None = None
+    lo: float | None = None
+    hi: float | None = None
+    n: int | None = None
+    unit: str = ""
+    status: str = "not_run"
+    grade: str = ""
+    live: str = ""
+    stand_in: str = ""
+    recipe: str = ""
+    protocol: str = ""
+    seed: str = ""
+    profile: str = ""
+    device: str = ""
+    commit: str = ""
+    code: str = ""
+    environment: str = ""
+    floor: float | None = None
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What makes a cell: its place in the paper and the profile that measured it."""
+        return (self.paper, self.kind, self.number, self.row, self.col, self.model, self.metric, self.profile)
+
+
+COLUMNS = tuple(f.name for f in fields(Measurement))
+NUMBERS = {"value": float, "lo": float, "hi": float, "n": int, "floor": float}
+PROVENANCE = ("grade", "stand_in", "recipe", "protocol", "profile", "device", "commit", "code", "environment")
+
+
+def to_csv(rows: Iterable[Measurement]) -> str:
+    """Measurements as CSV text; numbers with 7 significant digits, missing ones empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        writer.writerow([_text(value) for value in asdict(row).values()])
+    return out.getvalue()
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise UserError(f"a measurement is {value}; a number that is not finite is a status, never a value")
+        return f"{value:.7g}"
+    return str(value)
+
+
+def from_csv(path: Path) -> list[Measurement]:
+    """Read measurements, checked.
+
+    Raises:
+        UserError: the file is missing, has other columns, a value that is no finite number, or an unknown word.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            lines = list(csv.reader(file))
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file") from None
+    if not lines or tuple(lines[0]) != COLUMNS:
+        odd = sorted(set(lines[0] if lines else ()) ^ set(COLUMNS))
+        raise UserError(f"{path}: not a file of measurements; its columns differ in {', '.join(odd) or 'their order'}")
+    return [_row(dict(zip(COLUMNS, line)), len(line), f"{path}, line {i}") for i, line in enumerate(lines[1:], start=2)]
+
+
+def _row(line: Mapping[str, str], width: int, where: str) -> Measurement:
+    if width != len(COLUMNS):
+        raise UserError(f"{where}: {width} values for {len(COLUMNS)} columns; the file was cut short")
+    values: dict[str, object] = dict(line)
+    for name, kind in NUMBERS.items():
+        try:
+            values[name] = kind(line[name]) if line[name] else None
+        except ValueError:
+            raise UserError(f"{where}: {name} is {line[name]!r}, not a number") from None
+        if values[name] is not None and not math.isfinite(values[name]):  # type: ignore[arg-type]
+            raise UserError(f"{where}: {name} is {line[name]}; a number that is not finite is a status, never a value")
+    if line["status"] not in STATUSES:
+        raise UserError(f"{where}: {unknown('status', line['status'], STATUSES)}")
+    return Measurement(**values)  # type: ignore[arg-type]
+
+
+def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
+    """Validate a file of measurements and merge its measured rows into `results`, newest last; nothing is half-taken.
+
+    Returns:
+        Number of rows by file that was written.
+
+    Raises:
+        UserError: schema, an unknown cell, a missing origin, a value outside its own interval, a time below the least
+            that the device allows, or a commit with uncommitted changes.
+    """
+    rows = [row for row in from_csv(path) if row.status in ("ok", "floor") and row.live == "live"]
+    if not rows:
+        raise UserError(f"{path}: no measured row (status ok or floor, live) to accept")
+    by_file: dict[Path, list[Measurement]] = {}
+    for row in rows:
+        where = f"{path}: {row.paper} {row.kind} {row.number} / {row.row} / {row.col} / {row.model}"
+        if row.paper not in papers.PAPERS:
+            raise UserError(f"{where}: {unknown('paper', row.paper, papers.PAPERS)}")
+        if row.kind == "table" and row.number not in papers.tables(row.paper):
+            raise UserError(f"{where}: {unknown('table', row.number, papers.tables(row.paper))}")
+        if row.grade not in GRADES:
+            raise UserError(f"{where}: {unknown('grade', row.grade, GRADES)}")
+        if missing := [name for name in PROVENANCE if not getattr(row, name)]:
+            raise UserError(f"{where}: {missing[0]} is empty; a number without its origin is not accepted")
+        if row.commit == "unknown" or row.commit.endswith("+"):
+            raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
+        if row.value is None:
+            raise UserError(f"{where}: status {row.status} without a value")
+        if row.lo is not None and row.hi is not None and not row.lo <= row.value <= row.hi:
+            raise UserError(f"{where}: {row.value} lies outside its interval {row.lo} … {row.hi}")
+        if row.floor is not None and row.value < row.floor:
+            raise UserError(f"{where}: {row.value} is less than the {row.floor} that the device allows; measure again")
+        slug = "".join(c if c.isalnum() else "-" for c in row.device.lower()).strip("-")
+        by_file.setdefault(results / slug / f"{row.paper}-{row.kind}{row.number}.csv", []).append(row)
+    merged = {}
+    for file, new in by_file.items():
+        keys = {row.key for row in new}
+        old = [row for row in (from_csv(file) if file.exists() else []) if row.key not in keys]
+        merged[file] = sorted([*old, *new], key=lambda row: row.key)
+    for file, content in merged.items():
+        write_text(file, to_csv(content))
+    return {str(file): len(by_file[file]) for file in by_file}
+
+
+def accepted(paper: str = "*", kind: str = "*", number: str = "*", results: Path = RESULTS) -> list[Measurement]:
+    """The accepted measurements of a table or figure, of all devices."""
+    return [row for file in sorted(results.glob(f"*/{paper}-{kind}{number}.csv")) for row in from_csv(file)]
