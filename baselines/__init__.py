@@ -3,6 +3,6 @@
 `CALIBRATED` says whether `apply` needs calibration tokens.
 """
 
-from repro.baselines import gptq, rtn
+from repro.baselines import awq, gptq, omniquant, rtn
 
-BASELINES = {"rtn": rtn, "gptq": gptq}
+BASELINES = {"rtn": rtn, "gptq": gptq, "awq": awq, "omniquant": omniquant}

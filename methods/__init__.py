@@ -1,4 +1,4 @@
-"""The five papers' own ideas: one file per method, one line here. A method has the face of a baseline (see baselines)."""
+"""The five papers' own ideas: one file per method, one line here. A method has the face of a baseline."""
 
 from types import ModuleType
 

@@ -199,7 +199,7 @@ def _case(flow: Workflow, claim: spec.ClaimSpec, keys: Mapping[str, str], named:
 
 
 def _samples(flow: Workflow, paper: str, number: str, m: Measurement) -> tuple[np.ndarray, str, Callable] | None:
-    """Per-window values of a live perplexity, the group that they are paired in, and what makes the cell of their mean."""
+    """Per-window values of a live perplexity, the group they are paired in, and what turns their mean into it."""
     if m.live != "live":
         return None
     for row, col, column, model, run in flow.cells(paper, number):

@@ -5,6 +5,7 @@ a quality table evaluates; a speed table hands the same codes to a kernel.
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 from collections.abc import Iterator
@@ -157,21 +158,46 @@ def in_layer(name: str) -> Iterator[None]:
         raise UserError(f"{name}: {error}") from None
 
 
+@dataclass(frozen=True)
+class Attachment:
+    """What a step puts beside a layer's weight: tensors stored as they are, and the numbers needed to compute with them.
+
+    Attributes:
+        step: the registry name of the step, whose module has `attached(linear, tensors, numbers) -> nn.Linear`.
+    """
+
+    step: str
+    tensors: dict[str, Tensor]
+    numbers: dict[str, float]
+
+    def stored_bits(self) -> int:
+        """Bits of every tensor at the width of its dtype."""
+        return sum(tensor.numel() * tensor.dtype.itemsize * 8 for tensor in self.tensors.values())
+
+
 @dataclass
 class LowBitModel:
     """A causal LM whose block linears compute with dequantized weights, and what is stored instead of them.
 
-    A recipe's steps edit it in turn: a quantizer calls `set_weight` for every layer.
+    A recipe's steps edit it in turn: a quantizer calls `set_weight` for every layer, and `set_dense` for a norm or bias
+    that it changes; a compensator calls `attach`.
 
     Attributes:
         model: computes with the dequantized weights.
         weights: what is stored for each quantized layer, by module path.
+        dense: parameters that a step replaced in full precision, by name; stored with the weights.
         extra_bits: what a step stores for the blocks that is no parameter of `model` (compensators), in bits by kind.
+        attachments: what is computed beside a layer's weight, by module path; counted in `extra_bits`.
+        full: each layer's weight before it was quantized; none of a model that was loaded from a file. A step that
+            rescales the model (AWQ) does so in place before it quantizes, so that these weights fit the norms.
     """
 
     model: nn.Module
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
     extra_bits: dict[str, int] = field(default_factory=dict)
+    attachments: dict[str, Attachment] = field(default_factory=dict)
+    full: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def set_weight(self, name: str, weight: QuantizedWeight) -> None:
         """Store `weight` for layer `name` and let the model compute with it.
@@ -186,24 +212,78 @@ class LowBitModel:
         dense = weight.dequantize()
         if not torch.isfinite(dense).all():
             raise UserError(f"{name}: the quantized weight is not finite; model or calibration holds NaN or Inf")
-        linear.weight.data.copy_(dense.to(linear.weight.dtype))
+        self.full.setdefault(name, linear.weight.data)
+        linear.weight.data = dense.to(linear.weight)
         self.weights[name] = weight
 
+    def set_dense(self, name: str, value: Tensor) -> None:
+        """Let the model compute with `value` as its parameter `name`, in the parameter's own dtype, and store it.
+
+        Raises:
+            UserError: the value is not finite, or its shape is not the parameter's.
+        """
+        parameter = self.model.get_parameter(name)
+        if value.shape != parameter.shape:
+            raise UserError(f"{name}: {list(value.shape)} values for a parameter of {list(parameter.shape)}")
+        if not torch.isfinite(value.to(parameter.dtype)).all():
+            raise UserError(f"{name}: the new value is not finite in {parameter.dtype}")
+        parameter.data.copy_(value)
+        self.dense[name] = parameter.data.clone()
+
+    def attach(self, name: str, attachment: Attachment) -> None:
+        """Let layer `name` compute with `attachment` beside its weight, and store it.
+
+        Raises:
+            UserError: no step of that name attaches anything.
+        """
+        from repro.methods import METHODS  # methods import this module
+
+        attached = getattr(METHODS.get(attachment.step), "attached", None)
+        if attached is None:
+            raise UserError(f"{name}: no method {attachment.step!r} of this version attaches anything to a layer")
+        parent, _, child = name.rpartition(".")
+        layer = attached(self.model.get_submodule(name), attachment.tensors, attachment.numbers)
+        setattr(self.model.get_submodule(parent), child, layer)
+        self.attachments[name] = attachment
+        self.extra_bits[attachment.step] = self.extra_bits.get(attachment.step, 0) + attachment.stored_bits()
+
+    def full_precision(self) -> nn.Module:
+        """A copy of the model with each layer's weight as it was before it was quantized, and nothing beside it.
+
+        Raises:
+            UserError: no layer is quantized, the model was loaded from a file, or something is attached already.
+        """
+        if not self.full or self.attachments:
+            raise UserError("full-precision weights are at hand only right after the quantizing step of a recipe")
+        model = copy.deepcopy(self.model)
+        for name, weight in self.full.items():
+            model.get_submodule(name).weight.data = weight
+        return model
+
     def save(self, path: Path, meta: dict[str, str]) -> None:
-        """Write codes, scales and zeros of every layer to a safetensors file, with `meta` (text) and a SHA-256."""
-        tensors, layers = {}, {}
+        """Write all layers' codes, scales and zeros and the dense parameters to a safetensors file, `meta` (text) and
+        a SHA-256 with them."""
+        tensors, layers = {name: value.contiguous() for name, value in self.dense.items()}, {}
         for name, weight in self.weights.items():
             for key in TENSORS:
                 tensor = getattr(weight, key)
                 if tensor is not None:
                     tensors[f"{name}/{key}"] = tensor.contiguous()
             layers[name] = {key: getattr(weight, key) for key in NUMBERS}
-        facts = {"meta": meta, "layers": layers, "extra_bits": self.extra_bits}
+        for name, beside in self.attachments.items():
+            tensors |= {f"{name}/{beside.step}.{key}": tensor.contiguous() for key, tensor in beside.tensors.items()}
+        facts = {
+            "meta": meta,
+            "layers": layers,
+            "dense": list(self.dense),
+            "attachments": {name: {"step": a.step, "numbers": a.numbers} for name, a in self.attachments.items()},
+            "extra_bits": self.extra_bits,
+        }
         with atomic(path) as temporary:  # one key only: safetensors writes several in random order
             save_file(tensors, temporary, {"lowbit": json.dumps(facts | {"sha256": _digest(tensors, facts)})})
 
     def load(self, path: Path) -> dict[str, str]:
-        """Replace the model's block weights by those stored at `path`; returns the `meta` that was saved.
+        """Replace the model's weights and dense parameters by those stored at `path`; returns the `meta` saved there.
 
         Raises:
             UserError: the file is not a whole safetensors file of this form, its hash does not match, or it belongs to
@@ -218,6 +298,13 @@ class LowBitModel:
             for name, numbers in facts["layers"].items():
                 parts = {key: tensors[f"{name}/{key}"] for key in TENSORS if f"{name}/{key}" in tensors}
                 self.set_weight(name, QuantizedWeight(**parts, **numbers))
+                del self.full[name]
+            for name in facts["dense"]:
+                self.set_dense(name, tensors[name])
+            for name, beside in facts["attachments"].items():
+                prefix = f"{name}/{beside['step']}."
+                parts = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+                self.attach(name, Attachment(tensors=parts, **beside))
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         except Exception as error:

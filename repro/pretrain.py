@@ -1,4 +1,4 @@
-"""Pretrain a pocket model: a small Llama on the corpus of `$REPRO_DATA/corpus`, resumable, the same path on CPU and GPU.
+"""Pretrain a pocket model: a small Llama on the corpus in `$REPRO_DATA/corpus`, resumable, one path for CPU and GPU.
 
 The recipe is plain on purpose: AdamW, warm-up, constant rate, linear decay to zero (WSD), documents packed without
 masking as `<s> text </s>`, most tokens at context 512 and the last share at 2048. Batches are a pure function of

@@ -78,7 +78,7 @@ class Profile:
 
 
 def load(config: Mapping[str, Any] | None = None, name: str | None = None) -> Profile:
-    """The profile in `config` (Snakemake's, from `--configfile`), else `config/<name>.yaml`, else `$PROFILE`, else pocket.
+    """The profile in `config` (from `--configfile`), else `config/<name>.yaml`, else `$PROFILE`, else pocket.
 
     Raises:
         UserError: unknown profile, key or value.

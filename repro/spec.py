@@ -1,7 +1,7 @@
 """A table is a spec of a few lines: printed row labels with recipes, printed columns with what is measured. No logic.
 
-    tables/spear/table1.yaml      rows: {RTN pc: rtn-w4-pc, …}   columns: {Wiki: {measure: perplexity, corpus: wikitext2}}
-    tables/table1.yaml            the project's own Table 1: claims as predicates over cells
+    tables/spear/table1.yaml   rows: {RTN pc: rtn-w4-pc, …}  columns: {Wiki: {measure: perplexity, corpus: wikitext2}}
+    tables/table1.yaml         the project's own Table 1: claims as predicates over cells
 
 A printed row without a recipe, and a table without a spec, is shown with status `not_run`: nothing is dropped.
 """
@@ -18,7 +18,7 @@ from repro.strict import build, load_yaml
 
 @dataclass(frozen=True)
 class Column:
-    """What is measured under a printed column label; `corpus` is the paper's corpus, which the profile maps to a text."""
+    """What is measured under a printed column label; `corpus` is the paper's, which the profile maps to a text."""
 
     measure: Literal["perplexity", "zeroshot"]
     corpus: str = ""

@@ -118,7 +118,7 @@ def companion_cells(cell: Measurement, path: str) -> list[Measurement]:
 
 
 def zeroshot_cell(path: str, reference: str, unit: str) -> dict[str, Any]:
-    """Value, interval and origin of the plain mean accuracy over the tasks; `floor` where full precision is at chance."""
+    """Value, interval and origin of the plain mean accuracy over the tasks; `floor`: full precision is at chance."""
     frame, meta = items(path)
     average = zeroshot.summary(frame, items(reference)[0]).set_index("task").loc["average"]
     by_task = {task: rows["correct"].to_numpy(dtype=float) for task, rows in frame.groupby("task")}

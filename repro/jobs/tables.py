@@ -50,15 +50,12 @@ def table_sheet(flow: Workflow, paper: str, number: str, cells: list[Measurement
         for row in dict.fromkeys(m.row for m in cells if m.model == model):
             extra = [value(at.get((row, c, model))) for c in companions]
             if wide:
-                rows += [[row, c, at[row, c, model].printed or "–", here(at[row, c, model]), *extra]
-                         for c in cols if (row, c, model) in at]  # fmt: skip
+                rows += [[row, m.col, *pair(m), *extra] for c in cols if (m := at.get((row, c, model)))]
             else:
-                both = [(at[row, c, model].printed or "–", here(at[row, c, model])) if (row, c, model) in at else ("", "")
-                        for c in printed_cols]  # fmt: skip
-                rows.append([row, *(text for pair in both for text in pair), *extra])
-    title = (
-        f"{paper}, Table {number}: {spec.table(paper, number).title}. Profile {flow.profile.name}: {flow.profile.about}"
-    )
+                pairs = [pair(at.get((row, c, model))) for c in printed_cols]
+                rows.append([row, *(text for both in pairs for text in both), *extra])
+    what = f"{paper}, Table {number}: {spec.table(paper, number).title}"
+    title = f"{what}. Profile {flow.profile.name}: {flow.profile.about}"
     return Sheet(title, head, rows, notes(cells), left=2 if wide else 1)
 
 
@@ -96,6 +93,11 @@ def number(x: float | None) -> str:
 def value(m: Measurement | None) -> str:
     """A measured value without its interval."""
     return number(m.value) if m and m.status in ("ok", "floor", "stale") else "–"
+
+
+def pair(m: Measurement | None) -> tuple[str, str]:
+    """What the paper printed and what is here, blank where the paper's table has no such cell."""
+    return (m.printed or "–", here(m)) if m else ("", "")
 
 
 def here(m: Measurement) -> str:
