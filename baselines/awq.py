@@ -34,7 +34,7 @@ UNCLIPPED = ("q_proj", "k_proj")
 
 @dataclass(frozen=True)
 class Config(grid.Grid):
-    """The grid and both searches; all numbers are those of the authors' code (the paper's section 4.1 names n_grid).
+    """The grid and both searches; all numbers are those of the authors' code, n_grid the paper's as well.
 
     Attributes:
         n_grid: how many exponents α = i / n_grid are tried.
@@ -120,8 +120,10 @@ def search_scale(
         config: grid and number of trials.
 
     Raises:
-        UserError: L(s) is not finite for any s.
+        UserError: the inputs are not finite, or L(s) is not for any s.
     """
+    if not torch.isfinite(s_x).all():
+        raise UserError("its inputs hold NaN or Inf: an activation overflowed on the calibration tokens")
     weights = {name: module.get_parameter(name) for name in names}
     wants = [_output(module(*args, **kwargs)) for args, kwargs in calls]
     best, found = torch.inf, None

@@ -31,7 +31,7 @@ INITIAL_LOGIT = 4.0  # sigmoid 0.982; the authors' code
 
 @dataclass(frozen=True)
 class Config(grid.Grid):
-    """The grid and the training; numbers of section 4.1 (training) and of the scripts in the authors' code.
+    """The grid and the training; epochs are those of section 4.1, lwc_lr and aug_loss those of the authors' scripts.
 
     Attributes:
         lwc_lr: learning rate of γ and β (AdamW without weight decay, one sequence a step).
@@ -114,6 +114,7 @@ class Clipping:
         return grid.pack(grid.quantize(self.W, h, z, self.config.bits).flatten(1), h, z, self.config)
 
 
+@torch.enable_grad()
 def learn(
     block: nn.Module,
     clippings: dict[str, Clipping],
@@ -151,6 +152,7 @@ def learn(
     return losses
 
 
+@torch.no_grad()
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Learn the clipping of every block linear of `lm` and round it, block after block (section 3.1).
 
@@ -172,13 +174,11 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             if isinstance(linear, nn.Linear):
                 with in_layer(f"{prefix}.{name}"):
                     clippings[name] = Clipping(linear.weight.data, config)
-        with torch.no_grad():
-            full = [block(h, **kw) for h in full]
-            second = [[block(h, **kw) for h in quantized]] if config.two_targets else []
+        full = [block(h, **kw) for h in full]
+        second = [[block(h, **kw) for h in quantized]] if config.two_targets else []
         learn(block, clippings, quantized, list(zip(full, *second, strict=True)), kw, config)
         for name, clipping in clippings.items():
             with in_layer(f"{prefix}.{name}"):
                 weight = clipping.quantize()
             lm.set_weight(f"{prefix}.{name}", weight)
-        with torch.no_grad():
-            quantized = [block(h, **kw) for h in quantized]
+        quantized = [block(h, **kw) for h in quantized]

@@ -2,4 +2,6 @@
 
 from types import ModuleType
 
-METHODS: dict[str, ModuleType] = {}
+from repro.methods import spear
+
+METHODS: dict[str, ModuleType] = {"spear": spear}

@@ -48,9 +48,8 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--out", type=Path, default=Path("build/pretrain"))
     v.add_argument("--device", default="cuda")
     v.add_argument("--stop-after", type=float, default=float("inf"), metavar="SECONDS")
-    v = verb("sample", "sample the embedded text from the largest pocket model and freeze it", job=True)
-    v = verb("card", "measure a pocket model for the model card", job=True)
-    v.add_argument("--out", type=Path, default=Path("build/card"))
+    verb("sample", "sample the embedded text from the largest pocket model and freeze it", job=True)
+    verb("card", "measure the pocket models and write their card, repro/pocket/README.md", job=True)
 
     v = verb("tokens", "rule: token ids of a corpus", job=True)
     v.add_argument("--corpus", required=True)

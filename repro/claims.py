@@ -10,6 +10,7 @@ every case does and fails when one does. At grade C the words are seen, not seen
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,10 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
 }
-FUNCTIONS = {"min": lambda *v: np.minimum.reduce(np.broadcast_arrays(*v)), "max": lambda *v: np.maximum.reduce(v)}
+FUNCTIONS = {
+    "min": lambda *v: np.minimum.reduce(np.broadcast_arrays(*v)),
+    "max": lambda *v: np.maximum.reduce(np.broadcast_arrays(*v)),
+}
 WORDS = {
     "C": ("seen", "not seen", "inconclusive at this scale"),
     "D": ("printed numbers agree", "printed numbers disagree", "within rounding"),
@@ -75,19 +79,23 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
         tree = ast.parse(expression, mode="eval")
     except SyntaxError:
         raise UserError(f"predicate {expression!r}: not an expression") from None
-    return value(tree)
+    try:
+        return value(tree)
+    except ZeroDivisionError:
+        raise UserError(f"predicate {expression!r}: divides by zero") from None
 
 
 def satisfied(holds: str, x: Any) -> Any:
     """Whether quantity `x` satisfies a comparison such as `>= 0.5` or `0.1 <= x <= 0.2`."""
-    return evaluate(holds if "x" in holds else f"x {holds}", {"x": x})
+    return evaluate(holds if re.search(r"\bx\b", holds) else f"x {holds}", {"x": x})
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case of a claim: the quantity on the printed cells, and on the measured ones with its interval."""
+    """One case of a claim: its comparison, the quantity on the printed cells, on the measured ones with interval."""
 
     model: str
+    holds: str
     printed: float | None
     measured: float | None = None
     lo: float | None = None
@@ -139,14 +147,14 @@ def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
     if all(case.measured is not None for case in cases if case.missing != "no_stand_in") and any(
         case.measured is not None for case in cases
     ):
-        verdicts = [_of_interval(claim, case) for case in cases if case.measured is not None]
+        verdicts = [_of_interval(case) for case in cases if case.measured is not None]
         grade = max(m.grade for m in used if m.grade)
         verdict = WORDS.get(grade, PLAIN)[_all(verdicts)]
         return Judged(claim, tuple(cases), grade, verdict, True, cells=tuple(used))
     why = _why(used)
     if any(case.printed is None for case in cases):
         return Judged(claim, tuple(cases), "", "not measurable", False, "a printed cell is blank", tuple(used))
-    verdicts = [1 - int(satisfied(claim.holds, case.printed)) for case in cases]
+    verdicts = [1 - int(satisfied(case.holds, case.printed)) for case in cases]
     return Judged(claim, tuple(cases), "D", WORDS["D"][_all(verdicts)], False, why, tuple(used))
 
 
@@ -155,9 +163,10 @@ def _all(verdicts: list[int]) -> int:
     return 1 if 1 in verdicts else 2 if 2 in verdicts else 0
 
 
-def _of_interval(claim: spec.ClaimSpec, case: Case) -> int:
-    ends = [satisfied(claim.holds, x) for x in (case.lo, case.measured, case.hi) if x is not None]
-    return 0 if all(ends) else 1 if not any(ends) else 2
+def _of_interval(case: Case) -> int:
+    inside = np.append(np.linspace(case.lo, case.hi, 1001), case.measured)
+    found = satisfied(case.holds, inside)
+    return 0 if found.all() else 1 if not found.any() else 2
 
 
 def _why(cells: list[Measurement]) -> str:
@@ -171,15 +180,16 @@ def _case(flow: Workflow, claim: spec.ClaimSpec, keys: Mapping[str, str], named:
     print_ = {(c.row, c.col, c.model): c.number for c in papers.printed(paper, number)}
     numbers = {name: print_.get((m.row, m.col, m.model)) for name, m in named.items()}
     printed = None if None in numbers.values() else float(evaluate(claim.quantity, numbers))
+    holds = claim.holds.format(**keys)
     missing = [m for m in named.values() if m.status not in ("ok", "floor")]
     if missing:
-        return Case(keys["model"], printed, missing=missing[0].status)
+        return Case(keys["model"], holds, printed, missing=missing[0].status)
     value = float(evaluate(claim.quantity, {name: m.value for name, m in named.items()}))
     samples, groups, finish = {}, {}, {}
     for name, m in named.items():
         found = _samples(flow, paper, number, m)
         if found is None:  # a recorded cell: its interval, taken as normal, independent of the others
-            spread = ((m.hi or m.value) - (m.lo or m.value)) / 3.92
+            spread = 0.0 if m.lo is None or m.hi is None else (m.hi - m.lo) / 3.92
             draws = np.random.default_rng([0, len(samples)]).normal(m.value, spread, 2000)
             samples[name], groups[name], finish[name] = None, "", draws
         else:
@@ -195,7 +205,7 @@ def _case(flow: Workflow, claim: spec.ClaimSpec, keys: Mapping[str, str], named:
     else:
         low, high = (float(q) for q in np.quantile(expression({}), [0.025, 0.975]))
     on = ", ".join(dict.fromkeys(m.stand_in for m in named.values()))
-    return Case(keys["model"], printed, value, min(low, value), max(high, value), on)
+    return Case(keys["model"], holds, printed, value, min(low, value), max(high, value), on)
 
 
 def _samples(flow: Workflow, paper: str, number: str, m: Measurement) -> tuple[np.ndarray, str, Callable] | None:

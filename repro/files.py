@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,15 +33,27 @@ def atomic(path: Path | str) -> Iterator[Path]:
             os.fsync(written.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"{path}: cannot be written ({error.strerror}); make {path.parent} writable") from None
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        number = _errno(error)
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"{path}: cannot be written ({os.strerror(number)}); make {path.parent} writable") from None
+        if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            raise UserError(f"{path}: cannot be written, a file or folder is in its place; move it away") from None
+        if number in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"{path}: the disk is full; free some space in {path.parent} and run again") from None
         raise
     finally:
         if temporary is not None:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's error number; safetensors gives it in words alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def write_text(path: Path | str, text: str) -> None:

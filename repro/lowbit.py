@@ -160,7 +160,7 @@ def in_layer(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a step puts beside a layer's weight: tensors stored as they are, and the numbers needed to compute with them.
+    """What a step puts beside a layer's weight: tensors stored as they are, and numbers needed to compute with them.
 
     Attributes:
         step: the registry name of the step, whose module has `attached(linear, tensors, numbers) -> nn.Linear`.
@@ -241,9 +241,8 @@ class LowBitModel:
         attached = getattr(METHODS.get(attachment.step), "attached", None)
         if attached is None:
             raise UserError(f"{name}: no method {attachment.step!r} of this version attaches anything to a layer")
-        parent, _, child = name.rpartition(".")
-        layer = attached(self.model.get_submodule(name), attachment.tensors, attachment.numbers)
-        setattr(self.model.get_submodule(parent), child, layer)
+        linear = self.model.get_submodule(name)
+        self.model.set_submodule(name, attached(linear, attachment.tensors, attachment.numbers))
         self.attachments[name] = attachment
         self.extra_bits[attachment.step] = self.extra_bits.get(attachment.step, 0) + attachment.stored_bits()
 
@@ -261,8 +260,10 @@ class LowBitModel:
         return model
 
     def save(self, path: Path, meta: dict[str, str]) -> None:
-        """Write all layers' codes, scales and zeros and the dense parameters to a safetensors file, `meta` (text) and
-        a SHA-256 with them."""
+        """Write every layer's codes, scales and zeros and the dense parameters to a safetensors file.
+
+        `meta` (text) and a SHA-256 of everything go into its header.
+        """
         tensors, layers = {name: value.contiguous() for name, value in self.dense.items()}, {}
         for name, weight in self.weights.items():
             for key in TENSORS:

@@ -2,12 +2,13 @@
 
     pocket-5m                        repro/pocket/pocket-5m, its weights checked against repro/pocket/SHA256SUMS
     some/folder  or  /abs/folder     a Hugging Face folder: config.json and *.safetensors (one file or shards)
-    meta-llama/Llama-3.2-1B@4e20de3  a hub id at a pinned revision, only where the profile says `hub: true`
+    meta-llama/Llama-3.2-1B@4e20de3  a hub id at a pinned revision (a commit), only where the profile says `hub: true`
 
 Weights are safetensors or nothing: pickled files are refused and remote code is never run.
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,20 @@ def folder(name: str) -> Path | None:
     """The local folder of a model; None for a hub id.
 
     Raises:
-        UserError: there is no such model.
+        UserError: there is no such model, or a hub id without a commit.
     """
     if (POCKET / name / "config.json").is_file():
         return POCKET / name
-    if "@" in name:
-        return None
     path = Path(name)
     if (path / "config.json").is_file():
         return path.resolve()
+    if "@" in name:
+        hub_id, _, revision = name.partition("@")
+        if not hub_id or not re.fullmatch("[0-9a-f]{7,40}", revision):
+            raise UserError(
+                f"model {name!r}: {revision!r} is no pinned revision; give the commit on the hub, 7 to 40 hex digits"
+            )
+        return None
     if path.is_dir():
         raise UserError(f"model {name!r}: {path} has no config.json; name a Hugging Face folder")
     raise UserError(f"{unknown('model', name, pocket_names())}; or a local folder, or hub-id@revision")
@@ -59,7 +65,7 @@ def weight_files(name: str) -> list[Path]:
     if index.is_file():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index}: not a safetensors index; save the model again") from None
         if absent := sorted(named - {p.name for p in found}):
             raise UserError(f"model {name!r}: the shard {absent[0]} that {index.name} names is missing; copy it again")
@@ -78,9 +84,12 @@ def check_pocket(name: str) -> None:
     """Compare a pocket model's weights with repro/pocket/SHA256SUMS.
 
     Raises:
-        UserError: a file differs from the list.
+        UserError: a file differs from the list, or there is no list.
     """
-    listed = dict(reversed(line.split()) for line in (POCKET / "SHA256SUMS").read_text().splitlines())
+    try:
+        listed = dict(reversed(line.split()) for line in (POCKET / "SHA256SUMS").read_text().splitlines())
+    except (OSError, ValueError):
+        raise UserError(f"{POCKET / 'SHA256SUMS'}: missing or damaged; check it out again") from None
     for path in weight_files(name):
         key = str(path.relative_to(POCKET))
         if path.suffix == ".safetensors" and sha256(path) != listed.get(key):
@@ -109,14 +118,26 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
             except Exception as error:  # safetensors has its own kinds
                 raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            **_source(name, hub), dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
+            **_source(name, hub),
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"model {name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    except UserError:
+        raise
+    except Exception as error:  # what a damaged config.json leads to has many kinds
+        raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
     if report["missing_keys"]:
         raise UserError(f"model {name!r}: {sorted(report['missing_keys'])[0]} is not in its files; copy it again")
+    if report["mismatched_keys"]:
+        key, found, wanted = sorted(report["mismatched_keys"])[0]
+        raise UserError(f"model {name!r}: {key} is {list(found)}, its config.json says {list(wanted)}")
+    if surplus := sorted(key for key in report["unexpected_keys"] if "inv_freq" not in key):
+        raise UserError(f"model {name!r}: its files hold {surplus[0]}, which its config.json has no place for")
     for key, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(f"model {name!r}: {key} holds NaN or Inf; the checkpoint is damaged")
@@ -133,8 +154,10 @@ def tokenizer(name: str, hub: bool = False) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(**_source(name, hub))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model {name!r} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises a bare Exception
+        raise UserError(f"model {name!r} has no tokenizer that loads: {' '.join(str(error).split())[:300]}") from None
 
 
 def tokenizer_key(name: str) -> str:

@@ -205,7 +205,9 @@ def batch_starts(step: int, length: int, total: int, training: Training) -> np.n
     """Start positions of the windows of a step, `[batch_tokens / length]`: a fresh permutation and offset per epoch."""
     rows = training.batch_tokens // length
     windows = (total - 1 - length) // length
-    per_epoch = windows // rows
+    per_epoch = windows // max(rows, 1)
+    if rows < 1 or per_epoch < 1:
+        raise UserError(f"a corpus of {total} tokens has no batch of {rows} windows of {length}; name a longer one")
     epoch, place = divmod(step, per_epoch)
     random = np.random.default_rng([training.seed, length, epoch])
     offset = random.integers(length)
@@ -226,6 +228,7 @@ def pretrain(
     peak_tflops: float = 790.0,
     compiled: bool = True,
     tokens_to_see: int | None = None,
+    checkpoint_every_s: float = 300.0,
 ) -> dict:
     """Train `name` on the ids `tokens`; write `out/name/` (checkpoint, log, and at the end the model in bf16).
 
@@ -234,12 +237,13 @@ def pretrain(
         stop_after_s: save a checkpoint and return after that many seconds; the next call continues.
         peak_tflops: the device's own measured bf16 matmul rate, for the MFU figure.
         tokens_to_see: another budget than the config's, for tests and sweeps.
+        checkpoint_every_s: seconds of work that are lost at most when the process is killed.
 
     Returns:
         The log: settings, losses per 50 steps, tokens/s, MFU, seconds, `done`.
 
     Raises:
-        UserError: unknown model name.
+        UserError: unknown model name, a corpus shorter than a batch, or a loss that is not finite.
     """
     if name not in config.models:
         raise unknown("pocket model", name, config.models)
@@ -274,6 +278,7 @@ def pretrain(
     step_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
     tokens = tokens.to(device)
     started, warm = time.perf_counter(), None
+    saved = started
     running = torch.zeros((), device=device)
     bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, desc=name, mininterval=10)
     step = state["step"]
@@ -300,8 +305,13 @@ def pretrain(
             if warm is None:
                 warm = (step + 1, time.perf_counter())
             bar.set_postfix(loss=f"{value:.3f}")
-            if time.perf_counter() - started > stop_after_s:
+            now = time.perf_counter()
+            if now - started > stop_after_s:
                 break
+            if now - saved > checkpoint_every_s and step + 1 < steps:
+                so_far = state | {"step": step + 1, "seconds": state["seconds"] + now - started}
+                save_checkpoint(checkpoint, model, optimizer, so_far)
+                saved = now
     done = step + 1 >= steps
     elapsed = time.perf_counter() - started
     state["step"], state["seconds"] = step + 1, state["seconds"] + elapsed

@@ -84,26 +84,29 @@ def load(config: Mapping[str, Any] | None = None, name: str | None = None) -> Pr
         UserError: unknown profile, key or value.
     """
     if config:
-        return build(Profile, config, "the profile given by --configfile")
+        where = "the profile given by --configfile"
+        return build(Profile, _over_base(config, where), where)
     name = name or os.environ.get("PROFILE") or "pocket"
     path = ROOT / "config" / f"{name}.yaml"
     if not path.is_file() or name not in names():
         raise unknown("profile", name, names())
-    return build(Profile, _merged(name), f"config/{name}.yaml")
+    where = f"config/{name}.yaml"
+    return build(Profile, _over_base(load_yaml(path), where, (name,)), where)
 
 
-def _merged(name: str) -> dict[str, Any]:
+def _over_base(data: Any, where: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """A profile's keys over those of the one that its `base` names."""
-    data = load_yaml(ROOT / "config" / f"{name}.yaml")
     if not isinstance(data, Mapping):
-        raise UserError(f"config/{name}.yaml: not a profile; expected a mapping with keys of Profile")
+        raise UserError(f"{where}: not a profile; expected a mapping with keys of Profile")
     data = dict(data)
     base = data.pop("base", None)
     if base is None:
         return data
-    if base not in names() or base == name:
-        raise UserError(f"config/{name}.yaml: base: {unknown('profile', base, [n for n in names() if n != name])}")
-    return _merged(base) | data
+    known = [name for name in names() if name not in above]
+    if base not in known:
+        raise UserError(f"{where}: base: {unknown('profile', base, known)}")
+    below = f"config/{base}.yaml"
+    return _over_base(load_yaml(ROOT / "config" / f"{base}.yaml"), below, (*above, base)) | data
 
 
 def names() -> list[str]:

@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from functools import cache
@@ -52,7 +53,10 @@ def code_hash(paths: list[Path]) -> str:
 
 @cache
 def commit() -> str:
-    """The short commit of the checkout, `+` behind it when tracked files differ from it; `unknown` outside git."""
+    """The short commit of the checkout, `+` behind it when tracked files differ from it.
+
+    Outside git (a machine that got the tree without its history) it is what `$REPRO_COMMIT` says, else `unknown`.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
@@ -62,7 +66,7 @@ def commit() -> str:
             return "unknown"
         return git("rev-parse", "--short=10", "HEAD").strip() + ("+" if git("status", "-s", "-uno").strip() else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("REPRO_COMMIT", "unknown")
 
 
 @cache

@@ -65,6 +65,8 @@ def parse(text: str) -> Recipe:
 
 def _step(text: str, recipe: str) -> Step:
     name, *words = text.split("-")
+    if name == "fp16":
+        raise UserError(f"recipe {recipe!r}: fp16 is full precision, alone and without options")
     if name not in STEPS:
         raise UserError(f"recipe {recipe!r}: {unknown('step', name, [*STEPS, 'fp16'])}")
     module = STEPS[name]
@@ -79,7 +81,10 @@ def _step(text: str, recipe: str) -> Step:
             key, value = SHORT[short[1]], int(short[2])
         elif "=" in word:
             key, _, raw = word.partition("=")
-            value = yaml.safe_load(raw)
+            try:
+                value = yaml.safe_load(raw)
+            except yaml.YAMLError:
+                raise UserError(f"recipe {recipe!r}: {raw!r} is no value for {key} of {name}") from None
         else:
             key, value = word, True
         if key not in fields or (value is True and hints[key] is not bool):

@@ -72,11 +72,12 @@ def to_csv(rows: Iterable[Measurement]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
-        writer.writerow([_text(value) for value in asdict(row).values()])
+        writer.writerow([text(value) for value in asdict(row).values()])
     return out.getvalue()
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """A value as CSV text: 7 significant digits, empty for none; raises `UserError` for a number that is not finite."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -97,8 +98,8 @@ def from_csv(path: Path) -> list[Measurement]:
             lines = list(csv.reader(file))
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text file") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise UserError(f"{path}: not a CSV file") from None
     if not lines or tuple(lines[0]) != COLUMNS:
         odd = sorted(set(lines[0] if lines else ()) ^ set(COLUMNS))
         raise UserError(f"{path}: not a file of measurements; its columns differ in {', '.join(odd) or 'their order'}")
@@ -139,8 +140,16 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         where = f"{path}: {row.paper} {row.kind} {row.number} / {row.row} / {row.col} / {row.model}"
         if row.paper not in papers.PAPERS:
             raise UserError(f"{where}: {unknown('paper', row.paper, papers.PAPERS)}")
-        if row.kind == "table" and row.number not in papers.tables(row.paper):
-            raise UserError(f"{where}: {unknown('table', row.number, papers.tables(row.paper))}")
+        if row.kind not in ("table", "figure"):
+            raise UserError(f"{where}: {unknown('kind', row.kind, ('table', 'figure'))}")
+        figures = [figure.number for figure in papers.data_figures(row.paper)]
+        numbers = papers.tables(row.paper) if row.kind == "table" else figures
+        if row.number not in numbers:
+            raise UserError(f"{where}: {unknown(row.kind, row.number, numbers)}")
+        if row.kind == "table" and row.printed and row.printed not in _printed(row):
+            raise UserError(f"{where}: the paper did not print {row.printed} there")
+        if row.key in (other.key for other in by_file.get(_file(row, results), [])):
+            raise UserError(f"{where}: given twice")
         if row.grade not in GRADES:
             raise UserError(f"{where}: {unknown('grade', row.grade, GRADES)}")
         if missing := [name for name in PROVENANCE if not getattr(row, name)]:
@@ -153,8 +162,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
             raise UserError(f"{where}: {row.value} lies outside its interval {row.lo} … {row.hi}")
         if row.floor is not None and row.value < row.floor:
             raise UserError(f"{where}: {row.value} is less than the {row.floor} that the device allows; measure again")
-        slug = "".join(c if c.isalnum() else "-" for c in row.device.lower()).strip("-")
-        by_file.setdefault(results / slug / f"{row.paper}-{row.kind}{row.number}.csv", []).append(row)
+        by_file.setdefault(_file(row, results), []).append(row)
     merged = {}
     for file, new in by_file.items():
         keys = {row.key for row in new}
@@ -165,6 +173,20 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     return {str(file): len(by_file[file]) for file in by_file}
 
 
+def _printed(row: Measurement) -> list[str]:
+    """What the paper printed in the cell of a row."""
+    place = (row.row, row.col, row.model, row.metric)
+    cells = papers.printed(row.paper, row.number)
+    return [cell.value for cell in cells if (cell.row, cell.col, cell.model, cell.metric) == place]
+
+
+def _file(row: Measurement, results: Path) -> Path:
+    """Where an accepted row lies."""
+    slug = "".join(c if c.isalnum() else "-" for c in row.device.lower()).strip("-")
+    return results / slug / f"{row.paper}-{row.kind}{row.number}.csv"
+
+
 def accepted(paper: str = "*", kind: str = "*", number: str = "*", results: Path = RESULTS) -> list[Measurement]:
     """The accepted measurements of a table or figure, of all devices."""
-    return [row for file in sorted(results.glob(f"*/{paper}-{kind}{number}.csv")) for row in from_csv(file)]
+    pattern = f"*/{paper}-{kind}{number}.csv".replace("**", "*")
+    return [row for file in sorted(results.glob(pattern)) for row in from_csv(file)]

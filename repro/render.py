@@ -2,13 +2,18 @@
 
 import re
 import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+
+NARROWEST = 12  # characters that a text column keeps
 
 SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "\\": r"\textbackslash{}",
+    "|": r"\textbar{}",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "–": "--",
@@ -65,40 +70,33 @@ def markdown(sheet: Sheet) -> str:
 def read_markdown(text: str) -> Sheet:
     """The sheet that `markdown` wrote."""
     title, _, *lines = text.splitlines()
-    table = [line for line in lines if line.startswith("| ")]
-    cells = [[c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
-    rule = next(
-        line
-        for line in lines
-        if line.startswith("|") and not line.startswith("| -") and "---" in line or "| --- |" in line
-    )
-    left = sum(not part.strip().endswith(":") for part in rule.strip("|").split("|"))
-    body = [row for row in cells[1:] if not set("".join(row)) <= set("-: ")]
-    rows = [[row[0][1:-1]] if row[0].startswith("*") and not any(row[1:]) else row for row in body]
-    notes = [line for line in lines[len(table) :] if line and not line.startswith("|")]
-    return Sheet(title.strip("*"), cells[0], rows, notes, left=left)
+    table = lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+    head, rule, *body = [[c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
+    rows = [[row[0][1:-1]] if row[0].startswith("*") and len(row) > 1 and not any(row[1:]) else row for row in body]
+    notes = [line for line in lines[len(table) :] if line]
+    return Sheet(title[2:-2], head, rows, notes, left=sum(not part.endswith(":") for part in rule))
 
 
 def terminal(sheet: Sheet, width: int | None = None) -> str:
-    """Aligned columns; the first text column is cut where the terminal is too narrow."""
-    width = width or max(80, shutil.get_terminal_size((160, 40)).columns)
+    """Aligned columns; text columns are wrapped, the widest first, where the terminal is too narrow."""
+    width = width or max(100, shutil.get_terminal_size((160, 40)).columns)
     body = [row for row in sheet.rows if len(row) > 1]
     wide = [max(len(row[i]) for row in (sheet.head, *body)) for i in range(len(sheet.head))]
-    excess = sum(wide) + 2 * (len(wide) - 1) - width
-    if excess > 0:
-        longest = max(range(len(wide)), key=lambda i: wide[i] if i < sheet.left else 0)
-        wide[longest] = max(16, wide[longest] - excess)
+    while sum(wide) + 2 * (len(wide) - 1) > width and max(wide[: sheet.left]) > NARROWEST:
+        wide[max(range(sheet.left), key=wide.__getitem__)] -= 1
 
-    def line(row: Sequence[str]) -> str:
-        cells = [cell if len(cell) <= w else cell[: w - 1] + "…" for cell, w in zip(row, wide)]
-        return "  ".join(
-            c.ljust(w) if i < sheet.left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, wide))
-        ).rstrip()
+    def lines(row: Sequence[str]) -> list[str]:
+        cells = [textwrap.wrap(cell, w) if i < sheet.left else [cell] for i, (cell, w) in enumerate(zip(row, wide))]
+        sides = [str.ljust if i < sheet.left else str.rjust for i in range(len(wide))]
+        deep = zip_longest(*cells, fillvalue="")
+        return ["  ".join(side(c, w) for side, c, w in zip(sides, line, wide)).rstrip() for line in deep]
 
     rule = "─" * min(width, sum(wide) + 2 * (len(wide) - 1))
-    lines = [sheet.title, rule, line(sheet.head), rule]
-    lines += [f"· {row[0]}" if len(row) == 1 else line(row) for row in sheet.rows]
-    return "\n".join([*lines, rule, *sheet.notes, ""])
+    text = [sheet.title, rule, *lines(sheet.head), rule]
+    for row in sheet.rows:
+        text += [f"· {row[0]}"] if len(row) == 1 else lines(row)
+    text += [rule, *(part for note in sheet.notes for part in textwrap.wrap(note, width))]
+    return "\n".join([*text, ""])
 
 
 def _tex(text: str) -> str:
@@ -106,4 +104,5 @@ def _tex(text: str) -> str:
 
 
 def _tex_row(row: Sequence[str]) -> str:
-    return " & ".join(_tex(cell) for cell in row) + r" \\"
+    text = " & ".join(_tex(cell) for cell in row) + r" \\"
+    return "{}" + text if text[0] in "[*" else text  # the line above ends in a command that would read these

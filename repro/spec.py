@@ -52,7 +52,7 @@ class ClaimSpec:
         cells: name in `quantity` to `row label | column label`; `{key}` is filled in from the case.
         cases: the model labels (or mappings with `model` and other keys) for which the claim is made.
         quantity: arithmetic over the names.
-        holds: a comparison such as `>= 0.555` or `0.1 <= x <= 0.2`, or two of them joined by `and`.
+        holds: a comparison such as `>= 0.555` or `0.1 <= x <= 0.2`; `{key}` as in `cells`.
         percent: show the quantity as a percentage.
     """
 
@@ -65,6 +65,16 @@ class ClaimSpec:
     quantity: str
     holds: str
     percent: bool = False
+
+    def __post_init__(self) -> None:
+        paper, _, number = self.table.partition("/")
+        check_table(paper, number)
+        for case in self.cases:
+            keys = {"model": case} if isinstance(case, str) else case
+            try:
+                [f"{text.format(**keys)} of {keys['model']}" for text in self.cells.values()]
+            except (KeyError, IndexError, ValueError) as error:
+                raise UserError(f"claim {self.claim!r}: the case {keys} does not give {error}") from None
 
 
 @dataclass(frozen=True)

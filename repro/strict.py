@@ -14,6 +14,18 @@ from repro.errors import UserError, unknown
 T = TypeVar("T")
 
 
+class Loader(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error, as it would hide the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """A mapping with each key once."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: key {key!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(path: Path) -> Any:
     """Parse a YAML file.
 
@@ -21,9 +33,11 @@ def load_yaml(path: Path) -> Any:
         UserError: the file is missing, unreadable or not YAML.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         first = str(error).splitlines()[0]
         raise UserError(f"{path}: not valid YAML ({first})") from None

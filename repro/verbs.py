@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from repro import papers
@@ -122,7 +123,7 @@ def coverage(args: Namespace) -> None:
     flow = _flow(args)
     built = [p for p in sorted(Path("tables").glob("*/table*.csv"))]
     rows = [row for path in built for row in record.from_csv(path) if row.live and row.profile == flow.profile.name]
-    rows += [record.replace(row, live="recorded") for row in record.accepted() if row.profile == flow.profile.name]
+    rows += [replace(row, live="recorded") for row in record.accepted() if row.profile == flow.profile.name]
     stand_ins = set(flow.profile.models)
     lines = rooms.coverage([vars(r) for r in rows], lambda cell: cell.value != "" and cell.model in stand_ins)
     print(rooms.to_csv(lines) if args.csv else rooms.to_text(lines), end="")
@@ -177,10 +178,10 @@ def sample(args: Namespace) -> None:
 
 
 def card(args: Namespace) -> None:
-    """Measure all pocket models for the model card."""
+    """Measure the pocket models and write their card."""
     from repro.card import card as work
 
-    work(args.out, args.device)
+    work(device=args.device)
 
 
 VERBS: dict[str, Callable[[Namespace], int | None]] = {

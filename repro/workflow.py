@@ -7,9 +7,9 @@ needs it shares it. Paths of outputs are relative to the working directory, sour
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,25 @@ class Workflow:
             raise UserError(f"profile {self.profile.name} has no `zeroshot` section, so no task is measured")
         words = self.options(model=run.model, weights=run.weights, limit=z.limit, batch_size=z.batch_size)
         return f"{words} --tasks {' '.join(z.tasks)}"
+
+
+class Plain:
+    """A `Workflow` as the Snakefile sees it: bad input ends Snakemake with one sentence and exit code 1."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._flow = plainly(Workflow, config)
+
+    def __getattr__(self, name: str) -> Any:
+        value = plainly(getattr, self._flow, name)
+        return partial(plainly, value) if callable(value) else value
+
+
+def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; bad input is one sentence on stderr and the end."""
+    try:
+        return function(*args, **kwargs)
+    except UserError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def snakemake_options(config: Mapping[str, Any]) -> str:

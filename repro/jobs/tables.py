@@ -1,9 +1,12 @@
 """From raw scores to tables: one printed table, the headline table, the leaderboard, the audit."""
 
+import csv
+import io
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from repro import claims, papers, record, render, spec, table
+from repro import claims, papers, plot, record, render, spec, table
 from repro.files import write_text
 from repro.record import Measurement
 from repro.render import Sheet
@@ -147,40 +150,52 @@ def build_headline(flow: Workflow, out: Path) -> Sheet:
     return sheet
 
 
-def build_leaderboard(flow: Workflow, out: Path) -> Sheet:
-    """Write tables/table2: every recipe that any spec measures, by model, evaluated alike; fewest bits first."""
-    texts = {name: text for name, text in flow.profile.corpora.items()}
-    entries: dict[str, dict[str, list[str]]] = {}
-    for paper, num in spec.specified():
-        for _, _, column, _, run in flow.cells(paper, num):
-            if run is None or column.measure != "perplexity":
-                continue
-            row = entries.setdefault(run.model, {}).setdefault(run.recipe.name, [])
-            if not row:
-                cells = [table.perplexity_cell(flow.scores(run, text)) for text in texts.values()]
-                bare = Measurement(paper, "table", num, "", "", "", "")
-                extra = {m.col: m for m in table.companion_cells(bare, flow.scores(run, next(iter(texts.values()))))}
-                row += [f"{extra['BPW'].value:.3f}", *(here_value(c) for c in cells)]
-                row += [value(extra.get(c)) for c in ("KL", "Top-1", "MB")]
-    rows = []
+def build_leaderboard(flow: Workflow, out: Path, figures: Path = Path("figures")) -> Sheet:
+    """Write tables/table2 and figures/leaderboard.svg: every recipe of any spec, by model, evaluated alike."""
+    texts = list(dict.fromkeys(flow.profile.corpora.values()))
+    runs = {
+        run.id: run
+        for paper, num in spec.specified()
+        for _, _, column, _, run in flow.cells(paper, num)
+        if run is not None and column.measure == "perplexity"
+    }
+    entries: dict[str, dict[str, dict[str, Measurement]]] = {}
+    for run in runs.values():
+        bare = Measurement("", "table", "", "", "", "", "")
+        cells = {text: replace(bare, **table.perplexity_cell(flow.scores(run, text))) for text in texts}
+        cells |= {m.col: m for m in table.companion_cells(bare, flow.scores(run, texts[0]))}
+        entries.setdefault(run.model, {})[run.recipe.name] = cells
+    head = ["recipe", "BPW", *texts, "KL", "Top-1", "MB"]
+    rows: list[list[str]] = []
     for model, recipes in entries.items():
         rows.append([model])
-        rows += [[name, *cells] for name, cells in sorted(recipes.items(), key=lambda kv: float(kv[1][0]))]
+        for name, cells in sorted(recipes.items(), key=lambda item: item[1]["BPW"].value or 0):
+            rows.append([name, f"{cells['BPW'].value:.3f}", *(here(cells[text]) for text in texts)])
+            rows[-1] += [value(cells.get(companion)) for companion in head[-3:]]
     title = f"Every recipe, evaluated alike. Profile {flow.profile.name}: {flow.profile.about}"
-    columns = ["recipe", "BPW", *texts.values(), "KL", "Top-1", "MB"]
-    remark = (
-        "BPW: stored bits per block weight. KL (nats) and top-1 agreement (%) to full precision. MB: the whole model."
-    )
-    sheet = Sheet(title, columns, rows, [remark])
-    lines = [["model", *columns]]
-    lines += [[model, name, *cells] for model, recipes in entries.items() for name, cells in recipes.items()]
+    remark = "BPW: stored bits per block weight. KL (nats), top-1 agreement (%) to full precision. MB: the whole model."
+    sheet = Sheet(title, head, rows, [remark])
+    lines = [["model", "recipe", "column", "value", "lo", "hi"]]
+    for model, recipes in entries.items():
+        for name, cells in recipes.items():
+            numbers = {c: [record.text(x) for x in (m.value, m.lo, m.hi)] for c, m in cells.items()}
+            lines += [[model, name, column, *three] for column, three in numbers.items()]
     write(out / "table2", sheet, csv_text(lines))
+    _leaderboard_figure(flow, entries, texts[0], figures / "leaderboard.svg")
     return sheet
 
 
-def here_value(cell: dict) -> str:
-    """A perplexity with its interval."""
-    return f"{number(cell['value'])} [{number(cell['lo'])}, {number(cell['hi'])}]"
+def _leaderboard_figure(flow: Workflow, entries: dict, text: str, path: Path) -> None:
+    panels: dict[str, dict[str, list[plot.Point]]] = {}
+    for model, recipes in entries.items():
+        for name, cells in recipes.items():
+            if name != "fp16":
+                family = " + ".join(part.split("-")[0] for part in name.split(" + "))
+                m = cells[text]
+                point = (cells["BPW"].value, m.value, m.lo, m.hi)
+                panels.setdefault(model, {}).setdefault(family, []).append(point)
+    full = {model: recipes["fp16"][text].value for model, recipes in entries.items()}
+    plot.quality_against_bits(panels, full, f"{text}, profile {flow.profile.name}, 95 % intervals", path)
 
 
 def build_audit(out: Path) -> Sheet:
@@ -198,9 +213,6 @@ def build_audit(out: Path) -> Sheet:
 
 def csv_text(lines: list[list[str]]) -> str:
     """Lines as CSV text."""
-    import csv
-    import io
-
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()

@@ -1,0 +1,145 @@
+"""SPEAR (Liu et al. 2026, arXiv 2606.11244), sections 3.1 and 3.2: compensate the layers that quantization hurts most.
+
+Runs behind a quantizer, as in `rtn-w4-pc + spear`. On sequences sampled from the full-precision model it measures what
+quantizing each layer alone does to the last hidden states (`selection.damages`), takes few or many layers by how
+concentrated that damage is, gives each a low-rank compensator with a gate (`compensator`) of the rank that a memory
+budget allows, trains these to the full-precision model's distributions (`calibration`), and stores them in INT8.
+"""
+
+import math
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from repro.errors import UserError
+from repro.lowbit import Attachment, LowBitModel
+from repro.methods.spear import selection
+from repro.methods.spear.calibration import calibrate, self_sampled
+from repro.methods.spear.compensator import CompensatedLinear, Compensator, pack, stored_bytes, unpack
+from repro.methods.spear.config import Config
+
+CALIBRATED = True
+
+
+def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
+    """Attach calibrated compensators to the quantized layers of `lm` that need them most (Algorithm 1, section 3.1).
+
+    Args:
+        lm: a decoder of Hugging Face form behind a quantizing step; edited.
+        calibration: int64 token ids `[sequences, length]`; only for `source="corpus"`.
+        config: everything else.
+
+    Raises:
+        UserError: no quantizer came before, the budget does not pay for rank 1, there are no tokens where a corpus is
+            asked for, or calibration diverged.
+    """
+    if not lm.weights:
+        raise UserError(
+            "spear compensates quantized layers, there are none; put a quantizer before it: rtn-w4-pc + spear"
+        )
+    teacher = lm.full_precision()
+    ids = sequences(teacher, calibration, config)
+    names = place(lm, teacher, ids[: config.cka_samples], config)
+    shapes = [tuple(lm.weights[name].shape) for name in names]
+    r = config.rank or selection.rank(budget_bytes(lm, config), shapes, config.hidden)
+    ecs = start(lm, names, r, config)
+
+    trained, phases = ids[: config.sequences], config.phases
+    steps = ", ".join(f"{phase.epochs} x {config.steps} steps at lr {phase.lr:.3g}" for phase in phases)
+    say(f"{len(names)} of {len(lm.weights)} layers, rank {r}, {stored_bytes(r, shapes, config.hidden)} bytes")
+    say(f"{len(trained)} sequences, {steps}")
+    for name, ec in ecs.items():
+        lm.model.set_submodule(name, CompensatedLinear(lm.model.get_submodule(name), ec))
+    losses = calibrate(lm.model, teacher, list(ecs.values()), trained, config)
+    say("loss by epoch " + " | ".join(" ".join(f"{loss:.5f}" for loss in phase) for phase in losses))
+    for name, ec in ecs.items():
+        ec.gated = config.gate
+        lm.attach(name, Attachment("spear", pack(ec), {"alpha": config.alpha}))
+
+
+def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
+    """`linear` with the stored compensator beside it; what `LowBitModel` computes with, now and when loaded."""
+    ec = Compensator(unpack(tensors), numbers["alpha"])
+    return CompensatedLinear(linear, ec.to(linear.weight.device))
+
+
+def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) -> Tensor:
+    """int64 `[sequences, tokens]` to measure damage and train on, on the model's device.
+
+    Raises:
+        UserError: a corpus is asked for, and its tokens are absent or too few.
+    """
+    count = max(config.sequences, config.cka_samples)
+    if config.source == "self":
+        return self_sampled(teacher, count, config.tokens, config.sampling_temperature, config.seed)
+    whole = 0 if calibration is None else calibration.shape[1] // config.tokens * config.tokens
+    rows = calibration[:, :whole].reshape(-1, config.tokens) if whole else torch.empty(0, config.tokens)
+    if len(rows) < config.sequences:
+        raise UserError(f"spear: {config.sequences} sequences of {config.tokens} tokens, the corpus has {len(rows)}")
+    return rows[:count].to(teacher.device)
+
+
+def place(lm: LowBitModel, teacher: nn.Module, ids: Tensor, config: Config) -> list[str]:
+    """The layers that get a compensator, in model order (Algorithm 1, stages 1 to 3)."""
+    names = list(lm.weights)
+    if config.placement == "full":
+        return names
+    quantized = {name: lm.model.get_submodule(name).weight.data for name in names}
+    damage = list(selection.damages(teacher, quantized, ids).values())
+    adjusted = [max(0.0, d - config.noise_floor) for d in damage]
+    h_norm = selection.entropy(damage)
+    threshold = selection.tau_eff(h_norm, config.tau, config.entropy_trigger, config.tau_diffuse)
+    K = selection.support(adjusted, threshold, config.k_min, config.k_max)
+    if config.k_share:
+        K = max(1, round(config.k_share * len(names)))
+    say(f"H_norm {h_norm:.3f}, tau_eff {threshold:.3f}, K {K} of {len(names)} ({K / len(names):.1%})")
+    if config.placement == "random":
+        chosen = torch.randperm(len(names), generator=torch.Generator().manual_seed(config.seed))[:K].sort().values
+        return [names[i] for i in chosen.tolist()]
+    cost = [sum(lm.weights[name].shape) for name in names]
+    p = math.ceil(config.protected * K)
+    return [names[i] for i in selection.select(adjusted, cost, K, p, config.cost_weight)]
+
+
+def budget_bytes(lm: LowBitModel, config: Config) -> int:
+    """B in bytes: a share of the quantized layers' weights at 4 bits each, whatever their width is."""
+    return int(config.budget * sum(weight.codes.numel() for weight in lm.weights.values()) / 2)
+
+
+def start(lm: LowBitModel, names: list[str], r: int, config: Config) -> dict[str, Compensator]:
+    """Compensators as they are before calibration, by layer.
+
+    Raises:
+        UserError: the rank is above a layer's.
+    """
+    generator, ecs = torch.Generator().manual_seed(config.seed), {}
+
+    def uniform(*shape: int) -> Tensor:
+        return (2 * torch.rand(*shape, generator=generator) - 1) / math.sqrt(shape[-1])
+
+    for name in names:
+        linear = lm.model.get_submodule(name)
+        d_out, d_in = linear.weight.shape
+        if r > min(d_out, d_in):
+            raise UserError(f"{name}: rank {r} for a {d_out}x{d_in} layer")
+        if config.init == "zero":
+            A, B = uniform(r, d_in), torch.zeros(d_out, r)
+        else:
+            error = lm.full[name].float() - linear.weight.data.float()
+            U, D, V = (part.cpu() for part in torch.linalg.svd(error, full_matrices=False))
+            root = (D[:r] / config.alpha).sqrt()
+            A, B = root[:, None] * V[:r], U[:, :r] * root
+        tensors, h = {"A": A, "B": B}, config.hidden * r
+        if config.gate:
+            tensors |= {"W1": uniform(h, r), "b1": torch.zeros(h), "W2": torch.zeros(r, h), "b2": torch.zeros(r)}
+        on_device = {
+            key: tensor.to(linear.weight.device, torch.float32).contiguous() for key, tensor in tensors.items()
+        }
+        ecs[name] = Compensator(on_device, config.alpha)
+    return ecs
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    print(f"spear: {text}", file=sys.stderr)

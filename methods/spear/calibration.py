@@ -1,0 +1,120 @@
+"""Self-sampled sequences, and the two phases that fit compensators to the full-precision model on them (section 3.1).
+
+    L(θ) = E KL(P_fp(·|x) ‖ P_θ(·|x))                                                                         (5)
+
+Phase 1 trains A and B with γ = 1, phase 2 the gate alone. At temperature T both distributions are softened and L is
+multiplied by T², as in distillation; the mean is over all positions.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from repro.errors import UserError
+from repro.methods.spear.compensator import GATE, Compensator
+from repro.methods.spear.config import Config
+from repro.sampling import sample
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda t: 1.0,
+    "linear": lambda t: 1 - t,
+    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+}
+QUIET = {"leave": False, "mininterval": 10, "delay": 10}
+SAMPLED_TOGETHER = 128  # sequences; bounds the key-value cache
+
+
+def self_sampled(model: nn.Module, count: int, length: int, temperature: float, seed: int) -> Tensor:
+    """int64 `[count, length]` token ids sampled from the full-precision model, BOS first."""
+    starts = range(0, count, SAMPLED_TOGETHER)
+    sizes = [min(SAMPLED_TOGETHER, count - start) for start in starts]
+    return torch.cat([sample(model, n, length, (seed << 20) + i, temperature) for i, n in enumerate(sizes)])
+
+
+def kl(full: Tensor, quantized: Tensor, temperature: float) -> Tensor:
+    """T²·KL(P_fp ‖ P_θ) in nats, the mean over positions; logits `[…, vocabulary]` (equation 5)."""
+    log_p, log_q = (F.log_softmax(logits.float() / temperature, -1) for logits in (full, quantized))
+    return temperature**2 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
+
+
+@torch.no_grad()
+def teacher_logits(teacher: nn.Module, ids: Tensor, batch: int, cache_gib: float) -> Callable[[Tensor], Tensor]:
+    """A function from sequence numbers to the teacher's logits: looked up if all fit in `cache_gib`, else computed."""
+    vocabulary = teacher.get_output_embeddings().weight.shape[0]
+    if ids.numel() * vocabulary * teacher.dtype.itemsize > cache_gib * 2**30:
+        return torch.no_grad()(lambda rows: teacher(ids[rows], use_cache=False).logits)
+    return torch.cat([teacher(part, use_cache=False).logits for part in ids.split(batch)]).__getitem__
+
+
+def calibrate(
+    model: nn.Module, teacher: nn.Module, ecs: list[Compensator], ids: Tensor, config: Config
+) -> list[list[float]]:
+    """Train the compensators that sit in `model`, phase after phase; nothing else of it changes.
+
+    Args:
+        model: the quantized model.
+        teacher: the full-precision model.
+        ecs: the compensators; a phase that trains the gate leaves it on.
+        ids: int64 token ids `[sequences, length]` on the models' device.
+        config: of the training.
+
+    Returns:
+        The mean loss of each epoch, for each phase.
+
+    Raises:
+        UserError: the loss is not finite.
+    """
+    logits = teacher_logits(teacher, ids, config.batch, config.teacher_cache)
+    generator = torch.Generator().manual_seed(config.seed)
+    history = []
+    with frozen(model):
+        for phase in config.phases:
+            trained = [tensor for ec in ecs for name, tensor in ec.named_buffers() if name in phase.trained]
+            for ec in ecs:
+                ec.gated = phase.trained == GATE
+            for tensor in trained:
+                tensor.requires_grad_(True)
+            optimizer = torch.optim.AdamW(
+                trained, lr=phase.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+            )
+            means = []
+            for epoch in range(phase.epochs):
+                steps, losses = torch.randperm(len(ids), generator=generator).to(ids.device).split(config.batch), []
+                for i, rows in enumerate(tqdm(steps, f"spear: {'/'.join(phase.trained)}", **QUIET)):
+                    done = (epoch + i / len(steps)) / phase.epochs
+                    optimizer.param_groups[0]["lr"] = phase.lr * SCHEDULES[config.schedule](done)
+                    loss = kl(logits(rows), model(ids[rows], use_cache=False).logits, config.temperature)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(trained, config.clip)
+                    optimizer.step()
+                    losses.append(loss.detach())
+                means.append(torch.stack(losses).mean().item())
+                if not math.isfinite(means[-1]):
+                    raise UserError("spear's calibration diverged: the loss is not finite; lower its learning rates")
+            history.append(means)
+            for tensor in trained:
+                tensor.requires_grad_(False).grad = None
+    return history
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter of `model` requires a gradient, it is in evaluation mode, and algorithms are deterministic."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    model.eval()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

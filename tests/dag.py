@@ -1,0 +1,236 @@
+"""The whole machinery on something tiny: a copy of the checkout, a random Llama, a profile, Make and Snakemake.
+
+A copy, because these tests edit sources and because the checkout changes under a developer's hands. It has no trained
+weights and no git, so that nothing in a table depends on the commit; its spec of SPEAR's Table 1 has three rows.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from repro.files import ROOT
+
+LEFT_OUT = (".*", "__pycache__", "build", "pocket-*m", "attempts", "docs", "tests")
+BUILT = (".csv", ".tex", ".md")
+TARGET = "tables/spear/table1.csv"
+MODEL = "tiny-llama"
+SPEC = """\
+title: 4-bit quality of four quantizers, bare and with SPEAR
+rows:
+  FP16: fp16
+  RTN pc: rtn-w4-pc
+  GPTQ g128: gptq-w4-g128
+columns:
+  Wiki: {measure: perplexity, corpus: wikitext2}
+  C4: {measure: perplexity, corpus: c4}
+"""
+HEADLINE = """\
+title: Headline claims
+claims:
+  - claim: spear C005 C018-C020
+    says: 4-bit per-channel RTN costs perplexity
+    printed: 9.71 to 20.46
+    table: spear/1
+    cells: {f: FP16 | Wiki, b: RTN pc | Wiki}
+    cases: [Llama-3.2-1B]
+    quantity: b / f - 1
+    holds: "> 0"
+"""
+PROFILE = {
+    "name": "tiny",
+    "about": "a random Llama on embedded text",
+    "models": {"Llama-3.2-1B": MODEL},
+    "corpora": {"wikitext2": "pydoc-topics", "c4": "pydoc-topics"},
+    "calibration": {"corpus": "pydoc-topics", "sequences": 4, "length": 64},
+    "perplexity": {"length": 64, "windows": 8, "kl_windows": 2},
+}
+
+
+def copy_checkout(place: Path, spec: str | None = SPEC) -> Path:
+    """The sources of this checkout at `place`: no weights, nothing built; `spec` becomes the one of SPEAR's Table 1."""
+    ignored = shutil.ignore_patterns(*LEFT_OUT)
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        made = {n for n in names if n.endswith(BUILT)} if Path(folder).is_relative_to(ROOT / "tables") else set()
+        return ignored(folder, names) | made
+
+    shutil.copytree(ROOT, place, symlinks=True, ignore=left_out)
+    if spec is not None:
+        for path in (place / "tables").glob("*/*.yaml"):
+            path.unlink()
+        (place / "tables" / "spear" / "table1.yaml").write_text(spec)
+        (place / "tables" / "table1.yaml").write_text(HEADLINE)
+    (place / "config" / "tiny.yaml").write_text(json.dumps(PROFILE))  # JSON is YAML
+    shutil.rmtree(place / "results", ignore_errors=True)
+    python = place / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    (place / ".venv" / "ready").touch()
+    return place
+
+
+def save_tokenizer(place: Path) -> None:
+    """A tokenizer of the 256 bytes and one BOS, as a local Hugging Face folder has it."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(["<s>", *letters])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>").save_pretrained(place)
+
+
+def save_model(place: Path, shards: bool = False) -> Path:
+    """A random Llama that groups of 128 divide, always the same, with its tokenizer, as a local folder."""
+    shape = {"vocab_size": 257, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    config = LlamaConfig(**shape, **heads, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(place, max_shard_size="300KB" if shards else "1GB")
+    save_tokenizer(place)
+    return place
+
+
+def folder(place: Path) -> Path:
+    """A working folder that has the tiny model."""
+    save_model(place / MODEL)
+    return place
+
+
+def environment(source: Path) -> dict[str, str]:
+    """The environment of a command that runs the harness in `source`; `python` and `snakemake` are this Python's."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("PROFILE", "REPRO_DATA", "PYTHONPATH", "MAKEFLAGS")}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return kept | {"PATH": path, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "PROFILE": PROFILE["name"]}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """All that it said."""
+        return self.out + self.err
+
+
+def run(words: Sequence[object], cwd: Path, source: Path, timeout: float = 300, **env: str) -> Done:
+    """Run a command to its end."""
+    words, env = [str(w) for w in words], environment(source) | env
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def repro(*words: object) -> list[object]:
+    """`python -m repro …`"""
+    return [sys.executable, "-m", "repro", *words]
+
+
+def snakemake(source: Path, *words: object) -> list[object]:
+    """`snakemake …` with the Snakefile in `source`."""
+    return [sys.executable, "-m", "snakemake", "-s", source / "Snakefile", "--cores", 2, *words]
+
+
+def dry_run(place: Path, source: Path, *words: object) -> set[str]:
+    """What `snakemake -n` in `place` would run: each job as its rule and its first output."""
+    done = run(snakemake(source, "-n", *words), place, source)
+    assert done.code == 0, done.text
+    return jobs(done.text)
+
+
+def jobs(dry_run: str) -> set[str]:
+    """The jobs that `snakemake -n` lists, each as its rule and its first output."""
+    lines = dry_run.splitlines()
+    rules = [(i, line[5:-1]) for i, line in enumerate(lines) if line.startswith("rule ") and line.endswith(":")]
+    found = set()
+    for i, name in rules:
+        output = next(line.split(":", 1)[1].split(",")[0].strip() for line in lines[i:] if "output:" in line)
+        found.add(f"{name} {output}")
+    return found
+
+
+def listing(*places: Path) -> dict[str, str]:
+    """Every file under the folders with the hash of its content, and every folder."""
+    found = {}
+    for place in places:
+        for path in sorted([place, *place.rglob("*")]):
+            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+    return found
+
+
+def outputs(place: Path, kinds: Iterable[str] = BUILT) -> dict[str, bytes]:
+    """Every built table file under `place`, by its path."""
+    return {
+        str(p.relative_to(place)): p.read_bytes() for p in sorted((place / "tables").rglob("*")) if p.suffix in kinds
+    }
+
+
+def processes(place: Path) -> list[int]:
+    """Processes that work in `place`."""
+    found = []
+    for process in psutil.process_iter(["pid", "cwd", "status"]):
+        if process.info["cwd"] == str(place.resolve()) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.info["pid"])
+    return found
+
+
+def start(words: Sequence[object], cwd: Path, source: Path, log: Path) -> subprocess.Popen:
+    """Start a command in a process group of its own."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [str(w) for w in words], cwd=cwd, env=environment(source), stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def kill(process: subprocess.Popen) -> None:
+    """kill -9 for the whole process group, and wait until it is gone."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
+
+
+# --- fixtures, imported by conftest.py --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Built:
+    """The copy after `make` in it: what it said, its tables, the seconds that it took."""
+
+    place: Path
+    done: Done
+    tables: dict[str, bytes]
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """A copy of the checkout with the tiny profile, the tiny model in it."""
+    return folder(copy_checkout(tmp_path_factory.mktemp("dag") / "source"))
+
+
+@pytest.fixture(scope="session")
+def built(source):
+    """The whole DAG of SPEAR's Table 1 on the tiny model, by `make` in the copy, on two cores."""
+    began = time.monotonic()
+    done = run(["make", "CORES=2", f"PYTHON={sys.executable}", TARGET], source, source, timeout=600)
+    assert done.code == 0, done.text
+    return Built(source, done, outputs(source), time.monotonic() - began)

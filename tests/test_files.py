@@ -1,0 +1,159 @@
+"""Files are whole or absent, whatever stops the writer."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from repro import files
+from repro.errors import UserError
+from repro.files import atomic, sha256, short_hash, write_text
+
+
+def everything(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_writes_whole_and_makes_folders(tmp_path):
+    write_text(tmp_path / "a" / "b" / "c.txt", "täxt\n")
+    assert everything(tmp_path) == ["a/b/c.txt"]
+    assert (tmp_path / "a/b/c.txt").read_bytes() == "täxt\n".encode()
+
+
+def test_mode_is_that_of_a_shared_file(tmp_path):
+    write_text(tmp_path / "f", "x")
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_temporary_file_is_beside_and_keeps_the_ending(tmp_path):
+    with atomic(tmp_path / "f.npy") as temporary:
+        assert temporary.parent == tmp_path and temporary.name.startswith(".") and temporary.suffix == ".npy"
+        temporary.write_bytes(b"x")
+        assert not (tmp_path / "f.npy").exists()
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
+def test_nothing_is_left_and_the_old_file_stays_when_the_block_raises(tmp_path, error):
+    write_text(tmp_path / "f", "old")
+    with pytest.raises(type(error)), atomic(tmp_path / "f") as temporary:
+        temporary.write_text("half")
+        raise error
+    assert everything(tmp_path) == ["f"] and (tmp_path / "f").read_text() == "old"
+
+
+READ_ONLY = [errno.EROFS, errno.EACCES, errno.EPERM]
+FULL = [errno.ENOSPC, errno.EDQUOT]
+
+
+@pytest.mark.parametrize("number", READ_ONLY + FULL)
+@pytest.mark.parametrize("call", ["mkstemp", "replace", "mkdir", "fsync"])
+def test_read_only_and_full_disks_are_one_sentence(tmp_path, monkeypatch, call, number):
+    target = tmp_path / "f.txt"
+    target.write_text("old")
+
+    def refuse(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    owner = {"mkstemp": tempfile, "replace": os, "mkdir": Path, "fsync": os}[call]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, refuse)
+        with pytest.raises(UserError) as error:
+            write_text(target, "new")
+    word = "writable" if number in READ_ONLY else "the disk is full"
+    assert str(error.value).startswith(f"{target}: ") and word in str(error.value) and "\n" not in str(error.value)
+    assert everything(tmp_path) == ["f.txt"] and target.read_text() == "old"
+
+
+def test_a_full_disk_inside_the_block(tmp_path):
+    with pytest.raises(UserError, match="the disk is full"), atomic(tmp_path / "f") as temporary:
+        temporary.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert everything(tmp_path) == []
+
+
+def test_a_full_disk_as_safetensors_says_it(tmp_path):
+    """It raises no OSError; the limit on file sizes stands for the full disk, as it needs no mount."""
+    code = """
+        import resource, signal, sys, torch
+        from pathlib import Path
+        from safetensors.torch import save_file
+        from repro import files
+        files.errno.ENOSPC = files.errno.EFBIG
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            with files.atomic(Path(sys.argv[1])) as temporary:
+                save_file({"a": torch.zeros(100_000)}, temporary)
+        except files.UserError as error:
+            print(error)
+    """
+    path = tmp_path / "w.safetensors"
+    words = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(files.ROOT)})
+    assert done.stdout.startswith(f"{path}: the disk is full"), done.stderr
+    assert everything(tmp_path) == []
+
+
+def test_other_errors_pass(tmp_path):
+    with pytest.raises(RuntimeError, match="os error 5"), atomic(tmp_path / "f"):
+        raise RuntimeError("I/O error (os error 5)")
+    assert everything(tmp_path) == []
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "a").write_text("x")
+    for path in (tmp_path / "a" / "f", tmp_path / "a" / "b" / "f"):
+        with pytest.raises(UserError, match="in its place"):
+            write_text(path, "x")
+    (tmp_path / "d").mkdir()
+    with pytest.raises(UserError, match="in its place"):
+        write_text(tmp_path / "d", "x")
+    assert everything(tmp_path) == ["a"]
+
+
+def test_readers_and_writers_at_once_never_see_a_part(tmp_path):
+    path, texts = tmp_path / "f", [c * 200_000 for c in "abcd"]
+    write_text(path, texts[0])
+    seen, stop = set(), threading.Event()
+
+    def write(text):
+        for _ in range(15):
+            write_text(path, text)
+
+    def read():
+        while not stop.is_set():
+            seen.add(path.read_text())
+
+    writers = [threading.Thread(target=write, args=(text,)) for text in texts]
+    reader = threading.Thread(target=read)
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert seen and seen <= set(texts)
+    assert everything(tmp_path) == ["f"]
+
+
+def test_hashes(tmp_path):
+    (tmp_path / "f").write_bytes(b"abc")
+    assert sha256(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert short_hash("abc") == "ba7816bf"
+    assert short_hash("ä") == hashlib.sha256("ä".encode()).hexdigest()[:8]
+
+
+def test_a_safetensors_file_is_written_through_it(tmp_path):
+    with contextlib.ExitStack() as stack:
+        save_file({"a": torch.arange(3)}, stack.enter_context(atomic(tmp_path / "w.safetensors")))
+    assert everything(tmp_path) == ["w.safetensors"]
