@@ -129,21 +129,16 @@ def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
     for name in (part for item in ids for part in item.split("-")):
         if name not in known:
             raise UserError(f"tables/table1.yaml: {unknown(f'claim of {paper}', name, known)}")
-    rows = table.measure(flow, paper, number)
-    by_key = {(m.row, m.col, m.model): m for m in rows}
-    cases, used = [], []
-    for binding in claim.cases:
-        keys = {"model": binding} if isinstance(binding, str) else binding
-        named = {}
-        for name, text in claim.cells.items():
-            row, _, col = text.format(**keys).partition(" | ")
-            if (row, col, keys["model"]) not in by_key:
-                raise UserError(
-                    f"tables/table1.yaml: {claim.claim}: {claim.table} printed no {row} | {col} of {keys['model']}"
-                )
-            named[name] = by_key[row, col, keys["model"]]
-        used += named.values()
-        cases.append(_case(flow, claim, keys, named))
+    places = claim.places()
+    printed = {(c.row, c.col, c.model) for c in papers.printed(paper, number)}
+    for row, col, model in (place for _, named in places for place in named.values()):
+        if (row, col, model) not in printed:
+            raise UserError(f"tables/table1.yaml: {claim.claim}: {claim.table} printed no {row} | {col} of {model}")
+    wanted = {place for _, named in places for place in named.values()}
+    by_place = {(m.row, m.col, m.model): m for m in table.measure(flow, paper, number, wanted)}
+    bound = [(keys, {name: by_place[place] for name, place in named.items()}) for keys, named in places]
+    cases = [_case(flow, claim, keys, named) for keys, named in bound]
+    used = [m for _, named in bound for m in named.values()]
     if all(case.measured is not None for case in cases if case.missing != "no_stand_in") and any(
         case.measured is not None for case in cases
     ):

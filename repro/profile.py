@@ -39,16 +39,7 @@ class ZeroShot:
 
     limit: int | None = None
     batch_size: int = 8
-    tasks: tuple[str, ...] = (
-        "piqa",
-        "arc_easy",
-        "arc_challenge",
-        "hellaswag",
-        "winogrande",
-        "boolq",
-        "lambada_openai",
-        "mmlu",
-    )
+    tasks: tuple[str, ...] = tuple("piqa arc_easy arc_challenge hellaswag winogrande boolq lambada_openai mmlu".split())
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,8 @@ class Profile:
 
     Attributes:
         models: what stands in for each of the papers' models: a pocket model, a local folder, or `hub-id@revision`.
+        recorded: step to the stand-ins under which it is not run here but drawn from accepted measurements of this
+            profile, because it would take too long on this device.
         corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
         grade: what evidence from these stand-ins is worth (A the paper's model and protocol, C a scaled analogue).
         threads: CPU threads of every job, whatever `--cores` is, so that results do not depend on it.
@@ -70,6 +63,7 @@ class Profile:
     calibration: Calibration
     perplexity: Perplexity = field(default_factory=Perplexity)
     zeroshot: ZeroShot | None = None
+    recorded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     grade: Literal["A", "B", "C"] = "C"
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -81,8 +81,8 @@ def terminal(sheet: Sheet, width: int | None = None) -> str:
     """Aligned columns; text columns are wrapped, the widest first, where the terminal is too narrow."""
     width = width or max(100, shutil.get_terminal_size((160, 40)).columns)
     body = [row for row in sheet.rows if len(row) > 1]
-    wide = [max(len(row[i]) for row in (sheet.head, *body)) for i in range(len(sheet.head))]
-    while sum(wide) + 2 * (len(wide) - 1) > width and max(wide[: sheet.left]) > NARROWEST:
+    wide = [max(1, *(len(row[i]) for row in (sheet.head, *body))) for i in range(len(sheet.head))]
+    while sum(wide) + 2 * (len(wide) - 1) > width and max(wide[: sheet.left], default=0) > NARROWEST:
         wide[max(range(sheet.left), key=wide.__getitem__)] -= 1
 
     def lines(row: Sequence[str]) -> list[str]:

@@ -72,9 +72,18 @@ class ClaimSpec:
         for case in self.cases:
             keys = {"model": case} if isinstance(case, str) else case
             try:
-                [f"{text.format(**keys)} of {keys['model']}" for text in self.cells.values()]
+                [f"{text.format(**keys)} of {keys['model']}" for text in (*self.cells.values(), self.holds)]
             except (KeyError, IndexError, ValueError) as error:
                 raise UserError(f"claim {self.claim!r}: the case {keys} does not give {error}") from None
+
+    def places(self) -> list[tuple[dict[str, str], dict[str, tuple[str, str, str]]]]:
+        """Per case its keys, and the (row, col, model) of every named cell."""
+        found = []
+        for case in self.cases:
+            keys = {"model": case} if isinstance(case, str) else case
+            parts = {name: text.format(**keys).partition(" | ") for name, text in self.cells.items()}
+            found.append((keys, {name: (row, col, keys["model"]) for name, (row, _, col) in parts.items()}))
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A table's cells: what the paper printed, beside what this profile measured, recorded, or did not run, and why."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from repro import papers, perplexity, provenance, record, statistics, zeroshot
 from repro.record import Measurement
-from repro.workflow import Run, Workflow
+from repro.workflow import Place, Run, Workflow
 
 # What is measured beside the printed columns: label, metric, unit; KL and top-1 on the text behind the first column.
 COMPANIONS = (("KL", "kl", "nats"), ("Top-1", "top1", "%"), ("BPW", "bpw", "bits"), ("MB", "model_mb", "MB"))
@@ -34,8 +34,10 @@ def items(path: str) -> tuple[pd.DataFrame, dict[str, str]]:
     return table.to_pandas(), meta
 
 
-def measure(flow: Workflow, paper: str, number: str) -> list[Measurement]:
+def measure(flow: Workflow, paper: str, number: str, only: Collection[Place] | None = None) -> list[Measurement]:
     """Every cell of a table, in printed order, then the user's own rows, then the companions of each row.
+
+    With `only`, no other cell's scores are read.
 
     A printed cell is live when this profile measures it, else recorded when an accepted measurement of it exists, else
     it carries the status that says why there is none.
@@ -50,6 +52,8 @@ def measure(flow: Workflow, paper: str, number: str) -> list[Measurement]:
     companions: dict[tuple[str, str, str], Measurement] = {}
     like = {(c.col, c.model): c for c in printed.values()}
     for row, col, column, model, run in flow.cells(paper, number):
+        if only is not None and (row, col, model) not in only:
+            continue
         twin = like[col, model]
         cell = replace(cells.get((row, col, model)) or replace(cells[twin.row, col, model], printed=""), row=row)
         if run is None:
@@ -58,7 +62,7 @@ def measure(flow: Workflow, paper: str, number: str) -> list[Measurement]:
             cell = replace(cell, **_facts(flow, run))
             path = flow.source(column, run)
             if path is None:
-                cell = replace(cell, note=f"profile {flow.profile.name} measures no {column.measure}")
+                cell = replace(cell, note=f"profile {flow.profile.name} does not measure {column.measure} of this here")
             elif column.measure == "perplexity":
                 cell = replace(cell, **perplexity_cell(path))
                 for companion in companion_cells(cell, path):
@@ -66,12 +70,15 @@ def measure(flow: Workflow, paper: str, number: str) -> list[Measurement]:
             else:
                 cell = replace(cell, **zeroshot_cell(path, flow.items(flow.run(run.model, "fp16")), twin.unit))
         cells[row, col, model] = cell
-    stored = {(m.row, m.col, m.model, m.metric): m for m in record.accepted(paper, "table", number)}
+    accepted = [m for m in record.accepted(paper, "table", number) if m.profile == flow.profile.name]
+    stored = {(m.row, m.col, m.model): replace(m, live="recorded", status=_still(flow, m)) for m in accepted}
     for key, cell in cells.items():
         if flow.stand_in(cell.model) is None and cell.model:
             cells[key] = replace(cell, status="no_stand_in")
-        elif cell.status == "not_run" and (old := stored.get((*key, cell.metric))):
-            cells[key] = replace(old, printed=cell.printed, live="recorded", status=_still(flow, old))
+        elif cell.status == "not_run" and key in stored:
+            cells[key] = replace(stored[key], printed=cell.printed)
+    labels = {label for label, *_ in COMPANIONS}
+    companions = {key: m for key, m in stored.items() if m.col in labels} | companions
     return [*cells.values(), *companions.values()]
 
 

@@ -7,7 +7,7 @@ needs it shares it. Paths of outputs are relative to the working directory, sour
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from repro.files import ROOT, short_hash, write_text
 
 PYTHON = shlex.quote(sys.executable)
 KINDS = (".csv", ".tex", ".md")
+Place = tuple[str, str, str]  # row, col and model of a printed cell
 
 
 @dataclass(frozen=True)
@@ -106,23 +107,25 @@ class Workflow:
         return found
 
     def source(self, column: spec.Column, run: Run) -> str | None:
-        """The file that holds a cell's raw scores; None where this profile does not measure it.
+        """The file that holds a cell's raw scores; None where this profile does not measure it, or not here.
 
         Raises:
             UserError: the spec names a corpus that the profile does not map.
         """
+        if any(run.model in self.profile.recorded.get(step.name, ()) for step in run.recipe.steps):
+            return None
         if column.measure == "zeroshot":
             return self.items(run) if self.profile.zeroshot else None
         if column.corpus not in self.profile.corpora:
             raise UserError(f"profile {self.profile.name}: {unknown('corpus', column.corpus, self.profile.corpora)}")
         return self.scores(run, self.profile.corpora[column.corpus])
 
-    def table_inputs(self, paper: str, number: str) -> list[str]:
-        """Spec, recorded results and raw scores of a table, each cell with its full-precision reference."""
+    def table_inputs(self, paper: str, number: str, only: Collection[Place] | None = None) -> list[str]:
+        """Spec, recorded results and raw scores of a table (of `only` some cells), each with its full precision."""
         spec.check_table(paper, number)
         wanted = []
-        for _, _, column, _, run in self.cells(paper, number):
-            if run:
+        for row, col, column, model, run in self.cells(paper, number):
+            if run and (only is None or (row, col, model) in only):
                 wanted += [self.source(column, run), self.source(column, self.run(run.model, "fp16"))]
         path = spec.path_of(paper, number)
         recorded = sorted((ROOT / "results").glob(f"*/{paper}-table{number}.csv"))
@@ -130,9 +133,10 @@ class Workflow:
 
     def headline_inputs(self) -> list[str]:
         """What tables/table1 needs: every paper's own Table 1, and the cells that the predicates name."""
-        claims = spec.headline().claims
-        named = dict.fromkeys(tuple(claim.table.split("/")) for claim in claims)
-        needed = [f for paper, number in named for f in self.table_inputs(paper, number)]
+        needed = []
+        for claim in spec.headline().claims:
+            named = {place for _, places in claim.places() for place in places.values()}
+            needed += self.table_inputs(*claim.table.split("/"), named)
         first = [f"tables/{paper}/table1{kind}" for paper in papers.PAPERS for kind in KINDS]
         return [str(ROOT / "tables" / "table1.yaml"), *dict.fromkeys(needed), *first]
 

@@ -7,6 +7,7 @@ weights and no git, so that nothing in a table depends on the commit; its spec o
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -160,12 +161,11 @@ def dry_run(place: Path, source: Path, *words: object) -> set[str]:
 
 def jobs(dry_run: str) -> set[str]:
     """The jobs that `snakemake -n` lists, each as its rule and its first output."""
-    lines = dry_run.splitlines()
-    rules = [(i, line[5:-1]) for i, line in enumerate(lines) if line.startswith("rule ") and line.endswith(":")]
     found = set()
-    for i, name in rules:
-        output = next(line.split(":", 1)[1].split(",")[0].strip() for line in lines[i:] if "output:" in line)
-        found.add(f"{name} {output}")
+    for block in re.split(r"\n(?=(?:local)?rule \w+:\n)", dry_run)[1:]:
+        name = block.partition(":")[0].split()[-1]
+        output = re.search(r"\n    output: ([^,\n]+)", block)
+        found |= {f"{name} {output[1]}"} if output else set()
     return found
 
 

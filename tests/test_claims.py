@@ -26,7 +26,7 @@ GAP = BY_ID["spear C001 C004"]
     ("text", "value"),
     [
         ("(b - s) / (b - f)", 0.75),
-        ("-f + 2 * b", 7),
+        ("-f + 2 * b", 9),
         ("min(b, s, f) - 1", 0),
         ("max(b, s, f)", 5),
         ("min(b - s, max(s, f))", 2),
@@ -53,8 +53,8 @@ def test_arrays_go_through_elementwise():
     "text",
     [
         "a.real", "().__class__", "__import__('os')", "open('x')", "abs(a)", "min(a, key=a)", "min(*a)", "a[0]", "[a]",
-        "a if a else a", "lambda: a", "a ** 9", "a // 2", "a % 2", "a or a", "not a", "a == a", "a in a", "'a'", "f'{a}'",
-        "(a := 3)", "True + 1j", "None", "a; a", "import os", "a = 3", "", "(", "a b", "a.min()", "(min)(a)(a)", "~a", "+a",
+        "a if a else a", "lambda: a", "a ** 9", "a // 2", "a % 2", "a or a", "not a", "a == a", "a in a", "'a'",
+        "(a := 3)", "True + 1j", "None", "a; a", "import os", "a = 3", "", "(", "a b", "a.min()", "~a", "+a", "f'{a}'",
     ],
 )  # fmt: skip
 def test_nothing_but_arithmetic(text):
@@ -90,8 +90,7 @@ def test_satisfied(holds, inside, outside):
 
 
 def of_interval(holds, low, value, high):
-    claim = dataclasses.replace(GAP, holds=holds)
-    return claims._of_interval(claim, claims.Case("m", None, value, low, high))
+    return claims._of_interval(claims.Case("m", holds, None, value, low, high))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +112,11 @@ def test_the_verdict_of_an_interval(holds, interval, verdict):
     assert of_interval(holds, *interval) == verdict
 
 
-@given(st.lists(st.floats(-10, 10), min_size=4, max_size=4).map(sorted))
-def test_holds_only_when_all_of_it_does_and_fails_only_when_none_does(ends):
-    low, value, high, edge = ends
-    assert of_interval(f">= {edge:.17f}", low, value, high) == (0 if low >= edge else 1 if high < edge else 2)
-    assert of_interval(f"<= {edge:.17f}", low, value, high) == (0 if high <= edge else 2)
+@given(st.lists(st.floats(-10, 10), min_size=3, max_size=3).map(sorted), st.floats(-10, 10))
+def test_holds_only_when_all_of_it_does_and_fails_only_when_none_does(interval, edge):
+    low, _, high = interval
+    assert of_interval(f">= {edge!r}", *interval) == (0 if low >= edge else 1 if high < edge else 2)
+    assert of_interval(f"<= {edge!r}", *interval) == (0 if high <= edge else 1 if low > edge else 2)
 
 
 def test_one_failing_case_fails_the_claim():
@@ -157,8 +156,7 @@ OFFLOAD = {"Llama-3.1-8B-Instruct": 8, "Qwen2.5-7B-Instruct": 8, "Qwen2.5-14B-In
 
 def _c4(model):
     cell = lambda row, col: number("spear", "2", f"{row} pc on RTN", col, model)  # noqa: E731
-    best = min(cell(row, "C4 PPL") for row in STATIC)
-    return min(best - cell("SPEAR", "C4 PPL"), 0.665 - cell("SPEAR", "Mem") / cell("QERA", "Mem"))
+    return min(cell(row, "C4 PPL") for row in STATIC) - cell("SPEAR", "C4 PPL")
 
 
 def _tp(size):
@@ -204,7 +202,7 @@ ROWS = {
                         [0.7498, 0.5632, 0.6038], "agree"),
     "spear C002": ([number("spear", "8", "RTN", "4-bit pc BPW", m) / 4 - 1 for m in SPEAR],
                    [0.0175, 0.0125, 0.0075], "disagree"),
-    "spear C006 C024": ([_c4(m) for m in SPEAR], [0.0028, 0.09, 0.09], "agree"),
+    "spear C024": ([_c4(m) for m in SPEAR], [1.8, 0.09, 0.09], "agree"),
     "spear C039 C053 C054": ([_tp(size) for size in ("7B", "13B", "70B")], [0.7049, 0.8521, 1.1372], "agree"),
     "bitbybit B02 B06": ([-np.subtract(*_of("bitbybit", "1", ("FP16", "WikiText2 2-7B", "LLaMA-2-7B"),
                                             ("Bit-by-Bit [w2a2 g32]", "WikiText2 2-7B", "LLaMA-2-7B")))],
@@ -272,6 +270,7 @@ def test_a_claim_that_names_what_is_not_there(nothing_runs, change, sentence):
         ({"table": "spear/99"}, "unknown table of spear '99'"),
         ({"cells": {"b": "RTN {bits} | Wiki"}}, "does not give 'bits'"),
         ({"cases": ({"size": "7B"},)}, "does not give 'model'"),
+        ({"holds": "<= {limit}"}, "does not give 'limit'"),
     ],
 )
 def test_a_claim_that_cannot_be_read(change, sentence):
@@ -403,6 +402,14 @@ def test_a_recorded_cell_brings_its_own_interval(measured, low, high):
     assert case.measured == 10.0 and case.on == "big"
     wanted = (10.0, 10.0) if low is None else (low, high)
     assert (case.lo, case.hi) == pytest.approx(wanted, abs=0.06 * (wanted[1] - wanted[0]))
+
+
+def test_a_case_may_bring_its_own_threshold(measured):
+    cases = ({"model": "Llama-3.2-1B", "limit": "0.3"}, {"model": "Llama-3.2-3B", "limit": "0.1"})
+    claim = dataclasses.replace(MEASURED, cases=cases, holds="<= {limit}")
+    judged = judge(measured(models=("Llama-3.2-1B",)), claim)
+    assert judged.verdict == "seen" and [case.holds for case in judged.cases] == ["<= 0.3", "<= 0.1"]
+    assert judge(measured(models=("Llama-3.2-3B",)), claim).verdict == "not seen"
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------

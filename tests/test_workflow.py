@@ -75,7 +75,7 @@ def test_a_touch_changes_nothing(built):
         (["repro/bits.py"], [*3 * ["perplexity build/runs/tiny-llama/"], TABLE]),
         (["repro/recipe.py", "baselines/__init__.py", "repro/pretrain.py", "methods/__init__.py"], []),
     ],
-    ids=lambda value: Path(value[0]).stem if value and "/" in value[0] and "." in value[0] else "",
+    ids=["method", "table", "measure", "plumbing"],
 )
 def test_an_edit_rebuilds_its_own_runs_and_nothing_else(built, files, expected):
     with edited(*(built.place / file for file in files)):

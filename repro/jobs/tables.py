@@ -157,7 +157,7 @@ def build_leaderboard(flow: Workflow, out: Path, figures: Path = Path("figures")
         run.id: run
         for paper, num in spec.specified()
         for _, _, column, _, run in flow.cells(paper, num)
-        if run is not None and column.measure == "perplexity"
+        if run is not None and column.measure == "perplexity" and flow.source(column, run)
     }
     entries: dict[str, dict[str, dict[str, Measurement]]] = {}
     for run in runs.values():
