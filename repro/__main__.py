@@ -9,13 +9,22 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from repro.errors import UserError, unknown
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with the options, without the usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls when the options do not fit."""
+        raise UserError(f"{message}; {self.prog} --help lists what it takes")
+
+
 def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
-    top = argparse.ArgumentParser(prog="python -m repro", description=__doc__.split("\n")[0])
+    top = Parser(prog="python -m repro", description=__doc__.split("\n")[0])
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
 
     def verb(name: str, text: str, *, job: bool = False, profile: bool = False) -> argparse.ArgumentParser:
@@ -105,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.verb is None:
             top.print_help()
             return 0
+        for name in ("threads", "cores"):
+            if getattr(args, name, 1) < 1:
+                raise UserError(f"--{name} is {getattr(args, name)}; at least 1 is needed")
         if hasattr(args, "threads"):
             os.environ["OMP_NUM_THREADS"] = str(args.threads)
             import torch

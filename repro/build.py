@@ -37,6 +37,8 @@ def build(targets: Sequence[str], cores: int, name: str | None = None, configfil
         UserError: an unknown target or profile, or another Snakemake at work in this folder.
     """
     check(targets)
+    if cores < 1:
+        raise UserError(f"--cores {cores}: at least one core is needed")
     if configfile is None:
         name = profile.load(None, name).name
     elif not isinstance(load_yaml(configfile), dict):

@@ -13,5 +13,6 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     known = sorted(map(str, known))
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    listed = ", ".join(known[:40]) + (", …" if len(known) > 40 else "")
+    shown = known if len(known) <= 40 else known[:12]
+    listed = ", ".join(shown) + (", …" if len(known) > len(shown) else "")
     return UserError(f"unknown {kind} {str(name)!r}: {hint}there is {listed or 'none yet'}")

@@ -100,7 +100,8 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     """Load a causal LM, checked, in evaluation mode.
 
     Raises:
-        UserError: unknown model, damaged or pickled weights, NaN or Inf among them, or a hub that is not allowed.
+        UserError: unknown model, damaged or pickled weights, NaN or Inf among them, a hub that is not allowed, or no
+            GPU where one is asked for.
     """
     import torch
     from safetensors import safe_open
@@ -108,6 +109,8 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     from transformers.utils import logging
 
     files = weight_files(name)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UserError(f"device {device!r}: this machine has no CUDA device; choose a profile whose device is cpu")
     if files and files[0].is_relative_to(POCKET):
         check_pocket(name)
     for path in files:

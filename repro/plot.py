@@ -32,27 +32,23 @@ def save(figure: plt.Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def quality_against_bits(
-    panels: Mapping[str, Mapping[str, Sequence[Point]]], full: Mapping[str, float], title: str, path: Path
-) -> None:
-    """One panel a model: perplexity over full precision against stored bits per block weight, a marker a recipe family.
+def quality_against_bits(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str, path: Path) -> None:
+    """One panel a model: perplexity over full precision against stored bits per block weight, a marker a family.
 
     Args:
-        panels: model to family to points (bits per weight, perplexity, low, high).
-        full: the full-precision perplexity of each model.
+        panels: model to family of recipes to points (bits per weight, ratio, low, high).
         title: stands above all panels.
         path: of the SVG.
     """
+    families = sorted({family for panel in panels.values() for family in panel})
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 2.9), sharey=True, squeeze=False)
-        families = sorted({family for panel in panels.values() for family in panel})
         for axis, (model, panel) in zip(axes[0], panels.items()):
             for family, points in sorted(panel.items()):
                 i = families.index(family)
-                xs, ys, lows, highs = (list(part) for part in zip(*points))
-                y, low, high = (np.array(part) / full[model] for part in (ys, lows, highs))
-                style = {"fmt": MARKERS[i], "color": f"C{i}", "capsize": 2, "markersize": 5}
-                axis.errorbar(xs, y, (y - low, high - y), label=family, **style)
+                x, y, low, high = np.array(points).T
+                style = {"fmt": MARKERS[i % len(MARKERS)], "color": f"C{i}", "capsize": 2, "markersize": 5}
+                axis.errorbar(x, y, (y - low, high - y), label=family, **style)
             axis.axhline(1.0, color="0.4", linewidth=0.8, linestyle=":")
             axis.set_title(model)
             axis.set_xlabel("stored bits per block weight")

@@ -70,6 +70,10 @@ class Profile:
     threads: int = 1
     hub: bool = False
 
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise UserError(f"profile {self.name}: threads is {self.threads}; a job needs at least 1")
+
 
 def load(config: Mapping[str, Any] | None = None, name: str | None = None) -> Profile:
     """The profile in `config` (from `--configfile`), else `config/<name>.yaml`, else `$PROFILE`, else pocket.

@@ -146,6 +146,8 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         numbers = papers.tables(row.paper) if row.kind == "table" else figures
         if row.number not in numbers:
             raise UserError(f"{where}: {unknown(row.kind, row.number, numbers)}")
+        if row.kind == "table":
+            _check_place(row, where)
         if row.kind == "table" and row.printed and row.printed not in _printed(row):
             raise UserError(f"{where}: the paper did not print {row.printed} there")
         if row.key in (other.key for other in by_file.get(_file(row, results), [])):
@@ -171,6 +173,17 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     for file, content in merged.items():
         write_text(file, to_csv(content))
     return {str(file): len(by_file[file]) for file in by_file}
+
+
+def _check_place(row: Measurement, where: str) -> None:
+    """Raise unless the table has that model and that column; a row may be the user's own."""
+    from repro.table import COMPANIONS  # table reads records
+
+    cells = papers.printed(row.paper, row.number)
+    columns = {cell.col for cell in cells} | {label for label, *_ in COMPANIONS}
+    for kind, name, known in (("model", row.model, {cell.model for cell in cells}), ("column", row.col, columns)):
+        if name not in known:
+            raise UserError(f"{where}: {unknown(kind, name, known)}")
 
 
 def _printed(row: Measurement) -> list[str]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from repro import papers, perplexity, provenance, record, statistics, zeroshot
+from repro.errors import UserError
 from repro.record import Measurement
 from repro.workflow import Place, Run, Workflow
 
@@ -28,8 +30,16 @@ def scores(path: str) -> tuple[pd.DataFrame, dict[str, str]]:
 
 @cache
 def items(path: str) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Per-item zero-shot results and their metadata."""
-    table = pq.read_table(path)
+    """Per-item zero-shot results and their metadata.
+
+    Raises:
+        UserError: the file is missing or cut short.
+    """
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except (OSError, pa.ArrowException) as error:
+        first = str(error).partition("\n")[0]
+        raise UserError(f"{path}: not a whole Parquet file ({first}); delete it and build it again") from None
     meta = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
     return table.to_pandas(), meta
 
@@ -40,15 +50,18 @@ def measure(flow: Workflow, paper: str, number: str, only: Collection[Place] | N
     With `only`, no other cell's scores are read.
 
     A printed cell is live when this profile measures it, else recorded when an accepted measurement of it exists, else
-    it carries the status that says why there is none.
+    it carries the status that says why there is none. Where a place holds several metrics, the first is measured.
     """
-    printed = {(c.row, c.col, c.model): c for c in papers.printed(paper, number)}
-    cells = {
-        key: Measurement(
+    blank = [
+        Measurement(
             paper, "table", number, c.row, c.col, c.model, c.metric, c.value, unit=c.unit, profile=flow.profile.name
         )
-        for key, c in printed.items()
-    }
+        for c in papers.printed(paper, number)
+    ]
+    printed: dict[Place, Measurement] = {}
+    for m in blank:
+        printed.setdefault((m.row, m.col, m.model), m)
+    cells = dict(printed)
     companions: dict[tuple[str, str, str], Measurement] = {}
     like = {(c.col, c.model): c for c in printed.values()}
     for row, col, column, model, run in flow.cells(paper, number):
@@ -79,7 +92,13 @@ def measure(flow: Workflow, paper: str, number: str, only: Collection[Place] | N
             cells[key] = replace(stored[key], printed=cell.printed)
     labels = {label for label, *_ in COMPANIONS}
     companions = {key: m for key, m in stored.items() if m.col in labels} | companions
-    return [*cells.values(), *companions.values()]
+    shown = []
+    for m in blank:
+        cell = cells[m.row, m.col, m.model]
+        missing = "no_stand_in" if cell.status == "no_stand_in" else "not_run"
+        shown.append(cell if m is printed[m.row, m.col, m.model] else replace(m, status=missing))
+    own = [m for place, m in cells.items() if place not in printed]
+    return [*shown, *own, *companions.values()]
 
 
 def _facts(flow: Workflow, run: Run) -> dict[str, Any]:
@@ -122,6 +141,16 @@ def companion_cells(cell: Measurement, path: str) -> list[Measurement]:
         for col, metric, unit in COMPANIONS
         if metric in values
     ]
+
+
+def ratio_cell(path: str, reference: str) -> dict[str, Any]:
+    """Perplexity over that of full precision on the same windows, with its paired interval."""
+    frame, meta = scores(path)
+    arrays = {"q": frame["nll"].to_numpy(), "p": scores(reference)[0]["nll"].to_numpy()}
+    low, high = statistics.paired(arrays, lambda mean: np.exp(mean["q"] - mean["p"]))
+    value = float(np.exp(arrays["q"].mean() - arrays["p"].mean()))
+    protocol = f"{meta['protocol']} on {meta['label']}"
+    return {"value": value, "lo": low, "hi": high, "n": len(frame), "status": "ok"} | _origin(meta, protocol)
 
 
 def zeroshot_cell(path: str, reference: str, unit: str) -> dict[str, Any]:

@@ -95,13 +95,14 @@ class Workflow:
     def cells(self, paper: str, number: str) -> list[tuple[str, str, spec.Column, str, Run | None]]:
         """(row, col, column, paper model, run) of every cell of a table that has a recipe; run None: no stand-in."""
         s = spec.table(paper, number)
-        where = {}
+        where: dict[tuple[str | None, str], dict[str, None]] = {}  # models of a row and column, or of a whole column
         for cell in papers.printed(paper, number):
-            where.setdefault(cell.col, {}).setdefault(cell.model)
+            for row in (cell.row, None):
+                where.setdefault((row, cell.col), {}).setdefault(cell.model)
         found = []
-        for row, text in [*s.rows.items(), *((text, text) for text in s.extra)]:
+        for label, row, text in [*((row, row, text) for row, text in s.rows.items()), *((None, t, t) for t in s.extra)]:
             for col, column in s.columns.items():
-                for model in where[col]:
+                for model in where.get((label, col), ()):
                     name = self.stand_in(model)
                     found.append((row, col, column, model, self.run(name, text) if name else None))
         return found

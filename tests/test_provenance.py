@@ -17,6 +17,7 @@ from repro.provenance import closure, code_hash, environment
 def tree(tmp_path, monkeypatch):
     """A project of the test's own: call it with path=code."""
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.delenv("REPRO_COMMIT", raising=False)
     provenance._imports.cache_clear()
     provenance.commit.cache_clear()
 
@@ -136,6 +137,10 @@ def test_without_git_the_commit_is_unknown(tree, monkeypatch):
     tree({})
     monkeypatch.setenv("PATH", "")
     assert provenance.commit() == "unknown"
+    monkeypatch.setenv("REPRO_COMMIT", "0123456789")
+    assert provenance.commit() == "unknown", "asked once a process"
+    provenance.commit.cache_clear()
+    assert provenance.commit() == "0123456789", "a tree that came without its history is told"
 
 
 def test_the_environment_names_what_decides_numbers():

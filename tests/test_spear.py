@@ -21,6 +21,7 @@ from repro.methods import spear
 from repro.methods.spear import selection
 from repro.methods.spear.calibration import calibrate, kl, self_sampled, teacher_logits
 from repro.methods.spear.compensator import GATE, Compensator, int8, pack, stored_bytes, unpack
+from repro.methods.spear.initial import DAMPING, truncated
 
 SMALL = {"samples": 8, "tokens": 16, "cka_samples": 4, "budget": 0.2, "lr1": 2e-3, "lr2": 4e-3}
 FAST = settings(max_examples=150, deadline=None, derandomize=True)
@@ -265,7 +266,7 @@ def test_the_gate_starts_at_one():
     assert torch.equal(*(logits(lm.model) for lm in pair))
 
 
-@pytest.mark.parametrize("init", ["svd", "zero"])
+@pytest.mark.parametrize("init", ["whitened", "svd", "zero"])
 def test_training_lowers_the_divergence(init):
     lm, config = quantized(), spear.Config(**SMALL | {"samples": 32, "epochs1": 6, "init": init})
     teacher = lm.full_precision()
@@ -280,10 +281,34 @@ def test_training_lowers_the_divergence(init):
     assert divergence() < 0.8 * before
 
 
+@FAST
+@given(SEEDS, st.integers(1, 4))
+def test_the_whitened_start_is_the_best_correction(seed, r):
+    E, x = normal(seed, 6, 5), normal(seed + 1, 200, 5) * torch.tensor([9.0, 3.0, 1.0, 1.0, 0.1])
+
+    def error(A, B) -> float:
+        return (x.double() @ (E.double() - B.double() @ A.double()).T).square().sum().item()
+
+    best = torch.linalg.svdvals(x.double() @ E.double().T)[r:].square().sum().item()  # Eckart and Young
+    whitened, plain = truncated(E, r, x.T.double() @ x.double() / len(x)), truncated(E, r)
+    assert error(*whitened) == pytest.approx(best, rel=1e-2, abs=1e-6)
+    G = x.T.double() @ x.double() / len(x)
+    G += DAMPING * G.diagonal().mean() * torch.eye(5)
+    torch.testing.assert_close(whitened[0] @ G @ whitened[0].T, torch.eye(r).double(), rtol=0, atol=1e-6)
+    assert best <= error(*plain) * (1 + 1e-6) + 1e-6
+    rest = torch.linalg.svdvals(E)[r:].norm().item()
+    assert (E - plain[1] @ plain[0]).norm().item() == pytest.approx(rest, rel=1e-3, abs=1e-5)
+
+
+def test_alpha_only_scales():
+    pair = [compensated(alpha=alpha, epochs1=0, epochs2=0, rank=2) for alpha in (1.0, 4.0)]
+    torch.testing.assert_close(*(logits(lm.model) for lm in pair), rtol=1e-3, atol=1e-3)
+
+
 def test_phases_train_what_they_say_and_nothing_else():
     lm = quantized()
     teacher, names, config = lm.full_precision(), list(lm.weights)[:3], spear.Config(**SMALL)
-    ecs = spear.start(lm, names, 2, config)
+    ecs = spear.start(lm, names, 2, tiny.tokens(), config)
     for name, ec in ecs.items():
         lm.model.set_submodule(name, spear.CompensatedLinear(lm.model.get_submodule(name), ec))
     ids = tiny.tokens(8, 16)
@@ -306,6 +331,19 @@ def test_the_teachers_logits_are_the_same_cached_and_recomputed():
     cached, computed = (teacher_logits(teacher, ids, 2, gib)(rows) for gib in (1.0, 0.0))
     torch.testing.assert_close(cached, computed, rtol=1e-5, atol=1e-6)
     assert not computed.requires_grad
+
+
+def test_defaults_are_those_of_table_7():
+    c, printed = spear.Config(), {p.metric.removeprefix("hp_"): p.value for p in papers.printed("spear", "7")}
+    ours = {
+        **{"adam_beta1": c.beta1, "adam_beta2": c.beta2, "weight_decay": c.weight_decay, "phase1_lr": c.lr1},
+        **{"phase2_lr": c.lr2, "phase1_epochs": c.epochs1, "phase2_epochs": c.epochs2, "batch_size": c.batch},
+        **{"kl_temperature": c.temperature, "grad_clip": c.clip, "calib_sequences": c.samples},
+        **{"calib_tokens_per_seq": c.tokens, "tau_default": c.tau, "entropy_trigger_hnorm": c.entropy_trigger},
+        **{"k_clamp_low": 100 * c.k_min, "k_clamp_high": 100 * c.k_max},
+    }
+    assert {name: float(printed[name]) for name in ours} == ours
+    assert printed.keys() - ours.keys() == {"optimizer", "lora_storage"}
 
 
 def test_a_twin_keeps_steps_times_learning_rate():
@@ -372,6 +410,8 @@ def test_placements():
     cka, random, full = (compensated(placement=p, rank=2, epochs1=0) for p in ("cka", "random", "full"))
     assert len(cka.attachments) == len(random.attachments) < len(full.attachments) == 14
     assert cka.attachments.keys() != random.attachments.keys()
+    nothing = compensated(noise_floor=1.0, rank=2, epochs1=0, cost_weight=0.0)  # no damage: the fewest, in model order
+    assert list(nothing.attachments) == list(nothing.weights)[:2]
     fixed = compensated(k_share=0.3, rank=2, epochs1=0)
     assert len(fixed.attachments) == round(0.3 * 14)
 
@@ -435,7 +475,7 @@ def test_a_single_layer():
     linear = torch.nn.Linear(8, 4)
     lm = LowBitModel(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([linear])}))
     rtn.apply(lm, None, rtn.Config(bits=2))
-    ecs = spear.start(lm, ["layers.0"], 4, spear.Config(gate=False))
+    ecs = spear.start(lm, ["layers.0"], 4, tiny.tokens(), spear.Config(gate=False, init="svd"))
     x = normal(1, 5, 8)
     full = lm.full_precision()["layers"][0]
     lm.attach("layers.0", Attachment("spear", pack(ecs["layers.0"]), {"alpha": 1.0}))

@@ -18,6 +18,7 @@ from repro.methods.spear import selection
 from repro.methods.spear.calibration import calibrate, self_sampled
 from repro.methods.spear.compensator import CompensatedLinear, Compensator, pack, stored_bytes, unpack
 from repro.methods.spear.config import Config
+from repro.methods.spear.initial import start
 
 CALIBRATED = True
 
@@ -43,7 +44,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     names = place(lm, teacher, ids[: config.cka_samples], config)
     shapes = [tuple(lm.weights[name].shape) for name in names]
     r = config.rank or selection.rank(budget_bytes(lm, config), shapes, config.hidden)
-    ecs = start(lm, names, r, config)
+    ecs = start(lm, names, r, ids[: config.cka_samples], config)
 
     trained, phases = ids[: config.sequences], config.phases
     steps = ", ".join(f"{phase.epochs} x {config.steps} steps at lr {phase.lr:.3g}" for phase in phases)
@@ -105,39 +106,6 @@ def place(lm: LowBitModel, teacher: nn.Module, ids: Tensor, config: Config) -> l
 def budget_bytes(lm: LowBitModel, config: Config) -> int:
     """B in bytes: a share of the quantized layers' weights at 4 bits each, whatever their width is."""
     return int(config.budget * sum(weight.codes.numel() for weight in lm.weights.values()) / 2)
-
-
-def start(lm: LowBitModel, names: list[str], r: int, config: Config) -> dict[str, Compensator]:
-    """Compensators as they are before calibration, by layer.
-
-    Raises:
-        UserError: the rank is above a layer's.
-    """
-    generator, ecs = torch.Generator().manual_seed(config.seed), {}
-
-    def uniform(*shape: int) -> Tensor:
-        return (2 * torch.rand(*shape, generator=generator) - 1) / math.sqrt(shape[-1])
-
-    for name in names:
-        linear = lm.model.get_submodule(name)
-        d_out, d_in = linear.weight.shape
-        if r > min(d_out, d_in):
-            raise UserError(f"{name}: rank {r} for a {d_out}x{d_in} layer")
-        if config.init == "zero":
-            A, B = uniform(r, d_in), torch.zeros(d_out, r)
-        else:
-            error = lm.full[name].float() - linear.weight.data.float()
-            U, D, V = (part.cpu() for part in torch.linalg.svd(error, full_matrices=False))
-            root = (D[:r] / config.alpha).sqrt()
-            A, B = root[:, None] * V[:r], U[:, :r] * root
-        tensors, h = {"A": A, "B": B}, config.hidden * r
-        if config.gate:
-            tensors |= {"W1": uniform(h, r), "b1": torch.zeros(h), "W2": torch.zeros(r, h), "b2": torch.zeros(r)}
-        on_device = {
-            key: tensor.to(linear.weight.device, torch.float32).contiguous() for key, tensor in tensors.items()
-        }
-        ecs[name] = Compensator(on_device, config.alpha)
-    return ecs
 
 
 def say(text: str) -> None:

@@ -43,7 +43,12 @@ def table_sheet(flow: Workflow, paper: str, number: str, cells: list[Measurement
     companions = [c for c, *_ in table.COMPANIONS if any(m.col == c for m in cells)]
     wide = len(set(by_model.values())) > 1 or len(printed_cols) > 8  # columns differ by model: one line a cell
     head = ["", *(["cell", "paper", "here"] if wide else [h for c in printed_cols for h in (c, "here")]), *companions]
-    at = {(m.row, m.col, m.model): m for m in cells}
+    at: dict[tuple[str, str, str], Measurement] = {}
+    for m in cells:  # several metrics in one place are shown as `41 / 26`
+        first = at.setdefault((m.row, m.col, m.model), m)
+        if first is not m:
+            both = f"{first.printed or '–'} / {m.printed or '–'}"
+            at[m.row, m.col, m.model] = replace(first, printed=both)
     rows: list[list[str]] = []
     for model, cols in by_model.items():
         stand_in = flow.stand_in(model)
@@ -164,13 +169,15 @@ def build_leaderboard(flow: Workflow, out: Path, figures: Path = Path("figures")
         bare = Measurement("", "table", "", "", "", "", "")
         cells = {text: replace(bare, **table.perplexity_cell(flow.scores(run, text))) for text in texts}
         cells |= {m.col: m for m in table.companion_cells(bare, flow.scores(run, texts[0]))}
+        full = flow.scores(flow.run(run.model, "fp16"), texts[0])
+        cells["x"] = replace(bare, **table.ratio_cell(flow.scores(run, texts[0]), full))
         entries.setdefault(run.model, {})[run.recipe.name] = cells
-    head = ["recipe", "BPW", *texts, "KL", "Top-1", "MB"]
+    head = ["recipe", "BPW", *texts, f"{texts[0]} / fp16", "KL", "Top-1", "MB"]
     rows: list[list[str]] = []
     for model, recipes in entries.items():
         rows.append([model])
         for name, cells in sorted(recipes.items(), key=lambda item: item[1]["BPW"].value or 0):
-            rows.append([name, f"{cells['BPW'].value:.3f}", *(here(cells[text]) for text in texts)])
+            rows.append([name, f"{cells['BPW'].value:.3f}", *(here(cells[text]) for text in (*texts, "x"))])
             rows[-1] += [value(cells.get(companion)) for companion in head[-3:]]
     title = f"Every recipe, evaluated alike. Profile {flow.profile.name}: {flow.profile.about}"
     remark = "BPW: stored bits per block weight. KL (nats), top-1 agreement (%) to full precision. MB: the whole model."
@@ -181,21 +188,16 @@ def build_leaderboard(flow: Workflow, out: Path, figures: Path = Path("figures")
             numbers = {c: [record.text(x) for x in (m.value, m.lo, m.hi)] for c, m in cells.items()}
             lines += [[model, name, column, *three] for column, three in numbers.items()]
     write(out / "table2", sheet, csv_text(lines))
-    _leaderboard_figure(flow, entries, texts[0], figures / "leaderboard.svg")
-    return sheet
-
-
-def _leaderboard_figure(flow: Workflow, entries: dict, text: str, path: Path) -> None:
     panels: dict[str, dict[str, list[plot.Point]]] = {}
     for model, recipes in entries.items():
         for name, cells in recipes.items():
-            if name != "fp16":
-                family = " + ".join(part.split("-")[0] for part in name.split(" + "))
-                m = cells[text]
-                point = (cells["BPW"].value, m.value, m.lo, m.hi)
-                panels.setdefault(model, {}).setdefault(family, []).append(point)
-    full = {model: recipes["fp16"][text].value for model, recipes in entries.items()}
-    plot.quality_against_bits(panels, full, f"{text}, profile {flow.profile.name}, 95 % intervals", path)
+            family = " + ".join(part.split("-")[0] for part in name.split(" + "))
+            if family != "fp16":
+                x = cells["x"]
+                panels.setdefault(model, {}).setdefault(family, []).append((cells["BPW"].value, x.value, x.lo, x.hi))
+    subtitle = f"{texts[0]}, profile {flow.profile.name}; paired 95 % intervals"
+    plot.quality_against_bits(panels, subtitle, figures / "leaderboard.svg")
+    return sheet
 
 
 def build_audit(out: Path) -> Sheet:

@@ -1,0 +1,91 @@
+"""Where calibration starts. The paper does not say; only that the gate starts close to γ = 1 (section 3.1).
+
+With E = W - Ŵ and G = E[x xᵀ] = S Sᵀ of the layer's inputs, the rank-r correction with the least E‖(E - BA)x‖² is
+
+    E S = U D Vᵀ,    A = V_rᵀ S⁻¹,    B = U_r D_r
+
+in which the latent coordinates z = Ax are uncorrelated and of mean square 1, a scale at which the gate can tell tokens
+apart. With S = I it is the best approximation of the weight alone, here with A = √D_r V_rᵀ and B = U_r √D_r.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from repro.errors import UserError
+from repro.lowbit import LowBitModel
+from repro.methods.spear.compensator import Compensator
+from repro.methods.spear.config import Config
+
+DAMPING = 1e-4  # share of the mean of diag(G) that is added to it
+SEEN_TOGETHER = 4  # sequences in one forward pass
+
+
+def start(lm: LowBitModel, names: list[str], r: int, ids: Tensor, config: Config) -> dict[str, Compensator]:
+    """Compensators as they are before calibration, by layer; γ is exactly 1.
+
+    Args:
+        lm: behind a quantizing step, with nothing attached yet.
+        names: the layers that get one.
+        r: rank.
+        ids: int64 token ids `[sequences, length]`, on which G is measured.
+        config: of the start.
+
+    Raises:
+        UserError: the rank is above a layer's.
+    """
+    G = second_moments(lm.model, names, ids) if config.init == "whitened" else {}
+    generator, ecs = torch.Generator().manual_seed(config.seed), {}
+
+    def uniform(*shape: int) -> Tensor:  # as wide as nn.Linear's
+        return (2 * torch.rand(*shape, generator=generator) - 1) / math.sqrt(shape[-1])
+
+    for name in names:
+        W = lm.model.get_submodule(name).weight.data
+        d_out, d_in = W.shape
+        if r > min(d_out, d_in):
+            raise UserError(f"{name}: rank {r} for a {d_out}x{d_in} layer")
+        if config.init == "zero":
+            A, B = uniform(r, d_in), torch.zeros(d_out, r)
+        else:
+            A, B = truncated(lm.full[name].float() - W.float(), r, G.get(name))
+        tensors, h = {"A": A, "B": B / config.alpha}, config.hidden * r
+        if config.gate:
+            tensors |= {"W1": uniform(h, r), "b1": torch.zeros(h), "W2": torch.zeros(r, h), "b2": torch.zeros(r)}
+        tensors = {key: tensor.to(W.device, torch.float32).contiguous() for key, tensor in tensors.items()}
+        ecs[name] = Compensator(tensors, config.alpha)
+    return ecs
+
+
+def truncated(E: Tensor, r: int, G: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A `[r, d_in]` and B `[d_out, r]` with the least E‖(E - BA)x‖² for inputs of second moment `G`, by default I."""
+    if G is None:
+        U, D, V = torch.linalg.svd(E, full_matrices=False)
+        root = D[:r].sqrt()
+        return root[:, None] * V[:r], U[:, :r] * root
+    S = torch.linalg.cholesky(G + DAMPING * G.diagonal().mean() * torch.eye(len(G), device=G.device))
+    U, D, V = torch.linalg.svd(E.double() @ S, full_matrices=False)
+    return torch.linalg.solve_triangular(S, V[:r], upper=False, left=False), U[:, :r] * D[:r]
+
+
+@torch.no_grad()
+def second_moments(model: nn.Module, names: list[str], ids: Tensor) -> dict[str, Tensor]:
+    """Mean x xᵀ of the inputs of each named layer, float64 `[d_in, d_in]`, on sequences `ids`."""
+    G: dict[str, Tensor] = {}
+
+    def add(name: str, x: Tensor) -> None:
+        x = x.flatten(0, -2).double()
+        G[name] = G.get(name, 0) + x.T @ x / ids.numel()
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
+        for name in names
+    ]
+    try:
+        for some in ids.split(SEEN_TOGETHER):
+            model.base_model(some, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return G
