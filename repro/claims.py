@@ -4,7 +4,8 @@
 
 On measured cells the quantity is bootstrapped over windows or items, paired where cells share them. Per case: it holds
 when the whole interval satisfies the predicate, fails when none of it does, else it is inconclusive. A claim holds when
-every case does and fails when one does. At grade C the words are seen, not seen, inconclusive at this scale.
+every case does and fails when one does; at grade C the words are seen, not seen, inconclusive at this scale. Printed
+numbers are judged within their rounding.
 """
 
 import ast
@@ -13,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import numpy as np
 from repro import papers, spec, statistics, table
 from repro.errors import UserError, unknown
 from repro.record import Measurement
-from repro.workflow import Workflow
+from repro.workflow import Place, Workflow
 
 OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -149,7 +151,7 @@ def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
     why = _why(used)
     if any(case.printed is None for case in cases):
         return Judged(claim, tuple(cases), "", "not measurable", False, "a printed cell is blank", tuple(used))
-    verdicts = [1 - int(satisfied(case.holds, case.printed)) for case in cases]
+    verdicts = [_of_printed(claim, case, named) for case, (_, named) in zip(cases, places)]
     return Judged(claim, tuple(cases), "D", WORDS["D"][_all(verdicts)], False, why, tuple(used))
 
 
@@ -164,6 +166,18 @@ def _of_interval(case: Case) -> int:
     return 0 if found.all() else 1 if not found.any() else 2
 
 
+def _of_printed(claim: spec.ClaimSpec, case: Case, named: Mapping[str, Place]) -> int:
+    """The verdict of the printed numbers; 2 when rounding alone, half a unit of each last digit, can turn it."""
+    paper, number = claim.table.split("/")
+    cells = {(c.row, c.col, c.model): c for c in reversed(papers.printed(paper, number))}
+    ends = [(cells[p].number - cells[p].tolerance, cells[p].number + cells[p].tolerance) for p in named.values()]
+    found = {bool(satisfied(case.holds, case.printed))}
+    found |= {
+        bool(satisfied(case.holds, evaluate(claim.quantity, dict(zip(named, corner))))) for corner in product(*ends)
+    }
+    return 2 if len(found) == 2 else 1 - int(found.pop())
+
+
 def _why(cells: list[Measurement]) -> str:
     missing = [m for m in cells if m.status not in ("ok", "floor")]
     counts = {s: sum(m.status == s for m in missing) for s in dict.fromkeys(m.status for m in missing)}
@@ -172,7 +186,7 @@ def _why(cells: list[Measurement]) -> str:
 
 def _case(flow: Workflow, claim: spec.ClaimSpec, keys: Mapping[str, str], named: dict[str, Measurement]) -> Case:
     paper, number = claim.table.split("/")
-    print_ = {(c.row, c.col, c.model): c.number for c in papers.printed(paper, number)}
+    print_ = {(c.row, c.col, c.model): c.number for c in reversed(papers.printed(paper, number))}
     numbers = {name: print_.get((m.row, m.col, m.model)) for name, m in named.items()}
     printed = None if None in numbers.values() else float(evaluate(claim.quantity, numbers))
     holds = claim.holds.format(**keys)

@@ -1,14 +1,16 @@
 """Rebuild tables in a clean folder and say per cell how they compare with what is recorded in results/."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from repro import papers, record, spec
 from repro.errors import UserError, unknown
-from repro.files import ROOT
+from repro.files import ROOT, write_text
 from repro.record import Measurement
 from repro.workflow import Workflow
 
@@ -48,8 +50,11 @@ def verify(flow: Workflow, tables: list[str], cores: int | None = None) -> int:
     FOLDER.mkdir(parents=True)
     targets = [f"tables/{name}.csv" for name in chosen]
     words = [sys.executable, "-m", "snakemake", "-s", str(ROOT / "Snakefile"), "--directory", str(FOLDER)]
-    words += ["--cores", str(cores or os.cpu_count() or 1), "--quiet", "rules", "host", "--", *targets]
-    if subprocess.run(words, env=os.environ | {"PROFILE": flow.profile.name}).returncode:
+    here = {name: str(Path(m).resolve()) if Path(m).is_dir() else m for name, m in flow.profile.models.items()}
+    write_text(FOLDER / "profile.yaml", json.dumps(asdict(flow.profile) | {"models": here}))
+    words += ["--cores", str(cores or os.cpu_count() or 1), "--quiet", "rules", "host"]
+    words += ["--configfile", str((FOLDER / "profile.yaml").resolve()), "--", *targets]
+    if subprocess.run(words).returncode:
         return 2
     verdicts = []
     for name in chosen:

@@ -129,8 +129,12 @@ class Workflow:
             if run and (only is None or (row, col, model) in only):
                 wanted += [self.source(column, run), self.source(column, self.run(run.model, "fp16"))]
         path = spec.path_of(paper, number)
+        printed = ROOT / "repro" / "papers" / paper / f"table{number}.csv"
         recorded = sorted((ROOT / "results").glob(f"*/{paper}-table{number}.csv"))
-        return [*map(str, [path] if path.is_file() else []), *map(str, recorded), *dict.fromkeys(filter(None, wanted))]
+        return [
+            *map(str, [printed, *([path] if path.is_file() else []), *recorded]),
+            *dict.fromkeys(filter(None, wanted)),
+        ]
 
     def headline_inputs(self) -> list[str]:
         """What tables/table1 needs: every paper's own Table 1, and the cells that the predicates name."""
