@@ -171,10 +171,8 @@ def _of_printed(claim: spec.ClaimSpec, case: Case, named: Mapping[str, Place]) -
     paper, number = claim.table.split("/")
     cells = {(c.row, c.col, c.model): c for c in reversed(papers.printed(paper, number))}
     ends = [(cells[p].number - cells[p].tolerance, cells[p].number + cells[p].tolerance) for p in named.values()]
-    found = {bool(satisfied(case.holds, case.printed))}
-    found |= {
-        bool(satisfied(case.holds, evaluate(claim.quantity, dict(zip(named, corner))))) for corner in product(*ends)
-    }
+    corners = [evaluate(claim.quantity, dict(zip(named, corner))) for corner in product(*ends)]
+    found = {bool(satisfied(case.holds, x)) for x in (case.printed, *corners)}
     return 2 if len(found) == 2 else 1 - int(found.pop())
 
 

@@ -12,6 +12,7 @@ import time
 
 import dag
 import psutil
+import pytest
 
 KILLS = int(os.environ.get("SOAK") or 2)
 
@@ -31,6 +32,7 @@ def wait_until_gone(place) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.timeout(300 * (KILLS + 1))
 def test_killed_builds_resume(built, tmp_path):
     place = dag.folder(tmp_path / "work")
     clock, kills, locked = random.Random(KILLS), 0, 0
