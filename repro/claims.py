@@ -12,14 +12,14 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from repro import papers, spec, statistics, table
+from repro import papers, record, spec, statistics, table
 from repro.errors import UserError, unknown
 from repro.record import Measurement
 from repro.workflow import Place, Workflow
@@ -131,28 +131,34 @@ def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
     for name in (part for item in ids for part in item.split("-")):
         if name not in known:
             raise UserError(f"tables/table1.yaml: {unknown(f'claim of {paper}', name, known)}")
-    places = claim.places()
     printed = {(c.row, c.col, c.model) for c in papers.printed(paper, number)}
-    for row, col, model in (place for _, named in places for place in named.values()):
+    for row, col, model in (place for _, named in claim.places() for place in named.values()):
         if (row, col, model) not in printed:
             raise UserError(f"tables/table1.yaml: {claim.claim}: {claim.table} printed no {row} | {col} of {model}")
-    wanted = {place for _, named in places for place in named.values()}
-    by_place = {(m.row, m.col, m.model): m for m in table.measure(flow, paper, number, wanted)}
-    bound = [(keys, {name: by_place[place] for name, place in named.items()}) for keys, named in places]
-    cases = [_case(flow, claim, keys, named) for keys, named in bound]
-    used = [m for _, named in bound for m in named.values()]
-    if all(case.measured is not None for case in cases if case.missing != "no_stand_in") and any(
-        case.measured is not None for case in cases
-    ):
-        verdicts = [_of_interval(case) for case in cases if case.measured is not None]
-        grade = max(m.grade for m in used if m.grade)
-        verdict = WORDS.get(grade, PLAIN)[_all(verdicts)]
-        return Judged(claim, tuple(cases), grade, verdict, True, cells=tuple(used))
-    why = _why(used)
+    elsewhere = flow.profile.judged_on
+    for source in (flow, *([Workflow(name=elsewhere, recorded=True)] if elsewhere else [])):
+        cases, cells = _cases(source, claim)
+        measured = [case for case in cases if case.measured is not None]
+        if measured and all(case.missing == "no_stand_in" for case in cases if case not in measured):
+            grade = max(m.grade for m in cells if m.grade)
+            verdict = WORDS.get(grade, PLAIN)[_all([_of_interval(case) for case in measured])]
+            return Judged(claim, cases, grade, verdict, True, cells=cells)
+    cases, cells = _cases(flow, claim)
     if any(case.printed is None for case in cases):
-        return Judged(claim, tuple(cases), "", "not measurable", False, "a printed cell is blank", tuple(used))
-    verdicts = [_of_printed(claim, case, named) for case, (_, named) in zip(cases, places)]
-    return Judged(claim, tuple(cases), "D", WORDS["D"][_all(verdicts)], False, why, tuple(used))
+        return Judged(claim, cases, "", "not measurable", False, "a printed cell is blank", cells)
+    verdicts = [_of_printed(claim, case, named) for case, (_, named) in zip(cases, claim.places())]
+    return Judged(claim, cases, "D", WORDS["D"][_all(verdicts)], False, _why(cells), cells)
+
+
+def _cases(flow: Workflow, claim: spec.ClaimSpec) -> tuple[tuple[Case, ...], tuple[Measurement, ...]]:
+    """The claim's cases on what `flow` measured, and the cells they name, one after the other."""
+    paper, number = claim.table.split("/")
+    places = claim.places()
+    wanted = {place for _, named in places for place in named.values()}
+    found = {(m.row, m.col, m.model): m for m in table.measure(flow, paper, number, wanted)}
+    bound = [(keys, {name: found[place] for name, place in named.items()}) for keys, named in places]
+    cases = tuple(_case(flow, claim, keys, named) for keys, named in bound)
+    return cases, tuple(m for _, named in bound for m in named.values())
 
 
 def _all(verdicts: list[int]) -> int:
@@ -176,7 +182,7 @@ def _of_printed(claim: spec.ClaimSpec, case: Case, named: Mapping[str, Place]) -
     return 2 if len(found) == 2 else 1 - int(found.pop())
 
 
-def _why(cells: list[Measurement]) -> str:
+def _why(cells: Sequence[Measurement]) -> str:
     missing = [m for m in cells if m.status not in ("ok", "floor")]
     counts = {s: sum(m.status == s for m in missing) for s in dict.fromkeys(m.status for m in missing)}
     return ", ".join(f"{n} of {len(cells)} cells {status.replace('_', ' ')}" for status, n in counts.items())
@@ -211,14 +217,15 @@ def _case(flow: Workflow, claim: spec.ClaimSpec, keys: Mapping[str, str], named:
         low, high = statistics.paired(arrays, expression, {n: groups[n] for n in arrays})
     else:
         low, high = (float(q) for q in np.quantile(expression({}), [0.025, 0.975]))
-    on = ", ".join(dict.fromkeys(m.stand_in for m in named.values()))
+    on = ", ".join(dict.fromkeys(m.stand_in + ("*" if m.live == "recorded" else "") for m in named.values()))
     return Case(keys["model"], holds, printed, value, min(low, value), max(high, value), on)
 
 
 def _samples(flow: Workflow, paper: str, number: str, m: Measurement) -> tuple[np.ndarray, str, Callable] | None:
-    """Per-window values of a live perplexity, the group they are paired in, and what turns their mean into it."""
+    """Per-window values of a perplexity, the group they are paired in, and what turns their mean into it."""
     if m.live != "live":
-        return None
+        stored = record.RESULTS / m.scores
+        return (table.scores(str(stored))[0]["nll"].to_numpy(), m.col, np.exp) if m.scores else None
     for row, col, column, model, run in flow.cells(paper, number):
         if (row, col, model) == (m.row, m.col, m.model) and run and column.measure == "perplexity":
             path = flow.source(column, run)

@@ -38,6 +38,7 @@ def cost(flow: Workflow, targets: list[str]) -> Cost:
     Raises:
         UserError: an unknown target.
     """
+    flow.recorded = False  # a plan is for a machine that has the profile's device
     check([t if t == "all" else t.removesuffix(".tex") + ".tex" for t in targets])
     tables = []
     for target in targets:

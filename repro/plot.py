@@ -42,7 +42,8 @@ def quality_against_bits(panels: Mapping[str, Mapping[str, Sequence[Point]]], ti
     """
     families = sorted({family for panel in panels.values() for family in panel})
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 2.9), sharey=True, squeeze=False)
+        count = max(1, len(panels))
+        figure, axes = plt.subplots(1, count, figsize=(3.1 * count, 2.9), sharey=True, squeeze=False)
         for axis, (model, panel) in zip(axes[0], panels.items()):
             for family, points in sorted(panel.items()):
                 i = families.index(family)
@@ -53,7 +54,8 @@ def quality_against_bits(panels: Mapping[str, Mapping[str, Sequence[Point]]], ti
             axis.set_title(model)
             axis.set_xlabel("stored bits per block weight")
         axes[0][0].set_ylabel("perplexity / full precision")
-        axes[0][-1].legend(frameon=False)
+        if panels:
+            axes[0][-1].legend(frameon=False)
         figure.suptitle(title, fontsize=9)
         save(figure, path)
 

@@ -6,13 +6,14 @@ Accepted measurements live in `results/<device>/<paper>-table<number>.csv`; `acc
 import csv
 import io
 import math
+import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from repro import papers
 from repro.errors import UserError, unknown
-from repro.files import ROOT, write_text
+from repro.files import ROOT, atomic, sha256, write_text
 
 STATUSES = ("ok", "floor", "too_long", "oom", "unsupported", "diverged", "stale", "no_stand_in", "not_run")
 GRADES = ("A", "B", "C", "D")
@@ -24,7 +25,8 @@ class Measurement:
     """One measured (or not measured: see `status`) cell of a table or figure.
 
     `lo` and `hi` bound the 95 % interval; `n` counts windows or items; `code` is the hash of the files that decided the
-    value; `floor` is, for a time, the least that the device allows in the same unit.
+    value; `floor` is, for a time, the least that the device allows in the same unit; `scores` is the file of per-window
+    scores behind a perplexity, in the build folder for a live one, in results/ for an accepted one.
     """
 
     paper: str
@@ -54,6 +56,7 @@ class Measurement:
     environment: str = ""
     floor: float | None = None
     note: str = ""
+    scores: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -165,11 +168,15 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         if row.floor is not None and row.value < row.floor:
             raise UserError(f"{where}: {row.value} is less than the {row.floor} that the device allows; measure again")
         by_file.setdefault(_file(row, results), []).append(row)
-    merged = {}
+    merged, kept = {}, {}
     for file, new in by_file.items():
+        new = [_with_scores(row, file, results, kept, path) for row in new]
         keys = {row.key for row in new}
         old = [row for row in (from_csv(file) if file.exists() else []) if row.key not in keys]
         merged[file] = sorted([*old, *new], key=lambda row: row.key)
+    for target, source in kept.items():
+        with atomic(target) as temporary:
+            shutil.copyfile(source, temporary)
     for file, content in merged.items():
         write_text(file, to_csv(content))
     return {str(file): len(by_file[file]) for file in by_file}
@@ -184,6 +191,18 @@ def _check_place(row: Measurement, where: str) -> None:
     for kind, name, known in (("model", row.model, {cell.model for cell in cells}), ("column", row.col, columns)):
         if name not in known:
             raise UserError(f"{where}: {unknown(kind, name, known)}")
+
+
+def _with_scores(row: Measurement, file: Path, results: Path, kept: dict[Path, Path], where: Path) -> Measurement:
+    """A row whose per-window scores are noted in `kept` to be copied beside its file, by their hash."""
+    if not row.scores:
+        return row
+    source = Path(row.scores)
+    if not source.is_file():
+        raise UserError(f"{where}: the scores {source} of {row.row} / {row.col} are not there; run it where they are")
+    target = file.parent / "scores" / f"{sha256(source)[:12]}.parquet"
+    kept[target] = source
+    return replace(row, scores=str(target.relative_to(results)))
 
 
 def _printed(row: Measurement) -> list[str]:

@@ -119,7 +119,7 @@ def perplexity_cell(path: str) -> dict[str, Any]:
     low, high = statistics.interval(frame["nll"].to_numpy(), np.exp)
     origin = _origin(meta, f"{meta['protocol']} on {meta['label']}")
     value = perplexity.perplexity(frame)
-    return {"value": value, "lo": low, "hi": high, "n": len(frame), "status": "ok"} | origin
+    return {"value": value, "lo": low, "hi": high, "n": len(frame), "status": "ok", "scores": path} | origin
 
 
 def companion_cells(cell: Measurement, path: str) -> list[Measurement]:
@@ -135,7 +135,7 @@ def companion_cells(cell: Measurement, path: str) -> list[Measurement]:
         if len(measured) > 1:
             low, high = statistics.interval(measured)
             values[name] = {"value": float(measured.mean()), "lo": low, "hi": high, "n": len(measured)}
-    bare = {"printed": "", "lo": None, "hi": None, "n": None, "note": ""}
+    bare = {"printed": "", "lo": None, "hi": None, "n": None, "note": "", "scores": ""}
     return [
         replace(cell, **(bare | values[metric]), col=col, metric=metric, unit=unit, status="ok")
         for col, metric, unit in COMPANIONS

@@ -13,6 +13,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from repro import models, papers, profile, provenance, recipe, spec
 from repro.errors import UserError, unknown
 from repro.files import ROOT, short_hash, write_text
@@ -37,11 +39,17 @@ class Run:
 
 
 class Workflow:
-    """One profile's runs and the files that each rule needs."""
+    """One profile's runs and the files that each rule needs.
 
-    def __init__(self, config: Mapping[str, Any] | None = None, name: str | None = None) -> None:
+    Where the profile's device is not there, or with `recorded`, nothing is run: cells are drawn from results/.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, name: str | None = None, recorded: bool = False
+    ) -> None:
         self.profile = profile.load(config, name)
         self.runs: dict[str, Run] = {}
+        self.recorded = recorded or (self.profile.device == "cuda" and not torch.cuda.is_available())
 
     # --- runs and protocols -------------------------------------------------------------------------------------------
 
@@ -113,7 +121,7 @@ class Workflow:
         Raises:
             UserError: the spec names a corpus that the profile does not map.
         """
-        if any(run.model in self.profile.recorded.get(step.name, ()) for step in run.recipe.steps):
+        if self.recorded or any(run.model in self.profile.recorded.get(step.name, ()) for step in run.recipe.steps):
             return None
         if column.measure == "zeroshot":
             return self.items(run) if self.profile.zeroshot else None

@@ -403,7 +403,7 @@ def recorded(value, low, high, **more):
 def test_a_recorded_cell_brings_its_own_interval(measured, low, high):
     claim = dataclasses.replace(MEASURED, cells={"b": "RTN pc | Wiki"}, quantity="b")
     case = claims._case(measured(), claim, {"model": "m"}, {"b": recorded(10.0, low, high)})
-    assert case.measured == 10.0 and case.on == "big"
+    assert case.measured == 10.0 and case.on == "big*"
     wanted = (10.0, 10.0) if low is None else (low, high)
     assert (case.lo, case.hi) == pytest.approx(wanted, abs=0.06 * (wanted[1] - wanted[0]))
 

@@ -89,9 +89,9 @@ def test_no_number_that_is_not_finite_is_written_or_read(file, name, bad):
         (lambda t: "", "its columns differ in "),
         (lambda t: t.replace("paper,kind", "paper,sort", 1), "its columns differ in kind, sort"),
         (lambda t: t.replace("paper,kind", "kind,paper", 1), "its columns differ in their order"),
-        (lambda t: t.replace(",note\n", "\n", 1), "its columns differ in note"),
+        (lambda t: t.replace(",scores\n", "\n", 1), "its columns differ in scores"),
         (lambda t: t[:-60], "line 2: 2"),
-        (lambda t: t.replace("12.5,", "12,5,", 1), "line 2: 28 values for 27 columns"),
+        (lambda t: t.replace("12.5,", "12,5,", 1), "line 2: 29 values for 28 columns"),
         (lambda t: t.replace("12.5,", "a lot,", 1), "line 2: value is 'a lot', not a number"),
         (lambda t: t.replace(",16,", ",16.5,", 1), "line 2: n is '16.5', not a number"),
         (lambda t: t.replace(",ok,", ",okay,", 1), "line 2: unknown status 'okay': did you mean 'ok'?"),
@@ -238,3 +238,15 @@ def test_what_is_stored_was_accepted(tmp_path):
 def test_columns_are_the_fields():
     assert COLUMNS == tuple(f.name for f in dataclasses.fields(Measurement))
     assert GOOD.key == ("spear", "table", "1", "RTN pc", "Wiki", "Llama-3.2-3B", GOOD.metric, "pocket")
+
+
+def test_scores_are_kept_beside_their_row(tmp_path, results):
+    frame = tmp_path / "scores.parquet"
+    frame.write_bytes(b"per-window scores")
+    path = tmp_path / "in.csv"
+    path.write_text(to_csv([dataclasses.replace(GOOD, scores=str(frame))]))
+    accept(path, results)
+    (row,) = accepted(results=results)
+    assert (results / row.scores).read_bytes() == b"per-window scores"
+    frame.unlink()
+    assert "are not there" in refused(path, results)

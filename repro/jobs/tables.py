@@ -139,6 +139,7 @@ def build_headline(flow: Workflow, out: Path) -> Sheet:
         f"Profile {flow.profile.name}: {flow.profile.about}.",
         "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, D arithmetic on "
         "printed numbers. One value a case; intervals are paired 95 % bootstraps.",
+        "* recorded: judged on accepted measurements of profile " + (flow.profile.judged_on or flow.profile.name) + ".",
         "Only in figures, without printed cells: " + "; ".join(head.figures_only) + ".",
     ]
     sheet = Sheet(head.title, columns, rows, remarks, left=len(columns), widths=widths)
