@@ -171,7 +171,7 @@ def _still(flow: Workflow, old: Measurement) -> str:
     verb = "zeroshot" if old.protocol.startswith("lm-eval") else "perplexity"
     try:
         run = flow.run(old.stand_in, old.recipe)
-    except Exception:
+    except UserError:
         return "stale"
     today = provenance.code_hash([Path(p) for p in flow.code(verb, run)])
     return old.status if today == old.code else "stale"
