@@ -92,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
         )
     v = verb("table", "rule: one printed table", profile=True)
     v.add_argument("table")
+    v.add_argument("--built", action="store_true", help="draw what is built here, also for a device that is not here")
     v = verb("headline", "rule: the project's own Table 1", profile=True)
     v = verb("audit", "rule: where the papers contradict themselves")
     v = verb("leaderboard", "rule: every recipe beside every other", profile=True)

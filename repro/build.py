@@ -45,13 +45,8 @@ def build(targets: Sequence[str], cores: int, name: str | None = None, configfil
         raise UserError(f"{configfile}: not a profile; expected a mapping with keys of Profile")
     unlock(Path.cwd())
     words = [sys.executable, "-m", "snakemake", "-s", str(ROOT / "Snakefile"), "--cores", str(cores)]
-    words += [
-        "--rerun-incomplete",
-        "--quiet",
-        "rules",
-        "host",
-        *(["--configfile", str(configfile)] if configfile else []),
-    ]
+    words += ["--rerun-incomplete", "--max-checksum-file-size", "20MB", "--quiet", "rules", "host"]
+    words += ["--configfile", str(configfile)] if configfile else []
     done = subprocess.run([*words, "--", *targets], env=os.environ | ({"PROFILE": name} if name else {}))
     if done.returncode:
         return 2

@@ -76,6 +76,8 @@ def measure(flow: Workflow, paper: str, number: str, only: Collection[Place] | N
             path = flow.source(column, run)
             if path is None:
                 cell = replace(cell, note=f"profile {flow.profile.name} does not measure {column.measure} of this here")
+            elif not Path(path).is_file():
+                cell = replace(cell, note="its scores are not built")
             elif column.measure == "perplexity":
                 cell = replace(cell, **perplexity_cell(path))
                 for companion in companion_cells(cell, path):

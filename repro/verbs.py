@@ -77,7 +77,9 @@ def table(args: Namespace) -> None:
     """Rule `table`."""
     from repro.jobs.tables import build_table
 
-    build_table(_flow(args), *_place(args.table), args.out)
+    flow = _flow(args)
+    flow.recorded = flow.recorded and not args.built
+    build_table(flow, *_place(args.table), args.out)
 
 
 def headline(args: Namespace) -> None:
