@@ -116,7 +116,8 @@ def folder(place: Path) -> Path:
 
 def environment(source: Path) -> dict[str, str]:
     """The environment of a command that runs the harness in `source`; `python` and `snakemake` are this Python's."""
-    dropped = ("PROFILE", "REPRO_DATA", "PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # `make test` is a make itself
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # `make test` is a make itself
+    dropped = ("PROFILE", "REPRO_DATA", "PYTHONPATH", *outer)
     kept = {k: v for k, v in os.environ.items() if k not in dropped}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return kept | {"PATH": path, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "PROFILE": PROFILE["name"]}
