@@ -18,7 +18,7 @@ tables/%.tex tables/%.csv tables/%.md: $(READY) FORCE
 
 test: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/snakefmt --check Snakefile
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile
 
 soak: $(READY)
 	SOAK=10 $(BIN)/python -m pytest tests/test_interrupt.py
