@@ -197,7 +197,7 @@ def _with_scores(row: Measurement, file: Path, results: Path, kept: dict[Path, P
     """A row whose per-window scores are noted in `kept` to be copied beside its file, by their hash."""
     if not row.scores:
         return row
-    source = Path(row.scores)
+    source = RESULTS / row.scores if (RESULTS / row.scores).is_file() else Path(row.scores)  # accepted once, or built
     if not source.is_file():
         raise UserError(f"{where}: the scores {source} of {row.row} / {row.col} are not there; run it where they are")
     target = file.parent / "scores" / f"{sha256(source)[:12]}.parquet"
