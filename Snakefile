@@ -16,6 +16,7 @@ repro = f"PYTHONPATH={workflow.basedir} {PYTHON} -m repro"
 
 wildcard_constraints:
     run="[^/]+/[^/]+",
+    study="(?!table)[a-z][a-z0-9-]*",
     number=r"\d+",
 
 
@@ -46,6 +47,7 @@ rule compress:
     input:
         code=lambda w: flow.code("compress", flow.the(w.run)),
         model=lambda w: flow.model_files(flow.the(w.run).model),
+        start=lambda w: flow.start(flow.the(w.run)) or [],
         calibration=lambda w: flow.calibration(flow.the(w.run)),
     output:
         "build/runs/{run}/weights.safetensors",
@@ -103,6 +105,35 @@ rule table:
         profile=profile,
     shell:
         "{repro} table {wildcards.paper}/table{wildcards.number} {params.profile}"
+
+
+rule study_part:
+    input:
+        code=lambda w: flow.part_code(w.part),
+        model=lambda w: flow.model_files(flow.part(w.part).stand_in),
+        weights=lambda w: flow.part(w.part).base.weights,
+        tokens=lambda w: flow.tokens(flow.part(w.part).stand_in, flow.part(w.part).corpus),
+    output:
+        "build/studies/{part}.parquet",
+    benchmark:
+        "build/benchmarks/studies/{part}.tsv"
+    threads: flow.profile.threads
+    params:
+        options=lambda w: flow.part_options(w.part),
+    shell:
+        "{repro} study {params.options} --tokens {input.tokens} --code {input.code} --out {output}"
+
+
+rule study:
+    input:
+        code=flow.code("tables"),
+        cells=lambda w: flow.study_inputs(w.paper, w.study),
+    output:
+        report(expand("tables/{{paper}}/{{study}}{kind}", kind=KINDS), category="studies", subcategory="{paper}"),
+    params:
+        profile=profile,
+    shell:
+        "{repro} table {wildcards.paper}/{wildcards.study} {params.profile}"
 
 
 rule headline:

@@ -29,7 +29,9 @@ from repro.errors import UserError, unknown
 from repro.lowbit import LowBitModel, block_inputs, blocks, in_layer
 
 CALIBRATED = True
+RESCALES = True
 UNCLIPPED = ("q_proj", "k_proj")
+SEEN_TOGETHER = 8  # sequences in one forward pass
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def search_scale(
     Args:
         module: the inspected module; not changed.
         names: its weights that read the scaled input.
-        calls: positional and keyword arguments of the module on each calibration sequence.
+        calls: positional and keyword arguments of the module on each batch of calibration sequences.
         s_x: mean |x| of each input channel, `[K]`.
         config: grid and number of trials.
 
@@ -130,12 +132,12 @@ def search_scale(
     for i in range(config.n_grid):
         s = scale(s_x, i / config.n_grid)
         rounded = {name: (grid.rtn(W * s, config).dequantize() / s).to(W.dtype) for name, W in weights.items()}
-        loss = 0.0
+        loss = torch.zeros((), device=s.device, dtype=torch.float64)
         for (args, kwargs), want in zip(calls, wants, strict=True):
             got = _output(torch.func.functional_call(module, rounded, args, kwargs))
-            loss += (got - want).float().square().mean().item()
-        if loss < best:
-            best, found = loss, (s, i / config.n_grid)
+            loss += (got - want).float().square().sum()
+        if loss.item() < best:
+            best, found = loss.item(), (s, i / config.n_grid)
     if found is None:
         raise UserError("its outputs hold NaN or Inf: an activation overflowed on the calibration tokens")
     return found
@@ -179,6 +181,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     if calibration is None or not calibration.numel():
         raise UserError("awq needs calibration tokens, there are none; name a calibration corpus in the recipe")
     hidden, kwargs = block_inputs(lm.model, calibration)
+    hidden = [torch.cat(hidden[i : i + SEEN_TOGETHER]) for i in range(0, len(hidden), SEEN_TOGETHER)]
     for (prefix, block), kw in zip(tqdm(blocks(lm.model).items(), "awq", leave=False), kwargs, strict=True):
         linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
         for name, linear in linears.items():

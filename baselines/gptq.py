@@ -202,13 +202,7 @@ def watch(block: nn.Module, names: Iterable[str], see: Callable[[str, Tensor], N
 
 def quantize_family(lm: LowBitModel, names: list[str], H: Tensor, config: Config) -> None:
     """Quantize linears with the same inputs as one tall weight: rows are independent, and H is factored once."""
-    weights = [lm.model.get_submodule(name).weight.data for name in names]
-    for name, weight in zip(names, weights, strict=True):
-        with in_layer(name):
-            grid.check(weight, config)
+    stacked = grid.stack(names, [lm.model.get_submodule(name).weight.data for name in names], config)
     with in_layer(", ".join(names)):
-        tall = gptq(torch.cat(weights), H, config)
-    end = 0
-    for name, weight in zip(names, weights, strict=True):
-        start, end = end, end + len(weight)
-        lm.set_weight(name, tall.rows(start, end))
+        tall = gptq(stacked, H, config)
+    lm.set_weights(names, tall)

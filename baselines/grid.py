@@ -10,6 +10,7 @@ A scale is rounded as it is stored before zero and codes are computed, so that t
 One below the smallest normal number, 2^-14 in half precision, becomes that: coarser than asked for, never 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from repro.errors import UserError
-from repro.lowbit import QuantizedWeight
+from repro.lowbit import QuantizedWeight, in_layer
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,18 @@ def check(weight: Tensor, grid: Grid) -> Tensor:
     if not torch.isfinite(weight).all():
         raise UserError(f"a {rows}x{columns} weight holds NaN or Inf; the model is damaged")
     return weight.float()
+
+
+def stack(names: Sequence[str], weights: Sequence[Tensor], grid: Grid) -> Tensor:
+    """The rows of several weights with the same K, checked, as one tall weight: rows are quantized independently.
+
+    Raises:
+        UserError: as `check`; the message names the layer.
+    """
+    for name, weight in zip(names, weights, strict=True):
+        with in_layer(name):
+            check(weight, grid)
+    return torch.cat(list(weights))
 
 
 def split(weight: Tensor, grid: Grid) -> Tensor:

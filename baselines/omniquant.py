@@ -69,7 +69,10 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
 
 
 class Clipping:
-    """The learned grid of one weight `[N, K]`; `logits` `[2, N, G, 1]` are those of γ and β."""
+    """The learned grid of one weight `[N, K]`, or of several with the same K as one tall one: rows are independent.
+
+    `logits` `[2, N, G, 1]` are those of γ and β.
+    """
 
     def __init__(self, weight: Tensor, config: Config) -> None:
         """Start at γ = β = sigmoid(4).
@@ -117,7 +120,7 @@ class Clipping:
 @torch.enable_grad()
 def learn(
     block: nn.Module,
-    clippings: dict[str, Clipping],
+    clippings: dict[tuple[str, ...], Clipping],
     inputs: list[Tensor],
     targets: list[tuple[Tensor, ...]],
     kwargs: dict,
@@ -127,29 +130,42 @@ def learn(
 
     Args:
         block: the full-precision block.
-        clippings: by name of the linear inside the block.
+        clippings: by the names of the linears inside the block whose rows, in this order, one clipping holds.
         inputs: what the block gets from quantized blocks, one sequence each.
         targets: what it should give, one or two tensors for each sequence.
         kwargs: the block's keyword arguments.
         config: learning rate and epochs.
     """
     logits = [clipping.logits for clipping in clippings.values()]
-    dtypes = {name: block.get_submodule(name).weight.dtype for name in clippings}
     optimizer = torch.optim.AdamW(logits, lr=config.lwc_lr, weight_decay=0)
     losses = []
     for _ in range(config.passes):
-        total = 0.0
+        total = torch.zeros((), device=inputs[0].device)
         for x, wants in zip(inputs, targets, strict=True):
-            weights = {f"{name}.weight": c.fake_quantize().to(dtypes[name]) for name, c in clippings.items()}
+            weights = {}
+            for names, clipping in clippings.items():
+                linears = [block.get_submodule(name) for name in names]
+                parts = clipping.fake_quantize().split([linear.out_features for linear in linears])
+                for name, linear, part in zip(names, linears, parts, strict=True):
+                    weights[f"{name}.weight"] = part.to(linear.weight.dtype)
             got = torch.func.functional_call(block, weights, (x,), kwargs)
             squares = sum((got - want).float().square().sum() for want in wants)
             # The gradient of the sum, divided afterwards: that of the mean would underflow in half precision.
             for parameter, gradient in zip(logits, torch.autograd.grad(squares, logits), strict=True):
                 parameter.grad = gradient / got.numel()
             optimizer.step()
-            total += squares.item() / got.numel()
-        losses.append(total / len(inputs))
+            total += squares.detach() / got.numel()
+        losses.append(total.item() / len(inputs))
     return losses
+
+
+def same_columns(block: nn.Module) -> list[tuple[str, ...]]:
+    """Names of the linears of a block, those with equally many inputs together: one clipping serves them in one go."""
+    found: dict[int, list[str]] = {}
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            found.setdefault(module.in_features, []).append(name)
+    return [tuple(names) for names in found.values()]
 
 
 @torch.no_grad()
@@ -170,15 +186,16 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     quantized = full
     for (prefix, block), kw in zip(tqdm(blocks(lm.model).items(), "omniquant", leave=False), kwargs, strict=True):
         clippings = {}
-        for name, linear in block.named_modules():
-            if isinstance(linear, nn.Linear):
-                with in_layer(f"{prefix}.{name}"):
-                    clippings[name] = Clipping(linear.weight.data, config)
+        for names in same_columns(block):
+            weights = [block.get_submodule(name).weight.data for name in names]
+            tall = grid.stack([f"{prefix}.{name}" for name in names], weights, config)
+            clippings[names] = Clipping(tall, config)
         full = [block(h, **kw) for h in full]
         second = [[block(h, **kw) for h in quantized]] if config.two_targets else []
         learn(block, clippings, quantized, list(zip(full, *second, strict=True)), kw, config)
-        for name, clipping in clippings.items():
-            with in_layer(f"{prefix}.{name}"):
-                weight = clipping.quantize()
-            lm.set_weight(f"{prefix}.{name}", weight)
+        for names, clipping in clippings.items():
+            layers = [f"{prefix}.{name}" for name in names]
+            with in_layer(", ".join(layers)):
+                tall = clipping.quantize()
+            lm.set_weights(layers, tall)
         quantized = [block(h, **kw) for h in quantized]

@@ -7,6 +7,7 @@ how many cores there are.
 import argparse
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """What argparse calls when the options do not fit."""
         raise UserError(f"{message}; {self.prog} --help lists what it takes")
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """`4096x14336` as (N, K)."""
+    rows, _, columns = text.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write rows and columns as 4096x14336")
+    return int(rows), int(columns)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,6 +69,24 @@ def parser() -> argparse.ArgumentParser:
     verb("sample", "sample the embedded text from the largest pocket model and freeze it", job=True)
     verb("card", "measure the pocket models and write their card, repro/pocket/README.md", job=True)
 
+    v = verb("bench", "time all kernels and peers on this machine's GPU")
+    v.add_argument("--out", type=Path, required=True, help="CSV, written anew after every shape")
+    v.add_argument("--shapes", type=_shape, nargs="+", default=[], metavar="NxK", help="default: those of the peers")
+    v.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256], metavar="M")
+    v.add_argument("--modes", nargs="+", default=["cold"], choices=["cold", "warm"])
+    v.add_argument("--only", nargs="+", default=[], metavar="WORD", help="providers whose label has one of the words")
+    v.add_argument("--rounds", type=int, default=25)
+    v.add_argument("--joule-seconds", type=float, default=0.0, help="run each so long once more for its energy")
+    v = verb("tune", "sweep a kernel's launch configurations on this machine's GPU and record the fastest")
+    v.add_argument("kernel")
+    v = verb("regress", "is a kernel slower than it was? exit 1: yes, in two runs; 3: in one, measure again")
+    v.add_argument("new", type=Path, nargs="+", help="pytest --benchmark-json of a run, and of a second one")
+    v.add_argument("--against", type=Path, nargs="+", required=True, help="runs of the baseline; three are better")
+    v.add_argument("--threshold", type=float, default=0.03, help="slowdown that never counts; default 0.03")
+    v.add_argument("--partial", action="store_true", help="the new runs need not have every kernel")
+    v = verb("speed", "draw roofline and peer bars from the accepted kernel times")
+    v.add_argument("--out", type=Path, default=Path("figures/kernels"))
+
     v = verb("tokens", "rule: token ids of a corpus", job=True)
     v.add_argument("--corpus", required=True)
     v.add_argument("--model", required=True)
@@ -67,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     v = verb("compress", "rule: a model under a recipe", job=True)
     v.add_argument("--model", required=True)
     v.add_argument("--recipe", required=True)
+    v.add_argument("--start", type=Path, help="the compressed model that the last step goes on from")
     v.add_argument("--calibration", type=Path)
     for name in ("sequences", "length", "seed"):
         v.add_argument(f"--{name}", type=int, default=0)
@@ -86,11 +114,19 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--limit", type=int)
     v.add_argument("--batch-size", type=int, default=8)
     v.add_argument("--out", type=Path, required=True)
-    for name in ("perplexity", "zeroshot"):
+    v = verb("study", "rule: one part of a study, variants of a step on one quantized model", job=True)
+    v.add_argument("--model", required=True)
+    v.add_argument("--weights", type=Path, required=True)
+    v.add_argument("--recipes", nargs="+", required=True)
+    v.add_argument("--tokens", type=Path, required=True)
+    v.add_argument("--length", type=int, default=2048)
+    v.add_argument("--windows", type=int)
+    v.add_argument("--out", type=Path, required=True)
+    for name in ("perplexity", "zeroshot", "study"):
         verbs.choices[name].add_argument(
             "--code", nargs="*", type=Path, default=[], help="files whose hash is recorded"
         )
-    v = verb("table", "rule: one printed table", profile=True)
+    v = verb("table", "rule: one printed table, or a study", profile=True)
     v.add_argument("table")
     v.add_argument("--built", action="store_true", help="draw what is built here, also for a device that is not here")
     v = verb("headline", "rule: the project's own Table 1", profile=True)
@@ -123,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import torch
 
             torch.set_num_threads(args.threads)
+            if args.device == "cuda" and torch.cuda.device_count() > 1:  # jobs spread over the GPUs
+                torch.cuda.set_device(zlib.crc32(str(os.getpid()).encode()) % torch.cuda.device_count())
         from repro import verbs
 
         return verbs.VERBS[args.verb](args) or 0

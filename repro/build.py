@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from repro import papers, profile, render
+from repro import papers, profile, render, spec
 from repro.errors import UserError, unknown
 from repro.files import ROOT
 from repro.strict import load_yaml
@@ -24,6 +24,7 @@ def check(targets: Sequence[str]) -> None:
         UserError: it names the target and the nearest one that there is.
     """
     tables = [f"{p}/table{n}" for p in papers.PAPERS for n in papers.tables(p)]
+    tables += ["/".join(both) for both in spec.studies()]
     known = ["all", *(f"tables/{t}{kind}" for t in (*OWN, *tables) for kind in (".tex", ".csv", ".md"))]
     for target in targets:
         if target not in known:

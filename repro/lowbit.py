@@ -8,7 +8,7 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -188,8 +188,10 @@ class LowBitModel:
         dense: parameters that a step replaced in full precision, by name; stored with the weights.
         extra_bits: what a step stores for the blocks that is no parameter of `model` (compensators), in bits by kind.
         attachments: what is computed beside a layer's weight, by module path; counted in `extra_bits`.
-        full: each layer's weight before it was quantized; none of a model that was loaded from a file. A step that
-            rescales the model (AWQ) does so in place before it quantizes, so that these weights fit the norms.
+        full: each layer's weight before it was quantized; none of a model that was loaded from a file without
+            `keep_full`. A step that rescales the model (`RESCALES`: AWQ) does so in place before it quantizes, so that
+            these weights fit the norms.
+        meta: what the file says of itself that the model was loaded from.
     """
 
     model: nn.Module
@@ -198,6 +200,7 @@ class LowBitModel:
     extra_bits: dict[str, int] = field(default_factory=dict)
     attachments: dict[str, Attachment] = field(default_factory=dict)
     full: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    meta: dict[str, str] = field(default_factory=dict)
 
     def set_weight(self, name: str, weight: QuantizedWeight) -> None:
         """Store `weight` for layer `name` and let the model compute with it.
@@ -215,6 +218,17 @@ class LowBitModel:
         self.full.setdefault(name, linear.weight.data)
         linear.weight.data = dense.to(linear.weight)
         self.weights[name] = weight
+
+    def set_weights(self, names: Sequence[str], tall: QuantizedWeight) -> None:
+        """`set_weight` for several layers, whose rows `tall` holds one after the other.
+
+        Raises:
+            UserError: as `set_weight`.
+        """
+        end = 0
+        for name in names:
+            start, end = end, end + self.model.get_submodule(name).out_features
+            self.set_weight(name, tall.rows(start, end))
 
     def set_dense(self, name: str, value: Tensor) -> None:
         """Let the model compute with `value` as its parameter `name`, in the parameter's own dtype, and store it.
@@ -283,8 +297,11 @@ class LowBitModel:
         with atomic(path) as temporary:  # one key only: safetensors writes several in random order
             save_file(tensors, temporary, {"lowbit": json.dumps(facts | {"sha256": _digest(tensors, facts)})})
 
-    def load(self, path: Path) -> dict[str, str]:
+    def load(self, path: Path, keep_full: bool = False) -> dict[str, str]:
         """Replace the model's weights and dense parameters by those stored at `path`; returns the `meta` saved there.
+
+        Args:
+            keep_full: the weights that the model has now are those that were quantized: keep them in `full`.
 
         Raises:
             UserError: the file is not a whole safetensors file of this form, its hash does not match, or it belongs to
@@ -299,7 +316,8 @@ class LowBitModel:
             for name, numbers in facts["layers"].items():
                 parts = {key: tensors[f"{name}/{key}"] for key in TENSORS if f"{name}/{key}" in tensors}
                 self.set_weight(name, QuantizedWeight(**parts, **numbers))
-                del self.full[name]
+                if not keep_full:
+                    del self.full[name]
             for name in facts["dense"]:
                 self.set_dense(name, tensors[name])
             for name, beside in facts["attachments"].items():
@@ -312,8 +330,8 @@ class LowBitModel:
             raise UserError(
                 f"{path}: no compressed model that this version reads ({error}); delete and rebuild"
             ) from None
-        self.extra_bits = facts["extra_bits"]
-        return facts["meta"]
+        self.extra_bits, self.meta = facts["extra_bits"], facts["meta"]
+        return self.meta
 
 
 def _digest(tensors: dict[str, Tensor], facts: dict) -> str:

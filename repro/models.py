@@ -104,7 +104,10 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
             GPU where one is asked for.
     """
     import torch
+    import transformers.utils
     from safetensors import safe_open
+
+    transformers.utils.is_sklearn_available = lambda: False  # a fifth of a job's start; only assisted decoding asks
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -157,14 +157,24 @@ def by_position(model: nn.Module, windows: Tensor, edges: Sequence[int], batch: 
     return pd.DataFrame(rows, columns=["start", "stop", "targets", "nll"])
 
 
-def save_frame(path: Path | str, frame: pd.DataFrame, meta: Mapping[str, str] | None = None) -> None:
-    """Write what `score` returned to a Parquet file, `meta` (protocol, corpus, hash of the ids) beside it."""
-    table = pa.Table.from_pandas(frame, schema=SCHEMA, preserve_index=False)
+def save_frame(
+    path: Path | str, frame: pd.DataFrame, meta: Mapping[str, str] | None = None, label: str | None = None
+) -> None:
+    """Write what `score` returned to a Parquet file, `meta` (protocol, corpus, hash of the ids) beside it.
+
+    Args:
+        label: a further column of text, which tells several runs in one frame apart.
+    """
+    table = pa.Table.from_pandas(frame, schema=_schema(label), preserve_index=False)
     with atomic(path) as temporary:
         pq.write_table(table.replace_schema_metadata(dict(meta or {})), temporary)
 
 
-def load_frame(path: Path | str) -> pd.DataFrame:
+def _schema(label: str | None) -> pa.Schema:
+    return SCHEMA.append(pa.field(label, pa.string(), nullable=False)) if label else SCHEMA
+
+
+def load_frame(path: Path | str, label: str | None = None) -> pd.DataFrame:
     """Read what `save_frame` wrote; `meta` is in the frame's `attrs`.
 
     Raises:
@@ -175,7 +185,7 @@ def load_frame(path: Path | str) -> pd.DataFrame:
     except (OSError, pa.ArrowException) as error:
         first = str(error).partition("\n")[0]
         raise UserError(f"{path}: not a whole Parquet file ({first}); delete it and build it again") from None
-    if not table.schema.equals(SCHEMA, check_metadata=False):
+    if not table.schema.equals(_schema(label), check_metadata=False):
         listed = ", ".join(f"{field.name} {field.type}" for field in table.schema)
         raise UserError(f"{path}: its columns are not those of per-window scores ({listed}); build it again")
     meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}

@@ -60,6 +60,38 @@ def quality_against_bits(panels: Mapping[str, Mapping[str, Sequence[Point]]], ti
         save(figure, path)
 
 
+def shares_back(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str, path: Path) -> None:
+    """A study: the share of the gap that comes back against memory, a panel a model and grid, a line a variant.
+
+    Args:
+        panels: to variant to points (memory in % of the 4-bit weights, recovered %, low, high).
+        title: stands above all panels.
+        path: of the SVG.
+    """
+    variants = list(dict.fromkeys(variant for panel in panels.values() for variant in panel))
+    wide = min(3, max(1, len(panels)))
+    high = -(-len(panels) // wide)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(high, wide, figsize=(3.1 * wide, 2.6 * high), squeeze=False)
+        for axis, (name, panel) in zip(axes.flat, panels.items()):
+            for variant, points in panel.items():
+                i = variants.index(variant)
+                x, y, low, top = np.array(sorted(points)).T
+                style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", "capsize": 2, "markersize": 4}
+                axis.errorbar(x, y, (y - low, top - y), label=variant, linewidth=0.9, **style)
+            axis.set_xscale("log")
+            axis.axhline(0, color="0.4", linewidth=0.8, linestyle=":")
+            axis.set_title(name)
+        for axis in axes[-1]:
+            axis.set_xlabel("memory, % of the 4-bit block weights")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("share of the gap back, %")
+        if panels:
+            axes[0][0].legend(frameon=False)
+        figure.suptitle(title, fontsize=9)
+        save(figure, path)
+
+
 def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
     """Training loss against step, a line a model, from `[step, loss]` pairs."""
     with plt.rc_context(STYLE):

@@ -50,6 +50,8 @@ class Profile:
         models: what stands in for each of the papers' models: a pocket model, a local folder, or `hub-id@revision`.
         recorded: step to the stand-ins under which it is not run here but drawn from accepted measurements of this
             profile, because it would take too long on this device.
+        twin: step to options that it gets here, for a reduced run that still is one (`spear: {effort: 0.1}`); they are
+            written into the recipe of every cell.
         judged_on: another profile, on whose accepted measurements a claim is judged that is not measured here.
         corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
         grade: what evidence from these stand-ins is worth (A the paper's model and protocol, C a scaled analogue).
@@ -65,6 +67,7 @@ class Profile:
     perplexity: Perplexity = field(default_factory=Perplexity)
     zeroshot: ZeroShot | None = None
     recorded: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    twin: dict[str, dict[str, float]] = field(default_factory=dict)
     judged_on: str = ""
     grade: Literal["A", "B", "C"] = "C"
     device: Literal["cpu", "cuda"] = "cpu"

@@ -81,6 +81,11 @@ def environment() -> str:
     return json.dumps(facts, sort_keys=True)
 
 
+def origin(device: str, code: str) -> dict[str, str]:
+    """What is written beside raw scores: the device, the commit, the hash of the deciding code, the environment."""
+    return {"device": device_name(device), "commit": commit(), "code": code, "environment": environment()}
+
+
 def device_name(device: str) -> str:
     """What a device calls itself: the GPU's name, or the processor's."""
     if device == "cpu":

@@ -8,6 +8,7 @@ A step is the name of a baseline or method and the fields of its `Config`, joine
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -46,6 +47,15 @@ class Recipe:
         return any(step.module.CALIBRATED for step in self.steps)
 
     @property
+    def before(self) -> str:
+        """The recipe without its last step where a built model of it can be gone on with, else nothing.
+
+        After a step that rescales weights, those that it quantized are not those of the model any more.
+        """
+        earlier, _, _ = self.name.rpartition(" + ")
+        return "" if any(getattr(step.module, "RESCALES", False) for step in self.steps[:-1]) else earlier
+
+    @property
     def slug(self) -> str:
         """The name as a file name."""
         return re.sub(r"[^A-Za-z0-9_.=-]+", "_", self.name)
@@ -61,6 +71,16 @@ def parse(text: str) -> Recipe:
     if parts == ["fp16"]:
         return Recipe("fp16", ())
     return Recipe(" + ".join(parts), tuple(_step(part, text) for part in parts))
+
+
+def with_options(text: str, options: Mapping[str, Mapping[str, Any]]) -> str:
+    """A recipe whose steps of a given name get further options, unless it gives them itself."""
+    parts = []
+    for part in (part.strip() for part in str(text).split("+")):
+        name, *words = part.split("-")
+        given = {word.partition("=")[0] for word in words}
+        parts.append("-".join([part, *(f"{k}={v}" for k, v in options.get(name, {}).items() if k not in given)]))
+    return " + ".join(parts)
 
 
 def _step(text: str, recipe: str) -> Step:

@@ -1,6 +1,6 @@
 """Measurements: one tidy line each, in CSV, with everything that says where it came from.
 
-Accepted measurements live in `results/<device>/<paper>-table<number>.csv`; `accept` is the only way in.
+Accepted measurements live in `results/<device>/<paper>-<kind><number>.csv`; `accept` is the only way in.
 """
 
 import csv
@@ -16,13 +16,14 @@ from repro.errors import UserError, unknown
 from repro.files import ROOT, atomic, sha256, write_text
 
 STATUSES = ("ok", "floor", "too_long", "oom", "unsupported", "diverged", "stale", "no_stand_in", "not_run")
+KINDS = ("table", "figure", "study")
 GRADES = ("A", "B", "C", "D")
 RESULTS = ROOT / "results"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured (or not measured: see `status`) cell of a table or figure.
+    """One measured (or not measured: see `status`) cell of a table, a figure or a study.
 
     `lo` and `hi` bound the 95 % interval; `n` counts windows or items; `code` is the hash of the files that decided the
     value; `floor` is, for a time, the least that the device allows in the same unit; `scores` is the file of per-window
@@ -143,14 +144,9 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         where = f"{path}: {row.paper} {row.kind} {row.number} / {row.row} / {row.col} / {row.model}"
         if row.paper not in papers.PAPERS:
             raise UserError(f"{where}: {unknown('paper', row.paper, papers.PAPERS)}")
-        if row.kind not in ("table", "figure"):
-            raise UserError(f"{where}: {unknown('kind', row.kind, ('table', 'figure'))}")
-        figures = [figure.number for figure in papers.data_figures(row.paper)]
-        numbers = papers.tables(row.paper) if row.kind == "table" else figures
-        if row.number not in numbers:
-            raise UserError(f"{where}: {unknown(row.kind, row.number, numbers)}")
-        if row.kind == "table":
-            _check_place(row, where)
+        if row.kind not in KINDS:
+            raise UserError(f"{where}: {unknown('kind', row.kind, KINDS)}")
+        _check_place(row, where)
         if row.kind == "table" and row.printed and row.printed not in _printed(row):
             raise UserError(f"{where}: the paper did not print {row.printed} there")
         if row.key in (other.key for other in by_file.get(_file(row, results), [])):
@@ -183,9 +179,19 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
 
 
 def _check_place(row: Measurement, where: str) -> None:
-    """Raise unless the table has that model and that column; a row may be the user's own."""
-    from repro.table import COMPANIONS  # table reads records
+    """Raise unless there is that table, figure or study, with that model and column; a table's row may be one's own."""
+    from repro import spec, study  # these read records
+    from repro.table import COMPANIONS
 
+    figures = [figure.number for figure in papers.data_figures(row.paper)]
+    studies = [name for paper, name in spec.studies() if paper == row.paper]
+    numbers = {"table": papers.tables(row.paper), "figure": figures, "study": studies}[row.kind]
+    if row.number not in numbers:
+        raise UserError(f"{where}: {unknown(row.kind, row.number, numbers)}")
+    if row.kind == "study":
+        study.check(row, where)
+    if row.kind != "table":
+        return
     cells = papers.printed(row.paper, row.number)
     columns = {cell.col for cell in cells} | {label for label, *_ in COMPANIONS}
     for kind, name, known in (("model", row.model, {cell.model for cell in cells}), ("column", row.col, columns)):
@@ -215,10 +221,10 @@ def _printed(row: Measurement) -> list[str]:
 def _file(row: Measurement, results: Path) -> Path:
     """Where an accepted row lies."""
     slug = "".join(c if c.isalnum() else "-" for c in row.device.lower()).strip("-")
-    return results / slug / f"{row.paper}-{row.kind}{row.number}.csv"
+    return results / slug / f"{row.paper}-{row.kind}{'-' * (row.kind == 'study')}{row.number}.csv"
 
 
 def accepted(paper: str = "*", kind: str = "*", number: str = "*", results: Path = RESULTS) -> list[Measurement]:
-    """The accepted measurements of a table or figure, of all devices."""
-    pattern = f"*/{paper}-{kind}{number}.csv".replace("**", "*")
+    """The accepted measurements of a table, figure or study, of all devices."""
+    pattern = f"*/{paper}-{kind}{'-' * (kind == 'study')}{number}.csv".replace("**", "*")
     return [row for file in sorted(results.glob(pattern)) for row in from_csv(file)]

@@ -3,16 +3,21 @@
 python -m repro sample        # writes repro/pocket/text/*.txt.xz anew; frozen by SHA256SUMS
 """
 
+from __future__ import annotations
+
 import hashlib
 import lzma
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from repro import models
 from repro.files import atomic, write_text
+
+if TYPE_CHECKING:  # importing it takes seconds, and recipes only name what needs it
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # name: sequences, tokens each (BOS included), seed
 EMBEDDED = {"pocket-sample": (64, 2048, 1), "pocket-sample-calib": (64, 1024, 2)}

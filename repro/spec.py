@@ -148,6 +148,12 @@ def specified() -> list[tuple[str, str]]:
     ]
 
 
+def studies() -> list[tuple[str, str]]:
+    """Paper and name of every study (`repro/study.py`): the specs beside a paper's tables that are not of a table."""
+    found = ((paper, path.stem) for paper in papers.PAPERS for path in sorted((ROOT / "tables" / paper).glob("*.yaml")))
+    return [(paper, name) for paper, name in found if not name.startswith("table")]
+
+
 def headline() -> HeadlineSpec:
     """The spec of tables/table1.
 

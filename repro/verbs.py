@@ -44,7 +44,7 @@ def compress(args: Namespace) -> None:
     """Rule `compress`."""
     from repro.jobs.compress import compress as work
 
-    where = (args.calibration, args.sequences, args.length, args.seed)
+    where = (args.start, args.calibration, args.sequences, args.length, args.seed)
     work(args.model, args.recipe, args.out, *where, args.device, args.dtype, args.hub)
 
 
@@ -67,6 +67,14 @@ def zeroshot(args: Namespace) -> None:
     work(args.model, args.tasks, args.out, args.weights, *options, code=_code(args))
 
 
+def study(args: Namespace) -> None:
+    """Rule `study_part`."""
+    from repro.jobs.study import study as work
+
+    options = (args.length, args.windows, args.device, args.dtype, args.hub)
+    work(args.model, args.weights, args.recipes, args.tokens, args.out, *options, code=_code(args))
+
+
 def _code(args: Namespace) -> str:
     from repro.provenance import code_hash
 
@@ -74,12 +82,16 @@ def _code(args: Namespace) -> str:
 
 
 def table(args: Namespace) -> None:
-    """Rule `table`."""
-    from repro.jobs.tables import build_table
+    """Rules `table` and `study`."""
+    from repro import spec
+    from repro.jobs.tables import build_study, build_table
 
-    flow = _flow(args)
+    flow, both = _flow(args), tuple(args.table.removeprefix("tables/").removesuffix(".tex").split("/"))
     flow.recorded = flow.recorded and not args.built
-    build_table(flow, *_place(args.table), args.out)
+    if both in spec.studies():
+        build_study(flow, *both, args.out)
+    else:
+        build_table(flow, *_place(args.table), args.out)
 
 
 def headline(args: Namespace) -> None:
@@ -133,8 +145,10 @@ def coverage(args: Namespace) -> None:
 
 def accept(args: Namespace) -> None:
     """Take measurements into results/."""
-    from repro.record import accept as work
+    from repro import bench as kernels
+    from repro import record
 
+    work = kernels.accept if kernels.is_bench(args.file) else record.accept
     for file, count in work(args.file).items():
         print(f"{count} rows into {os.path.relpath(file)}")
 
@@ -186,8 +200,39 @@ def card(args: Namespace) -> None:
     work(device=args.device)
 
 
+def bench(args: Namespace) -> None:
+    """Time all kernels and peers."""
+    from repro.bench import bench as work
+
+    work(args.out, args.shapes, args.counts, args.modes, args.only, args.rounds, args.joule_seconds)
+
+
+def tune(args: Namespace) -> None:
+    """Sweep a kernel's launch configurations."""
+    from repro.tune import tune as work
+
+    print(os.path.relpath(work(args.kernel)))
+
+
+def regress(args: Namespace) -> int:
+    """Compare runs of benchmarks."""
+    from repro.regress import regress as work
+
+    code, lines = work(args.new, args.against, args.threshold, args.partial)
+    print("\n".join(lines))
+    return code
+
+
+def speed(args: Namespace) -> None:
+    """Draw the figures of accepted kernel times."""
+    from repro.bench import draw as work
+
+    for path in work(args.out):
+        print(os.path.relpath(path))
+
+
 VERBS: dict[str, Callable[[Namespace], int | None]] = {
     f.__name__: f
-    for f in (tokens, compress, perplexity, zeroshot, table, headline, leaderboard, audit, make, show, coverage, accept,
-              plan, verify, pretrain, sample, card)
+    for f in (tokens, compress, perplexity, zeroshot, study, table, headline, leaderboard, audit, make, show, coverage,
+              accept, plan, verify, pretrain, sample, card, bench, tune, regress, speed)
 }  # fmt: skip

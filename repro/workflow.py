@@ -13,8 +13,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from repro import models, papers, profile, provenance, recipe, spec
 from repro.errors import UserError, unknown
 from repro.files import ROOT, short_hash, write_text
@@ -49,7 +47,7 @@ class Workflow:
     ) -> None:
         self.profile = profile.load(config, name)
         self.runs: dict[str, Run] = {}
-        self.recorded = recorded or (self.profile.device == "cuda" and not torch.cuda.is_available())
+        self.recorded = recorded or (self.profile.device == "cuda" and not has_cuda())
 
     # --- runs and protocols -------------------------------------------------------------------------------------------
 
@@ -59,7 +57,8 @@ class Workflow:
         Raises:
             UserError: unknown model or recipe.
         """
-        parsed, p = recipe.parse(text), self.profile
+        p = self.profile
+        parsed = recipe.parse(recipe.with_options(text, p.twin))
         inputs = [models.fingerprint(model), parsed.name, p.device, p.dtype, p.threads]
         if parsed.calibrated:
             inputs.append(asdict(p.calibration))
@@ -157,9 +156,16 @@ class Workflow:
         """What tables/table2 needs: every cell that any spec measures."""
         return list(dict.fromkeys(f for paper, number in spec.specified() for f in self.table_inputs(paper, number)))
 
+    def study_inputs(self, paper: str, name: str) -> list[str]:
+        """What a study is drawn from."""
+        from repro import study  # studies are made of runs
+
+        return study.inputs(self, paper, name)
+
     def everything(self) -> list[str]:
         """Every table of the harness."""
         tables = [f"{paper}/table{number}" for paper in papers.PAPERS for number in papers.tables(paper)]
+        tables += ["/".join(both) for both in spec.studies()]
         return [f"tables/{t}.tex" for t in (*tables, "table1", "table2", "audit")]
 
     # --- what each rule needs -----------------------------------------------------------------------------------------
@@ -204,15 +210,48 @@ class Workflow:
         ]
         return " ".join([*words, *(["--hub"] if p.hub else [])])
 
+    @cached_property
+    def _parts(self) -> dict[str, Any]:
+        from repro import study
+
+        return {part.path: part for part in study.every(self)}
+
+    def part(self, slug: str) -> Any:
+        """The part of a study (`repro.study.Part`) that makes `build/studies/<slug>.parquet`.
+
+        Raises:
+            UserError: no study that this profile runs here has it.
+        """
+        path = f"build/studies/{slug}.parquet"
+        if path not in self._parts:
+            raise unknown("part of a study", slug, self._parts)
+        return self._parts[path]
+
+    def part_code(self, slug: str) -> list[str]:
+        """The code files that decide a part of a study."""
+        part = self.part(slug)
+        return self.code("study", self.run(part.stand_in, next(iter(part.recipes.values()))))
+
+    def part_options(self, slug: str) -> str:
+        """The options of `repro study`."""
+        part, p = self.part(slug), self.profile.perplexity
+        words = self.options(model=part.stand_in, weights=part.base.weights, length=p.length, windows=p.windows)
+        return f"{words} --recipes {shlex.join(part.recipes.values())}"
+
     def calibration(self, run: Run) -> list[str]:
         """The calibration tokens of a run whose recipe needs them."""
         return [self.tokens(run.model, self.profile.calibration.corpus)] if run.recipe.calibrated else []
+
+    def start(self, run: Run) -> str | None:
+        """The compressed model that the last step of a run's recipe goes on from; None where it starts anew."""
+        return self.run(run.model, run.recipe.before).weights if run.recipe.before else None
 
     def compress_options(self, run: Run) -> str:
         """The options of `repro compress`."""
         c = self.profile.calibration
         more = asdict(c) | {"corpus": None, "calibration": (self.calibration(run) or [None])[0]}
-        return self.options(model=run.model, recipe=run.recipe.name, **(more if run.recipe.calibrated else {}))
+        words = {"model": run.model, "recipe": run.recipe.name, "start": self.start(run)}
+        return self.options(**words, **(more if run.recipe.calibrated else {}))
 
     def perplexity_options(self, run: Run) -> str:
         """The options of `repro perplexity`."""
@@ -231,6 +270,13 @@ class Workflow:
             raise UserError(f"profile {self.profile.name} has no `zeroshot` section, so no task is measured")
         words = self.options(model=run.model, weights=run.weights, limit=z.limit, batch_size=z.batch_size)
         return f"{words} --tasks {' '.join(z.tasks)}"
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device here."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 class Plain:

@@ -74,7 +74,7 @@ def test_training_agrees_with_the_gradient_written_out(options):
     block[0].weight.data = w.clone()
     clipping = Clipping(w, config)
     inputs = [sequence[None] for sequence in x]
-    omniquant.learn(block, {"0": clipping}, inputs, [(block(s).detach(),) for s in inputs], {}, config)
+    omniquant.learn(block, {("0",): clipping}, inputs, [(block(s).detach(),) for s in inputs], {}, config)
     want = torch.tensor(slow_lwc(w, x, config, 4)).T.view_as(clipping.logits)
     assert (want - 4).abs().max() > 5 * config.lwc_lr
     off = (clipping.logits.detach() - want).abs() > 1e-3 * config.lwc_lr
@@ -118,7 +118,7 @@ def test_the_loss_falls_and_the_block_is_left_alone():
     hidden, kwargs = block_inputs(made, tiny.tokens(8, 32))
     block, config = made.model.layers[0], Config(bits=3, epochs=8, lwc_lr=0.05)
     names = [name for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)]
-    clippings = {name: Clipping(block.get_submodule(name).weight.data, config) for name in names}
+    clippings = {(name,): Clipping(block.get_submodule(name).weight.data, config) for name in names}
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     with torch.no_grad():
         wants = [(block(h, **kwargs[0]),) for h in hidden]
@@ -223,7 +223,7 @@ def test_without_calibration(calibration):
 def test_activations_that_are_not_finite():
     lm = LowBitModel(tiny.model("llama"))
     lm.model.model.layers[1].input_layernorm.weight.data[3] = torch.nan
-    with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.q_proj: .*diverged"):
+    with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.q_proj.*diverged"):
         omniquant.apply(lm, tiny.tokens(), Config(epochs=1))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.errors import UserError
-from repro.lowbit import LowBitModel
+from repro.lowbit import LowBitModel, in_layer
 from repro.methods.spear.compensator import Compensator
 from repro.methods.spear.config import Config
 
@@ -33,7 +33,7 @@ def start(lm: LowBitModel, names: list[str], r: int, ids: Tensor, config: Config
         config: of the start.
 
     Raises:
-        UserError: the rank is above a layer's.
+        UserError: the rank is above a layer's, or a layer's inputs are all zero.
     """
     G = second_moments(lm.model, names, ids) if config.init == "whitened" else {}
     generator, ecs = torch.Generator().manual_seed(config.seed), {}
@@ -49,7 +49,8 @@ def start(lm: LowBitModel, names: list[str], r: int, ids: Tensor, config: Config
         if config.init == "zero":
             A, B = uniform(r, d_in), torch.zeros(d_out, r)
         else:
-            A, B = truncated(lm.full[name].float() - W.float(), r, G.get(name))
+            with in_layer(name):
+                A, B = truncated(lm.full[name].float() - W.float(), r, G.get(name))
         tensors, h = {"A": A, "B": B / config.alpha}, config.hidden * r
         if config.gate:
             tensors |= {"W1": uniform(h, r), "b1": torch.zeros(h), "W2": torch.zeros(r, h), "b2": torch.zeros(r)}
@@ -64,6 +65,8 @@ def truncated(E: Tensor, r: int, G: Tensor | None = None) -> tuple[Tensor, Tenso
         U, D, V = torch.linalg.svd(E, full_matrices=False)
         root = D[:r].sqrt()
         return root[:, None] * V[:r], U[:, :r] * root
+    if not G.any():
+        raise UserError("its inputs are all zero on the sequences that damage is measured on; give it other sequences")
     S = torch.linalg.cholesky(G + DAMPING * G.diagonal().mean() * torch.eye(len(G), device=G.device))
     U, D, V = torch.linalg.svd(E.double() @ S, full_matrices=False)
     return torch.linalg.solve_triangular(S, V[:r], upper=False, left=False), U[:, :r] * D[:r]

@@ -39,10 +39,7 @@ def perplexity(
     meta = {
         "protocol": rule.label.replace("2048", str(length)) + (f" w{windows}" if windows else ""),
         "bits": json.dumps(bits.report(lm, float_bits=16)),
-        "device": provenance.device_name(device),
-        "commit": provenance.commit(),
-        "code": code,
-        "environment": provenance.environment(),
+        **provenance.origin(device, code),
         "dtype": dtype,
         "threads": str(torch.get_num_threads()),
     }

@@ -2,11 +2,13 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
-from repro import claims, papers, plot, record, render, spec, table
+from repro import claims, papers, plot, record, render, spec, study, table
 from repro.files import write_text
 from repro.record import Measurement
 from repro.render import Sheet
@@ -65,6 +67,47 @@ def table_sheet(flow: Workflow, paper: str, number: str, cells: list[Measurement
     what = f"{paper}, Table {number}: {spec.table(paper, number).title}"
     title = f"{what}. Profile {flow.profile.name}: {flow.profile.about}"
     return Sheet(title, head, rows, notes(cells), left=2 if wide else 1)
+
+
+def build_study(flow: Workflow, paper: str, name: str, out: Path, figures: Path | None = None) -> Sheet:
+    """Write a study as `.csv` (every cell), `.tex` and `.md` under `out`/<paper>/, and its figure where it has an axis.
+
+    Args:
+        figures: folder of figures; by default the one beside `out`.
+    """
+    what, cells = study.load(paper, name), study.measure(flow, paper, name)
+    at = {(m.model, m.col, m.row, m.metric): m for m in cells}
+    first, *others = what.rows
+    head = ["", "share of 4-bit weights", first, *(text for row in others for text in (row, f"{first} – {row}"))]
+    rows: list[list[str]] = []
+    for model, column in product(what.models, what.columns()):
+        stand_in = flow.stand_in(model) or "no stand-in in this profile"
+        if column == next(iter(what.columns())):
+            rows.append([f"{stand_in}, for {model}; grade {flow.profile.grade}"])
+        best = at[model, column, first, study.METRIC]
+        line = [column, f"{100 * study.share(best):.2f} %" if best.value is not None else "–", here(best)]
+        for row in others:
+            line += [here(at[model, column, row, metric]) for metric in (study.METRIC, "difference")]
+        rows.append(line)
+    ran = [m for m in cells if m.value is not None]
+    remarks = [
+        "Share of the gap in perplexity between the quantized model and full precision that comes back, in %: the mean "
+        f"over seeds {', '.join(map(str, what.seeds))}, with 95 % bootstraps over windows, paired."
+    ]
+    for row in others:
+        found = Counter(study.verdict(m) for m in cells if m.row == row and m.metric == "difference")
+        counts = ", ".join(f"{n} {word}" for word, n in found.items() if word != "–")
+        if counts:
+            remarks.append(f"{first} against {row}, whole interval and every seed: {counts}.")
+    if ran:
+        spread = max((max(s) - min(s) for m in ran if (s := study.seeds(m))), default=0.0)
+        remarks.append(f"Largest range over seeds: {spread:.1f} points. {ran[0].protocol}.")
+    sheet = Sheet(f"{paper}: {what.title}. Profile {flow.profile.name}", head, rows, remarks + notes(cells)[1:])
+    write(out / paper / name, sheet, record.to_csv(cells))
+    if ran and all(isinstance(v, float) for v in list(what.grid.values())[-1]):
+        folder = figures or out.parent / "figures"
+        plot.shares_back(study.lines(cells), what.title, folder / paper / f"{name}.svg")
+    return sheet
 
 
 def model_columns(paper: str, number: str) -> dict[str, tuple[str, ...]]:

@@ -41,10 +41,7 @@ def zeroshot(
             lm.model, models.tokenizer(model, hub), tasks, Path(folder), limit=limit, batch_size=batch_size
         )
     meta = {
-        "device": provenance.device_name(device),
-        "commit": provenance.commit(),
-        "code": code,
-        "environment": provenance.environment(),
+        **provenance.origin(device, code),
         "protocol": f"lm-eval {frame['harness_version'].iloc[0]}" + (f" n{limit}" if limit else ""),
     }
     with atomic(out) as temporary:
