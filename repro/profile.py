@@ -67,7 +67,7 @@ class Profile:
     perplexity: Perplexity = field(default_factory=Perplexity)
     zeroshot: ZeroShot | None = None
     recorded: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    twin: dict[str, dict[str, float]] = field(default_factory=dict)
+    twin: dict[str, dict[str, int | float | str]] = field(default_factory=dict)
     judged_on: str = ""
     grade: Literal["A", "B", "C"] = "C"
     device: Literal["cpu", "cuda"] = "cpu"
