@@ -16,11 +16,13 @@ learnable equivalent transformation (LET) is off in the paper's weight-only Llam
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from repro import graphs
 from repro.baselines import grid
 from repro.errors import UserError
 from repro.lowbit import LowBitModel, QuantizedWeight, block_inputs, blocks, in_layer
@@ -137,24 +139,28 @@ def learn(
         config: learning rate and epochs.
     """
     logits = [clipping.logits for clipping in clippings.values()]
-    optimizer = torch.optim.AdamW(logits, lr=config.lwc_lr, weight_decay=0)
-    losses = []
+    optimizer = graphs.adamw(logits, config.lwc_lr, weight_decay=0)
+
+    def step(x: Tensor, *wants: Tensor) -> Tensor:
+        weights = {}
+        for names, clipping in clippings.items():
+            linears = [block.get_submodule(name) for name in names]
+            parts = clipping.fake_quantize().split([linear.out_features for linear in linears])
+            for name, linear, part in zip(names, linears, parts, strict=True):
+                weights[f"{name}.weight"] = part.to(linear.weight.dtype)
+        got = torch.func.functional_call(block, weights, (x,), kwargs)
+        squares = sum((got - want).float().square().sum() for want in wants)
+        # The gradient of the sum, divided afterwards: that of the mean would underflow in half precision.
+        for parameter, gradient in zip(logits, torch.autograd.grad(squares, logits), strict=True):
+            parameter.grad = gradient / got.numel()
+        optimizer.step()
+        return squares.detach() / got.numel()
+
+    replayed, losses = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
     for _ in range(config.passes):
         total = torch.zeros((), device=inputs[0].device)
         for x, wants in zip(inputs, targets, strict=True):
-            weights = {}
-            for names, clipping in clippings.items():
-                linears = [block.get_submodule(name) for name in names]
-                parts = clipping.fake_quantize().split([linear.out_features for linear in linears])
-                for name, linear, part in zip(names, linears, parts, strict=True):
-                    weights[f"{name}.weight"] = part.to(linear.weight.dtype)
-            got = torch.func.functional_call(block, weights, (x,), kwargs)
-            squares = sum((got - want).float().square().sum() for want in wants)
-            # The gradient of the sum, divided afterwards: that of the mean would underflow in half precision.
-            for parameter, gradient in zip(logits, torch.autograd.grad(squares, logits), strict=True):
-                parameter.grad = gradient / got.numel()
-            optimizer.step()
-            total += squares.detach() / got.numel()
+            total += replayed(x, *wants)
         losses.append(total.item() / len(inputs))
     return losses
 

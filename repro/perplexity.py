@@ -117,8 +117,8 @@ def score(
         for row, window in enumerate(range(start, start + len(ids))):
             other = others[row] if window < compared else None
             nll, kl, same = _positions(logits[row], ids[row, 1:], other, window)
-            values = (nll, None, None) if other is None else (nll, kl.clamp(min=0), same)
-            means = (None if v is None else v.mean(dtype=torch.float64).item() for v in values)
+            values = (nll,) if other is None else (nll, kl.clamp(min=0), same)
+            means = [*torch.stack([v.mean(dtype=torch.float64) for v in values]).tolist(), None, None][:3]
             rows.append((window, *ids[row, :2].tolist(), len(nll), *means))
     return pd.DataFrame(rows, columns=SCHEMA.names).astype({"kl": "Float64", "top1": "Float64"})
 
@@ -208,22 +208,25 @@ def _positions(logits: Tensor, targets: Tensor, other: Tensor | None, window: in
     """Negative log likelihood, KL and agreement, float64 and bool `[T]`, of logits `[T, V]`; empty without `other`."""
     if other is not None and other.shape != logits.shape:
         raise UserError(f"the reference has {other.shape[1]} logits where the model has {logits.shape[1]}")
+    _check_finite(logits, f"the model's logits in window {window}")
+    if other is not None:
+        _check_finite(other, f"the reference's logits in window {window}")
+        other = other.to(logits.device)
+    targets = targets.to(logits.device)
     step = max(1, CHUNK // logits.shape[1])
     nll, kl, same = [], [], []
     for start in range(0, len(logits), step):
         part = slice(start, start + step)
-        log_q = _log_softmax(logits[part], f"the model's logits in window {window}")
-        nll.append(-log_q.gather(1, targets[part, None].to(log_q.device))[:, 0].double())
+        log_q = logits[part].float().log_softmax(-1)
+        nll.append(-log_q.gather(1, targets[part, None])[:, 0].double())
         if other is not None:
-            log_p = _log_softmax(other[part].to(log_q.device), f"the reference's logits in window {window}")
-            same.append(logits[part].argmax(1) == other[part].argmax(1).to(log_q.device))
+            log_p = other[part].float().log_softmax(-1)
+            same.append(logits[part].argmax(1) == other[part].argmax(1))
             kl.append(log_q.sub_(log_p).mul_(log_p.exp_()).sum(1, dtype=torch.float64).neg_())
     return tuple(torch.cat(parts) if parts else torch.empty(0) for parts in (nll, kl, same))
 
 
-def _log_softmax(logits: Tensor, what: str) -> Tensor:
-    logits = logits.float()
-    if not all(map(math.isfinite, torch.aminmax(logits))):
+def _check_finite(logits: Tensor, what: str) -> None:
+    if not all(map(math.isfinite, torch.stack(torch.aminmax(logits)).tolist())):  # once: a GPU waits for the answer
         kind = "NaN" if logits.isnan().any() else "Inf"
         raise UserError(f"{what} hold {kind}; the model's weights, its scales or its calibration are broken")
-    return logits.log_softmax(-1)

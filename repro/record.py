@@ -226,5 +226,6 @@ def _file(row: Measurement, results: Path) -> Path:
 
 def accepted(paper: str = "*", kind: str = "*", number: str = "*", results: Path = RESULTS) -> list[Measurement]:
     """The accepted measurements of a table, figure or study, of all devices."""
-    pattern = f"*/{paper}-{kind}{'-' * (kind == 'study')}{number}.csv".replace("**", "*")
-    return [row for file in sorted(results.glob(pattern)) for row in from_csv(file)]
+    dash = "-" * (kind == "study")
+    names = [f"{name}-{kind}{dash}{number}.csv".replace("**", "*") for name in papers.PAPERS if paper in ("*", name)]
+    return [row for name in names for file in sorted(results.glob(f"*/{name}")) for row in from_csv(file)]

@@ -23,13 +23,14 @@ from repro.methods.spear.initial import start
 CALIBRATED = True
 
 
-def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
+def apply(lm: LowBitModel, calibration: Tensor | None, config: Config, seen: dict[tuple, object] | None = None) -> None:
     """Attach calibrated compensators to the quantized layers of `lm` that need them most (Algorithm 1, section 3.1).
 
     Args:
         lm: a decoder of Hugging Face form behind a quantizing step; edited.
         calibration: int64 token ids `[sequences, length]`; only for `source="corpus"`.
         config: everything else.
+        seen: what variants on one quantized model share, sequences and damage, is kept here and taken from here.
 
     Raises:
         UserError: no quantizer came before, the budget does not pay for rank 1, there are no tokens where a corpus is
@@ -39,9 +40,14 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         raise UserError(
             "spear compensates quantized layers, there are none; put a quantizer before it: rtn-w4-pc + spear"
         )
+    seen = {} if seen is None else seen
     teacher = lm.full_precision()
-    ids = sequences(teacher, calibration, config)
-    names = place(lm, teacher, ids[: config.cka_samples], config)
+    key = (config.source, config.seed, config.samples, config.effort, config.cka_samples, config.tokens)
+    key = ("sequences", *key, config.sampling_temperature)
+    if key not in seen:
+        seen[key] = sequences(teacher, calibration, config)
+    ids = seen[key]
+    names = place(lm, teacher, ids[: config.cka_samples], config, seen.setdefault(("damage", *key), {}))
     shapes = [tuple(lm.weights[name].shape) for name in names]
     r = config.rank or selection.rank(budget_bytes(lm, config), shapes, config.hidden)
     ecs = start(lm, names, r, ids[: config.cka_samples], config)
@@ -81,13 +87,15 @@ def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) ->
     return rows[:count].to(teacher.device)
 
 
-def place(lm: LowBitModel, teacher: nn.Module, ids: Tensor, config: Config) -> list[str]:
-    """The layers that get a compensator, in model order (Algorithm 1, stages 1 to 3)."""
+def place(lm: LowBitModel, teacher: nn.Module, ids: Tensor, config: Config, seen: dict[str, float]) -> list[str]:
+    """The layers that get a compensator, in model order (Algorithm 1, stages 1 to 3); `seen` keeps their damage."""
     names = list(lm.weights)
     if config.placement == "full":
         return names
-    quantized = {name: lm.model.get_submodule(name).weight.data for name in names}
-    damage = list(selection.damages(teacher, quantized, ids).values())
+    if not seen:
+        quantized = {name: lm.model.get_submodule(name).weight.data for name in names}
+        seen.update(selection.damages(teacher, quantized, ids))
+    damage = [seen[name] for name in names]
     adjusted = [max(0.0, d - config.noise_floor) for d in damage]
     h_norm = selection.entropy(damage)
     threshold = selection.tau_eff(h_norm, config.tau, config.entropy_trigger, config.tau_diffuse)

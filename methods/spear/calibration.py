@@ -9,13 +9,16 @@ multiplied by T², as in distillation; the mean is over all positions.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 from tqdm import tqdm
 
+from repro import graphs
 from repro.errors import UserError
 from repro.methods.spear.compensator import GATE, Compensator
 from repro.methods.spear.config import Config
@@ -27,13 +30,16 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
 }
 QUIET = {"leave": False, "mininterval": 10, "delay": 10}
-SAMPLED_TOGETHER = 128  # sequences; bounds the key-value cache
+CACHE_BYTES = 2**32  # of keys and values while sampling: bounds the sequences that are sampled together
 
 
 def self_sampled(model: nn.Module, count: int, length: int, temperature: float, seed: int) -> Tensor:
     """int64 `[count, length]` token ids sampled from the full-precision model, BOS first."""
-    starts = range(0, count, SAMPLED_TOGETHER)
-    sizes = [min(SAMPLED_TOGETHER, count - start) for start in starts]
+    c = model.config
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    each = 2 * c.num_hidden_layers * c.num_key_value_heads * width * model.dtype.itemsize * length
+    together = max(1, CACHE_BYTES // each)
+    sizes = [min(together, count - start) for start in range(0, count, together)]
     return torch.cat([sample(model, n, length, (seed << 20) + i, temperature) for i, n in enumerate(sizes)])
 
 
@@ -80,21 +86,25 @@ def calibrate(
                 ec.gated = phase.trained == GATE
             for tensor in trained:
                 tensor.requires_grad_(True)
-            optimizer = torch.optim.AdamW(
-                trained, lr=phase.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+            optimizer = graphs.adamw(
+                trained, phase.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
             )
-            means = []
+
+            def step(rows: Tensor, trained: list[Tensor] = trained, optimizer: Optimizer = optimizer) -> Tensor:
+                loss = kl(logits(rows), model(ids[rows], use_cache=False).logits, config.temperature)
+                for tensor, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+                    tensor.grad = gradient
+                nn.utils.clip_grad_norm_(trained, config.clip)
+                optimizer.step()
+                return loss.detach()
+
+            replayed, means = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
             for epoch in range(phase.epochs):
                 steps, losses = torch.randperm(len(ids), generator=generator).to(ids.device).split(config.batch), []
                 for i, rows in enumerate(tqdm(steps, f"spear: {'/'.join(phase.trained)}", **QUIET)):
                     done = (epoch + i / len(steps)) / phase.epochs
-                    optimizer.param_groups[0]["lr"] = phase.lr * SCHEDULES[config.schedule](done)
-                    loss = kl(logits(rows), model(ids[rows], use_cache=False).logits, config.temperature)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(trained, config.clip)
-                    optimizer.step()
-                    losses.append(loss.detach())
+                    graphs.set_rate(optimizer, phase.lr * SCHEDULES[config.schedule](done))
+                    losses.append(replayed(rows).clone())
                 means.append(torch.stack(losses).mean().item())
                 if not math.isfinite(means[-1]):
                     raise UserError("spear's calibration diverged: the loss is not finite; lower its learning rates")

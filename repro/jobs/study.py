@@ -50,13 +50,14 @@ def study(
     base = load(model, weights, device, dtype, hub, keep_full=True)
     frames.append(perplexity.score(base.model, cut).assign(recipe=base.meta["recipe"]))
     refused: dict[str, str] = {}
+    seen: dict[tuple, object] = {}
     four_bits = sum(weight.codes.numel() for weight in base.weights.values()) * 4
     for text in tqdm(recipes, "study", mininterval=10):
         parsed, lm = recipe.parse(text), copy.deepcopy(base)
         check_start(parsed, base, weights)
         step = parsed.steps[-1]
         try:
-            step.module.apply(lm, None, step.config)
+            step.module.apply(lm, None, step.config, seen)
         except UserError as error:  # a budget too small for any rank, say: the cell says so, the others go on
             refused[parsed.name] = str(error)
             continue
