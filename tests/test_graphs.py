@@ -38,7 +38,7 @@ def test_replayed_steps_are_plain_steps(device):
     weight, losses = trained(device, graphs.Replayed)
     want, wanted = trained(device, lambda step, state: step)
     assert torch.equal(weight, want) and losses == wanted
-    assert losses[-1] < losses[0] and not torch.equal(want, torch.eye(8, device=device))
+    assert sum(losses[-4:]) < sum(losses[:4]) and not torch.equal(want, torch.eye(8, device=device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
