@@ -90,7 +90,7 @@ def windows(ids: np.ndarray, length: int, limit: int | None = None) -> Tensor:
 
 @torch.inference_mode()
 def score(
-    model: nn.Module, windows: Tensor, reference: nn.Module | None = None, kl_windows: int = 0, batch: int = 1
+    model: nn.Module, windows: Tensor, reference: nn.Module | None = None, kl_windows: int = 0, batch: int = 4
 ) -> pd.DataFrame:
     """Score a causal LM on windows int64 `[W, L]`; the largest tensors are one batch of each model's logits.
 
