@@ -104,3 +104,53 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], path: Path) -> 
         axis.set_ylabel("training loss (nats per token)")
         axis.legend(frameon=False)
         save(figure, path)
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], label: str, path: Path, line: float | None = None) -> None:
+    """Bars of several series side by side, a group of bars for each place; a series may lack places.
+
+    Args:
+        groups: series to place to value.
+        label: of the y axis.
+        path: of the SVG.
+        line: a value to draw across all groups.
+    """
+    places = list(dict.fromkeys(place for values in groups.values() for place in values))
+    width = 0.8 / max(1, len(groups))
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(max(6.0, 0.75 * len(places)), 3.2))
+        for i, (name, values) in enumerate(groups.items()):
+            x = [places.index(place) - 0.4 + (i + 0.5) * width for place in values]
+            axis.bar(x, list(values.values()), width, color=f"C{i}", label=name)
+        if line is not None:
+            axis.axhline(line, color="0.4", linewidth=0.8, linestyle=":")
+        axis.set_xticks(range(len(places)), places, rotation=30, ha="right")
+        axis.grid(False, axis="x")
+        axis.set_ylabel(label)
+        axis.legend(frameon=False, ncols=min(4, max(1, len(groups))), loc="lower left", bbox_to_anchor=(0, 1))
+        save(figure, path)
+
+
+def roofline(series: Mapping[str, Sequence[tuple[float, float]]], memory: float, peak: float, path: Path) -> None:
+    """Operations a second against operations a byte, under the memory's slope and the arithmetic's ceiling.
+
+    Args:
+        series: name to points (operations per byte, operations per second).
+        memory: bytes per second; peak: operations per second.
+        path: of the SVG.
+    """
+    points = [x for values in series.values() for x, _ in values]
+    edges = np.array([min([*points, 1.0]) / 1.5, peak / memory, max([*points, peak / memory]) * 2])
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(6, 3.4))
+        axis.plot(edges, np.minimum(edges * memory, peak) / 1e12, color="0.3", linewidth=1)
+        for i, (name, values) in enumerate(series.items()):
+            x, y = np.array(values).T
+            style = {"marker": MARKERS[i % len(MARKERS)], "linestyle": "", "markersize": 3.5}
+            axis.plot(x, y / 1e12, color=f"C{i}", label=name, alpha=0.8, **style)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("operations per byte that must be read")
+        axis.set_ylabel("10$^{12}$ operations per second")
+        axis.legend(frameon=False)
+        save(figure, path)

@@ -55,8 +55,10 @@ def code_hash(paths: list[Path]) -> str:
 def commit() -> str:
     """The short commit of the checkout, `+` behind it when tracked files differ from it.
 
-    Outside git (a machine that got the tree without its history) it is what `$REPRO_COMMIT` says, else `unknown`.
+    On a machine that got the tree without its history it is what `$REPRO_COMMIT` says; outside git, without it, `unknown`.
     """
+    if named := os.environ.get("REPRO_COMMIT"):
+        return named
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
@@ -66,7 +68,7 @@ def commit() -> str:
             return "unknown"
         return git("rev-parse", "--short=10", "HEAD").strip() + ("+" if git("status", "-s", "-uno").strip() else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("REPRO_COMMIT", "unknown")
+        return "unknown"
 
 
 @cache

@@ -39,6 +39,7 @@ def small(tmp_path, monkeypatch):
     """A study of two variants, two budgets and two seeds in place of the project's own, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "load", lambda paper, name: study.build(StudySpec, SMALL, "small"))
+    monkeypatch.setattr(record, "accepted", lambda *place: [])
     monkeypatch.setattr(spec, "studies", lambda: [("spear", "memory")])
     return Workflow(CONFIG)
 
