@@ -80,6 +80,7 @@ def shares_back(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str,
                 style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", "capsize": 2, "markersize": 4}
                 axis.errorbar(x, y, (y - low, top - y), label=variant, linewidth=0.9, **style)
             axis.set_xscale("log")
+            axis.xaxis.set_major_formatter("{x:g}")
             axis.axhline(0, color="0.4", linewidth=0.8, linestyle=":")
             axis.set_title(name)
         for axis in axes[-1]:
@@ -87,7 +88,7 @@ def shares_back(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str,
         for axis in axes[:, 0]:
             axis.set_ylabel("share of the gap back, %")
         if panels:
-            axes[0][0].legend(frameon=False)
+            figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(variants))
         figure.suptitle(title, fontsize=9)
         save(figure, path)
 
