@@ -5,7 +5,6 @@ import io
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from repro import claims, papers, plot, record, render, spec, study, table
@@ -78,17 +77,32 @@ def build_study(flow: Workflow, paper: str, name: str, out: Path, figures: Path 
     what, cells = study.load(paper, name), study.measure(flow, paper, name)
     at = {(m.model, m.col, m.row, m.metric): m for m in cells}
     first, *others = what.rows
-    head = ["", "share of 4-bit weights", first, *(text for row in others for text in (row, f"{first} – {row}"))]
-    rows: list[list[str]] = []
-    for model, column in product(what.models, what.columns()):
-        stand_in = flow.stand_in(model) or "no stand-in in this profile"
-        if column == next(iter(what.columns())):
-            rows.append([f"{stand_in}, for {model}; grade {flow.profile.grade}"])
+    tall = len(others) > 5  # many variants at few points of a grid: a line a variant
+    points = tuple(what.columns())
+
+    def line(model: str, column: str) -> list[str]:
         best = at[model, column, first, study.METRIC]
-        line = [column, f"{100 * study.share(best):.2f} %" if best.value is not None else "–", here(best)]
-        for row in others:
-            line += [here(at[model, column, row, metric]) for metric in (study.METRIC, "difference")]
-        rows.append(line)
+        return [f"{100 * study.share(best):.2f} %" if best.value is not None else "–", here(best)]
+
+    def pair_of(model: str, column: str, row: str) -> list[str]:
+        return [here(at[model, column, row, metric]) for metric in (study.METRIC, "difference")]
+
+    rows: list[list[str]] = []
+    for model in what.models:
+        stand_in = flow.stand_in(model) or "no stand-in in this profile"
+        rows.append([f"{stand_in}, for {model}; grade {flow.profile.grade}"])
+        if tall:
+            rows.append([first, *(text for column in points for text in (line(model, column)[1], ""))])
+            rows += [[row, *(text for column in points for text in pair_of(model, column, row))] for row in others]
+        else:
+            rows += [
+                [column, *line(model, column), *(text for row in others for text in pair_of(model, column, row))]
+                for column in points
+            ]
+    if tall:
+        head = ["", *(text for column in points for text in (column, f"{first} – this"))]
+    else:
+        head = ["", "share of 4-bit weights", first, *(text for row in others for text in (row, f"{first} – {row}"))]
     ran = [m for m in cells if m.value is not None]
     remarks = [
         "Share of the gap in perplexity between the quantized model and full precision that comes back, in %: the mean "
