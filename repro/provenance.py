@@ -55,7 +55,7 @@ def code_hash(paths: list[Path]) -> str:
 def commit() -> str:
     """The short commit of the checkout, `+` behind it when tracked files differ from it.
 
-    On a machine that got the tree without its history it is what `$REPRO_COMMIT` says; outside git, without it, `unknown`.
+    Where the tree came without its history, `$REPRO_COMMIT` says it and goes before git; else `unknown` outside git.
     """
     if named := os.environ.get("REPRO_COMMIT"):
         return named

@@ -1,0 +1,95 @@
+"""pytest-benchmark for kernels: `pytest kernels --benchmark-only`, and `--every-shape` for all layer shapes.
+
+`gpu_benchmark` times a task of `repro.timing` in rounds of one graph replay. The time that pytest-benchmark stores is
+device time per launch, so its tables and its `compare` are right as they are.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from repro import timing
+
+
+class DeviceClock:
+    """A clock that only a timed round moves, by the device time of one launch."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        """Seconds so far."""
+        return self.seconds
+
+
+CLOCK = DeviceClock()
+torch.set_num_threads(1)  # what is timed on the processor does not depend on how many cores it has
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--every-shape`."""
+    parser.addoption("--every-shape", action="store_true", help="all layer shapes of the recorded peers, not a few")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Benchmarks of the device run on the device's clock."""
+    for item in items:
+        if "gpu_benchmark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.benchmark(timer=CLOCK))
+
+
+@pytest.fixture(scope="session")
+def backend() -> timing.Cuda:
+    """The GPU; skips where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return timing.Cuda()
+
+
+@pytest.fixture
+def gpu_benchmark(benchmark, backend) -> Callable[..., timing.Timing]:  # noqa: ANN001
+    """A function that benchmarks a task, cold or warm, its read floor turn about, and returns the `Timing`."""
+
+    def run(task: timing.Task, mode: str = timing.COLD, rounds: int = timing.ROUNDS) -> timing.Timing:
+        kernel = timing.Run(task, backend, mode)
+        floor = timing.Run(timing.read_floor(kernel.nbytes), backend, mode)
+        benchmark.group = "{N} x {K}, M = {M}".format(**task.facts) if "N" in task.facts else task.name
+        last = timing.WARMUP + rounds if benchmark.enabled else 1
+        done = 0
+
+        def one_round() -> None:
+            nonlocal done
+            check = done < timing.CHECKED or done >= last - timing.CHECKED
+            us = kernel.round(done, check)
+            below = floor.round(done, check)
+            if done >= timing.WARMUP or not benchmark.enabled:
+                kernel.samples.append(us)
+                floor.samples.append(below)
+            CLOCK.seconds += us * 1e-6
+            done += 1
+
+        def start() -> None:
+            CLOCK.seconds = 0.0
+
+        benchmark.pedantic(one_round, setup=start, rounds=rounds, warmup_rounds=timing.WARMUP)
+        kernel.check_unchanged()
+        kernel.state = backend.state()
+        found = kernel.timing(statistics.median(floor.samples))
+        benchmark.extra_info |= {
+            **found.facts,
+            "mode": mode,
+            "bytes": found.nbytes,
+            "floor_us": found.floor_us,
+            "fraction": found.fraction,
+            "gb_per_s": found.gb_per_s,
+            "relerr": found.relerr,
+            "copies": found.copies,
+            "launches": found.launches,
+            "clock_mhz": found.clock_mhz,
+            "throttle": found.throttle,
+            "device": torch.cuda.get_device_name(),
+        }
+        return found
+
+    return run

@@ -1,0 +1,44 @@
+"""Launch configurations as data: `kernels/configs/<device>.json`, written by `python -m repro tune`, read here.
+
+    {"<kernel>": {"<shape key>": {"<option>": value, ...}, ...}, ...}
+
+Nothing is tuned while a program runs. On a device without a file every kernel falls back to its own heuristic, and that
+is said once per process and device.
+"""
+
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).resolve().parent / "configs"
+
+
+def device_slug(device: torch.device | str) -> str:
+    """The file name of a device: `nvidia-h200` for an NVIDIA H200, `cpu` for everything that is not CUDA."""
+    return _slug(torch.device(device))
+
+
+@cache
+def _slug(device: torch.device) -> str:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "cpu"
+    return "-".join(torch.cuda.get_device_name(device).lower().split())
+
+
+@cache
+def configurations(slug: str) -> dict[str, dict[str, dict]]:
+    """Every kernel's configurations on one device; empty, with one warning, where the device has no file."""
+    path = FOLDER / f"{slug}.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    if slug != "cpu":
+        warnings.warn(f"no launch configurations for {slug} (kernels/configs/{slug}.json): heuristics", stacklevel=3)
+    return {}
+
+
+def launch_config(kernel: str, key: str, device: torch.device | str) -> dict | None:
+    """The recorded configuration of `kernel` for the shape `key` on `device`, or None where there is none."""
+    return configurations(device_slug(device)).get(kernel, {}).get(key)

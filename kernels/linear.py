@@ -1,0 +1,91 @@
+"""A linear layer on packed low-bit weights for any number of tokens: picks the fastest of three ways and says which.
+
+    y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
+
+    decode      `wna16_gemv.py`, few tokens: bound by the bytes of the weights
+    gemm        `w4a16_gemm.py`, more tokens, from the same packed weights
+    dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of scratch for the moment
+
+The last number of tokens of the first two ways is data: `kernels/configs/<device>.json`, "linear", shape "NxK"
+(measured with 4 bits, groups of 128), or "default". `LIMITS` holds what a way can be asked at all.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from repro.kernels import dequantize as dense
+from repro.kernels import w4a16_gemm, wna16_gemv
+from repro.kernels.launch_config import launch_config
+from repro.kernels.packing import PackedWeight
+
+CASES = w4a16_gemm.CASES  # tokens decide the way
+LIMITS = {"decode": 16, "gemm": 2048}
+FALLBACK = {"decode": 8, "gemm": 128}  # last M of a way where nothing was measured
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[Tensor, PackedWeight]:
+    """x [M, K] and a random packed weight of one case."""
+    return w4a16_gemm.make_inputs(case, device)
+
+
+def reference(x: Tensor, packed: PackedWeight) -> Tensor:
+    """y [M, N] in float32: dequantize, then multiply."""
+    return w4a16_gemm.reference(x, packed)
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why this layer cannot run on `device`, or None where it can."""
+    return next(filter(None, (way.unsupported(device) for way in (wna16_gemv, w4a16_gemm, dense))), None)
+
+
+def crossover(packed: PackedWeight) -> dict[str, int]:
+    """{"decode": last M, "gemm": last M} for this weight's shape on its device."""
+    device = packed.codes.device
+    recorded = launch_config("linear", f"{packed.rows}x{packed.columns}", device)
+    return recorded or launch_config("linear", "default", device) or FALLBACK
+
+
+def path(x: Tensor, packed: PackedWeight) -> str:
+    """The way that `wna16(x, packed)` takes: "decode", "gemm" or "dequantize".
+
+    Raises:
+        ValueError: x `[..., K]` does not fit the weight.
+    """
+    if x.ndim == 0 or x.shape[-1] != packed.columns:
+        raise ValueError(f"linear: x {list(x.shape)} does not fit a weight of {packed.rows} x {packed.columns}")
+    tokens, last = prod(x.shape[:-1]), crossover(packed)
+    for way in ("decode", "gemm"):
+        if tokens <= min(last[way], LIMITS[way]):
+            return way
+    return "dequantize"
+
+
+def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
+    """y `[..., N]` = x W^T in x's type.
+
+    Args:
+        x: float16 or bfloat16 `[..., K]`.
+        packed: the weight `[N, K]`, 2, 4 or 8 bits.
+
+    Raises:
+        ValueError: shapes, types or devices that do not fit.
+    """
+    way = path(x, packed)
+    weight = (
+        packed.codes, packed.scale_zero, packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    )  # fmt: skip
+    tokens = x.reshape(-1, packed.columns)
+    if tokens.shape[0] == 0:
+        y = x.new_empty(0, packed.rows)
+    elif way == "decode":
+        y = torch.ops.lowbit.wna16_gemv(tokens, *weight)
+    elif way == "gemm":
+        y = torch.ops.lowbit.w4a16_gemm(tokens, *weight)
+    else:
+        y = tokens @ dense.dequantize(*weight, x.dtype).T
+    return y.view(*x.shape[:-1], packed.rows)
+
+
+w2a16 = w4a16 = w8a16 = wna16  # the packed weight says how many bits it has

@@ -1,0 +1,159 @@
+"""CUDA C++ without a build step: compile one `.cu` file with NVRTC, keep the machine code, load and launch it.
+
+    function = load(path, "kernel_name", {"BITS": 4, ...}, device, shared_bytes)
+    function(grid, block, tensor, 3, ...)      # on torch's current stream
+
+NVRTC comes with torch's CUDA build and is called through `cuda.core`. Where only `nvcc` is installed it compiles
+instead; so a machine without a GPU still checks that every kernel compiles. Machine code is kept in
+`$XDG_CACHE_HOME/lowbit-repro/cubin` (`~/.cache/...`), named by the hash of source, defines, architecture and compiler.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@cache
+def compiler() -> str | None:
+    """What compiles here and which version of it: "nvrtc 13.0.88", "nvcc /usr/bin/nvcc ...", or None."""
+    if util.find_spec("cuda") and util.find_spec("cuda.core"):
+        for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                return f"nvrtc {metadata.version(wheel)}"
+    if nvcc := shutil.which("nvcc"):
+        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.split()[-1]
+        return f"nvcc {nvcc} {version}"
+    return None
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, or None where it can."""
+    if compiler() is None:
+        return (
+            "CUDA C++ kernels need cuda-core and nvidia-cuda-nvrtc (pip install cuda-core nvidia-cuda-nvrtc), or nvcc."
+        )
+    return None
+
+
+def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
+    """Machine code of a `.cu` file for `arch` ("sm_90"), from the cache where it was compiled before.
+
+    Raises:
+        RuntimeError: no compiler here, or it rejects the source; its messages are in the sentence.
+    """
+    name = compiler()
+    if name is None:
+        raise RuntimeError(unavailable())
+    source = path.read_text()
+    key = repr((source, sorted(defines.items()), arch, name))
+    kept = cache_folder() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    with contextlib.suppress(OSError):
+        return kept.read_bytes()
+    compiled = (_nvrtc if name.startswith("nvrtc") else _nvcc)(path, source, defines, arch)
+    with contextlib.suppress(OSError):  # a cache that cannot be written is no error
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
+            part.write(compiled)
+        os.replace(part.name, kept)
+    return compiled
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept between processes."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit-repro" / "cubin"
+
+
+def _nvrtc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> bytes:
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError:  # its name before version 1
+        from cuda.core.experimental import Program, ProgramOptions
+    macros = [(name, str(value)) for name, value in defines.items()]
+    options = ProgramOptions(name=path.name, arch=arch, std="c++17", define_macro=macros)
+    try:
+        return bytes(Program(source, "c++", options).compile("cubin").code)
+    except Exception as error:
+        raise RuntimeError(f"{path.name} with {dict(defines)} does not compile for {arch}: {error}") from error
+
+
+def _nvcc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.cubin")
+        macros = [f"-D{name}={value}" for name, value in defines.items()]
+        command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", *macros, "-o", str(out), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{path.name} with {dict(defines)} does not compile for {arch}: {done.stderr}")
+        return out.read_bytes()
+
+
+class Function:
+    """A kernel on one device. Call it with the grid's and the block's size and the arguments: tensors and ints."""
+
+    def __init__(self, cubin: bytes, name: str, index: int, shared_bytes: int) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise RuntimeError(
+                f"{name} needs the package cuda-bindings to be launched (torch's CUDA build has it)."
+            ) from None
+        self._driver, self._index, self._shared = driver, index, shared_bytes
+        self._module = _checked(driver.cuModuleLoadData(cubin))
+        self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        attribute = driver.CUfunction_attribute(MAX_DYNAMIC_SHARED)
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+
+    def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
+        """Launch on torch's current stream of the kernel's device. Tensors become pointers, ints become C ints."""
+        if torch.cuda.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self(grid, block, *arguments)
+        values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = self._driver.cuLaunchKernel
+        _checked(launch(self._function, grid, 1, 1, block, 1, 1, self._shared, stream, ctypes.addressof(pointers), 0))
+
+
+def _checked(answer: tuple) -> object:
+    """The value of a driver call, its error raised."""
+    if int(answer[0]):
+        raise RuntimeError(f"CUDA driver: {answer[0]!r}")
+    return answer[1] if len(answer) > 1 else None
+
+
+_LOADED: dict[tuple, Function] = {}
+
+
+def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device, shared_bytes: int = 0) -> Function:
+    """Kernel `name` of a `.cu` file, compiled for `device` with `defines` and kept in memory.
+
+    Args:
+        path: the source; macros in it take the values of `defines`.
+        device: a CUDA device.
+        shared_bytes: dynamic shared memory of a launch.
+
+    Raises:
+        RuntimeError: no compiler here, the source does not compile, or the device refuses it.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (path, name, tuple(defines.items()), index, shared_bytes)
+    if key not in _LOADED:
+        major, minor = torch.cuda.get_device_capability(index)
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
+            _LOADED[key] = Function(compile_cubin(path, defines, f"sm_{major}{minor}"), name, index, shared_bytes)
+    return _LOADED[key]

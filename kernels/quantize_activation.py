@@ -1,0 +1,105 @@
+"""Quantize activations to int8, one scale per token, symmetric.
+
+    s[m] = max_k |x[m, k]| / 127          q[m, k] = round(x[m, k] / s[m])          x ~ s * q
+
+x: fp16 or bf16 [M, K] row-major. q: int8 [M, K]. s: float32 [M]. Rounding is half to even; the quotient is the exact
+product with 127 / max |x| in float32, in `w8a8_gemv` too, so that both find the same codes. A token below 1e-30
+throughout gets codes 0. Bytes moved: 3 M K + 4 M. One program quantizes one token, which stays in registers between
+the two passes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+CASES = [  # tokens, columns (hidden and FFN sizes of Llama layers, then ragged ones), dtype, seed
+    {"M": 1, "K": 4096, "dtype": "float16", "seed": 0},
+    {"M": 8, "K": 14336, "dtype": "bfloat16", "seed": 1},
+    {"M": 512, "K": 4096, "dtype": "bfloat16", "seed": 2},
+    {"M": 3, "K": 127, "dtype": "float16", "seed": 3},
+    {"M": 5, "K": 129, "dtype": "float16", "seed": 4},
+    {"M": 2, "K": 28672, "dtype": "bfloat16", "seed": 5},
+]
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Random activations [M, K] whose tokens differ in size by powers of ten, as real ones do."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    size = 10.0 ** torch.randint(-2, 3, (case["M"], 1), generator=generator)
+    return (torch.randn(case["M"], case["K"], generator=generator) * size).to(getattr(torch, case["dtype"])).to(device)
+
+
+def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes int8 [M, K], scales float32 [M]); the products in float64, where they are exact."""
+    x = x.float()
+    largest = x.abs().amax(dim=1)
+    # A tensor over a tensor: torch turns a number over a tensor into a product with the reciprocal on a GPU.
+    inverse = torch.where(largest > 1e-30, torch.full_like(largest, 127) / largest, 0)
+    codes = torch.round(x.double() * inverse.double()[:, None])
+    return codes.to(torch.int8), largest / torch.full_like(largest, 127)
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why this kernel cannot run on `device`, or None where it can."""
+    if torch.device(device).type != "cuda":
+        return "quantize_activation needs a CUDA device."
+    return None
+
+
+@triton.jit
+def inverse_scale(largest):  # noqa: ANN001, ANN201
+    """127 / largest, correctly rounded: the fast quotient and one step of Newton's method; 0 for a token of nothing."""
+    quotient = 127.0 / largest
+    rest = tl.fma(-quotient, largest, 127.0)
+    return tl.where(largest > 1e-30, tl.fma(rest, quotient * (1 / 127), quotient), 0.0)
+
+
+@triton.jit
+def code_bits(x, inverse):  # noqa: ANN001, ANN201
+    """Codes of float32 activations in the low bytes of int32, where adding 1.5 * 2^23 (half to even) leaves them."""
+    return tl.fma(x, inverse, 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def quantize_activation_kernel(x, q, s, K, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    values = tl.load(x + token * K + k, mask=k < K, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=0)
+    codes = code_bits(values, tl.zeros_like(values) + inverse_scale(largest))
+    tl.store(q + token * K + k, codes.to(tl.int8), mask=k < K)
+    tl.store(s + token, tl.div_rn(largest, 127.0))
+
+
+@torch.library.custom_op("lowbit::quantize_activation", mutates_args=())
+def quantize_activation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes int8 [M, K], scales float32 [M]) of fp16 or bf16 activations [M, K]; ValueError for anything else."""
+    check(x)
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    s = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(x.shape[1])
+    warps = min(max(block // 1024, 1), 16)
+    quantize_activation_kernel[(x.shape[0],)](x, q, s, x.shape[1], BLOCK=block, num_warps=warps)
+    return q, s
+
+
+@quantize_activation.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@quantize_activation.register_kernel("cpu")
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    check(x)
+    return reference(x)
+
+
+def check(x: torch.Tensor) -> None:
+    """ValueError unless `x` is a contiguous, non-empty fp16 or bf16 matrix."""
+    if x.dim() != 2 or x.dtype not in (torch.float16, torch.bfloat16) or not x.is_contiguous() or x.numel() == 0:
+        raise ValueError(f"activations must be a contiguous fp16 or bf16 matrix, not {x.dtype} {tuple(x.shape)}")
+
+
+def aligned(*matrices: torch.Tensor) -> bool:
+    """Whether every row of int8 or wider matrices with the same columns begins at a multiple of 16 bytes."""
+    return all(matrix.data_ptr() % 16 == 0 and matrix.shape[1] % 16 == 0 for matrix in matrices)

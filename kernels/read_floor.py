@@ -1,0 +1,96 @@
+"""Read floor: read n bytes once and reduce them. No kernel that needs n bytes of weights is faster than this one.
+
+    out[p] = exclusive or of the 32-bit words of block p of x
+
+x: any contiguous tensor of n bytes, n a multiple of 4. out: int32, one entry per block of BLOCK words; entries past the
+last block are left alone. Bytes moved: n, plus 4 per block. Operations: one per word.
+One program reads one block with 16-byte loads that are all in flight before the first is used; `evict_first`, since a
+word is never read twice.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from repro.kernels.launch_config import configurations, device_slug
+
+CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged ends
+    {"bytes": 512 * 2048, "seed": 0},
+    {"bytes": 4096 * 4096 // 2, "seed": 1},
+    {"bytes": 4096 * 14336, "seed": 2},
+    {"bytes": 4 * 4097, "seed": 3},
+    {"bytes": 4, "seed": 4},
+]
+SPACE = [{"block": b, "warps": w} for b in (1024, 2048, 4096, 8192, 16384) for w in (4, 8, 16) if b >= 128 * w]
+MIN_BLOCK = 1024
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Random bytes x (uint8) and a zeroed `out` that is large enough for every configuration."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    x = torch.randint(0, 256, (case["bytes"],), dtype=torch.uint8, generator=generator).to(device)
+    return x, torch.zeros(triton.cdiv(case["bytes"] // 4, MIN_BLOCK), dtype=torch.int32, device=device)
+
+
+def reference(x: torch.Tensor) -> int:
+    """The exclusive or of all words of x, which is that of all of `out` too after the kernel."""
+    return int(np.bitwise_xor.reduce(x.cpu().flatten().view(torch.uint8).view(torch.int32).numpy()))
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why this kernel cannot run on `device`, or None where it can."""
+    if torch.device(device).type != "cuda":
+        return "read_floor needs a CUDA device."
+    return None
+
+
+@triton.jit
+def read_floor_kernel(x, out, words, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * BLOCK
+    block = tl.arange(0, BLOCK)
+    if first + BLOCK <= words:  # without a mask, or a ragged end would cost every program its wide loads
+        values = tl.load(x + first + block, eviction_policy="evict_first")
+    else:
+        values = tl.load(x + first + block, mask=first + block < words, other=0)
+    tl.store(out + program, tl.xor_sum(values, axis=0))
+
+
+def configuration(nbytes: int, device: torch.device | str) -> dict:
+    """{"block": words per program, "warps"}: recorded for the largest size up to `nbytes`, or a heuristic."""
+    recorded = configurations(device_slug(device)).get("read_floor", {})
+    sizes = sorted(int(key) for key in recorded)
+    if sizes:
+        return recorded[str(max((size for size in sizes if size <= nbytes), default=sizes[0]))]
+    return {"block": 2048, "warps": 4} if nbytes < 2**24 else {"block": 4096, "warps": 4}
+
+
+def launch(x: torch.Tensor, out: torch.Tensor, config: dict) -> None:
+    """Launches the kernel with one configuration of SPACE. `x` and `out` as in the operator."""
+    words = x.numel() * x.element_size() // 4
+    blocks = triton.cdiv(words, config["block"])
+    if x.numel() * x.element_size() % 4 or not x.is_contiguous() or words == 0:
+        raise ValueError(
+            f"read_floor: x of shape {tuple(x.shape)} must be contiguous, its bytes a multiple of 4 and not 0"
+        )
+    if out.dtype != torch.int32 or out.numel() < blocks:
+        raise ValueError(f"read_floor: out {out.dtype} of {out.numel()} entries must be int32 with {blocks} or more")
+    read_floor_kernel[(blocks,)](
+        x.view(-1).view(torch.int32), out, words, BLOCK=config["block"], num_warps=config["warps"]
+    )
+
+
+@torch.library.custom_op("lowbit::read_floor", mutates_args=("out",))
+def read_floor(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Reads every byte of `x` (contiguous, 4n bytes) and writes one word per block into `out` (int32).
+
+    ceil(n / 1024) entries of `out` always suffice. Raises ValueError when the shapes do not fit.
+    """
+    launch(x, out, configuration(x.numel() * x.element_size(), x.device))
+
+
+@read_floor.register_kernel("cpu")
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.zero_()
+    out[0] = reference(x)

@@ -1,0 +1,218 @@
+"""W8A8 GEMM for prefill: int8 weights and int8 activations on the integer matrix units, scales in the epilogue.
+
+    y[m, n] = (sum_k x_q[m, k] * w_q[n, k]) * s_x[m] * s_w[n]
+
+x_q: int8 [M, K], s_x: float32 [M] (one per token, from `quantize_activation`). w_q: int8 [N, K] row-major, s_w:
+float32 [N] (one per output channel). y: fp16 or bf16 [M, N]. The sum is exact in int32. Operations: 2 M N K; bytes
+moved at least N K + M K + 2 M N + 4 (M + N).
+
+Tiles come through tensor descriptors (TMA where the device has it) when K is a multiple of 16, through masked pointers
+otherwise. With few tiles SPLIT programs share the K of one tile: int32 partial sums go to a workspace and a second
+kernel adds and scales them; the result does not depend on SPLIT. With SWAP the weights are the left operand, which
+wastes less of the matrix unit when M is small.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from repro.kernels.launch_config import launch_config
+from repro.kernels.quantize_activation import aligned
+
+CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), dtype, seed
+    {"M": 128, "N": 4096, "K": 4096, "dtype": "bfloat16", "seed": 0},
+    {"M": 512, "N": 14336, "K": 4096, "dtype": "bfloat16", "seed": 1},
+    {"M": 2048, "N": 4096, "K": 14336, "dtype": "float16", "seed": 2},
+    {"M": 300, "N": 1000, "K": 2064, "dtype": "float16", "seed": 3},
+    {"M": 17, "N": 129, "K": 127, "dtype": "bfloat16", "seed": 4},
+    {"M": 65, "N": 127, "K": 1001, "dtype": "float16", "seed": 5},
+]
+SPACE = [  # a tile's tokens, channels and columns; programs that share its columns; warps; tiles in flight
+    {"m": m, "n": n, "k": k, "split": split, "swap": swap, "warps": warps, "stages": stages}
+    for m, n, k, swap, warps, stages, splits in [
+        (16, 64, 256, True, 4, 4, (1, 2, 4, 8)),
+        (32, 64, 256, True, 4, 4, (1, 2, 4, 8)),
+        (64, 64, 256, True, 4, 4, (1, 2, 4, 8)),
+        (64, 128, 128, True, 4, 5, (1, 2, 4)),
+        (128, 64, 128, False, 4, 5, (1, 2, 4)),
+        (128, 128, 256, False, 8, 3, (1, 2, 4)),
+        (128, 128, 128, False, 4, 3, (1, 2)),
+        (256, 128, 128, False, 8, 4, (1,)),
+        (256, 128, 128, True, 8, 4, (1,)),
+        (128, 256, 128, False, 8, 4, (1, 2)),
+    ]
+    for split in splits
+]
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+    """(x_q, s_x, w_q, s_w): random codes and scales of one case."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    m, n, k = case["M"], case["N"], case["K"]
+    x_q = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=generator)
+    w_q = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator)
+    s_x = torch.rand(m, generator=generator) * 0.05 + 0.001
+    s_w = torch.rand(n, generator=generator) * 0.001 + 0.0001
+    return x_q.to(device), s_x.to(device), w_q.to(device), s_w.to(device)
+
+
+def reference(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
+    """y [M, N] in float32: dequantize, then multiply."""
+    return (x_q.float() * s_x[:, None]) @ (w_q.float() * s_w[:, None]).T
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why this kernel cannot run on `device`, or None where it can."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return "w8a8_gemm needs a CUDA device."
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "w8a8_gemm needs a GPU of compute capability 8.0 or higher (integer matrix units)."
+    return None
+
+
+@triton.jit
+def tile(source, row, k, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr):  # noqa: ANN001, ANN201
+    """ROWS x COLUMNS codes from (row, k) on, 0 outside the matrix; `source` is a descriptor or a pointer."""
+    if DESCRIPTOR:
+        return source.load([row, k])
+    else:
+        r = row + tl.arange(0, ROWS)[:, None]
+        c = k + tl.arange(0, COLUMNS)[None, :]
+        return tl.load(source + r.to(tl.int64) * K + c, mask=(r < rows) & (c < K), other=0)
+
+
+@triton.jit
+def store_scaled(y, acc, s_x, s_w, row, column, M, N):  # noqa: ANN001, ANN201
+    """y[row, column] = acc * s_x * s_w inside the matrix; `row` and `column` broadcast to acc's shape."""
+    s_m = tl.load(s_x + row, mask=row < M, other=0.0)
+    s_n = tl.load(s_w + column, mask=column < N, other=0.0)
+    value = acc.to(tl.float32) * s_m * s_n
+    tl.store(y + row.to(tl.int64) * N + column, value.to(y.dtype.element_ty), mask=(row < M) & (column < N))
+
+
+@triton.jit
+def w8a8_gemm_kernel(  # noqa: ANN201
+    x_q, w_q, s_x, s_w, y, partial, M, N, K,  # noqa: ANN001
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLIT: tl.constexpr, SWAP: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    # Programs that run together share tiles in L2: all row tiles of eight column tiles before the next eight.
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    band = tl.program_id(0) // (8 * tiles_m)
+    width = min(tiles_n - band * 8, 8)
+    inside = tl.program_id(0) % (8 * tiles_m)
+    row, column = inside // width * BM, (band * 8 + inside % width) * BN
+
+    steps = tl.cdiv(tl.cdiv(K, BK), SPLIT)
+    first = tl.program_id(1) * steps
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), dtype=tl.int32)
+    for step in range(first, min(first + steps, tl.cdiv(K, BK))):
+        a = tile(x_q, row, step * BK, M, K, BM, BK, DESCRIPTOR)
+        b = tile(w_q, column, step * BK, N, K, BN, BK, DESCRIPTOR)
+        if SWAP:
+            acc = tl.dot(b, a.T, acc, out_dtype=tl.int32)
+        else:
+            acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
+
+    m = row + (tl.arange(0, BM)[None, :] if SWAP else tl.arange(0, BM)[:, None])
+    n = column + (tl.arange(0, BN)[:, None] if SWAP else tl.arange(0, BN)[None, :])
+    if SPLIT == 1:
+        store_scaled(y, acc, s_x, s_w, m, n, M, N)
+    else:
+        share = tl.program_id(1).to(tl.int64) * M * N
+        tl.store(partial + share + m.to(tl.int64) * N + n, acc, mask=(m < M) & (n < N))
+
+
+@triton.jit
+def add_partial_sums_kernel(partial, s_x, s_w, y, M, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.int32)
+    for split in tl.static_range(SPLIT):
+        acc += tl.load(partial + (split * M + row).to(tl.int64) * N + column, mask=column < N, other=0)
+    store_scaled(y, acc, s_x, s_w, row, column, M, N)
+
+
+def heuristic(m: int, n: int, k: int) -> dict:
+    """A configuration for a shape without a recorded one: tiles that hold m, split until about 128 programs run."""
+    tile = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 256 else 128
+    config = next(c for c in SPACE if c["m"] == tile and (tile < 128 or c["n"] == 128)) | {"split": 1}
+    tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
+    while config["split"] < 4 and tiles * config["split"] <= 64 and k // config["k"] >= 8 * config["split"]:
+        config["split"] *= 2
+    return config
+
+
+def tuning_key(case: dict) -> str:
+    """The key of a case's shape among the recorded configurations: M rounded up to 16, 32, ... 2048, then N and K."""
+    bucket = min(max(16, triton.next_power_of_2(case["M"])), 2048)
+    return f"{bucket}x{case['N']}x{case['K']}"
+
+
+def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
+    """The configuration recorded for the shape, or a heuristic."""
+    return launch_config("w8a8_gemm", tuning_key({"M": m, "N": n, "K": k}), device) or heuristic(m, n, k)
+
+
+def launch(
+    x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:  # fmt: skip
+    """y [M, N] in `dtype` with one configuration of SPACE; arguments as in the operator, not checked again."""
+    (m, k), n, split = x_q.shape, w_q.shape[0], config["split"]
+    tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
+    y = torch.empty((m, n), dtype=dtype, device=x_q.device)
+    partial = torch.empty((split, m, n), dtype=torch.int32, device=x_q.device) if split > 1 else None
+    descriptor = aligned(x_q, w_q)  # as the copy engine wants it
+    a, b = x_q, w_q
+    if descriptor:
+        a = TensorDescriptor.from_tensor(x_q, [config["m"], config["k"]])
+        b = TensorDescriptor.from_tensor(w_q, [config["n"], config["k"]])
+    w8a8_gemm_kernel[(tiles, split)](
+        a, b, s_x, s_w, y, partial, m, n, k, BM=config["m"], BN=config["n"], BK=config["k"], SPLIT=split,
+        SWAP=config["swap"], DESCRIPTOR=descriptor, num_warps=config["warps"], num_stages=config["stages"],
+    )  # fmt: skip
+    if split > 1:
+        block = 1024
+        add_partial_sums_kernel[(m, triton.cdiv(n, block))](partial, s_x, s_w, y, m, n, SPLIT=split, BLOCK=block)
+    return y
+
+
+def check(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> None:
+    """ValueError, with the shapes, unless the operands fit together."""
+    shapes = f"x_q {tuple(x_q.shape)}, s_x {tuple(s_x.shape)}, w_q {tuple(w_q.shape)}, s_w {tuple(s_w.shape)}"
+    if x_q.dim() != 2 or w_q.dim() != 2 or x_q.shape[1] != w_q.shape[1]:
+        raise ValueError(f"w8a8_gemm: x_q must be [M, K] and w_q [N, K]: {shapes}")
+    if s_x.shape != x_q.shape[:1] or s_w.shape != w_q.shape[:1]:
+        raise ValueError(f"w8a8_gemm: s_x must be [M] and s_w [N]: {shapes}")
+    if x_q.dtype != torch.int8 or w_q.dtype != torch.int8 or s_x.dtype != torch.float32 or s_w.dtype != torch.float32:
+        raise ValueError(f"w8a8_gemm: codes must be int8, scales float32: {shapes}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"w8a8_gemm: the output is fp16 or bf16, not {dtype}: {shapes}")
+    if 0 in (*x_q.shape, *w_q.shape) or not (x_q.is_contiguous() and w_q.is_contiguous()):
+        raise ValueError(f"w8a8_gemm: x_q and w_q must be contiguous and not empty: {shapes}")
+
+
+@torch.library.custom_op("lowbit::w8a8_gemm", mutates_args=())
+def w8a8_gemm(
+    x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """y [M, N] in fp16 or bf16 (`dtype`) of int8 codes x_q [M, K], w_q [N, K] and float32 scales s_x [M], s_w [N].
+
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    check(x_q, s_x, w_q, s_w, dtype)
+    return launch(x_q, s_x, w_q, s_w, configuration(x_q.shape[0], *w_q.shape, x_q.device), dtype)
+
+
+@w8a8_gemm.register_fake
+def _(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x_q.new_empty((x_q.shape[0], w_q.shape[0]), dtype=dtype)
+
+
+@w8a8_gemm.register_kernel("cpu")
+def _(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    check(x_q, s_x, w_q, s_w, dtype)
+    return reference(x_q, s_x, w_q, s_w).to(dtype)

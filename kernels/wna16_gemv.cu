@@ -1,0 +1,349 @@
+// y [M, N] = x [M, K] W^T for M <= 16 and weights of 2, 4 or 8 bits. wna16_gemv.py says why, packing.py has the layout.
+//
+// Compile-time choices, all -D. The problem: BITS 2 4 8; GROUP 0 32 64 128 columns (0: one group a row); SYMMETRIC 0 1;
+// BF16 0 1 (else float16); COLUMNS 1 8 16 >= M; RAGGED 1 where K, always a multiple of 8, is none of CHUNK. The launch:
+// WARPS of a block; TILES of 16 rows that each of them works on; CHUNK columns, a multiple of 128, that it copies at
+// a time; STAGES chunks in flight; SPLITS blocks, a cluster, that share a row tile's columns (more than 1 needs sm_90);
+// BLOCKS of a multiprocessor, which caps the registers.
+//
+// Every warp has a ring of STAGES slots in shared memory to itself. A slot holds a chunk: codes, scales and zeros of
+// the warp's row tiles, and activations. Copies are asynchronous, and no warp waits for another before the end.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+#define UNROLL _Pragma("unroll")
+
+constexpr int LOADS = CHUNK * BITS / 256;         // packed blocks of a tile in a chunk: 512 bytes each, 16 a lane
+constexpr int PAIRS = CHUNK / 32;                 // of mma steps in a chunk
+constexpr int GROUPS = GROUP ? CHUNK / GROUP : 1; // in a chunk
+constexpr int PAIRS_A_GROUP = PAIRS / GROUPS;
+constexpr int PIECES = CHUNK / 8;                 // of 16 bytes in a chunk of one row of activations
+constexpr int BATCHES = (COLUMNS + 7) / 8;        // of 8 rows of activations, the columns of an mma's operand B
+constexpr int KEPT = COLUMNS == 1 ? 1 : 2;        // sums that a lane keeps of its two columns
+constexpr int OUTPUTS = TILES * COLUMNS * 16;     // of a block
+constexpr int WORKERS = SPLITS * WARPS;           // warps that take a row tile's chunks in turn
+
+constexpr int CODE_BYTES = LOADS * 512, SCALE_BYTES = GROUP ? GROUPS * (SYMMETRIC ? 32 : 64) : 0; // of a tile's chunk
+constexpr int SCALES_AT = TILES * CODE_BYTES, X_AT = SCALES_AT + TILES * SCALE_BYTES;             // in a slot
+constexpr int SLOT = X_AT + COLUMNS * CHUNK * 2;
+
+// A code q becomes an operand value (q + OFFSET) * UNIT. float16: q is the mantissa of a subnormal, UNIT is 2^-24, and
+// 2^RAISED times that in rows g+8, whose codes lie RAISED bits higher. bfloat16, where such products would underflow:
+// 128 + q or, raised, 4 (32 + q).
+constexpr int RAISED = BITS == 8 || BITS == 4 && BF16 ? 0 : BITS;
+constexpr float OFFSET = !BF16 ? 0 : BITS == 8 ? 2176 : 128, OFFSET_RAISED = OFFSET / (1 << RAISED);
+constexpr float UNITS = BF16 ? 1 : 1 << 24, UNITS_RAISED = UNITS / (1 << RAISED); // 1 / UNIT
+constexpr u32 ONE = BF16 ? 0x3F803F80 : 0x00010001, ONE_RAISED = !BF16 ? ONE << RAISED : RAISED ? 0x40804080 : ONE;
+constexpr bool JOINED = BITS == 4 && !BF16;            // rows g hold q[g] + 16 q[g+8], which saves an instruction
+constexpr bool SPREAD = BITS == 2 && !BF16;            // the second chain lies 4 bits higher
+constexpr int CHAINS = COLUMNS == 1 || SPREAD ? 2 : 1; // sums that do not wait for one another
+
+// ---- PTX. tests/cuda_emulation.h says the same plainly.
+
+#ifndef EMULATION
+__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Copies 16 bytes into shared memory, or zeros. `copy_once`: nobody else reads them.
+__device__ __forceinline__ void copy(u32 to, const void *from, bool when, bool zero) {
+    asm volatile("{.reg .pred p, z; setp.ne.u32 p, %2, 0; setp.ne.u32 z, %3, 0;"
+                 "@p cp.async.ca.shared.global [%0], [%1], 16, z;}"
+                 ::"r"(to), "l"(from), "r"((u32)when), "r"((u32)zero) : "memory");
+}
+__device__ __forceinline__ void copy_once(u32 to, const void *from, u64 policy, bool when, bool zero) {
+    asm volatile("{.reg .pred p, z; setp.ne.u32 p, %3, 0; setp.ne.u32 z, %4, 0;"
+                 "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, z, %2;}"
+                 ::"r"(to), "l"(from), "l"(policy), "r"((u32)when), "r"((u32)zero) : "memory");
+}
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wait_for_copies() { // but for the last PENDING groups of them
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+    __syncwarp();
+}
+__device__ __forceinline__ uint4 load16(u32 p) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void load16_if(uint4 &v, u32 p, bool when) { // v keeps its value elsewhere
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(p), "r"((u32)when) : "memory");
+}
+__device__ __forceinline__ uint2 load8(u32 p) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ float to_float(u32 half) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)half));
+    return f;
+}
+__device__ __forceinline__ u16 to_output(float v) {
+    u16 h;
+    if (BF16)
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    else
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+}
+#define MMA(TYPE)                                                                                                     \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"                                                 \
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                       \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+__device__ __forceinline__ void mma(float c[4], const u32 a[4], u32 b0, u32 b1) { // c [16, 8] += a [16, 16] b [16, 8]
+    if (BF16)
+        MMA("bf16");
+    else
+        MMA("f16");
+}
+__device__ __forceinline__ u64 evict_first() { // from L2 before anything else
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+#if SPLITS > 1
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+// A barrier in the cluster's first block that counts the bytes which the other blocks send.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 "fence.mbarrier_init.release.cluster;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void send(u32 to, float value, u32 barrier) { // to the first block; addresses as in this one
+    asm volatile("{.reg .u32 t, b; mapa.shared::cluster.u32 t, %0, 0; mapa.shared::cluster.u32 b, %2, 0;"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], %1, [b];}"
+                 ::"r"(to), "r"(__float_as_uint(value)), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_bytes(u32 barrier) {
+    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra again;}"
+                 ::"r"(barrier) : "memory");
+}
+#endif
+#endif
+
+// ---- arithmetic
+
+__device__ __forceinline__ u32 upper_bytes(u32 v) { return __byte_perm(v, 0, 0x4341); } // v >> 8 & 0x00FF00FF
+
+// c += codes times x for a pair of steps, 32 columns. words: the lane's codes of a chunk; x: its part of 8 rows each.
+__device__ __forceinline__ void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const uint4 *x) {
+    constexpr u32 magic = BF16 ? 0x43004300 : 0; // 128
+    const u32 *word = &words[0].x + pair * BITS / 2;
+    UNROLL for (int i = 0; i < 2; i++) {
+        u32 a[4], high[4];
+        if (BITS == 8) {
+            u32 w = word[2 * i], v = word[2 * i + 1], parts[4] = {w, w >> 8, v, v >> 8};
+            if (BF16) { // two operands: 128 + lower four bits, 16 (128 + upper four bits)
+                UNROLL for (int j = 0; j < 4; j++) {
+                    a[j] = parts[j] & 0x000F000F | magic;
+                    high[j] = parts[j] >> 4 & 0x000F000F | 0x45004500;
+                }
+            } else
+                a[0] = w & 0x00FF00FF, a[1] = upper_bytes(w), a[2] = v & 0x00FF00FF, a[3] = upper_bytes(v);
+        } else if (BITS == 4) {
+            u32 w = word[i], v = upper_bytes(w);
+            if (BF16) {
+                a[0] = w & 0x000F000F | magic, a[1] = w >> 4 & 0x000F000F | magic;
+                a[2] = v & 0x000F000F | magic, a[3] = v >> 4 & 0x000F000F | magic;
+            } else
+                a[0] = w & 0x00FF00FF, a[1] = w & 0x00F000F0, a[2] = v, a[3] = v & 0x00F000F0;
+        } else { // i is not the step: codes that lie equally high in their bytes meet in one operand
+            u32 w = word[0], v = upper_bytes(w);
+            if (!SPREAD) w >>= 4 * i, v >>= 4 * i;
+            constexpr u32 mask = 0x00030003;
+            const u32 at = SPREAD ? 4 * i : 0;
+            a[0] = w & mask << at | magic, a[1] = w & mask << at + 2 | magic;
+            a[2] = v & mask << at | magic, a[3] = v & mask << at + 2 | magic;
+        }
+        UNROLL for (int n = 0; n < BATCHES; n++) {
+            u32 b0 = i == 0 ? x[n].x : BITS == 2 ? x[n].y : x[n].z;
+            u32 b1 = i == 1 ? x[n].w : BITS == 2 ? x[n].z : x[n].y;
+            mma(c[i % CHAINS][n], a, b0, b1);
+            if (BITS == 8 && BF16) mma(c[i % CHAINS][n], high, b0, b1);
+        }
+    }
+}
+
+// total += s (c - z sum x): scale and zero of one group, in float32. c and sums carry the same UNIT.
+// scales: (scale, zero) of row g and of row g+8; symmetric: their two scales.
+__device__ __forceinline__ void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4],
+                                      const float (*sums)[4], uint2 scales) {
+    float s[2], z[2];
+    UNROLL for (int half = 0; half < 2; half++) {
+        u32 pair = half ? scales.y : scales.x;
+        s[half] = to_float(SYMMETRIC ? scales.x >> 16 * half : pair);
+        z[half] = SYMMETRIC ? float(1 << (BITS - 1)) : to_float(pair >> 16);
+        if (BF16) z[half] += half ? OFFSET_RAISED : OFFSET;
+    }
+    UNROLL for (int n = 0; n < BATCHES; n++)
+        UNROLL for (int k = 0; k < KEPT; k++) {
+            float low = c[0][n][k], high = c[0][n][2 + k], more = SPREAD ? 1.f / 16 : 1.f;
+            if (CHAINS == 2) low += c[1][n][k] * more, high += c[1][n][2 + k] * more;
+            if (JOINED) low -= high;
+            total[n][0][k] += s[0] * (low - z[0] * sums[n][k]);
+            total[n][1][k] += s[1] * (high - z[1] * sums[n][2 + k]);
+        }
+}
+
+// ---- the kernel; a block computes TILES row tiles
+
+#if SPLITS > 1
+#define CLUSTER __cluster_dims__(SPLITS)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(32 * WARPS, BLOCKS)
+wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, const u16 *__restrict__ x,
+           u16 *__restrict__ y, u32 N, u32 K, u32 M, u32 chunks, u32 last_tile, u32 tile_bytes, u32 tile_scale_bytes) {
+    extern __shared__ __align__(128) char shared[]; // partial sums of all workers, then the rings
+    auto partial = (float (*)[OUTPUTS])shared;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const u32 rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS * TILES, worker = rank * WARPS + warp;
+    const char *ring = shared + WORKERS * OUTPUTS * 4 + warp * (STAGES * SLOT);
+    const u64 policy = evict_first();
+
+    // What this lane copies next. A tile beyond the last one is that one again.
+    u32 next = worker;
+    const char *next_codes = codes + (u64)tile * tile_bytes + (worker * CODE_BYTES + lane * 16);
+    const char *next_scales = scale_zero + (u64)tile * tile_scale_bytes + (worker * SCALE_BYTES + lane * 16);
+    const u32 x_row = COLUMNS == 1 ? 0 : lane / PIECES, x_piece = COLUMNS == 1 ? lane : lane % PIECES;
+    const u16 *next_x = x + (x_row * K + worker * CHUNK + x_piece * 8);
+
+    // Copies the warp's next chunk, if there is one, into a slot: activations, then weights. Zeros lie beyond K.
+    auto load = [&](u32 slot) {
+        const bool more = next < chunks;
+        UNROLL for (int i = 0; i < (COLUMNS * PIECES + 31) / 32; i++) {
+            u32 row = COLUMNS == 1 ? 0 : x_row + i * 32 / PIECES, piece = COLUMNS == 1 ? x_piece + i * 32 : x_piece;
+            bool mine = COLUMNS == 1 ? piece < PIECES : row < M, beyond = RAGGED && next * CHUNK + piece * 8 >= K;
+            u32 swizzled = piece ^ (row & 1) << 2; // rows that are read together lie in different banks
+            copy(slot + X_AT + row * CHUNK * 2 + swizzled * 16, next_x + (COLUMNS == 1 ? i * 256 : i * 32 / PIECES * K),
+                 more && mine, beyond);
+        }
+        end_of_copies();
+        UNROLL for (int r = 0; r < TILES; r++) {
+            u32 up = r ? min((u32)r, last_tile - tile) : 0;
+            UNROLL for (int i = 0; i < LOADS; i++) {
+                bool beyond = RAGGED && next * CODE_BYTES + i * 512 >= tile_bytes;
+                copy_once(slot + r * CODE_BYTES + i * 512 + lane * 16, next_codes + (up * tile_bytes + i * 512), policy,
+                          more, beyond);
+            }
+        }
+        UNROLL for (int r = 0; r < (GROUP ? TILES : 0); r++) {
+            u32 up = r ? min((u32)r, last_tile - tile) : 0;
+            bool mine = lane * 16 < SCALE_BYTES, beyond = RAGGED && next * SCALE_BYTES + lane * 16 >= tile_scale_bytes;
+            copy_once(slot + SCALES_AT + r * SCALE_BYTES + lane * 16, next_scales + up * tile_scale_bytes, policy,
+                      more && mine, beyond);
+        }
+        end_of_copies();
+        next += WORKERS, next_x += WORKERS * CHUNK;
+        next_codes += WORKERS * CODE_BYTES, next_scales += WORKERS * SCALE_BYTES;
+    };
+    auto scales_of = [&](const char *from) { // rows g and g+8, from shared or global memory
+        return SYMMETRIC ? uint2{((const u32 *)from)[g], 0} : ((const uint2 *)from)[g];
+    };
+
+    const u32 ones[4] = {ONE, ONE_RAISED, ONE, ONE_RAISED};
+    uint4 b[COLUMNS == 1 ? PAIRS : 1][BATCHES] = {};      // one row of x: lanes g = 0 hold it, all others zeros
+    float c[TILES][CHAINS][BATCHES][4] = {};              // of a group
+    float sums[BATCHES][4] = {};                          // of x in a group
+    float total[TILES][BATCHES][2][KEPT] = {};            // rows g and g+8
+    auto compute = [&](const char *slot_pointer) {
+        const u32 slot = shared_address(slot_pointer);
+        wait_for_copies<2 * STAGES - 1>();
+        float group_sums[GROUPS] = {};
+        if (COLUMNS == 1) {
+            UNROLL for (int pair = 0; pair < PAIRS; pair++)
+                load16_if(b[pair][0], slot + X_AT + (4 * pair + t) * 16, g == 0);
+            // With 8 steps side by side in the operand's 8 columns one mma sums 128 x; lane t gets the sum of a pair.
+            UNROLL for (int i = 0; i < CHUNK / 128; i++) {
+                float own[4] = {};
+                uint2 steps = load8(slot + X_AT + i * 256 + g / 2 * 64 + t * 16 + g % 2 * 8);
+                mma(own, ones, steps.x, steps.y);
+                float sum = own[0] + own[1];
+                if (PAIRS_A_GROUP > 1) sum += __shfl_xor_sync(~0u, sum, 1);
+                if (PAIRS_A_GROUP > 2) sum += __shfl_xor_sync(~0u, sum, 2);
+                UNROLL for (int p = 0; p < 4; p += PAIRS_A_GROUP)
+                    group_sums[(4 * i + p) / PAIRS_A_GROUP] += PAIRS_A_GROUP < 4 ? __shfl_sync(~0u, sum, p, 4) : sum;
+            }
+        }
+        wait_for_copies<2 * STAGES - 2>();
+        uint4 words[TILES][LOADS];
+        UNROLL for (int r = 0; r < TILES; r++)
+            UNROLL for (int i = 0; i < LOADS; i++) words[r][i] = load16(slot + r * CODE_BYTES + i * 512 + lane * 16);
+        UNROLL for (int group = 0; group < GROUPS; group++) {
+            UNROLL for (int n = 0; n < (GROUP ? BATCHES : 0); n++) // where a row is one group all chunks add up
+                UNROLL for (int k = 0; k < 4; k++) {
+                    sums[n][k] = 0;
+                    UNROLL for (int r = 0; r < TILES; r++)
+                        UNROLL for (int i = 0; i < CHAINS; i++) c[r][i][n][k] = 0;
+                }
+            UNROLL for (int pair = group * PAIRS_A_GROUP; pair < (group + 1) * PAIRS_A_GROUP; pair++) {
+                auto &operand = b[COLUMNS == 1 ? pair : 0];
+                UNROLL for (int n = 0; n < (COLUMNS > 1 ? BATCHES : 0); n++) {
+                    u32 row = min(8 * n + g, M - 1); // columns beyond M repeat the last one and are dropped
+                    operand[n] = load16(slot + X_AT + row * CHUNK * 2 + ((4 * pair + t) ^ (row & 1) << 2) * 16);
+                    mma(sums[n], ones, operand[n].x, operand[n].y);
+                    mma(sums[n], ones, operand[n].z, operand[n].w);
+                }
+                UNROLL for (int r = 0; r < TILES; r++) multiply(c[r], words[r], pair, operand);
+            }
+            if (COLUMNS == 1) sums[0][0] += group_sums[group], sums[0][2] = sums[0][0] * (1 << RAISED);
+            const char *scales = slot_pointer + SCALES_AT + group * (SCALE_BYTES / GROUPS);
+            UNROLL for (int r = 0; r < (GROUP ? TILES : 0); r++)
+                scale(total[r], c[r], sums, scales_of(scales + r * SCALE_BYTES));
+        }
+    };
+
+    UNROLL for (int stage = 0; stage < STAGES; stage++) load(shared_address(ring + stage * SLOT));
+#if SPLITS > 1
+    __shared__ __align__(8) u64 received;
+    const u32 barrier = shared_address(&received);
+    if (rank == 0 && threadIdx.x == 0) expect_bytes(barrier, (SPLITS - 1) * WARPS * OUTPUTS * 4);
+    cluster_arrive();
+#endif
+    uint2 row_scales[TILES];
+    UNROLL for (int r = 0; r < (GROUP ? 0 : TILES); r++)
+        row_scales[r] = scales_of(scale_zero + (u64)min(tile + r, last_tile) * tile_scale_bytes);
+    u32 at = 0;
+    for (u32 chunk = worker; chunk < chunks; chunk += WORKERS) {
+        compute(ring + at);
+        __syncwarp();
+        load(shared_address(ring + at));
+        at = at == (STAGES - 1) * SLOT ? 0 : at + SLOT;
+    }
+    UNROLL for (int r = 0; r < (GROUP ? 0 : TILES); r++) scale(total[r], c[r], sums, row_scales[r]);
+
+    // All workers' sums meet in the shared memory of the cluster's first block, which adds them up.
+#if SPLITS > 1
+    cluster_wait(); // the first block has started
+#endif
+    UNROLL for (int r = 0; r < TILES; r++)
+        UNROLL for (int n = 0; n < BATCHES; n++)
+            UNROLL for (int half = 0; half < 2; half++)
+                UNROLL for (int k = 0; k < KEPT; k++) {
+                    if (COLUMNS == 1 && t > 0) continue;
+                    int column = COLUMNS == 1 ? 0 : 8 * n + 2 * t + k;
+                    float *to = &partial[worker][(r * COLUMNS + column) * 16 + 8 * half + g];
+                    float value = total[r][n][half][k] * (half ? UNITS_RAISED : UNITS);
+#if SPLITS > 1
+                    if (rank) send(shared_address(to), value, barrier); else
+#endif
+                    *to = value;
+                }
+#if SPLITS > 1
+    if (rank) return;
+    wait_for_bytes(barrier);
+#endif
+    __syncthreads();
+    UNROLL for (int start = 0; start < OUTPUTS; start += 32 * WARPS) {
+        u32 i = start + threadIdx.x, row = (tile + i / (16 * COLUMNS)) * 16 + i % 16, column = i / 16 % COLUMNS;
+        if (i >= OUTPUTS || row >= N || column >= M) continue;
+        float sum[4] = {};
+        UNROLL for (int w = 0; w < WORKERS; w++) sum[w % 4] += partial[w][i];
+        y[(u64)column * N + row] = to_output((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    }
+}

@@ -1,0 +1,237 @@
+"""Decode: y [M, N] = x [M, K] W^T for a few rows x and weights of 2, 4 or 8 bits, as fast as the weights can be read.
+
+    y[m, n] = sum over groups G of s[n, G] * (sum_{k in G} q[n, k] x[m, k] - z[n, G] * sum_{k in G} x[m, k])
+
+x: float16 or bfloat16, M = 1 ... 16. W: `PackedWeight`, symmetric or not, groups of 32, 64, 128 columns or a whole row.
+Bytes moved: packed.nbytes + 2 K M + 2 N M. Operations: 2 M N K, on the tensor cores, whose operand has 8 columns.
+
+How (wna16_gemv.cu): weights are operand A of `mma.m16n8k16`, stored in the order of its registers, so that one 16-byte
+load (evict_first, past L1) brings a lane its share of 16 rows x KB columns. A code is masked into the mantissa of a
+float16 subnormal, q * 2^-24, which the tensor core takes exactly: one AND for two codes, no conversion; 2^24 is in the
+row's last factor. bfloat16 activations, whose products would underflow, meet 128 + q instead, and 128 joins the zero.
+Scale and zero act in float32, once per group; sum x comes from one more mma with a constant A. The warps of a block,
+and the blocks of a cluster on sm_90 and later (SPLITS), share the columns of a row tile and meet once, at the end. Each
+warp copies its own activations into shared memory while its first weights are on their way.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from repro.kernels import nvrtc
+from repro.kernels.launch_config import launch_config
+from repro.kernels.packing import TILE, PackedWeight, block_columns, dequantize, pack
+
+SOURCE = Path(__file__).with_suffix(".cu")
+MAX_ROWS = 16
+CASES = [  # layers of Llama 3.2 1B, Llama 3.1 8B and 70B, Llama 2 7B and 13B; ragged ones
+    {"rows": 2048, "columns": 2048, "bits": 4, "group": 128, "symmetric": False, "m": 1, "seed": 0},
+    {"rows": 1024, "columns": 4096, "bits": 4, "group": 128, "symmetric": False, "m": 1, "seed": 1},
+    {"rows": 4096, "columns": 4096, "bits": 4, "group": 128, "symmetric": False, "m": 8, "seed": 2},
+    {"rows": 14336, "columns": 4096, "bits": 4, "group": 64, "symmetric": True, "m": 1, "seed": 3},
+    {"rows": 4096, "columns": 11008, "bits": 2, "group": 64, "symmetric": False, "m": 1, "seed": 4},
+    {"rows": 5120, "columns": 5120, "bits": 8, "group": 0, "symmetric": True, "m": 1, "seed": 5},
+    {"rows": 8192, "columns": 8192, "bits": 4, "group": 0, "symmetric": False, "m": 16, "seed": 6},
+    {"rows": 129, "columns": 416, "bits": 4, "group": 32, "symmetric": False, "m": 6, "seed": 7},
+    {"rows": 17, "columns": 203, "bits": 8, "group": 0, "symmetric": True, "m": 3, "seed": 8},
+    {"rows": 127, "columns": 320, "bits": 2, "group": 64, "symmetric": False, "m": 13, "seed": 9},
+]
+
+SPACE = [  # launch configurations that `python -m repro tune` tries; `configuration` says what they mean
+    {"warps": warps, "tiles": tiles, "chunk": chunk, "stages": stages, "splits": splits, "blocks": blocks}
+    for warps in (4, 8, 16)
+    for tiles in (1, 2, 4)
+    for chunk, stages in ((128, 1), (128, 2), (128, 3), (128, 4), (256, 2))
+    for splits in (1, 2)
+    for blocks in sorted({threads // (32 * warps) for threads in (384, 640, 1024)} - {0})
+    if warps * tiles * stages * chunk <= 8192
+]
+
+
+def make_inputs(
+    case: dict, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, PackedWeight]:
+    """Random activations x `[m, columns]` and a packed weight `[rows, columns]` of one case."""
+    rng = torch.Generator().manual_seed(case["seed"])
+    shape = (case["rows"], case["columns"])
+    groups = shape[1] // case["group"] if case["group"] else 1
+    codes = torch.randint(0, 1 << case["bits"], shape, generator=rng, dtype=torch.uint8)
+    scales = torch.rand(shape[0], groups, generator=rng) * 0.01 + 0.005
+    zeros = None if case["symmetric"] else torch.randint(0, 1 << case["bits"], scales.shape, generator=rng)
+    x = torch.randn(case["m"], shape[1], generator=rng).to(dtype)
+    parts = [t if t is None else t.to(device) for t in (codes, scales, zeros)]
+    return x.to(device), pack(*parts, case["bits"], case["group"])
+
+
+def reference(x: Tensor, packed: PackedWeight) -> Tensor:
+    """float32 `[M, N]`, by the dequantized weight."""
+    return x.float() @ dequantize(packed).T
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why the kernel cannot run on `device`, or None where it can; the operator itself runs anywhere, slowly."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "wna16_gemv needs a CUDA device."
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"wna16_gemv needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less."
+    return nvrtc.unavailable()
+
+
+def configuration(rows: int, columns: int, bits: int, m: int, device: torch.device | str) -> dict[str, int]:
+    """The launch configuration: recorded for this device and shape, or a heuristic.
+
+    Returns:
+        warps of a block, tiles of 16 rows of a warp, chunk (columns of a load), stages (chunks in flight), splits
+        (blocks that share a tile's columns), blocks of a multiprocessor.
+    """
+    batch = batch_columns(m)
+    return launch_config("wna16_gemv", f"w{bits} m{batch} {rows}x{columns}", device) or heuristic(
+        rows, columns, bits, batch, *_device_facts(torch.device(device))
+    )
+
+
+def batch_columns(m: int) -> int:
+    """Columns of the tensor core's operand B that hold activations: 1, 8 or 16."""
+    return 1 if m == 1 else 8 if m <= 8 else 16
+
+
+def _device_facts(device: torch.device) -> tuple[int, bool]:
+    """(multiprocessors, whether blocks form clusters)."""
+    if device.type != "cuda":
+        return 132, True
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9
+
+
+def heuristic(
+    rows: int, columns: int, bits: int, batch: int, processors: int = 132, clusters: bool = True
+) -> dict[str, int]:
+    """A configuration for a shape that nobody tuned, by what was fastest for its like on an H200."""
+    tiles = -(-rows // TILE)
+    many = tiles >= 3 * processors  # enough tiles that a warp can take two, which share its activations
+    warps = 4 if many or batch == 16 or batch * bits >= 64 else 8
+    two = many or (batch > 1 and tiles >= 2 * processors)
+    chunk = 256 if bits == 2 and batch == 1 and not two and columns % 256 == 0 else 128
+    splits = 2 if clusters and 2 * tiles <= processors and columns >= 256 * warps else 1
+    if batch == 1:  # threads of a multiprocessor, as many as their registers allow
+        threads = 768 if chunk == 128 and not two else 640
+    else:
+        threads = 384 if two else 512
+    return {
+        "warps": warps,
+        "tiles": 1 + two,
+        "chunk": chunk,
+        "stages": 2,
+        "splits": splits,
+        "blocks": threads // (32 * warps),
+    }
+
+
+def defines(
+    bits: int, group: int, columns: int, symmetric: bool, dtype: torch.dtype, m: int, config: dict[str, int]
+) -> dict[str, int]:
+    """The macros of wna16_gemv.cu for one weight format, activation type, number of rows and launch configuration."""
+    return {
+        "BITS": bits,
+        "GROUP": group,
+        "SYMMETRIC": int(symmetric),
+        "BF16": int(dtype == torch.bfloat16),
+        "COLUMNS": batch_columns(m),
+        "RAGGED": int(columns % config["chunk"] != 0),
+        **{name.upper(): config[name] for name in ("warps", "tiles", "chunk", "stages", "splits", "blocks")},
+    }
+
+
+def shared_bytes(macros: dict[str, int]) -> int:
+    """Shared memory of a block: float32 partial sums of the cluster's warps, and the rings of its own warps."""
+    bits, group, tiles, chunk = (macros[name] for name in ("BITS", "GROUP", "TILES", "CHUNK"))
+    scales = chunk // group * (32 if macros["SYMMETRIC"] else 64) if group else 0
+    slot = tiles * (chunk * bits * 2 + scales) + macros["COLUMNS"] * chunk * 2
+    partial = macros["SPLITS"] * macros["WARPS"] * tiles * TILE * macros["COLUMNS"] * 4
+    return partial + macros["WARPS"] * macros["STAGES"] * slot
+
+
+def launch(x: Tensor, packed: PackedWeight, config: dict[str, int]) -> Tensor:
+    """The kernel on a CUDA device with one configuration; arguments and result as in the operator."""
+    return _run(x, packed.codes, packed.scale_zero, _plan(_form(packed), x.dtype, x.shape[0], x.device, **config))
+
+
+def _form(packed: PackedWeight) -> tuple:
+    return packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+
+
+@cache
+def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, **config: int) -> tuple:
+    """(loaded kernel, grid, block, its numbers) for one kind of call, with `config` or the recorded configuration."""
+    if sentence := unsupported(device):
+        raise RuntimeError(sentence)
+    bits, group, rows, columns, symmetric = form
+    config = config or configuration(rows, columns, bits, m, device)
+    macros = defines(bits, group, columns, symmetric, dtype, m, config)
+    function = nvrtc.load(SOURCE, "wna16_gemv", macros, device, shared_bytes(macros))
+    tiles, blocks = -(-rows // TILE), -(-columns // block_columns(bits))
+    groups = columns // group if group else 1
+    numbers = (
+        rows,
+        columns + -columns % 8,
+        m,
+        -(-columns // config["chunk"]),
+        tiles - 1,
+        blocks * 512,
+        groups * (32 if symmetric else 64),
+    )
+    return function, -(-tiles // config["tiles"]) * config["splits"], 32 * config["warps"], numbers
+
+
+def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple) -> Tensor:
+    function, grid, block, numbers = plan
+    rows, columns = numbers[:2]
+    x = pad(x, (0, columns - x.shape[1])) if columns != x.shape[1] else x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    y = x.new_empty(x.shape[0], rows)
+    function(grid, block, codes, scale_zero, x, y, *numbers)
+    return y
+
+
+@torch.library.custom_op("lowbit::wna16_gemv", mutates_args=())
+def _operator(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Tensor:
+    if x.device.type != "cuda":
+        packed = PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)
+        return reference(x, packed).to(x.dtype)
+    return _run(x, codes, scale_zero, _plan((bits, group, rows, columns, symmetric), x.dtype, x.shape[0], x.device))
+
+
+@_operator.register_fake
+def _(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Tensor:
+    return x.new_empty(x.shape[0], rows)
+
+
+def wna16_gemv(x: Tensor, packed: PackedWeight) -> Tensor:
+    """x W^T for at most 16 rows.
+
+    Args:
+        x: float16 or bfloat16 `[M, K]`, M = 1 ... 16.
+        packed: the weight `[N, K]`, on the device of x.
+
+    Returns:
+        `[M, N]` of x's type. On a CPU it is computed with the dequantized weight.
+
+    Raises:
+        ValueError: shapes, types or devices that do not fit together.
+    """
+    if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_ROWS or x.shape[1] != packed.columns:
+        raise ValueError(f"x is {list(x.shape)}, expected [1 to {MAX_ROWS}, {packed.columns}]")
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"x of shape {list(x.shape)} is {x.dtype}, expected float16 or bfloat16")
+    if x.device != packed.codes.device:
+        raise ValueError(f"x of shape {list(x.shape)} is on {x.device}, the weight on {packed.codes.device}")
+    return _operator(x, packed.codes, packed.scale_zero, *_form(packed))

@@ -1,0 +1,210 @@
+"""This project's kernels by name, and what each of them multiplies: a file appears here because somebody listed it.
+
+`KERNELS` are the modules of `kernels/`, imported on first use; `OURS` are the providers that stand beside the peers.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from repro import timing
+from repro.errors import UserError, unknown
+from repro.peers import Layer, Provider, against, dense, shapes
+from repro.tune import Tunable
+
+KERNELS = (
+    "read_floor",
+    "wna16_gemv",
+    "w4a16_gemm",
+    "dequantize",
+    "linear",
+    "quantize_activation",
+    "w8a8_gemv",
+    "w8a8_gemm",
+    "w8a8",
+)
+DISPATCHERS = {"linear": "w4a16_gemm", "w8a8": "w8a8_gemm"}  # no kernel themselves; what they need at least
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def load(name: str) -> ModuleType:
+    """The module of a kernel.
+
+    Raises:
+        UserError: there is no such kernel.
+    """
+    if name not in KERNELS:
+        raise unknown("kernel", name, KERNELS)
+    return importlib.import_module(f"repro.kernels.{name}")
+
+
+def cannot_run(name: str) -> Callable[[str], str | None]:
+    """What a kernel's own `unsupported` says, or that it cannot even be imported here."""
+
+    def unavailable(device: str) -> str | None:
+        try:
+            return load(DISPATCHERS.get(name, name)).unsupported(device)
+        except ImportError as error:
+            return f"cannot be imported here ({error})"
+
+    return unavailable
+
+
+def _packed(layer: Layer, bits: int, group: int, symmetric: bool) -> tuple[Any, torch.Tensor]:
+    """The packed weight and the float32 weight that it stands for."""
+    from repro.kernels import packing
+
+    codes, scales, zeros = layer.codes(bits, group, symmetric)
+    packed = packing.pack(codes, scales, None if symmetric else zeros, bits, group)
+    return packed, dense(codes, scales, zeros)
+
+
+def _gemv(bits: int, group: int, symmetric: bool, dtype: str) -> Callable[[Layer, int], tuple]:
+    def prepare(layer: Layer, count: int) -> tuple:
+        load("wna16_gemv")
+        packed, weight = _packed(layer, bits, group, symmetric)
+        inputs = {"x": layer.activations(count, DTYPES[dtype]), "codes": packed.codes, "scale_zero": packed.scale_zero}
+        rest = (bits, group, packed.rows, packed.columns, symmetric)
+        launch = lambda x, codes, scale_zero: torch.ops.lowbit.wna16_gemv(x, codes, scale_zero, *rest)  # noqa: E731
+        return inputs, launch, against(weight)
+
+    return prepare
+
+
+def _linear(dtype: str) -> Callable[[Layer, int], tuple]:
+    def prepare(layer: Layer, count: int) -> tuple:
+        linear = load("linear")
+        packed, weight = _packed(layer, 4, 128, False)
+        inputs = {"x": layer.activations(count, DTYPES[dtype]), "packed": packed}
+        return inputs, lambda x, packed: linear.w4a16(x, packed), against(weight)
+
+    return prepare
+
+
+def int8_product(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
+    """(x_q w_q^T) s_x s_w in float32 `[M, N]`; float64 holds every integer sum exactly."""
+    return ((x_q.double() @ w_q.double().T) * s_x.double()[:, None] * s_w.double()).float()
+
+
+def _w8a8(name: str, dtype: str) -> Callable[[Layer, int], tuple]:
+    """int8 weights per channel; `w8a8_gemm` gets activations quantized beforehand, the others quantize them."""
+
+    def prepare(layer: Layer, count: int) -> tuple:
+        kernel, quantizer = load(name), load("quantize_activation")
+
+        s_w = layer.weight.abs().amax(1) / 127
+        w_q = (layer.weight / s_w[:, None]).round().to(torch.int8)
+        x = layer.activations(count, DTYPES[dtype])
+        if name == "w8a8_gemm":
+            x_q, s_x = quantizer.reference(x)
+            launch = lambda x_q, s_x, w_q, s_w: kernel.w8a8_gemm(x_q, s_x, w_q, s_w, DTYPES[dtype])  # noqa: E731
+            return {"x_q": x_q, "s_x": s_x, "w_q": w_q, "s_w": s_w}, launch, int8_product
+        want = lambda x, w_q, s_w: int8_product(*quantizer.reference(x), w_q, s_w)  # noqa: E731
+        launch = kernel.w8a8 if name == "w8a8" else torch.ops.lowbit.w8a8_gemv
+        return {"x": x, "w_q": w_q, "s_w": s_w}, lambda x, w_q, s_w: launch(x, w_q, s_w), want
+
+    return prepare
+
+
+def _provider(name: str, form: str, prepare: Callable, dtype: str, **more: Any) -> Provider:  # noqa: ANN401
+    tolerance = {"fp16": 1e-3, "bf16": 4e-3}[dtype]
+    return Provider(name, form, cannot_run(name), prepare, tolerance=tolerance, dtype=dtype, pinned="", **more)
+
+
+OURS = {
+    provider.label: provider
+    for provider in (
+        *(_provider("wna16_gemv", "w4-g128", _gemv(4, 128, False, d), d, most=16) for d in DTYPES),
+        _provider("wna16_gemv", "w4-g128-sym", _gemv(4, 128, True, "fp16"), "fp16", most=16),
+        _provider("wna16_gemv", "w4-pc", _gemv(4, 0, False, "fp16"), "fp16", most=16),
+        _provider("wna16_gemv", "w2-g64", _gemv(2, 64, False, "fp16"), "fp16", most=16),
+        _provider("wna16_gemv", "w8-pc", _gemv(8, 0, True, "fp16"), "fp16", most=16),
+        _provider("w8a8_gemv", "w8a8", _w8a8("w8a8_gemv", "fp16"), "fp16", most=8),
+        _provider("w8a8_gemm", "w8a8", _w8a8("w8a8_gemm", "bf16"), "bf16", least=16, hot=("x_q", "s_x")),
+        _provider("w8a8", "w8a8", _w8a8("w8a8", "bf16"), "bf16", least=16),
+        *(_provider("linear", "w4-g128", _linear(d), d, least=2) for d in DTYPES),
+    )
+}
+
+
+# ---- what `python -m repro tune` sweeps
+
+
+def _tune_read_floor() -> Tunable:
+    """Sizes from a small 2-bit layer to a large bf16 one."""
+    return Tunable(
+        space=lambda nbytes: load("read_floor").SPACE,
+        places=[1 << n for n in range(18, 30)],
+        key=str,
+        make=lambda nbytes: None,
+        task=lambda nbytes, _, config: timing.read_floor(nbytes, config=config),
+    )
+
+
+def _by_case(
+    name: str,
+    cases: Sequence[Mapping[str, Any]],
+    hot: tuple[str, ...] = ("x",),
+    key: Callable[[Mapping[str, Any]], str] | None = None,
+    space: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None,
+) -> Tunable:
+    """A kernel whose `launch(*inputs, config)` takes what its `make_inputs` gives and returns the output, at cases."""
+    module = load(name)
+    if not hasattr(module, "SPACE"):
+        raise UserError(f"tune: {name} has no SPACE of configurations")
+    parameters = list(inspect.signature(module.launch).parameters)
+
+    def task(case: Mapping[str, Any], made: tuple, config: Mapping[str, Any]) -> timing.Task:
+        launch = lambda **given: module.launch(**given, config=dict(config))  # noqa: E731
+        want = lambda **given: module.reference(*given.values())  # noqa: E731
+        return timing.Task(name, launch, dict(zip(parameters, made)), want, 4e-3, hot)
+
+    return Tunable(
+        space=space or (lambda case: module.SPACE),
+        places=cases,
+        key=key or module.tuning_key,
+        make=lambda case: module.make_inputs(case, "cuda"),
+        task=task,
+    )
+
+
+def _cases(counts: Sequence[int], **more: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Every layer shape with every number of activation rows."""
+    return [{"M": m, "N": n, "K": k, "seed": 0, "dtype": "bfloat16", **more} for n, k in shapes() for m in counts]
+
+
+def _tune_wna16_gemv() -> Tunable:
+    cases = [
+        {"rows": n, "columns": k, "bits": bits, "group": group, "symmetric": symmetric, "m": m, "seed": 0}
+        for bits, group, symmetric in ((4, 128, False), (2, 64, False), (8, 0, True))
+        for n, k in shapes()
+        for m in (1, 8, 16)
+    ]
+    return _by_case("wna16_gemv", cases, key=lambda c: f"w{c['bits']} m{c['m']} {c['rows']}x{c['columns']}")
+
+
+def _tune_w4a16_gemm() -> Tunable:
+    cases = _cases((16, 32, 64, 128, 256), bits=4, group=128, symmetric=False)
+    fits = lambda case: [c for c in load("w4a16_gemm").SPACE if c["MT"] <= max(16, case["M"])]  # noqa: E731
+    return _by_case("w4a16_gemm", cases, space=fits)
+
+
+def _tune_w8a8_gemv() -> Tunable:
+    return _by_case("w8a8_gemv", _cases((1, 2, 4, 8)))
+
+
+def _tune_w8a8_gemm() -> Tunable:
+    return _by_case("w8a8_gemm", _cases((16, 32, 64, 128, 256, 512, 1024, 2048)), hot=("x_q", "s_x"))
+
+
+TUNABLE: dict[str, Callable[[], Tunable]] = {
+    "read_floor": _tune_read_floor,
+    "wna16_gemv": _tune_wna16_gemv,
+    "w4a16_gemm": _tune_w4a16_gemm,
+    "w8a8_gemv": _tune_w8a8_gemv,
+    "w8a8_gemm": _tune_w8a8_gemm,
+}

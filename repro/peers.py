@@ -1,0 +1,325 @@
+"""Who multiplies a layer's weights with activations: our kernels and their peers, behind one interface.
+
+A provider takes a `Layer` (a random weight and its codes) and gives the `Task` that the timer times: its own inputs,
+its launch, and the float32 result of the weights that it really holds. Every provider is optional:
+`unavailable(device)` says in a sentence why it cannot run here. `PEERS` are other people's kernels; `OURS`, in
+`kernel_list.py`, are ours.
+
+What cannot be run here at all is recorded: `recorded` reads what was measured once, and `bridge` carries it over to
+another run by the ratio of that run's bf16 matmul to the recorded one, marked so.
+"""
+
+import csv
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from repro.errors import UserError
+from repro.files import ROOT
+from repro.timing import COLD, Task, Timing
+
+GEMLITE = "0.6.0.post2"  # the release behind the recorded rows
+RECORDED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv"
+LIBRARY = "torch.matmul"  # the library kernel that every run has: bridges and regression checks stand on it
+
+
+# ---- what is multiplied
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A random linear layer `[rows, columns]`; `codes` quantizes its weight to nearest on first use, per format.
+
+    The weight is normal with variance 1 / columns, so that outputs have about the size of the activations.
+    """
+
+    rows: int
+    columns: int
+    seed: int = 0
+    device: str = "cuda"
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """float32 `[rows, columns]`."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        weight = torch.randn(self.rows, self.columns, generator=generator, device=self.device)
+        return weight / self.columns**0.5
+
+    def activations(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Normal `[count, columns]`."""
+        generator = torch.Generator(self.device).manual_seed(self.seed + 1)
+        return torch.randn(count, self.columns, generator=generator, device=self.device).to(dtype)
+
+    def codes(self, bits: int, group: int, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes uint8 `[rows, columns]`, scales and integer zeros float16 `[rows, groups]`; group 0 is a whole row."""
+        group = group or self.columns
+        w = self.weight.view(self.rows, self.columns // group, group)
+        top = 2**bits - 1
+        if symmetric:
+            scale = (w.abs().amax(-1) / (2 ** (bits - 1) - 0.5)).half()
+            zero = torch.full_like(scale, 2 ** (bits - 1))
+        else:
+            low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
+            scale = ((high - low) / top).half()
+            zero = (-low / scale.float()).round().clamp(0, top).half()
+        q = (w / scale.float()[..., None]).round_().add_(zero.float()[..., None]).clamp_(0, top).to(torch.uint8)
+        return q.view(self.rows, self.columns), scale, zero
+
+
+def dense(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """float32 `[rows, columns]`: (codes - zeros) * scales by group."""
+    rows, groups = scales.shape
+    grouped = codes.view(rows, groups, -1).float()
+    return grouped.sub_(zeros.float()[..., None]).mul_(scales.float()[..., None]).view(codes.shape)
+
+
+# ---- the interface
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to multiply.
+
+    Attributes:
+        name: who: `torch.matmul`, `wna16_gemv`, …
+        format: what it holds: `bf16`, `w4-g128`, `w2-g64`, `w8-pc`, `w8a8`, `fp8`.
+        unavailable: the sentence that says why it cannot run on a device, or None.
+        prepare: from a layer and a number of activation rows to inputs (`x` and `want` among them: activations, and the
+            weight that it really holds or a function of the inputs), and the launch.
+        least, most: numbers of activation rows that it takes.
+        tolerance: relative error that its arithmetic and its output type allow.
+        pinned: the release that is compared.
+        dtype: of activations and output.
+    """
+
+    name: str
+    format: str
+    unavailable: Callable[[str], str | None]
+    prepare: Callable[[Layer, int], tuple[dict[str, Any], Callable[..., Any], Callable[..., Any]]]
+    least: int = 1
+    most: int = 1 << 20
+    tolerance: float = 6e-3
+    pinned: str = "torch"
+    dtype: str = "bf16"
+    hot: tuple[str, ...] = ("x",)
+
+    @property
+    def label(self) -> str:
+        """Its name among all providers of a run."""
+        return f"{self.format}/{self.dtype}/{self.name}"
+
+    def task(self, layer: Layer, count: int) -> Task:
+        """The task of multiplying `count` rows of activations."""
+        inputs, launch, want = self.prepare(layer, count)
+        facts = {"kernel": self.format, "provider": self.name, "dtype": self.dtype}
+        facts |= {"N": layer.rows, "K": layer.columns, "M": count}
+        return Task(self.label, launch, inputs, want, self.tolerance, self.hot, facts=facts)
+
+
+def against(weight: Tensor) -> Callable[..., Tensor]:
+    """The reference of a plain product with the weight that a provider really holds, float32 `[rows, columns]`."""
+    return lambda x, **_: x.float() @ weight.float().T
+
+
+def needs_cuda(device: str, capability: tuple[int, int] = (8, 0)) -> str | None:
+    """A sentence where there is no CUDA device of at least that capability."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if torch.cuda.get_device_capability(device) < capability:
+        return f"needs a GPU of compute capability {capability[0]}.{capability[1]} or newer"
+    return None
+
+
+# ---- PyTorch's own
+
+
+def _matmul(dtype: torch.dtype) -> Callable[[Layer, int], tuple]:
+    def prepare(layer: Layer, count: int) -> tuple:
+        weight = layer.weight.to(dtype)
+        return (
+            {"x": layer.activations(count, dtype), "weight": weight},
+            lambda x, weight: F.linear(x, weight),
+            (lambda x, weight: x.float() @ weight.float().T),
+        )
+
+    return prepare
+
+
+def _compiled(layer: Layer, count: int) -> tuple:
+    """Coordinate descent makes inductor write its own matrix-vector kernel; plain, it calls cuBLAS and is slower."""
+    inputs, launch, want = _matmul(torch.bfloat16)(layer, count)
+    return inputs, torch.compile(launch, dynamic=False, options={"coordinate_descent_tuning": True}), want
+
+
+def _tinygemm(layer: Layer, count: int) -> tuple:
+    """Its grid is (code - 8) * scale + zero with bfloat16 scales and zeros, so the float32 reference has those."""
+    codes, scales, zeros = layer.codes(4, 128)
+    scale = scales.bfloat16()
+    zero = ((8 - zeros.float()) * scale.float()).bfloat16()
+    packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).contiguous(), 8)
+    scale_zero = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
+    grouped = codes.view(layer.rows, -1, 128).float().sub_(8)
+    weight = grouped.mul_(scale.float()[..., None]).add_(zero.float()[..., None]).view(codes.shape)
+    launch = lambda x, packed, scale_zero: torch.ops.aten._weight_int4pack_mm(x, packed, 128, scale_zero)  # noqa: E731
+    inputs = {"x": layer.activations(count, torch.bfloat16), "packed": packed, "scale_zero": scale_zero}
+    return inputs, launch, against(weight)
+
+
+def _fp8(layer: Layer, count: int) -> tuple:
+    """Weights and activations quantized beforehand, one scale each; the time is that of the product alone."""
+    x = layer.activations(count, torch.float32)
+    scale_x, scale_w = (t.abs().max() / 448 for t in (x, layer.weight))
+    inputs = {
+        "x": (x / scale_x).to(torch.float8_e4m3fn),
+        "weight": (layer.weight / scale_w).to(torch.float8_e4m3fn),
+        "scale_x": scale_x,
+        "scale_w": scale_w,
+    }
+
+    def launch(x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor) -> Tensor:
+        return torch._scaled_mm(x, weight.t(), scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16)
+
+    def want(x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor) -> Tensor:
+        return x.float() @ weight.float().T * (scale_x * scale_w)
+
+    return inputs, launch, want
+
+
+def _int_mm(layer: Layer, count: int) -> tuple:
+    """int8 times int8 to int32, quantized beforehand and not scaled afterwards; exact."""
+    x = layer.activations(count, torch.float32)
+    weight = (layer.weight / layer.weight.abs().amax(1, keepdim=True) * 127).round().to(torch.int8)
+    inputs = {"x": (x / x.abs().amax(1, keepdim=True) * 127).round().to(torch.int8), "weight": weight}
+    # float64 holds every int32 sum exactly; integer matmul does not exist on the device.
+    return inputs, lambda x, weight: torch._int_mm(x, weight.t()), lambda x, weight: x.double() @ weight.double().T
+
+
+# ---- GemLite
+
+
+def no_gemlite(device: str) -> str | None:
+    """GemLite cannot even be imported without CUDA, so its version is looked up first."""
+    if reason := needs_cuda(device):
+        return reason
+    try:
+        version = importlib.metadata.version("gemlite")
+    except importlib.metadata.PackageNotFoundError:
+        return f"needs the package gemlite=={GEMLITE}"
+    return None if version == GEMLITE else f"is compared at gemlite=={GEMLITE}, here is {version}"
+
+
+def _gemlite(bits: int, group: int) -> Callable[[Layer, int], tuple]:
+    def prepare(layer: Layer, count: int) -> tuple:
+        from gemlite.core import forward_functional
+        from gemlite.helper import A16Wn
+
+        codes, scales, zeros = layer.codes(bits, group)
+        weight = dense(codes, scales, zeros)
+        linear = A16Wn(device=layer.device).from_weights(codes, scales, zeros, bits, group)
+        packed, meta = linear.get_tensor_args(), linear.get_meta_args()
+        inputs = {"x": layer.activations(count, torch.float16), "packed": packed}
+        return inputs, lambda x, packed: forward_functional(x, None, packed, meta), against(weight)
+
+    return prepare
+
+
+PEERS = {
+    provider.label: provider
+    for provider in (
+        Provider(LIBRARY, "bf16", needs_cuda, _matmul(torch.bfloat16)),
+        Provider(LIBRARY, "fp16", needs_cuda, _matmul(torch.float16), dtype="fp16", tolerance=1e-3),
+        Provider("torch.compile", "bf16", needs_cuda, _compiled, most=1),
+        Provider("tinygemm", "w4-g128", needs_cuda, _tinygemm),
+        Provider("gemlite", "w4-g128", no_gemlite, _gemlite(4, 128), dtype="fp16", pinned=f"gemlite=={GEMLITE}"),
+        Provider("gemlite", "w2-g64", no_gemlite, _gemlite(2, 64), dtype="fp16", pinned=f"gemlite=={GEMLITE}"),
+        Provider("torch._scaled_mm", "fp8", lambda device: needs_cuda(device, (8, 9)), _fp8),
+        Provider("torch._int_mm", "int8", needs_cuda, _int_mm, least=17, tolerance=0.0, dtype="int32"),
+    )
+}  # fmt: skip
+
+
+# ---- recorded peers
+
+
+@dataclass(frozen=True)
+class Record:
+    """One recorded time of a peer that does not run here."""
+
+    peer: str
+    N: int
+    K: int
+    M: int
+    mode: str
+    us: float
+    bytes: int
+    relerr: float | None
+    floor_us: float | None
+    device: str
+    date: str
+    environment: str
+
+
+def recorded(path: Path = RECORDED) -> list[Record]:
+    """The recorded peers.
+
+    Raises:
+        UserError: the file is missing or is not such a file.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            lines = list(csv.DictReader(file))
+        numbers = {"N": int, "K": int, "M": int, "us": float, "bytes": int, "relerr": float, "floor_us": float}
+        return [
+            Record(**{k: (numbers[k](v) if v else None) if k in numbers else v for k, v in line.items()})
+            for line in lines
+        ]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file of recorded peers") from None
+    except (TypeError, ValueError, csv.Error) as error:
+        raise UserError(f"{path}: not a file of recorded peers ({error})") from None
+
+
+def bridge(
+    here: Mapping[tuple[int, int, int, str], float],
+    records: Iterable[Record],
+    peers: Iterable[str],
+    library: str = "cublas_bf16",
+) -> list[tuple[Record, float, float]]:
+    """Recorded peers carried over to this run by the library's ratio.
+
+    Args:
+        here: microseconds of the bf16 matmul of this run by (N, K, M, mode).
+        records: of peers and of the library.
+        peers: names to carry over.
+        library: the name of the bf16 matmul among the records.
+
+    Returns:
+        (record, ratio of the library here to then, microseconds bridged) wherever both runs have the library.
+    """
+    records, wanted = list(records), set(peers)
+    then = {(r.N, r.K, r.M, r.mode): r.us for r in records if r.peer == library}
+    found = []
+    for r in records:
+        place = (r.N, r.K, r.M, r.mode)
+        if r.peer in wanted and place in here and place in then:
+            ratio = here[place] / then[place]
+            found.append((r, ratio, r.us * ratio))
+    return found
+
+
+def library_times(timings: Iterable[Timing]) -> dict[tuple[int, int, int, str], float]:
+    """The bf16 matmul of a run by (N, K, M, mode), as `bridge` wants it."""
+    label = PEERS[f"bf16/bf16/{LIBRARY}"].label
+    return {(t.facts["N"], t.facts["K"], t.facts["M"], t.mode): t.us for t in timings if t.name == label}
+
+
+def shapes(mode: str = COLD) -> list[tuple[int, int]]:
+    """(N, K) of every layer for which peers are recorded, smallest first."""
+    return sorted({(r.N, r.K) for r in recorded() if r.mode == mode}, key=lambda s: (s[0] * s[1], s))

@@ -1,0 +1,637 @@
+"""The one timer: device time of a launch, beside the bytes that it must read and the floor for reading them.
+
+A round replays one CUDA graph of many launches. Cold (the default) rotates over copies of the weights, more than 2.5
+times the L2 cache in all; warm uses one copy. Activations stay where a model has them: in cache, shared by all
+launches, and different from one round to the next. Tasks that are measured together take turns, a read floor of exactly
+their bytes among them. The median of the rounds stands with p20 and p80.
+
+Prove, then time: the outputs of the very graph that is timed are overwritten with NaN, replayed and compared with the
+reference, before the first and at the last timed rounds. So a cached output, work on another stream, a kernel that
+returns early, one that changes its inputs, and inputs of zeros raise `Unsound` instead of giving a time.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+COLD, WARM = "cold", "warm"
+COLD_BYTES = 200e6  # copies hold at least this much, and at least L2_FACTOR times the L2 cache
+L2_FACTOR = 2.5
+MOST_COPIES = 2048
+ROUNDS, WARMUP = 25, 4
+CHECKED = 2  # rounds at either end whose outputs are compared with the reference: both sets of activations
+
+
+class Unsound(Exception):
+    """A task that must not get a time: its output is wrong, or it does not do its work where the timer sees it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One launch to time, on given inputs, and what it should give.
+
+    Attributes:
+        name: of the kernel or peer.
+        launch: called with `inputs` as keywords; returns its output tensor, or a tuple of them.
+        inputs: tensors, dataclasses and tuples of tensors, and plain values.
+        want: called with the same keywords; the right output in float32 (or integers), slow on purpose.
+        tolerance: allowed ||got - want|| / ||want||.
+        hot: names of inputs that are in cache when a model calls this (activations); all others are rotated.
+        nbytes: bytes that a launch must read from memory; those of the rotated tensors when not given.
+        launches: launches in one graph; enough for all copies and a long replay when not given.
+        facts: what a row of results should say besides (shape, provider, …); the timer does not look at it.
+    """
+
+    name: str
+    launch: Callable[..., Any]
+    inputs: Mapping[str, Any]
+    want: Callable[..., Any]
+    tolerance: float = 1e-3
+    hot: tuple[str, ...] = ("x",)
+    nbytes: int | None = None
+    launches: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of a launch that come from memory."""
+        cold = [value for name, value in self.inputs.items() if name not in self.hot]
+        return sum(size(t) for t in tensors(cold)) if self.nbytes is None else self.nbytes
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the timer found: microseconds a launch (median, 20th and 80th percentile) and what they stand on.
+
+    `floor_us` is the read floor of `nbytes`, timed turn about in the same process; `relerr` the largest error of all
+    launches that were checked; `clock_mhz`, `throttle` and `joule` (a launch) are None where NVML cannot be read.
+    """
+
+    name: str
+    mode: str
+    us: float
+    p20: float
+    p80: float
+    samples: tuple[float, ...]
+    nbytes: int
+    copies: int
+    launches: int
+    relerr: float
+    floor_us: float | None = None
+    clock_mhz: int | None = None
+    throttle: str | None = None
+    joule: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fraction(self) -> float | None:
+        """Read floor over time: 1 is as fast as reading the bytes."""
+        return self.floor_us / self.us if self.floor_us else None
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes that the launch must read over its time, in 10^9 bytes a second."""
+        return self.nbytes / self.us / 1e3
+
+
+class Graph(Protocol):
+    """Launches that were captured once: `replay` runs them all and returns their device seconds."""
+
+    outputs: list[Any]
+
+    def replay(self) -> float: ...  # noqa: D102
+
+
+class Backend(Protocol):
+    """A device with a clock. `l2` is its cache in bytes; `launches(call)` make a replay long enough to time."""
+
+    l2: int
+
+    def launches(self, call: Callable[[], Any]) -> int: ...  # noqa: D102
+
+    def capture(self, calls: Sequence[Callable[[], Any]]) -> Graph: ...  # noqa: D102
+
+    def state(self) -> dict[str, Any]: ...  # noqa: D102
+
+    def joules(self, graph: Graph, seconds: float) -> float | None: ...  # noqa: D102
+
+    def release(self) -> None: ...  # noqa: D102
+
+
+# ---- tensors in inputs and outputs
+
+
+def tensors(value: Any) -> list[Tensor]:  # noqa: ANN401
+    """All tensors in a value: itself, or in its dict, sequence or dataclass."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for v in value.values() for t in tensors(v)]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in tensors(v)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [t for f in dataclasses.fields(value) for t in tensors(getattr(value, f.name))]
+    return []
+
+
+def size(tensor: Tensor) -> int:
+    """Bytes of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+    """The same value with every tensor replaced: dicts, sequences and dataclasses are built anew around them."""
+    if isinstance(value, Tensor):
+        return by(value)
+    if isinstance(value, Mapping):
+        return {name: replaced(v, by) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(replaced(v, by) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        same = copy.copy(value)
+        for f in dataclasses.fields(value):
+            object.__setattr__(same, f.name, replaced(getattr(value, f.name), by))  # a frozen one too
+        return same
+    return value
+
+
+def copies_in_a_row(value: Any, count: int) -> list[Any]:  # noqa: ANN401
+    """Copies of a value whose tensors lie one behind the other in one allocation, as the layers of a model do.
+
+    Where else they would lie depends on what a process did before, and that alone has moved times by 6 %.
+    """
+    step = 512  # bytes; what an allocator aligns to
+    each = sum(-(-size(t) // step) * step for t in tensors(value))
+    device = next((t.device for t in tensors(value)), None)
+    arena = torch.empty(each * count, dtype=torch.uint8, device=device)
+    place = 0
+
+    def put(tensor: Tensor) -> Tensor:
+        nonlocal place
+        here = arena[place : place + size(tensor)].view(tensor.dtype)
+        place += -(-size(tensor) // step) * step
+        # A dense tensor keeps its order in memory, transposed ones too; others are laid out in order.
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+        mine = here.view(tensor.shape)
+        if extent == tensor.numel():
+            mine = here.as_strided(tensor.shape, tensor.stride(), here.storage_offset())
+        _bits(mine).copy_(_bits(tensor))
+        return mine
+
+    return [replaced(value, put) for _ in range(count)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's bits as integers of the same width: equality on them also holds for NaN and for fp8."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||, in float32 (float64 on the CPU); infinite where shapes differ, NaN for NaN."""
+    if got.shape != want.shape:
+        return math.inf
+    kind = torch.float64 if want.device.type == "cpu" else torch.float32
+    got, want = got.to(kind), want.to(kind)
+    return float((got - want).norm() / want.norm())
+
+
+def poison(outputs: Any) -> None:  # noqa: ANN401
+    """Overwrite outputs with NaN, or with the least integer: what nobody writes cannot pass for a result."""
+    for tensor in tensors(outputs):
+        if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            tensor.fill_(math.nan)
+        elif tensor.dtype.is_floating_point:
+            _bits(tensor).fill_(0x7F)  # NaN in both kinds of fp8
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def check_inputs(task: Task) -> None:
+    """Raise `Unsound` for inputs that let a wrong kernel pass: zeros, or one value throughout."""
+    every = [(name, t) for name, value in task.inputs.items() for t in tensors(value) if t.numel() > 1]
+    if not every:
+        raise Unsound(f"{task.name}: no tensor among its inputs {', '.join(task.inputs)}")
+    widest = max(size(t) for _, t in every)
+    for name, tensor in every:
+        flat = _bits(tensor)
+        if not bool(flat.any()):
+            raise Unsound(f"{task.name}: input {name} {list(tensor.shape)} is all zeros; time random inputs")
+        if (name in task.hot or size(tensor) == widest) and bool((flat == flat.flatten()[0]).all()):
+            raise Unsound(f"{task.name}: input {name} {list(tensor.shape)} holds one value only; time random inputs")
+
+
+# ---- a task that is ready to be timed
+
+
+class Run:
+    """A task with its copies, its graph and its two sets of activations; `round` replays it once."""
+
+    def __init__(self, task: Task, backend: Backend, mode: str = COLD) -> None:
+        check_inputs(task)
+        self.task, self.backend, self.mode = task, backend, mode
+        self.nbytes = task.cold_bytes
+        self.samples: list[float] = []
+        self.relerr = 0.0
+        self.state: dict[str, Any] = {}
+        self.joule: float | None = None
+        hot = {name: value for name, value in task.inputs.items() if name in task.hot}
+        cold = {name: value for name, value in task.inputs.items() if name not in task.hot}
+        self.hot = copy.deepcopy(hot)
+        first = [t.clone() for t in tensors(hot)]
+        # The second set is the first with every tensor turned around: as valid, as random, another result.
+        self.variants = [first, [_bits(t).flip(-1).view(t.dtype) if t.ndim else t for t in first]]
+        self.wants = []
+        for variant in range(len(self.variants)):
+            self._activate(variant)
+            self.wants.append(tensors(task.want(**self.hot, **cold)))
+        if any(not bool(torch.isfinite(w.float()).all()) or not bool(w.any()) for w in self.wants[0]):
+            raise Unsound(f"{task.name}: the reference is zero or not finite on these inputs")
+        self.pristine = tensors(cold)
+        self.copies = self._count() if mode == COLD else 1
+        self.cold = copies_in_a_row(cold, self.copies)
+        calls = [functools.partial(task.launch, **self.hot, **one) for one in self.cold]
+        self.launches = task.launches or self.copies * math.ceil(backend.launches(calls[0]) / self.copies)
+        try:
+            self.graph = backend.capture([calls[i % self.copies] for i in range(self.launches)])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise Unsound(f"{task.name}: cannot be captured: {str(error).splitlines()[0]}") from None
+
+    def _count(self) -> int:
+        """Copies of the weights that no cache holds."""
+        cold = sum(size(t) for t in self.pristine)
+        wanted = max(L2_FACTOR * self.backend.l2, COLD_BYTES) if self.backend.l2 else 0
+        return min(max(2, math.ceil(wanted / cold)), MOST_COPIES) if cold and wanted else 1
+
+    def _activate(self, variant: int) -> None:
+        for mine, value in zip(tensors(self.hot), self.variants[variant]):
+            _bits(mine).copy_(_bits(value))
+
+    def round(self, number: int, check: bool = False) -> float:
+        """Replay once with the activations of this round; microseconds a launch.
+
+        Raises:
+            Unsound: `check` is set and an output differs from the reference.
+        """
+        variant = number % len(self.variants)
+        self._activate(variant)
+        if check:
+            poison(self.graph.outputs)
+        us = self.graph.replay() * 1e6 / self.launches
+        if check:
+            self._compare(variant)
+        return us
+
+    def _compare(self, variant: int) -> None:
+        wants = self.wants[variant]
+        if any(len(tensors(out)) != len(wants) for out in self.graph.outputs):
+            raise Unsound(f"{self.task.name}: gives another number of outputs than its reference, {len(wants)}")
+        for i, want in enumerate(wants):
+            norm = want.float().norm()
+            errors = []
+            for out in self.graph.outputs:
+                got = tensors(out)[i]
+                if got.shape != want.shape:
+                    raise Unsound(f"{self.task.name}: output is {list(got.shape)}, expected {list(want.shape)}")
+                errors.append((got.float() - want.float()).norm() / norm)
+            worst = float(torch.stack(errors).nan_to_num(nan=math.inf).max())
+            if not worst <= self.task.tolerance:
+                what = "an output of the timed launches was not written" if math.isinf(worst) else (
+                    f"an output of the timed launches is off by {worst:.2g} (allowed {self.task.tolerance:.2g})"
+                )  # fmt: skip
+                raise Unsound(f"{self.task.name}: {what}")
+            self.relerr = max(self.relerr, worst)
+
+    def check_unchanged(self) -> None:
+        """Raise `Unsound` if a launch wrote to its inputs."""
+        last = (self.variants[i] for i in range(len(self.variants)))
+        if not any(all(torch.equal(_bits(a), _bits(b)) for a, b in zip(tensors(self.hot), v)) for v in last):
+            raise Unsound(f"{self.task.name}: a launch changed its activations")
+        for one in self.cold:
+            if not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(tensors(one), self.pristine)):
+                raise Unsound(f"{self.task.name}: a launch changed its weights")
+
+    def timing(self, floor_us: float | None = None) -> Timing:
+        """The rounds so far as a `Timing`."""
+        p20, _, _, p80 = statistics.quantiles(self.samples, n=5) if len(self.samples) > 1 else [self.samples[0]] * 4
+        return Timing(
+            name=self.task.name,
+            mode=self.mode,
+            us=statistics.median(self.samples),
+            p20=p20,
+            p80=p80,
+            samples=tuple(self.samples),
+            nbytes=self.nbytes,
+            copies=self.copies,
+            launches=self.launches,
+            relerr=self.relerr,
+            floor_us=floor_us,
+            clock_mhz=self.state.get("clock_mhz"),
+            throttle=self.state.get("throttle"),
+            joule=self.joule,
+            facts=self.task.facts,
+        )
+
+
+def measure(
+    tasks: Sequence[Task],
+    backend: Backend,
+    mode: str = COLD,
+    rounds: int = ROUNDS,
+    floor: Callable[[int], Task] | None = None,
+    joule_seconds: float = 0.0,
+    failures: dict[str, Exception] | None = None,
+) -> list[Timing]:
+    """Time tasks turn about.
+
+    Args:
+        tasks: with different names.
+        backend: the device.
+        mode: `cold` or `warm`.
+        rounds: timed rounds of each task, after `WARMUP`.
+        floor: makes the task that reads so many bytes; None leaves `floor_us` empty.
+        joule_seconds: how long each task runs once more for its energy; 0 leaves it out.
+        failures: takes the exception of a task that fails, by name, instead of raising it.
+
+    Returns:
+        A timing for each task that is sound, in order.
+
+    Raises:
+        Unsound: see the top of this file; not when `failures` is given.
+    """
+    if mode not in (COLD, WARM):
+        raise ValueError(f"mode is {mode!r}, expected {COLD!r} or {WARM!r}")
+    if len({task.name for task in tasks}) != len(tasks):
+        raise ValueError(f"tasks share a name: {', '.join(task.name for task in tasks)}")
+    runs: list[Run] = []
+    floors: dict[int, Run] = {}
+
+    def guarded(run: Run | Task, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+        try:
+            return work()
+        except (Unsound, RuntimeError, ValueError, NotImplementedError) as error:
+            name = run.name if isinstance(run, Task) else run.task.name
+            if failures is None:
+                raise
+            failures[name] = error
+            if run in runs:
+                runs.remove(run)
+            return None
+
+    for task in tasks:
+        if run := guarded(task, functools.partial(Run, task, backend, mode)):
+            runs.append(run)
+    if floor:
+        for nbytes in sorted({run.nbytes for run in runs if run.nbytes}):
+            floors[nbytes] = Run(floor(nbytes), backend, mode)
+    for number in range(WARMUP + rounds):
+        check = number < CHECKED or number >= WARMUP + rounds - CHECKED
+        everyone = [*runs, *floors.values()]
+        turn = number % max(1, len(everyone))
+        for run in everyone[turn:] + everyone[:turn]:
+            us = guarded(run, functools.partial(run.round, number, check))
+            if us is not None and number >= WARMUP:
+                run.samples.append(us)
+    state = backend.state()
+    for run in list(runs):
+        run.state = state
+        guarded(run, run.check_unchanged)
+        if joule_seconds and run in runs:
+            joules = backend.joules(run.graph, joule_seconds)
+            run.joule = None if joules is None else joules / run.launches
+    return [r.timing(statistics.median(floors[r.nbytes].samples) if r.nbytes in floors else None) for r in runs]
+
+
+# ---- devices
+
+
+class Cuda:
+    """An NVIDIA GPU: CUDA graphs, timed by events on the stream that replays them."""
+
+    most_launches = 128
+    enough = 1e-3  # seconds of a replay, beside which its start does not count
+    lead = 300_000  # cycles that the device spins before the first event, so that the host is ahead of it
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = torch.device(device, torch.cuda.current_device())
+        self.l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+        self.nvml = _Nvml(self.device)
+
+    def launches(self, call: Callable[[], Any]) -> int:
+        """Launches that take `enough` seconds, 4 to 128, after a first call for whatever happens then."""
+        call()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(self.lead)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return min(max(4, math.ceil(1e3 * self.enough / start.elapsed_time(end))), self.most_launches)
+
+    def capture(self, calls: Sequence[Callable[[], Any]]) -> "CudaGraph":
+        """Capture all calls into one graph, after one of them ran for whatever happens at a first call."""
+        return CudaGraph(calls, self.lead)
+
+    def state(self) -> dict[str, Any]:
+        """Clock and throttle reasons right now, as far as NVML tells."""
+        return self.nvml.state()
+
+    def joules(self, graph: "CudaGraph", seconds: float) -> float | None:
+        """Energy of one replay: mean power over replays back to back for `seconds` and more, times a replay's time.
+
+        The driver updates its counter about ten times a second and answers slowly, so the power is taken between two
+        updates, and replays are queued ahead of every question.
+        """
+        each = graph.replay()
+        chunk = max(1, math.ceil(0.1 / each))
+        updates: list[tuple[float, int]] = []
+        last, begin, ahead = self.nvml.millijoules(), time.perf_counter(), []
+        while last is not None and time.perf_counter() - begin < seconds + 0.3:
+            for _ in range(chunk):
+                graph.graph.replay()
+            ahead.append(torch.cuda.Event())
+            ahead[-1].record()
+            now = self.nvml.millijoules()
+            if now is not None and now != last:
+                updates.append((time.perf_counter(), now))
+                last = now
+            if len(ahead) > 1:
+                ahead.pop(0).synchronize()
+        torch.cuda.synchronize()
+        if len(updates) < 3:
+            return None
+        (t0, e0), (t1, e1) = updates[1], updates[-1]  # the first one may hold idle time
+        return (e1 - e0) / 1e3 / (t1 - t0) * each if t1 > t0 else None
+
+    def release(self) -> None:
+        """Give the memory of graphs that are gone back to the device."""
+        torch.cuda.empty_cache()
+
+
+class CudaGraph:
+    """A captured CUDA graph with the outputs of its launches."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], lead: int) -> None:
+        self.lead = lead
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                calls[0]()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.outputs = [call() for call in calls]
+        torch.cuda.synchronize()
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replay(self) -> float:
+        """Run all launches; seconds on the device."""
+        torch.cuda._sleep(self.lead)
+        self.start.record()
+        self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1e3
+
+
+class Cpu:
+    """The host's clock around plain calls: for packing, quantizers and references at small sizes."""
+
+    l2 = 0  # one copy: what is timed here is arithmetic, not memory
+
+    def launches(self, call: Callable[[], Any]) -> int:
+        """One."""
+        return 1
+
+    def capture(self, calls: Sequence[Callable[[], Any]]) -> "CpuGraph":
+        """Calls are simply kept."""
+        return CpuGraph(calls)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing is read."""
+        return {}
+
+    def joules(self, graph: "CpuGraph", seconds: float) -> None:
+        """Not measured."""
+        return None
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class CpuGraph:
+    """Calls that run one after another."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self.calls = calls
+        self.outputs = [call() for call in calls]
+
+    def replay(self) -> float:
+        """Run all calls; seconds."""
+        start = time.perf_counter()
+        self.outputs = [call() for call in self.calls]
+        return time.perf_counter() - start
+
+
+THROTTLE = {  # nvmlClocksEventReasons; an idle GPU and clocks that an application set are no throttling
+    0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "thermal (software)",
+    0x40: "thermal (hardware)", 0x80: "power brake",
+}  # fmt: skip
+
+
+class _Nvml:
+    """Reads, and only reads, what NVML tells about a device; says nothing where it cannot."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            try:
+                self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            except pynvml.NVMLError:
+                self.handle = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+            self.nvml = pynvml
+        except Exception:  # noqa: BLE001  no package, no library, no permission: then there is nothing to read
+            self.handle = None
+
+    def _read(self, call: str, *arguments: int) -> int | None:
+        if self.handle is None:
+            return None
+        try:
+            return getattr(self.nvml, call)(self.handle, *arguments)
+        except self.nvml.NVMLError:
+            return None
+
+    def state(self) -> dict[str, Any]:
+        """`clock_mhz` of the SMs and `throttle`, the active reasons joined by `+`, empty for none."""
+        mask = self._read("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return {
+            "clock_mhz": self._read("nvmlDeviceGetClockInfo", 1),  # 1: NVML_CLOCK_SM
+            "throttle": None if mask is None else "+".join(text for bit, text in THROTTLE.items() if mask & bit),
+        }
+
+    def millijoules(self) -> int | None:
+        """Energy since the driver was loaded."""
+        return self._read("nvmlDeviceGetTotalEnergyConsumption")
+
+
+# ---- what a device can do at best
+
+
+def read_floor(nbytes: int, device: str = "cuda", config: Mapping[str, Any] | None = None) -> Task:
+    """The task that reads exactly `nbytes` bytes (rounded up to words of 4) and does next to nothing with them.
+
+    `config` is a launch configuration of the kernel, its recorded one when not given.
+    """
+    from repro.kernels import read_floor as kernel
+
+    buffer = torch.randint(0, 256, (-(-nbytes // 4) * 4,), dtype=torch.uint8, device=device)
+    config = dict(config or kernel.configuration(size(buffer), buffer.device))
+    block = config["block"]
+    blocks = -(-size(buffer) // (4 * block))
+
+    def launch(buffer: Tensor) -> Tensor:
+        out = torch.empty(blocks, dtype=torch.int32, device=buffer.device)
+        kernel.launch(buffer, out, config)
+        return out
+
+    def want(buffer: Tensor) -> Tensor:
+        words = torch.zeros(blocks * block, dtype=torch.int32, device=buffer.device)
+        words[: size(buffer) // 4] = buffer.view(torch.int32)
+        words = words.view(blocks, block)
+        while words.shape[1] > 1:  # torch has no exclusive or over a dimension: fold the row in half
+            half = words.shape[1] // 2
+            words = words[:, :half] ^ words[:, half:]
+        return words[:, 0]
+
+    return Task("read_floor", launch, {"buffer": buffer}, want, 0.0, hot=(), nbytes=nbytes)
+
+
+def copy_task(nbytes: int, device: str = "cuda") -> Task:
+    """The task that copies `nbytes` within the device: it reads and writes, so `nbytes` counts twice.
+
+    It inverts what it copies: a plain copy becomes a copy node of the graph, which runs at two thirds of the speed.
+    """
+    buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+    launch = lambda source: torch.bitwise_not(source.view(torch.int32)).view(torch.uint8)  # noqa: E731
+    return Task("copy", launch, {"source": buffer}, lambda source: ~source, 0.0, hot=(), nbytes=2 * nbytes, launches=4)
+
+
+def ceilings(backend: Backend, nbytes: int = 1 << 30, floor: Callable[[int], Task] = read_floor) -> dict[str, Timing]:
+    """This device's own copy bandwidth and read rate on `nbytes`, as timings called `copy` and `read_floor`."""
+    read = dataclasses.replace(floor(nbytes), launches=4)
+    return {timing.name: timing for timing in measure([copy_task(nbytes), read], backend, rounds=9)}

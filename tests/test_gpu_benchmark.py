@@ -1,0 +1,88 @@
+"""The fixture of the GPU benchmarks, on the fake device: what pytest-benchmark stores is device time per launch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from repro.files import ROOT
+from repro.regress import load
+
+CONFTEST = """
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+import pytest
+from fake_device import Fake
+from repro import timing
+from repro.kernels.conftest import *
+from test_timing import kernel, task
+
+timing.COLD_BYTES = 0
+timing.torch.cuda.get_device_name = lambda *a: "NVIDIA Fake"
+FAKE = Fake(l2=1 << 14)
+timing.read_floor = lambda nbytes: task(kernel(FAKE, cost=1e-6), "floor", nbytes=nbytes)
+
+@pytest.fixture(scope="session")
+def backend():
+    return FAKE
+"""
+SUITE = """
+import pytest
+from conftest import FAKE, kernel, task
+from repro import timing
+from repro.timing import Unsound
+
+def facts(**who):
+    return {"N": 48, "K": 64, "M": 2, **who}
+
+OURS = facts(kernel="w4-g128", dtype="fp16", provider="wna16_gemv")
+LIBRARY = facts(kernel="bf16", dtype="bf16", provider="torch.matmul")
+
+@pytest.mark.parametrize("cost, who", [(3e-6, OURS), (9e-6, LIBRARY)], ids=["ours", "library"])
+def test_it(gpu_benchmark, backend, cost, who):
+    one = task(kernel(FAKE, cost=cost), facts=who)
+    found = gpu_benchmark(one)
+    alone = timing.measure([one], backend, floor=timing.read_floor)[0]
+    assert found.us == pytest.approx(alone.us, rel=1e-9) and found.fraction == pytest.approx(alone.fraction)
+
+def test_cheat(gpu_benchmark):
+    with pytest.raises(Unsound):
+        gpu_benchmark(task(kernel(FAKE, side=True)))
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--benchmark-disable"]])
+def test_what_is_stored(tmp_path, words):
+    (tmp_path / "conftest.py").write_text(CONFTEST.format(tests=str(ROOT / "tests")))
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-json=run.json", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if words:
+        return
+    benchmarks = json.loads((tmp_path / "run.json").read_text())["benchmarks"]
+    ours, library = (next(b for b in benchmarks if b["params"]["cost"] == cost) for cost in (3e-6, 9e-6))
+    assert ours["stats"]["median"] == pytest.approx(3e-6) and library["stats"]["median"] == pytest.approx(9e-6)
+    assert ours["stats"]["rounds"] == 25 and ours["group"] == "48 x 64, M = 2"
+    info = ours["extra_info"]
+    assert info["bytes"] == 48 * 64 * 4 and info["fraction"] == pytest.approx(1 / 3) and info["mode"] == "cold"
+    run = load(tmp_path / "run.json")
+    assert run.device == "NVIDIA Fake" and [cell.judged for cell in run.cells.values()] == [True, False]
+
+
+def test_the_suite_runs_on_a_processor(tmp_path):
+    """Packing, quantizers and references are timed; what needs a GPU is skipped by name."""
+    run = tmp_path / "run.json"
+    command = [sys.executable, "-m", "pytest", "kernels", "-q", "-p", "no:cacheprovider", "--benchmark-only"]
+    command += ["--benchmark-max-time=0.01", f"--benchmark-json={run}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {b["name"].split("[")[0] for b in json.loads(run.read_text())["benchmarks"]}
+    assert names == {"test_packing", "test_round_to_nearest", "test_reference"}

@@ -1,0 +1,176 @@
+"""Triton kernels without a GPU: each runs in Triton's interpreter against its reference, and compiles for three GPUs.
+
+The interpreter is chosen when triton is imported, so it runs in a process of its own: this file as a script, which
+prints the relative error of every case. bf16 is silently wrong there; those cases belong to the GPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+from repro.files import ROOT
+
+triton = pytest.importorskip("triton")
+
+GEMM = {"m": 128, "n": 128, "k": 128, "split": 1, "swap": False, "warps": 8, "stages": 4}
+NARROW = {"m": 16, "n": 64, "k": 256, "split": 4, "swap": True, "warps": 4, "stages": 4}
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def interpret_read_floor(case: dict) -> float:
+    from repro.kernels import read_floor
+
+    x, out = read_floor.make_inputs(case)
+    errors = []
+    for block in (1024, 4096):
+        read_floor.launch(x, out.zero_(), {"block": block, "warps": 4})
+        errors.append(float(read_floor.reference(out) != read_floor.reference(x)))
+    return max(errors)
+
+
+def interpret_quantize_activation(case: dict) -> float:
+    from repro.kernels import quantize_activation as kernel
+
+    x = kernel.make_inputs(case)
+    x[-1] = 0
+    q, s = torch.full(x.shape, 99, dtype=torch.int8), torch.full(x.shape[:1], float("nan"))
+    kernel.quantize_activation_kernel[(x.shape[0],)](x, q, s, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
+    want_q, want_s = kernel.reference(x)
+    assert not q[-1].any() and s[-1] == 0
+    return max(relative(q, want_q), relative(s, want_s)) if x.shape[0] > 1 else 0.0
+
+
+def interpret_w8a8_gemm(case: dict) -> float:
+    from repro.kernels import w8a8_gemm as kernel
+
+    inputs = kernel.make_inputs(case)
+    found = [kernel.launch(*inputs, config, torch.float16) for config in (GEMM, GEMM | {"split": 2}, NARROW)]
+    assert torch.equal(found[0], found[1])
+    return max(relative(y, kernel.reference(*inputs)) for y in found)
+
+
+def interpret_w8a8_gemv(case: dict) -> float:
+    from repro.kernels import w8a8_gemv as kernel
+
+    inputs = kernel.make_inputs(case)
+    configs = ({"rows": 4, "chunk": 512, "warps": 4}, {"rows": 8, "chunk": 64, "warps": 4})
+    return max(relative(kernel.launch(*inputs, config), kernel.reference(*inputs)) for config in configs)
+
+
+INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
+    "read_floor": (interpret_read_floor, [{"bytes": 4 * 4097, "seed": 3}, {"bytes": 4, "seed": 4}], 0),
+    "quantize_activation": (
+        interpret_quantize_activation,
+        [{"M": m, "K": k, "dtype": "float16", "seed": m} for m, k in ((3, 127), (5, 129), (2, 4096))],
+        1e-6,
+    ),
+    "w8a8_gemv": (
+        interpret_w8a8_gemv,
+        [{"M": 1, "N": n, "K": k, "dtype": "float16", "seed": n} for n, k in ((40, 2048), (33, 272), (3, 16))],
+        5e-4,
+    ),
+    "w8a8_gemm": (
+        interpret_w8a8_gemm,
+        [
+            {"M": m, "N": n, "K": k, "seed": m}
+            for m, n, k in ((300, 200, 1040), (17, 129, 127), (65, 127, 1001), (1, 5, 3))
+        ],
+        5e-4,
+    ),
+}
+
+
+@cache
+def interpreted() -> dict[str, list[float]]:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kernel", INTERPRETED)
+def test_the_interpreter_agrees_with_the_reference(kernel):
+    errors = interpreted()[kernel]
+    assert len(errors) == len(INTERPRETED[kernel][1])
+    assert max(errors) <= INTERPRETED[kernel][2]
+
+
+def variants():
+    """(name, function, types of arguments, constants, multiples of 16 among them, options, what PTX must hold)."""
+    from repro.kernels import quantize_activation, read_floor, w8a8_gemm, w8a8_gemv
+
+    gemm = {"s_x": "*fp32", "s_w": "*fp32", "M": "i32", "N": "i32", "K": "i32"}
+    yield (
+        "read_floor", read_floor.read_floor_kernel, {"x": "*i32", "out": "*i32", "words": "i32"}, {"BLOCK": 4096},
+        ("x", "out", "words"), {"num_warps": 4}, {90: "v4.b32"},
+    )  # fmt: skip
+    yield (
+        "quantize_activation", quantize_activation.quantize_activation_kernel,
+        {"x": "*bf16", "q": "*i8", "s": "*fp32", "K": "i32"}, {"BLOCK": 4096},
+        ("x", "q", "s", "K"), {"num_warps": 4}, {},
+    )  # fmt: skip
+    for chunks, even in ((2, True), (3, False)):
+        yield (
+            f"w8a8_gemv {chunks} chunks", w8a8_gemv.w8a8_gemv_kernel,
+            {"x": "*bf16", "w": "*i32", "s_w": "*fp32", "y": "*bf16", "N": "i32", "K16": "i32"},
+            {"ROWS": 4, "CHUNK": 512, "CHUNKS": chunks, "EVEN": even, "PLAIN": False}, ("x", "w", "s_w", "y", "N"),
+            {"num_warps": 4}, dict.fromkeys((80, 90, 100), "dp4a"),
+        )  # fmt: skip
+    for name, config in (("wide", GEMM), ("narrow", NARROW)):
+        options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+        partial = {"partial": "*i32"} if config["split"] > 1 else {}
+        constants = {
+            "BM": config["m"], "BN": config["n"], "BK": config["k"], "SPLIT": config["split"], "SWAP": config["swap"],
+        } | ({} if partial else {"partial": None})  # fmt: skip
+        tiles = {
+            "x_q": f"tensordesc<i8[{config['m']},{config['k']}]>",
+            "w_q": f"tensordesc<i8[{config['n']},{config['k']}]>",
+        }
+        yield (
+            f"w8a8_gemm {name}", w8a8_gemm.w8a8_gemm_kernel, {**tiles, **gemm, **partial, "y": "*bf16"},
+            constants | {"DESCRIPTOR": True}, ("s_x", "s_w", "y", "N", "K"), options,
+            {80: "mma.sync", 90: "wgmma.mma_async", 100: "mma"},
+        )  # fmt: skip
+        yield (
+            f"w8a8_gemm {name} ragged", w8a8_gemm.w8a8_gemm_kernel,
+            {"x_q": "*i8", "w_q": "*i8", **gemm, **partial, "y": "*fp16"}, constants | {"DESCRIPTOR": False},
+            (), options, {},
+        )  # fmt: skip
+    yield (
+        "w8a8_gemm partial sums", w8a8_gemm.add_partial_sums_kernel,
+        {"partial": "*i32", "s_x": "*fp32", "s_w": "*fp32", "y": "*fp16", "M": "i32", "N": "i32"},
+        {"SPLIT": 4, "BLOCK": 1024}, ("partial", "y", "N"), {"num_warps": 4}, {},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("variant", variants(), ids=lambda variant: variant[0])
+def test_it_compiles_ahead_of_time(variant, capability, tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    _, function, types, constants, divisible, options, needed = variant
+    names = function.arg_names
+    source = ASTSource(
+        fn=function,
+        signature={name: "constexpr" if name in constants else types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    assert needed.get(capability, "") in compiled.asm["ptx"]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({name: [run(case) for case in cases] for name, (run, cases, _) in INTERPRETED.items()}))

@@ -1,0 +1,86 @@
+"""The dispatcher: every way gives the same product, the crossover is data, and the way that is taken can be asked."""
+
+import pytest
+import torch
+from test_w4a16_gemm import error, random_weight, weight
+
+from repro.kernels import dequantize, linear, packing
+
+
+def inputs(tokens, rows=48, columns=256, bits=4, dtype=torch.float16):
+    packed = random_weight(rows, columns, bits, 64)
+    return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1)).to(dtype), packed
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Sets what the device's file says under "linear"."""
+    table = {}
+    monkeypatch.setattr(linear, "launch_config", lambda kernel, key, device: table.get(key))
+    return table
+
+
+def test_path_follows_the_recorded_crossover(recorded):
+    x, packed = inputs(40)
+    recorded["default"] = {"decode": 4, "gemm": 16}
+    ways = {m: linear.path(x[:m], packed) for m in (1, 4, 5, 16, 17)}
+    assert ways == {1: "decode", 4: "decode", 5: "gemm", 16: "gemm", 17: "dequantize"}
+    recorded["48x256"] = {"decode": 0, "gemm": 32}
+    assert linear.path(x[:1], packed) == linear.path(x[:32], packed) == "gemm"
+
+
+def test_recorded_crossover_never_exceeds_what_a_way_can_do(recorded):
+    x, packed = inputs(17)
+    recorded["default"] = {"decode": 1000, "gemm": 100000}
+    assert linear.path(x[:16], packed) == "decode" and linear.path(x, packed) == "gemm"
+    assert linear.path(torch.zeros(2049, 256), packed) == "dequantize"
+
+
+def test_without_measurements_there_is_a_fallback(recorded):
+    x, packed = inputs(1)
+    assert linear.crossover(packed) == linear.FALLBACK and linear.path(x, packed) == "decode"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(
+    "way", [{"decode": 16, "gemm": 0}, {"decode": 0, "gemm": 2048}, {"decode": 0, "gemm": 0}], ids=str
+)
+def test_every_way_is_right(recorded, way, bits, dtype):
+    recorded["default"] = way
+    x, packed = inputs(6, bits=bits, dtype=dtype)
+    y = linear.wna16(x.view(2, 3, 256), packed)
+    assert y.shape == (2, 3, 48) and y.dtype == dtype
+    want = x.float() @ packing.dequantize(packed).T
+    assert error(y.view(6, 48), want) < (1e-3 if dtype == torch.float16 else 5e-3)
+
+
+def test_one_token_none_and_misuse():
+    x, packed = inputs(3)
+    assert linear.w4a16(x[0], packed).shape == (48,)
+    assert linear.w4a16(x[:0], packed).shape == (0, 48)
+    with pytest.raises(ValueError, match=r"\[3, 128\] does not fit a weight of 48 x 256"):
+        linear.path(x[:, :128], packed)
+
+
+@pytest.mark.parametrize("case", [c for c in dequantize.CASES if c["N"] < 1000], ids=str)
+def test_dequantize_on_a_cpu(case):
+    packed, dtype = dequantize.make_inputs(case), getattr(torch, case["dtype"])
+    w = torch.ops.lowbit.dequantize(*weight(packed), dtype)
+    assert torch.equal(w, dequantize.reference(packed).to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", dequantize.CASES, ids=str)
+def test_dequantize_on_a_gpu(case):
+    packed, dtype = dequantize.make_inputs(case, "cuda"), getattr(torch, case["dtype"])
+    w = torch.ops.lowbit.dequantize(*weight(packed), dtype)
+    assert torch.equal(w, dequantize.reference(packed).to(dtype))
+
+
+def test_dequantize_is_traceable_and_refuses_other_types():
+    packed = dequantize.make_inputs(dequantize.CASES[2])
+    torch.library.opcheck(torch.ops.lowbit.dequantize.default, (*weight(packed), torch.float16))
+    with pytest.raises(ValueError, match="float32 for a weight of 130 x 672"):
+        torch.ops.lowbit.dequantize(*weight(packed), torch.float32)

@@ -1,0 +1,318 @@
+"""The timer on a fake device with a clock of its own: what it must measure, and everything that must not get a time."""
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+import torch
+from fake_device import Fake
+
+from repro import timing
+from repro.timing import COLD, WARM, Run, Task, Unsound, measure
+
+N, K = 48, 64
+
+
+def kernel(fake, cost=None, side=False, rows=N, spoil=False):
+    """y = x W^T as a launch on the fake device, honest unless told otherwise."""
+
+    def launch(x, weight):
+        y = torch.full((x.shape[0], N), 7.0)
+
+        def work():
+            y[:, :rows] = (x @ weight.T)[:, :rows]
+            if spoil:
+                weight[0, 0] += 1
+
+        fake.run(work, cost or (lambda: fake.read(weight)), side)
+        return y
+
+    return launch
+
+
+def task(launch, name="gemv", **changes):
+    torch.manual_seed(0)
+    facts = {"inputs": {"x": torch.randn(2, K), "weight": torch.randn(N, K)}, "want": lambda x, weight: x @ weight.T}
+    return Task(**{"name": name, "launch": launch, "tolerance": 1e-5, **facts, **changes})
+
+
+def test_an_honest_kernel_gets_its_time():
+    fake = Fake()
+    (found,) = measure([task(kernel(fake, cost=3e-6))], fake)
+    assert found.us == pytest.approx(3.0) and found.p20 == pytest.approx(3.0) and len(found.samples) == timing.ROUNDS
+    assert found.nbytes == N * K * 4 and found.gb_per_s == pytest.approx(N * K * 4 / 3e3)
+    assert found.relerr <= 1e-5 and found.clock_mhz == 1980 and found.throttle == ""
+
+
+def test_cold_misses_the_cache_and_warm_hits_it(monkeypatch):
+    monkeypatch.setattr(timing, "COLD_BYTES", 0)
+    fake = Fake(l2=10 * N * K * 4)
+    cold, warm = (measure([task(kernel(fake))], fake, mode)[0] for mode in (COLD, WARM))
+    assert cold.copies >= 25 and cold.us == pytest.approx(4.0)
+    assert warm.copies == 1 and warm.us == pytest.approx(1.0)
+
+
+def test_copies_hold_more_than_two_and_a_half_caches_and_every_copy_is_launched():
+    fake = Fake(l2=50 * 2**20)
+    weight = torch.randn(1024, 4096)
+    inputs = {"x": torch.randn(1, 4096), "weight": weight}
+    seen = set()
+
+    def launch(x, weight):
+        seen.add(weight.data_ptr())
+        return x @ weight.T
+
+    fake.least = 13
+    run = Run(task(launch, inputs=inputs), fake)
+    assert run.copies * weight.nbytes >= max(2.5 * fake.l2, timing.COLD_BYTES)
+    assert len(seen) == run.copies and run.launches >= 13 and run.launches % run.copies == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    codes: torch.Tensor
+    rows: int
+
+    def __post_init__(self):
+        assert self.codes.shape == (self.rows, 8)
+
+
+def test_copies_lie_in_a_row_and_are_the_same_in_everything_but_place():
+    torch.manual_seed(0)
+    value = {
+        "packed": Packed(torch.randint(0, 9, (6, 8), dtype=torch.int32), 6),
+        "turned": torch.randn(5, 7).t(),
+        "pieces": (torch.randn(3), [torch.tensor(2.5), 4, "x"]),
+        "fp8": torch.randn(40).to(torch.float8_e4m3fn),
+        "every other": torch.randn(4, 6)[:, ::2],
+    }
+    copies = timing.copies_in_a_row(value, 3)
+    flat = [timing.tensors(one) for one in copies]
+    for one in flat:
+        for mine, theirs in zip(one, timing.tensors(value)):
+            assert mine.dtype == theirs.dtype and torch.equal(mine.float(), theirs.float())
+    assert flat[1][1].stride() == value["turned"].stride() and copies[2]["pieces"][1][1:] == [4, "x"]
+    assert copies[1]["packed"].rows == 6 and copies[1]["packed"] is not value["packed"]
+    places = [t.data_ptr() for one in flat for t in one]
+    assert places == sorted(places) and len({t.untyped_storage().data_ptr() for one in flat for t in one}) == 1
+    assert all(p % 64 == 0 for p in (q - places[0] for q in places))
+    steps = {b[0].data_ptr() - a[0].data_ptr() for a, b in zip(flat, flat[1:])}
+    assert len(steps) == 1
+
+
+def test_median_and_percentiles_of_the_rounds():
+    fake = Fake()
+    noise = [0.0] * timing.WARMUP + [i / 100 for i in range(25)]
+    fake.noise = iter(noise)
+    (found,) = measure([task(kernel(fake, cost=1e-6))], fake)
+    assert found.us == pytest.approx(1.12)
+    assert (found.p20, found.p80) == pytest.approx((1.042, 1.198))
+
+
+def test_tasks_take_turns_and_the_floor_reads_their_exact_bytes():
+    fake = Fake()
+    order, asked = [], []
+
+    def named(name):
+        inner = kernel(fake, cost=2e-6)
+        return task(inner, name)
+
+    def floor(nbytes):
+        asked.append(nbytes)
+        return task(kernel(fake, cost=1e-6), "floor", nbytes=nbytes)
+
+    real = Run.round
+    try:
+        Run.round = lambda self, number, check=False: (order.append(self.task.name), real(self, number, check))[1]
+        found = measure([named("a"), named("b")], fake, floor=floor, rounds=4)
+    finally:
+        Run.round = real
+    assert asked == [N * K * 4]
+    assert [f.fraction for f in found] == pytest.approx([0.5, 0.5])
+    rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
+    assert all(sorted(r) == ["a", "b", "floor"] for r in rounds)
+    assert {r[0] for r in rounds} == {"a", "b", "floor"}
+
+
+def test_energy_is_per_launch():
+    fake = Fake()
+    (found,) = measure([task(kernel(fake))], fake, joule_seconds=0.1)
+    assert found.joule == pytest.approx(8e-6 / found.launches)
+
+
+# ---- what must not get a time
+
+
+def cached(fake):
+    """Computes once, then hands out what it has."""
+    kept = []
+
+    def launch(x, weight):
+        if not kept:
+            kept.append(x @ weight.T)
+        return kept[0]
+
+    return launch
+
+
+def cached_clone(fake):
+    """Computes once for these addresses, then copies what it has: a launch that does a little work."""
+    kept = {}
+
+    def launch(x, weight):
+        if x.data_ptr() not in kept:
+            kept[x.data_ptr()] = x @ weight.T
+        y = torch.empty(2, N)
+        fake.run(lambda: y.copy_(kept[x.data_ptr()]))
+        return y
+
+    return launch
+
+
+def late(fake):
+    """Returns before the last rows are written, but only once it has been checked."""
+    count = [0]
+
+    def launch(x, weight):
+        y = torch.empty(2, N)
+
+        def work():
+            count[0] += 1
+            rows = N if count[0] < 60 else N - 1
+            y[:, :rows] = (x @ weight.T)[:, :rows]
+
+        fake.run(work)
+        return y
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (cached, "not written"),
+        (cached_clone, "is off by"),
+        (lambda fake: kernel(fake, side=True), "not written"),
+        (lambda fake: kernel(fake, rows=N - 1), "not written"),
+        (late, "not written"),
+        (lambda fake: kernel(fake, spoil=True), "changed its weights|is off by"),
+        (lambda fake: lambda x, weight: (fake.run(lambda: None), torch.zeros(2, N))[1], "not written"),
+        (lambda fake: lambda x, weight: torch.empty(2, N + 1), "expected"),
+    ],
+    ids=["cached", "cached-clone", "side-stream", "early-return", "late-early-return", "mutates", "nothing", "shape"],
+)
+def test_cheats_get_no_time(make, words):
+    fake = Fake()
+    with pytest.raises(Unsound, match=words) as caught:
+        measure([task(make(fake))], fake)
+    assert str(caught.value).startswith("gemv: ")
+
+
+def test_a_weight_that_is_changed_without_harm_to_the_output_is_caught():
+    fake = Fake()
+
+    def launch(x, weight, unused):
+        y = torch.empty(2, N)
+
+        def work():
+            y.copy_(x @ weight.T)
+            unused[0] = 9.0
+
+        fake.run(work)
+        return y
+
+    inputs = {"x": torch.randn(2, K), "weight": torch.randn(N, K), "unused": torch.randn(4)}
+    with pytest.raises(Unsound, match="changed its weights"):
+        measure([task(launch, inputs=inputs, want=lambda x, weight, unused: x @ weight.T)], fake)
+
+
+def test_an_activation_that_is_changed_after_use_is_caught():
+    fake = Fake()
+
+    def launch(x, weight):
+        y = torch.empty(2, N)
+
+        def work():
+            y.copy_(x @ weight.T)
+            x[:] = 5.0
+
+        fake.run(work)
+        return y
+
+    with pytest.raises(Unsound, match="off by|changed its activations"):
+        measure([task(launch)], fake)
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+@pytest.mark.parametrize("fill", [0.0, 1.5])
+def test_zeros_and_constants_are_refused(name, fill):
+    inputs = {"x": torch.randn(2, K), "weight": torch.randn(N, K)}
+    inputs[name] = torch.full_like(inputs[name], fill)
+    with pytest.raises(Unsound, match=f"input {name} .* time random inputs"):
+        measure([task(kernel(Fake()), inputs=inputs)], Fake())
+
+
+def test_a_wrong_kernel_says_how_wrong():
+    fake = Fake()
+    with pytest.raises(Unsound, match=r"off by 0\.00[0-9]+ \(allowed 1e-05\)"):
+        measure(
+            [task(lambda x, weight: (y := torch.empty(2, N), fake.run(lambda: y.copy_(1.001 * x @ weight.T)))[0])], fake
+        )
+
+
+def test_a_failure_among_peers_is_noted_and_the_others_are_timed():
+    fake, failures = Fake(), {}
+    tasks = [task(kernel(fake, rows=3), "bad"), task(kernel(fake, cost=2e-6), "good")]
+    found = measure(tasks, fake, failures=failures)
+    assert [f.name for f in found] == ["good"] and isinstance(failures["bad"], Unsound)
+
+
+def test_misuse():
+    fake = Fake()
+    with pytest.raises(ValueError, match="'cold' or 'warm'"):
+        measure([task(kernel(fake))], fake, mode="tepid")
+    with pytest.raises(ValueError, match="share a name"):
+        measure([task(kernel(fake)), task(kernel(fake))], fake)
+
+
+def test_integer_and_fp8_outputs_are_poisoned_and_compared():
+    fake = Fake()
+
+    def whole(x, weight):
+        y = torch.empty(2, N, dtype=torch.int32)
+        fake.run(lambda: y.copy_(x.int() @ weight.int().T))
+        return y
+
+    inputs = {
+        "x": torch.randint(-9, 9, (2, K), dtype=torch.int8),
+        "weight": torch.randint(-9, 9, (N, K), dtype=torch.int8),
+    }
+    want = lambda x, weight: x.int() @ weight.int().T  # noqa: E731
+    assert measure([task(whole, inputs=inputs, want=want, tolerance=0.0)], fake)[0].relerr == 0
+    y = torch.zeros(3, dtype=torch.float8_e4m3fn)
+    timing.poison(y)
+    assert y.float().isnan().all()
+
+
+def test_the_processor_itself():
+    """Packing, quantizers and references are timed by the host's clock, as plain calls."""
+    (found,) = measure([task(lambda x, weight: x @ weight.T)], timing.Cpu(), WARM, rounds=5)
+    assert found.us > 0 and found.copies == 1 and found.clock_mhz is None
+    with pytest.raises(Unsound):
+        measure([task(cached(None))], timing.Cpu(), WARM, rounds=5)
+
+
+def test_relative_error():
+    want = torch.tensor([3.0, 4.0])
+    assert timing.relative_error(want, want) == 0
+    assert timing.relative_error(torch.tensor([3.0, 5.0]), want) == pytest.approx(0.2)
+    assert math.isinf(timing.relative_error(want[:1], want)) and math.isnan(
+        timing.relative_error(want * math.nan, want)
+    )
+
+
+def test_samples_are_in_microseconds_a_launch():
+    fake = Fake()
+    (found,) = measure([task(kernel(fake, cost=5e-6))], fake, rounds=7)
+    assert statistics.median(found.samples) == found.us == pytest.approx(5.0) and len(found.samples) == 7

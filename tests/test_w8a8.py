@@ -1,0 +1,252 @@
+"""W8A8: what the operators promise anywhere, how the decode kernel deals out its fragments, and the GPU for real."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from repro.kernels import nvrtc, quantize_activation, w8a8, w8a8_gemm, w8a8_gemv  # noqa: E402
+from repro.kernels.launch_config import FOLDER  # noqa: E402
+
+SMALL = [case for case in w8a8_gemv.CASES if case["N"] * case["K"] < 1 << 22]
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def exact(x, w_q, s_w):
+    """In float64, from the definition, with numpy's rounding."""
+    x = x.double().cpu().numpy()
+    s_x = np.abs(x).max(axis=1, keepdims=True) / 127
+    x_q = np.rint(x / np.where(s_x > 0, s_x, 1))
+    return torch.from_numpy((x_q @ w_q.double().cpu().numpy().T) * s_x * s_w.double().cpu().numpy())
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_the_reference_is_the_definition(case):
+    inputs = w8a8_gemv.make_inputs(case)
+    assert relative(w8a8_gemv.reference(*inputs), exact(*inputs)) < 2e-3  # a tie may round the other way in float32
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 33])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_tokens(m, dtype):
+    x, w_q, s_w = w8a8_gemv.make_inputs({"M": m, "N": 70, "K": 129, "dtype": str(dtype)[6:], "seed": m})
+    y = w8a8.w8a8(x.view(m, 1, 129), w_q, s_w)
+    assert y.shape == (m, 1, 70) and y.dtype == dtype
+    assert w8a8.path(x, w_q) == ("decode" if m <= 8 else "gemm")
+    assert relative(y.view(m, 70), exact(x, w_q, s_w)) < 5e-3
+
+
+def test_eight_bits_cost_about_one_percent():
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 1024).half(), torch.randn(256, 1024) / 32
+    assert relative(w8a8.w8a8(x, *w8a8.quantize_weight(w)), x.float() @ w.T) < 2e-2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 300), st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_codes_are_the_nearest(m, k, dtype, seed):
+    x = quantize_activation.make_inputs({"M": m, "K": k, "dtype": str(dtype)[6:], "seed": seed})
+    q, s = quantize_activation.quantize_activation(x)
+    assert q.abs().amax() <= 127
+    assert ((q * s[:, None] - x.float()).abs() <= s[:, None] * 0.501).all()
+
+
+@pytest.mark.parametrize("ulps", [-2, -1, 0, 1, 2])
+def test_one_step_of_newton_rounds_the_inverse_scale_correctly(ulps):
+    """For every maximum that a token can have, whatever the fast quotient is off by."""
+    bits = np.arange(1, 1 << 15, dtype=np.uint32)
+    half = bits.astype(np.uint16).view(np.float16).astype(np.float32)
+    largest = np.concatenate([half[np.isfinite(half)], (bits << 16).view(np.float32)])
+    largest = largest[(largest > 1e-30) & (largest < 1e30)]
+    want = np.float32(127) / largest
+    quotient = (want.view(np.int32) + ulps).view(np.float32).astype(np.float64)
+    rest = (127 - quotient * largest).astype(np.float32).astype(np.float64)
+    step = (quotient.astype(np.float32) * np.float32(1 / 127)).astype(np.float64)
+    assert ((rest * step + quotient).astype(np.float32) == want).all()
+
+
+def test_a_token_of_zeros_gives_zeros():
+    x, w_q, s_w = w8a8_gemv.make_inputs(SMALL[0])
+    q, s = quantize_activation.quantize_activation(torch.zeros_like(x))
+    assert not q.any() and not s.any()
+    assert not w8a8.w8a8(torch.zeros_like(x), w_q, s_w).any()
+
+
+X, W, S = torch.ones(2, 64).half(), torch.ones(5, 64, dtype=torch.int8), torch.ones(5)
+MISUSE = {
+    "columns differ": (X[:, :32].contiguous(), W, S),
+    "scales of another length": (X, W, S[:4]),
+    "float weights": (X, W.float(), S),
+    "float32 activations": (X.float(), W, S),
+    "half scales": (X, W, S.half()),
+    "transposed weights": (X, torch.ones(64, 5, dtype=torch.int8).T, S),
+    "no channels": (X, W[:0], S[:0]),
+    "too many columns": (torch.ones(1, 140_000).half(), torch.ones(1, 140_000, dtype=torch.int8), S[:1]),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_names_the_shapes(name):
+    for function in (w8a8.w8a8, w8a8_gemv.w8a8_gemv):
+        with pytest.raises(ValueError, match=r"\d"):
+            function(*MISUSE[name])
+
+
+def test_a_configuration_for_another_shape_is_refused():
+    x, w_q, s_w = w8a8_gemv.make_inputs({"M": 2, "N": 6, "K": 64, "dtype": "float16", "seed": 0})
+    for wrong in ((x, w_q), (x[:1, :40].contiguous(), w_q[:, :40].contiguous())):
+        with pytest.raises(ValueError, match="is not for x"):
+            w8a8_gemv.launch(*wrong, s_w, {"rows": 4, "chunk": 512, "warps": 4})
+
+
+def test_misuse_of_the_gemm_and_of_too_many_tokens():
+    x_q, s_x, w_q, s_w = w8a8_gemm.make_inputs({"M": 17, "N": 5, "K": 64, "seed": 0})
+    for wrong in ((x_q, s_x[:3], w_q, s_w), (x_q, s_x, w_q[:, :8], s_w), (x_q.short(), s_x, w_q, s_w)):
+        with pytest.raises(ValueError, match=r"17"):
+            w8a8_gemm.w8a8_gemm(*wrong, torch.float16)
+    with pytest.raises(ValueError, match="float32"):
+        w8a8_gemm.w8a8_gemm(x_q, s_x, w_q, s_w, torch.float32)
+    with pytest.raises(ValueError, match="more than 8 tokens"):
+        w8a8_gemv.w8a8_gemv(torch.ones(9, 64).half(), W, S)
+
+
+def test_operators_are_sound_for_compile_and_graphs():
+    inputs = w8a8_gemv.make_inputs({"M": 2, "N": 6, "K": 40, "dtype": "float16", "seed": 0})
+    torch.library.opcheck(w8a8_gemv.w8a8_gemv, inputs)
+    torch.library.opcheck(quantize_activation.quantize_activation, inputs[:1])
+    codes = w8a8_gemm.make_inputs({"M": 2, "N": 6, "K": 40, "seed": 0})
+    torch.library.opcheck(w8a8_gemm.w8a8_gemm, (*codes, torch.bfloat16))
+
+
+@pytest.mark.parametrize("k", [16, 127, 2048, 11008])
+@pytest.mark.parametrize("warps, depth", [(8, 4), (16, 2), (8, 6)])
+def test_every_column_belongs_to_one_load_of_one_lane(k, warps, depth):
+    seen = np.zeros(k, int)
+    for start in range(0, k, 64 * depth * warps):  # rounds
+        for d in range(depth):
+            for warp in range(warps):
+                for part in range(4):
+                    at = start + d // 2 * 128 * warps + d % 2 * 64 + warp * 128 + 16 * part
+                    seen[at : max(at, min(at + 16, k))] += 1
+    assert (seen == 1).all()
+
+
+def mma_m16n8k32(a, b, c):
+    """The instruction by the tables of the PTX manual: a[lane][4 registers of 4], b[lane][2 of 4], c[lane][4]."""
+    left, right, out = np.zeros((16, 32), int), np.zeros((32, 8), int), np.zeros((16, 8), int)
+    for lane in range(32):
+        row, part = lane // 4, lane % 4
+        for register in range(4):
+            k = 4 * part + 16 * (register // 2)
+            left[row + 8 * (register % 2), k : k + 4] = a[lane][register]
+        for register in range(2):
+            k = 4 * part + 16 * register
+            right[k : k + 4, row] = b[lane][register]
+        for register in range(4):
+            out[row + 8 * (register // 2), 2 * part + register % 2] = c[lane][register]
+    out += left @ right
+    return [
+        [out[lane // 4 + 8 * (register // 2), 2 * (lane % 4) + register % 2] for register in range(4)]
+        for lane in range(32)
+    ]
+
+
+def test_sixteen_consecutive_bytes_are_two_steps_of_the_matrix_unit():
+    generator = np.random.default_rng(0)
+    x, w = generator.integers(-127, 128, (8, 64)), generator.integers(-127, 128, (8, 64))
+    zero, c = [0] * 4, [[0] * 4 for _ in range(32)]
+    for step in (0, 8):  # a lane's bytes 0..7, then 8..15
+        at = [(lane // 4, 16 * (lane % 4) + step) for lane in range(32)]
+        a = [[x[g, k : k + 4], zero, x[g, k + 4 : k + 8], zero] for g, k in at]
+        b = [[w[g, k : k + 4], w[g, k + 4 : k + 8]] for g, k in at]
+        c = mma_m16n8k32(a, b, c)
+    want = x @ w.T
+    for lane in range(32):
+        token, row = lane // 4, 2 * (lane % 4)
+        assert c[lane] == [want[token, row], want[token, row + 1], 0, 0]
+
+
+@pytest.mark.parametrize("config", w8a8_gemv.FEW_TOKENS, ids=str)
+def test_configurations_fit_the_machine(config):
+    registers = 65536 // (32 * config["warps"] * config["resident"])
+    assert 4 * config["tiles"] * config["depth"] + 40 <= registers and config["depth"] % 2 == 0
+    for n in (7, 1003, 4096, 28672):
+        grid, cluster = w8a8_gemv.programs(n, config, 132), config["cluster"]
+        assert 1 <= grid <= 132 * config["resident"] and grid % cluster == 0
+        assert grid < -(-n // (8 * config["tiles"])) + cluster
+    assert w8a8_gemv.tokens_that_fit(28672, config, 227 * 1024) >= 7
+    assert w8a8_gemv.tokens_that_fit(4096, config, 99 * 1024) >= 8
+
+
+@pytest.mark.parametrize("k", [3, 2048, 11008, 28672])
+@pytest.mark.parametrize("m", range(1, 9))
+def test_heuristics_and_recorded_configurations_are_in_the_space(m, k):
+    assert w8a8_gemv.heuristic(m, k) in w8a8_gemv.SPACE
+    assert w8a8_gemm.heuristic(100 * m, 4096, k) in w8a8_gemm.SPACE
+    for path in FOLDER.glob("*.json"):
+        recorded = json.loads(path.read_text())
+        for module in (w8a8_gemv, w8a8_gemm):
+            name = module.__name__.split(".")[-1]
+            assert all(config in module.SPACE for config in recorded.get(name, {}).values())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_cuda_source_compiles(arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for m, dtype, aligned in ((1, torch.float16, True), (8, torch.bfloat16, True), (3, torch.float16, False)):
+        cluster = 1 if arch == "sm_80" else min(m + 1, 4) // 2 * 2 or 1
+        config = {"warps": 8, "tiles": 2, "depth": 4, "resident": 2, "cluster": cluster}
+        macros = w8a8_gemv.macros(m, 4096, dtype, config, aligned)
+        assert nvrtc.compile_cubin(w8a8_gemv.SOURCE, macros, arch)
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("case", w8a8_gemv.CASES, ids=str)
+def test_decode_on_the_gpu(case):
+    inputs = w8a8_gemv.make_inputs(case, "cuda")
+    assert relative(w8a8.w8a8(*inputs).cpu(), exact(*inputs)) < 4e-3
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("case", w8a8_gemm.CASES, ids=str)
+def test_gemm_on_the_gpu(case):
+    inputs = w8a8_gemm.make_inputs(case, "cuda")
+    y = w8a8_gemm.w8a8_gemm(*inputs, getattr(torch, case["dtype"]))
+    assert relative(y, w8a8_gemm.reference(*(i.double() for i in inputs))) < 4e-3
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("case", quantize_activation.CASES, ids=str)
+def test_quantization_on_the_gpu(case):
+    x = quantize_activation.make_inputs(case, "cuda")
+    (q, s), (want_q, want_s) = quantize_activation.quantize_activation(x), quantize_activation.reference(x)
+    assert torch.equal(s, want_s) and torch.equal(q, want_q)
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_the_same_bits_every_time_and_in_a_graph():
+    inputs = w8a8_gemv.make_inputs({"M": 5, "N": 1003, "K": 2064, "dtype": "bfloat16", "seed": 0}, "cuda")
+    first = w8a8.w8a8(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = w8a8.w8a8(*inputs)
+    for _ in range(20):
+        again.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(first, again)

@@ -1,0 +1,244 @@
+"""The decode kernel: its arithmetic lane by lane, its operator on a CPU, its source for three architectures."""
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from repro.kernels import nvrtc
+from repro.kernels import wna16_gemv as kernel
+from repro.kernels.launch_config import FOLDER, configurations
+from repro.kernels.packing import block_columns, unpack
+
+GPU = torch.device("cuda")
+SMALL = [case for case in kernel.CASES if case["rows"] * case["columns"] < 1 << 20]
+
+
+def emulate(x, packed):
+    """What the lanes of wna16_gemv.cu compute for all tiles at once: the same operands, from the packed words."""
+    bits, bf16 = packed.bits, x.dtype == torch.bfloat16
+    raised = 0 if bits == 8 or (bits == 4 and bf16) else bits
+    spread, sum_in_low = bits == 2 and not bf16, bits == 4 and not bf16
+    magic = 0x43004300 if bf16 else 0
+    tiles, blocks = packed.codes.shape[:2]
+    kb, m = block_columns(bits), x.shape[0]
+    xs = torch.zeros(m, blocks * kb, dtype=torch.float64)
+    xs[:, : packed.columns] = x.double()
+    words = packed.codes.view(tiles, blocks, 8, 4, 4)  # lanes as (g, t)
+    group = packed.group or blocks * kb
+    groups = -(-blocks * kb // group)
+    c = torch.zeros(2, tiles, groups, 2, 8, m, dtype=torch.float64)  # two chains; rows g and g+8
+
+    def values(registers):
+        """float64 [..., 2]: the halves of an operand register as the tensor core reads them."""
+        return registers.contiguous()[..., None].view(x.dtype).double()
+
+    def upper(w):
+        return w >> 8 & 0x00FF00FF
+
+    for block, pair, i in itertools.product(range(blocks), range(kb // 32), range(2)):
+        lane = words[:, block]
+        if bits == 8:
+            w, v = lane[..., 2 * i], lane[..., 2 * i + 1]
+            parts = [w, w >> 8, v, v >> 8]
+            if bf16:
+                a = [values(p & 0x000F000F | magic) + values(p >> 4 & 0x000F000F | 0x45004500) for p in parts]
+            else:
+                a = [values(p) for p in (w & 0x00FF00FF, upper(w), v & 0x00FF00FF, upper(v))]
+        elif bits == 4:
+            w = lane[..., 2 * pair + i]
+            v = upper(w)
+            if bf16:
+                a = [values(p & 0x000F000F | magic) for p in (w, w >> 4, v, v >> 4)]
+            else:
+                a = [values(p) for p in (w & 0x00FF00FF, w & 0x00F000F0, v, v & 0x00F000F0)]
+        else:
+            w, v = lane[..., pair], upper(lane[..., pair])
+            if not spread:
+                w, v = w >> 4 * i, v >> 4 * i
+            mask = 0x00030003 << (4 * i if spread else 0)
+            a = [values(p | magic) for p in (w & mask, w & mask << 2, v & mask, v & mask << 2)]
+        # The operand's low columns meet b0 and its high ones b1: (step, pair of e) of x for either.
+        low, high = ((0, i), (1, i)) if bits == 2 else ((i, 0), (i, 1))
+        for half, t, e in itertools.product(range(2), range(4), range(2)):
+            for operand, (step, two) in ((a[half], low), (a[2 + half], high)):
+                column = block * kb + 32 * pair + 8 * t + 4 * step + 2 * two + e
+                c[i, :, column // group, half] += operand[:, :, t, e][..., None] * xs[:, column]
+    _, scales, zeros = unpack(packed)
+    s, z = (torch.zeros(tiles * 16, packed.groups, dtype=torch.float64) for _ in range(2))
+    s[: packed.rows], z[: packed.rows] = scales.double(), zeros.double()
+    s, z = s.view(tiles, 2, 8, -1), z.view(tiles, 2, 8, -1)
+    offset = 0 if not bf16 else 2176 if bits == 8 else 128
+    y = torch.zeros(tiles, 2, 8, m, dtype=torch.float64)
+    for i in range(packed.groups):
+        both = c[0, :, i] + c[1, :, i] / (16 if spread else 1)
+        if sum_in_low:
+            both[:, 0] -= both[:, 1]
+        for half in range(2):
+            unit = (1 if bf16 else 2.0**-24) * (1 << raised if half else 1)
+            sums = unit * xs[:, i * group : (i + 1) * group].sum(1)
+            zero = z[:, half, :, i] + offset / (1 << raised if half else 1)
+            y[:, half] += s[:, half, :, i][..., None] * (both[:, half] - zero[..., None] * sums) / unit
+    return y.reshape(tiles * 16, m).T[:, : packed.rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+def test_arithmetic_of_the_fragments(bits, group, dtype):
+    """Masks, subnormals, offsets and raised rows give the product of the dequantized weight, in exact arithmetic."""
+    columns = 200 if group == 0 else 2 * 128 + group
+    for symmetric in (False, True):
+        case = {"rows": 40, "columns": columns, "bits": bits, "group": group, "symmetric": symmetric, "m": 3, "seed": 1}
+        x, packed = kernel.make_inputs(case, dtype=dtype)
+        want = kernel.reference(x, packed)
+        assert (emulate(x, packed) - want).norm() < 1e-6 * want.norm()
+
+
+STUB = """
+#include "%s"
+extern "C" void launch(u32 grid, u32 threads, const char *codes, const char *scales, const u16 *x, u16 *y, u32 N, u32 K,
+                       u32 M, u32 chunks, u32 last_tile, u32 tile_bytes, u32 tile_scale_bytes) {
+    run_grid(grid, threads, SPLITS,
+             [=] { wna16_gemv(codes, scales, x, y, N, K, M, chunks, last_tile, tile_bytes, tile_scale_bytes); });
+}
+"""
+
+
+def run_source(x, packed, config, folder, monkeypatch):
+    """The operator's own launch path, but the .cu file is compiled as C++ and runs on the CPU."""
+
+    def load(path, name, macros, device, shared_bytes):
+        stub, library = folder / "stub.cpp", folder / "stub.so"
+        stub.write_text(STUB % path)
+        flags = [f"-D{key}={value}" for key, value in macros.items()]
+        header = Path(__file__).with_name("cuda_emulation.h")
+        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-DEMULATION", *flags]
+        subprocess.run([*command, "-include", header, "-o", library, stub], check=True)
+        function = ctypes.CDLL(str(library)).launch
+        pointer = lambda a: ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a  # noqa: E731
+        return lambda *arguments: function(*map(pointer, arguments))
+
+    monkeypatch.setattr(nvrtc, "load", load)
+    monkeypatch.setattr(kernel, "unsupported", lambda device: None)
+    kernel._plan.cache_clear()
+    y = kernel.launch(x, packed, config)
+    kernel._plan.cache_clear()
+    return y
+
+
+def configurations_of_the_source():
+    """Every width, group, type and number of columns, each with another launch configuration and a ragged shape."""
+    launches = itertools.cycle(
+        [(4, 1, 128, 2, 1), (2, 2, 128, 1, 1), (2, 1, 256, 3, 2), (1, 4, 128, 4, 1), (2, 1, 128, 2, 4)]
+    )
+    formats = itertools.product((2, 4, 8), (0, 32, 64, 128), (torch.float16, torch.bfloat16))
+    for i, (bits, group, dtype) in enumerate(formats):
+        columns = {0: 1352, 32: 1056, 64: 1216, 128: 1408}[group]
+        case = {"rows": 40, "columns": columns, "bits": bits, "group": group, "symmetric": i % 3 == 0, "seed": i}
+        config = dict(zip(("warps", "tiles", "chunk", "stages", "splits"), next(launches)))
+        yield case | {"m": (1, 1, 3, 11)[(i + i // 4) % 4]}, dtype, config
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU emulation of the CUDA source needs g++")
+@pytest.mark.parametrize("case, dtype, config", configurations_of_the_source(), ids=str)
+def test_source_on_the_cpu(case, dtype, config, tmp_path, monkeypatch):
+    """The .cu file itself: indices, copies and their waits, swizzles, chains, ragged ends, clusters."""
+    x, packed = kernel.make_inputs(case, dtype=dtype)
+    y = run_source(x, packed, config | {"blocks": 1}, tmp_path, monkeypatch)
+    want = kernel.reference(x, packed)
+    assert (y.float() - want).norm() < (1e-3 if dtype == torch.float16 else 4e-3) * want.norm()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_operator_on_the_cpu(case):
+    x, packed = kernel.make_inputs(case)
+    y = kernel.wna16_gemv(x, packed)
+    want = kernel.reference(x, packed)
+    assert y.dtype == x.dtype and (y.float() - want).norm() < 1e-3 * want.norm()
+    torch.library.opcheck(
+        torch.ops.lowbit.wna16_gemv.default,
+        (
+            x,
+            packed.codes,
+            packed.scale_zero,
+            packed.bits,
+            packed.group,
+            packed.rows,
+            packed.columns,
+            packed.symmetric,
+        ),
+    )
+
+
+def test_misuse_names_the_shapes():
+    x, packed = kernel.make_inputs(SMALL[0])
+    for bad, words in (
+        (x[0], r"\[416\]"),
+        (x[:, :-1], r"\[6, 415\], expected \[1 to 16, 416\]"),
+        (x.repeat(3, 1), r"\[18, 416\]"),
+        (x.float(), r"\[6, 416\] is torch.float32"),
+        (x.to("meta"), "meta"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernel.wna16_gemv(bad, packed)
+
+
+def test_every_configuration_has_its_keys_and_fits_a_multiprocessor():
+    shapes = [(512, 2048), (1024, 4096), (4096, 4096), (4096, 11008), (28672, 8192), (33, 100)]
+    for (rows, columns), bits, m in itertools.product(shapes, (2, 4, 8), (1, 3, 16)):
+        config = kernel.configuration(rows, columns, bits, m, "cpu")
+        assert set(config) == {"warps", "tiles", "chunk", "stages", "splits", "blocks"}
+        assert (
+            kernel.shared_bytes(kernel.defines(bits, 0, columns, False, torch.float16, m, config)) <= 99 << 10
+        )  # what an sm_86 block may have
+        assert config["warps"] * config["blocks"] <= 48 and config["chunk"] % 128 == 0
+
+
+def test_recorded_configurations_fit_their_device():
+    for path in FOLDER.glob("*.json"):
+        for key, config in configurations(path.stem).get("wna16_gemv", {}).items():
+            bits, m, (rows, columns) = int(key.split()[0][1:]), int(key.split()[1][1:]), key.split()[2].split("x")
+            macros = kernel.defines(bits, 32, int(columns), False, torch.float16, m, config)
+            assert set(config) == set(kernel.heuristic(int(rows), int(columns), bits, m)), key
+            assert kernel.shared_bytes(macros) <= 227 << 10 and config["warps"] <= 32, key
+
+
+@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"compile check: {nvrtc.unavailable()}")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_compiles(arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for case, m, splits in zip(kernel.CASES[:7], (1, 8, 16, 1, 8, 1, 16), (1, 1, 1, 2, 4, 1, 2)):
+        dtype = torch.bfloat16 if splits > 1 or m == 8 else torch.float16
+        config = kernel.heuristic(32, 384, case["bits"], kernel.batch_columns(m)) | {
+            "splits": 1 if arch == "sm_80" else splits
+        }
+        form = case["bits"], case["group"], 384 if case["bits"] < 8 else 392, case["symmetric"]
+        cubin = nvrtc.compile_cubin(kernel.SOURCE, kernel.defines(*form, dtype, m, config), arch)
+        assert cubin[:4] == b"\x7fELF" and b"wna16_gemv" in cubin
+    assert len(list((tmp_path / "lowbit-repro" / "cubin").glob("*.cubin"))) == 7
+    with pytest.raises(RuntimeError, match="does not compile"):
+        nvrtc.compile_cubin(kernel.SOURCE, {"BITS": 4}, arch)
+
+
+def test_without_a_compiler_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(nvrtc, "compiler", lambda: None)
+    with pytest.raises(RuntimeError, match="pip install cuda-core"):
+        nvrtc.compile_cubin(kernel.SOURCE, {}, "sm_90")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
+def test_kernel_on_the_gpu(case, dtype):
+    for scale in (1.0,) if dtype == torch.float16 else (1.0, 1e5, 1e-6):
+        x, packed = kernel.make_inputs(case, GPU, dtype)
+        y = kernel.wna16_gemv(x * scale, packed)
+        want = kernel.reference(x * scale, packed)
+        bound = 1e-3 if dtype == torch.float16 else 4e-3  # bfloat16 output alone costs 2^-9
+        assert (y.float() - want).norm() < bound * want.norm()
