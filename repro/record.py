@@ -136,8 +136,8 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         UserError: schema, an unknown cell, a missing origin, a value outside its own interval, a time below the least
             that the device allows, or a commit with uncommitted changes.
     """
-    rows = [row for row in from_csv(path) if row.status in ("ok", "floor") and row.live == "live"]
-    if not rows:
+    rows = [row for row in from_csv(path) if row.status in ("ok", "floor", "unsupported") and row.live == "live"]
+    if all(row.status == "unsupported" for row in rows):
         raise UserError(f"{path}: no measured row (status ok or floor, live) to accept")
     by_file: dict[Path, list[Measurement]] = {}
     for row in rows:
@@ -157,7 +157,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
             raise UserError(f"{where}: {missing[0]} is empty; a number without its origin is not accepted")
         if row.commit == "unknown" or row.commit.endswith("+"):
             raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
-        if row.value is None:
+        if row.value is None and row.status != "unsupported":
             raise UserError(f"{where}: status {row.status} without a value")
         if row.lo is not None and row.hi is not None and not row.lo <= row.value <= row.hi:
             raise UserError(f"{where}: {row.value} lies outside its interval {row.lo} … {row.hi}")

@@ -157,10 +157,11 @@ def measure(flow: Workflow, paper: str, name: str) -> list[Measurement]:
             elif len(made) == len(what.seeds):
                 refused = {k: v for _, frame in made for k, v in json.loads(frame.attrs["refused"]).items()}
                 wanted = {part.recipes[r] for part, _ in made for r in (row, next(iter(what.rows)))}
+                origin = _origin(flow, what, row, made)
                 if reasons := [refused[recipe] for recipe in sorted(wanted & refused.keys())]:
-                    cells.append(replace(blank, status="unsupported", note=reasons[0]))
+                    cells.append(replace(blank, status="unsupported", note=reasons[0], **origin))
                 else:
-                    cells.append(replace(blank, **_cell(flow, what, row, metric, made)))
+                    cells.append(replace(blank, **origin, **_cell(what, row, metric, made)))
             elif old := stored.get((row, column, model, metric)):
                 cells.append(replace(old, live="recorded", status=_still(flow, old)))
             else:
@@ -168,8 +169,22 @@ def measure(flow: Workflow, paper: str, name: str) -> list[Measurement]:
     return cells
 
 
-def _cell(flow: Workflow, what: StudySpec, row: str, metric: str, made: list[Any]) -> dict[str, Any]:
-    """Value, interval and origin of one cell, from the parts of all seeds."""
+def _origin(flow: Workflow, what: StudySpec, row: str, made: list[Any]) -> dict[str, Any]:
+    """Where a cell comes from."""
+    part, frame = made[0]
+    return {
+        "live": "live",
+        "grade": flow.profile.grade,
+        "stand_in": part.stand_in,
+        "recipe": part.recipes[row],
+        "protocol": f"{frame.attrs['protocol']} on {frame.attrs['label']}",
+        "seed": " ".join(map(str, what.seeds)),
+        **{key: frame.attrs[key] for key in ("device", "commit", "code", "environment")},
+    }
+
+
+def _cell(what: StudySpec, row: str, metric: str, made: list[Any]) -> dict[str, Any]:
+    """Value and interval of one cell, from the parts of all seeds."""
     first = next(iter(what.rows))
     arrays, shares = {}, []
     for part, frame in made:
@@ -188,19 +203,15 @@ def _cell(flow: Workflow, what: StudySpec, row: str, metric: str, made: list[Any
 
     each = [float(v) for v in values({key: array.mean() for key, array in arrays.items()})]
     low, high = statistics.paired(arrays, lambda mean: np.mean(values(mean), axis=0))
-    part, frame = made[0]
     note = {"seeds": [round(v, 3) for v in each], "share": round(float(np.mean(shares)), 6)}
-    return {
-        "value": float(np.mean(each)), "lo": low, "hi": high, "n": len(arrays["f"]), "status": "ok", "live": "live",
-        "grade": flow.profile.grade, "stand_in": part.stand_in, "recipe": part.recipes[row],
-        "protocol": f"{frame.attrs['protocol']} on {frame.attrs['label']}",
-        "seed": " ".join(map(str, what.seeds)), "note": json.dumps(note),
-        **{key: frame.attrs[key] for key in ("device", "commit", "code", "environment")},
-    }  # fmt: skip
+    value, n = float(np.mean(each)), len(arrays["f"])
+    return {"value": value, "lo": low, "hi": high, "n": n, "status": "ok", "note": json.dumps(note)}
 
 
 def _still(flow: Workflow, old: Measurement) -> str:
-    """`stale` when the code that made a recorded cell has changed since."""
+    """`stale` when the code that made a recorded value has changed since."""
+    if old.value is None:
+        return old.status
     today = provenance.code_hash([Path(p) for p in flow.code("study", flow.run(old.stand_in, old.recipe))])
     return old.status if today == old.code else "stale"
 

@@ -126,6 +126,22 @@ def test_a_refused_variant_is_a_status_and_half_a_study_is_not_a_value(small):
     assert cells["SPEAR", others[-1].column, "recovered"].status == "not_run"
 
 
+def test_a_refusal_is_accepted_with_its_reason_but_never_alone(small, tmp_path, monkeypatch):
+    for part in study.parts(small, "spear", "memory"):
+        full = windows(3)
+        write(part, {"fp16": full, "base": full + 1, "SPEAR": full + 0.4}, {part.recipes["gate off"]: "no rank fits"})
+    build_study(small, "spear", "memory", tmp_path / "tables")
+    path, results = tmp_path / "tables" / "spear" / "memory.csv", tmp_path / "results"
+    assert list(record.accept(path, results).values()) == [6]
+    stored = record.from_csv(next(results.glob("*/spear-study-memory.csv")))
+    monkeypatch.setattr(record, "accepted", lambda *place: stored)
+    again = study.measure(Workflow({"base": "pocket", "name": "pocket"}), "spear", "memory")
+    assert {(m.status, m.note) for m in again if m.row == "gate off"} == {("unsupported", "no rank fits")}
+    path.write_text(record.to_csv([m for m in stored if m.status == "unsupported"]))
+    with pytest.raises(UserError, match="no measured row"):
+        record.accept(path, results)
+
+
 def test_drawn_accepted_and_drawn_again_from_what_was_accepted(small, tmp_path, monkeypatch):
     for part in study.parts(small, "spear", "memory"):
         full = windows(2)
