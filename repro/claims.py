@@ -130,11 +130,11 @@ def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
     known = papers.claims(paper)
     for name in (part for item in ids for part in item.split("-")):
         if name not in known:
-            raise UserError(f"tables/table1.yaml: {unknown(f'claim of {paper}', name, known)}")
+            raise UserError(f"claim {claim.claim}: {unknown(f'claim of {paper}', name, known)}")
     printed = {(c.row, c.col, c.model) for c in papers.printed(paper, number)}
     for row, col, model in (place for _, named in claim.places() for place in named.values()):
         if (row, col, model) not in printed:
-            raise UserError(f"tables/table1.yaml: {claim.claim}: {claim.table} printed no {row} | {col} of {model}")
+            raise UserError(f"claim {claim.claim}: {claim.table} printed no {row} | {col} of {model}")
     elsewhere = flow.profile.judged_on
     for source in (flow, *([Workflow(name=elsewhere, recorded=True)] if elsewhere else [])):
         cases, cells = _cases(source, claim)
@@ -159,6 +159,12 @@ def _cases(flow: Workflow, claim: spec.ClaimSpec) -> tuple[tuple[Case, ...], tup
     bound = [(keys, {name: found[place] for name, place in named.items()}) for keys, named in places]
     cases = tuple(_case(flow, claim, keys, named) for keys, named in bound)
     return cases, tuple(m for _, named in bound for m in named.values())
+
+
+def held(judged: Judged) -> str:
+    """How many of the measured cases hold, such as `19 of 24 cases hold, 2 do not`; nothing where none is measured."""
+    found = [_of_interval(case) for case in judged.cases if case.measured is not None]
+    return f"{found.count(0)} of {len(found)} cases hold, {found.count(1)} do not" if found else ""
 
 
 def _all(verdicts: list[int]) -> int:

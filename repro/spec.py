@@ -25,22 +25,6 @@ class Column:
 
 
 @dataclass(frozen=True)
-class TableSpec:
-    """One printed table.
-
-    Attributes:
-        rows: printed row label to recipe.
-        extra: recipes of your own, one a row at the end of the table; the label is the recipe.
-        columns: printed column label to what is measured under it.
-    """
-
-    title: str
-    rows: dict[str, str] = field(default_factory=dict)
-    columns: dict[str, Column] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class ClaimSpec:
     """A claim as a predicate: `quantity` over named cells must satisfy `holds` in every case.
 
@@ -48,7 +32,7 @@ class ClaimSpec:
         claim: paper and the claim's ids in `repro/papers/<paper>/claims.csv`.
         says: the claim in our own words.
         printed: what the paper prints for it.
-        table: the table whose cells are meant.
+        table: the table whose cells are meant; a table's own spec leaves it out.
         cells: name in `quantity` to `row label | column label`; `{key}` is filled in from the case.
         cases: the model labels (or mappings with `model` and other keys) for which the claim is made.
         quantity: arithmetic over the names.
@@ -84,6 +68,24 @@ class ClaimSpec:
             parts = {name: text.format(**keys).partition(" | ") for name, text in self.cells.items()}
             found.append((keys, {name: (row, col, keys["model"]) for name, (row, _, col) in parts.items()}))
         return found
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One printed table.
+
+    Attributes:
+        rows: printed row label to recipe.
+        extra: recipes of your own, one a row at the end of the table; the label is the recipe.
+        columns: printed column label to what is measured under it.
+        claims: what the paper says about this table, judged under it; their `table` is this one.
+    """
+
+    title: str
+    rows: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+    claims: tuple[ClaimSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,11 @@ def table(paper: str, number: str) -> TableSpec:
     if not path.is_file():
         return TableSpec(papers.index(paper)[number]["caption"])
     where = f"tables/{paper}/table{number}.yaml"
-    spec = build(TableSpec, load_yaml(path), where)
+    data = load_yaml(path)
+    if isinstance(data, dict) and isinstance(data.get("claims"), list):
+        here = {"table": f"{paper}/{number}"}
+        data["claims"] = [here | claim if isinstance(claim, dict) else claim for claim in data["claims"]]
+    spec = build(TableSpec, data, where)
     cells = papers.printed(paper, number)
     for kind, labels, known in (
         ("row", spec.rows, {cell.row for cell in cells}),

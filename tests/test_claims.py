@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from repro import claims, papers, perplexity, provenance, spec, table
 from repro.claims import evaluate, judge, satisfied, show
 from repro.errors import UserError
+from repro.jobs.tables import judged_notes
 from repro.record import Measurement
 from repro.spec import ClaimSpec
 from repro.workflow import Workflow
@@ -429,3 +430,35 @@ def test_a_case_may_bring_its_own_threshold(measured):
 )  # fmt: skip
 def test_show(x, percent, text):
     assert show(x, percent) == text
+
+
+# --- claims in a table's own spec -------------------------------------------------------------------------------------
+
+
+def test_a_table_s_own_claims_are_about_that_table():
+    found = spec.table("spear", "1").claims
+    assert found and {claim.table for claim in found} == {"spear/1"}
+    everywhere = next(claim for claim in found if claim.cells["s"].endswith("Wiki"))
+    rows = {(row, model) for _, named in everywhere.places() for row, _, model in [named["s"]]}
+    models = {"Llama-3.2-1B", "Llama-3.2-3B", "Llama-2-7B"}
+    printed = {
+        (c.row, c.model) for c in papers.printed("spear", "1") if c.row.startswith("+SPEAR") and c.model in models
+    }
+    assert rows == printed, "every setting, none left out"
+
+
+def test_how_many_cases_hold():
+    def case(value, low, high):
+        return claims.Case("m", "> 0", 1.0, value, low, high, "pocket-3m")
+
+    judged = claims.Judged(
+        GAP, (case(1, 0.5, 2), case(2, 1, 3), case(-1, -2, -0.5), case(0.1, -1, 1)), "C", "not seen", True
+    )
+    assert claims.held(judged) == "2 of 4 cases hold, 1 do not"
+    assert claims.held(dataclasses.replace(judged, cases=(claims.Case("m", "> 0", 1.0),))) == ""
+
+
+def test_they_stand_under_their_table(nothing_runs):
+    (claim, *_), lines = spec.table("spear", "1").claims, judged_notes(nothing_runs, "spear", "1")
+    assert len(lines) == len(spec.table("spear", "1").claims)
+    assert claim.claim in lines[0] and claim.printed in lines[0] and "grade" in lines[0]

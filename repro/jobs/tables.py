@@ -65,7 +65,19 @@ def table_sheet(flow: Workflow, paper: str, number: str, cells: list[Measurement
                 rows.append([row, *(text for both in pairs for text in both), *extra])
     what = f"{paper}, Table {number}: {spec.table(paper, number).title}"
     title = f"{what}. Profile {flow.profile.name}: {flow.profile.about}"
-    return Sheet(title, head, rows, notes(cells), left=2 if wide else 1)
+    return Sheet(title, head, rows, notes(cells) + judged_notes(flow, paper, number), left=2 if wide else 1)
+
+
+def judged_notes(flow: Workflow, paper: str, number: str) -> list[str]:
+    """The claims that a table's own spec carries, each with grade, verdict and how many cases hold."""
+    lines = []
+    for claim in spec.table(paper, number).claims:
+        judged = claims.judge(flow, claim)
+        held, where = claims.held(judged), ", ".join(dict.fromkeys(case.on for case in judged.cases if case.on))
+        grade = f"grade {judged.grade}" if judged.grade else "no grade"
+        found = "; ".join(filter(None, (f"{judged.verdict} ({grade})", held, f"on {where}" if where else "")))
+        lines.append(f"{claim.claim}: {claim.says}. Printed: {claim.printed}. {found[0].upper()}{found[1:]}.")
+    return lines
 
 
 def build_study(flow: Workflow, paper: str, name: str, out: Path, figures: Path | None = None) -> Sheet:
