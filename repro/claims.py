@@ -120,7 +120,9 @@ class Judged:
 
 
 def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
-    """Judge one claim on what this profile measured, else on the printed numbers.
+    """Judge one claim on what this profile measures live, else on accepted measurements, else on the printed numbers.
+
+    Accepted are those of the profile that this one is `judged_on`, before its own, which may have a smaller budget.
 
     Raises:
         UserError: the spec names a claim, cell or case that the paper did not print.
@@ -135,11 +137,12 @@ def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
     for row, col, model in (place for _, named in claim.places() for place in named.values()):
         if (row, col, model) not in printed:
             raise UserError(f"claim {claim.claim}: {claim.table} printed no {row} | {col} of {model}")
-    elsewhere = flow.profile.judged_on
-    for source in (flow, *([Workflow(name=elsewhere, recorded=True)] if elsewhere else [])):
+    elsewhere = [Workflow(name=flow.profile.judged_on, recorded=True)] if flow.profile.judged_on else []
+    for i, source in enumerate((flow, *elsewhere, flow)):
         cases, cells = _cases(source, claim)
         measured = [case for case in cases if case.measured is not None]
-        if measured and all(case.missing == "no_stand_in" for case in cases if case not in measured):
+        whole = measured and all(case.missing == "no_stand_in" for case in cases if case not in measured)
+        if whole and (i > 0 or all(m.live == "live" for m in cells if m.value is not None)):
             grade = max(m.grade for m in cells if m.grade)
             verdict = WORDS.get(grade, PLAIN)[_all([_of_interval(case) for case in measured])]
             return Judged(claim, cases, grade, verdict, True, cells=cells)

@@ -462,3 +462,20 @@ def test_they_stand_under_their_table(nothing_runs):
     (claim, *_), lines = spec.table("spear", "1").claims, judged_notes(nothing_runs, "spear", "1")
     assert len(lines) == len(spec.table("spear", "1").claims)
     assert claim.claim in lines[0] and claim.printed in lines[0] and "grade" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("live", "whole_elsewhere", "on"),
+    [("live", True, "own"), ("recorded", True, "elsewhere"), ("recorded", False, "own"), ("live", False, "own")],
+)
+def test_live_before_the_profile_that_judges_before_own_recordings(monkeypatch, live, whole_elsewhere, on):
+    def cases(flow, claim):
+        own = flow.profile.name == "pocket"
+        if not own and not whole_elsewhere:
+            return (claims.Case("m", "> 0", 1.0, missing="not_run"),), ()
+        cell = dataclasses.replace(recorded(1.0, 0.5, 1.5), grade="C", live=live if own else "recorded")
+        return (claims.Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, "own" if own else "elsewhere"),), (cell,)
+
+    monkeypatch.setattr(claims, "_cases", cases)
+    judged = judge(Workflow(None, "pocket"), GAP)
+    assert judged.measured and judged.cases[0].on == on and judged.grade == "C"
