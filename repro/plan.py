@@ -4,12 +4,15 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 
-from repro import models, papers, spec
+from repro import models, papers, spec, study
 from repro.build import OWN, check
 from repro.workflow import Run, Workflow
 
 START_S = 7.0  # a job's start: Python, torch, transformers (measured on two cores)
 FLOPS = {"cpu": 45e9, "cuda": 60e12}  # per second at batch 1: measured on one core of an EPYC; a cautious GPU guess
+STUDY_TOKENS = (
+    2e6  # that a variant of a study reads in calibration; forward passes of SPEAR with a quarter of its budget
+)
 LIMIT_TOKENS = 60_000  # tokens that eight zero-shot tasks read per 100 items of each
 HUB_PARAMETERS = (("70b", 70e9), ("32b", 32e9), ("14b", 14e9), ("13b", 13e9), ("8b", 8e9), ("7b", 7e9), ("3b", 3.2e9))
 
@@ -40,7 +43,7 @@ def cost(flow: Workflow, targets: list[str]) -> Cost:
     """
     flow.recorded = False  # a plan is for a machine that has the profile's device
     check([t if t == "all" else t.removesuffix(".tex") + ".tex" for t in targets])
-    tables = []
+    tables, studies = [], []
     for target in targets:
         stem = target.removeprefix("tables/").removesuffix(".tex")
         if stem == "audit":
@@ -50,6 +53,9 @@ def cost(flow: Workflow, targets: list[str]) -> Cost:
             tables += [(paper, "1") for paper in papers.PAPERS]
         elif stem in (*OWN, "all"):
             tables += spec.specified()
+            studies += spec.studies() if stem == "all" else []
+        elif tuple(stem.split("/")) in spec.studies():
+            studies.append(tuple(stem.split("/")))
         else:
             paper, number = stem.split("/table")
             papers.printed(paper, number)
@@ -60,7 +66,15 @@ def cost(flow: Workflow, targets: list[str]) -> Cost:
             if run and flow.source(column, run):
                 wanted.setdefault((run.id, column.measure), run)
                 wanted.setdefault((flow.run(run.model, "fp16").id, column.measure), flow.run(run.model, "fp16"))
-    total.jobs["table"] = len(dict.fromkeys(tables))
+    parts = [part for paper, name in studies if study.is_live(flow, study.load(paper, name))
+             for part in study.parts(flow, paper, name)]  # fmt: skip
+    for base in {part.base.id: part.base for part in parts}.values():
+        _add_model(flow, total, base)
+        _add(flow, total, base, "compress", _calibration_tokens(flow, base))
+    for part in parts:
+        scored = (len(part.recipes) + 2) * _tokens(flow, part.base, "perplexity") / len(flow.texts)
+        _add(flow, total, part.base, "study", scored + len(part.recipes) * STUDY_TOKENS)
+    total.jobs["table"] = len(dict.fromkeys([*tables, *studies]))
     for run in {run.id: run for run in wanted.values()}.values():
         _add_model(flow, total, run)
         if run.recipe.steps:

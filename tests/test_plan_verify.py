@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from repro import models, papers, plan, record, spec, verify
+from repro import models, papers, plan, record, spec, study, verify
 from repro.errors import UserError
 from repro.record import Measurement
 from repro.verify import compare
@@ -96,6 +96,16 @@ def test_a_target_without_runs_costs_no_run(model):
     assert dict(plan.cost(flow(model), ["tables/spqt/table3.tex"]).jobs) == {"table": 1}
     assert plan.cost(flow(model), ["tables/audit.tex"]).seconds == 0.0
     assert plan.cost(Workflow(CONFIG | {"models": {}}), ["all"]).seconds == 0.0
+
+
+def test_a_study_counts_its_parts_where_it_is_run(model):
+    what = study.load("spear", "memory")
+    live = flow(model, name="pocket-full")
+    total = plan.cost(live, ["tables/spear/memory.tex"])
+    bases = len(what.grid["bits"])
+    assert dict(total.jobs) == {"compress": bases, "study": len(what.columns()) * len(what.seeds), "table": 1}
+    assert total.seconds > plan.START_S * total.jobs["study"]
+    assert dict(plan.cost(flow(model), ["tables/spear/memory.tex"]).jobs) == {"table": 1}, "elsewhere it is recorded"
 
 
 def test_the_headline_needs_every_table_that_it_names(model):

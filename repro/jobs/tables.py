@@ -126,8 +126,10 @@ def build_study(flow: Workflow, paper: str, name: str, out: Path, figures: Path 
         if counts:
             remarks.append(f"{first} against {row}, whole interval and every seed: {counts}.")
     if ran:
-        spread = max((max(s) - min(s) for m in ran if (s := study.seeds(m))), default=0.0)
-        remarks.append(f"Largest range over seeds: {spread:.1f} points. {ran[0].protocol}.")
+        recovered = [(m.row, max(study.seeds(m)) - min(study.seeds(m))) for m in ran if m.metric == study.METRIC]
+        widest = {row: max(wide for r, wide in recovered if r == row) for row in dict.fromkeys(r for r, _ in recovered)}
+        listed = ", ".join(f"{row} {wide:.1f}" for row, wide in widest.items())
+        remarks.append(f"Largest range over seeds, in points: {listed}. {ran[0].protocol}.")
     sheet = Sheet(f"{paper}: {what.title}. Profile {flow.profile.name}", head, rows, remarks + notes(cells)[1:])
     write(out / paper / name, sheet, record.to_csv(cells))
     if ran and all(isinstance(v, float) for v in list(what.grid.values())[-1]):
