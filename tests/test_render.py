@@ -139,7 +139,7 @@ def test_the_audit_is_sound_in_latex(tmp_path):
     assert len(sheet.rows) == sum(len(papers.audit(paper)) for paper in papers.PAPERS)
 
 
-def unmeasured(flow, paper, number):
+def unmeasured(flow, paper, number, only=None):
     from repro.record import Measurement
 
     return [
