@@ -137,16 +137,15 @@ def judge(flow: Workflow, claim: spec.ClaimSpec) -> Judged:
     for row, col, model in (place for _, named in claim.places() for place in named.values()):
         if (row, col, model) not in printed:
             raise UserError(f"claim {claim.claim}: {claim.table} printed no {row} | {col} of {model}")
-    elsewhere = [Workflow(name=flow.profile.judged_on, recorded=True)] if flow.profile.judged_on else []
-    for i, source in enumerate((flow, *elsewhere, flow)):
-        cases, cells = _cases(source, claim)
-        measured = [case for case in cases if case.measured is not None]
-        whole = measured and all(case.missing == "no_stand_in" for case in cases if case not in measured)
-        if whole and (i > 0 or all(m.live == "live" for m in cells if m.value is not None)):
-            grade = max(m.grade for m in cells if m.grade)
-            verdict = WORDS.get(grade, PLAIN)[_all([_of_interval(case) for case in measured])]
-            return Judged(claim, cases, grade, verdict, True, cells=cells)
-    cases, cells = _cases(flow, claim)
+    own = cases, cells = _cases(flow, claim)
+    evidence = [own]
+    if flow.profile.judged_on and not (_whole(cases) and all(m.live == "live" for m in cells if m.value is not None)):
+        evidence.insert(0, _cases(Workflow(name=flow.profile.judged_on, recorded=True), claim))
+    for found, named in evidence:
+        if _whole(found):
+            grade = max(m.grade for m in named if m.grade)
+            verdict = WORDS.get(grade, PLAIN)[_all([_of_interval(case) for case in found if case.measured is not None])]
+            return Judged(claim, found, grade, verdict, True, cells=named)
     if any(case.printed is None for case in cases):
         return Judged(claim, cases, "", "not measurable", False, "a printed cell is blank", cells)
     verdicts = [_of_printed(claim, case, named) for case, (_, named) in zip(cases, claim.places())]
@@ -162,6 +161,13 @@ def _cases(flow: Workflow, claim: spec.ClaimSpec) -> tuple[tuple[Case, ...], tup
     bound = [(keys, {name: found[place] for name, place in named.items()}) for keys, named in places]
     cases = tuple(_case(flow, claim, keys, named) for keys, named in bound)
     return cases, tuple(m for _, named in bound for m in named.values())
+
+
+def _whole(cases: Sequence[Case]) -> bool:
+    """Whether some case is measured, and every other only lacks a stand-in."""
+    return any(c.measured is not None for c in cases) and all(
+        c.measured is not None or c.missing == "no_stand_in" for c in cases
+    )
 
 
 def held(judged: Judged) -> str:

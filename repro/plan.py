@@ -10,9 +10,7 @@ from repro.workflow import Run, Workflow
 
 START_S = 7.0  # a job's start: Python, torch, transformers (measured on two cores)
 FLOPS = {"cpu": 45e9, "cuda": 60e12}  # per second at batch 1: measured on one core of an EPYC; a cautious GPU guess
-STUDY_TOKENS = (
-    2e6  # that a variant of a study reads in calibration; forward passes of SPEAR with a quarter of its budget
-)
+STUDY_TOKENS = 2e6  # forward passes of one variant of a study: SPEAR's calibration with a quarter of its budget
 LIMIT_TOKENS = 60_000  # tokens that eight zero-shot tasks read per 100 items of each
 HUB_PARAMETERS = (("70b", 70e9), ("32b", 32e9), ("14b", 14e9), ("13b", 13e9), ("8b", 8e9), ("7b", 7e9), ("3b", 3.2e9))
 

@@ -129,6 +129,8 @@ def _row(line: Mapping[str, str], width: int, where: str) -> Measurement:
 def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     """Validate a file of measurements and merge its measured rows into `results`, newest last; nothing is half-taken.
 
+    Beside measured rows, those that were tried and are `unsupported` are taken with their reason.
+
     Returns:
         Number of rows by file that was written.
 

@@ -466,12 +466,18 @@ def test_they_stand_under_their_table(nothing_runs):
 
 @pytest.mark.parametrize(
     ("live", "whole_elsewhere", "on"),
-    [("live", True, "own"), ("recorded", True, "elsewhere"), ("recorded", False, "own"), ("live", False, "own")],
+    [
+        ("live", True, "own"),
+        ("recorded", True, "elsewhere"),
+        ("recorded", False, "own"),
+        ("live", False, "own"),
+        ("", True, "elsewhere"),  # nothing is measured here
+    ],
 )
 def test_live_before_the_profile_that_judges_before_own_recordings(monkeypatch, live, whole_elsewhere, on):
     def cases(flow, claim):
         own = flow.profile.name == "pocket"
-        if not own and not whole_elsewhere:
+        if not (live if own else whole_elsewhere):
             return (claims.Case("m", "> 0", 1.0, missing="not_run"),), ()
         cell = dataclasses.replace(recorded(1.0, 0.5, 1.5), grade="C", live=live if own else "recorded")
         return (claims.Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, "own" if own else "elsewhere"),), (cell,)
