@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels import nvrtc, packing
+from repro.kernels.launch_config import lacks
 from repro.kernels.w4a16_gemm import SOURCE, check_weight, format_defines, random_weight
 
 CASES = [  # rows, columns (Llama 3.2 1B, 3.1 8B and ragged ones), bits, group, symmetric, dtype, seed
@@ -35,12 +36,7 @@ def reference(packed: packing.PackedWeight) -> Tensor:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None where it can."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return "dequantize needs a CUDA device."
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "dequantize needs a GPU of compute capability 8.0 or higher."
-    return None
+    return lacks("dequantize", device) or nvrtc.unavailable()
 
 
 @torch.library.custom_op("lowbit::dequantize", mutates_args=())

@@ -1,4 +1,6 @@
-"""Launch configurations as data: `kernels/configs/<device>.json`, written by `python -m repro tune`, read here.
+"""What a device is to a kernel: whether it can run it, and launch configurations as data.
+
+Those stand in `kernels/configs/<device>.json`, written by `python -m repro tune`, read here.
 
     {"<kernel>": {"<shape key>": {"<option>": value, ...}, ...}, ...}
 
@@ -26,6 +28,17 @@ def _slug(device: torch.device) -> str:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "cpu"
     return "-".join(torch.cuda.get_device_name(device).lower().split())
+
+
+def lacks(kernel: str, device: torch.device | str, capability: tuple[int, int] = (8, 0)) -> str | None:
+    """Why `device` cannot run `kernel`: it is no CUDA device, or one below `capability`; None where it can."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"{kernel} needs a CUDA device."
+    if torch.cuda.get_device_capability(device) < capability:
+        name = torch.cuda.get_device_name(device)
+        return f"{kernel} needs compute capability {capability[0]}.{capability[1]}, {name} has less."
+    return None
 
 
 @cache

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from repro.kernels.launch_config import lacks
+
 CASES = [  # tokens, columns (hidden and FFN sizes of Llama layers, then ragged ones), dtype, seed
     {"M": 1, "K": 4096, "dtype": "float16", "seed": 0},
     {"M": 8, "K": 14336, "dtype": "bfloat16", "seed": 1},
@@ -41,9 +43,7 @@ def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None where it can."""
-    if torch.device(device).type != "cuda":
-        return "quantize_activation needs a CUDA device."
-    return None
+    return lacks("quantize_activation", device, (7, 0))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from repro.kernels.launch_config import configurations, device_slug
+from repro.kernels.launch_config import configurations, device_slug, lacks
 
 CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged ends
     {"bytes": 512 * 2048, "seed": 0},
@@ -40,9 +40,7 @@ def reference(x: torch.Tensor) -> int:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None where it can."""
-    if torch.device(device).type != "cuda":
-        return "read_floor needs a CUDA device."
-    return None
+    return lacks("read_floor", device, (7, 0))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels import nvrtc, packing
-from repro.kernels.launch_config import launch_config
+from repro.kernels.launch_config import lacks, launch_config
 
 SOURCE = Path(__file__).with_suffix(".cu")
 
@@ -73,12 +73,7 @@ def reference(x: Tensor, packed: packing.PackedWeight) -> Tensor:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None where it can."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return "w4a16_gemm needs a CUDA device."
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "w4a16_gemm needs a GPU of compute capability 8.0 or higher (cp.async, bf16 matrix units)."
-    return None
+    return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
 def heuristic(m: int, n: int, k: int) -> dict:

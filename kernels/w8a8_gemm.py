@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from repro.kernels.launch_config import launch_config
+from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.quantize_activation import aligned
 
 CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), dtype, seed
@@ -64,12 +64,7 @@ def reference(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torc
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None where it can."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return "w8a8_gemm needs a CUDA device."
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "w8a8_gemm needs a GPU of compute capability 8.0 or higher (integer matrix units)."
-    return None
+    return lacks("w8a8_gemm", device)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from repro.kernels import nvrtc
 from repro.kernels import quantize_activation as quantizer
-from repro.kernels.launch_config import launch_config
+from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.quantize_activation import code_bits, inverse_scale
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -78,12 +78,7 @@ def reference(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Te
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None where it can."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return "w8a8_gemv needs a CUDA device."
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "w8a8_gemv needs a GPU of compute capability 8.0 or higher (integer matrix units)."
-    return nvrtc.unavailable()
+    return lacks("w8a8_gemv", device) or nvrtc.unavailable()
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from repro.kernels import nvrtc
-from repro.kernels.launch_config import launch_config
+from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.packing import TILE, PackedWeight, block_columns, dequantize, pack
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -73,12 +73,7 @@ def reference(x: Tensor, packed: PackedWeight) -> Tensor:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why the kernel cannot run on `device`, or None where it can; the operator itself runs anywhere, slowly."""
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "wna16_gemv needs a CUDA device."
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"wna16_gemv needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less."
-    return nvrtc.unavailable()
+    return lacks("wna16_gemv", device) or nvrtc.unavailable()
 
 
 def configuration(rows: int, columns: int, bits: int, m: int, device: torch.device | str) -> dict[str, int]:

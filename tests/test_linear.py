@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_w4a16_gemm import error, random_weight, weight
 
-from repro.kernels import dequantize, linear, packing
+from repro import kernel_list
+from repro.kernels import dequantize, linear, nvrtc, packing
 
 
 def inputs(tokens, rows=48, columns=256, bits=4, dtype=torch.float16):
@@ -84,3 +85,22 @@ def test_dequantize_is_traceable_and_refuses_other_types():
     torch.library.opcheck(torch.ops.lowbit.dequantize.default, (*weight(packed), torch.float16))
     with pytest.raises(ValueError, match="float32 for a weight of 130 x 672"):
         torch.ops.lowbit.dequantize(*weight(packed), torch.float32)
+
+
+NEED_8_0 = ("wna16_gemv", "w4a16_gemm", "dequantize", "w8a8_gemv", "w8a8_gemm")
+
+
+@pytest.mark.parametrize("name", [*NEED_8_0, "quantize_activation", "read_floor"])
+def test_a_device_that_a_kernel_does_not_support(name, monkeypatch):
+    pytest.importorskip("triton")
+    module = kernel_list.load(name)
+    assert module.unsupported("cpu") == f"{name} needs a CUDA device."
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    sentence = f"{name} needs compute capability 8.0, NVIDIA T4 has less."
+    assert module.unsupported("cuda") == (sentence if name in NEED_8_0 else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "no compiler")
+    compiled = ("wna16_gemv", "w4a16_gemm", "dequantize", "w8a8_gemv")
+    assert module.unsupported("cuda") == ("no compiler" if name in compiled else None)
