@@ -39,6 +39,15 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("dequantize", device) or nvrtc.unavailable()
 
 
+def launch(packed: packing.PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The kernel on `packed`, not checked again."""
+    w = torch.empty(packed.rows, packed.columns, dtype=dtype, device=packed.codes.device)
+    kernel = nvrtc.load(SOURCE, "dequantize", format_defines(packed, dtype), w.device)
+    blocks = packed.codes.shape[0] * packed.codes.shape[1]
+    kernel(-(-blocks // WARPS), 32 * WARPS, packed.codes, packed.scale_zero, w, *w.shape, packed.groups)
+    return w
+
+
 @torch.library.custom_op("lowbit::dequantize", mutates_args=())
 def dequantize(
     codes: Tensor,
@@ -55,12 +64,7 @@ def dequantize(
     Raises:
         ValueError: tensors that do not fit `rows` x `columns`, or another dtype.
     """
-    packed = check_weight("dequantize", codes, scale_zero, bits, group, rows, columns, symmetric, dtype)
-    w = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    kernel = nvrtc.load(SOURCE, "dequantize", format_defines(packed, dtype), codes.device)
-    blocks = codes.shape[0] * codes.shape[1]
-    kernel(-(-blocks // WARPS), 32 * WARPS, codes, scale_zero, w, rows, columns, packed.groups)
-    return w
+    return launch(check_weight("dequantize", codes, scale_zero, bits, group, rows, columns, symmetric, dtype), dtype)
 
 
 @dequantize.register_kernel("cpu")

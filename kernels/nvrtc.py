@@ -5,7 +5,8 @@
 
 NVRTC comes with torch's CUDA build and is called through `cuda.core`. Where only `nvcc` is installed it compiles
 instead; so a machine without a GPU still checks that every kernel compiles. Machine code is kept in
-`$XDG_CACHE_HOME/lowbit-repro/cubin` (`~/.cache/...`), named by the hash of source, defines, architecture and compiler.
+`$XDG_CACHE_HOME/lowbit-repro/cubin` (`~/.cache/...`), named by the hash of source, headers, defines, architecture and
+compiler.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
@@ -51,6 +52,8 @@ def unavailable() -> str | None:
 def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
     """Machine code of a `.cu` file for `arch` ("sm_90"), from the cache where it was compiled before.
 
+    It may include the headers (`.cuh`) of its folder.
+
     Raises:
         RuntimeError: no compiler here, or it rejects the source; its messages are in the sentence.
     """
@@ -58,7 +61,8 @@ def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
     if name is None:
         raise RuntimeError(unavailable())
     source = path.read_text()
-    key = repr((source, sorted(defines.items()), arch, name))
+    headers = [header.read_text() for header in sorted(path.parent.glob("*.cuh"))]
+    key = repr((source, headers, sorted(defines.items()), arch, name))
     kept = cache_folder() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     with contextlib.suppress(OSError):
         return kept.read_bytes()
@@ -82,7 +86,7 @@ def _nvrtc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> by
     except ImportError:  # its name before version 1
         from cuda.core.experimental import Program, ProgramOptions
     macros = [(name, str(value)) for name, value in defines.items()]
-    options = ProgramOptions(name=path.name, arch=arch, std="c++17", define_macro=macros)
+    options = ProgramOptions(name=path.name, arch=arch, std="c++17", define_macro=macros, include_path=str(path.parent))
     try:
         return bytes(Program(source, "c++", options).compile("cubin").code)
     except Exception as error:
@@ -121,11 +125,17 @@ class Function:
         if torch.cuda.current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self(grid, block, *arguments)
-        values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        stream = torch.cuda.current_stream().cuda_stream
+        stream, at = torch.cuda.current_stream().cuda_stream, pointers(arguments)
         launch = self._driver.cuLaunchKernel
-        _checked(launch(self._function, grid, 1, 1, block, 1, 1, self._shared, stream, ctypes.addressof(pointers), 0))
+        _checked(launch(self._function, grid, 1, 1, block, 1, 1, self._shared, stream, ctypes.addressof(at), 0))
+
+
+def pointers(arguments: Sequence[Tensor | int]) -> ctypes.Array:
+    """Addresses of a kernel's arguments, which they keep alive: of a tensor's pointer, of a C int."""
+    values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments]
+    found = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    found.values = values
+    return found
 
 
 def _checked(answer: tuple) -> object:

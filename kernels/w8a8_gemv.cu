@@ -12,20 +12,18 @@
 // lane owns 16 consecutive bytes of one weight row: two steps of the mma, if the 16 columns are dealt out in the same
 // order on both sides. So neither weights nor activations need any rearrangement.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "ptx.cuh"
+
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 8 * TILES;
 constexpr int ROUND = 64 * DEPTH * WARPS;  // columns
-__device__ constexpr int offset(int d) { return d / 2 * 128 * WARPS + d % 2 * 64; }
+INLINE constexpr int offset(int d) { return d / 2 * 128 * WARPS + d % 2 * 64; }
 
 // Sixteen weights; read once, so they are the first to leave L1 and L2.
-__device__ __forceinline__ uint4 load_weights(const signed char* w, int count, u64 evict_first) {
+INLINE uint4 load_weights(const signed char* w, int count, u64 policy) {
     uint4 v = {0, 0, 0, 0};
 #if ALIGNED
-    if (count > 0)
-        asm volatile("ld.global.L1::evict_first.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(w), "l"(evict_first));
+    if (count > 0) v = load_line(w, policy);
 #else
     signed char* bytes = reinterpret_cast<signed char*>(&v);
     for (int i = 0; i < 16; ++i) bytes[i] = i < count ? w[i] : 0;
@@ -34,97 +32,35 @@ __device__ __forceinline__ uint4 load_weights(const signed char* w, int count, u
 }
 
 // Eight activations, zero beyond the token's end.
-__device__ __forceinline__ uint4 load_activations(const unsigned short* x, int count) {
+INLINE uint4 load_activations(const u16* x, int count) {
     uint4 v = {0, 0, 0, 0};
 #if ALIGNED
-    if (count > 0)  // volatile: the compiler keeps it ahead of the weights
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(x));
+    if (count > 0) v = load_early(x);  // ahead of the weights
 #else
-    unsigned short* halves = reinterpret_cast<unsigned short*>(&v);
+    u16* halves = reinterpret_cast<u16*>(&v);
     for (int i = 0; i < 8; ++i) halves[i] = i < count ? x[i] : 0;
 #endif
     return v;
 }
 
-__device__ __forceinline__ float to_float(u32 half) {
-#if BF16
-    return __uint_as_float(half << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((unsigned short)half));
-    return f;
-#endif
-}
-
-__device__ __forceinline__ unsigned short to_half(float f) {
-    unsigned short half;
-#if BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(f));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(f));
-#endif
-    return half;
-}
-
 // Two activations to two codes in bytes 0 and 1. Adding 1.5 * 2^23 rounds half to even and leaves the code in the low
 // byte.
-__device__ __forceinline__ u32 quantize(u32 pair, float inverse) {
-    u32 low = __float_as_uint(__fmaf_rn(to_float(pair & 0xFFFF), inverse, 12582912.0f));
-    u32 high = __float_as_uint(__fmaf_rn(to_float(pair >> 16), inverse, 12582912.0f));
+INLINE u32 quantize(u32 pair, float inverse) {
+    u32 low = __float_as_uint(__fmaf_rn(to_float<BF16>(pair & 0xFFFF), inverse, 12582912.0f));
+    u32 high = __float_as_uint(__fmaf_rn(to_float<BF16>(pair >> 16), inverse, 12582912.0f));
     return __byte_perm(low, high, 0x0040);
-}
-
-__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-        "{%0, %1, %2, %3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
 // Bytes between two tokens in shared memory: 64 past a multiple of 128, so that 16-byte reads of two tokens never meet
 // in a bank.
-__device__ __forceinline__ int token_stride(int K) { return (K + 127) / 128 * 128 + 64; }
+INLINE int token_stride(int K) { return (K + 127) / 128 * 128 + 64; }
 
 // Hands 8 bytes to every program of the cluster, at the same place in its shared memory. `arrived` counts bytes there.
-__device__ __forceinline__ void hand_out(void* to, uint2 v, u64* arrived) {
+INLINE void hand_out(void* to, uint2 v, u64* arrived) {
 #if CLUSTER > 1
-    const u32 here = (u32)__cvta_generic_to_shared(to), count = (u32)__cvta_generic_to_shared(arrived);
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank)
-        asm volatile("{.reg .u32 to, count; mapa.shared::cluster.u32 to, %0, %2;"
-                     "mapa.shared::cluster.u32 count, %1, %2;"
-                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [to], {%3, %4}, [count];}"
-                     :: "r"(here), "r"(count), "r"(rank), "r"(v.x), "r"(v.y) : "memory");
+UNROLL for (int rank = 0; rank < CLUSTER; ++rank) send(shared_address(to), v, shared_address(arrived), rank);
 #else
     *reinterpret_cast<uint2*>(to) = v;
-#endif
-}
-
-// Expects `bytes` from the cluster; `cluster_runs` returns once every program of it does the same.
-__device__ __forceinline__ void expect(u64* arrived, int bytes) {
-#if CLUSTER > 1
-    if (threadIdx.x == 0) {
-        const u32 count = (u32)__cvta_generic_to_shared(arrived);
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(count) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(count), "r"(bytes) : "memory");
-    }
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_runs() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_bytes(u64* arrived) {
-#if CLUSTER > 1
-    u32 done = 0;
-    while (!done)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;"
-                     "selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"((u32)__cvta_generic_to_shared(arrived)) : "memory");
 #endif
 }
 
@@ -132,9 +68,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ w, const float* __restrict__ s_w,
-          unsigned short* __restrict__ y, int N, int K) {
-    extern __shared__ __align__(16) unsigned char codes[];  // [TOKENS][token_stride(K)]
+w8a8_gemv(const u16* __restrict__ x, const signed char* __restrict__ w, const float* __restrict__ s_w,
+          u16* __restrict__ y, int N, int K) {
+    extern __shared__ __align__(128) char shared[];
+    char* const codes = shared;                             // [TOKENS][token_stride(K)]
     __shared__ uint2 s_x[TOKENS];                           // a float each
     __shared__ int sums[2][TOKENS][ROWS];                   // of two row groups in turn
     __shared__ u32 maxima[WARPS];
@@ -142,15 +79,17 @@ w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, part = lane % 4;
     const int stride = token_stride(K), groups = (N + ROWS - 1) / ROWS;
     const int first_token = blockIdx.x % CLUSTER;
-    u64 evict_first;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(evict_first));
-    expect(&arrived, TOKENS * ((K + 7) / 8 * 8 + 8));
+    const u64 policy = evict_first();
+#if CLUSTER > 1
+    if (threadIdx.x == 0) expect_bytes(shared_address(&arrived), TOKENS * ((K + 7) / 8 * 8 + 8));
+    __syncwarp();
+    cluster_arrive();
+#endif
 
     // x goes first: behind the weights' misses it would wait for them.
     uint4 token[VECTORS];
     auto load_token = [&](int m) {
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
+UNROLL for (int i = 0; i < VECTORS; ++i) {
             const int k = (i * THREADS + threadIdx.x) * 8;
             token[i] = load_activations(x + (long long)m * K + k, K - k);
         }
@@ -164,19 +103,16 @@ w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ 
     const int lane_k = warp * 128 + 16 * part;
     int load_group = blockIdx.x, left = K - lane_k;  // columns from the round's first on, none after the last group
     auto aim = [&] {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
+UNROLL for (int tile = 0; tile < TILES; ++tile)
             rows[tile] = w + (long long)min(load_group * ROWS + tile * 8 + row, N - 1) * K + lane_k;
     };
     auto load = [&](int d) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
-            ring[d][tile] = load_weights(rows[tile] + offset(d), left - offset(d), evict_first);
+UNROLL for (int tile = 0; tile < TILES; ++tile)
+            ring[d][tile] = load_weights(rows[tile] + offset(d), left - offset(d), policy);
     };
     auto next_round = [&] {
         left -= ROUND;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) rows[tile] += ROUND;
+UNROLL for (int tile = 0; tile < TILES; ++tile) rows[tile] += ROUND;
         if (left + lane_k <= 0) {
             load_group += gridDim.x;
             left = load_group < groups ? K - lane_k : 0;
@@ -184,8 +120,7 @@ w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ 
         }
     };
     aim();
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) load(d);
+UNROLL for (int d = 0; d < DEPTH; ++d) load(d);
     next_round();
 
     // The thread that finishes (token, row) of a group holds that row's scale ahead of time.
@@ -194,22 +129,22 @@ w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ 
     float scale = s_w[min((int)blockIdx.x * ROWS + my_row, N - 1)];
     for (int i = threadIdx.x; i < 2 * TOKENS * ROWS; i += THREADS) (&sums[0][0][0])[i] = 0;
 
-    cluster_runs();
+#if CLUSTER > 1
+    cluster_wait();  // all its programs have started
+#endif
 #pragma unroll 1
     for (int m = first_token; m < TOKENS; m += CLUSTER) {
         u32 largest = 0;  // without its sign, a half's size is the order of its bits
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
+UNROLL for (int i = 0; i < VECTORS; ++i)
             largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(token[i].x & 0x7FFF7FFF, token[i].y & 0x7FFF7FFF),
                                                  __vmaxu2(token[i].z & 0x7FFF7FFF, token[i].w & 0x7FFF7FFF)));
         largest = __reduce_max_sync(~0u, max(largest & 0xFFFF, largest >> 16));
         if (lane == 0) maxima[warp] = largest;
         __syncthreads();
-        const float absmax = to_float(__reduce_max_sync(~0u, lane < WARPS ? maxima[lane] : 0));
+        const float absmax = to_float<BF16>(__reduce_max_sync(~0u, lane < WARPS ? maxima[lane] : 0));
         const float inverse = absmax > 1e-30f ? __fdiv_rn(127.0f, absmax) : 0;
         if (threadIdx.x == 0) hand_out(&s_x[m], {__float_as_uint(__fdiv_rn(absmax, 127.0f)), 0}, &arrived);
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
+UNROLL for (int i = 0; i < VECTORS; ++i) {
             const int k = (i * THREADS + threadIdx.x) * 8;
             const uint2 q = {__byte_perm(quantize(token[i].x, inverse), quantize(token[i].y, inverse), 0x5410),
                              __byte_perm(quantize(token[i].z, inverse), quantize(token[i].w, inverse), 0x5410)};
@@ -221,23 +156,23 @@ w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ 
         }
     }
     __syncthreads();
-    wait_for_bytes(&arrived);
+#if CLUSTER > 1
+    wait_for_bytes(shared_address(&arrived));
+#endif
 
     int acc[TILES][4] = {}, buffer = 0;
 #pragma unroll 1
     for (int group = blockIdx.x; group < groups; group += gridDim.x) {
 #pragma unroll 1
         for (int k = warp * 128; k - warp * 128 < K; k += ROUND) {
-#pragma unroll
-            for (int d = 0; d < DEPTH; ++d) {
+UNROLL for (int d = 0; d < DEPTH; ++d) {
                 if (k + offset(d) < K) {
                     uint4 a = {0, 0, 0, 0};
                     if (row < TOKENS)
                         a = *reinterpret_cast<const uint4*>(codes + row * stride + k + offset(d) + 16 * part);
-#pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) {
-                        mma(acc[tile], a.x, a.y, ring[d][tile].x, ring[d][tile].y);
-                        mma(acc[tile], a.z, a.w, ring[d][tile].z, ring[d][tile].w);
+UNROLL for (int tile = 0; tile < TILES; ++tile) {
+                        mma_int8(acc[tile], a.x, a.y, ring[d][tile].x, ring[d][tile].y);
+                        mma_int8(acc[tile], a.z, a.w, ring[d][tile].z, ring[d][tile].w);
                     }
                 }
                 load(d);
@@ -246,8 +181,7 @@ w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ 
             next_round();
         }
         // The warps' sums meet: integers, so their order does not matter.
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+UNROLL for (int tile = 0; tile < TILES; ++tile) {
             if (row < TOKENS) {
                 atomicAdd(&sums[buffer][row][tile * 8 + 2 * part], acc[tile][0]);
                 atomicAdd(&sums[buffer][row][tile * 8 + 2 * part + 1], acc[tile][1]);
@@ -259,7 +193,7 @@ w8a8_gemv(const unsigned short* __restrict__ x, const signed char* __restrict__ 
             const int n = group * ROWS + my_row;
             const float value = (float)sums[buffer][my_token][my_row] * __uint_as_float(s_x[my_token].x) * scale;
             sums[buffer][my_token][my_row] = 0;  // used again after the next group's barrier
-            if (n < N) y[(long long)my_token * N + n] = to_half(value);
+            if (n < N) y[(long long)my_token * N + n] = to_half<BF16>(value);
             scale = s_w[min((group + (int)gridDim.x) * ROWS + my_row, N - 1)];
         }
         buffer ^= 1;

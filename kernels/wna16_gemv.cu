@@ -9,10 +9,7 @@
 // Every warp has a ring of STAGES slots in shared memory to itself. A slot holds a chunk: codes, scales and zeros of
 // the warp's row tiles, and activations. Copies are asynchronous, and no warp waits for another before the end.
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-#define UNROLL _Pragma("unroll")
+#include "ptx.cuh"
 
 constexpr int LOADS = CHUNK * BITS / 256;         // packed blocks of a tile in a chunk: 512 bytes each, 16 a lane
 constexpr int PAIRS = CHUNK / 32;                 // of mma steps in a chunk
@@ -39,97 +36,12 @@ constexpr bool JOINED = BITS == 4 && !BF16;            // rows g hold q[g] + 16 
 constexpr bool SPREAD = BITS == 2 && !BF16;            // the second chain lies 4 bits higher
 constexpr int CHAINS = COLUMNS == 1 || SPREAD ? 2 : 1; // sums that do not wait for one another
 
-// ---- PTX. tests/cuda_emulation.h says the same plainly.
-
-#ifndef EMULATION
-__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Copies 16 bytes into shared memory, or zeros. `copy_once`: nobody else reads them.
-__device__ __forceinline__ void copy(u32 to, const void *from, bool when, bool zero) {
-    asm volatile("{.reg .pred p, z; setp.ne.u32 p, %2, 0; setp.ne.u32 z, %3, 0;"
-                 "@p cp.async.ca.shared.global [%0], [%1], 16, z;}"
-                 ::"r"(to), "l"(from), "r"((u32)when), "r"((u32)zero) : "memory");
-}
-__device__ __forceinline__ void copy_once(u32 to, const void *from, u64 policy, bool when, bool zero) {
-    asm volatile("{.reg .pred p, z; setp.ne.u32 p, %3, 0; setp.ne.u32 z, %4, 0;"
-                 "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, z, %2;}"
-                 ::"r"(to), "l"(from), "l"(policy), "r"((u32)when), "r"((u32)zero) : "memory");
-}
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wait_for_copies() { // but for the last PENDING groups of them
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-    __syncwarp();
-}
-__device__ __forceinline__ uint4 load16(u32 p) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ void load16_if(uint4 &v, u32 p, bool when) { // v keeps its value elsewhere
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
-                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(p), "r"((u32)when) : "memory");
-}
-__device__ __forceinline__ uint2 load8(u32 p) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ float to_float(u32 half) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)half));
-    return f;
-}
-__device__ __forceinline__ u16 to_output(float v) {
-    u16 h;
-    if (BF16)
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
-    else
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
-    return h;
-}
-#define MMA(TYPE)                                                                                                     \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"                                                 \
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                       \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                              \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-__device__ __forceinline__ void mma(float c[4], const u32 a[4], u32 b0, u32 b1) { // c [16, 8] += a [16, 16] b [16, 8]
-    if (BF16)
-        MMA("bf16");
-    else
-        MMA("f16");
-}
-__device__ __forceinline__ u64 evict_first() { // from L2 before anything else
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-#if SPLITS > 1
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-// A barrier in the cluster's first block that counts the bytes which the other blocks send.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 "fence.mbarrier_init.release.cluster;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void send(u32 to, float value, u32 barrier) { // to the first block; addresses as in this one
-    asm volatile("{.reg .u32 t, b; mapa.shared::cluster.u32 t, %0, 0; mapa.shared::cluster.u32 b, %2, 0;"
-                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], %1, [b];}"
-                 ::"r"(to), "r"(__float_as_uint(value)), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(u32 barrier) {
-    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra again;}"
-                 ::"r"(barrier) : "memory");
-}
-#endif
-#endif
-
 // ---- arithmetic
 
-__device__ __forceinline__ u32 upper_bytes(u32 v) { return __byte_perm(v, 0, 0x4341); } // v >> 8 & 0x00FF00FF
+INLINE u32 upper_bytes(u32 v) { return __byte_perm(v, 0, 0x4341); } // v >> 8 & 0x00FF00FF
 
 // c += codes times x for a pair of steps, 32 columns. words: the lane's codes of a chunk; x: its part of 8 rows each.
-__device__ __forceinline__ void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const uint4 *x) {
+INLINE void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const uint4 *x) {
     constexpr u32 magic = BF16 ? 0x43004300 : 0; // 128
     const u32 *word = &words[0].x + pair * BITS / 2;
     UNROLL for (int i = 0; i < 2; i++) {
@@ -161,21 +73,21 @@ __device__ __forceinline__ void multiply(float (*c)[BATCHES][4], const uint4 *wo
         UNROLL for (int n = 0; n < BATCHES; n++) {
             u32 b0 = i == 0 ? x[n].x : BITS == 2 ? x[n].y : x[n].z;
             u32 b1 = i == 1 ? x[n].w : BITS == 2 ? x[n].z : x[n].y;
-            mma(c[i % CHAINS][n], a, b0, b1);
-            if (BITS == 8 && BF16) mma(c[i % CHAINS][n], high, b0, b1);
+            mma<BF16>(c[i % CHAINS][n], a, b0, b1);
+            if (BITS == 8 && BF16) mma<BF16>(c[i % CHAINS][n], high, b0, b1);
         }
     }
 }
 
 // total += s (c - z sum x): scale and zero of one group, in float32. c and sums carry the same UNIT.
 // scales: (scale, zero) of row g and of row g+8; symmetric: their two scales.
-__device__ __forceinline__ void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4],
+INLINE void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4],
                                       const float (*sums)[4], uint2 scales) {
     float s[2], z[2];
     UNROLL for (int half = 0; half < 2; half++) {
         u32 pair = half ? scales.y : scales.x;
-        s[half] = to_float(SYMMETRIC ? scales.x >> 16 * half : pair);
-        z[half] = SYMMETRIC ? float(1 << (BITS - 1)) : to_float(pair >> 16);
+        s[half] = half_to_float(SYMMETRIC ? scales.x >> 16 * half : pair);
+        z[half] = SYMMETRIC ? float(1 << (BITS - 1)) : half_to_float(pair >> 16);
         if (BF16) z[half] += half ? OFFSET_RAISED : OFFSET;
     }
     UNROLL for (int n = 0; n < BATCHES; n++)
@@ -254,6 +166,7 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     auto compute = [&](const char *slot_pointer) {
         const u32 slot = shared_address(slot_pointer);
         wait_for_copies<2 * STAGES - 1>();
+        __syncwarp();
         float group_sums[GROUPS] = {};
         if (COLUMNS == 1) {
             UNROLL for (int pair = 0; pair < PAIRS; pair++)
@@ -262,7 +175,7 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
             UNROLL for (int i = 0; i < CHUNK / 128; i++) {
                 float own[4] = {};
                 uint2 steps = load8(slot + X_AT + i * 256 + g / 2 * 64 + t * 16 + g % 2 * 8);
-                mma(own, ones, steps.x, steps.y);
+                mma<BF16>(own, ones, steps.x, steps.y);
                 float sum = own[0] + own[1];
                 if (PAIRS_A_GROUP > 1) sum += __shfl_xor_sync(~0u, sum, 1);
                 if (PAIRS_A_GROUP > 2) sum += __shfl_xor_sync(~0u, sum, 2);
@@ -271,6 +184,7 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
             }
         }
         wait_for_copies<2 * STAGES - 2>();
+        __syncwarp();
         uint4 words[TILES][LOADS];
         UNROLL for (int r = 0; r < TILES; r++)
             UNROLL for (int i = 0; i < LOADS; i++) words[r][i] = load16(slot + r * CODE_BYTES + i * 512 + lane * 16);
@@ -286,8 +200,8 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
                 UNROLL for (int n = 0; n < (COLUMNS > 1 ? BATCHES : 0); n++) {
                     u32 row = min(8 * n + g, M - 1); // columns beyond M repeat the last one and are dropped
                     operand[n] = load16(slot + X_AT + row * CHUNK * 2 + ((4 * pair + t) ^ (row & 1) << 2) * 16);
-                    mma(sums[n], ones, operand[n].x, operand[n].y);
-                    mma(sums[n], ones, operand[n].z, operand[n].w);
+                    mma<BF16>(sums[n], ones, operand[n].x, operand[n].y);
+                    mma<BF16>(sums[n], ones, operand[n].z, operand[n].w);
                 }
                 UNROLL for (int r = 0; r < TILES; r++) multiply(c[r], words[r], pair, operand);
             }
@@ -301,8 +215,8 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     UNROLL for (int stage = 0; stage < STAGES; stage++) load(shared_address(ring + stage * SLOT));
 #if SPLITS > 1
     __shared__ __align__(8) u64 received;
-    const u32 barrier = shared_address(&received);
-    if (rank == 0 && threadIdx.x == 0) expect_bytes(barrier, (SPLITS - 1) * WARPS * OUTPUTS * 4);
+    const u32 arrived = shared_address(&received);
+    if (rank == 0 && threadIdx.x == 0) expect_bytes(arrived, (SPLITS - 1) * WARPS * OUTPUTS * 4);
     cluster_arrive();
 #endif
     uint2 row_scales[TILES];
@@ -330,13 +244,13 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
                     float *to = &partial[worker][(r * COLUMNS + column) * 16 + 8 * half + g];
                     float value = total[r][n][half][k] * (half ? UNITS_RAISED : UNITS);
 #if SPLITS > 1
-                    if (rank) send(shared_address(to), value, barrier); else
+                    if (rank) send(shared_address(to), value, arrived, 0); else
 #endif
                     *to = value;
                 }
 #if SPLITS > 1
     if (rank) return;
-    wait_for_bytes(barrier);
+    wait_for_bytes(arrived);
 #endif
     __syncthreads();
     UNROLL for (int start = 0; start < OUTPUTS; start += 32 * WARPS) {
@@ -344,6 +258,6 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
         if (i >= OUTPUTS || row >= N || column >= M) continue;
         float sum[4] = {};
         UNROLL for (int w = 0; w < WORKERS; w++) sum[w % 4] += partial[w][i];
-        y[(u64)column * N + row] = to_output((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        y[(u64)column * N + row] = to_half<BF16>((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
 }

@@ -1,8 +1,9 @@
 // Runs a CUDA kernel on a CPU, to test its source where there is no GPU: the .cu file is compiled as C++ with this
-// header in front (g++ -include) and takes its PTX helpers from here. A block is an operating-system thread, its CUDA
-// threads are fibers that give way at warp and block barriers; a cluster's blocks run together. Copies land as late as
-// they may: when the fiber waits for their group. Slow on purpose.
+// header in front (g++ -include), which takes the place of kernels/ptx.cuh. A block is an operating-system thread, its
+// CUDA threads are fibers that give way at warp and block barriers; a cluster's blocks run together. Copies land as late
+// as they may: when the fiber waits for their group. Slow on purpose.
 #pragma once
+#define PTX_CUH
 #include <ucontext.h>
 
 #include <algorithm>
@@ -26,20 +27,28 @@
 #define __cluster_dims__(...)
 #define __shared__ thread_local
 #define __align__(n) __attribute__((aligned(n)))
+#define __CUDA_ARCH__ 900
+#define INLINE inline
+#define UNROLL
 
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
 struct Index { unsigned x; };
 struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+using std::max;
 using std::min;
 
 constexpr int SHARED_BYTES = 1 << 18;
 thread_local __align__(128) char shared[SHARED_BYTES]; // what `extern __shared__` names
-inline thread_local Index threadIdx, blockIdx;
+inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
 struct Warp { // what the lanes of a warp show one another
     float c[32][4];
     unsigned a[32][4], b[32][2];
-    float value[32];
+    u32 value[32];
     int arrived = 0, turn = 0;
 };
 struct Copy { unsigned to; const void *from; bool zero; };
@@ -47,23 +56,29 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     bool done = false;
+    int cluster_barriers = 0;
     std::deque<std::vector<Copy>> groups{1}; // the last one is still open
 };
 struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Warp> warps;
     ucontext_t scheduler;
-    int running = 0, arrived = 0, turn = 0, alive = 0;
+    int running = 0, alive = 0;
+    struct { int arrived = 0, turn = 0; } barriers[16];
     std::function<void()> body;
 };
-struct Cluster { // blocks of a cluster: a barrier, and the first one's shared memory
-    std::atomic<int> arrived{0};
-    std::atomic<char *> base{nullptr};
+struct Member { // a block, as the others of its cluster see it
+    char *base = nullptr;
     std::atomic<int64_t> expected{0}, received{0};
+};
+struct Cluster {
+    std::atomic<int> started{0}, arrived{0};
     int threads = 0;
+    std::vector<Member> members;
 };
 inline thread_local Block *block;
 inline thread_local Cluster *cluster;
+inline thread_local u32 rank_here;
 
 inline void give_way() {
     Fiber &fiber = *block->fibers[block->running];
@@ -77,12 +92,19 @@ inline void meet(int &arrived, int &turn, int parties) {
 }
 inline Warp &warp_of() { return block->warps[threadIdx.x / 32]; }
 inline void __syncwarp() { meet(warp_of().arrived, warp_of().turn, 32); }
-inline void __syncthreads() { meet(block->arrived, block->turn, (int)block->fibers.size()); }
+inline void barrier(u32 which, u32 threads) {
+    meet(block->barriers[which].arrived, block->barriers[which].turn, threads);
+}
+inline void __syncthreads() { barrier(0, block->fibers.size()); }
+inline float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+inline u32 as_bits(float v) { u32 u; memcpy(&u, &v, 4); return u; }
+inline float __uint_as_float(u32 v) { return as_float(v); }
+inline u32 __float_as_uint(float v) { return as_bits(v); }
 inline float exchange(float v, int from) {
     Warp &w = warp_of();
-    w.value[threadIdx.x % 32] = v;
+    w.value[threadIdx.x % 32] = as_bits(v);
     __syncwarp();
-    float got = w.value[from];
+    float got = as_float(w.value[from]);
     __syncwarp();
     return got;
 }
@@ -90,16 +112,27 @@ inline float __shfl_xor_sync(unsigned, float v, int mask) { return exchange(v, (
 inline float __shfl_sync(unsigned, float v, int from, int width) {
     return exchange(v, threadIdx.x % 32 / width * width + from % width);
 }
+inline u32 __reduce_max_sync(unsigned, u32 v) {
+    Warp &w = warp_of();
+    w.value[threadIdx.x % 32] = v;
+    __syncwarp();
+    u32 got = *std::max_element(w.value, w.value + 32);
+    __syncwarp();
+    return got;
+}
+inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline int atomicAdd(int *to, int v) { int old = *to; *to += v; return old; } // fibers of one thread
+template <class T> T __ldg(const T *p) { return *p; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     unsigned r = 0;
     for (int i = 0; i < 4; i++) r |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return r;
 }
-inline float as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
-inline unsigned as_bits(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 
-// ---- the .cu file's PTX helpers
+// ---- kernels/ptx.cuh
 
 inline unsigned shared_address(const void *p) { return unsigned((const char *)p - shared); }
 template <class T> T &at_shared(unsigned p) { return *(T *)(shared + (int)p); }
@@ -109,7 +142,12 @@ inline void copy(unsigned to, const void *from, bool when, bool zero) {
 inline void copy_once(unsigned to, const void *from, unsigned long long, bool when, bool zero) {
     copy(to, from, when, zero);
 }
-inline unsigned long long evict_first() { return 0; }
+inline void copy_past_l1(unsigned to, const void *from, bool zero) { copy(to, from, true, zero); }
+inline u64 evict_first() { return 0; }
+inline u64 evict_normal() { return 0; }
+inline uint4 load_past_l1(const void *p, u64) { return *(const uint4 *)p; }
+inline uint4 load_line(const void *p, u64) { return *(const uint4 *)p; }
+inline uint4 load_early(const void *p) { return *(const uint4 *)p; }
 inline void end_of_copies() { block->fibers[threadIdx.x]->groups.emplace_back(); }
 template <int PENDING> void wait_for_copies() {
     auto &groups = block->fibers[threadIdx.x]->groups;
@@ -118,37 +156,41 @@ template <int PENDING> void wait_for_copies() {
             c.zero ? memset(shared + c.to, 0, 16) : memcpy(shared + c.to, c.from, 16);
         groups.pop_front();
     }
-    __syncwarp();
 }
 inline uint4 load16(unsigned p) { return at_shared<uint4>(p); }
 inline void load16_if(uint4 &v, unsigned p, bool when) { if (when) v = load16(p); }
 inline uint2 load8(unsigned p) { return at_shared<uint2>(p); }
-inline float to_float(unsigned half) { // float16
-    unsigned sign = half >> 15 & 1, exponent = half >> 10 & 31, mantissa = half & 1023;
+inline float half_to_float(u32 half) {
+    u32 sign = half >> 15 & 1, exponent = half >> 10 & 31, mantissa = half & 1023;
     float v = exponent == 0    ? std::ldexp((float)mantissa, -24)
               : exponent == 31 ? (mantissa ? NAN : INFINITY)
                                : std::ldexp(1024.f + mantissa, (int)exponent - 25);
     return sign ? -v : v;
 }
-inline float operand_half(unsigned v) { return BF16 ? as_float(v << 16) : to_float(v & 0xFFFF); }
-inline unsigned short to_output(float v) { // rounded to nearest, ties to even
-    if (BF16) {
-        unsigned u = as_bits(v);
-        return (unsigned short)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-    }
-    float m = std::fabs(v);
-    unsigned sign = as_bits(v) >> 31 << 15, r;
-    if (!(m < 65520)) r = m != m ? 0x7E00 : 0x7C00;
-    else {
-        int e;
-        std::frexp(m, &e);
-        e = std::max(e, -13);
-        unsigned n = (unsigned)std::nearbyint(std::ldexp(m, 11 - e)); // 1024 ... 2048, less where subnormal
-        r = n + ((unsigned)(e + 13) << 10);
-    }
-    return (unsigned short)(sign | r);
+template <int BRAIN> float to_float(u32 v) { return BRAIN ? as_float(v << 16) : half_to_float(v & 0xFFFF); }
+template <int BRAIN> u16 to_half(double v) { // rounded once, to nearest, ties to even
+    double m = std::fabs(v);
+    u16 sign = std::signbit(v) << 15;
+    const int digits = BRAIN ? 8 : 11, least = BRAIN ? -125 : -13, most = BRAIN ? 128 : 16;
+    const u16 infinity = BRAIN ? 0x7F80 : 0x7C00;
+    if (m != m) return infinity | 1;
+    if (m == 0) return sign;
+    int e;
+    std::frexp(m, &e);
+    e = max(e, least);
+    double n = std::nearbyint(std::ldexp(m, digits - e)); // 2^(digits-1) ... 2^digits, less where subnormal
+    if (std::isinf(m) || std::ldexp(n, e - digits) >= std::ldexp(1.0, most)) return sign | infinity;
+    return sign | (u16)((u32)n + ((u32)(e - least) << (digits - 1)));
 }
-inline void mma(float c[4], const unsigned a[4], unsigned b0, unsigned b1) {
+template <int BRAIN> u32 to_halves(double low, double high) {
+    return to_half<BRAIN>(low) | (u32)to_half<BRAIN>(high) << 16;
+}
+template <int BRAIN> u32 multiply_add(u32 a, u32 b, u32 c) {
+    auto one = [](u32 p, u32 q, u32 r) { return (double)to_float<BRAIN>(p) * to_float<BRAIN>(q) + to_float<BRAIN>(r); };
+    return to_halves<BRAIN>(one(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF), one(a >> 16, b >> 16, c >> 16));
+}
+template <int BRAIN> u32 multiply(u32 a, u32 b) { return multiply_add<BRAIN>(a, b, 0x80008000); }
+template <int BRAIN> void mma(float c[4], const unsigned a[4], unsigned b0, unsigned b1) {
     Warp &w = warp_of();
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) w.a[lane][i] = a[i];
@@ -159,21 +201,40 @@ inline void mma(float c[4], const unsigned a[4], unsigned b0, unsigned b1) {
         double sum = c[i];
         for (int k = 0; k < 16; k++) { // register and half that hold column k of A, row k of B
             unsigned ra = w.a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], rb = w.b[column * 4 + k % 8 / 2][k / 8];
-            sum += (double)operand_half(ra >> 16 * (k % 2)) * operand_half(rb >> 16 * (k % 2));
+            sum += (double)to_float<BRAIN>(ra >> 16 * (k % 2)) * to_float<BRAIN>(rb >> 16 * (k % 2));
         }
         c[i] = (float)sum;
     }
     __syncwarp();
 }
-inline void cluster_arrive() { cluster->arrived++; }
-inline void cluster_wait() { while (cluster->arrived < cluster->threads) give_way(), std::this_thread::yield(); }
-inline void expect_bytes(unsigned, unsigned bytes) { cluster->base = shared, cluster->expected = bytes; }
-inline void send(unsigned to, float value, unsigned) {
-    memcpy(cluster->base + (int)to, &value, 4);
-    cluster->received += 4;
+inline void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+    Warp &w = warp_of();
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    w.a[lane][0] = a0, w.a[lane][1] = a2, w.b[lane][0] = b0, w.b[lane][1] = b1;
+    __syncwarp();
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 32; k++) { // register and byte that hold column k of A, row k of B
+            u32 ra = w.a[g * 4 + k % 16 / 4][k / 16], rb = w.b[(2 * t + i) * 4 + k % 16 / 4][k / 16];
+            c[i] += int8_t(ra >> 8 * (k % 4)) * int8_t(rb >> 8 * (k % 4));
+        }
+    __syncwarp();
 }
-inline void wait_for_bytes(unsigned) {
-    while (cluster->received < cluster->expected) give_way(), std::this_thread::yield();
+inline u32 cluster_rank() { return rank_here; }
+inline void cluster_arrive() { cluster->arrived++; }
+inline void cluster_wait() { // for the barrier's next end: threads of a cluster arrive once for each
+    int ends = ++block->fibers[threadIdx.x]->cluster_barriers;
+    while (cluster->arrived < cluster->threads * ends) give_way(), std::this_thread::yield();
+}
+inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }
+inline float4 load_from_block(u32 p, u32 rank) { return *(float4 *)(cluster->members[rank].base + (int)p); }
+inline void expect_bytes(u32, u32 bytes) { cluster->members[rank_here].expected = bytes; }
+template <class T> void send(u32 to, T value, u32, u32 rank) {
+    memcpy(cluster->members[rank].base + (int)to, &value, sizeof value);
+    cluster->members[rank].received += sizeof value;
+}
+inline void wait_for_bytes(u32) {
+    Member &here = cluster->members[rank_here];
+    while (here.received < here.expected) give_way(), std::this_thread::yield();
 }
 
 // ---- launch
@@ -184,9 +245,9 @@ inline void fiber_entry() {
     block->alive--;
     swapcontext(&block->fibers[block->running]->context, &block->scheduler);
 }
-inline void run_block(unsigned index, unsigned threads, Cluster *of, const std::function<void()> &body) {
+inline void run_block(u32 index, u32 rank, u32 grid, u32 threads, Cluster *of, const std::function<void()> &body) {
     Block mine;
-    block = &mine, cluster = of, blockIdx.x = index;
+    block = &mine, cluster = of, rank_here = rank, blockIdx.x = index, gridDim.x = grid, blockDim.x = threads;
     mine.body = body, mine.warps.resize(threads / 32), mine.alive = threads;
     memset(shared, 0xFF, SHARED_BYTES); // NaN
     for (unsigned i = 0; i < threads; i++) {
@@ -198,6 +259,8 @@ inline void run_block(unsigned index, unsigned threads, Cluster *of, const std::
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, fiber_entry, 0);
     }
+    of->members[rank].base = shared;
+    for (of->started++; of->started < (int)of->members.size();) std::this_thread::yield();
     while (mine.alive)
         for (unsigned i = 0; i < threads; i++)
             if (!mine.fibers[i]->done) {
@@ -205,13 +268,22 @@ inline void run_block(unsigned index, unsigned threads, Cluster *of, const std::
                 swapcontext(&mine.scheduler, &mine.fibers[i]->context);
             }
 }
-inline void run_grid(unsigned grid, unsigned threads, unsigned cluster_size, const std::function<void()> &body) {
-    for (unsigned first = 0; first < grid; first += cluster_size) {
+inline void run_grid(u32 grid, u32 threads, u32 cluster_size, const std::function<void()> &body) {
+    for (u32 first = 0; first < grid; first += cluster_size) {
         Cluster together;
         together.threads = threads * cluster_size;
+        together.members = std::vector<Member>(cluster_size);
         std::vector<std::thread> blocks;
-        for (unsigned i = 0; i < cluster_size; i++)
-            blocks.emplace_back(run_block, first + i, threads, &together, std::cref(body));
+        for (u32 i = 0; i < cluster_size; i++)
+            blocks.emplace_back(run_block, first + i, i, grid, threads, &together, std::cref(body));
         for (auto &b : blocks) b.join();
     }
+}
+// As cuLaunchKernel: pointers to the arguments.
+template <class... A, size_t... I>
+void launch_with(void (*kernel)(A...), u32 grid, u32 threads, u32 cluster, void **at, std::index_sequence<I...>) {
+    run_grid(grid, threads, cluster, [=] { kernel(*(A *)at[I]...); });
+}
+template <class... A> void launch_kernel(void (*kernel)(A...), u32 grid, u32 threads, u32 cluster, void **at) {
+    launch_with(kernel, grid, threads, cluster, at, std::index_sequence_for<A...>());
 }

@@ -327,7 +327,7 @@ def test_gptq_on_cuda_agrees_with_cpu(tmp_path, options):
     if not options:  # act order: near ties of diag(H) fall either way, and another order gives other codes
         for name, weight in cpu.weights.items():
             assert (weight.codes == cuda.weights[name].codes.cpu()).float().mean() > 0.98, name
-    errors = [(lm.model(ids.to(lm.model.device)).logits.cpu() - want).norm() for lm in (cpu, cuda)]
+    errors = [float((lm.model(ids.to(lm.model.device)).logits.cpu() - want).norm()) for lm in (cpu, cuda)]
     assert errors[0] == pytest.approx(errors[1], rel=0.1)
     cuda.save(tmp_path / "model.safetensors", {})
     before = state(cuda.model)

@@ -3,13 +3,12 @@
 import shutil
 import subprocess
 
+import cuda_on_cpu
 import pytest
 import torch
 
-from repro.kernels import packing, w4a16_gemm
+from repro.kernels import dequantize, nvrtc, packing, w4a16_gemm
 from repro.kernels.launch_config import configurations
-
-BITS_GROUPS = [(bits, group) for bits in (2, 4, 8) for group in (0, 32, 128)]
 
 
 def random_weight(rows, columns, bits, group, symmetric=False, seed=0):
@@ -26,74 +25,48 @@ def error(got, want):
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-def emulate(x, packed, kw, ks, wk):
-    """What the warps of one program do for the first row tile and eight tokens, register by register: [8, 16].
-
-    Names and formulas are those of w4a16_gemm.cu: the staged copy with its swizzle, the lanes' 16-byte reads, the
-    masked fields as subnormals times their lift, the fragments of mma.m16n8k16, the fold per group of columns.
-    """
-    bits, group, columns = packed.bits, packed.group, packed.columns
-    kb, per_word, fold = 256 // bits, 16 // bits, group if group and group < kw else kw
-    lane = torch.arange(32)
-    g, t = lane // 4, lane % 4
-    words = packed.codes[0].long() & 0xFFFFFFFF  # [blocks, 32, 4]
-    scale_zero = packed.scale_zero[0].double()
-    total = torch.zeros(8, 16, dtype=torch.float64)
-    for slab in range(-(-columns // ks)):
-        shared = torch.zeros(8 * ks, dtype=torch.float64)
-        for token in range(8):
-            for chunk in range(ks // 8):
-                column = slab * ks + chunk * 8
-                if column < columns:
-                    at = token * ks + (chunk ^ (token & 1) * 4) * 8
-                    shared[at : at + 8] = x[token, column : column + 8].double()
-        for my_column in range(0, wk * kw, kw):
-            start = g * ks * 2 + my_column * 2 + ((t * 16) ^ (g & 1) * 64)
-            for column in range(0, kw, 32):
-                d, step, f = column // kb, column % kb // 16, column // fold
-                block = (slab * ks + my_column) // kb + d
-                if block >= words.shape[0]:
-                    continue
-                where = min((slab * ks + my_column + f * fold) // group if group else 0, packed.groups - 1)
-                b = ((start ^ (column % 64 * 2)) + column // 64 * 128) // 2
-                b = shared[b[:, None] + torch.arange(8)]  # [32, 8]: b0 b1 of two steps
-                for half in range(2):
-                    part = torch.zeros(8, 16, dtype=torch.float64)
-                    left, right = (torch.zeros(16, 16, dtype=torch.float64), torch.zeros(16, 8, dtype=torch.float64))
-                    for i in range(4):  # a0 .. a3
-                        r = 4 * (step + half) + i
-                        shift = bits * (r % per_word)
-                        fine = shift & 7
-                        field = (words[block, :, r // per_word] >> (shift - fine)) & (
-                            ((1 << bits) - 1) << fine
-                        ) * 0x10001
-                        row = g + 8 * (i % 2)
-                        zero = float(1 << (bits - 1)) if packed.symmetric else scale_zero[where, g, i % 2, 1]
-                        for e, code in enumerate((field & 0xFFFF, field >> 16)):
-                            value = code.double() * 2.0**-24 * 2.0 ** (15 - fine) - zero * 2.0**-9
-                            left[row, 2 * t + e + 8 * (i // 2)] = value
-                    for e in range(4):
-                        right[2 * t + e % 2 + 8 * (e // 2), g] = b[:, 4 * half + e]
-                    part = (left @ right).T
-                    scales = scale_zero[where] if packed.symmetric else scale_zero[where, :, :, 0]  # [g, row >= 8]
-                    total += part * scales.T.reshape(16) * 512
-    return total
+BOUND = {"float16": 1e-3, "bfloat16": 4e-3}
+SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT WR WK KS STAGES SPLIT
+    (4, 128, False, "float16", 5, 40, 384, (16, 1, 1, 2, 256, 3, 1)),
+    (4, 128, False, "bfloat16", 19, 70, 640, (16, 2, 2, 1, 128, 2, 2)),
+    (4, 32, True, "float16", 33, 32, 512, (32, 1, 2, 2, 256, 3, 4)),
+    (4, 64, False, "bfloat16", 64, 33, 320, (64, 2, 1, 1, 128, 3, 1)),
+    (2, 64, False, "float16", 9, 24, 576, (16, 1, 1, 2, 256, 4, 2)),
+    (2, 0, True, "bfloat16", 70, 48, 296, (64, 1, 2, 1, 128, 2, 1)),
+    (8, 0, True, "float16", 17, 65, 264, (24, 1, 1, 2, 128, 2, 2)),
+    (8, 128, False, "bfloat16", 40, 16, 384, (32, 1, 1, 1, 128, 4, 1)),
+    (4, 0, False, "float16", 130, 96, 200, (64, 2, 2, 2, 256, 2, 1)),
+]
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits, group", BITS_GROUPS)
-def test_lanes(bits, group, symmetric):
-    """The lane arithmetic of the kernel gives the product: staged copy, swizzle, fragments, lifts, folds."""
-    columns = 384 if group else 296
-    packed = random_weight(13, columns, bits, group, symmetric)
-    x = torch.randn(8, columns, generator=torch.Generator().manual_seed(1))
-    want = x.double() @ packing.dequantize(packed).double().T
-    for kw, wk in ((128, 1), (128, 2)):
-        assert error(emulate(x, packed, kw, kw * wk, wk)[:, :13], want) < 1e-6
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
+def test_source_on_the_cpu(case, tmp_path, monkeypatch):
+    """The .cu file itself: staged copies and their waits, swizzle, fragments, folds, ragged ends, clusters."""
+    bits, group, symmetric, dtype, m, rows, columns, numbers = case
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    packed = random_weight(rows, columns, bits, group, symmetric)
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    names = ("MT", "RT", "WR", "WK", "KS", "STAGES", "SPLIT")
+    for scaled in (0, 1):
+        y = w4a16_gemm.launch(x, packed, dict(zip(names, numbers)) | {"BLOCKS": 1, "SCALED": scaled})
+        assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("bits, group, symmetric, dtype, rows, columns", [
+    (4, 128, False, "float16", 40, 384), (2, 0, True, "bfloat16", 33, 301), (8, 64, False, "bfloat16", 16, 320),
+])  # fmt: skip
+def test_dequantize_on_the_cpu(bits, group, symmetric, dtype, rows, columns, tmp_path, monkeypatch):
+    """The dense weight that the library multiplies with, also where a row ends inside eight columns."""
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    packed = random_weight(rows, columns, bits, group, symmetric)
+    want = packing.dequantize(packed).to(getattr(torch, dtype))
+    assert torch.equal(dequantize.launch(packed, want.dtype), want)
 
 
 SMALL = [case for case in w4a16_gemm.CASES if case["N"] < 1000]
-BOUND = {"float16": 1e-3, "bfloat16": 4e-3}
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

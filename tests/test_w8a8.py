@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import types
 
+import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,29 @@ def test_eight_bits_cost_about_one_percent():
     torch.manual_seed(0)
     x, w = torch.randn(4, 1024).half(), torch.randn(256, 1024) / 32
     assert relative(w8a8.w8a8(x, *w8a8.quantize_weight(w)), x.float() @ w.T) < 2e-2
+
+
+SOURCE_CASES = [  # tokens, rows, columns, type; warps, tiles, depth, cluster
+    (1, 70, 400, "float16", (4, 1, 2, 1)),
+    (2, 33, 1040, "bfloat16", (2, 2, 4, 2)),
+    (5, 40, 272, "float16", (4, 1, 2, 4)),
+    (8, 130, 560, "bfloat16", (8, 2, 2, 8)),
+    (3, 20, 203, "float16", (2, 1, 2, 2)),  # rows that begin anywhere
+    (7, 9, 129, "bfloat16", (4, 1, 4, 1)),
+]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
+def test_source_on_the_cpu(case, tmp_path, monkeypatch):
+    """The .cu file itself: rounds of loads, codes handed out in a cluster, fragments, ragged ends."""
+    m, n, k, dtype, numbers = case
+    device = types.SimpleNamespace(shared_memory_per_block_optin=232448, major=9, multi_processor_count=8, name="cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    inputs = w8a8_gemv.make_inputs({"M": m, "N": n, "K": k, "dtype": dtype, "seed": m})
+    config = dict(zip(("warps", "tiles", "depth", "cluster"), numbers)) | {"resident": 1}
+    assert relative(w8a8_gemv.launch(*inputs, config), exact(*inputs)) < 5e-3
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,11 +1,8 @@
 """The decode kernel: its arithmetic lane by lane, its operator on a CPU, its source for three architectures."""
 
-import ctypes
 import itertools
-import shutil
-import subprocess
-from pathlib import Path
 
+import cuda_on_cpu
 import pytest
 import torch
 
@@ -99,31 +96,9 @@ def test_arithmetic_of_the_fragments(bits, group, dtype):
         assert (emulate(x, packed) - want).norm() < 1e-6 * want.norm()
 
 
-STUB = """
-#include "%s"
-extern "C" void launch(u32 grid, u32 threads, const char *codes, const char *scales, const u16 *x, u16 *y, u32 N, u32 K,
-                       u32 M, u32 chunks, u32 last_tile, u32 tile_bytes, u32 tile_scale_bytes) {
-    run_grid(grid, threads, SPLITS,
-             [=] { wna16_gemv(codes, scales, x, y, N, K, M, chunks, last_tile, tile_bytes, tile_scale_bytes); });
-}
-"""
-
-
 def run_source(x, packed, config, folder, monkeypatch):
     """The operator's own launch path, but the .cu file is compiled as C++ and runs on the CPU."""
-
-    def load(path, name, macros, device, shared_bytes):
-        stub, library = folder / "stub.cpp", folder / "stub.so"
-        stub.write_text(STUB % path)
-        flags = [f"-D{key}={value}" for key, value in macros.items()]
-        header = Path(__file__).with_name("cuda_emulation.h")
-        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-DEMULATION", *flags]
-        subprocess.run([*command, "-include", header, "-o", library, stub], check=True)
-        function = ctypes.CDLL(str(library)).launch
-        pointer = lambda a: ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a  # noqa: E731
-        return lambda *arguments: function(*map(pointer, arguments))
-
-    monkeypatch.setattr(nvrtc, "load", load)
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(folder))
     monkeypatch.setattr(kernel, "unsupported", lambda device: None)
     kernel._plan.cache_clear()
     y = kernel.launch(x, packed, config)
@@ -144,7 +119,7 @@ def configurations_of_the_source():
         yield case | {"m": (1, 1, 3, 11)[(i + i // 4) % 4]}, dtype, config
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU emulation of the CUDA source needs g++")
+@cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("case, dtype, config", configurations_of_the_source(), ids=str)
 def test_source_on_the_cpu(case, dtype, config, tmp_path, monkeypatch):
     """The .cu file itself: indices, copies and their waits, swizzles, chains, ragged ends, clusters."""

@@ -1,0 +1,175 @@
+// What the CUDA kernels of this folder say in PTX: every instruction once, by name. tests/cuda_emulation.h is the plain
+// twin, with which the same kernels run on a CPU. `BRAIN` is 1 for bfloat16, 0 for float16; addresses in shared memory
+// are 32-bit (`shared_address`).
+#ifndef PTX_CUH
+#define PTX_CUH
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+#define UNROLL _Pragma("unroll")
+#define INLINE __device__ __forceinline__
+
+// ---- numbers
+
+INLINE float half_to_float(u32 half) { // float16, the low half of a word
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)half));
+    return f;
+}
+template <int BRAIN> INLINE float to_float(u32 half) {
+    return BRAIN ? __uint_as_float(half << 16) : half_to_float(half);
+}
+template <int BRAIN> INLINE u16 to_half(float v) {
+    u16 h;
+    if (BRAIN) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+}
+template <int BRAIN> INLINE u32 to_halves(float low, float high) {
+    u32 h;
+    if (BRAIN) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low));
+    return h;
+}
+template <int BRAIN> INLINE u32 multiply_add(u32 a, u32 b, u32 c) { // a b + c in both halves
+    u32 d;
+    if (BRAIN) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    else asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+template <int BRAIN> INLINE u32 multiply(u32 a, u32 b) { // in both halves
+    u32 d;
+    if (BRAIN) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// ---- matrix unit. Lane 4 g + t holds rows g, g + 8 of A and C and column g of B.
+
+#define MMA(TYPE)                                                                                                      \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"                                                  \
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                        \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                               \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <int BRAIN> INLINE void mma(float c[4], const u32 a[4], u32 b0, u32 b1) { // C [16, 8] += A [16, 16] B [16, 8]
+    if (BRAIN) MMA("bf16");
+    else MMA("f16");
+}
+#undef MMA
+INLINE void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) { // C [8, 8] += A [8, 32] B [32, 8], rows 0 to 7 of 16
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+                 : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+}
+
+// ---- memory. 16 bytes at a time, addresses multiples of that.
+
+INLINE u64 evict_first() { // an L2 policy: what is read once leaves before anything else
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+INLINE u64 evict_normal() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+INLINE uint4 load_past_l1(const void *p, u64 policy) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+    return v;
+}
+INLINE uint4 load_line(const void *p, u64 policy) { // through L1, where the rest of the line is soon asked for
+    uint4 v;
+    asm volatile("ld.global.L1::evict_first.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+    return v;
+}
+INLINE uint4 load_early(const void *p) { // the compiler does not move it behind other memory instructions
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+INLINE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+INLINE uint4 load16(u32 p) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+    return v;
+}
+INLINE void load16_if(uint4 &v, u32 p, bool when) { // v keeps its value elsewhere
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(p), "r"((u32)when) : "memory");
+}
+INLINE uint2 load8(u32 p) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+    return v;
+}
+
+// Asynchronous copies of 16 bytes into shared memory, or of zeros; nothing at all unless `when`.
+INLINE void copy(u32 to, const void *from, bool when, bool zero) { // through L1
+    asm volatile("{.reg .pred p, z; setp.ne.u32 p, %2, 0; setp.ne.u32 z, %3, 0;"
+                 "@p cp.async.ca.shared.global [%0], [%1], 16, z;}"
+                 ::"r"(to), "l"(from), "r"((u32)when), "r"((u32)zero) : "memory");
+}
+INLINE void copy_once(u32 to, const void *from, u64 policy, bool when, bool zero) { // past L1
+    asm volatile("{.reg .pred p, z; setp.ne.u32 p, %3, 0; setp.ne.u32 z, %4, 0;"
+                 "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, z, %2;}"
+                 ::"r"(to), "l"(from), "l"(policy), "r"((u32)when), "r"((u32)zero) : "memory");
+}
+INLINE void copy_past_l1(u32 to, const void *from, bool zero) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(zero ? 0 : 16) : "memory");
+}
+INLINE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); } // of a group
+template <int PENDING> INLINE void wait_for_copies() { // of this thread, but for the last PENDING groups
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+INLINE void barrier(u32 which, u32 threads) { // one of 15 beside that of __syncthreads
+    asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
+}
+
+// ---- blocks of a cluster, which see one another's shared memory; from compute capability 9.0
+
+#if __CUDA_ARCH__ >= 900
+INLINE u32 cluster_rank() {
+    u32 v;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
+    return v;
+}
+INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); } // orders no memory
+INLINE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+INLINE void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+INLINE float4 load_from_block(u32 p, u32 rank) { // p as in this block
+    float4 v;
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(p));
+    return v;
+}
+// 8 bytes of shared memory of every block that receives: counts bytes that others send to it.
+INLINE void expect_bytes(u32 arrived, u32 bytes) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 "fence.mbarrier_init.release.cluster;" ::"r"(arrived), "r"(bytes) : "memory");
+}
+INLINE void send(u32 to, float v, u32 arrived, u32 rank) { // addresses as in this block
+    asm volatile("{.reg .u32 t, b; mapa.shared::cluster.u32 t, %0, %3; mapa.shared::cluster.u32 b, %2, %3;"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], %1, [b];}"
+                 ::"r"(to), "r"(__float_as_uint(v)), "r"(arrived), "r"(rank) : "memory");
+}
+INLINE void send(u32 to, uint2 v, u32 arrived, u32 rank) {
+    asm volatile("{.reg .u32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [t], {%1, %2}, [b];}"
+                 ::"r"(to), "r"(v.x), "r"(v.y), "r"(arrived), "r"(rank) : "memory");
+}
+INLINE void wait_for_bytes(u32 arrived) {
+    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;"
+                 "@!p bra again;}" ::"r"(arrived) : "memory");
+}
+#endif
+#endif
