@@ -1,54 +1,63 @@
 // y [M, N] = x [M, K] W^T for M <= 16 and weights of 2, 4 or 8 bits. wna16_gemv.py says why, packing.py has the layout.
 //
-// Compile-time choices, all -D. The problem: BITS 2 4 8; GROUP 0 32 64 128 columns (0: one group a row); SYMMETRIC 0 1;
-// BF16 0 1 (else float16); COLUMNS 1 8 16 >= M; RAGGED 1 where K, always a multiple of 8, is none of CHUNK. The launch:
-// WARPS of a block; TILES of 16 rows that each of them works on; CHUNK columns, a multiple of 128, that it copies at
-// a time; STAGES chunks in flight; SPLITS blocks, a cluster, that share a row tile's columns (more than 1 needs sm_90);
-// BLOCKS of a multiprocessor, which caps the registers.
+// Compile-time choices, all -D. The problem: K, a multiple of 8; BITS 2 4 8; GROUP 0 32 64 128 columns (0: one group a
+// row); SYMMETRIC 0 1; BF16 0 1 (else float16); COLUMNS 1 8 16 >= M. The launch: WARPS of a block; TILES of 16 rows for
+// each of them; CHUNK columns that it copies at a time, a multiple of 128, where COLUMNS > 1 a power of two; STAGES
+// chunks in flight; SPLITS blocks, a cluster, that share a row tile's columns (more than 1 needs sm_90); BLOCKS of a
+// multiprocessor, which caps the registers.
 //
 // Every warp has a ring of STAGES slots in shared memory to itself. A slot holds a chunk: codes, scales and zeros of
-// the warp's row tiles, and activations. Copies are asynchronous, and no warp waits for another before the end.
+// the warp's row tiles, and activations. Copies are asynchronous, and no warp waits for another before the end. What
+// counts in a small layer is the number of instructions before the first copy and after the last: hence a K that the
+// compiler knows, and no loop where every warp has one chunk.
 
 #include "ptx.cuh"
 
-constexpr int LOADS = CHUNK * BITS / 256;         // packed blocks of a tile in a chunk: 512 bytes each, 16 a lane
-constexpr int PAIRS = CHUNK / 32;                 // of mma steps in a chunk
-constexpr int GROUPS = GROUP ? CHUNK / GROUP : 1; // in a chunk
-constexpr int PAIRS_A_GROUP = PAIRS / GROUPS;
-constexpr int PIECES = CHUNK / 8;                 // of 16 bytes in a chunk of one row of activations
-constexpr int BATCHES = (COLUMNS + 7) / 8;        // of 8 rows of activations, the columns of an mma's operand B
-constexpr int KEPT = COLUMNS == 1 ? 1 : 2;        // sums that a lane keeps of its two columns
-constexpr int OUTPUTS = TILES * COLUMNS * 16;     // of a block
-constexpr int WORKERS = SPLITS * WARPS;           // warps that take a row tile's chunks in turn
+constexpr u32 PARTS = CHUNK / 128;                 // of a chunk; a part's codes are in registers together
+constexpr int LOADS = BITS / 2;                    // of 16 bytes: a lane's codes of a part of a tile
+constexpr int GROUPS = GROUP ? 128 / GROUP : 1;    // in a part
+constexpr int PAIRS = 4 / GROUPS;                  // of mma steps in a group
+constexpr u32 PIECES = CHUNK / 8;                  // of 16 bytes in a chunk of one row of activations
+constexpr int BATCHES = (COLUMNS + 7) / 8;         // of 8 rows of activations, the columns of an mma's operand B
+constexpr int KEPT = COLUMNS == 1 ? 1 : 2;         // sums that a lane keeps of its two columns
+constexpr int OUTPUTS = TILES * COLUMNS * 16;      // of a block
+constexpr u32 WORKERS = SPLITS * WARPS;            // warps that take a row tile's chunks in turn
+constexpr u32 CHUNKS = (K + CHUNK - 1) / CHUNK;
+constexpr bool RAGGED = K % CHUNK != 0;
 
-constexpr int CODE_BYTES = LOADS * 512, SCALE_BYTES = GROUP ? GROUPS * (SYMMETRIC ? 32 : 64) : 0; // of a tile's chunk
-constexpr int SCALES_AT = TILES * CODE_BYTES, X_AT = SCALES_AT + TILES * SCALE_BYTES;             // in a slot
-constexpr int SLOT = X_AT + COLUMNS * CHUNK * 2;
+constexpr u32 GROUP_BYTES = SYMMETRIC ? 32 : 64;   // scales and zeros of 16 rows
+constexpr u32 TILE_BYTES = (K * BITS + 255) / 256 * 512, TILE_SCALE_BYTES = (GROUP ? K / GROUP : 1) * GROUP_BYTES;
+constexpr u32 CODE_BYTES = PARTS * LOADS * 512, SCALE_BYTES = GROUP ? PARTS * GROUPS * GROUP_BYTES : 0; // of a chunk
+constexpr u32 SCALES_AT = TILES * CODE_BYTES, X_AT = SCALES_AT + TILES * SCALE_BYTES;                   // in a slot
+constexpr u32 SLOT = X_AT + COLUMNS * CHUNK * 2;
+
+// One row of bfloat16 activations is turned into float16 and scaled, which is cheaper than bfloat16 codes.
+constexpr bool SCALED = BF16 && COLUMNS == 1, BRAIN = BF16 && !SCALED; // BRAIN: the matrix unit takes bfloat16
 
 // A code q becomes an operand value (q + OFFSET) * UNIT. float16: q is the mantissa of a subnormal, UNIT is 2^-24, and
 // 2^RAISED times that in rows g+8, whose codes lie RAISED bits higher. bfloat16, where such products would underflow:
 // 128 + q or, raised, 4 (32 + q).
-constexpr int RAISED = BITS == 8 || BITS == 4 && BF16 ? 0 : BITS;
-constexpr float OFFSET = !BF16 ? 0 : BITS == 8 ? 2176 : 128, OFFSET_RAISED = OFFSET / (1 << RAISED);
-constexpr float UNITS = BF16 ? 1 : 1 << 24, UNITS_RAISED = UNITS / (1 << RAISED); // 1 / UNIT
-constexpr u32 ONE = BF16 ? 0x3F803F80 : 0x00010001, ONE_RAISED = !BF16 ? ONE << RAISED : RAISED ? 0x40804080 : ONE;
-constexpr bool JOINED = BITS == 4 && !BF16;            // rows g hold q[g] + 16 q[g+8], which saves an instruction
-constexpr bool SPREAD = BITS == 2 && !BF16;            // the second chain lies 4 bits higher
+constexpr int RAISED = BITS == 8 || BITS == 4 && BRAIN ? 0 : BITS;
+constexpr float OFFSET = !BRAIN ? 0 : BITS == 8 ? 2176 : 128, OFFSET_RAISED = OFFSET / (1 << RAISED);
+constexpr float UNITS = BRAIN ? 1 : 1 << 24, UNITS_RAISED = UNITS / (1 << RAISED); // 1 / UNIT
+constexpr u32 ONE = BRAIN ? 0x3F803F80 : 0x00010001, ONE_RAISED = !BRAIN ? ONE << RAISED : RAISED ? 0x40804080 : ONE;
+constexpr bool JOINED = BITS == 4 && !BRAIN;           // rows g hold q[g] + 16 q[g+8], which saves an instruction
+constexpr bool SPREAD = BITS == 2 && !BRAIN;           // the second chain lies 4 bits higher
 constexpr int CHAINS = COLUMNS == 1 || SPREAD ? 2 : 1; // sums that do not wait for one another
 
 // ---- arithmetic
 
 INLINE u32 upper_bytes(u32 v) { return __byte_perm(v, 0, 0x4341); } // v >> 8 & 0x00FF00FF
 
-// c += codes times x for a pair of steps, 32 columns. words: the lane's codes of a chunk; x: its part of 8 rows each.
+// c += codes times x for a pair of steps, 32 columns. words: the lane's codes of a part; x: its share of 8 rows each.
 INLINE void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const uint4 *x) {
-    constexpr u32 magic = BF16 ? 0x43004300 : 0; // 128
+    constexpr u32 magic = BRAIN ? 0x43004300 : 0; // 128
     const u32 *word = &words[0].x + pair * BITS / 2;
     UNROLL for (int i = 0; i < 2; i++) {
         u32 a[4], high[4];
         if (BITS == 8) {
             u32 w = word[2 * i], v = word[2 * i + 1], parts[4] = {w, w >> 8, v, v >> 8};
-            if (BF16) { // two operands: 128 + lower four bits, 16 (128 + upper four bits)
+            if (BRAIN) { // two operands: 128 + lower four bits, 16 (128 + upper four bits)
                 UNROLL for (int j = 0; j < 4; j++) {
                     a[j] = parts[j] & 0x000F000F | magic;
                     high[j] = parts[j] >> 4 & 0x000F000F | 0x45004500;
@@ -57,7 +66,7 @@ INLINE void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const
                 a[0] = w & 0x00FF00FF, a[1] = upper_bytes(w), a[2] = v & 0x00FF00FF, a[3] = upper_bytes(v);
         } else if (BITS == 4) {
             u32 w = word[i], v = upper_bytes(w);
-            if (BF16) {
+            if (BRAIN) {
                 a[0] = w & 0x000F000F | magic, a[1] = w >> 4 & 0x000F000F | magic;
                 a[2] = v & 0x000F000F | magic, a[3] = v >> 4 & 0x000F000F | magic;
             } else
@@ -73,22 +82,23 @@ INLINE void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const
         UNROLL for (int n = 0; n < BATCHES; n++) {
             u32 b0 = i == 0 ? x[n].x : BITS == 2 ? x[n].y : x[n].z;
             u32 b1 = i == 1 ? x[n].w : BITS == 2 ? x[n].z : x[n].y;
-            mma<BF16>(c[i % CHAINS][n], a, b0, b1);
-            if (BITS == 8 && BF16) mma<BF16>(c[i % CHAINS][n], high, b0, b1);
+            mma<BRAIN>(c[i % CHAINS][n], a, b0, b1);
+            if (BITS == 8 && BRAIN) mma<BRAIN>(c[i % CHAINS][n], high, b0, b1);
         }
     }
 }
 
-// total += s (c - z sum x): scale and zero of one group, in float32. c and sums carry the same UNIT.
-// scales: (scale, zero) of row g and of row g+8; symmetric: their two scales.
-INLINE void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4],
-                                      const float (*sums)[4], uint2 scales) {
+// total += s (c - z sum x): scale and zero of one group, in float32. c and sums carry the same UNIT. unit: what undoes
+// the scaling of x. scales: (scale, zero) of row g and of row g+8; symmetric: their two scales.
+INLINE void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4], const float (*sums)[4], uint2 scales,
+                  float unit) {
     float s[2], z[2];
     UNROLL for (int half = 0; half < 2; half++) {
         u32 pair = half ? scales.y : scales.x;
         s[half] = half_to_float(SYMMETRIC ? scales.x >> 16 * half : pair);
         z[half] = SYMMETRIC ? float(1 << (BITS - 1)) : half_to_float(pair >> 16);
-        if (BF16) z[half] += half ? OFFSET_RAISED : OFFSET;
+        if (BRAIN) z[half] += half ? OFFSET_RAISED : OFFSET;
+        if (SCALED) s[half] *= unit;
     }
     UNROLL for (int n = 0; n < BATCHES; n++)
         UNROLL for (int k = 0; k < KEPT; k++) {
@@ -98,6 +108,23 @@ INLINE void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4],
             total[n][0][k] += s[0] * (low - z[0] * sums[n][k]);
             total[n][1][k] += s[1] * (high - z[1] * sums[n][2 + k]);
         }
+}
+
+// Turns a warp's CHUNK bfloat16 into float16, in place, times the power of two that takes the largest one to 2^14 ...
+// 2^15; only what is 2^-29 of that is rounded. Returns the inverse of the power.
+INLINE float scale_down(const char *x, u32 lane) {
+    auto own = (uint2 *)x + lane;
+    u32 most = 0;
+    UNROLL for (int i = 0; i < PARTS; i++)
+        most = __vmaxu2(most, __vmaxu2(own[32 * i].x & 0x7FFF7FFF, own[32 * i].y & 0x7FFF7FFF));
+    const u32 exponent = max(__reduce_max_sync(~0u, max(most >> 16, most & 0xFFFF)) >> 7, 15u);
+    const float factor = __uint_as_float(268 - exponent << 23);
+    auto scaled = [&](u32 v) {
+        return to_halves<0>(__uint_as_float(v << 16) * factor, __uint_as_float(v & 0xFFFF0000) * factor);
+    };
+    UNROLL for (int i = 0; i < PARTS; i++) own[32 * i] = {scaled(own[32 * i].x), scaled(own[32 * i].y)};
+    __syncwarp();
+    return __uint_as_float(exponent - 14 << 23);
 }
 
 // ---- the kernel; a block computes TILES row tiles
@@ -110,45 +137,43 @@ INLINE void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4],
 
 extern "C" __global__ void CLUSTER __launch_bounds__(32 * WARPS, BLOCKS)
 wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, const u16 *__restrict__ x,
-           u16 *__restrict__ y, u32 N, u32 K, u32 M, u32 chunks, u32 last_tile, u32 tile_bytes, u32 tile_scale_bytes) {
+           u16 *__restrict__ y, u32 N, u32 M) {
     extern __shared__ __align__(128) char shared[]; // partial sums of all workers, then the rings
     auto partial = (float (*)[OUTPUTS])shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const u32 rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS * TILES, worker = rank * WARPS + warp;
+    const u32 tiles_left = TILES > 1 ? (N - 1) / 16 - tile : 0; // a tile beyond the last one is that one again
     const char *ring = shared + WORKERS * OUTPUTS * 4 + warp * (STAGES * SLOT);
     const u64 policy = evict_first();
 
-    // What this lane copies next. A tile beyond the last one is that one again.
+    // What this lane copies next.
     u32 next = worker;
-    const char *next_codes = codes + (u64)tile * tile_bytes + (worker * CODE_BYTES + lane * 16);
-    const char *next_scales = scale_zero + (u64)tile * tile_scale_bytes + (worker * SCALE_BYTES + lane * 16);
-    const u32 x_row = COLUMNS == 1 ? 0 : lane / PIECES, x_piece = COLUMNS == 1 ? lane : lane % PIECES;
-    const u16 *next_x = x + (x_row * K + worker * CHUNK + x_piece * 8);
+    const char *next_codes = codes + (u64)tile * TILE_BYTES + (worker * CODE_BYTES + lane * 16);
+    const char *next_scales = scale_zero + (u64)tile * TILE_SCALE_BYTES + (worker * SCALE_BYTES + lane * 16);
+    const u16 *next_x = x + (lane / PIECES * K + worker * CHUNK + lane % PIECES * 8);
 
     // Copies the warp's next chunk, if there is one, into a slot: activations, then weights. Zeros lie beyond K.
     auto load = [&](u32 slot) {
-        const bool more = next < chunks;
-        UNROLL for (int i = 0; i < (COLUMNS * PIECES + 31) / 32; i++) {
-            u32 row = COLUMNS == 1 ? 0 : x_row + i * 32 / PIECES, piece = COLUMNS == 1 ? x_piece + i * 32 : x_piece;
-            bool mine = COLUMNS == 1 ? piece < PIECES : row < M, beyond = RAGGED && next * CHUNK + piece * 8 >= K;
-            u32 swizzled = piece ^ (row & 1) << 2; // rows that are read together lie in different banks
-            copy(slot + X_AT + row * CHUNK * 2 + swizzled * 16, next_x + (COLUMNS == 1 ? i * 256 : i * 32 / PIECES * K),
-                 more && mine, beyond);
+        const bool more = CHUNKS == WORKERS || next < CHUNKS;
+        UNROLL for (u32 i = 0; i < COLUMNS * PIECES; i += 32) {
+            u32 row = lane / PIECES + i / PIECES, piece = lane % PIECES + i % PIECES;
+            u32 swizzled = COLUMNS > 1 ? piece ^ (row & 1) << 2 : piece; // rows that are read together: different banks
+            bool mine = row < (COLUMNS > 1 ? M : 1) && piece < PIECES, beyond = RAGGED && next * CHUNK + piece * 8 >= K;
+            const u16 *from = next_x + i / PIECES * K + i % PIECES * 8;
+            copy(slot + X_AT + (row * PIECES + swizzled) * 16, from, more && mine, beyond);
         }
         end_of_copies();
-        UNROLL for (int r = 0; r < TILES; r++) {
-            u32 up = r ? min((u32)r, last_tile - tile) : 0;
-            UNROLL for (int i = 0; i < LOADS; i++) {
-                bool beyond = RAGGED && next * CODE_BYTES + i * 512 >= tile_bytes;
-                copy_once(slot + r * CODE_BYTES + i * 512 + lane * 16, next_codes + (up * tile_bytes + i * 512), policy,
-                          more, beyond);
+        auto copy_of_tile = [&](u32 to, const char *from, u32 bytes, u32 end) {
+            UNROLL for (u32 i = 0; i < bytes; i += 512) {
+                bool beyond = RAGGED && next * bytes + i + lane * 16 >= end;
+                copy_once(slot + to + i + lane * 16, from + i, policy, more && i + lane * 16 < bytes, beyond);
             }
-        }
-        UNROLL for (int r = 0; r < (GROUP ? TILES : 0); r++) {
-            u32 up = r ? min((u32)r, last_tile - tile) : 0;
-            bool mine = lane * 16 < SCALE_BYTES, beyond = RAGGED && next * SCALE_BYTES + lane * 16 >= tile_scale_bytes;
-            copy_once(slot + SCALES_AT + r * SCALE_BYTES + lane * 16, next_scales + up * tile_scale_bytes, policy,
-                      more && mine, beyond);
+        };
+        UNROLL for (u32 r = 0; r < TILES; r++) {
+            u32 up = r ? min(r, tiles_left) : 0;
+            const char *scales = next_scales + up * TILE_SCALE_BYTES;
+            copy_of_tile(SCALES_AT + r * SCALE_BYTES, scales, SCALE_BYTES, TILE_SCALE_BYTES);
+            copy_of_tile(r * CODE_BYTES, next_codes + up * TILE_BYTES, CODE_BYTES, TILE_BYTES);
         }
         end_of_copies();
         next += WORKERS, next_x += WORKERS * CHUNK;
@@ -159,56 +184,53 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     };
 
     const u32 ones[4] = {ONE, ONE_RAISED, ONE, ONE_RAISED};
-    uint4 b[COLUMNS == 1 ? PAIRS : 1][BATCHES] = {};      // one row of x: lanes g = 0 hold it, all others zeros
-    float c[TILES][CHAINS][BATCHES][4] = {};              // of a group
-    float sums[BATCHES][4] = {};                          // of x in a group
-    float total[TILES][BATCHES][2][KEPT] = {};            // rows g and g+8
+    float total[TILES][BATCHES][2][KEPT] = {}; // rows g and g+8
+    uint2 row_scales[TILES];
     auto compute = [&](const char *slot_pointer) {
         const u32 slot = shared_address(slot_pointer);
         wait_for_copies<2 * STAGES - 1>();
         __syncwarp();
-        float group_sums[GROUPS] = {};
-        if (COLUMNS == 1) {
-            UNROLL for (int pair = 0; pair < PAIRS; pair++)
-                load16_if(b[pair][0], slot + X_AT + (4 * pair + t) * 16, g == 0);
-            // With 8 steps side by side in the operand's 8 columns one mma sums 128 x; lane t gets the sum of a pair.
-            UNROLL for (int i = 0; i < CHUNK / 128; i++) {
+        const float unit = SCALED ? scale_down(slot_pointer + X_AT, lane) : 1;
+        uint4 b[COLUMNS == 1 ? 4 * PARTS : 1][BATCHES];
+        float group_sums[PARTS * GROUPS];
+        if (COLUMNS == 1) { // the row of x in all columns of operand B, of which the first one counts
+            UNROLL for (int i = 0; i < 4 * PARTS; i++) b[i][0] = load16(slot + X_AT + (4 * i + t) * 16);
+            // With 8 steps side by side in those columns one mma sums 128 x; lane t gets the sum of a pair.
+            UNROLL for (int part = 0; part < PARTS; part++) {
                 float own[4] = {};
-                uint2 steps = load8(slot + X_AT + i * 256 + g / 2 * 64 + t * 16 + g % 2 * 8);
-                mma<BF16>(own, ones, steps.x, steps.y);
+                uint2 steps = load8(slot + X_AT + part * 256 + g / 2 * 64 + t * 16 + g % 2 * 8);
+                mma<BRAIN>(own, ones, steps.x, steps.y);
                 float sum = own[0] + own[1];
-                if (PAIRS_A_GROUP > 1) sum += __shfl_xor_sync(~0u, sum, 1);
-                if (PAIRS_A_GROUP > 2) sum += __shfl_xor_sync(~0u, sum, 2);
-                UNROLL for (int p = 0; p < 4; p += PAIRS_A_GROUP)
-                    group_sums[(4 * i + p) / PAIRS_A_GROUP] += PAIRS_A_GROUP < 4 ? __shfl_sync(~0u, sum, p, 4) : sum;
+                if (PAIRS > 1) sum += __shfl_xor_sync(~0u, sum, 1);
+                if (PAIRS > 2) sum += __shfl_xor_sync(~0u, sum, 2);
+                UNROLL for (int p = 0; p < 4; p += PAIRS)
+                    group_sums[(4 * part + p) / PAIRS] = PAIRS < 4 ? __shfl_sync(~0u, sum, p, 4) : sum;
             }
         }
         wait_for_copies<2 * STAGES - 2>();
         __syncwarp();
-        uint4 words[TILES][LOADS];
-        UNROLL for (int r = 0; r < TILES; r++)
-            UNROLL for (int i = 0; i < LOADS; i++) words[r][i] = load16(slot + r * CODE_BYTES + i * 512 + lane * 16);
-        UNROLL for (int group = 0; group < GROUPS; group++) {
-            UNROLL for (int n = 0; n < (GROUP ? BATCHES : 0); n++) // where a row is one group all chunks add up
-                UNROLL for (int k = 0; k < 4; k++) {
-                    sums[n][k] = 0;
-                    UNROLL for (int r = 0; r < TILES; r++)
-                        UNROLL for (int i = 0; i < CHAINS; i++) c[r][i][n][k] = 0;
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            uint4 words[TILES][LOADS];
+            UNROLL for (int r = 0; r < TILES; r++)
+                UNROLL for (int i = 0; i < LOADS; i++)
+                    words[r][i] = load16(slot + r * CODE_BYTES + (part * LOADS + i) * 512 + lane * 16);
+            UNROLL for (int group = part * GROUPS; group < (part + 1) * GROUPS; group++) {
+                float c[TILES][CHAINS][BATCHES][4] = {}, sums[BATCHES][4] = {}; // codes times x, and x itself
+                UNROLL for (int pair = group * PAIRS; pair < (group + 1) * PAIRS; pair++) {
+                    auto &operand = b[COLUMNS == 1 ? pair : 0];
+                    UNROLL for (int n = 0; n < (COLUMNS > 1 ? BATCHES : 0); n++) {
+                        u32 row = min(8 * n + g, M - 1); // columns beyond M repeat the last one and are dropped
+                        operand[n] = load16(slot + X_AT + row * CHUNK * 2 + ((4 * pair + t) ^ (row & 1) << 2) * 16);
+                        mma<BRAIN>(sums[n], ones, operand[n].x, operand[n].y);
+                        mma<BRAIN>(sums[n], ones, operand[n].z, operand[n].w);
+                    }
+                    UNROLL for (int r = 0; r < TILES; r++) multiply(c[r], words[r], pair % 4, operand);
                 }
-            UNROLL for (int pair = group * PAIRS_A_GROUP; pair < (group + 1) * PAIRS_A_GROUP; pair++) {
-                auto &operand = b[COLUMNS == 1 ? pair : 0];
-                UNROLL for (int n = 0; n < (COLUMNS > 1 ? BATCHES : 0); n++) {
-                    u32 row = min(8 * n + g, M - 1); // columns beyond M repeat the last one and are dropped
-                    operand[n] = load16(slot + X_AT + row * CHUNK * 2 + ((4 * pair + t) ^ (row & 1) << 2) * 16);
-                    mma<BF16>(sums[n], ones, operand[n].x, operand[n].y);
-                    mma<BF16>(sums[n], ones, operand[n].z, operand[n].w);
-                }
-                UNROLL for (int r = 0; r < TILES; r++) multiply(c[r], words[r], pair, operand);
+                if (COLUMNS == 1) sums[0][0] = group_sums[group], sums[0][2] = sums[0][0] * (1 << RAISED);
+                const char *scales = slot_pointer + SCALES_AT + group * GROUP_BYTES;
+                UNROLL for (int r = 0; r < TILES; r++)
+                    scale(total[r], c[r], sums, GROUP ? scales_of(scales + r * SCALE_BYTES) : row_scales[r], unit);
             }
-            if (COLUMNS == 1) sums[0][0] += group_sums[group], sums[0][2] = sums[0][0] * (1 << RAISED);
-            const char *scales = slot_pointer + SCALES_AT + group * (SCALE_BYTES / GROUPS);
-            UNROLL for (int r = 0; r < (GROUP ? TILES : 0); r++)
-                scale(total[r], c[r], sums, scales_of(scales + r * SCALE_BYTES));
         }
     };
 
@@ -219,17 +241,15 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     if (rank == 0 && threadIdx.x == 0) expect_bytes(arrived, (SPLITS - 1) * WARPS * OUTPUTS * 4);
     cluster_arrive();
 #endif
-    uint2 row_scales[TILES];
-    UNROLL for (int r = 0; r < (GROUP ? 0 : TILES); r++)
-        row_scales[r] = scales_of(scale_zero + (u64)min(tile + r, last_tile) * tile_scale_bytes);
-    u32 at = 0;
-    for (u32 chunk = worker; chunk < chunks; chunk += WORKERS) {
+    UNROLL for (u32 r = 0; r < (GROUP ? 0 : TILES); r++)
+        row_scales[r] = scales_of(scale_zero + (u64)(tile + min(r, tiles_left)) * TILE_SCALE_BYTES);
+    for (u32 chunk = worker, at = 0; CHUNKS == WORKERS || chunk < CHUNKS; chunk += WORKERS) {
         compute(ring + at);
+        if (CHUNKS <= WORKERS) break;
         __syncwarp();
         load(shared_address(ring + at));
         at = at == (STAGES - 1) * SLOT ? 0 : at + SLOT;
     }
-    UNROLL for (int r = 0; r < (GROUP ? 0 : TILES); r++) scale(total[r], c[r], sums, row_scales[r]);
 
     // All workers' sums meet in the shared memory of the cluster's first block, which adds them up.
 #if SPLITS > 1

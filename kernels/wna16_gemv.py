@@ -8,10 +8,16 @@ Bytes moved: packed.nbytes + 2 K M + 2 N M. Operations: 2 M N K, on the tensor c
 How (wna16_gemv.cu): weights are operand A of `mma.m16n8k16`, stored in the order of its registers, so that one 16-byte
 load (evict_first, past L1) brings a lane its share of 16 rows x KB columns. A code is masked into the mantissa of a
 float16 subnormal, q * 2^-24, which the tensor core takes exactly: one AND for two codes, no conversion; 2^24 is in the
-row's last factor. bfloat16 activations, whose products would underflow, meet 128 + q instead, and 128 joins the zero.
-Scale and zero act in float32, once per group; sum x comes from one more mma with a constant A. The warps of a block,
-and the blocks of a cluster on sm_90 and later (SPLITS), share the columns of a row tile and meet once, at the end. Each
-warp copies its own activations into shared memory while its first weights are on their way.
+row's last factor. Scale and zero act in float32, once per group; sum x comes from one more mma with a constant A.
+
+bfloat16 is the same for one row of activations: a warp's columns become float16, times a power of two that their
+largest decides, while its weights are on their way; what that rounds is 2^-29 of the largest. Several rows would cost
+more than they save: those stay bfloat16 and meet 128 + q, and 128 joins the zero.
+
+The warps of a block, and the blocks of a cluster on sm_90 and later (SPLITS), share the columns of a row tile and meet
+once, at the end. Each warp copies its own activations into shared memory while its first weights are on their way. In
+a small layer the time is that of the instructions around one trip to memory: there every warp has one chunk and no
+loop, and the number of columns is known when the kernel is compiled.
 """
 
 from functools import cache
@@ -23,7 +29,7 @@ from torch.nn.functional import pad
 
 from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.packing import TILE, PackedWeight, block_columns, dequantize, pack
+from repro.kernels.packing import TILE, PackedWeight, dequantize, pack
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MAX_ROWS = 16
@@ -42,11 +48,11 @@ CASES = [  # layers of Llama 3.2 1B, Llama 3.1 8B and 70B, Llama 2 7B and 13B; r
 
 SPACE = [  # launch configurations that `python -m repro tune` tries; `configuration` says what they mean
     {"warps": warps, "tiles": tiles, "chunk": chunk, "stages": stages, "splits": splits, "blocks": blocks}
-    for warps in (4, 8, 16)
+    for warps in (4, 6, 8, 16)
     for tiles in (1, 2, 4)
-    for chunk, stages in ((128, 1), (128, 2), (128, 3), (128, 4), (256, 2))
+    for chunk, stages in ((128, 1), (128, 2), (128, 3), (128, 4), (256, 1), (256, 2), (512, 1))
     for splits in (1, 2)
-    for blocks in sorted({threads // (32 * warps) for threads in (384, 640, 1024)} - {0})
+    for blocks in sorted({threads // (32 * warps) for threads in (256, 384, 640, 1024)} - {0})
     if warps * tiles * stages * chunk <= 8192
 ]
 
@@ -106,7 +112,11 @@ def heuristic(
     rows: int, columns: int, bits: int, batch: int, processors: int = 132, clusters: bool = True
 ) -> dict[str, int]:
     """A configuration for a shape that nobody tuned, by what was fastest for its like on an H200."""
-    tiles = -(-rows // TILE)
+    tiles, chunks, most = -(-rows // TILE), columns // 256, 12 if batch == 1 else 8
+    splits = 2 if clusters and chunks > most else 1
+    if batch <= 8 and rows * columns < 1 << 24 and columns % 256 == 0 and chunks <= most * splits:  # one chunk a warp
+        warps = -(-chunks // splits)
+        return {"warps": warps, "tiles": 1, "chunk": 256, "stages": 1, "splits": splits, "blocks": max(1, 16 // warps)}
     many = tiles >= 3 * processors  # enough tiles that a warp can take two, which share its activations
     warps = 4 if many or batch == 16 or batch * bits >= 64 else 8
     two = many or (batch > 1 and tiles >= 2 * processors)
@@ -136,7 +146,7 @@ def defines(
         "SYMMETRIC": int(symmetric),
         "BF16": int(dtype == torch.bfloat16),
         "COLUMNS": batch_columns(m),
-        "RAGGED": int(columns % config["chunk"] != 0),
+        "K": columns + -columns % 8,
         **{name.upper(): config[name] for name in ("warps", "tiles", "chunk", "stages", "splits", "blocks")},
     }
 
@@ -161,35 +171,24 @@ def _form(packed: PackedWeight) -> tuple:
 
 @cache
 def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, **config: int) -> tuple:
-    """(loaded kernel, grid, block, its numbers) for one kind of call, with `config` or the recorded configuration."""
+    """(loaded kernel, grid, block, rows, padded columns) of one kind of call, with `config` or the recorded one."""
     if sentence := unsupported(device):
         raise RuntimeError(sentence)
     bits, group, rows, columns, symmetric = form
     config = config or configuration(rows, columns, bits, m, device)
     macros = defines(bits, group, columns, symmetric, dtype, m, config)
     function = nvrtc.load(SOURCE, "wna16_gemv", macros, device, shared_bytes(macros))
-    tiles, blocks = -(-rows // TILE), -(-columns // block_columns(bits))
-    groups = columns // group if group else 1
-    numbers = (
-        rows,
-        columns + -columns % 8,
-        m,
-        -(-columns // config["chunk"]),
-        tiles - 1,
-        blocks * 512,
-        groups * (32 if symmetric else 64),
-    )
-    return function, -(-tiles // config["tiles"]) * config["splits"], 32 * config["warps"], numbers
+    tiles = -(-rows // TILE)
+    return function, -(-tiles // config["tiles"]) * config["splits"], 32 * config["warps"], rows, columns + -columns % 8
 
 
 def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple) -> Tensor:
-    function, grid, block, numbers = plan
-    rows, columns = numbers[:2]
+    function, grid, block, rows, columns = plan
     x = pad(x, (0, columns - x.shape[1])) if columns != x.shape[1] else x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
     y = x.new_empty(x.shape[0], rows)
-    function(grid, block, codes, scale_zero, x, y, *numbers)
+    function(grid, block, codes, scale_zero, x, y, rows, x.shape[0])
     return y
 
 

@@ -17,7 +17,7 @@ SMALL = [case for case in kernel.CASES if case["rows"] * case["columns"] < 1 << 
 
 def emulate(x, packed):
     """What the lanes of wna16_gemv.cu compute for all tiles at once: the same operands, from the packed words."""
-    bits, bf16 = packed.bits, x.dtype == torch.bfloat16
+    bits, bf16 = packed.bits, x.dtype == torch.bfloat16 and x.shape[0] > 1  # one row becomes float16, scaled
     raised = 0 if bits == 8 or (bits == 4 and bf16) else bits
     spread, sum_in_low = bits == 2 and not bf16, bits == 4 and not bf16
     magic = 0x43004300 if bf16 else 0
@@ -32,7 +32,7 @@ def emulate(x, packed):
 
     def values(registers):
         """float64 [..., 2]: the halves of an operand register as the tensor core reads them."""
-        return registers.contiguous()[..., None].view(x.dtype).double()
+        return registers.contiguous()[..., None].view(torch.bfloat16 if bf16 else torch.float16).double()
 
     def upper(w):
         return w >> 8 & 0x00FF00FF
@@ -89,8 +89,8 @@ def emulate(x, packed):
 def test_arithmetic_of_the_fragments(bits, group, dtype):
     """Masks, subnormals, offsets and raised rows give the product of the dequantized weight, in exact arithmetic."""
     columns = 200 if group == 0 else 2 * 128 + group
-    for symmetric in (False, True):
-        case = {"rows": 40, "columns": columns, "bits": bits, "group": group, "symmetric": symmetric, "m": 3, "seed": 1}
+    for symmetric, m in ((False, 3), (True, 3), (False, 1)):
+        case = {"rows": 40, "columns": columns, "bits": bits, "group": group, "symmetric": symmetric, "m": m, "seed": 1}
         x, packed = kernel.make_inputs(case, dtype=dtype)
         want = kernel.reference(x, packed)
         assert (emulate(x, packed) - want).norm() < 1e-6 * want.norm()
@@ -109,7 +109,14 @@ def run_source(x, packed, config, folder, monkeypatch):
 def configurations_of_the_source():
     """Every width, group, type and number of columns, each with another launch configuration and a ragged shape."""
     launches = itertools.cycle(
-        [(4, 1, 128, 2, 1), (2, 2, 128, 1, 1), (2, 1, 256, 3, 2), (1, 4, 128, 4, 1), (2, 1, 128, 2, 4)]
+        [
+            (4, 1, 128, 2, 1),
+            (2, 2, 128, 1, 1),
+            (2, 1, 256, 3, 2),
+            (1, 4, 128, 4, 1),
+            (2, 1, 128, 2, 4),
+            (4, 1, 512, 1, 1),
+        ]
     )
     formats = itertools.product((2, 4, 8), (0, 32, 64, 128), (torch.float16, torch.bfloat16))
     for i, (bits, group, dtype) in enumerate(formats):
@@ -117,6 +124,9 @@ def configurations_of_the_source():
         case = {"rows": 40, "columns": columns, "bits": bits, "group": group, "symmetric": i % 3 == 0, "seed": i}
         config = dict(zip(("warps", "tiles", "chunk", "stages", "splits"), next(launches)))
         yield case | {"m": (1, 1, 3, 11)[(i + i // 4) % 4]}, dtype, config
+    case = {"rows": 40, "columns": 1536, "bits": 4, "group": 128, "symmetric": False, "seed": 0, "m": 1}
+    for launch, dtype in itertools.product([(4, 1, 384, 1, 1), (2, 2, 384, 1, 2)], (torch.float16, torch.bfloat16)):
+        yield case, dtype, dict(zip(("warps", "tiles", "chunk", "stages", "splits"), launch))  # a chunk for every warp
 
 
 @cuda_on_cpu.NEEDS_COMPILER
@@ -127,6 +137,24 @@ def test_source_on_the_cpu(case, dtype, config, tmp_path, monkeypatch):
     y = run_source(x, packed, config | {"blocks": 1}, tmp_path, monkeypatch)
     want = kernel.reference(x, packed)
     assert (y.float() - want).norm() < (1e-3 if dtype == torch.float16 else 4e-3) * want.norm()
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("scale", [1e-6, 1e5, 1e32])
+def test_bfloat16_that_float16_cannot_hold(scale, tmp_path, monkeypatch):
+    """One row of activations is computed as scaled float16: beyond its range, with outliers and zeros in a chunk."""
+    case = {"rows": 40, "columns": 1024, "bits": 4, "group": 128, "symmetric": False, "seed": 0, "m": 1}
+    x, packed = kernel.make_inputs(case, dtype=torch.bfloat16)
+    x[:, ::100] *= 1000
+    x[:, 256:512] *= 1e-3
+    x[:, 512:768] = 0
+    x *= scale
+    config = {"warps": 4, "tiles": 1, "chunk": 256, "stages": 1, "splits": 1, "blocks": 1}
+    y = run_source(x, packed, config, tmp_path, monkeypatch)
+    want = kernel.reference(x, packed)
+    assert (y.double() - want.double()).norm() < 4e-3 * want.double().norm()
+    x[0, 5] = float("nan")
+    assert run_source(x, packed, config, tmp_path, monkeypatch).isnan().all()
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
