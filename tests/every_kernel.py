@@ -1,0 +1,76 @@
+"""Every kernel on its small ragged cases, with launch configurations from all over its space, against its reference.
+
+    python tests/every_kernel.py [kernel ...]     on a GPU; `.ci/sanitize` runs it under compute-sanitizer
+"""
+
+import sys
+
+import torch
+
+from repro import kernel_list
+
+SMALL = 3 << 17  # weights of a case; tools that watch every access are slow
+CONFIGURATIONS = 8  # of a case
+
+
+def size(case: dict) -> int:
+    """Weights, or bytes."""
+    rows, columns = case.get("rows", case.get("N", 1)), case.get("columns", case.get("K", 1))
+    return case.get("bytes", rows * columns)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative."""
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def runs(name: str) -> list[tuple[str, float]]:
+    """(what ran, its error) of one kernel."""
+    module, found = kernel_list.load(name), []
+    for case in (case for case in module.CASES if size(case) <= SMALL):
+        inputs = module.make_inputs(case, "cuda")
+        if name == "dequantize":
+            dtype = getattr(torch, case["dtype"])
+            got = module.launch(inputs, dtype)
+            found.append((str(case), error(got, module.reference(inputs))))
+        elif name == "quantize_activation":
+            want_q, want_s = module.reference(inputs)
+            q, s = module.quantize_activation(inputs)
+            found.append((str(case), max(error(s, want_s), float((q != want_q).float().mean()))))
+        else:
+            tried = 0
+            for config in module.SPACE[:: max(1, len(module.SPACE) // (3 * CONFIGURATIONS))]:
+                if name == "read_floor":
+                    inputs[1].zero_()
+                try:
+                    got = module.launch(*inputs, config=dict(config))
+                except ValueError:
+                    continue  # not for this shape
+                if name == "read_floor":
+                    off = float(module.reference(inputs[0]) != module.reference(inputs[1]))
+                else:
+                    off = error(got, module.reference(*inputs))
+                found.append((f"{case} {config}", off))
+                tried += 1
+                if tried == CONFIGURATIONS:
+                    break
+    return found
+
+
+def main(names: list[str]) -> int:
+    """Print what ran; 1 if anything is wrong."""
+    wrong = 0
+    for name in names or [n for n in kernel_list.KERNELS if n not in kernel_list.DISPATCHERS]:
+        results = runs(name)
+        torch.cuda.synchronize()
+        wrong += sum(not off <= 6e-3 for _, off in results)
+        for what, off in results:
+            if not off <= 6e-3:
+                print(f"{name} {what}: off by {off:.2g}")
+        print(f"{name}: {len(results)} runs, worst error {max((off for _, off in results), default=0):.1e}")
+        wrong += not results
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
