@@ -70,13 +70,17 @@ def parser() -> argparse.ArgumentParser:
     verb("card", "measure the pocket models and write their card, repro/pocket/README.md", job=True)
 
     v = verb("bench", "time all kernels and peers on this machine's GPU")
-    v.add_argument("--out", type=Path, required=True, help="CSV, written anew after every shape")
+    v.add_argument("--out", type=Path, required=True, help="CSV, written anew as it goes")
     v.add_argument("--shapes", type=_shape, nargs="+", default=[], metavar="NxK", help="default: those of the peers")
-    v.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256], metavar="M")
+    v.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256, 512, 1024, 2048], metavar="M")
     v.add_argument("--modes", nargs="+", default=["cold"], choices=["cold", "warm"])
     v.add_argument("--only", nargs="+", default=[], metavar="WORD", help="providers whose label has one of the words")
     v.add_argument("--rounds", type=int, default=25)
-    v.add_argument("--joule-seconds", type=float, default=0.0, help="run each so long once more for its energy")
+    v.add_argument(
+        "--joule-seconds", type=float, default=0.05, help="run each so long once more for its energy; 0: not"
+    )
+    v.add_argument("--resume", action="store_true", help="keep what the file has already, from the same commit")
+    v.add_argument("--workers", type=int, default=8, help="processes that compile everything beforehand; 0: none")
     v = verb("tune", "sweep a kernel's launch configurations on this machine's GPU and record the fastest")
     v.add_argument("kernel")
     v = verb("regress", "is a kernel slower than it was? exit 1: yes, in two runs; 3: in one, measure again")
@@ -84,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--against", type=Path, nargs="+", required=True, help="runs of the baseline; three are better")
     v.add_argument("--threshold", type=float, default=0.03, help="slowdown that never counts; default 0.03")
     v.add_argument("--partial", action="store_true", help="the new runs need not have every kernel")
-    v = verb("speed", "draw roofline and peer bars from the accepted kernel times")
+    v = verb(
+        "speed", "the bars that were asked beside what was measured, roofline and peers, from the accepted kernel times"
+    )
     v.add_argument("--out", type=Path, default=Path("figures/kernels"))
 
     v = verb("tokens", "rule: token ids of a corpus", job=True)

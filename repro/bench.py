@@ -10,27 +10,36 @@ import datetime
 import functools
 import importlib.metadata
 import io
+import json
 import math
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError, unknown
-from repro.files import write_text
+from repro.files import ROOT, sha256, short_hash, write_text
 from repro.record import RESULTS
 
-COUNTS = (1, 4, 8, 16, 64, 256)
+COUNTS = (1, 4, 8, 16, 64, 256, 512, 1024, 2048)  # the last three: prefill, of those that are made for it
 STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
 MODES = ("cold", "warm")
-BRIDGED = {  # recorded peers that are carried over: what they compute
-    "awq_gemv_g128": ("w4-g128", "fp16"),
-    "marlin_g128": ("w4-g128", "fp16"),
-    "gl_w4g128": ("w4-g128", "fp16"),
-    "gl_w2g64_kc": ("w2-g64", "fp16"),
-    "inductor_bf16": ("bf16", "bf16"),
-}
+GEMLITE_VARIANTS = ("", "_kc", "_h100cfg", "_h100cfg_kc", "max", "max_kc", "p8", "p8_kc")  # of packing and tuning
+BRIDGED = (  # peers that do not run here: who, what they compute, and their recorded variants; the fastest counts
+    ("awq_gemv", "w4-g128", "fp16", ("awq_gemv_g128",)),
+    ("marlin", "w4-g128", "fp16", ("marlin_g128", "marlin_g128_t64x256")),
+    *(
+        ("gemlite-recorded", kernel, "fp16", tuple(name + variant for variant in GEMLITE_VARIANTS))
+        for kernel, name in (("w4-g128", "gl_w4g128"), ("w2-g64", "gl_w2g64"))
+    ),
+)
+CEILINGS = ("bf16/bf16/torch.matmul", "fp8/bf16/torch._scaled_mm", "int8/int32/torch._int_mm")
+JOULE_SECONDS = 0.05  # at least: one step of the driver's energy counter, which is updated every 0.1 s
+LARGE = 8192  # rows, columns and activation rows of the product that measures a ceiling
 
 # Datasheet peaks: bytes a second of memory, dense operations a second. No measurement can beat them.
 PEAKS = {
@@ -75,6 +84,16 @@ class Row:
     environment: str = ""
     date: str = ""
     note: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name of the provider among all of a run."""
+        return f"{self.kernel}/{self.dtype}/{self.provider}"
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """Where and with what it was measured."""
+        return {name: getattr(self, name) for name in ("device", "commit", "environment", "date")}
 
     @property
     def key(self) -> tuple:
@@ -148,34 +167,39 @@ def bench(
     modes: Sequence[str] = ("cold",),
     only: Sequence[str] = (),
     rounds: int = 25,
-    joule_seconds: float = 0.0,
+    joule_seconds: float = JOULE_SECONDS,
+    resume: bool = False,
+    workers: int = 0,
     say: Callable[[str], None] = print,
     device: "Device | None" = None,
 ) -> list[Row]:
     """Measure every provider on every shape and write `out` as it goes.
 
     Args:
-        out: CSV file.
+        out: CSV file, written anew after every shape and number of rows.
         shapes: (N, K) of layers; those of the recorded peers when empty.
-        counts: numbers of activation rows M.
+        counts: numbers of activation rows M, in this order; a provider is measured at those that it takes.
         modes: cold, warm.
         only: words; a provider is measured if its label has one of them (the library always is). Empty: all.
         rounds: timed rounds of each.
-        joule_seconds: how long each runs once more for its energy; 0 leaves energy out.
+        joule_seconds: how long each runs once more, at least, for its energy; 0 leaves energy out.
+        resume: what `out` has already, from the same commit and environment, is not measured again.
+        workers: processes that compile everything beforehand, side by side; 0: kernels are compiled when they are met.
         say: takes a line a measurement.
         device: where; this machine's GPU when not given.
 
     Raises:
         UserError: no CUDA device, or a word that names no provider.
     """
-    from repro import peers, timing
+    from repro import peers
 
     device = device or this_gpu()
     for word in only:
         if not any(word in label for label in device.providers):
             raise unknown("provider", word, device.providers)
-    library, backend, about = f"bf16/bf16/{peers.LIBRARY}", device.backend, device.origin
+    library, about = f"bf16/bf16/{peers.LIBRARY}", device.origin
     chosen = {n: p for n, p in device.providers.items() if not only or n == library or any(w in n for w in only)}
+    old = [row for row in from_csv(out) if row.origin == about] if resume and Path(out).exists() else []
     rows: list[Row] = []
     for name, provider in list(chosen.items()):
         if reason := provider.unavailable(device.name):
@@ -183,44 +207,140 @@ def bench(
             rows.append(Row(provider.format, provider.name, provider.dtype, status="unsupported", note=reason, **about))
             say(f"{name}: {reason}")
     best = device.ceilings()
-    copy = best["copy"].gb_per_s
+    run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say)
     for t in best.values():
-        rows.append(_row(t, about, copy, {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
-        say(f"{t.name}: {t.gb_per_s:.0f} GB/s")
-    codes = {name: _code(p.name) for name, p in chosen.items()}
-    recorded = peers.recorded()
+        rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
+        work = f"{2 * LARGE**3 / t.us / 1e6:.0f} T operations/s" if t.facts else f"{t.gb_per_s:.0f} GB/s"
+        say(f"{t.name}: {work}")
+    todo, there = [], set()
     for n, k in shapes or peers.shapes():
-        layer = peers.Layer(n, k, device=device.name)
         for m in counts:
-            tasks, failures = [], {}
-            for name, provider in chosen.items():
-                if provider.least <= m <= provider.most:
-                    try:
-                        tasks.append(provider.task(layer, m))
-                    except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
-                        failures[name] = error
-            for mode in modes:
-                found = timing.measure(tasks, backend, mode, rounds, device.floor, joule_seconds, failures)
-                for t in found:
-                    rows.append(_row(t, about | {"code": codes[t.name]}, copy, t.facts))
-                    say(
-                        f"{n} x {k}, M = {m}, {mode}: {t.name} {t.us:.2f} us, {t.fraction:.2f} of the floor, "
-                        f"{t.gb_per_s:.0f} GB/s, error {t.relerr:.1e}"
-                    )
-                here = peers.library_times(found)
-                for r, ratio, us in peers.bridge(here, recorded, BRIDGED):
-                    rows.append(_bridged(r, ratio, us, about))
-                for name, error in failures.items():
-                    p = chosen[name]
-                    status = _status(error)
-                    note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
-                    rows.append(Row(p.format, p.name, p.dtype, n, k, m, mode, status, note=note, **about))
-                    say(f"{n} x {k}, M = {m}, {mode}: {name} {status}: {note}")
-            del tasks
-            backend.release()
+            wanted = {(name, mode) for name, p in chosen.items() if p.takes(m) for mode in modes}
+            done = [row for row in old if (row.N, row.K, row.M) == (n, k, m)]
+            todo.append((n, k, m))
+            if wanted <= {(row.label, row.mode) for row in done}:
+                rows += done
+                there.add((n, k, m))
+    if there:
+        say(f"{len(there)} of {len(todo)} shapes and numbers of rows are there already")
+        todo = [place for place in todo if place not in there]
+    if workers:
+        begin = time.perf_counter()
+        compile_ahead([name for name, p in chosen.items() if not p.alone], todo, workers)
+        say(f"compiled ahead by {workers} processes: {time.perf_counter() - begin:.0f} s")
+    begin, layer = time.perf_counter(), None
+    for i, (n, k, m) in enumerate(todo, start=1):
+        if layer is None or (layer.rows, layer.columns) != (n, k):
+            layer = peers.Layer(n, k, device=device.name)
+        rows += run.at(layer, m, modes)
         write_text(out, to_csv(rows))
+        spent = time.perf_counter() - begin
+        left = f", about {spent / i * (len(todo) - i):.0f} s left" if i < len(todo) else ""
+        say(f"[{i}/{len(todo)}] {n} x {k}, M = {m}: {spent:.0f} s so far{left}")
     write_text(out, to_csv(rows))
     return rows
+
+
+def compile_ahead(labels: Sequence[str], places: Sequence[tuple[int, int, int]], workers: int) -> None:
+    """Launch every provider once at every (N, K, M), spread over processes: what they compile stays on disk.
+
+    Failures are silent here: the measurement meets them again and says so.
+    """
+    by_layer: dict[tuple[int, int], list[int]] = {}
+    for n, k, m in places:
+        by_layer.setdefault((n, k), []).append(m)
+    jobs = [(label, n, k, counts) for (n, k), counts in by_layer.items() for label in labels]
+    with ProcessPoolExecutor(min(workers, len(jobs)) or 1, multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(_first_launches, *job) for job in jobs]:
+            job.exception()
+
+
+def _first_launches(label: str, n: int, k: int, counts: Sequence[int]) -> None:
+    import torch
+
+    from repro import peers
+    from repro.kernel_list import OURS
+
+    provider, layer, task = {**peers.PEERS, **OURS}[label], peers.Layer(n, k), None
+    for m in counts:
+        if provider.takes(m):
+            with contextlib.suppress(RuntimeError, ValueError, NotImplementedError, AssertionError):
+                task = provider.task(layer, m)
+                task.launch(**task.inputs)
+                torch.cuda.synchronize()
+    del layer, task
+    torch.cuda.empty_cache()  # other processes share the device
+
+
+class _Run:
+    """One call of `bench`: who is measured, how, and what stands beside every row."""
+
+    def __init__(
+        self,
+        device: "Device",
+        chosen: Mapping[str, Any],
+        copy: float,
+        rounds: int,
+        joule_seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.device, self.chosen, self.copy, self.say = device, chosen, copy, say
+        self.rounds, self.joule_seconds = rounds, joule_seconds
+        self.codes = {name: code(name) for name in chosen}
+
+    def at(self, layer: Any, m: int, modes: Sequence[str]) -> list[Row]:  # noqa: ANN401
+        """Rows of everybody on one layer with so many rows of activations, failures and recorded peers among them."""
+        from repro import peers, timing
+
+        rows, tasks, unable = [], [], {}
+        for name, provider in self.chosen.items():
+            if provider.takes(m):
+                try:
+                    tasks.append(provider.task(layer, m))
+                except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+                    unable[name] = error
+        for mode in modes:
+            failed, where = dict(unable), f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
+            device = self.device
+            found = timing.measure(tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds, failed)
+            for t in found:
+                rows.append(self.row(t, t.facts))
+                self.say(
+                    f"{where}: {t.name} {t.us:.2f} us, {t.fraction:.2f} of the floor, {t.gb_per_s:.0f} GB/s, "
+                    f"error {t.relerr:.1e}" + (f", {t.watts:.0f} W" if t.watts else "")
+                )
+            rows += _bridged(peers.library_times(found), device.origin)
+            for name, error in failed.items():
+                p, status = self.chosen[name], _status(error)
+                note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+                place = (p.format, p.name, p.dtype, layer.rows, layer.columns, m, mode, status)
+                rows.append(Row(*place, note=note, **device.origin))
+                self.say(f"{where}: {name} {status}: {note}")
+        del tasks
+        self.device.backend.release()
+        return rows
+
+    def row(self, t: Any, facts: Mapping[str, Any]) -> Row:  # noqa: ANN401
+        """A timing as a row."""
+        return Row(
+            **facts,
+            mode=t.mode,
+            us=t.us,
+            p20=t.p20,
+            p80=t.p80,
+            bytes=t.nbytes,
+            floor_us=t.floor_us,
+            fraction=t.fraction,
+            copy_fraction=t.gb_per_s / self.copy,
+            relerr=t.relerr,
+            rounds=len(t.samples),
+            copies=t.copies,
+            clock_mhz=t.clock_mhz,
+            throttle=t.throttle or "",
+            joule=t.joule,
+            code=self.codes.get(t.name, ""),
+            **self.device.origin,
+        )
 
 
 def _status(error: Exception) -> str:
@@ -233,32 +353,30 @@ def _status(error: Exception) -> str:
     return "wrong" if isinstance(error, Unsound) else "unsupported" if isinstance(error, ValueError) else "failed"
 
 
-def _row(t: Any, about: dict[str, str], copy: float, facts: Any) -> Row:  # noqa: ANN401
-    return Row(
-        **facts,
-        mode=t.mode,
-        us=t.us,
-        p20=t.p20,
-        p80=t.p80,
-        bytes=t.nbytes,
-        floor_us=t.floor_us,
-        fraction=t.fraction,
-        copy_fraction=t.gb_per_s / copy,
-        relerr=t.relerr,
-        rounds=len(t.samples),
-        copies=t.copies,
-        clock_mhz=t.clock_mhz,
-        throttle=t.throttle or "",
-        joule=t.joule,
-        **about,
-    )
+def _bridged(here: Mapping[tuple, float], about: dict[str, str]) -> list[Row]:
+    """Rows of the recorded peers, carried over by the library's times of this run."""
+    from repro import peers
+
+    rows = []
+    for provider, kernel, dtype, names in BRIDGED:
+        best: dict[tuple, tuple[float, float, Any]] = {}
+        for r, ratio, us in peers.bridge(here, recorded_peers(), names):
+            place = (r.N, r.K, r.M, r.mode)
+            best[place] = min(best.get(place, (us, ratio, r)), (us, ratio, r), key=lambda found: found[0])
+        for place, (us, ratio, r) in best.items():
+            note = f"{r.peer}, recorded {r.us:.3f} us on {r.date} ({r.device}), times {ratio:.3f}, "
+            note += "the library's time here to then"
+            facts = {"bytes": r.bytes, "relerr": r.relerr, "note": note}
+            rows.append(Row(kernel, provider, dtype, *place, "bridged", us, **facts, **about))
+    return rows
 
 
-def _bridged(r: Any, ratio: float, us: float, about: dict[str, str]) -> Row:  # noqa: ANN401
-    kernel, dtype = BRIDGED[r.peer]
-    note = f"recorded {r.us:.3f} us on {r.date} ({r.device}), times {ratio:.3f}, the library's time here to then"
-    place = (kernel, r.peer, dtype, r.N, r.K, r.M, r.mode)
-    return Row(*place, "bridged", us, bytes=r.bytes, relerr=r.relerr, note=note, **about)
+@functools.cache
+def recorded_peers() -> list[Any]:
+    """The recorded peers, read once."""
+    from repro import peers
+
+    return peers.recorded()
 
 
 @dataclass(frozen=True)
@@ -281,34 +399,56 @@ def this_gpu() -> Device:
     """
     import torch
 
-    from repro import peers, provenance, timing
+    from repro import peers, timing
     from repro.kernel_list import OURS
 
     if not torch.cuda.is_available():
         raise UserError("bench: this machine has no CUDA device; results/ has what was measured on one")
+    backend = timing.Cuda()
+
+    def ceilings() -> dict[str, timing.Timing]:
+        layer = peers.Layer(LARGE, LARGE)
+        able = [peers.PEERS[name] for name in CEILINGS if not peers.PEERS[name].unavailable("cuda")]
+        found = timing.measure([provider.task(layer, LARGE) for provider in able], backend, rounds=9)
+        return timing.ceilings(backend) | {t.name: t for t in found}
+
+    return Device("cuda", backend, timing.read_floor, ceilings, {**peers.PEERS, **OURS}, origin())
+
+
+def origin() -> dict[str, str]:
+    """What stands beside a time: this GPU, the commit, the libraries and the date."""
+    import torch
+
+    from repro import provenance
+
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "gemlite"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    origin = {
+    return {
         "device": torch.cuda.get_device_name(),
         "commit": provenance.commit(),
         "environment": " ".join(f"{k} {v}" for k, v in versions.items()),
         "date": os.environ.get("REPRO_DATE") or datetime.date.today().isoformat(),
     }
-    backend = timing.Cuda()
-    ceilings = functools.partial(timing.ceilings, backend)
-    return Device("cuda", backend, timing.read_floor, ceilings, {**peers.PEERS, **OURS}, origin)
 
 
-def _code(provider: str) -> str:
-    """The hash of the files that decide a time: timer, peers, and our kernel with what it imports and its CUDA."""
+def code(label: str) -> str:
+    """The hash of what decides a provider's time: timer, peers, our kernels with CUDA and configurations."""
     from repro.kernel_list import KERNELS
     from repro.provenance import closure, code_hash
 
-    ours = [f"kernels/{provider}.py"] if provider in KERNELS else []
-    files = closure("repro/timing.py", "repro/peers.py", *ours)
-    return code_hash([*files, *(f.with_suffix(".cu") for f in files if f.with_suffix(".cu").is_file())])
+    name = label.rsplit("/", 1)[-1]
+    files = closure("repro/timing.py", "repro/peers.py", *([f"kernels/{name}.py"] if name in KERNELS else []))
+    cuda = [f.with_suffix(".cu") for f in files if f.with_suffix(".cu").is_file()]
+    headers = sorted((ROOT / "kernels").glob("*.cuh")) if cuda else []
+    configs = {}
+    for path in sorted((ROOT / "kernels" / "configs").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        configs[path.name] = {f.stem: content[f.stem] for f in files if f.stem in content}
+    if name == "gemlite":
+        configs |= {str(path.relative_to(ROOT)): sha256(path) for path in sorted(RESULTS.glob("*/gemlite.json"))}
+    return short_hash(code_hash([*files, *cuda, *headers]) + json.dumps(configs, sort_keys=True))
 
 
 # ---- accepting
@@ -388,54 +528,3 @@ def roofline(row: Row) -> tuple[float, str]:
 def accepted(results: Path = RESULTS) -> list[Row]:
     """All accepted rows, of all devices."""
     return [row for file in sorted(results.glob("*/kernels.csv")) for row in from_csv(file)]
-
-
-# ---- figures
-
-
-def draw(out: Path, results: Path = RESULTS) -> list[Path]:
-    """Figures of the accepted times of every device: a roofline, and peers at 1 and 16 activation rows.
-
-    Raises:
-        UserError: nothing is accepted.
-    """
-    from repro import plot
-
-    rows = [row for row in accepted(results) if row.us and row.mode == "cold" and row.M]
-    if not rows:
-        raise UserError(f"{results}: no accepted kernel times; run bench on a GPU, then accept its file")
-    drawn = []
-    for device in sorted({row.device for row in rows}):
-        mine = [row for row in rows if row.device == device]
-        slug = "-".join(device.lower().split())
-        for count in (1, 16):
-            if ratios := speedups(mine, count):
-                drawn.append(Path(out) / f"{slug}-peers-m{count}.svg")
-                plot.bars(ratios, f"times as fast as bf16, M = {count}", drawn[-1], line=1.0)
-        if device in PEAKS:
-            series: dict[str, list[tuple[float, float]]] = {}
-            for row in mine:
-                if row.status == "ok" and row.kernel in ("bf16", "w4-g128", "w8a8"):
-                    work = 2 * row.N * row.K * row.M
-                    points = series.setdefault(f"{row.provider} ({row.kernel}, {row.dtype})", [])
-                    points.append((work / row.bytes, work / row.us * 1e6))
-            drawn.append(Path(out) / f"{slug}-roofline.svg")
-            plot.roofline(series, PEAKS[device]["memory"], PEAKS[device]["bf16"], drawn[-1])
-    return drawn
-
-
-def speedups(rows: Sequence[Row], count: int) -> dict[str, dict[str, float]]:
-    """Provider to shape to how many times as fast as the best bf16 it is; 4 bits in groups of 128 only.
-
-    Recorded times that were carried over say so in their name.
-    """
-    best: dict[tuple[int | None, int | None], float] = {}
-    for row in rows:
-        if row.kernel == "bf16" and row.M == count and row.status == "ok":
-            best[row.N, row.K] = min(row.us, best.get((row.N, row.K), math.inf))
-    found: dict[str, dict[str, float]] = {}
-    for row in sorted(rows, key=lambda row: (row.N * row.K, row.N)):
-        if row.kernel == "w4-g128" and row.M == count and row.status in ("ok", "bridged") and (row.N, row.K) in best:
-            name = f"{row.provider} (recorded)" if row.status == "bridged" else f"{row.provider} {row.dtype}"
-            found.setdefault(name, {})[f"{row.N} x {row.K}"] = best[row.N, row.K] / row.us
-    return found

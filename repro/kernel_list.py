@@ -13,7 +13,7 @@ import torch
 
 from repro import timing
 from repro.errors import UserError, unknown
-from repro.peers import Layer, Provider, against, dense, shapes
+from repro.peers import Layer, Provider, against, shapes
 from repro.tune import Tunable
 
 KERNELS = (
@@ -58,9 +58,11 @@ def _packed(layer: Layer, bits: int, group: int, symmetric: bool) -> tuple[Any, 
     """The packed weight and the float32 weight that it stands for."""
     from repro.kernels import packing
 
-    codes, scales, zeros = layer.codes(bits, group, symmetric)
-    packed = packing.pack(codes, scales, None if symmetric else zeros, bits, group)
-    return packed, dense(codes, scales, zeros)
+    def make() -> Any:  # noqa: ANN401
+        codes, scales, zeros = layer.codes(bits, group, symmetric)
+        return packing.pack(codes, scales, None if symmetric else zeros, bits, group)
+
+    return layer.once(("packed", bits, group, symmetric), make), layer.held(bits, group, symmetric)
 
 
 def _gemv(bits: int, group: int, symmetric: bool, dtype: str) -> Callable[[Layer, int], tuple]:
@@ -95,9 +97,7 @@ def _w8a8(name: str, dtype: str) -> Callable[[Layer, int], tuple]:
 
     def prepare(layer: Layer, count: int) -> tuple:
         kernel, quantizer = load(name), load("quantize_activation")
-
-        s_w = layer.weight.abs().amax(1) / 127
-        w_q = (layer.weight / s_w[:, None]).round().to(torch.int8)
+        w_q, s_w = layer.int8()
         x = layer.activations(count, DTYPES[dtype])
         if name == "w8a8_gemm":
             x_q, s_x = quantizer.reference(x)

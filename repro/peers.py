@@ -10,10 +10,12 @@ another run by the ratio of that run's bf16 matmul to the recorded one, marked s
 """
 
 import csv
+import functools
 import importlib.metadata
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from repro.files import ROOT
 from repro.timing import COLD, Task, Timing
 
 GEMLITE = "0.6.0.post2"  # the release behind the recorded rows
+GEMLITE_CONFIGS = ROOT / "results" / "{device}" / "gemlite.json"  # what its own tuner found on a device
 RECORDED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv"
 LIBRARY = "torch.matmul"  # the library kernel that every run has: bridges and regression checks stand on it
 
@@ -45,6 +48,16 @@ class Layer:
     seed: int = 0
     device: str = "cuda"
 
+    def once(self, what: Hashable, make: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """What `make` gives, made once a layer: providers of one format, and all numbers of rows, share it."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
     @cached_property
     def weight(self) -> Tensor:
         """float32 `[rows, columns]`."""
@@ -59,6 +72,22 @@ class Layer:
 
     def codes(self, bits: int, group: int, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Codes uint8 `[rows, columns]`, scales and integer zeros float16 `[rows, groups]`; group 0 is a whole row."""
+        return self.once(("codes", bits, group, symmetric), lambda: self._codes(bits, group, symmetric))
+
+    def held(self, bits: int, group: int, symmetric: bool = False) -> Tensor:
+        """float32 `[rows, columns]`: the weight that those codes stand for."""
+        return self.once(("held", bits, group, symmetric), lambda: dense(*self.codes(bits, group, symmetric)))
+
+    def int8(self) -> tuple[Tensor, Tensor]:
+        """int8 `[rows, columns]` and scales float32 `[rows]`: symmetric, one scale a row."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            scale = self.weight.abs().amax(1) / 127
+            return (self.weight / scale[:, None]).round().to(torch.int8), scale
+
+        return self.once("int8", make)
+
+    def _codes(self, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
         group = group or self.columns
         w = self.weight.view(self.rows, self.columns // group, group)
         top = 2**bits - 1
@@ -93,10 +122,13 @@ class Provider:
         unavailable: the sentence that says why it cannot run on a device, or None.
         prepare: from a layer and a number of activation rows to inputs (`x` and `want` among them: activations, and the
             weight that it really holds or a function of the inputs), and the launch.
-        least, most: numbers of activation rows that it takes.
+        least, most: numbers of activation rows that it takes, or is worth asking for.
         tolerance: relative error that its arithmetic and its output type allow.
         pinned: the release that is compared.
         dtype: of activations and output.
+        hot: names of the inputs that are in cache when a model calls it.
+        alone: its first launch tunes itself by the clock, so nothing else may run beside it.
+        note: what a row should say of how it was set up, on a layer with so many rows of activations.
     """
 
     name: str
@@ -109,17 +141,24 @@ class Provider:
     pinned: str = "torch"
     dtype: str = "bf16"
     hot: tuple[str, ...] = ("x",)
+    alone: bool = False
+    note: Callable[[Layer, int], str | None] | None = None
 
     @property
     def label(self) -> str:
         """Its name among all providers of a run."""
         return f"{self.format}/{self.dtype}/{self.name}"
 
+    def takes(self, count: int) -> bool:
+        """Whether it is asked for that many rows of activations."""
+        return self.least <= count <= self.most
+
     def task(self, layer: Layer, count: int) -> Task:
         """The task of multiplying `count` rows of activations."""
         inputs, launch, want = self.prepare(layer, count)
         facts = {"kernel": self.format, "provider": self.name, "dtype": self.dtype}
         facts |= {"N": layer.rows, "K": layer.columns, "M": count}
+        facts |= {"note": self.note(layer, count) or ""} if self.note else {}
         return Task(self.label, launch, inputs, want, self.tolerance, self.hot, facts=facts)
 
 
@@ -142,7 +181,7 @@ def needs_cuda(device: str, capability: tuple[int, int] = (8, 0)) -> str | None:
 
 def _matmul(dtype: torch.dtype) -> Callable[[Layer, int], tuple]:
     def prepare(layer: Layer, count: int) -> tuple:
-        weight = layer.weight.to(dtype)
+        weight = layer.once(dtype, lambda: layer.weight.to(dtype))
         return (
             {"x": layer.activations(count, dtype), "weight": weight},
             lambda x, weight: F.linear(x, weight),
@@ -160,13 +199,18 @@ def _compiled(layer: Layer, count: int) -> tuple:
 
 def _tinygemm(layer: Layer, count: int) -> tuple:
     """Its grid is (code - 8) * scale + zero with bfloat16 scales and zeros, so the float32 reference has those."""
-    codes, scales, zeros = layer.codes(4, 128)
-    scale = scales.bfloat16()
-    zero = ((8 - zeros.float()) * scale.float()).bfloat16()
-    packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).contiguous(), 8)
-    scale_zero = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
-    grouped = codes.view(layer.rows, -1, 128).float().sub_(8)
-    weight = grouped.mul_(scale.float()[..., None]).add_(zero.float()[..., None]).view(codes.shape)
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        codes, scales, zeros = layer.codes(4, 128)
+        scale = scales.bfloat16()
+        zero = ((8 - zeros.float()) * scale.float()).bfloat16()
+        packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).contiguous(), 8)
+        scale_zero = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()
+        grouped = codes.view(layer.rows, -1, 128).float().sub_(8)
+        weight = grouped.mul_(scale.float()[..., None]).add_(zero.float()[..., None]).view(codes.shape)
+        return packed, scale_zero, weight
+
+    packed, scale_zero, weight = layer.once("tinygemm", make)
     launch = lambda x, packed, scale_zero: torch.ops.aten._weight_int4pack_mm(x, packed, 128, scale_zero)  # noqa: E731
     inputs = {"x": layer.activations(count, torch.bfloat16), "packed": packed, "scale_zero": scale_zero}
     return inputs, launch, against(weight)
@@ -178,7 +222,7 @@ def _fp8(layer: Layer, count: int) -> tuple:
     scale_x, scale_w = (t.abs().max() / 448 for t in (x, layer.weight))
     inputs = {
         "x": (x / scale_x).to(torch.float8_e4m3fn),
-        "weight": (layer.weight / scale_w).to(torch.float8_e4m3fn),
+        "weight": layer.once("fp8", lambda: (layer.weight / scale_w).to(torch.float8_e4m3fn)),
         "scale_x": scale_x,
         "scale_w": scale_w,
     }
@@ -195,8 +239,7 @@ def _fp8(layer: Layer, count: int) -> tuple:
 def _int_mm(layer: Layer, count: int) -> tuple:
     """int8 times int8 to int32, quantized beforehand and not scaled afterwards; exact."""
     x = layer.activations(count, torch.float32)
-    weight = (layer.weight / layer.weight.abs().amax(1, keepdim=True) * 127).round().to(torch.int8)
-    inputs = {"x": (x / x.abs().amax(1, keepdim=True) * 127).round().to(torch.int8), "weight": weight}
+    inputs = {"x": (x / x.abs().amax(1, keepdim=True) * 127).round().to(torch.int8), "weight": layer.int8()[0]}
     # float64 holds every int32 sum exactly; integer matmul does not exist on the device.
     return inputs, lambda x, weight: torch._int_mm(x, weight.t()), lambda x, weight: x.double() @ weight.double().T
 
@@ -215,30 +258,82 @@ def no_gemlite(device: str) -> str | None:
     return None if version == GEMLITE else f"is compared at gemlite=={GEMLITE}, here is {version}"
 
 
-def _gemlite(bits: int, group: int) -> Callable[[Layer, int], tuple]:
+def gemlite_file(device: str) -> Path:
+    """Where the configurations that GemLite's own tuner found on a device are kept."""
+    return Path(str(GEMLITE_CONFIGS).format(device=torch.cuda.get_device_name(device).lower().replace(" ", "-")))
+
+
+@functools.cache
+def _gemlite_ready(device: str) -> dict[str, Any]:
+    """GemLite at its best: outputs zeroed beforehand, and the best configurations there are; those found on a device.
+
+    It ships configurations for the H100, which it does not look up on other chips of that architecture.
+    """
+    import gemlite
+
+    gemlite.set_kernel_caching(True)
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        gemlite.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
+    if not gemlite_file(device).is_file():
+        return {}
+    gemlite.load_config(str(gemlite_file(device)))
+    return json.loads(gemlite_file(device).read_text(encoding="utf-8"))
+
+
+def gemlite_kernel(bits: int, count: int) -> str:
+    """GemLite's own choice, but for 2 to 4 rows: its vector kernel takes 22 us there, its matrix kernel 16 (4096^2)."""
+    from gemlite import core
+
+    return "GEMM_SPLITK" if 1 < count <= 4 else core.get_matmul_type(count, bits)
+
+
+def gemlite_configuration(bits: int, group: int, layer: Layer, count: int) -> str | None:
+    """Where GemLite's configuration at a place comes from, in words; None where its tuner would run first."""
+    from gemlite import core
+    from gemlite.triton_kernels.utils import get_closest_m
+
+    found = _gemlite_ready(layer.device)
+    kernel = gemlite_kernel(bits, count)
+    shipped = core.GEMLITE_TRITON_CONFIG_CACHE.get(kernel, {})
+    place = str((get_closest_m(count), layer.rows, layer.columns, group, 32 // bits, 100 + bits))  # 100: float16
+    if place in found.get(kernel, {}):
+        return f"{kernel}, tuned by GemLite on this device"
+    return f"{kernel}, as GemLite ships it for the H100" if place in shipped else None
+
+
+def gemlite_task(bits: int, group: int, layer: Layer, count: int) -> tuple[dict[str, Any], Callable, Callable]:
+    """Inputs, launch and reference of GemLite; its tuner runs at the first launch where nothing is recorded."""
+    from gemlite.core import GEMLITE_MATMUL_TYPES_MAPPING, forward_functional
+    from gemlite.helper import A16Wn
+
+    _gemlite_ready(layer.device)
+    kernel = GEMLITE_MATMUL_TYPES_MAPPING[gemlite_kernel(bits, count)]
+    make = lambda: A16Wn(device=layer.device).from_weights(*layer.codes(bits, group), bits, group)  # noqa: E731
+    linear = layer.once(("gemlite", bits, group), make)
+    packed, meta = linear.get_tensor_args(), linear.get_meta_args()
+    inputs = {"x": layer.activations(count, torch.float16), "packed": packed}
+    return inputs, lambda x, packed: forward_functional(x, None, packed, meta, kernel), against(layer.held(bits, group))
+
+
+def _gemlite(bits: int, group: int, most: int) -> Provider:
     def prepare(layer: Layer, count: int) -> tuple:
-        from gemlite.core import forward_functional
-        from gemlite.helper import A16Wn
+        if not gemlite_configuration(bits, group, layer, count):
+            raise ValueError("no configuration of GemLite is recorded here; python -m repro tune gemlite finds one")
+        return gemlite_task(bits, group, layer, count)
 
-        codes, scales, zeros = layer.codes(bits, group)
-        weight = dense(codes, scales, zeros)
-        linear = A16Wn(device=layer.device).from_weights(codes, scales, zeros, bits, group)
-        packed, meta = linear.get_tensor_args(), linear.get_meta_args()
-        inputs = {"x": layer.activations(count, torch.float16), "packed": packed}
-        return inputs, lambda x, packed: forward_functional(x, None, packed, meta), against(weight)
-
-    return prepare
+    more = {"note": partial(gemlite_configuration, bits, group), "pinned": f"gemlite=={GEMLITE}", "dtype": "fp16"}
+    return Provider("gemlite", f"w{bits}-g{group}", no_gemlite, prepare, most=most, **more)
 
 
 PEERS = {
     provider.label: provider
     for provider in (
         Provider(LIBRARY, "bf16", needs_cuda, _matmul(torch.bfloat16)),
-        Provider(LIBRARY, "fp16", needs_cuda, _matmul(torch.float16), dtype="fp16", tolerance=1e-3),
-        Provider("torch.compile", "bf16", needs_cuda, _compiled, most=1),
-        Provider("tinygemm", "w4-g128", needs_cuda, _tinygemm),
-        Provider("gemlite", "w4-g128", no_gemlite, _gemlite(4, 128), dtype="fp16", pinned=f"gemlite=={GEMLITE}"),
-        Provider("gemlite", "w2-g64", no_gemlite, _gemlite(2, 64), dtype="fp16", pinned=f"gemlite=={GEMLITE}"),
+        Provider(LIBRARY, "fp16", needs_cuda, _matmul(torch.float16), dtype="fp16", tolerance=1e-3, most=256),
+        Provider("torch.compile", "bf16", needs_cuda, _compiled, most=1, alone=True),
+        Provider("tinygemm", "w4-g128", needs_cuda, _tinygemm, most=256),
+        _gemlite(4, 128, most=256),
+        _gemlite(2, 64, most=1),
         Provider("torch._scaled_mm", "fp8", lambda device: needs_cuda(device, (8, 9)), _fp8),
         Provider("torch._int_mm", "int8", needs_cuda, _int_mm, least=17, tolerance=0.0, dtype="int32"),
     )

@@ -15,13 +15,14 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from repro.devices import Backend, Cpu, Cuda, Graph  # noqa: F401  the timer with its devices is one import
 
 COLD, WARM = "cold", "warm"
 COLD_BYTES = 200e6  # copies hold at least this much, and at least L2_FACTOR times the L2 cache
@@ -98,33 +99,14 @@ class Timing:
         return self.floor_us / self.us if self.floor_us else None
 
     @property
+    def watts(self) -> float | None:
+        """Mean power while it runs back to back."""
+        return self.joule / self.us * 1e6 if self.joule else None
+
+    @property
     def gb_per_s(self) -> float:
         """Bytes that the launch must read over its time, in 10^9 bytes a second."""
         return self.nbytes / self.us / 1e3
-
-
-class Graph(Protocol):
-    """Launches that were captured once: `replay` runs them all and returns their device seconds."""
-
-    outputs: list[Any]
-
-    def replay(self) -> float: ...  # noqa: D102
-
-
-class Backend(Protocol):
-    """A device with a clock. `l2` is its cache in bytes; `launches(call)` make a replay long enough to time."""
-
-    l2: int
-
-    def launches(self, call: Callable[[], Any]) -> int: ...  # noqa: D102
-
-    def capture(self, calls: Sequence[Callable[[], Any]]) -> Graph: ...  # noqa: D102
-
-    def state(self) -> dict[str, Any]: ...  # noqa: D102
-
-    def joules(self, graph: Graph, seconds: float) -> float | None: ...  # noqa: D102
-
-    def release(self) -> None: ...  # noqa: D102
 
 
 # ---- tensors in inputs and outputs
@@ -259,19 +241,33 @@ class Run:
         self.copies = self._count() if mode == COLD else 1
         self.cold = copies_in_a_row(cold, self.copies)
         calls = [functools.partial(task.launch, **self.hot, **one) for one in self.cold]
-        self.launches = task.launches or self.copies * math.ceil(backend.launches(calls[0]) / self.copies)
-        try:
-            self.graph = backend.capture([calls[i % self.copies] for i in range(self.launches)])
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise Unsound(f"{task.name}: cannot be captured: {str(error).splitlines()[0]}") from None
+        self.launches = task.launches or self.copies
+        self.graph = self._capture(calls)
+        if task.launches is None:
+            turns = self._turns(min(self.graph.replay() for _ in range(2)))
+            if turns > 1:
+                del self.graph
+                self.launches *= turns
+                self.graph = self._capture(calls)
 
     def _count(self) -> int:
         """Copies of the weights that no cache holds."""
         cold = sum(size(t) for t in self.pristine)
         wanted = max(L2_FACTOR * self.backend.l2, COLD_BYTES) if self.backend.l2 else 0
         return min(max(2, math.ceil(wanted / cold)), MOST_COPIES) if cold and wanted else 1
+
+    def _capture(self, calls: Sequence[Callable[[], Any]]) -> Graph:
+        try:
+            return self.backend.capture([calls[i % self.copies] for i in range(self.launches)])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise Unsound(f"{self.task.name}: cannot be captured: {str(error).splitlines()[0]}") from None
+
+    def _turns(self, seconds: float) -> int:
+        """How often a graph goes through the copies, of which once takes so long, to last long enough."""
+        most = math.ceil(self.backend.most / self.copies)
+        return min(most, math.ceil(self.backend.enough / seconds)) if seconds > 0 else most
 
     def _activate(self, variant: int) -> None:
         for mine, value in zip(tensors(self.hot), self.variants[variant]):
@@ -360,7 +356,7 @@ def measure(
         mode: `cold` or `warm`.
         rounds: timed rounds of each task, after `WARMUP`.
         floor: makes the task that reads so many bytes; None leaves `floor_us` empty.
-        joule_seconds: how long each task runs once more for its energy; 0 leaves it out.
+        joule_seconds: how long each task runs once more, at least, for its energy; 0 leaves it out.
         failures: takes the exception of a task that fails, by name, instead of raising it.
 
     Returns:
@@ -402,191 +398,14 @@ def measure(
             us = guarded(run, functools.partial(run.round, number, check))
             if us is not None and number >= WARMUP:
                 run.samples.append(us)
-    state = backend.state()
     for run in list(runs):
-        run.state = state
         guarded(run, run.check_unchanged)
-        if joule_seconds and run in runs:
-            joules = backend.joules(run.graph, joule_seconds)
+        if run in runs:
+            run.state = backend.state(run.graph)
+    if joule_seconds:
+        for run, joules in zip(runs, backend.joules([run.graph for run in runs], joule_seconds)):
             run.joule = None if joules is None else joules / run.launches
     return [r.timing(statistics.median(floors[r.nbytes].samples) if r.nbytes in floors else None) for r in runs]
-
-
-# ---- devices
-
-
-class Cuda:
-    """An NVIDIA GPU: CUDA graphs, timed by events on the stream that replays them."""
-
-    most_launches = 128
-    enough = 1e-3  # seconds of a replay, beside which its start does not count
-    lead = 300_000  # cycles that the device spins before the first event, so that the host is ahead of it
-
-    def __init__(self, device: str = "cuda") -> None:
-        self.device = torch.device(device, torch.cuda.current_device())
-        self.l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-        self.nvml = _Nvml(self.device)
-
-    def launches(self, call: Callable[[], Any]) -> int:
-        """Launches that take `enough` seconds, 4 to 128, after a first call for whatever happens then."""
-        call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(self.lead)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return min(max(4, math.ceil(1e3 * self.enough / start.elapsed_time(end))), self.most_launches)
-
-    def capture(self, calls: Sequence[Callable[[], Any]]) -> "CudaGraph":
-        """Capture all calls into one graph, after one of them ran for whatever happens at a first call."""
-        return CudaGraph(calls, self.lead)
-
-    def state(self) -> dict[str, Any]:
-        """Clock and throttle reasons right now, as far as NVML tells."""
-        return self.nvml.state()
-
-    def joules(self, graph: "CudaGraph", seconds: float) -> float | None:
-        """Energy of one replay: mean power over replays back to back for `seconds` and more, times a replay's time.
-
-        The driver updates its counter about ten times a second and answers slowly, so the power is taken between two
-        updates, and replays are queued ahead of every question.
-        """
-        each = graph.replay()
-        chunk = max(1, math.ceil(0.1 / each))
-        updates: list[tuple[float, int]] = []
-        last, begin, ahead = self.nvml.millijoules(), time.perf_counter(), []
-        while last is not None and time.perf_counter() - begin < seconds + 0.3:
-            for _ in range(chunk):
-                graph.graph.replay()
-            ahead.append(torch.cuda.Event())
-            ahead[-1].record()
-            now = self.nvml.millijoules()
-            if now is not None and now != last:
-                updates.append((time.perf_counter(), now))
-                last = now
-            if len(ahead) > 1:
-                ahead.pop(0).synchronize()
-        torch.cuda.synchronize()
-        if len(updates) < 3:
-            return None
-        (t0, e0), (t1, e1) = updates[1], updates[-1]  # the first one may hold idle time
-        return (e1 - e0) / 1e3 / (t1 - t0) * each if t1 > t0 else None
-
-    def release(self) -> None:
-        """Give the memory of graphs that are gone back to the device."""
-        torch.cuda.empty_cache()
-
-
-class CudaGraph:
-    """A captured CUDA graph with the outputs of its launches."""
-
-    def __init__(self, calls: Sequence[Callable[[], Any]], lead: int) -> None:
-        self.lead = lead
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                calls[0]()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.outputs = [call() for call in calls]
-        torch.cuda.synchronize()
-        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay(self) -> float:
-        """Run all launches; seconds on the device."""
-        torch.cuda._sleep(self.lead)
-        self.start.record()
-        self.graph.replay()
-        self.end.record()
-        self.end.synchronize()
-        return self.start.elapsed_time(self.end) / 1e3
-
-
-class Cpu:
-    """The host's clock around plain calls: for packing, quantizers and references at small sizes."""
-
-    l2 = 0  # one copy: what is timed here is arithmetic, not memory
-
-    def launches(self, call: Callable[[], Any]) -> int:
-        """One."""
-        return 1
-
-    def capture(self, calls: Sequence[Callable[[], Any]]) -> "CpuGraph":
-        """Calls are simply kept."""
-        return CpuGraph(calls)
-
-    def state(self) -> dict[str, Any]:
-        """Nothing is read."""
-        return {}
-
-    def joules(self, graph: "CpuGraph", seconds: float) -> None:
-        """Not measured."""
-        return None
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-
-class CpuGraph:
-    """Calls that run one after another."""
-
-    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
-        self.calls = calls
-        self.outputs = [call() for call in calls]
-
-    def replay(self) -> float:
-        """Run all calls; seconds."""
-        start = time.perf_counter()
-        self.outputs = [call() for call in self.calls]
-        return time.perf_counter() - start
-
-
-THROTTLE = {  # nvmlClocksEventReasons; an idle GPU and clocks that an application set are no throttling
-    0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "thermal (software)",
-    0x40: "thermal (hardware)", 0x80: "power brake",
-}  # fmt: skip
-
-
-class _Nvml:
-    """Reads, and only reads, what NVML tells about a device; says nothing where it cannot."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.handle = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            try:
-                self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            except pynvml.NVMLError:
-                self.handle = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
-            self.nvml = pynvml
-        except Exception:  # noqa: BLE001  no package, no library, no permission: then there is nothing to read
-            self.handle = None
-
-    def _read(self, call: str, *arguments: int) -> int | None:
-        if self.handle is None:
-            return None
-        try:
-            return getattr(self.nvml, call)(self.handle, *arguments)
-        except self.nvml.NVMLError:
-            return None
-
-    def state(self) -> dict[str, Any]:
-        """`clock_mhz` of the SMs and `throttle`, the active reasons joined by `+`, empty for none."""
-        mask = self._read("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return {
-            "clock_mhz": self._read("nvmlDeviceGetClockInfo", 1),  # 1: NVML_CLOCK_SM
-            "throttle": None if mask is None else "+".join(text for bit, text in THROTTLE.items() if mask & bit),
-        }
-
-    def millijoules(self) -> int | None:
-        """Energy since the driver was loaded."""
-        return self._read("nvmlDeviceGetTotalEnergyConsumption")
 
 
 # ---- what a device can do at best

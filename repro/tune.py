@@ -5,6 +5,7 @@ to `kernels/configs/<device>.json`, which `kernels/launch_config.py` reads. Keys
 """
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,6 +106,47 @@ def _entries(by_key: Mapping[str, Any]) -> str:
     return ",\n".join(f"    {json.dumps(k)}: {json.dumps(by_key[k], sort_keys=True)}" for k in sorted(by_key))
 
 
+def gemlite(
+    places: Sequence[tuple[int, int, int]],
+    forms: Sequence[tuple[int, int]] = ((4, 128), (2, 64)),
+    path: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Let the peer GemLite's own tuner run on this GPU where nothing is recorded, and keep what it finds.
+
+    Args:
+        places: (N, K, M) of layers and activation rows.
+        forms: (bits, group).
+        path: the file to add to; that of the device, which `bench` loads, when not given.
+        say: takes a line a place.
+
+    Raises:
+        UserError: no CUDA device, or GemLite is not there in the release that is compared.
+    """
+    from repro import peers
+
+    if reason := peers.no_gemlite("cuda"):
+        raise UserError(f"tune: gemlite {reason}")
+    from gemlite import core
+
+    path, layer = path or peers.gemlite_file("cuda"), None
+    for n, k, m in places:
+        if layer is None or (layer.rows, layer.columns) != (n, k):
+            layer = peers.Layer(n, k)
+        for bits, group in forms:
+            provider = peers.PEERS[f"w{bits}-g{group}/fp16/gemlite"]
+            if provider.takes(m) and not peers.gemlite_configuration(bits, group, layer, m):
+                inputs, launch, _ = peers.gemlite_task(bits, group, layer, m)
+                launch(**inputs)
+                say(f"gemlite W{bits} g{group}, {n} x {k}, M = {m}")
+        with tempfile.TemporaryDirectory() as folder:
+            core.GemLiteLinear.cache_config(f"{folder}/all.json")
+            for name, by_place in read(Path(folder) / "all.json").items():
+                if by_place:
+                    merge(path, name, by_place)
+    return path
+
+
 def tune(kernel: str, say: Callable[[str], None] = print, configs: Path = CONFIGS) -> Path:
     """Sweep a kernel on this machine's GPU and record what is fastest.
 
@@ -119,6 +161,11 @@ def tune(kernel: str, say: Callable[[str], None] = print, configs: Path = CONFIG
     from repro.kernel_list import TUNABLE, load
     from repro.timing import Cuda
 
+    if kernel == "gemlite":
+        from repro.bench import COUNTS
+        from repro.peers import shapes
+
+        return gemlite([(n, k, m) for n, k in shapes() for m in COUNTS], say=say)
     module = load(kernel)
     if kernel not in TUNABLE:
         raise UserError(f"tune: {kernel} is launched in one way only; there is {', '.join(sorted(TUNABLE))}")

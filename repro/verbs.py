@@ -204,7 +204,8 @@ def bench(args: Namespace) -> None:
     """Time all kernels and peers."""
     from repro.bench import bench as work
 
-    work(args.out, args.shapes, args.counts, args.modes, args.only, args.rounds, args.joule_seconds)
+    how = (args.rounds, args.joule_seconds, args.resume, args.workers)
+    work(args.out, args.shapes, args.counts, args.modes, args.only, *how)
 
 
 def tune(args: Namespace) -> None:
@@ -224,11 +225,11 @@ def regress(args: Namespace) -> int:
 
 
 def speed(args: Namespace) -> None:
-    """Draw the figures of accepted kernel times."""
-    from repro.bench import draw as work
+    """Print the bars of accepted kernel times, and draw their figures."""
+    from repro.speed import draw as work
 
-    for path in work(args.out):
-        print(os.path.relpath(path))
+    drawn, tables = work(args.out)
+    print("\n".join([*tables, *map(os.path.relpath, drawn)]))
 
 
 VERBS: dict[str, Callable[[Namespace], int | None]] = {

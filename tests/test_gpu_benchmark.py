@@ -65,6 +65,7 @@ def test_what_is_stored(tmp_path, words):
     assert done.returncode == 0, done.stdout + done.stderr
     if words:
         return
+    assert "UNSERIALIZABLE" not in (tmp_path / "run.json").read_text()
     benchmarks = json.loads((tmp_path / "run.json").read_text())["benchmarks"]
     ours, library = (next(b for b in benchmarks if b["params"]["cost"] == cost) for cost in (3e-6, 9e-6))
     assert ours["stats"]["median"] == pytest.approx(3e-6) and library["stats"]["median"] == pytest.approx(9e-6)
@@ -84,5 +85,12 @@ def test_the_suite_runs_on_a_processor(tmp_path):
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    names = {b["name"].split("[")[0] for b in json.loads(run.read_text())["benchmarks"]}
-    assert names == {"test_packing", "test_round_to_nearest", "test_reference"}
+    content = json.loads(run.read_text())
+    assert {b["name"].split("[")[0] for b in content["benchmarks"]} == {
+        "test_packing", "test_round_to_nearest", "test_reference"
+    }  # fmt: skip
+    assert not any("data" in b["stats"] for b in content["benchmarks"]) and content["machine_info"]["node"] == ""
+    assert run.stat().st_size < 100_000
+    table = [sys.executable, "-m", "pytest_benchmark", "compare", str(run), "--columns=median,iqr,rounds"]
+    done = subprocess.run(table, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "test_packing[pack-4]" in done.stdout

@@ -1,6 +1,8 @@
 """Peers: each optional, each with a sentence where it cannot run, each right about the weights that it really holds."""
 
 import importlib.metadata
+import sys
+import types
 
 import pytest
 import torch
@@ -107,3 +109,34 @@ def test_a_damaged_file_of_recorded_peers(tmp_path, text):
     with pytest.raises(UserError, match="recorded peers"):
         if not recorded(path):
             raise UserError("recorded peers: empty")
+
+
+def test_gemlite_runs_with_recorded_configurations_only(monkeypatch):
+    """What its tuner found on this device, or what it ships for the H100; a row says which."""
+    place = "({}, 48, 64, 128, 8, 104)"
+    core = types.SimpleNamespace(
+        GEMLITE_TRITON_CONFIG_CACHE={"GEMM_SPLITK": {place.format(m): {} for m in (4, 8)}},
+        get_matmul_type=lambda m, bits: "GEMM" if m >= 64 else "GEMM_SPLITK" if m > 4 else "GEMV",
+    )
+    package = types.ModuleType("gemlite")
+    package.core = core
+    utils = types.SimpleNamespace(get_closest_m=lambda m: m)
+    for name, module in {
+        "": package,
+        ".core": core,
+        ".triton_kernels": package,
+        ".triton_kernels.utils": utils,
+    }.items():
+        monkeypatch.setitem(sys.modules, f"gemlite{name}", module)
+    monkeypatch.setattr(peers, "_gemlite_ready", lambda device: {"GEMV": {place.format(1): {}}})
+    layer, provider = Layer(48, 64, device="cpu"), PEERS["w4-g128/fp16/gemlite"]
+    assert provider.note(layer, 1) == "GEMV, tuned by GemLite on this device"
+    assert provider.note(layer, 4) == provider.note(layer, 8) == "GEMM_SPLITK, as GemLite ships it for the H100"
+    with pytest.raises(ValueError, match="python -m repro tune gemlite"):
+        provider.task(layer, 64)
+
+
+def test_what_providers_of_a_layer_share_is_made_once():
+    layer = Layer(48, 256, device="cpu")
+    assert layer.codes(4, 128)[0] is layer.codes(4, 128)[0] and layer.codes(4, 128)[0] is not layer.codes(4, 0)[0]
+    assert torch.equal(layer.held(4, 128), dense(*layer.codes(4, 128))) and layer.int8()[0] is layer.int8()[0]

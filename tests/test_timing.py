@@ -9,6 +9,7 @@ import torch
 from fake_device import Fake
 
 from repro import timing
+from repro.devices import Cuda, Nvml, powers
 from repro.timing import COLD, WARM, Run, Task, Unsound, measure
 
 N, K = 48, 64
@@ -42,7 +43,7 @@ def test_an_honest_kernel_gets_its_time():
     (found,) = measure([task(kernel(fake, cost=3e-6))], fake)
     assert found.us == pytest.approx(3.0) and found.p20 == pytest.approx(3.0) and len(found.samples) == timing.ROUNDS
     assert found.nbytes == N * K * 4 and found.gb_per_s == pytest.approx(N * K * 4 / 3e3)
-    assert found.relerr <= 1e-5 and found.clock_mhz == 1980 and found.throttle == ""
+    assert found.relerr <= 1e-5 and found.clock_mhz == 1980 and found.throttle == "none"
 
 
 def test_cold_misses_the_cache_and_warm_hits_it(monkeypatch):
@@ -63,7 +64,7 @@ def test_copies_hold_more_than_two_and_a_half_caches_and_every_copy_is_launched(
         seen.add(weight.data_ptr())
         return x @ weight.T
 
-    fake.least = 13
+    fake.most = 13
     run = Run(task(launch, inputs=inputs), fake)
     assert run.copies * weight.nbytes >= max(2.5 * fake.l2, timing.COLD_BYTES)
     assert len(seen) == run.copies and run.launches >= 13 and run.launches % run.copies == 0
@@ -139,6 +140,66 @@ def test_energy_is_per_launch():
     fake = Fake()
     (found,) = measure([task(kernel(fake))], fake, joule_seconds=0.1)
     assert found.joule == pytest.approx(8e-6 / found.launches)
+
+
+class Driver:
+    """An energy counter that is updated every 0.1 s, and its clock; an answer takes 2 ms. Loads set the power."""
+
+    def __init__(self, step=0.1):
+        self.step, self.now, self.energy, self.shown, self.watts = step, 10.03, 0.0, 0, 100.0
+
+    def clock(self):
+        return self.now
+
+    def counter(self):
+        before, self.now = self.now, self.now + 0.002
+        self.energy += self.watts * 2.0
+        if self.now // self.step > before // self.step:
+            self.shown = round(self.energy)
+        return self.shown
+
+    def load(self, watts):
+        return lambda: setattr(self, "watts", watts)
+
+
+@pytest.mark.parametrize("seconds, steps", [(0.05, 1), (0.1, 2), (0.35, 4)])
+def test_power_is_the_step_between_two_updates_of_the_counter(seconds, steps):
+    """Loads follow each other, each from an update to an update."""
+    driver = Driver()
+    begin, watts = driver.now, [600.0, 150.0, 700.0]
+    found = powers(driver.counter, [driver.load(w) for w in watts], seconds, driver.clock)
+    assert found == pytest.approx(watts, rel=0.03)
+    assert driver.now - begin < 0.11 + len(watts) * (steps * driver.step + 0.01)
+
+
+@pytest.mark.parametrize("reading", [None, 7])
+def test_a_counter_that_cannot_be_read_or_stands_still_gives_no_energy(reading):
+    driver = Driver()
+
+    def counter():
+        driver.counter()
+        return reading
+
+    assert powers(counter, [driver.load(9.0)] * 3, 0.1, driver.clock) == [None] * 3
+    assert powers(counter, [], 0.1, driver.clock) == []
+
+
+@pytest.mark.parametrize(
+    "mask, said",
+    [(0, "none"), (0x04, "power cap"), (0x24, "power cap+thermal (software)"), (0x01, "none"), (None, None)],
+)
+def test_throttle_reasons_in_words(mask, said):
+    nvml = Nvml.__new__(Nvml)
+    nvml._read = lambda call, *arguments: mask if "Reasons" in call else 1980
+    assert nvml.state() == {"clock_mhz": 1980, "throttle": said}
+
+
+@pytest.mark.parametrize("copies, seconds, turns", [(1, 30e-6, 34), (6, 90e-6, 12), (90, 230e-6, 2), (2, 5e-3, 1)])
+def test_a_graph_is_long_enough_that_its_start_does_not_count(copies, seconds, turns):
+    """At least a millisecond, or 128 launches; whole turns through the copies."""
+    run = Run.__new__(Run)
+    run.copies, run.backend = copies, Cuda
+    assert run._turns(seconds) == turns
 
 
 # ---- what must not get a time

@@ -124,3 +124,41 @@ def test_bad_input_is_a_sentence(words, said, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_gemlite_tunes_itself_where_nothing_is_recorded(tmp_path, monkeypatch):
+    """Its own tuner runs at a first launch; what it found is added to the file that `bench` loads."""
+    import sys
+    import types
+
+    from repro import peers
+
+    launched, known = [], {"GEMM": {"(64, 48, 64, 128, 8, 104)": {"num_warps": 4}}}
+
+    class Linear:
+        @staticmethod
+        def cache_config(name):
+            found = {str((m, n, k, 128, 8, 104)): {"num_warps": 8} for n, k, m in launched}
+            with open(name, "w") as file:
+                json.dump({"GEMV": {}, "GEMM": known["GEMM"] | found}, file)
+
+    core = types.SimpleNamespace(GemLiteLinear=Linear)
+    monkeypatch.setitem(sys.modules, "gemlite", types.SimpleNamespace(core=core))
+    monkeypatch.setattr(peers, "no_gemlite", lambda device: None)
+    monkeypatch.setattr(
+        peers,
+        "gemlite_configuration",
+        lambda bits, group, layer, m: known["GEMM"].get(f"({m}, {layer.rows}, 64, 128, 8, 104)"),
+    )
+    path, said = tmp_path / "gemlite.json", []
+
+    def task(bits, group, layer, m):
+        return {"x": m}, lambda x: launched.append((layer.rows, layer.columns, x)), None
+
+    monkeypatch.setattr(peers, "gemlite_task", task)
+    assert tune.gemlite([(48, 64, 64), (48, 64, 8), (48, 64, 512)], [(4, 128)], path, said.append) == path
+    assert launched == [(48, 64, 8)] and said == ["gemlite W4 g128, 48 x 64, M = 8"]
+    assert tune.read(path) == {"GEMM": known["GEMM"] | {"(8, 48, 64, 128, 8, 104)": {"num_warps": 8}}}
+    monkeypatch.setattr(peers, "no_gemlite", lambda device: "needs the package gemlite==1")
+    with pytest.raises(UserError, match="gemlite needs the package"):
+        tune.gemlite([], path=path)
