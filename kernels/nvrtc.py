@@ -165,5 +165,6 @@ def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device
         major, minor = torch.cuda.get_device_capability(index)
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
-            _LOADED[key] = Function(compile_cubin(path, defines, f"sm_{major}{minor}"), name, index, shared_bytes)
+            arch = f"sm_{major}{minor}" + "a" * (major == 9)  # with what only 9.0 has: wgmma
+            _LOADED[key] = Function(compile_cubin(path, defines, arch), name, index, shared_bytes)
     return _LOADED[key]

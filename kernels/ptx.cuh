@@ -63,6 +63,37 @@ INLINE void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) { // C [8, 8] += 
                  : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
+INLINE u32 transpose(u32 pair) { // 8 x 8 halves: lane 4 g + t gives columns 2 t, 2 t + 1 of row g and gets those of column g
+    u32 out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    return out;
+}
+
+// Of a warpgroup, four warps that each hold 16 of 64 rows: D [64, 64] += A [64, 16] B [16, 64]. Lanes hold A and D as for
+// `mma`, d[n] the columns 8 n to 8 n + 7. B lies in shared memory as rows of 128 bytes, one for a column of B, whose
+// 16-byte pieces are in the order piece ^ row % 8; `b` is the address of 16 of its elements (32 bytes) in the first row.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
+#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define PRODUCT(TYPE)                                                                                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," TEN(1)  \
+                 TEN(2) "%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"                                                \
+                 : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor))
+template <int BRAIN> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
+    u64 descriptor = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | 1 << 16 | b >> 4; // swizzle of 128 bytes; 8 rows are 1024
+    if (BRAIN) PRODUCT("bf16");
+    else PRODUCT("f16");
+}
+#undef PRODUCT
+#undef TEN
+#undef FOUR
+INLINE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); } // registers are ready
+INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // of a group
+template <int PENDING> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+INLINE void show_matrix_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); } // what this thread wrote
+#endif
+
 // ---- memory. 16 bytes at a time, addresses multiples of that.
 
 INLINE u64 evict_first() { // an L2 policy: what is read once leaves before anything else
@@ -110,6 +141,9 @@ INLINE uint2 load8(u32 p) {
     return v;
 }
 
+INLINE void load_few(u32 (&v)[2], u32 p) { *(uint2 *)v = load8(p); }
+INLINE void load_few(u32 (&v)[1], u32 p) { asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(p) : "memory"); }
+
 // Asynchronous copies of 16 bytes into shared memory, or of zeros; nothing at all unless `when`.
 INLINE void copy(u32 to, const void *from, bool when, bool zero) { // through L1
     asm volatile("{.reg .pred p, z; setp.ne.u32 p, %2, 0; setp.ne.u32 z, %3, 0;"
@@ -123,6 +157,17 @@ INLINE void copy_once(u32 to, const void *from, u64 policy, bool when, bool zero
 }
 INLINE void copy_past_l1(u32 to, const void *from, bool zero) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(zero ? 0 : 16) : "memory");
+}
+template <int BYTES> INLINE void copy_few(u32 to, const void *from, bool zero) { // 4 or 8 bytes
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 ::"r"(to), "l"(from), "n"(BYTES), "r"(zero ? 0 : BYTES) : "memory");
+}
+INLINE void store_matrices(u32 p, uint4 v) { // four of 8 x 8 halves; lane 8 i + r has the address of row r of matrix i
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+INLINE void store16(u32 p, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 INLINE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); } // of a group
 template <int PENDING> INLINE void wait_for_copies() { // of this thread, but for the last PENDING groups
@@ -166,6 +211,11 @@ INLINE void send(u32 to, uint2 v, u32 arrived, u32 rank) {
     asm volatile("{.reg .u32 t, b; mapa.shared::cluster.u32 t, %0, %4; mapa.shared::cluster.u32 b, %3, %4;"
                  "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [t], {%1, %2}, [b];}"
                  ::"r"(to), "r"(v.x), "r"(v.y), "r"(arrived), "r"(rank) : "memory");
+}
+INLINE void send(u32 to, float4 v, u32 arrived, u32 rank) {
+    asm volatile("{.reg .u32 t, b; mapa.shared::cluster.u32 t, %0, %6; mapa.shared::cluster.u32 b, %5, %6;"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [t], {%1, %2, %3, %4}, [b];}"
+                 ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(arrived), "r"(rank) : "memory");
 }
 INLINE void wait_for_bytes(u32 arrived) {
     asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;"

@@ -2,9 +2,11 @@
 //
 // Compile-time constants: BITS 2, 4 or 8; GROUP columns (0: one group a row); SYMMETRIC; BF16 (else fp16); for the product
 //   MT      tokens of a tile, a multiple of 8        RT      row tiles of 16 that a warp owns
-//   WR, WK  warps side by side over rows, columns    KS      columns of x in a stage of the whole program
-//   STAGES  stages of x in shared memory             BLOCKS  programs that a multiprocessor must hold (caps registers)
-//   SPLIT   programs of a cluster, which share K     SCALED  where the scale of a group goes in (below)
+//   WR, WK  warps side by side over rows, columns    KS      columns of a stage of the whole program
+//   STAGES  stages in shared memory                  BLOCKS  programs that a multiprocessor must hold (caps registers)
+//   SPLIT   programs of a cluster, which share K     SCALED  where the scale of a group goes in: into the weights, or else
+//                                                            into the sums of a group, a rounding less, more registers
+//   WGMMA   four warps side by side multiply as one, where the device can
 //
 // Codes of a lane are masked where they lie in a word and read as subnormal numbers of the activations' type: code * 2^-24
 // (fp16) or code * 2^-133 (bf16), times 2^2, 2^4 or 2^6 for fields that begin at bit 2, 4 or 6. One fma makes
@@ -17,7 +19,7 @@ constexpr u32 FIELD = 0x7F00, EXPONENT = 7, DOWN = 6;   // 2^127 lifts code * 2^
 #else
 constexpr u32 FIELD = 0x7800, EXPONENT = 10, DOWN = 9;  // 2^15 lifts code * 2^-24 to code * 2^-9
 #endif
-constexpr u32 TWICE = 0x00010001;
+constexpr u32 TWICE = 0x00010001, MINUS_NOTHING = 0x80008000;
 constexpr int KB = 256 / BITS;        // columns of a packed block of 16 rows
 constexpr int PER_WORD = 16 / BITS;   // register pairs of codes in a 32-bit word
 constexpr int ZEROS = SYMMETRIC ? 1 : 2;
@@ -28,7 +30,7 @@ INLINE u32 unpack(const uint4& words, int r, u32 minus_zero) {
     u32 codes = ((&words.x)[r / PER_WORD] >> (shift - fine)) & (((1u << BITS) - 1) << fine) * TWICE;
     return multiply_add<BF16>(codes, (FIELD - (fine << EXPONENT)) * TWICE, minus_zero);
 }
-INLINE u32 times(u32 a, float factor) { return multiply<BF16>(a, to_halves<BF16>(factor, factor)); }
+INLINE u32 times(u32 a, float factor) { return multiply_add<BF16>(a, to_halves<BF16>(factor, factor), MINUS_NOTHING); }
 
 // Scale and zero of rows g and g + 8 of a row tile in one group; for symmetric weights one word with both scales.
 struct alignas(4 * ZEROS) Scales { u32 rows[ZEROS]; };
@@ -82,156 +84,204 @@ UNROLL for (int j = 0; j < 4; j++) {  // columns 2j, 2j + 1
 }
 #else
 // ------------------------------------------------------------------------------------------------ the product
-constexpr int KW = KS / WK;                         // columns of a stage that one warp works on
-constexpr int DEPTH = KW / KB;                      // packed blocks of a row tile in them, all in flight at once
-constexpr int FOLD = GROUP && GROUP < KW ? GROUP : KW;  // columns that share a scale, whose products are folded together
-#ifndef SCALED
-constexpr bool SCALED = MT >= 64;  // into the weights, not into the sums of a group: fewer registers, a rounding more
-#endif
-constexpr int NT = MT / 8, ROWS = 16 * RT * WR, THREADS = 32 * WR * WK, LD = ROWS + 4, STAGE = MT * KW * 2;
-static_assert(32 * WR % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 && (GROUP == 0 || GROUP % FOLD == 0),
-              "a stage does not divide");
+constexpr int KW = KS / WK;                             // columns of a stage that one warp works on
+constexpr int DEPTH = KW / KB;                          // packed blocks of a row tile in them
+constexpr int FOLD = GROUP && GROUP < KW ? GROUP : KW;  // columns that share a scale
+constexpr int NT = MT / 8, ROWS = 16 * RT * WR, MEMBERS = 32 * WR;
+// A stage of the WR warps that share columns: x, then the words of their row tiles, then their scales.
+constexpr int WORDS = MT * KW * 2, SCALES = WORDS + WR * RT * DEPTH * 512, SCALE_BYTES = sizeof(Scales) * 8 * (KW / FOLD);
+constexpr int ALIGN = MT % 64 ? 128 : 1024, STAGE = (SCALES + WR * RT * SCALE_BYTES + ALIGN - 1) / ALIGN * ALIGN;
+// Sums of 16 rows and 8 tokens, a unit, go to one of the SPLIT programs, which adds them up in a fixed order. They land
+// behind the stages, which another program may still be reading; without others, in them.
+constexpr int UNITS = WR * RT * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT, LANDING = SPLIT > 1 ? WK * STAGES * STAGE : 0;
 
-#if __CUDA_ARCH__ < 900  // a cluster is one program
-INLINE u32 cluster_rank() { return 0; }
-INLINE void cluster_arrive() {}
-INLINE void cluster_wait() {}
-INLINE void cluster_barrier() {}
-INLINE float4 load_from_block(u32 p, u32) {
-    uint4 v = load16(p);
-    return (float4&)v;
-}
+#if WGMMA && defined(__CUDA_ARCH_FEAT_SM90_ALL)  // the products of a stage may be on their way when the next one begins
+#define WARPGROUPS 1
+static_assert(SCALED && MT % 64 == 0 && WR % 4 == 0, "wgmma takes 64 rows and 64 tokens, and scales in the weights");
+#else
+#define WARPGROUPS 0
 #endif
+constexpr int LAG = 1 + WARPGROUPS;  // stages later one is free again
+static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 && (GROUP == 0 || GROUP % FOLD == 0) &&
+              STAGES >= 2 * LAG, "a stage does not divide, or there are too few");
 
 extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT)
 #endif
-__launch_bounds__(THREADS, BLOCKS) gemm(const u16* x, const uint4* codes, const Scales* scales,
-                                        u16* y, int M, int N, int K, int groups) {
-    extern __shared__ __align__(128) char shared[];
+__launch_bounds__(MEMBERS * WK, BLOCKS) gemm(const u16* x, const uint4* codes, const Scales* scales,
+                                             u16* y, int M, int N, int K, int groups) {
+    extern __shared__ __align__(1024) char shared[];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const u32 split = SPLIT, rank = cluster_rank();
-    int token_tiles = (M + MT - 1) / MT, place = blockIdx.x / split;  // neighbours share weights
-    int m0 = place % token_tiles * MT, n0 = place / token_tiles * ROWS;
-    int first_tile = n0 / 16 + warp % WR * RT, my_column = warp / WR * KW;
-    int tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB, slabs = (K + KS - 1) / KS;
-    int slab = slabs * rank / split, last = slabs * (rank + 1) / split;
+    const int rank = blockIdx.x % SPLIT, token_tiles = (M + MT - 1) / MT, place = blockIdx.x / SPLIT;
+    const int m0 = place % token_tiles * MT, n0 = place / token_tiles * ROWS;  // neighbours share weights
+    const int my_tile = warp % WR * RT, first_tile = n0 / 16 + my_tile, my_column = warp / WR * KW;
+    const int tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB, slabs = (K + KS - 1) / KS;
+    const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // stages of this program: one at least
+    const u32 landing = shared_address(shared) + LANDING;
+#if SPLIT > 1
+    const u32 landed = landing + SPLIT * WK * SLOTS * 512;
+    if (threadIdx.x == 0) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * SPLIT * WK * 512);
+    cluster_arrive();
+#endif
 
-    u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read once, or by several programs?
-
-    // What a lane needs of one stage. Past the end of W or of this program's columns it keeps older words: their tokens
-    // are zero or their rows are not stored.
-    uint4 weights[RT][DEPTH] = {};
-    Scales scaling[RT][KW / FOLD] = {};
-    const uint4* next_words = codes + (first_tile * blocks + (slab * KS + my_column) / KB) * 32 + lane;
-    const Scales* next_scales;
-    int words_left, scales_left;
-    auto move_to = [&](unsigned to) {  // the stage that the next loads are for
-        unsigned column = to * KS + my_column, group = GROUP ? column / max(GROUP, 1) : 0;
-        next_scales = scales + (first_tile * groups + group) * 8 + g;
-        words_left = to < last ? blocks - column / KB : 0;
-        scales_left = to < last ? groups - group : 0;
-    };
-    auto load_words = [&](int r, int d) {
-        if (r < tiles - first_tile && d < words_left)
-            weights[r][d] = load_past_l1(next_words + (r * blocks + d) * 32, policy);
-    };
-    auto load_scaling = [&](int r, int f) {
-        if (r < tiles - first_tile && f < scales_left)
-            scaling[r][f] = load_scales(next_scales + (r * groups + f) * 8);
-    };
-    move_to(slab);
-UNROLL for (int d = 0; d < DEPTH; d++)
-UNROLL for (int r = 0; r < RT; r++) load_words(r, d);
-UNROLL for (int f = 0; f < KW / FOLD; f++)
-UNROLL for (int r = 0; r < RT; r++) load_scaling(r, f);
     // The WR warps that share columns are a pipeline with its own stages and barrier: two pipelines drift apart, and one
-    // unpacks while the other multiplies. A stage is x[m0 .. m0 + MT, KW columns], zeros outside x. A row is KW * 2 bytes;
-    // odd ones swap the 64-byte halves of every 128, so that eight lanes that read 16 bytes each meet all 32 banks.
-    constexpr int MEMBERS = 32 * WR, CHUNKS = KW / 8, TOKENS = MEMBERS / CHUNKS;
-    unsigned member = threadIdx.x % MEMBERS, token = member / CHUNKS, chunk = member % CHUNKS;
-    unsigned stages = shared_address(shared) + warp / WR * STAGES * STAGE;
-    const u16* x_row = x + (u64)(m0 + token) * K + my_column + chunk * 8;
+    // unpacks while the other multiplies. Past the end of x or W are zeros.
+    const u32 stages = shared_address(shared) + warp / WR * STAGES * STAGE;
+    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
     auto stage = [&](int to, int buffer) {
-        int tokens_left = to < last && to * KS + my_column + chunk * 8 < K ? M - m0 - token : 0;
+        const u32 at = stages + buffer * STAGE;
+        const int first = to * KS + my_column;
+        if (to < end) {
+UNROLL for (int r = 0; r < RT; r++) {
+                const int tile = first_tile + r;
+UNROLL for (int d = 0; d < DEPTH; d++)
+                    copy_once(at + WORDS + ((my_tile + r) * DEPTH + d) * 512 + lane * 16,
+                              codes + (tile * blocks + first / KB + d) * 32 + lane, policy, true,
+                              tile >= tiles || first / KB + d >= blocks);
+UNROLL for (int f = 0; f < KW / FOLD; f++) {
+                    const int group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
+                    if (t == 0)
+                        copy_few<sizeof(Scales)>(at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
+                                                 scales + (tile * groups + group) * 8 + g, tile >= tiles || group >= groups);
+                }
+            }
+#if !WARPGROUPS
+            // Rows of KW columns; odd ones swap the 64-byte halves of every 128, so that eight lanes that read 16 bytes
+            // each meet all 32 banks.
+            constexpr int CHUNKS = KW / 8, TOKENS = MEMBERS / CHUNKS;
+            const int token = threadIdx.x % MEMBERS / CHUNKS, chunk = threadIdx.x % CHUNKS;
 UNROLL for (int i = 0; i < MT; i += TOKENS)
-            if (MT % TOKENS == 0 || token + i < MT)
-                copy_past_l1(stages + buffer * STAGE + (token + i) * KW * 2 + (chunk ^ (token + i & 1) * 4) * 16,
-                             x_row + to * KS + i * K, i >= tokens_left);
+                if (MT % TOKENS == 0 || token + i < MT)
+                    copy_past_l1(at + (token + i) * KW * 2 + (chunk ^ (token + i & 1) * 4) * 16,
+                                 x + (u64)(m0 + token + i) * K + first + chunk * 8,
+                                 m0 + token + i >= M || first + chunk * 8 >= K);
+#endif
+        }
         end_of_copies();
     };
-UNROLL for (int i = 0; i < STAGES - 1; i++) stage(slab + i, i);
+UNROLL for (int i = 0; i < STAGES - LAG; i++) stage(begin + i, i);
 
-    float sum[RT][NT][4] = {}, part[RT][NT][4];
-    auto& product = SCALED ? sum : part;
-    for (int i = 0; slab < last; slab++, i = i + 1 == STAGES ? 0 : i + 1) {
-        wait_for_copies<STAGES - 2>();
+#if WARPGROUPS
+    // x lies as `wgmma` wants it, in rows of 64 columns, and comes through registers: of eight neighbouring columns a lane
+    // multiplies two in each half of two steps (packing.py), so the matrix unit's halves take them from four lanes.
+    constexpr int PIECES = MT / 8 * (KW / 32);  // of 8 tokens and 32 columns, one for a warp at a time
+    uint4 held[2][(PIECES + WR - 1) / WR];
+    auto fetch = [&](int to, uint4* held) {
+UNROLL for (int i = 0; i * WR < PIECES; i++) {
+            const int piece = i * WR + warp % WR, token = m0 + piece % NT * 8 + g;
+            const int column = to * KS + my_column + piece / NT * 32 + t * 8;
+            const bool inside = (PIECES % WR == 0 || piece < PIECES) && to < end && token < M && column < K;
+            held[i] = inside ? load_early(x + (u64)token * K + column) : uint4{0, 0, 0, 0};
+        }
+    };
+    auto put = [&](int buffer, const uint4* held) {
+UNROLL for (int i = 0; i * WR < PIECES; i++) {
+            const int piece = i * WR + warp % WR, row = piece / NT / 2 * MT + piece % NT * 8 + lane % 8;
+            const int part = piece / NT % 2 * 4 + lane / 8;
+            if (PIECES % WR == 0 || piece < PIECES)
+                store_matrices(stages + buffer * STAGE + row * 128 + (part ^ lane % 8) * 16, held[i]);
+        }
+        show_matrix_unit();
+    };
+    fetch(begin, held[0]), fetch(begin + 1, held[1]);
+    put(0, held[0]), put(1, held[1]);
+#endif
+
+    float sum[RT][NT][4] = {};
+    [[maybe_unused]] float part[RT][NT][4];  // of a group
+    int slab = begin, i = 0;
+    do {
+        wait_for_copies<STAGES - 1 - LAG>();
         barrier(warp / WR + 1, MEMBERS);
-        int ahead = i == 0 ? STAGES - 1 : i - 1;  // the stage that all have just left
-        stage(slab + STAGES - 1, ahead);
-        move_to(slab + 1);
-        next_words += KS / KB * 32;
-        unsigned from = stages + i * STAGE + g * KW * 2 + ((t * 16) ^ (g & 1) * 64);
+        stage(slab + STAGES - LAG, i < LAG ? i + STAGES - LAG : i - LAG);
+#if WARPGROUPS
+        fetch(slab + 2, held[0]);
+#endif
+        const u32 from = stages + i * STAGE;
+        uint4 words[RT];
+        Scales scaling[RT];
+        u32 a[2][RT][8];
 UNROLL for (int column = 0; column < KW; column += 32) {  // two k-steps
-            int d = column / KB, step = column % KB / 16, f = column / FOLD;
+            auto& now = a[column / 32 % LAG];
+UNROLL for (int r = 0; r < RT; r++) {
+                if (column % KB == 0) words[r] = load16(from + WORDS + ((my_tile + r) * DEPTH + column / KB) * 512 + lane * 16);
+                if (column % FOLD == 0)
+                    load_few(scaling[r].rows, from + SCALES + (my_tile + r) * SCALE_BYTES + (column / FOLD * 8 + g) * sizeof(Scales));
+UNROLL for (int v = 0; v < 8; v++) {
+                    now[r][v] = unpack(words[r], 4 * (column % KB / 16) + v, minus_zero(scaling[r], v % 2));
+                    if (SCALED) now[r][v] = times(now[r][v], scale(scaling[r], v % 2) * (1 << DOWN));
+                }
+            }
+#if WARPGROUPS
+            wgmma_begin();
+UNROLL for (int half = 0; half < 2; half++)
+UNROLL for (int r = 0; r < RT; r++)
+UNROLL for (int m = 0; m < MT; m += 64)
+                wgmma<BF16>(sum[r] + m / 8, now[r] + 4 * half, from + (column / 64 * MT + m) * 128 + column % 64 * 2 + half * 32);
+            wgmma_end();
+            wgmma_wait<1>();  // the other half of `a` is free
+#else
             if (!SCALED && column % FOLD == 0)
 UNROLL for (int v = 0; v < RT * NT * 4; v++) part[v / (NT * 4)][v / 4 % NT][v % 4] = 0;
-            unsigned a[RT][8];
-UNROLL for (int r = 0; r < RT; r++)
-UNROLL for (int v = 0; v < 8; v++) {
-                    a[r][v] = unpack(weights[r][d], 4 * step + v, minus_zero(scaling[r][f], v % 2));
-                    if (SCALED) a[r][v] = times(a[r][v], scale(scaling[r][f], v % 2) * (1 << DOWN));
-                }
-            if ((column + 32) % KB == 0)
-UNROLL for (int r = 0; r < RT; r++) load_words(r, d);
 UNROLL for (int n = 0; n < NT; n++) {
                 // 64 bytes on within 128: an exclusive or with the bit that odd tokens have flipped
-                uint4 b = load16((from ^ column % 64 * 2) + column / 64 * 128 + n * 8 * KW * 2);
-UNROLL for (int r = 0; r < RT; r++) mma<BF16>(product[r][n], a[r], b.x, b.y);
-UNROLL for (int r = 0; r < RT; r++) mma<BF16>(product[r][n], a[r] + 4, b.z, b.w);
+                const uint4 b = load16(from + (n * 8 + g) * KW * 2 + column / 64 * 128 + (t * 16 ^ (g & 1) * 64 ^ column % 64 * 2));
+UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r], b.x, b.y);
+UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r] + 4, b.z, b.w);
             }
-            if ((column + 32) % FOLD == 0)
-UNROLL for (int r = 0; r < RT; r++) {
-                    float low = scale(scaling[r][f], 0), high = scale(scaling[r][f], 1);
-                    if (!SCALED)
+            if (!SCALED && (column + 32) % FOLD == 0)
+UNROLL for (int r = 0; r < RT; r++)
 UNROLL for (int n = 0; n < NT; n++)
-UNROLL for (int v = 0; v < 4; v++) sum[r][n][v] += (v < 2 ? low : high) * part[r][n][v];
-                    load_scaling(r, f);
-                }
+UNROLL for (int v = 0; v < 4; v++) sum[r][n][v] += scale(scaling[r], v / 2) * part[r][n][v];
+#endif
         }
-    }
+#if WARPGROUPS
+        put(i + 2 < STAGES ? i + 2 : i + 2 - STAGES, held[0]);
+#endif
+        i = i + 1 == STAGES ? 0 : i + 1;
+    } while (++slab < end);
 
-    // Sums of the warps that share rows, then of the programs of the cluster, always in the same order.
-    float* tile = (float*)shared;  // [MT][LD], the stages are free
+#if WARPGROUPS
+    wgmma_wait<0>();
+#endif
     wait_for_copies<0>();
-    for (int k = 0; k < WK; k++) {
-        __syncthreads();
-        if (warp / WR == k)
-UNROLL for (int v = 0; v < RT * NT * 4; v++) {
-                int r = v / (NT * 4), n = v / 4 % NT, c = v % 4;
-                float* at = tile + (n * 8 + 2 * t + c % 2) * LD + (warp % WR * RT + r) * 16 + g + c / 2 * 8;
-                *at = k ? *at + sum[r][n][c] : sum[r][n][c];
-            }
+#if SPLIT > 1
+    cluster_wait();  // all have begun
+#else
+    __syncthreads();
+#endif
+UNROLL for (int r = 0; r < RT; r++)
+UNROLL for (int n = 0; n < NT; n++) {
+        const u32 unit = (my_tile + r) * NT + n, slot = (rank * WK + warp / WR) * SLOTS + unit / SPLIT;
+        const float4 v = {sum[r][n][0], sum[r][n][1], sum[r][n][2], sum[r][n][3]};
+#if SPLIT > 1
+        send(landing + slot * 512 + lane * 16, v, landed, unit % SPLIT);
+    }
+    wait_for_bytes(landed);
+#else
+        store16(landing + slot * 512 + lane * 16, v);
     }
     __syncthreads();
-    if (split > 1) cluster_barrier();
-    for (unsigned i = rank * THREADS + threadIdx.x; i < MT * ROWS / 4; i += split * THREADS) {
-        int token = i / (ROWS / 4), row = i % (ROWS / 4) * 4;
-        float4 from[8], total = {};
-UNROLL for (int r = 0; r < 8; r++)
-            if (r < split) from[r] = load_from_block(shared_address(tile) + (token * LD + row) * 4, r);
-UNROLL for (int r = 0; r < 8; r++)
-            if (r < split)
-                total.x += from[r].x, total.y += from[r].y, total.z += from[r].z, total.w += from[r].w;
-        if (m0 + token >= M) continue;
-        float factor = SCALED ? 1 : 1 << DOWN;
-        u16* to = y + (long long)(m0 + token) * N + n0 + row;
-        uint2 out = {to_halves<BF16>(total.x * factor, total.y * factor), to_halves<BF16>(total.z * factor, total.w * factor)};
-        if (N % 4 == 0 && n0 + row < N) *(uint2*)to = out;
-        else
-            for (int e = 0; e < 4 && n0 + row + e < N; e++) to[e] = (e < 2 ? out.x : out.y) >> 16 * (e % 2);
+#endif
+    for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += WR * WK) {
+        const u32 unit = slot * SPLIT + rank;
+        uint4 parts[SPLIT * WK];
+        float total[4] = {};
+UNROLL for (int k = 0; k < SPLIT * WK; k++) parts[k] = load16(landing + (k * SLOTS + slot) * 512 + lane * 16);
+UNROLL for (int v = 0; v < SPLIT * WK * 4; v++) total[v % 4] += __uint_as_float((&parts[v / 4].x)[v % 4]);
+        const float factor = SCALED ? 1 : 1 << DOWN;
+        const int token = m0 + unit % NT * 8 + g, row = n0 + unit / NT * 16 + 2 * t;
+UNROLL for (int half = 0; half < 2; half++) {  // rows row, row + 1 of one token, then 8 more
+            const u32 pair = transpose(to_halves<BF16>(total[2 * half] * factor, total[2 * half + 1] * factor));
+            u16* to = y + (u64)token * N + row + 8 * half;
+            const int left = token < M ? N - row - 8 * half : 0;
+            if (left > 1 && N % 2 == 0) *(u32*)to = pair;
+            else if (left > 0) {
+                to[0] = pair;
+                if (left > 1) to[1] = pair >> 16;
+            }
+        }
     }
-    if (split > 1) cluster_arrive(), cluster_wait();  // not while others read its sums
 }
 #endif

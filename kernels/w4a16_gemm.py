@@ -6,14 +6,19 @@ x: fp16 or bf16 [M, K], M = 1 … 2048 (`linear.py` knows below which M the deco
 wins). Weights of 4 bits (2 and 8 too), groups of 32, 64, 128 or one per row, symmetric or not. y: [M, N] in x's type,
 summed in fp32. Bytes moved: packed weights + 2 M (K + N); operations: 2 M N K.
 
-How one program works (`w4a16_gemm.cu`): WR x WK warps own 16 RT rows each; the WK share the columns of a stage. A lane
-loads its weights from device memory in the order of `mma.m16n8k16`'s A operand, 16 bytes at a time, one stage ahead and
-never through shared memory. Activations, MT tokens x KS columns a stage, come through shared memory with `cp.async`;
-one 16-byte read feeds two steps of the matrix unit. (code - zero) is exact in the activations' type (for bf16 a zero
-that is no integer is rounded to 8 bits). The products of one group are summed by themselves and folded with their scale
-in fp32, or, with SCALED, scales go into the weights in the activations' type, which takes fewer registers and one more
-rounding (in fp16 they must be below 128). SPLIT programs of a cluster share K and add their sums through each other's
-shared memory, always in the same order: no workspace, the same bits every time.
+How one program works (`w4a16_gemm.cu`): WR x WK warps own 16 RT rows each; the WK share the columns of a stage. Packed
+weights, in the order of `mma.m16n8k16`'s A operand, their scales and MT tokens of x come into shared memory some stages
+ahead, so that enough bytes are on their way. A lane unpacks in registers: (code - zero) is exact in the activations'
+type (for bf16 a zero that is no integer is rounded to 8 bits). Two ways to multiply:
+
+    mma.sync    any device; one 16-byte read of x feeds two steps. The products of one group are summed by themselves
+                and folded with their scale in fp32, or, with SCALED, the scale goes into the weight, as below
+    wgmma       with WGMMA, on compute capability 9.0: four warps side by side take A from registers, 64 rows at a time,
+                and x is read once for all of them. Scales go into the weights in the activations' type, which is one
+                more rounding (in fp16 they must be below 128)
+
+SPLIT programs of a cluster share K. Each adds up and stores a part of the sums, which the others send into its shared
+memory, always in the same order: no workspace, the same bits every time.
 """
 
 from pathlib import Path
@@ -36,17 +41,22 @@ CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones)
     {"M": 65, "N": 300, "K": 1536, "bits": 2, "group": 64, "symmetric": False, "dtype": "float16", "seed": 6},
     {"M": 17, "N": 300, "K": 1032, "bits": 8, "group": 0, "symmetric": True, "dtype": "bfloat16", "seed": 7},
 ]
-CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "SPLIT")  # of the source: a configuration
-TILES = [  # all of CONSTANTS but SPLIT
-    (16, 1, 2, 4, 512, 3, 2, 0), (16, 1, 1, 8, 1024, 3, 1, 0), (16, 1, 4, 4, 1024, 2, 1, 0),
-    (16, 2, 4, 1, 256, 4, 2, 0), (16, 1, 7, 4, 512, 3, 1, 0), (16, 1, 6, 4, 512, 3, 1, 0),
-    (32, 1, 4, 2, 256, 3, 2, 0), (32, 1, 2, 4, 512, 2, 2, 0), (32, 2, 2, 4, 512, 3, 1, 0),
-    (32, 2, 4, 3, 384, 3, 1, 0), (32, 3, 2, 4, 512, 3, 1, 0),
-    (64, 1, 4, 2, 256, 3, 2, 1), (64, 1, 4, 4, 256, 3, 1, 1), (64, 2, 4, 2, 256, 3, 1, 0),
-    (64, 3, 4, 2, 256, 3, 1, 1), (64, 4, 4, 2, 256, 4, 1, 1),
-    (128, 2, 4, 2, 256, 3, 1, 1), (128, 2, 8, 1, 128, 3, 1, 1),
+CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "WGMMA", "SPLIT")  # of the source
+TILES = [  # all of CONSTANTS but SPLIT; the first of a size serves a device without a file
+    (16, 1, 2, 4, 512, 6, 1, 0, 0), (16, 1, 1, 8, 1024, 4, 1, 0, 0), (16, 1, 2, 8, 1024, 4, 1, 0, 0),
+    (16, 1, 3, 4, 512, 6, 1, 0, 0), (16, 1, 4, 4, 512, 4, 1, 0, 0), (16, 1, 4, 4, 1024, 3, 1, 0, 0),
+    (16, 1, 5, 4, 512, 5, 1, 0, 0), (16, 1, 6, 4, 512, 4, 1, 0, 0), (16, 1, 7, 4, 512, 4, 1, 0, 0),
+    (16, 2, 4, 2, 256, 6, 1, 0, 0), (16, 1, 1, 4, 512, 5, 2, 0, 0), (16, 1, 1, 4, 512, 2, 4, 0, 0),
+    (32, 2, 2, 4, 512, 3, 1, 0, 0), (32, 1, 2, 2, 256, 5, 2, 0, 0), (32, 1, 2, 4, 512, 4, 1, 0, 0),
+    (32, 1, 5, 4, 512, 3, 1, 0, 0), (32, 3, 2, 4, 512, 3, 1, 0, 0), (32, 2, 4, 2, 256, 5, 1, 0, 0),
+    (32, 2, 4, 3, 384, 3, 1, 0, 0), (64, 2, 2, 4, 256, 3, 1, 1, 0), (64, 2, 4, 2, 256, 3, 1, 1, 0),
+    (64, 3, 2, 4, 256, 2, 1, 1, 0), (64, 1, 2, 4, 256, 4, 1, 1, 0), (64, 1, 2, 2, 256, 2, 2, 0, 0),
+    (64, 1, 4, 1, 128, 4, 2, 0, 0), (64, 1, 8, 1, 128, 4, 1, 1, 1), (64, 1, 12, 1, 128, 4, 1, 1, 1),
+    (64, 1, 16, 1, 128, 4, 1, 1, 1), (64, 2, 8, 1, 128, 4, 1, 1, 1), (128, 1, 8, 1, 64, 6, 1, 1, 1),
+    (128, 1, 12, 1, 64, 5, 1, 1, 1), (128, 2, 8, 1, 128, 4, 1, 1, 1), (128, 2, 4, 2, 128, 4, 1, 1, 1),
 ]  # fmt: skip
-MOST_SHARED = 232448  # bytes of a program on sm_90 and sm_100; sm_80 takes what needs less
+MOST_SHARED = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}  # bytes of a program, by capability
+LEAST_SHARED = 101376  # of all other devices from 8.0 on
 SPACE = [dict(zip(CONSTANTS, (*tile, split))) for tile in TILES for split in (1, 2, 3, 4, 5, 6, 7, 8)]
 
 
@@ -78,7 +88,7 @@ def unsupported(device: torch.device | str) -> str | None:
 
 def heuristic(m: int, n: int, k: int) -> dict:
     """A configuration for a shape without a recorded one: as many programs as fit on 128 multiprocessors."""
-    tile = TILES[0 if m <= 16 else 6 if m <= 32 else 11]
+    tile = next(tile for tile in TILES if tile[0] >= min(m, 64))
     config = dict(zip(CONSTANTS, (*tile, 1)))
     programs = -(-m // config["MT"]) * -(-n // (16 * config["RT"] * config["WR"]))
     most = min(8, -(-k // config["KS"]), 128 * config["BLOCKS"] // programs)
@@ -96,23 +106,44 @@ def tuning_key(case: dict) -> str:
 
 def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
     """The recorded configuration, or the heuristic's."""
-    return launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k}), device) or heuristic(m, n, k)
+    recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k}), device)
+    return {"WGMMA": 0} | recorded if recorded else heuristic(m, n, k)
 
 
-def fitted(config: dict, bits: int) -> dict:
-    """`config` for `bits`: a warp's columns of a stage are whole packed blocks, and not too many of 8 bits."""
+def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOST_SHARED[9, 0]) -> dict:
+    """`config` for a format and a device with `most` bytes of shared memory.
+
+    A warp's columns of a stage are whole packed blocks, and not too many of 8 bits; there are as many stages as fit.
+    """
     columns = config["KS"] // config["WK"]
     columns = max(columns, packing.block_columns(bits)) if bits < 8 else min(columns, 128)
     config = config | {"KS": columns * config["WK"]}
-    while shared_bytes(config) > MOST_SHARED and config["STAGES"] > 2:
-        config["STAGES"] -= 1
+    config["STAGES"] = max(config["STAGES"], _least_stages(config))
+    while shared_bytes(config, bits, group, symmetric) > most:
+        if config["STAGES"] > _least_stages(config):
+            config["STAGES"] -= 1
+        elif config["SPLIT"] > 1:
+            config["SPLIT"] = 1  # sums need no place of their own
+        else:
+            config["MT"] //= 2
     return config
 
 
-def shared_bytes(config: dict) -> int:
-    """Dynamic shared memory of a program: the stages of x, and afterwards its sums."""
-    sums = config["MT"] * (16 * config["RT"] * config["WR"] + 4) * 4
-    return max(config["STAGES"] * config["MT"] * config["KS"] * 2, sums)
+def _least_stages(config: dict) -> int:
+    """A stage that is read, one that is copied; both twice for `wgmma`, which goes on reading for a while."""
+    return 4 if config["WGMMA"] else 2
+
+
+def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
+    """Dynamic shared memory of a program: stages of x, words and scales; sums beside them (SPLIT > 1) or after them."""
+    columns, tiles = config["KS"] // config["WK"], config["RT"] * config["WR"]
+    groups = columns // group if group and group < columns else 1
+    stage = config["MT"] * columns * 2 + tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
+    align = 128 if config["MT"] % 64 else 1024
+    stages = config["STAGES"] * config["WK"] * -(-stage // align) * align
+    units = tiles * config["MT"] // 8
+    sums = config["SPLIT"] * config["WK"] * -(-units // config["SPLIT"]) * 512
+    return stages + sums + 8 if config["SPLIT"] > 1 else max(stages, sums)
 
 
 def check_weight(
@@ -143,15 +174,18 @@ def format_defines(packed: packing.PackedWeight, dtype: torch.dtype) -> dict[str
 
 def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
     """One launch with one configuration of SPACE; y `[M, N]`. Arguments as in the operator, not checked again."""
-    m, config = x.shape[0], fitted(config, packed.bits)
+    m, capability = x.shape[0], torch.cuda.get_device_capability(x.device)
+    form = packed.bits, packed.group, packed.symmetric
+    if capability < (9, 0):  # no clusters
+        config = config | {"SPLIT": 1}
+    config = fitted(config, *form, MOST_SHARED.get(capability, LEAST_SHARED))
+    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # a stage for each at least
     if packed.columns % 8 or not x.is_contiguous() or x.data_ptr() % 16:  # rows of x begin at multiples of 16 bytes
         x = torch.nn.functional.pad(x, (0, -packed.columns % 8)).clone(memory_format=torch.contiguous_format)
-    if torch.cuda.get_device_capability(x.device) < (9, 0):  # no clusters
-        config = config | {"SPLIT": 1}
     rows = 16 * config["RT"] * config["WR"]
     programs = -(-m // config["MT"]) * -(-packed.rows // rows) * config["SPLIT"]
     defines = format_defines(packed, x.dtype) | {name: config[name] for name in CONSTANTS}
-    kernel = nvrtc.load(SOURCE, "gemm", defines, x.device, shared_bytes(config))
+    kernel = nvrtc.load(SOURCE, "gemm", defines, x.device, shared_bytes(config, *form))
     y = torch.empty(m, packed.rows, dtype=x.dtype, device=x.device)
     arguments = (x, packed.codes, packed.scale_zero, y, m, packed.rows, x.shape[1], packed.groups)
     kernel(programs, 32 * config["WR"] * config["WK"], *arguments)

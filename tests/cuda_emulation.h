@@ -28,6 +28,7 @@
 #define __shared__ thread_local
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH__ 900
+#define __CUDA_ARCH_FEAT_SM90_ALL
 #define INLINE inline
 #define UNROLL
 
@@ -51,7 +52,7 @@ struct Warp { // what the lanes of a warp show one another
     u32 value[32];
     int arrived = 0, turn = 0;
 };
-struct Copy { unsigned to; const void *from; bool zero; };
+struct Copy { unsigned to; const void *from; bool zero; int bytes = 16; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -142,6 +143,9 @@ inline void copy(unsigned to, const void *from, bool when, bool zero) {
 inline void copy_once(unsigned to, const void *from, unsigned long long, bool when, bool zero) {
     copy(to, from, when, zero);
 }
+template <int BYTES> void copy_few(unsigned to, const void *from, bool zero) {
+    block->fibers[threadIdx.x]->groups.back().push_back({to, from, zero, BYTES});
+}
 inline void copy_past_l1(unsigned to, const void *from, bool zero) { copy(to, from, true, zero); }
 inline u64 evict_first() { return 0; }
 inline u64 evict_normal() { return 0; }
@@ -153,11 +157,22 @@ template <int PENDING> void wait_for_copies() {
     auto &groups = block->fibers[threadIdx.x]->groups;
     while ((int)groups.size() - 1 > PENDING) {
         for (const Copy &c : groups.front())
-            c.zero ? memset(shared + c.to, 0, 16) : memcpy(shared + c.to, c.from, 16);
+            c.zero ? memset(shared + c.to, 0, c.bytes) : memcpy(shared + c.to, c.from, c.bytes);
         groups.pop_front();
     }
 }
 inline uint4 load16(unsigned p) { return at_shared<uint4>(p); }
+inline void load_few(u32 (&v)[2], unsigned p) { *(uint2 *)v = at_shared<uint2>(p); }
+inline void load_few(u32 (&v)[1], unsigned p) { v[0] = at_shared<u32>(p); }
+inline void store_matrices(unsigned p, uint4 v) {
+    Warp &w = warp_of();
+    int lane = threadIdx.x % 32;
+    w.value[lane] = p;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) at_shared<u32>(w.value[8 * i + lane / 4] + lane % 4 * 4) = (&v.x)[i];
+    __syncwarp();
+}
+inline void store16(unsigned p, float4 v) { at_shared<float4>(p) = v; }
 inline void load16_if(uint4 &v, unsigned p, bool when) { if (when) v = load16(p); }
 inline uint2 load8(unsigned p) { return at_shared<uint2>(p); }
 inline float half_to_float(u32 half) {
@@ -207,6 +222,28 @@ template <int BRAIN> void mma(float c[4], const unsigned a[4], unsigned b0, unsi
     }
     __syncwarp();
 }
+inline u32 transpose(u32 pair) {
+    Warp &w = warp_of();
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    w.value[lane] = pair;
+    __syncwarp();
+    auto at = [&](int row) { return w.value[row * 4 + g / 2] >> 16 * (g % 2) & 0xFFFF; };
+    u32 got = at(2 * t) | at(2 * t + 1) << 16;
+    __syncwarp();
+    return got;
+}
+template <int BRAIN> void wgmma(float (*d)[4], const unsigned a[4], unsigned b) {
+    auto element = [&](int row, int k) { // of B
+        unsigned p = b + row * 128 + k * 2;
+        return (u32)at_shared<u32>(p ^ (p >> 7 & 7) << 4);
+    };
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int n = 0; n < 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
+}
+inline void wgmma_begin() {}
+inline void wgmma_end() {}
+template <int PENDING> void wgmma_wait() {}
+inline void show_matrix_unit() {}
 inline void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) {
     Warp &w = warp_of();
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
