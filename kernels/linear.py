@@ -40,13 +40,6 @@ def unsupported(device: torch.device | str) -> str | None:
     return next(filter(None, (way.unsupported(device) for way in (wna16_gemv, w4a16_gemm, dense))), None)
 
 
-def crossover(packed: PackedWeight) -> dict[str, int]:
-    """{"decode": last M, "gemm": last M} for this weight's shape on its device."""
-    device = packed.codes.device
-    recorded = launch_config("linear", f"{packed.rows}x{packed.columns}", device)
-    return recorded or launch_config("linear", "default", device) or FALLBACK
-
-
 def path(x: Tensor, packed: PackedWeight) -> str:
     """The way that `wna16(x, packed)` takes: "decode", "gemm" or "dequantize".
 
@@ -55,9 +48,14 @@ def path(x: Tensor, packed: PackedWeight) -> str:
     """
     if x.ndim == 0 or x.shape[-1] != packed.columns:
         raise ValueError(f"linear: x {list(x.shape)} does not fit a weight of {packed.rows} x {packed.columns}")
-    tokens, last = prod(x.shape[:-1]), crossover(packed)
+    return path_of(prod(x.shape[:-1]), packed.rows, packed.columns, packed.codes.device)
+
+
+def path_of(tokens: int, rows: int, columns: int, device: torch.device | str) -> str:
+    """The way of so many tokens through a layer `[rows, columns]` on a device."""
+    last = launch_config("linear", f"{rows}x{columns}", device) or launch_config("linear", "default", device)
     for way in ("decode", "gemm"):
-        if tokens <= min(last[way], LIMITS[way]):
+        if tokens <= min((last or FALLBACK)[way], LIMITS[way]):
             return way
     return "dequantize"
 

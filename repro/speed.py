@@ -36,6 +36,7 @@ class Bar:
         mean: what the geometric mean must reach; None where nothing was asked.
         worst: what every shape must reach, likewise: a least, or with `most` a largest value.
         form: of a value.
+        excused: shapes of which `worst` is not asked, since the dispatcher takes its other way there.
     """
 
     what: str
@@ -45,6 +46,7 @@ class Bar:
     worst: float | None = None
     most: bool = False
     form: str = "{:.2f}x"
+    excused: frozenset[Shape] = frozenset()
 
     @property
     def found(self) -> tuple[float, float, Shape] | None:
@@ -63,10 +65,14 @@ class Bar:
         count = sum(shape in self.values for shape in self.shapes)
         if count < len(self.shapes):
             return f"{count} of {len(self.shapes)} shapes"
-        pairs = [(asked, got) for asked, got in zip((self.mean, self.worst), self.found) if asked is not None]
-        return ("yes" if all(got <= asked if self.most else got >= asked for asked, got in pairs) else "no") * bool(
-            pairs
-        )
+        asked = {} if self.worst is None else {shape: self.worst for shape in set(self.shapes) - self.excused}
+        pairs = [(limit, self.values[shape]) for shape, limit in asked.items()]
+        pairs += [] if self.mean is None else [(self.mean, self.found[0])]
+        if self.mean is None and self.worst is None:
+            return ""
+        short = sum(got > limit if self.most else got < limit for limit, got in pairs)
+        other = f", {len(self.excused)} by the other way" if self.excused else ""
+        return ("no" if short else "yes") + other
 
     def cells(self) -> list[str]:
         """Text of a line: what, asked, measured, holds."""
@@ -177,6 +183,7 @@ def bars(rows: Sequence[Row], shapes: Sequence[Shape] = ()) -> list[Bar]:
                 Bar(f"{who}, M = {m}: over the fastest peer", over(peer, many), every, None, 1.0),
             ]
         many = {m: microseconds(t.w4(m, dtype)) for m in (16, 64, 256)}
+        other = frozenset(shape for shape, row in t.w4(256, dtype).items() if row.note == "by dequantize")
         bf16 = {m: t.us("bf16", [peers.LIBRARY], m) for m in many}
         cublas, marlin = t.sixteen(16), names["marlin", "w4-g128"]
         better = fastest([cublas, t.us("w4-g128", ["marlin"], 16)])
@@ -185,7 +192,7 @@ def bars(rows: Sequence[Row], shapes: Sequence[Shape] = ()) -> list[Bar]:
             Bar(f"{who}, M = 16: over the better of cuBLAS and MARLIN", over(better, many[16]), every, 1.1),
             Bar(f"{who}, M = 16: over the better of cuBLAS and MARLIN as recorded", over(then, many[16]), every, 1.1),
             Bar(f"{who}, M = 64: over bf16, from 4096 x 4096 on", over(bf16[64], many[64]), large, None, 1.2),
-            Bar(f"{who}, M = 256: over bf16", over(bf16[256], many[256]), every, None, 0.8),
+            Bar(f"{who}, M = 256: over bf16", over(bf16[256], many[256]), every, None, 0.8, excused=other),
         ]
         return found
 

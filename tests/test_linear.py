@@ -39,7 +39,9 @@ def test_recorded_crossover_never_exceeds_what_a_way_can_do(recorded):
 
 def test_without_measurements_there_is_a_fallback(recorded):
     x, packed = inputs(1)
-    assert linear.crossover(packed) == linear.FALLBACK and linear.path(x, packed) == "decode"
+    assert linear.path(x, packed) == "decode"
+    ways = [linear.path_of(m, packed.rows, packed.columns, "cpu") for m in (8, 9, 128, 129)]
+    assert ways == ["decode", "gemm", "gemm", "dequantize"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -93,6 +93,17 @@ def test_a_bar_without_all_its_rows_is_no_yes():
     assert bar("fp16, M = 1: over AWQ's gemv, carried", some).holds == "2 of 3 shapes"
 
 
+def test_the_dispatchers_other_way_is_said_and_not_asked_to_be_fast():
+    slow = {"us": 100.0, "p20": 99.0, "p80": 101.0}
+    some = [dataclasses.replace(r, **slow) if (r.provider, r.M) == ("linear", 256) else r for r in rows()]
+    assert bar("fp16, M = 256: over bf16", some).holds == "no"
+    noted = [dataclasses.replace(r, note="by dequantize" if r.N > 4096 else "by gemm") for r in some]
+    assert bar("fp16, M = 256: over bf16", noted).holds == "no, 1 by the other way"
+    noted = [dataclasses.replace(r, note="by dequantize") if r.provider == "linear" else r for r in some]
+    found = bar("fp16, M = 256: over bf16", noted)
+    assert found.holds == "yes, 3 by the other way" and found.found[1] == pytest.approx(0.3)
+
+
 def test_recorded_times_stand_beside_those_that_were_carried_over():
     found = bar("fp16, M = 1: over AWQ's gemv, as recorded")
     assert found.values[4096, 4096] == pytest.approx(5.379 / 12.0) and found.holds == "no"
