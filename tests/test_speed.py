@@ -97,7 +97,7 @@ def test_the_dispatchers_other_way_is_said_and_not_asked_to_be_fast():
     slow = {"us": 100.0, "p20": 99.0, "p80": 101.0}
     some = [dataclasses.replace(r, **slow) if (r.provider, r.M) == ("linear", 256) else r for r in rows()]
     assert bar("fp16, M = 256: over bf16", some).holds == "no"
-    noted = [dataclasses.replace(r, note="by dequantize" if r.N > 4096 else "by gemm") for r in some]
+    noted = [dataclasses.replace(r, note="by dequantize" if (r.N or 0) > 4096 else "by gemm") for r in some]
     assert bar("fp16, M = 256: over bf16", noted).holds == "no, 1 by the other way"
     noted = [dataclasses.replace(r, note="by dequantize") if r.provider == "linear" else r for r in some]
     found = bar("fp16, M = 256: over bf16", noted)
