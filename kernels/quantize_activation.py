@@ -5,7 +5,7 @@
 x: fp16 or bf16 [M, K] row-major. q: int8 [M, K]. s: float32 [M]. Rounding is half to even; the quotient is the exact
 product with 127 / max |x| in float32, in `w8a8_gemv` too, so that both find the same codes. A token below 1e-30
 throughout gets codes 0. Bytes moved: 3 M K + 4 M. One program quantizes one token, which stays in registers between
-the two passes.
+the two passes, in pieces of BLOCK columns.
 """
 
 import torch
@@ -22,6 +22,8 @@ CASES = [  # tokens, columns (hidden and FFN sizes of Llama layers, then ragged 
     {"M": 5, "K": 129, "dtype": "float16", "seed": 4},
     {"M": 2, "K": 28672, "dtype": "bfloat16", "seed": 5},
 ]
+
+SIZES = [(1024, 4), (4096, 8), (16384, 16)]  # columns of a piece and warps; the first that needs at most 16 pieces
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -61,26 +63,39 @@ def code_bits(x, inverse):  # noqa: ANN001, ANN201
 
 
 @triton.jit
-def quantize_activation_kernel(x, q, s, K, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+def quantize_activation_kernel(x, q, s, K, BLOCK: tl.constexpr, PIECES: tl.constexpr):  # noqa: ANN001, ANN201
     token = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    values = tl.load(x + token * K + k, mask=k < K, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), axis=0)
-    codes = code_bits(values, tl.zeros_like(values) + inverse_scale(largest))
-    tl.store(q + token * K + k, codes.to(tl.int8), mask=k < K)
+    block = tl.arange(0, BLOCK)
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        pieces += (tl.load(x + token * K + i * BLOCK + block, mask=i * BLOCK + block < K, other=0.0),)
+    size = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(PIECES):
+        size = tl.maximum(size, tl.abs(pieces[i].to(tl.float32)))
+    largest = tl.max(size, axis=0)
+    inverse = tl.zeros((BLOCK,), dtype=tl.float32) + inverse_scale(largest)
+    for i in tl.static_range(PIECES):
+        codes = code_bits(pieces[i].to(tl.float32), inverse).to(tl.int8)
+        tl.store(q + token * K + i * BLOCK + block, codes, mask=i * BLOCK + block < K)
     tl.store(s + token, tl.div_rn(largest, 127.0))
+
+
+def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) as the operator gives them, by the kernel; `x` is not checked again."""
+    m, k = x.shape
+    block, warps = next((block, warps) for block, warps in SIZES if k <= 16 * block or block == SIZES[-1][0])
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    s = torch.empty(m, dtype=torch.float32, device=x.device)
+    pieces = triton.cdiv(k, block)
+    quantize_activation_kernel[(m,)](x, q, s, k, BLOCK=block, PIECES=pieces, num_warps=warps)
+    return q, s
 
 
 @torch.library.custom_op("lowbit::quantize_activation", mutates_args=())
 def quantize_activation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes int8 [M, K], scales float32 [M]) of fp16 or bf16 activations [M, K]; ValueError for anything else."""
     check(x)
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    s = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(x.shape[1])
-    warps = min(max(block // 1024, 1), 16)
-    quantize_activation_kernel[(x.shape[0],)](x, q, s, x.shape[1], BLOCK=block, num_warps=warps)
-    return q, s
+    return launch(x)
 
 
 @quantize_activation.register_fake

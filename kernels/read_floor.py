@@ -22,8 +22,13 @@ CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged end
     {"bytes": 4 * 4097, "seed": 3},
     {"bytes": 4, "seed": 4},
 ]
-SPACE = [{"block": b, "warps": w} for b in (1024, 2048, 4096, 8192, 16384) for w in (4, 8, 16) if b >= 128 * w]
-MIN_BLOCK = 1024
+SPACE = [
+    {"block": block, "warps": warps}
+    for block in (512, 1024, 2048, 4096, 8192, 16384)
+    for warps in (1, 4, 8, 16)  # one warp needs no barrier
+    if 128 * warps <= block <= 1024 * warps
+]
+MIN_BLOCK = 512
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +66,7 @@ def configuration(nbytes: int, device: torch.device | str) -> dict:
     sizes = sorted(int(key) for key in recorded)
     if sizes:
         return recorded[str(max((size for size in sizes if size <= nbytes), default=sizes[0]))]
-    return {"block": 2048, "warps": 4} if nbytes < 2**24 else {"block": 4096, "warps": 4}
+    return {"block": 1024, "warps": 1} if nbytes < 2**25 else {"block": 4096, "warps": 16}
 
 
 def launch(x: torch.Tensor, out: torch.Tensor, config: dict) -> None:
@@ -83,7 +88,7 @@ def launch(x: torch.Tensor, out: torch.Tensor, config: dict) -> None:
 def read_floor(x: torch.Tensor, out: torch.Tensor) -> None:
     """Reads every byte of `x` (contiguous, 4n bytes) and writes one word per block into `out` (int32).
 
-    ceil(n / 1024) entries of `out` always suffice. Raises ValueError when the shapes do not fit.
+    ceil(n / 512) entries of `out` always suffice. Raises ValueError when the shapes do not fit.
     """
     launch(x, out, configuration(x.numel() * x.element_size(), x.device))
 

@@ -32,12 +32,14 @@ SPACE = [  # a tile's tokens, channels and columns; programs that share its colu
     {"m": m, "n": n, "k": k, "split": split, "swap": swap, "warps": warps, "stages": stages}
     for m, n, k, swap, warps, stages, splits in [
         (16, 64, 256, True, 4, 4, (1, 2, 4, 8)),
+        (16, 64, 512, True, 4, 3, (1, 2, 4)),
         (32, 64, 256, True, 4, 4, (1, 2, 4, 8)),
         (64, 64, 256, True, 4, 4, (1, 2, 4, 8)),
         (64, 128, 128, True, 4, 5, (1, 2, 4)),
         (128, 64, 128, False, 4, 5, (1, 2, 4)),
         (128, 128, 256, False, 8, 3, (1, 2, 4)),
         (128, 128, 128, False, 4, 3, (1, 2)),
+        (128, 128, 128, True, 4, 3, (1,)),
         (256, 128, 128, False, 8, 4, (1,)),
         (256, 128, 128, True, 8, 4, (1,)),
         (128, 256, 128, False, 8, 4, (1, 2)),

@@ -1,201 +1,176 @@
 // y[m, n] = s_x[m] * s_w[n] * sum_k x_q[m, k] w_q[n, k], x quantized to int8 in the same launch. See w8a8_gemv.py.
 //
 // Compiled once per configuration; the launcher defines:
-//   BF16     1 for bf16 activations, 0 for fp16        TOKENS   1..8, rows of x
-//   WARPS    warps of a program, which split K         TILES    8-row tiles that a program works on at once
-//   DEPTH    even: 16-byte loads in flight per tile    RESIDENT programs that share a multiprocessor
-//   VECTORS  8-column pieces of a token per thread     ALIGNED  1 when every row begins at a multiple of 16 bytes
-//   CLUSTER  1, 2, 4 or 8 programs that share the work of quantizing: each takes its tokens and hands the codes to all
-//            (more than 1 needs compute capability 9.0)
+//   BF16     1 for bf16 activations, 0 for fp16      TOKENS   1..8, rows of x
+//   WARPS    warps of a program                      SEGMENT  a piece of work is 8 rows by so many columns: 256, 512, ...
+//   STAGES   pieces in flight for each warp          PARTS    8-column parts of a token that one thread quantizes
+//   CLUSTER  programs that share rows of weights and split their columns (more than 1 needs compute capability 9.0)
 //
-// Weights are the right operand of mma.m16n8k32 (8 output channels), tokens the left one (8 of its 16 rows are used). A
-// lane owns 16 consecutive bytes of one weight row: two steps of the mma, if the 16 columns are dealt out in the same
-// order on both sides. So neither weights nor activations need any rearrangement.
-
+// Every warp asks for its pieces STAGES ahead of their use, so weights stream from the first microsecond on, while all
+// warps together quantize the program's slice of the tokens. Weights are the right operand of mma.m16n8k32, tokens the
+// left one (8 of its 16 rows are used). A lane owns 16 consecutive bytes of one weight row: two steps of the mma, if the
+// 16 columns are dealt out in the same order on both sides. So neither weights nor activations need any rearrangement.
 #include "ptx.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = 8 * TILES;
-constexpr int ROUND = 64 * DEPTH * WARPS;  // columns
-INLINE constexpr int offset(int d) { return d / 2 * 128 * WARPS + d % 2 * 64; }
-
-// Sixteen weights; read once, so they are the first to leave L1 and L2.
-INLINE uint4 load_weights(const signed char* w, int count, u64 policy) {
-    uint4 v = {0, 0, 0, 0};
-#if ALIGNED
-    if (count > 0) v = load_line(w, policy);
-#else
-    signed char* bytes = reinterpret_cast<signed char*>(&v);
-    for (int i = 0; i < 16; ++i) bytes[i] = i < count ? w[i] : 0;
-#endif
-    return v;
-}
-
-// Eight activations, zero beyond the token's end.
-INLINE uint4 load_activations(const u16* x, int count) {
-    uint4 v = {0, 0, 0, 0};
-#if ALIGNED
-    if (count > 0) v = load_early(x);  // ahead of the weights
-#else
-    u16* halves = reinterpret_cast<u16*>(&v);
-    for (int i = 0; i < 8; ++i) halves[i] = i < count ? x[i] : 0;
-#endif
-    return v;
-}
+constexpr int PITCH = SEGMENT + 64; // 64 past a multiple of 128: 16-byte reads of two rows never meet in a bank
+constexpr int STAGE = 8 * PITCH;
 
 // Two activations to two codes in bytes 0 and 1. Adding 1.5 * 2^23 rounds half to even and leaves the code in the low
 // byte.
 INLINE u32 quantize(u32 pair, float inverse) {
-    u32 low = __float_as_uint(__fmaf_rn(to_float<BF16>(pair & 0xFFFF), inverse, 12582912.0f));
-    u32 high = __float_as_uint(__fmaf_rn(to_float<BF16>(pair >> 16), inverse, 12582912.0f));
+    const u32 low = __float_as_uint(__fmaf_rn(to_float<BF16>(pair & 0xFFFF), inverse, 12582912.0f));
+    const u32 high = __float_as_uint(__fmaf_rn(to_float<BF16>(pair >> 16), inverse, 12582912.0f));
     return __byte_perm(low, high, 0x0040);
 }
-
-// Bytes between two tokens in shared memory: 64 past a multiple of 128, so that 16-byte reads of two tokens never meet
-// in a bank.
-INLINE int token_stride(int K) { return (K + 127) / 128 * 128 + 64; }
-
-// Hands 8 bytes to every program of the cluster, at the same place in its shared memory. `arrived` counts bytes there.
-INLINE void hand_out(void* to, uint2 v, u64* arrived) {
-#if CLUSTER > 1
-UNROLL for (int rank = 0; rank < CLUSTER; ++rank) send(shared_address(to), v, shared_address(arrived), rank);
-#else
-    *reinterpret_cast<uint2*>(to) = v;
-#endif
+INLINE u32 largest_half(uint4 v) { // without its sign, a half's size is the order of its bits
+    const u32 pair = __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFF, v.y & 0x7FFF7FFF), __vmaxu2(v.z & 0x7FFF7FFF, v.w & 0x7FFF7FFF));
+    return max(pair & 0xFFFF, pair >> 16);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-w8a8_gemv(const u16* __restrict__ x, const signed char* __restrict__ w, const float* __restrict__ s_w,
-          u16* __restrict__ y, int N, int K) {
+w8a8_gemv(const u16 *__restrict__ x, const signed char *__restrict__ w, const float *__restrict__ s_w,
+          u16 *__restrict__ y, int N, int K, int slice, int most_rows) { // multiples of 128 and of 8
     extern __shared__ __align__(128) char shared[];
-    char* const codes = shared;                             // [TOKENS][token_stride(K)]
-    __shared__ uint2 s_x[TOKENS];                           // a float each
-    __shared__ int sums[2][TOKENS][ROWS];                   // of two row groups in turn
-    __shared__ u32 maxima[WARPS];
-    __shared__ u64 arrived;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, part = lane % 4;
-    const int stride = token_stride(K), groups = (N + ROWS - 1) / ROWS;
-    const int first_token = blockIdx.x % CLUSTER;
-    const u64 policy = evict_first();
+    __shared__ u64 arrived[2];
+    __shared__ u32 maxima[WARPS][8], slice_maxima[CLUSTER][8]; // of tokens
+    __shared__ float s_x[8];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = lane / 4, part = lane % 4;
+
+    // Groups of 8 rows of weights go round the clusters, so that all read in one neighbourhood of memory. A program takes a
+    // slice of the columns of its cluster's rows, and stores the sums of some of the rows.
+    const int rank = blockIdx.x % CLUSTER, place = blockIdx.x / CLUSTER, places = gridDim.x / CLUSTER;
+    const int rows = ((N + 7) / 8 - place + places - 1) / places * 8;
+    auto channel = [&](int r) { return (r / 8 * places + place) * 8 + r % 8; }; // of the cluster's row r
+    const int k0 = rank * slice, columns = max(0, min(slice, K - k0)), code_pitch = slice + 64;
+    const int segments = max(1, (columns + SEGMENT - 1) / SEGMENT), pieces = columns ? rows / 8 * segments : 0;
+    const int share = most_rows / CLUSTER, mine = max(0, min(share, rows - rank * share));
+
+    char *codes = shared + WARPS * STAGES * STAGE;        // [TOKENS][code_pitch]
+    int *sums = (int *)(codes + TOKENS * code_pitch);     // [TOKENS][most_rows], of this slice
+    float *scales = (float *)(sums + TOKENS * most_rows); // [share]
+    int *received = (int *)(scales + share);              // [CLUSTER][TOKENS][share], in a cluster
+
+    uint4 token[TOKENS][PARTS];
+    UNROLL for (int m = 0; m < TOKENS; m++) UNROLL for (int i = 0; i < PARTS; i++) {
+        const int k = (i * THREADS + thread) * 8;
+        token[m][i] = {0, 0, 0, 0};
+        if (k < columns) token[m][i] = load_early(x + (long long)m * K + k0 + k);
+    }
+    __syncwarp(); // or the compiler puts the weights first, and tokens wait behind them: 1 us and more
+#pragma unroll 1
+    for (int r = thread; r < mine; r += THREADS) // a plain load would be waited for together with the tokens
+        copy_few<4>(shared_address(scales + r), s_w + min(channel(rank * share + r), N - 1), false);
+
+    const u64 once = evict_first();
+    const u32 ring = shared_address(shared) + warp * STAGES * STAGE;
+    auto fetch = [&](int piece, int stage) { // a group of copies, be it empty
+        const int r = piece / segments * 8, k = piece % segments * SEGMENT;
+        const signed char *from = w + (long long)channel(r) * K + k0 + k;
+        UNROLL for (int i = 0; i < SEGMENT / 64; i++) {
+            const int down = (32 * i + lane) / (SEGMENT / 16), at = (32 * i + lane) % (SEGMENT / 16) * 16;
+            const bool there = piece < pieces && channel(r) + down < N && k + at < columns;
+            copy_once(ring + stage * STAGE + down * PITCH + at, from + (long long)down * K + at, once, there, false);
+        }
+        end_of_copies();
+    };
+    fetch(warp, 0);
+
 #if CLUSTER > 1
-    if (threadIdx.x == 0) expect_bytes(shared_address(&arrived), TOKENS * ((K + 7) / 8 * 8 + 8));
+    if (thread == 0) {
+        expect_bytes(shared_address(&arrived[0]), TOKENS * CLUSTER * 4);
+        expect_bytes(shared_address(&arrived[1]), TOKENS * CLUSTER * 4 * mine);
+    }
     __syncwarp();
     cluster_arrive();
 #endif
-
-    // x goes first: behind the weights' misses it would wait for them.
-    uint4 token[VECTORS];
-    auto load_token = [&](int m) {
-UNROLL for (int i = 0; i < VECTORS; ++i) {
-            const int k = (i * THREADS + threadIdx.x) * 8;
-            token[i] = load_activations(x + (long long)m * K + k, K - k);
-        }
-    };
-    if (first_token < TOKENS) load_token(first_token);
-    __syncwarp();  // keeps the compiler from putting the weights first
-
-    // A lane's loads of a round lie at offset(0) ... offset(DEPTH - 1); two in turn are a cache line of its row.
-    uint4 ring[DEPTH][TILES];
-    const signed char* rows[TILES];
-    const int lane_k = warp * 128 + 16 * part;
-    int load_group = blockIdx.x, left = K - lane_k;  // columns from the round's first on, none after the last group
-    auto aim = [&] {
-UNROLL for (int tile = 0; tile < TILES; ++tile)
-            rows[tile] = w + (long long)min(load_group * ROWS + tile * 8 + row, N - 1) * K + lane_k;
-    };
-    auto load = [&](int d) {
-UNROLL for (int tile = 0; tile < TILES; ++tile)
-            ring[d][tile] = load_weights(rows[tile] + offset(d), left - offset(d), policy);
-    };
-    auto next_round = [&] {
-        left -= ROUND;
-UNROLL for (int tile = 0; tile < TILES; ++tile) rows[tile] += ROUND;
-        if (left + lane_k <= 0) {
-            load_group += gridDim.x;
-            left = load_group < groups ? K - lane_k : 0;
-            aim();
-        }
-    };
-    aim();
-UNROLL for (int d = 0; d < DEPTH; ++d) load(d);
-    next_round();
-
-    // The thread that finishes (token, row) of a group holds that row's scale ahead of time.
-    const int my_token = threadIdx.x / ROWS, my_row = threadIdx.x % ROWS;
-    const bool finisher = my_token < TOKENS;
-    float scale = s_w[min((int)blockIdx.x * ROWS + my_row, N - 1)];
-    for (int i = threadIdx.x; i < 2 * TOKENS * ROWS; i += THREADS) (&sums[0][0][0])[i] = 0;
-
-#if CLUSTER > 1
-    cluster_wait();  // all its programs have started
-#endif
 #pragma unroll 1
-    for (int m = first_token; m < TOKENS; m += CLUSTER) {
-        u32 largest = 0;  // without its sign, a half's size is the order of its bits
-UNROLL for (int i = 0; i < VECTORS; ++i)
-            largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(token[i].x & 0x7FFF7FFF, token[i].y & 0x7FFF7FFF),
-                                                 __vmaxu2(token[i].z & 0x7FFF7FFF, token[i].w & 0x7FFF7FFF)));
-        largest = __reduce_max_sync(~0u, max(largest & 0xFFFF, largest >> 16));
-        if (lane == 0) maxima[warp] = largest;
-        __syncthreads();
-        const float absmax = to_float<BF16>(__reduce_max_sync(~0u, lane < WARPS ? maxima[lane] : 0));
-        const float inverse = absmax > 1e-30f ? __fdiv_rn(127.0f, absmax) : 0;
-        if (threadIdx.x == 0) hand_out(&s_x[m], {__float_as_uint(__fdiv_rn(absmax, 127.0f)), 0}, &arrived);
-UNROLL for (int i = 0; i < VECTORS; ++i) {
-            const int k = (i * THREADS + threadIdx.x) * 8;
-            const uint2 q = {__byte_perm(quantize(token[i].x, inverse), quantize(token[i].y, inverse), 0x5410),
-                             __byte_perm(quantize(token[i].z, inverse), quantize(token[i].w, inverse), 0x5410)};
-            if (k < K) hand_out(codes + m * stride + k, q, &arrived);
-        }
-        if (m + CLUSTER < TOKENS) {
-            load_token(m + CLUSTER);
-            __syncthreads();  // everybody has read the maxima
+    for (int i = thread; i < TOKENS * most_rows; i += THREADS) sums[i] = 0;
+
+    // The tokens' codes. The largest activation of a token may lie in another slice.
+    UNROLL for (int m = 0; m < TOKENS; m++) {
+        u32 largest = 0;
+        UNROLL for (int i = 0; i < PARTS; i++) largest = max(largest, largest_half(token[m][i]));
+        largest = __reduce_max_sync(~0u, largest);
+        if (lane == 0) maxima[warp][m] = largest;
+    }
+    UNROLL for (int stage = 1; stage < STAGES; stage++) fetch(warp + stage * WARPS, stage); // now that tokens are there
+    __syncthreads();
+    u32 largest = 0; // of token `lane`
+    if (lane < TOKENS)
+        UNROLL for (int i = 0; i < WARPS; i++) largest = max(largest, maxima[i][lane]);
+#if CLUSTER > 1
+    cluster_wait();
+    if (warp < CLUSTER && lane < TOKENS)
+        send(shared_address(&slice_maxima[rank][lane]), __uint_as_float(largest), shared_address(&arrived[0]), warp);
+    wait_for_bytes(shared_address(&arrived[0]));
+    if (lane < TOKENS)
+        UNROLL for (int i = 0; i < CLUSTER; i++) largest = max(largest, slice_maxima[i][lane]);
+#endif
+    const float absmax = to_float<BF16>(largest), quotient = absmax > 1e-30f ? __fdiv_rn(127.0f, absmax) : 0;
+    if (thread < TOKENS) s_x[thread] = __fdiv_rn(absmax, 127.0f);
+    UNROLL for (int m = 0; m < TOKENS; m++) {
+        const float inverse = __shfl_sync(~0u, quotient, m, 32);
+        UNROLL for (int i = 0; i < PARTS; i++) {
+            const int k = (i * THREADS + thread) * 8;
+            const uint4 t = token[m][i];
+            const uint2 q = {__byte_perm(quantize(t.x, inverse), quantize(t.y, inverse), 0x5410),
+                             __byte_perm(quantize(t.z, inverse), quantize(t.w, inverse), 0x5410)};
+            if (k < slice) *(uint2 *)(codes + m * code_pitch + k) = q;
         }
     }
     __syncthreads();
-#if CLUSTER > 1
-    wait_for_bytes(shared_address(&arrived));
-#endif
 
-    int acc[TILES][4] = {}, buffer = 0;
-#pragma unroll 1
-    for (int group = blockIdx.x; group < groups; group += gridDim.x) {
-#pragma unroll 1
-        for (int k = warp * 128; k - warp * 128 < K; k += ROUND) {
-UNROLL for (int d = 0; d < DEPTH; ++d) {
-                if (k + offset(d) < K) {
-                    uint4 a = {0, 0, 0, 0};
-                    if (row < TOKENS)
-                        a = *reinterpret_cast<const uint4*>(codes + row * stride + k + offset(d) + 16 * part);
-UNROLL for (int tile = 0; tile < TILES; ++tile) {
-                        mma_int8(acc[tile], a.x, a.y, ring[d][tile].x, ring[d][tile].y);
-                        mma_int8(acc[tile], a.z, a.w, ring[d][tile].z, ring[d][tile].w);
-                    }
-                }
-                load(d);
-                __syncwarp();  // or the compiler would put off the loads of a whole round
+    const u32 weight_at = ring + row * PITCH + 16 * part;
+    const u32 code_at = shared_address(codes) + row * code_pitch + 16 * part;
+    int stage = 0;
+    for (int piece = warp; piece < pieces; piece += WARPS) {
+        const int r = piece / segments * 8, k = piece % segments * SEGMENT, end = min(SEGMENT, columns - k);
+        int sum[4][4] = {}; // four chains
+        wait_for_copies<STAGES - 1>();
+        __syncwarp();
+#pragma unroll 4
+        for (int at = 0; at < end; at += 128) // codes beyond the end are zero
+            UNROLL for (int half = 0; half < 2; half++) {
+                const uint4 b = load16(weight_at + stage * STAGE + at + 64 * half);
+                uint4 a = {0, 0, 0, 0};
+                load16_if(a, code_at + k + at + 64 * half, row < TOKENS);
+                mma_int8(sum[2 * half], a.x, a.y, b.x, b.y);
+                mma_int8(sum[2 * half + 1], a.z, a.w, b.z, b.w);
             }
-            next_round();
+        __syncwarp(); // all lanes have read the stage
+        fetch(piece + STAGES * WARPS, stage);
+        int *to = sums + row * most_rows + r + 2 * part; // integers: the order does not matter
+        UNROLL for (int i = 0; i < 2; i++)
+            if (row < TOKENS) atomicAdd(to + i, sum[0][i] + sum[1][i] + sum[2][i] + sum[3][i]);
+        if (++stage == STAGES) stage = 0;
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+
+#if CLUSTER > 1
+#pragma unroll 1
+    for (int i = thread; i < TOKENS * rows; i += THREADS) {
+        const int m = i / rows, r = i % rows;
+        const u32 to = shared_address(received + (rank * TOKENS + m) * share + r % share);
+        send(to, __uint_as_float(sums[m * most_rows + r]), shared_address(&arrived[1]), r / share);
+    }
+    wait_for_bytes(shared_address(&arrived[1]));
+#endif
+    for (int r = thread; r < mine; r += THREADS) {
+        const int n = channel(rank * share + r);
+        if (n >= N) break;
+        UNROLL for (int m = 0; m < TOKENS; m++) {
+            int sum = 0;
+#if CLUSTER > 1
+            UNROLL for (int i = 0; i < CLUSTER; i++) sum += received[(i * TOKENS + m) * share + r];
+#else
+            sum = sums[m * most_rows + r];
+#endif
+            y[(long long)m * N + n] = to_half<BF16>((float)sum * s_x[m] * scales[r]);
         }
-        // The warps' sums meet: integers, so their order does not matter.
-UNROLL for (int tile = 0; tile < TILES; ++tile) {
-            if (row < TOKENS) {
-                atomicAdd(&sums[buffer][row][tile * 8 + 2 * part], acc[tile][0]);
-                atomicAdd(&sums[buffer][row][tile * 8 + 2 * part + 1], acc[tile][1]);
-            }
-            acc[tile][0] = acc[tile][1] = acc[tile][2] = acc[tile][3] = 0;
-        }
-        __syncthreads();
-        if (finisher) {
-            const int n = group * ROWS + my_row;
-            const float value = (float)sums[buffer][my_token][my_row] * __uint_as_float(s_x[my_token].x) * scale;
-            sums[buffer][my_token][my_row] = 0;  // used again after the next group's barrier
-            if (n < N) y[(long long)my_token * N + n] = to_half<BF16>(value);
-            scale = s_w[min((group + (int)gridDim.x) * ROWS + my_row, N - 1)];
-        }
-        buffer ^= 1;
     }
 }

@@ -3,18 +3,21 @@
     s_x[m] = max_k |x[m, k]| / 127      x_q[m, k] = round(x[m, k] / s_x[m])
     y[m, n] = (sum_k x_q[m, k] * w_q[n, k]) * s_x[m] * s_w[n]
 
-x: fp16 or bf16 [M, K], M = 1..8. w_q: int8 [N, K] row-major, the layout that `w8a8_gemm` reads too; s_w: float32 [N].
-y: [M, N] like x. The sum is exact in int32 (K up to 133,000). Bytes moved: N K + 4 N + 2 M (K + N); operations 2 M N K.
+x: fp16 or bf16 [M, K], M = 1..8, K a multiple of 16. w_q: int8 [N, K] row-major, the layout that `w8a8_gemm` reads too;
+s_w: float32 [N]. y: [M, N] like x. The sum is exact in int32 (K up to 133,000). Bytes moved: N K + 4 N + 2 M (K + N);
+operations 2 M N K.
 
-One token: the Triton kernel below. A program asks for the token, then for its few rows of weights, and quantizes the
-token while they are under way; many small programs on a multiprocessor hide each other's latency. Four products are
-one `dp4a`.
+One token and rows that are not long: the Triton kernel below. A program asks for the token, then for its few rows of
+weights, and quantizes the token while they are under way; many small programs on a multiprocessor hide each other's
+latency. Four products are one `dp4a`.
 
-More tokens: CUDA C++ (`w8a8_gemv.cu`), for quantizing M tokens in every small program would cost more than reading the
-weights. The programs of a cluster quantize one token each and hand the codes to one another through shared memory;
-weights go to the integer matrix unit in their stored order, through a ring of 16-byte loads in registers.
+More tokens, or long rows: CUDA C++ (`w8a8_gemv.cu`), for quantizing them in every small program would cost more than
+reading the weights. One program a multiprocessor asks for 64 KB of weights and more, quantizes while they come, and
+goes on through a ring in shared memory to the integer matrix unit. Programs of a cluster share rows and split K, and
+each quantizes only its slice of the tokens.
 """
 
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
@@ -37,8 +40,8 @@ CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13
     {"M": 8, "N": 4096, "K": 14336, "dtype": "bfloat16", "seed": 2},
     {"M": 1, "N": 512, "K": 2048, "dtype": "float16", "seed": 3},
     {"M": 6, "N": 1003, "K": 2064, "dtype": "bfloat16", "seed": 4},
-    {"M": 3, "N": 129, "K": 127, "dtype": "float16", "seed": 5},
-    {"M": 1, "N": 7, "K": 1001, "dtype": "bfloat16", "seed": 6},
+    {"M": 3, "N": 129, "K": 272, "dtype": "float16", "seed": 5},
+    {"M": 7, "N": 7, "K": 1008, "dtype": "bfloat16", "seed": 6},
     {"M": 1, "N": 1003, "K": 2064, "dtype": "float16", "seed": 7},
 ]
 ONE_TOKEN = [  # rows of a program, words of 4 codes that its threads load at once from a row, warps
@@ -46,19 +49,12 @@ ONE_TOKEN = [  # rows of a program, words of 4 codes that its threads load at on
     for rows in (2, 4, 8)
     for chunk, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (2048, 16))
 ]
-FEW_TOKENS = [  # warps of a program, programs on a multiprocessor, 8-row tiles, loads in flight per tile, cluster
-    {"warps": warps, "resident": resident, "tiles": tiles, "depth": depth, "cluster": cluster}
-    for warps, resident, pairs in [
-        (8, 2, [(1, 8), (2, 4), (2, 6), (4, 2)]),
-        (8, 3, [(1, 4), (2, 2)]),
-        (16, 1, [(1, 8), (2, 4), (2, 6), (4, 2), (4, 4)]),
-        (16, 2, [(1, 4), (2, 2)]),
-        (32, 1, [(1, 4), (2, 2)]),
-    ]
-    for tiles, depth in pairs
+STREAMED = [  # warps of a program, columns of a piece of 8 rows, pieces in flight for a warp, programs of a cluster
+    {"warps": warps, "segment": segment, "stages": stages, "cluster": cluster}
+    for warps, segment, stages in [(8, 512, 2), (8, 512, 3), (8, 1024, 2), (16, 512, 2)]
     for cluster in (1, 2, 4, 8)
 ]
-SPACE = ONE_TOKEN + FEW_TOKENS
+SPACE = ONE_TOKEN + STREAMED
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,17 +138,15 @@ def heuristic(m: int, k: int) -> dict:
     """A configuration for a shape without a recorded one: like the recorded ones of the same K on an H200."""
     if m == 1 and k <= 12288:
         return {"rows": 4, "chunk": 512, "warps": 4} if k <= 4096 else {"rows": 4, "chunk": 1024, "warps": 8}
-    cluster = min(1 << (m - 1).bit_length(), 8)
-    if k <= 8192:
-        return {"warps": 8, "resident": 2, "tiles": 2, "depth": 4, "cluster": cluster}
-    return {"warps": 16, "resident": 1, "tiles": 1, "depth": 8, "cluster": min(cluster, 2)}
+    cluster = 1
+    while cluster < 8 and m * k > 65536 * cluster:
+        cluster *= 2
+    return {"warps": 8, "segment": 512, "stages": 2, "cluster": cluster}
 
 
-def configuration(x: torch.Tensor, w_q: torch.Tensor) -> dict:
-    """The configuration recorded for the shape, or a heuristic. The Triton kernel takes aligned rows only."""
-    m, (n, k) = x.shape[0], w_q.shape
-    config = launch_config("w8a8_gemv", tuning_key({"M": m, "N": n, "K": k}), x.device) or heuristic(m, k)
-    return config if "cluster" in config or quantizer.aligned(x, w_q) else heuristic(2, k)
+def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
+    """The configuration recorded for the shape, or a heuristic."""
+    return launch_config("w8a8_gemv", tuning_key({"M": m, "N": n, "K": k}), device) or heuristic(m, k)
 
 
 def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict) -> torch.Tensor:
@@ -160,16 +154,20 @@ def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict) 
 
     Raises ValueError when the configuration cannot run this shape.
     """
+    if not quantizer.aligned(x, w_q):
+        raise ValueError(
+            f"w8a8_gemv: rows of x {tuple(x.shape)}, w_q {tuple(w_q.shape)} must begin at multiples of 16 bytes"
+        )
     y = torch.empty((x.shape[0], w_q.shape[0]), dtype=x.dtype, device=x.device)
-    (launch_few if "cluster" in config else launch_one)(x, w_q, s_w, y, config)
+    (launch_streamed if "cluster" in config else launch_one)(x, w_q, s_w, y, config)
     return y
 
 
 def launch_one(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: torch.Tensor, config: dict) -> None:
-    """The Triton kernel: y [1, N], rows that begin at multiples of 16 bytes."""
+    """The Triton kernel: y [1, N]."""
     (m, k), n, chunk = x.shape, w_q.shape[0], config["chunk"]
     held = ceil(k / 4 / chunk) * chunk * config["rows"] // (32 * config["warps"])
-    if m != 1 or not quantizer.aligned(x, w_q) or held > 128:
+    if m != 1 or held > 128:
         raise ValueError(f"w8a8_gemv: {config} is not for x {tuple(x.shape)} and w_q {tuple(w_q.shape)}")
     w8a8_gemv_kernel[(ceil(n / config["rows"]),)](
         x, w_q.view(torch.int32), s_w, y, n, k // 16, ROWS=config["rows"], CHUNK=chunk, CHUNKS=ceil(k / 4 / chunk),
@@ -177,46 +175,62 @@ def launch_one(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: torch.T
     )  # fmt: skip
 
 
-def macros(m: int, k: int, dtype: torch.dtype, config: dict, aligned: bool) -> dict[str, int]:
-    """What one compilation of the .cu file defines; `aligned`: every row begins at a multiple of 16 bytes."""
-    named = {name.upper(): config[name] for name in ("warps", "resident", "tiles", "depth", "cluster")}
-    vectors = ceil(ceil(k / 8) / (32 * config["warps"]))
-    return {"BF16": int(dtype == torch.bfloat16), "TOKENS": m, "VECTORS": vectors, "ALIGNED": int(aligned), **named}
+@dataclass(frozen=True)
+class Plan:
+    """One launch of the CUDA kernel: grid, macros, the last two arguments, bytes of shared memory."""
+
+    grid: int
+    macros: dict[str, int]
+    columns: int
+    rows: int
+    shared: int
 
 
-def programs(n: int, config: dict, multiprocessors: int) -> int:
-    """The grid: whole clusters, no more than fit at once, each program with the same number of row groups."""
-    groups, cluster = ceil(n / (8 * config["tiles"])), config["cluster"]
-    most = multiprocessors * config["resident"] // cluster * cluster
-    return ceil(ceil(groups / ceil(groups / most)) / cluster) * cluster
+def plan(m: int, n: int, k: int, dtype: torch.dtype, config: dict, multiprocessors: int) -> Plan:
+    """How a configuration of STREAMED deals out a shape: one program a multiprocessor, rows as evenly as can be.
+
+    The columns of a program are a multiple of 128; `rows`, a multiple of 8, is room for those of any cluster.
+    """
+    warps, cluster = config["warps"], config["cluster"]
+    columns = ceil(k / cluster / 128) * 128
+    places = multiprocessors // cluster if cluster < 4 else multiprocessors * 10 // 11 // cluster  # that run at once
+    places = max(1, min(places, ceil(n / 8)))
+    rows = ceil(ceil(n / places) / 8) * 8
+    ring = warps * config["stages"] * 8 * (config["segment"] + 64)
+    shared = ring + m * (columns + 64) + 4 * rows * (2 * m + 1 if cluster > 1 else m + 1)
+    macros = {name.upper(): config[name] for name in ("warps", "segment", "stages", "cluster")}
+    macros |= {"BF16": int(dtype == torch.bfloat16), "TOKENS": m, "PARTS": ceil(columns / (256 * warps))}
+    return Plan(places * cluster, macros, columns, rows, shared)
 
 
-def tokens_that_fit(k: int, config: dict, shared: int) -> int:
-    """How many tokens of k columns a program holds in `shared` bytes of shared memory."""
-    return (shared - 4 * config["warps"] - 16) // (padded(k) + 64 * config["tiles"] + 8)
+def fits(how: Plan, device: torch.device | str) -> bool:
+    """Whether a device has the shared memory, the registers and clusters for a plan."""
+    properties = torch.cuda.get_device_properties(device)
+    tokens = how.macros["TOKENS"] * how.macros["PARTS"] * 4 * 32 * how.macros["WARPS"]  # registers of all threads
+    shared = properties.shared_memory_per_block_optin - 2048  # some is taken by the source itself
+    return how.shared <= shared and tokens <= 32768 and (properties.major >= 9 or how.macros["CLUSTER"] == 1)
 
 
-def padded(k: int) -> int:
-    """Bytes of a token's codes in shared memory: token_stride in the .cu file."""
-    return ceil(k / 128) * 128 + 64
-
-
-def launch_few(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: torch.Tensor, config: dict) -> None:
-    """The CUDA kernel: y [M, N] for M = 1..8, in several launches where shared memory holds fewer tokens."""
+def launch_streamed(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: torch.Tensor, config: dict) -> None:
+    """The CUDA kernel: y [M, N]."""
     (m, k), n = x.shape, w_q.shape[0]
-    device = torch.cuda.get_device_properties(x.device)
-    most = tokens_that_fit(k, config, device.shared_memory_per_block_optin)
-    if most < 1 or 8 * config["tiles"] * min(m, most) > 32 * config["warps"]:
-        raise ValueError(f"w8a8_gemv: {config} is not for x {tuple(x.shape)} on {device.name}")
-    if m > most:
-        launch_few(x[:most], w_q, s_w, y[:most], config)
-        return launch_few(x[most:], w_q, s_w, y[most:], config)
-    if device.major < 9:
-        config = config | {"cluster": 1}
-    defines = macros(m, k, x.dtype, config, quantizer.aligned(x, w_q))
-    kernel = nvrtc.load(SOURCE, "w8a8_gemv", defines, x.device, m * padded(k))
-    grid = programs(n, config, device.multi_processor_count)
-    kernel(grid, 32 * config["warps"], x, w_q, s_w, y, n, k)
+    how = plan(m, n, k, x.dtype, config, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    if not fits(how, x.device):
+        raise ValueError(f"w8a8_gemv: {config} is not for x {tuple(x.shape)} and w_q {tuple(w_q.shape)} here")
+    kernel = nvrtc.load(SOURCE, "w8a8_gemv", how.macros, x.device, how.shared)
+    kernel(how.grid, 32 * config["warps"], x, w_q, s_w, y, n, k, how.columns, how.rows)
+
+
+def takes(m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether `w8a8_gemv` multiplies m tokens with weights [n, k] on a device; `w8a8_gemm` takes every shape."""
+    if m > MAX_TOKENS or k % 16:
+        return False
+    config = configuration(m, n, k, device)
+    if device.type != "cuda" or "cluster" not in config:
+        return True
+    return fits(
+        plan(m, n, k, torch.float16, config, torch.cuda.get_device_properties(device).multi_processor_count), device
+    )
 
 
 def check(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> None:
@@ -240,14 +254,15 @@ def w8a8_gemv(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Te
     Raises ValueError when shapes or dtypes do not fit.
     """
     check_few(x, w_q, s_w)
-    return launch(x, w_q, s_w, configuration(x, w_q))
+    return launch(x, w_q, s_w, configuration(x.shape[0], *w_q.shape, x.device))
 
 
 def check_few(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> None:
-    """`check`, and no more tokens than the kernel takes."""
+    """`check`, and a shape that the kernel takes."""
     check(x, w_q, s_w)
-    if x.shape[0] > MAX_TOKENS:
-        raise ValueError(f"w8a8_gemv: x {tuple(x.shape)} has more than {MAX_TOKENS} tokens; see w8a8.py")
+    if x.shape[0] > MAX_TOKENS or x.shape[1] % 16:
+        shapes = f"x {tuple(x.shape)}, w_q {tuple(w_q.shape)}"
+        raise ValueError(f"w8a8_gemv: at most {MAX_TOKENS} tokens, columns a multiple of 16; w8a8.py takes {shapes}")
 
 
 @w8a8_gemv.register_fake

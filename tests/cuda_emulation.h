@@ -14,6 +14,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -68,9 +69,15 @@ struct Block {
     struct { int arrived = 0, turn = 0; } barriers[16];
     std::function<void()> body;
 };
+struct Arrivals { int64_t expected = 0, received = 0; };
 struct Member { // a block, as the others of its cluster see it
     char *base = nullptr;
-    std::atomic<int64_t> expected{0}, received{0};
+    std::mutex lock;
+    std::map<u32, Arrivals> arrivals; // by the address of the counter
+    template <class F> bool with(u32 counter, F f) {
+        std::lock_guard<std::mutex> guard(lock);
+        return f(arrivals[counter]);
+    }
 };
 struct Cluster {
     std::atomic<int> started{0}, arrived{0};
@@ -264,14 +271,17 @@ inline void cluster_wait() { // for the barrier's next end: threads of a cluster
 }
 inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }
 inline float4 load_from_block(u32 p, u32 rank) { return *(float4 *)(cluster->members[rank].base + (int)p); }
-inline void expect_bytes(u32, u32 bytes) { cluster->members[rank_here].expected = bytes; }
-template <class T> void send(u32 to, T value, u32, u32 rank) {
-    memcpy(cluster->members[rank].base + (int)to, &value, sizeof value);
-    cluster->members[rank].received += sizeof value;
+inline void expect_bytes(u32 counter, u32 bytes) {
+    cluster->members[rank_here].with(counter, [=](Arrivals &a) { return a.expected = bytes; });
 }
-inline void wait_for_bytes(u32) {
-    Member &here = cluster->members[rank_here];
-    while (here.received < here.expected) give_way(), std::this_thread::yield();
+template <class T> void send(u32 to, T value, u32 counter, u32 rank) {
+    Member &there = cluster->members[rank];
+    memcpy(there.base + (int)to, &value, sizeof value);
+    there.with(counter, [](Arrivals &a) { return a.received += sizeof(T); });
+}
+inline void wait_for_bytes(u32 counter) {
+    auto all = [](Arrivals &a) { return a.received >= a.expected; };
+    while (!cluster->members[rank_here].with(counter, all)) give_way(), std::this_thread::yield();
 }
 
 // ---- launch

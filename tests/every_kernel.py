@@ -1,6 +1,6 @@
 """Every kernel on its small ragged cases, with launch configurations from all over its space, against its reference.
 
-    python tests/every_kernel.py [kernel ...]     on a GPU; `.ci/sanitize` runs it under compute-sanitizer
+python tests/every_kernel.py [kernel ...]     on a GPU; `.ci/sanitize` runs it under compute-sanitizer
 """
 
 import sys
