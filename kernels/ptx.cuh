@@ -88,6 +88,30 @@ template <int BRAIN> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
 #undef PRODUCT
 #undef TEN
 #undef FOUR
+// The same with A in shared memory, laid out as B is; D [64, N], whose columns 8 n to 8 n + 7 are d[n]. Both addresses
+// are in units of 16 bytes.
+#define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
+#define TO_60 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+#define TO_90 TO_60 TEN(6) TEN(7) TEN(8)
+#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define EIGHT(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3), FOUR(i + 4), FOUR(i + 5), FOUR(i + 6), FOUR(i + 7)
+#define WGMMA(N, TYPE, REGISTERS, A, B, ...)                                                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, %" #A ", %" #B     \
+                 ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(left), "l"(right))
+#define WGMMA_OF(N, ...) if (BRAIN) WGMMA(N, "bf16", __VA_ARGS__); else WGMMA(N, "f16", __VA_ARGS__)
+template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], u32 a, u32 b) {
+    static_assert(N == 128 || N == 192, "columns of a product");
+    const u64 form = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | 1 << 16, left = form + a, right = form + b;
+    if constexpr (N == 128) { WGMMA_OF(128, TO_60 "%60,%61,%62,%63", 64, 65, EIGHT(0), EIGHT(8)); }
+    if constexpr (N == 192) { WGMMA_OF(192, TO_90 "%90,%91,%92,%93,%94,%95", 96, 97, EIGHT(0), EIGHT(8), EIGHT(16)); }
+}
+#undef WGMMA_OF
+#undef WGMMA
+#undef EIGHT
+#undef FOUR
+#undef TO_90
+#undef TO_60
+#undef TEN
 INLINE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); } // registers are ready
 INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // of a group
 template <int PENDING> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
@@ -168,6 +192,9 @@ INLINE void store_matrices(u32 p, uint4 v) { // four of 8 x 8 halves; lane 8 i +
 }
 INLINE void store16(u32 p, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+INLINE void store16(u32 p, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 INLINE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); } // of a group
 template <int PENDING> INLINE void wait_for_copies() { // of this thread, but for the last PENDING groups

@@ -17,6 +17,10 @@ type (for bf16 a zero that is no integer is rounded to 8 bits). Two ways to mult
                 and x is read once for all of them. Scales go into the weights in the activations' type, which is one
                 more rounding (in fp16 they must be below 128)
 
+`w4a16_wgmma.cu` does the same for 4 bits on compute capability 9.0 in another way, and runs where a configuration with
+WGS says so: tokens are the rows of `wgmma`, weights are unpacked into shared memory, and the matrix unit works on the
+stage before meanwhile.
+
 SPLIT programs of a cluster share K. Each adds up and stores a part of the sums, which the others send into its shared
 memory, always in the same order: no workspace, the same bits every time.
 """
@@ -30,6 +34,7 @@ from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import lacks, launch_config
 
 SOURCE = Path(__file__).with_suffix(".cu")
+WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
     {"M": 16, "N": 2048, "K": 8192, "bits": 4, "group": 128, "symmetric": False, "dtype": "float16", "seed": 0},
@@ -57,7 +62,14 @@ TILES = [  # all of CONSTANTS but SPLIT; the first of a size serves a device wit
 ]  # fmt: skip
 MOST_SHARED = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}  # bytes of a program, by capability
 LEAST_SHARED = 101376  # of all other devices from 8.0 on
-SPACE = [dict(zip(CONSTANTS, (*tile, split))) for tile in TILES for split in (1, 2, 3, 4, 5, 6, 7, 8)]
+WGMMA_CONSTANTS = ("WGS", "MB", "KS", "STAGES", "ALIAS", "SPLIT")  # of `w4a16_wgmma.cu`
+WGMMA_TILES = [(2, 1, 128, 5, 0), (2, 1, 128, 6, 1), (3, 1, 128, 4, 1), (2, 2, 64, 6, 0), (3, 2, 64, 7, 1)]
+SPACE = [
+    dict(zip(constants, (*tile, split)))
+    for constants, tiles in ((CONSTANTS, TILES), (WGMMA_CONSTANTS, WGMMA_TILES))
+    for tile in tiles
+    for split in (1, 2, 3, 4, 5, 6, 7, 8)
+]
 
 
 def random_weight(case: dict) -> packing.PackedWeight:
@@ -104,10 +116,10 @@ def tuning_key(case: dict) -> str:
     return f"{case['N']}x{case['K']} m{tokens}"
 
 
-def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
-    """The recorded configuration, or the heuristic's."""
+def configuration(m: int, n: int, k: int, device: torch.device | str, bits: int = 4) -> dict:
+    """The recorded configuration, if it is one for `bits`, or the heuristic's."""
     recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k}), device)
-    return {"WGMMA": 0} | recorded if recorded else heuristic(m, n, k)
+    return heuristic(m, n, k) if not recorded or (bits != 4 and "WGS" in recorded) else recorded
 
 
 def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOST_SHARED[9, 0]) -> dict:
@@ -172,16 +184,30 @@ def format_defines(packed: packing.PackedWeight, dtype: torch.dtype) -> dict[str
     }
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x with rows that begin at multiples of 16 bytes, padded with zeros."""
+    if x.shape[1] % 8 or not x.is_contiguous() or x.data_ptr() % 16:
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
-    """One launch with one configuration of SPACE; y `[M, N]`. Arguments as in the operator, not checked again."""
+    """One launch with one configuration of SPACE; y `[M, N]`. Arguments as in the operator, not checked again.
+
+    Raises:
+        ValueError: a configuration for 4 bits and compute capability 9.0, and this is another weight or device.
+    """
     m, capability = x.shape[0], torch.cuda.get_device_capability(x.device)
+    if "WGS" in config:
+        if packed.bits != 4 or capability != (9, 0):
+            raise ValueError(f"w4a16_gemm: {config} is for 4 bits and capability 9.0, not {packed.bits}, {capability}")
+        return launch_wgmma(x, packed, config)
     form = packed.bits, packed.group, packed.symmetric
     if capability < (9, 0):  # no clusters
         config = config | {"SPLIT": 1}
     config = fitted(config, *form, MOST_SHARED.get(capability, LEAST_SHARED))
     config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # a stage for each at least
-    if packed.columns % 8 or not x.is_contiguous() or x.data_ptr() % 16:  # rows of x begin at multiples of 16 bytes
-        x = torch.nn.functional.pad(x, (0, -packed.columns % 8)).clone(memory_format=torch.contiguous_format)
+    x = _aligned(x)
     rows = 16 * config["RT"] * config["WR"]
     programs = -(-m // config["MT"]) * -(-packed.rows // rows) * config["SPLIT"]
     defines = format_defines(packed, x.dtype) | {name: config[name] for name in CONSTANTS}
@@ -189,6 +215,32 @@ def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
     y = torch.empty(m, packed.rows, dtype=x.dtype, device=x.device)
     arguments = (x, packed.codes, packed.scale_zero, y, m, packed.rows, x.shape[1], packed.groups)
     kernel(programs, 32 * config["WR"] * config["WK"], *arguments)
+    return y
+
+
+def wgmma_shared_bytes(config: dict, group: int, symmetric: bool) -> int:
+    """Dynamic shared memory of a program of `w4a16_wgmma.cu`."""
+    rows, tokens, columns, split = 64 * config["WGS"], 64 * config["MB"], config["KS"], config["SPLIT"]
+    groups = columns // group if group and group < columns else 1
+    stage = tokens * columns * 2 + rows * columns // 2 + rows // 16 * groups * (32 if symmetric else 64)
+    stages = config["STAGES"] * -(-stage // 1024) * 1024 + 2 * rows * columns * 2
+    sums = split * -(-(tokens // 16 * rows // 8) // split) * 512
+    return 8 + (stages + sums if split > 1 and not config["ALIAS"] else max(stages, sums))
+
+
+def launch_wgmma(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
+    """The kernel of `w4a16_wgmma.cu`; y `[M, N]`, arguments as in `launch`."""
+    config = config | {"SPLIT": min(config["SPLIT"], -(-packed.columns // config["KS"]))}
+    shared = wgmma_shared_bytes(config, packed.group, packed.symmetric)
+    if shared > MOST_SHARED[9, 0]:  # groups of 32 have more scales
+        return launch_wgmma(x, packed, config | {"STAGES": config["STAGES"] - 1})
+    x = _aligned(x)
+    defines = format_defines(packed, x.dtype) | config
+    kernel = nvrtc.load(WGMMA_SOURCE, "gemm", defines, x.device, shared)
+    y = torch.empty(x.shape[0], packed.rows, dtype=x.dtype, device=x.device)
+    programs = -(-x.shape[0] // (64 * config["MB"])) * -(-packed.rows // (64 * config["WGS"])) * config["SPLIT"]
+    arguments = (x, packed.codes, packed.scale_zero, y, x.shape[0], packed.rows, x.shape[1], packed.groups)
+    kernel(programs, 128 * config["WGS"], *arguments)
     return y
 
 
@@ -208,7 +260,7 @@ def w4a16_gemm(
     packed = check(x, codes, scale_zero, bits, group, rows, columns, symmetric)
     if x.shape[0] == 0:
         return x.new_empty(0, rows)
-    return launch(x, packed, configuration(x.shape[0], rows, columns, x.device))
+    return launch(x, packed, configuration(x.shape[0], rows, columns, x.device, bits))
 
 
 def check(x: Tensor, codes: Tensor, *weight: object) -> packing.PackedWeight:

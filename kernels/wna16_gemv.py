@@ -44,6 +44,7 @@ CASES = [  # layers of Llama 3.2 1B, Llama 3.1 8B and 70B, Llama 2 7B and 13B; r
     {"rows": 129, "columns": 416, "bits": 4, "group": 32, "symmetric": False, "m": 6, "seed": 7},
     {"rows": 17, "columns": 203, "bits": 8, "group": 0, "symmetric": True, "m": 3, "seed": 8},
     {"rows": 127, "columns": 320, "bits": 2, "group": 64, "symmetric": False, "m": 13, "seed": 9},
+    {"rows": 40, "columns": 1056, "bits": 4, "group": 32, "symmetric": False, "m": 1, "seed": 10},
 ]
 
 SPACE = [  # launch configurations that `python -m repro tune` tries; `configuration` says what they mean

@@ -440,7 +440,9 @@ def code(label: str) -> str:
 
     name = label.rsplit("/", 1)[-1]
     files = closure("repro/timing.py", "repro/peers.py", *([f"kernels/{name}.py"] if name in KERNELS else []))
-    cuda = [f.with_suffix(".cu") for f in files if f.with_suffix(".cu").is_file()]
+    texts = [f.read_text(encoding="utf-8") for f in files if f.parent.name == "kernels"]
+    sources = sorted((ROOT / "kernels").glob("*.cu"))
+    cuda = [f for f in sources if f.with_suffix(".py") in files or any(f.name in text for text in texts)]
     headers = sorted((ROOT / "kernels").glob("*.cuh")) if cuda else []
     configs = {}
     for path in sorted((ROOT / "kernels" / "configs").glob("*.json")):

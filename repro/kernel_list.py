@@ -194,7 +194,8 @@ def _tune_wna16_gemv() -> Tunable:
 
 def _tune_w4a16_gemm() -> Tunable:
     cases = _cases((16, 32, 64, 128, 256), bits=4, group=128, symmetric=False)
-    fits = lambda case: [c for c in load("w4a16_gemm").SPACE if c["MT"] <= max(16, case["M"])]  # noqa: E731
+    tokens = lambda config: config["MT"] if "MT" in config else 64 * config["MB"]  # noqa: E731
+    fits = lambda case: [c for c in load("w4a16_gemm").SPACE if tokens(c) <= max(16, case["M"])]  # noqa: E731
     return _by_case("w4a16_gemm", cases, space=fits)
 
 

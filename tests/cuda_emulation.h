@@ -60,6 +60,7 @@ struct Fiber {
     bool done = false;
     int cluster_barriers = 0;
     std::deque<std::vector<Copy>> groups{1}; // the last one is still open
+    std::deque<std::vector<std::function<void()>>> products{1}; // as well
 };
 struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;
@@ -117,6 +118,9 @@ inline float exchange(float v, int from) {
     return got;
 }
 inline float __shfl_xor_sync(unsigned, float v, int mask) { return exchange(v, (threadIdx.x % 32) ^ mask); }
+inline u32 __shfl_xor_sync(unsigned, u32 v, int mask) {
+    return as_bits(exchange(as_float(v), (threadIdx.x % 32) ^ mask));
+}
 inline float __shfl_sync(unsigned, float v, int from, int width) {
     return exchange(v, threadIdx.x % 32 / width * width + from % width);
 }
@@ -179,6 +183,7 @@ inline void store_matrices(unsigned p, uint4 v) {
     for (int i = 0; i < 4; i++) at_shared<u32>(w.value[8 * i + lane / 4] + lane % 4 * 4) = (&v.x)[i];
     __syncwarp();
 }
+inline void store16(unsigned p, uint4 v) { at_shared<uint4>(p) = v; }
 inline void store16(unsigned p, float4 v) { at_shared<float4>(p) = v; }
 inline void load16_if(uint4 &v, unsigned p, bool when) { if (when) v = load16(p); }
 inline uint2 load8(unsigned p) { return at_shared<uint2>(p); }
@@ -247,9 +252,28 @@ template <int BRAIN> void wgmma(float (*d)[4], const unsigned a[4], unsigned b) 
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     for (int n = 0; n < 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
 }
+// With both operands in shared memory: as late as it may be, when the fiber waits for the group.
+inline u32 swizzled(u32 matrix, int row, int k) { // the word with element k of a row
+    u32 p = matrix * 16 + row * 128 + k / 2 * 4;
+    return at_shared<u32>(p ^ (p >> 7 & 7) << 4) >> 16 * (k % 2);
+}
+template <int BRAIN, int N> void wgmma(float (*d)[4], u32 a, u32 b) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = threadIdx.x / 32 % 4 * 16;
+    block->fibers[threadIdx.x]->products.back().push_back([=] {
+        for (int n = 0; n < N / 8; n++)
+            for (int i = 0; i < 4; i++)
+                for (int k = 0; k < 16; k++)
+                    d[n][i] += to_float<BRAIN>(swizzled(a, first + g + i / 2 * 8, k)) *
+                               to_float<BRAIN>(swizzled(b, n * 8 + 2 * t + i % 2, k));
+    });
+}
 inline void wgmma_begin() {}
-inline void wgmma_end() {}
-template <int PENDING> void wgmma_wait() {}
+inline void wgmma_end() { block->fibers[threadIdx.x]->products.emplace_back(); }
+template <int PENDING> void wgmma_wait() {
+    auto &groups = block->fibers[threadIdx.x]->products;
+    for (; (int)groups.size() - 1 > PENDING; groups.pop_front())
+        for (auto &product : groups.front()) product();
+}
 inline void show_matrix_unit() {}
 inline void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) {
     Warp &w = warp_of();

@@ -61,6 +61,28 @@ def test_source_on_the_cpu(case, tmp_path, monkeypatch):
         assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
+WGMMA_CASES = [  # group, symmetric, type, tokens, rows, columns; WGS MB KS STAGES SPLIT ALIAS
+    (128, False, "float16", 64, 200, 768, (2, 1, 128, 4, 2, 0)),
+    (128, False, "bfloat16", 50, 130, 1024, (3, 1, 128, 4, 5, 1)),
+    (32, False, "float16", 100, 70, 544, (2, 2, 64, 4, 2, 0)),
+    (64, True, "float16", 64, 128, 512, (2, 1, 64, 3, 1, 0)),
+    (0, False, "bfloat16", 130, 48, 301, (3, 2, 64, 4, 2, 1)),
+    (128, False, "float16", 7, 127, 128, (2, 1, 128, 5, 4, 1)),
+]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
+def test_wgmma_source_on_the_cpu(case, tmp_path, monkeypatch):
+    """Products of the matrix unit run as late as they may: a buffer that is written too early shows."""
+    group, symmetric, dtype, m, rows, columns, numbers = case
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    packed = random_weight(rows, columns, 4, group, symmetric)
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    y = w4a16_gemm.launch_wgmma(x, packed, dict(zip(("WGS", "MB", "KS", "STAGES", "SPLIT", "ALIAS"), numbers)))
+    assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+
+
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("bits, group, symmetric, dtype, rows, columns", [
     (4, 128, False, "float16", 40, 384), (2, 0, True, "bfloat16", 33, 301), (8, 64, False, "bfloat16", 16, 320),
@@ -82,6 +104,19 @@ def test_operator_on_a_cpu(case):
     y = torch.ops.lowbit.w4a16_gemm(x, *weight(packed))
     assert y.shape == (case["M"], case["N"]) and y.dtype == x.dtype
     assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[case["dtype"]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
+def test_wgmma_on_a_gpu(case):
+    group, symmetric, dtype, m, rows, columns, numbers = case
+    packed = random_weight(rows, columns, 4, group, symmetric).to("cuda")
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to("cuda", getattr(torch, dtype))
+    config = dict(zip(("WGS", "MB", "KS", "STAGES", "SPLIT", "ALIAS"), numbers))
+    assert error(w4a16_gemm.launch(x, packed, config), w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
 @pytest.mark.gpu
@@ -123,6 +158,10 @@ def test_recorded_number_of_tokens(monkeypatch):
 def test_every_configuration_divides(m, n, k):
     recorded = configurations("nvidia-h200").get("w4a16_gemm", {}).values()
     for config in [w4a16_gemm.heuristic(m, n, k), *w4a16_gemm.SPACE, *recorded]:
+        if "WGS" in config:
+            assert set(config) == set(w4a16_gemm.WGMMA_CONSTANTS)
+            assert w4a16_gemm.wgmma_shared_bytes(config, 128, False) <= 232448 and 1 <= config["SPLIT"] <= 8
+            continue
         assert set(config) == set(w4a16_gemm.CONSTANTS)
         for bits in packing.BITS:
             fitted = w4a16_gemm.fitted(config, bits, 32, False)
@@ -151,3 +190,27 @@ def test_compiles(tmp_path, arch, bits, group, symmetric, bf16):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("group, symmetric, bf16", [(128, 0, 0), (0, 1, 1), (32, 0, 1)])
+@pytest.mark.parametrize("tile", w4a16_gemm.WGMMA_TILES[::2], ids=str)
+def test_wgmma_compiles(tmp_path, tile, group, symmetric, bf16):
+    """For the one architecture that has the instruction, without spilling; products do not wait."""
+    constants = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2)))
+    words = defines(BITS=4, GROUP=group, SYMMETRIC=symmetric, BF16=bf16, **constants)
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
+    done = subprocess.run([*command, str(w4a16_gemm.WGMMA_SOURCE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
+
+
+def test_a_configuration_for_wgmma_serves_4_bits_on_one_capability(monkeypatch):
+    config = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*w4a16_gemm.WGMMA_TILES[0], 2)))
+    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: config)
+    assert w4a16_gemm.configuration(64, 512, 512, "cpu") == config
+    assert "WGS" not in w4a16_gemm.configuration(64, 512, 512, "cpu", bits=2)
+    x, packed = torch.ones(2, 128).half(), random_weight(32, 128, 4, 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match="capability 9.0"):
+        w4a16_gemm.launch(x, packed, config)
