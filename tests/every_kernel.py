@@ -53,7 +53,7 @@ def runs(name: str) -> list[tuple[str, float]]:
                     off = float(module.reference(inputs[0]) != module.reference(inputs[1]))
                 else:
                     off = error(got, module.reference(*inputs))
-                found.append((f"{case} {more or str()} {config}", off))
+                found.append((f"{case} {more or ''} {config}", off))
     return found
 
 
