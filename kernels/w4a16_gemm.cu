@@ -1,27 +1,29 @@
 // y[M, N] = x[M, K] W^T for packed low-bit W (w4a16_gemm.py says how a program works), and W itself (dequantize.py).
 //
-// Compile-time constants: BITS 2, 4 or 8; GROUP columns (0: one group a row); SYMMETRIC; BF16 (else fp16); for the product
+// Compile-time constants: BITS 2, 4 or 8; GROUP columns (0: one group a row); SYMMETRIC; BF16 (else fp16); for the
+// product
 //   MT      tokens of a tile, a multiple of 8        RT      row tiles of 16 that a warp owns
 //   WR, WK  warps side by side over rows, columns    KS      columns of a stage of the whole program
 //   STAGES  stages in shared memory                  BLOCKS  programs that a multiprocessor must hold (caps registers)
-//   SPLIT   programs of a cluster, which share K     SCALED  where the scale of a group goes in: into the weights, or else
+//   SPLIT   programs of a cluster, which share K     SCALED  where the scale of a group goes in: into the weights, or
+//   else
 //                                                            into the sums of a group, a rounding less, more registers
-//   WGMMA   four warps side by side multiply as one, where the device can
+//   WARPGROUPS  four warps side by side multiply as one, where the device can
 //
-// Codes of a lane are masked where they lie in a word and read as subnormal numbers of the activations' type: code * 2^-24
-// (fp16) or code * 2^-133 (bf16), times 2^2, 2^4 or 2^6 for fields that begin at bit 2, 4 or 6. One fma makes
+// Codes of a lane are masked where they lie in a word and read as subnormal numbers of the activations' type: code *
+// 2^-24 (fp16) or code * 2^-133 (bf16), times 2^2, 2^4 or 2^6 for fields that begin at bit 2, 4 or 6. One fma makes
 // (code - zero) * 2^-DOWN of them, exactly.
 
 #include "ptx.cuh"
 
 #if BF16
-constexpr u32 FIELD = 0x7F00, EXPONENT = 7, DOWN = 6;   // 2^127 lifts code * 2^-133 to code * 2^-6
+constexpr u32 FIELD = 0x7F00, EXPONENT = 7, DOWN = 6;  // 2^127 lifts code * 2^-133 to code * 2^-6
 #else
 constexpr u32 FIELD = 0x7800, EXPONENT = 10, DOWN = 9;  // 2^15 lifts code * 2^-24 to code * 2^-9
 #endif
 constexpr u32 TWICE = 0x00010001, MINUS_NOTHING = 0x80008000;
-constexpr int KB = 256 / BITS;        // columns of a packed block of 16 rows
-constexpr int PER_WORD = 16 / BITS;   // register pairs of codes in a 32-bit word
+constexpr int KB = 256 / BITS;       // columns of a packed block of 16 rows
+constexpr int PER_WORD = 16 / BITS;  // register pairs of codes in a 32-bit word
 constexpr int ZEROS = SYMMETRIC ? 1 : 2;
 
 // Registers r (r = 4 * step + i, i = 0 .. 3 for a0 .. a3 of the mma's A operand) as (code - zero) * 2^-DOWN.
@@ -33,7 +35,9 @@ INLINE u32 unpack(const uint4& words, int r, u32 minus_zero) {
 INLINE u32 times(u32 a, float factor) { return multiply_add<BF16>(a, to_halves<BF16>(factor, factor), MINUS_NOTHING); }
 
 // Scale and zero of rows g and g + 8 of a row tile in one group; for symmetric weights one word with both scales.
-struct alignas(4 * ZEROS) Scales { u32 rows[ZEROS]; };
+struct alignas(4 * ZEROS) Scales {
+    u32 rows[ZEROS];
+};
 INLINE float scale(const Scales& s, int row) {
     return half_to_float(SYMMETRIC && row ? s.rows[0] >> 16 : s.rows[row * (ZEROS - 1)]);
 }
@@ -53,21 +57,20 @@ INLINE Scales load_scales(const Scales* p) {
 
 #ifndef MT
 // ------------------------------------------------------------------------------------------------ dense W [N, K]
-extern "C" __global__ void dequantize(const uint4* codes, const Scales* scales, u16* w, int N, int K,
-                                      int groups) {
+extern "C" __global__ void dequantize(const uint4* codes, const Scales* scales, u16* w, int N, int K, int groups) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, blocks = (K + KB - 1) / KB;
     int place = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = place / blocks, block = place % blocks;
     if (tile >= (N + 15) / 16) return;
     uint4 words = codes[place * 32 + lane];
-UNROLL for (int pair = 0; pair < KB / 32; pair++) {  // two k-steps: eight neighbouring columns of rows g and g + 8
+    UNROLL for (int pair = 0; pair < KB / 32; pair++) {  // two k-steps: eight neighbouring columns of rows g and g + 8
         int column = block * KB + pair * 32 + 8 * t;
         if (column >= K) break;
         Scales s = load_scales(scales + (tile * groups + (GROUP ? column / max(GROUP, 1) : 0)) * 8 + g);
-UNROLL for (int half = 0; half < 2; half++) {
+        UNROLL for (int half = 0; half < 2; half++) {
             int row = tile * 16 + g + 8 * half;
             if (row >= N) break;
             uint4 out;
-UNROLL for (int j = 0; j < 4; j++) {  // columns 2j, 2j + 1
+            UNROLL for (int j = 0; j < 4; j++) {  // columns 2j, 2j + 1
                 int r = 4 * (2 * pair + j / 2) + 2 * (j % 2) + half;
                 u32 code = (&words.x)[r / PER_WORD] >> (BITS * (r % PER_WORD));
                 float z = zero(s, half), step = scale(s, half);
@@ -76,9 +79,7 @@ UNROLL for (int j = 0; j < 4; j++) {  // columns 2j, 2j + 1
             }
             u16* to = w + (long long)row * K + column;
             if (K % 8 == 0) *(uint4*)to = out;
-            else
-                UNROLL for (int e = 0; e < 8; e++)
-                    if (column + e < K) to[e] = (&out.x)[e / 2] >> 16 * (e % 2);
+            else UNROLL for (int e = 0; e < 8; e++) if (column + e < K) to[e] = (&out.x)[e / 2] >> 16 * (e % 2);
         }
     }
 }
@@ -89,28 +90,30 @@ constexpr int DEPTH = KW / KB;                          // packed blocks of a ro
 constexpr int FOLD = GROUP && GROUP < KW ? GROUP : KW;  // columns that share a scale
 constexpr int NT = MT / 8, ROWS = 16 * RT * WR, MEMBERS = 32 * WR;
 // A stage of the WR warps that share columns: x, then the words of their row tiles, then their scales.
-constexpr int WORDS = MT * KW * 2, SCALES = WORDS + WR * RT * DEPTH * 512, SCALE_BYTES = sizeof(Scales) * 8 * (KW / FOLD);
+constexpr int WORDS = MT * KW * 2, SCALES = WORDS + WR * RT * DEPTH * 512,
+              SCALE_BYTES = sizeof(Scales) * 8 * (KW / FOLD);
 constexpr int ALIGN = MT % 64 ? 128 : 1024, STAGE = (SCALES + WR * RT * SCALE_BYTES + ALIGN - 1) / ALIGN * ALIGN;
 // Sums of 16 rows and 8 tokens, a unit, go to one of the SPLIT programs, which adds them up in a fixed order. They land
 // behind the stages, which another program may still be reading; without others, in them.
 constexpr int UNITS = WR * RT * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT, LANDING = SPLIT > 1 ? WK * STAGES * STAGE : 0;
 
-#if WGMMA && defined(__CUDA_ARCH_FEAT_SM90_ALL)  // the products of a stage may be on their way when the next one begins
-#define WARPGROUPS 1
-static_assert(SCALED && MT % 64 == 0 && WR % 4 == 0, "wgmma takes 64 rows and 64 tokens, and scales in the weights");
-#else
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+#undef WARPGROUPS
 #define WARPGROUPS 0
 #endif
+// The products of warpgroups may be on their way when the next stage begins.
+static_assert(!WARPGROUPS || (SCALED && MT % 64 == 0 && WR % 4 == 0), "64 rows, 64 tokens, and scales in the weights");
 constexpr int LAG = 1 + WARPGROUPS;  // stages later one is free again
-static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 && (GROUP == 0 || GROUP % FOLD == 0) &&
-              STAGES >= 2 * LAG, "a stage does not divide, or there are too few");
+static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 &&
+                  (GROUP == 0 || GROUP % FOLD == 0) && STAGES >= 2 * LAG,
+              "a stage does not divide, or there are too few");
 
 extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT)
 #endif
-__launch_bounds__(MEMBERS * WK, BLOCKS) gemm(const u16* x, const uint4* codes, const Scales* scales,
-                                             u16* y, int M, int N, int K, int groups) {
+    __launch_bounds__(MEMBERS* WK, BLOCKS)
+        gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K, int groups) {
     extern __shared__ __align__(1024) char shared[];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int rank = blockIdx.x % SPLIT, token_tiles = (M + MT - 1) / MT, place = blockIdx.x / SPLIT;
@@ -125,25 +128,26 @@ __launch_bounds__(MEMBERS * WK, BLOCKS) gemm(const u16* x, const uint4* codes, c
     cluster_arrive();
 #endif
 
-    // The WR warps that share columns are a pipeline with its own stages and barrier: two pipelines drift apart, and one
-    // unpacks while the other multiplies. Past the end of x or W are zeros.
+    // The WR warps that share columns are a pipeline with its own stages and barrier: two pipelines drift apart, and
+    // one unpacks while the other multiplies. Past the end of x or W are zeros.
     const u32 stages = shared_address(shared) + warp / WR * STAGES * STAGE;
     const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
     auto stage = [&](int to, int buffer) {
         const u32 at = stages + buffer * STAGE;
         const int first = to * KS + my_column;
         if (to < end) {
-UNROLL for (int r = 0; r < RT; r++) {
+            UNROLL for (int r = 0; r < RT; r++) {
                 const int tile = first_tile + r;
-UNROLL for (int d = 0; d < DEPTH; d++)
+                UNROLL for (int d = 0; d < DEPTH; d++)
                     copy_once(at + WORDS + ((my_tile + r) * DEPTH + d) * 512 + lane * 16,
                               codes + (tile * blocks + first / KB + d) * 32 + lane, policy, true,
                               tile >= tiles || first / KB + d >= blocks);
-UNROLL for (int f = 0; f < KW / FOLD; f++) {
+                UNROLL for (int f = 0; f < KW / FOLD; f++) {
                     const int group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
                     if (t == 0)
-                        copy_few<sizeof(Scales)>(at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
-                                                 scales + (tile * groups + group) * 8 + g, tile >= tiles || group >= groups);
+                        copy_few<sizeof(Scales)>(
+                            at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
+                            scales + (tile * groups + group) * 8 + g, tile >= tiles || group >= groups);
                 }
             }
 #if !WARPGROUPS
@@ -151,24 +155,23 @@ UNROLL for (int f = 0; f < KW / FOLD; f++) {
             // each meet all 32 banks.
             constexpr int CHUNKS = KW / 8, TOKENS = MEMBERS / CHUNKS;
             const int token = threadIdx.x % MEMBERS / CHUNKS, chunk = threadIdx.x % CHUNKS;
-UNROLL for (int i = 0; i < MT; i += TOKENS)
-                if (MT % TOKENS == 0 || token + i < MT)
-                    copy_past_l1(at + (token + i) * KW * 2 + (chunk ^ (token + i & 1) * 4) * 16,
-                                 x + (u64)(m0 + token + i) * K + first + chunk * 8,
-                                 m0 + token + i >= M || first + chunk * 8 >= K);
+            UNROLL for (int i = 0; i < MT; i += TOKENS) if (MT % TOKENS == 0 || token + i < MT) copy_past_l1(
+                at + (token + i) * KW * 2 + (chunk ^ (token + i & 1) * 4) * 16,
+                x + (u64)(m0 + token + i) * K + first + chunk * 8, m0 + token + i >= M || first + chunk * 8 >= K);
 #endif
         }
         end_of_copies();
     };
-UNROLL for (int i = 0; i < STAGES - LAG; i++) stage(begin + i, i);
+    UNROLL for (int i = 0; i < STAGES - LAG; i++) stage(begin + i, i);
 
 #if WARPGROUPS
-    // x lies as `wgmma` wants it, in rows of 64 columns, and comes through registers: of eight neighbouring columns a lane
-    // multiplies two in each half of two steps (packing.py), so the matrix unit's halves take them from four lanes.
+    // x lies as `wgmma` wants it, in rows of 64 columns, and comes through registers: of eight neighbouring columns a
+    // lane multiplies two in each half of two steps (packing.py), so the matrix unit's halves take them from four
+    // lanes.
     constexpr int PIECES = MT / 8 * (KW / 32);  // of 8 tokens and 32 columns, one for a warp at a time
     uint4 held[2][(PIECES + WR - 1) / WR];
     auto fetch = [&](int to, uint4* held) {
-UNROLL for (int i = 0; i * WR < PIECES; i++) {
+        UNROLL for (int i = 0; i * WR < PIECES; i++) {
             const int piece = i * WR + warp % WR, token = m0 + piece % NT * 8 + g;
             const int column = to * KS + my_column + piece / NT * 32 + t * 8;
             const bool inside = (PIECES % WR == 0 || piece < PIECES) && to < end && token < M && column < K;
@@ -176,7 +179,7 @@ UNROLL for (int i = 0; i * WR < PIECES; i++) {
         }
     };
     auto put = [&](int buffer, const uint4* held) {
-UNROLL for (int i = 0; i * WR < PIECES; i++) {
+        UNROLL for (int i = 0; i * WR < PIECES; i++) {
             const int piece = i * WR + warp % WR, row = piece / NT / 2 * MT + piece % NT * 8 + lane % 8;
             const int part = piece / NT % 2 * 4 + lane / 8;
             if (PIECES % WR == 0 || piece < PIECES)
@@ -202,38 +205,40 @@ UNROLL for (int i = 0; i * WR < PIECES; i++) {
         uint4 words[RT];
         Scales scaling[RT];
         u32 a[2][RT][8];
-UNROLL for (int column = 0; column < KW; column += 32) {  // two k-steps
+        UNROLL for (int column = 0; column < KW; column += 32) {  // two k-steps
             auto& now = a[column / 32 % LAG];
-UNROLL for (int r = 0; r < RT; r++) {
-                if (column % KB == 0) words[r] = load16(from + WORDS + ((my_tile + r) * DEPTH + column / KB) * 512 + lane * 16);
+            UNROLL for (int r = 0; r < RT; r++) {
+                if (column % KB == 0)
+                    words[r] = load16(from + WORDS + ((my_tile + r) * DEPTH + column / KB) * 512 + lane * 16);
                 if (column % FOLD == 0)
-                    load_few(scaling[r].rows, from + SCALES + (my_tile + r) * SCALE_BYTES + (column / FOLD * 8 + g) * sizeof(Scales));
-UNROLL for (int v = 0; v < 8; v++) {
+                    load_few(scaling[r].rows,
+                             from + SCALES + (my_tile + r) * SCALE_BYTES + (column / FOLD * 8 + g) * sizeof(Scales));
+                UNROLL for (int v = 0; v < 8; v++) {
                     now[r][v] = unpack(words[r], 4 * (column % KB / 16) + v, minus_zero(scaling[r], v % 2));
                     if (SCALED) now[r][v] = times(now[r][v], scale(scaling[r], v % 2) * (1 << DOWN));
                 }
             }
 #if WARPGROUPS
             wgmma_begin();
-UNROLL for (int half = 0; half < 2; half++)
-UNROLL for (int r = 0; r < RT; r++)
-UNROLL for (int m = 0; m < MT; m += 64)
-                wgmma<BF16>(sum[r] + m / 8, now[r] + 4 * half, from + (column / 64 * MT + m) * 128 + column % 64 * 2 + half * 32);
+            UNROLL for (int half = 0; half < 2; half++) UNROLL for (int r = 0; r < RT; r++)
+                UNROLL for (int m = 0; m < MT; m += 64)
+                    wgmma<BF16>(sum[r] + m / 8, now[r] + 4 * half,
+                                from + (column / 64 * MT + m) * 128 + column % 64 * 2 + half * 32);
             wgmma_end();
             wgmma_wait<1>();  // the other half of `a` is free
 #else
             if (!SCALED && column % FOLD == 0)
-UNROLL for (int v = 0; v < RT * NT * 4; v++) part[v / (NT * 4)][v / 4 % NT][v % 4] = 0;
-UNROLL for (int n = 0; n < NT; n++) {
+                UNROLL for (int v = 0; v < RT * NT * 4; v++) part[v / (NT * 4)][v / 4 % NT][v % 4] = 0;
+            UNROLL for (int n = 0; n < NT; n++) {
                 // 64 bytes on within 128: an exclusive or with the bit that odd tokens have flipped
-                const uint4 b = load16(from + (n * 8 + g) * KW * 2 + column / 64 * 128 + (t * 16 ^ (g & 1) * 64 ^ column % 64 * 2));
-UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r], b.x, b.y);
-UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r] + 4, b.z, b.w);
+                const uint4 b =
+                    load16(from + (n * 8 + g) * KW * 2 + column / 64 * 128 + (t * 16 ^ (g & 1) * 64 ^ column % 64 * 2));
+                UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r], b.x, b.y);
+                UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r] + 4, b.z, b.w);
             }
             if (!SCALED && (column + 32) % FOLD == 0)
-UNROLL for (int r = 0; r < RT; r++)
-UNROLL for (int n = 0; n < NT; n++)
-UNROLL for (int v = 0; v < 4; v++) sum[r][n][v] += scale(scaling[r], v / 2) * part[r][n][v];
+                UNROLL for (int r = 0; r < RT; r++) UNROLL for (int n = 0; n < NT; n++)
+                    UNROLL for (int v = 0; v < 4; v++) sum[r][n][v] += scale(scaling[r], v / 2) * part[r][n][v];
 #endif
         }
 #if WARPGROUPS
@@ -251,8 +256,7 @@ UNROLL for (int v = 0; v < 4; v++) sum[r][n][v] += scale(scaling[r], v / 2) * pa
 #else
     __syncthreads();
 #endif
-UNROLL for (int r = 0; r < RT; r++)
-UNROLL for (int n = 0; n < NT; n++) {
+    UNROLL for (int r = 0; r < RT; r++) UNROLL for (int n = 0; n < NT; n++) {
         const u32 unit = (my_tile + r) * NT + n, slot = (rank * WK + warp / WR) * SLOTS + unit / SPLIT;
         const float4 v = {sum[r][n][0], sum[r][n][1], sum[r][n][2], sum[r][n][3]};
 #if SPLIT > 1
@@ -268,11 +272,11 @@ UNROLL for (int n = 0; n < NT; n++) {
         const u32 unit = slot * SPLIT + rank;
         uint4 parts[SPLIT * WK];
         float total[4] = {};
-UNROLL for (int k = 0; k < SPLIT * WK; k++) parts[k] = load16(landing + (k * SLOTS + slot) * 512 + lane * 16);
-UNROLL for (int v = 0; v < SPLIT * WK * 4; v++) total[v % 4] += __uint_as_float((&parts[v / 4].x)[v % 4]);
+        UNROLL for (int k = 0; k < SPLIT * WK; k++) parts[k] = load16(landing + (k * SLOTS + slot) * 512 + lane * 16);
+        UNROLL for (int v = 0; v < SPLIT * WK * 4; v++) total[v % 4] += __uint_as_float((&parts[v / 4].x)[v % 4]);
         const float factor = SCALED ? 1 : 1 << DOWN;
         const int token = m0 + unit % NT * 8 + g, row = n0 + unit / NT * 16 + 2 * t;
-UNROLL for (int half = 0; half < 2; half++) {  // rows row, row + 1 of one token, then 8 more
+        UNROLL for (int half = 0; half < 2; half++) {  // rows row, row + 1 of one token, then 8 more
             const u32 pair = transpose(to_halves<BF16>(total[2 * half] * factor, total[2 * half + 1] * factor));
             u16* to = y + (u64)token * N + row + 8 * half;
             const int left = token < M ? N - row - 8 * half : 0;

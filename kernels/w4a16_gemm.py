@@ -13,7 +13,7 @@ type (for bf16 a zero that is no integer is rounded to 8 bits). Two ways to mult
 
     mma.sync    any device; one 16-byte read of x feeds two steps. The products of one group are summed by themselves
                 and folded with their scale in fp32, or, with SCALED, the scale goes into the weight, as below
-    wgmma       with WGMMA, on compute capability 9.0: four warps side by side take A from registers, 64 rows at a time,
+    wgmma       with WARPGROUPS, on compute capability 9.0: four warps side by side take A from registers, 64 rows at a time,
                 and x is read once for all of them. Scales go into the weights in the activations' type, which is one
                 more rounding (in fp16 they must be below 128)
 
@@ -46,7 +46,7 @@ CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones)
     {"M": 65, "N": 300, "K": 1536, "bits": 2, "group": 64, "symmetric": False, "dtype": "float16", "seed": 6},
     {"M": 17, "N": 300, "K": 1032, "bits": 8, "group": 0, "symmetric": True, "dtype": "bfloat16", "seed": 7},
 ]
-CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "WGMMA", "SPLIT")  # of the source
+CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "WARPGROUPS", "SPLIT")  # of the source
 TILES = [  # all of CONSTANTS but SPLIT; the first of a size serves a device without a file
     (16, 1, 2, 4, 512, 6, 1, 0, 0), (16, 1, 1, 8, 1024, 4, 1, 0, 0), (16, 1, 2, 8, 1024, 4, 1, 0, 0),
     (16, 1, 3, 4, 512, 6, 1, 0, 0), (16, 1, 4, 4, 512, 4, 1, 0, 0), (16, 1, 4, 4, 1024, 3, 1, 0, 0),
@@ -143,7 +143,7 @@ def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOS
 
 def _least_stages(config: dict) -> int:
     """A stage that is read, one that is copied; both twice for `wgmma`, which goes on reading for a while."""
-    return 4 if config["WGMMA"] else 2
+    return 4 if config["WARPGROUPS"] else 2
 
 
 def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:

@@ -57,7 +57,7 @@ def test_source_on_the_cpu(case, tmp_path, monkeypatch):
     config = dict(zip(names, numbers)) | {"BLOCKS": 1}
     for scaled in (0, 1):
         wgmma = int(scaled and config["MT"] % 64 == 0 and config["WR"] % 4 == 0)
-        y = w4a16_gemm.launch(x, packed, config | {"SCALED": scaled, "WGMMA": wgmma})
+        y = w4a16_gemm.launch(x, packed, config | {"SCALED": scaled, "WARPGROUPS": wgmma})
         assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
