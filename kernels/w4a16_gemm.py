@@ -13,9 +13,9 @@ type (for bf16 a zero that is no integer is rounded to 8 bits). Two ways to mult
 
     mma.sync    any device; one 16-byte read of x feeds two steps. The products of one group are summed by themselves
                 and folded with their scale in fp32, or, with SCALED, the scale goes into the weight, as below
-    wgmma       with WARPGROUPS, on compute capability 9.0: four warps side by side take A from registers, 64 rows at a time,
-                and x is read once for all of them. Scales go into the weights in the activations' type, which is one
-                more rounding (in fp16 they must be below 128)
+    wgmma       with WARPGROUPS, on compute capability 9.0: four warps side by side take A from registers, 64 rows at a
+                time, and x is read once for all of them. Scales go into the weights in the activations' type, which is
+                one more rounding (in fp16 they must be below 128)
 
 `w4a16_wgmma.cu` does the same for 4 bits on compute capability 9.0 in another way, and runs where a configuration with
 WGS says so: tokens are the rows of `wgmma`, weights are unpacked into shared memory, and the matrix unit works on the

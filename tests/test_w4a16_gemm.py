@@ -1,5 +1,6 @@
 """W4A16 GEMM: the kernel's index arithmetic lane by lane, the operator on a CPU, misuse, and that it compiles."""
 
+import re
 import shutil
 import subprocess
 
@@ -7,7 +8,7 @@ import cuda_on_cpu
 import pytest
 import torch
 
-from repro.kernels import dequantize, nvrtc, packing, w4a16_gemm
+from repro.kernels import dequantize, nvrtc, packing, w4a16_gemm, w8a8_gemv, wna16_gemv
 from repro.kernels.launch_config import configurations
 
 
@@ -214,3 +215,11 @@ def test_a_configuration_for_wgmma_serves_4_bits_on_one_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="capability 9.0"):
         w4a16_gemm.launch(x, packed, config)
+
+
+def test_the_header_takes_no_name_that_a_kernel_is_given():
+    header = w4a16_gemm.SOURCE.with_name("ptx.cuh").read_text()
+    taken = set(re.findall(r"#\s*(?:define|undef)\s+(\w+)", header))
+    given = {*w4a16_gemm.CONSTANTS, *w4a16_gemm.WGMMA_CONSTANTS, "BITS", "GROUP", "SYMMETRIC", "BF16", "K", "COLUMNS"}
+    given |= {name.upper() for config in (*wna16_gemv.SPACE, *w8a8_gemv.SPACE) for name in config}
+    assert not taken & given
