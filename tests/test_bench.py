@@ -214,6 +214,12 @@ def test_what_is_not_accepted(tmp_path, changes, said):
     assert not (tmp_path / "results").exists()
 
 
+def test_a_peer_that_is_wrong_is_a_finding(tmp_path):
+    wrong = {"status": "wrong", "us": None, "note": "off by 1"}
+    bench.accept(written(tmp_path / "a.csv", good(), good(provider="gemlite", **wrong)), tmp_path / "results")
+    assert [r.status for r in bench.accepted(tmp_path / "results")] == ["wrong", "ok"]
+
+
 def test_given_twice_and_nothing_measured(tmp_path):
     with pytest.raises(UserError, match="given twice"):
         bench.accept(written(tmp_path / "a.csv", good(), good()), tmp_path)

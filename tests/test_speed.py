@@ -166,3 +166,10 @@ def test_every_provider_that_is_named_exists():
 def test_nothing_accepted_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="no accepted kernel times"):
         speed.draw(tmp_path, tmp_path / "none")
+
+
+@pytest.mark.parametrize("path", sorted((bench.ROOT / "docs").glob("*-bars.md")), ids=lambda path: path.stem)
+def test_the_published_bars_are_those_of_the_accepted_rows(path):
+    mine = [r for r in bench.accepted() if "-".join(r.device.lower().split()) == path.stem.removesuffix("-bars")]
+    lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
+    assert lines == [line for line in speed.table(mine).splitlines() if line.startswith("|")]
