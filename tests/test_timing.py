@@ -1,14 +1,17 @@
 """The timer on a fake device with a clock of its own: what it must measure, and everything that must not get a time."""
 
+import contextlib
 import dataclasses
+import gc
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_device import Fake
 
-from repro import timing
+from repro import devices, timing
 from repro.devices import Cuda, Nvml, powers
 from repro.timing import COLD, WARM, Run, Task, Unsound, measure
 
@@ -200,6 +203,61 @@ def test_a_graph_is_long_enough_that_its_start_does_not_count(copies, seconds, t
     run = Run.__new__(Run)
     run.copies, run.backend = copies, Cuda
     assert run._turns(seconds) == turns
+
+
+class Node:
+    """In a cycle with itself, so that only the collector ends it; its destructor calls the device."""
+
+    def __init__(self, destroyed):
+        self.me, self.destroyed = self, destroyed
+
+    def __del__(self):
+        self.destroyed()
+
+
+def device_without_gpu(monkeypatch, capturing):
+    """`repro.devices` with a `torch.cuda` whose captures only say that they are under way."""
+
+    @contextlib.contextmanager
+    def graph(*_, **__):
+        capturing.append(True)
+        try:
+            yield
+        finally:
+            capturing.clear()
+
+    nothing = lambda *_, **__: SimpleNamespace(wait_stream=str)  # noqa: E731
+    names = ("Stream", "current_stream", "synchronize", "CUDAGraph", "Event")
+    cuda = SimpleNamespace(**dict.fromkeys(names, nothing), stream=contextlib.nullcontext, graph=graph)
+    monkeypatch.setattr(devices, "torch", SimpleNamespace(cuda=cuda))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("was_on", [True, False])
+def test_no_destructor_of_garbage_runs_inside_a_capture(monkeypatch, was_on, fails):
+    """It could call CUDA, and the capture would fail. Afterwards the collector is as it was, and the garbage goes."""
+    capturing, destroyed, before = [], [], gc.get_threshold()
+    device_without_gpu(monkeypatch, capturing)
+
+    def call():
+        Node(lambda: destroyed.append(bool(capturing)))
+        kept = [[] for _ in range(1000)]  # enough for a collection
+        if fails and capturing:
+            raise RuntimeError("cannot")
+        return kept
+
+    gc.set_threshold(100, 1, 1)
+    if not was_on:
+        gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="cannot") if fails else contextlib.nullcontext():
+            devices.CudaGraph([call] * 5, 0)
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+    gc.collect()
+    assert len(destroyed) == (3 if fails else 7) and not any(destroyed)
 
 
 # ---- what must not get a time
