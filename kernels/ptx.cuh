@@ -39,10 +39,7 @@ template <int BRAIN> INLINE u32 multiply_add(u32 a, u32 b, u32 c) { // a b + c i
     return d;
 }
 template <int BRAIN> INLINE u32 multiply(u32 a, u32 b) { // in both halves
-    u32 d;
-    if (BRAIN) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
+    return multiply_add<BRAIN>(a, b, 0x80008000); // -0; a product of bfloat16 alone needs compute capability 9.0
 }
 
 // ---- matrix unit. Lane 4 g + t holds rows g, g + 8 of A and C and column g of B.

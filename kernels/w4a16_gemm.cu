@@ -5,58 +5,20 @@
 //   MT      tokens of a tile, a multiple of 8        RT      row tiles of 16 that a warp owns
 //   WR, WK  warps side by side over rows, columns    KS      columns of a stage of the whole program
 //   STAGES  stages in shared memory                  BLOCKS  programs that a multiprocessor must hold (caps registers)
-//   SPLIT   programs of a cluster, which share K     SCALED  where the scale of a group goes in: into the weights, or
-//   else
-//                                                            into the sums of a group, a rounding less, more registers
+//   SPLIT   programs of a cluster, which share K     SCALED  the scale of a group goes into the weights, or else
+//                                                            into its sums: a rounding less, more registers
 //   WARPGROUPS  four warps side by side multiply as one, where the device can
-//
-// Codes of a lane are masked where they lie in a word and read as subnormal numbers of the activations' type: code *
-// 2^-24 (fp16) or code * 2^-133 (bf16), times 2^2, 2^4 or 2^6 for fields that begin at bit 2, 4 or 6. One fma makes
-// (code - zero) * 2^-DOWN of them, exactly.
 
-#include "ptx.cuh"
+#include "unpack.cuh"
 
-#if BF16
-constexpr u32 FIELD = 0x7F00, EXPONENT = 7, DOWN = 6;  // 2^127 lifts code * 2^-133 to code * 2^-6
-#else
-constexpr u32 FIELD = 0x7800, EXPONENT = 10, DOWN = 9;  // 2^15 lifts code * 2^-24 to code * 2^-9
-#endif
-constexpr u32 TWICE = 0x00010001, MINUS_NOTHING = 0x80008000;
-constexpr int KB = 256 / BITS;       // columns of a packed block of 16 rows
-constexpr int PER_WORD = 16 / BITS;  // register pairs of codes in a 32-bit word
-constexpr int ZEROS = SYMMETRIC ? 1 : 2;
-
-// Registers r (r = 4 * step + i, i = 0 .. 3 for a0 .. a3 of the mma's A operand) as (code - zero) * 2^-DOWN.
-INLINE u32 unpack(const uint4& words, int r, u32 minus_zero) {
-    int shift = BITS * (r % PER_WORD), fine = shift & 7;
-    u32 codes = ((&words.x)[r / PER_WORD] >> (shift - fine)) & (((1u << BITS) - 1) << fine) * TWICE;
-    return multiply_add<BF16>(codes, (FIELD - (fine << EXPONENT)) * TWICE, minus_zero);
-}
-INLINE u32 times(u32 a, float factor) { return multiply_add<BF16>(a, to_halves<BF16>(factor, factor), MINUS_NOTHING); }
-
-// Scale and zero of rows g and g + 8 of a row tile in one group; for symmetric weights one word with both scales.
-struct alignas(4 * ZEROS) Scales {
-    u32 rows[ZEROS];
-};
-INLINE float scale(const Scales& s, int row) {
-    return half_to_float(SYMMETRIC && row ? s.rows[0] >> 16 : s.rows[row * (ZEROS - 1)]);
-}
-INLINE float zero(const Scales& s, int row) {
-    return SYMMETRIC ? 1 << (BITS - 1) : half_to_float(s.rows[row * (ZEROS - 1)] >> 16);
-}
-INLINE u32 minus_zero(const Scales& s, int row) {  // in both halves, times 2^-DOWN
-    float z = zero(s, row) / -(1 << DOWN);
-    return to_halves<BF16>(z, z);
-}
+#ifndef MT
+// ------------------------------------------------------------------------------------------------ dense W [N, K]
 INLINE Scales load_scales(const Scales* p) {
     Scales s;
     if (SYMMETRIC) *(u32*)&s = __ldg((const u32*)p);
     else *(uint2*)&s = __ldg((const uint2*)p);
     return s;
 }
-
-#ifndef MT
-// ------------------------------------------------------------------------------------------------ dense W [N, K]
 extern "C" __global__ void dequantize(const uint4* codes, const Scales* scales, u16* w, int N, int K, int groups) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, blocks = (K + KB - 1) / KB;
     int place = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = place / blocks, block = place % blocks;
@@ -214,8 +176,10 @@ __cluster_dims__(SPLIT)
                     load_few(scaling[r].rows,
                              from + SCALES + (my_tile + r) * SCALE_BYTES + (column / FOLD * 8 + g) * sizeof(Scales));
                 UNROLL for (int v = 0; v < 8; v++) {
-                    now[r][v] = unpack(words[r], 4 * (column % KB / 16) + v, minus_zero(scaling[r], v % 2));
-                    if (SCALED) now[r][v] = times(now[r][v], scale(scaling[r], v % 2) * (1 << DOWN));
+                    const int at = 4 * (column % KB / 16) + v;
+                    const u32 word = (&words[r].x)[at / PER_WORD];
+                    const Factors f = factors(scaling[r], v % 2);
+                    now[r][v] = SCALED ? unpack(word, at % PER_WORD, f) : unpack(word, at % PER_WORD, f.minus_zero);
                 }
             }
 #if WARPGROUPS

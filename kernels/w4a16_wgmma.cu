@@ -5,37 +5,10 @@
 // Compile-time constants: GROUP columns (0: one group a row); SYMMETRIC; BF16 (else fp16);
 //   WGS     warpgroups, 2 or 3, of which each unpacks 64 rows of W      MB     blocks of 64 tokens: as many multiply
 //   KS      columns of a stage, 64 or 128                               SPLIT  programs of a cluster, which share K
-//   STAGES  stages of packed words, scales and x                        ALIAS  sums land in the stages: room for more
-//   of
-//                                                                              them, but all programs wait for each
-//                                                                              other
+//   STAGES  stages of packed words, scales and x                        ALIAS  sums land in the stages: room for more of
+//                                                                  them, but all programs wait for each other
 
-#include "ptx.cuh"
-
-#if BF16
-constexpr u32 FIELD = 0x7F00, EXPONENT = 7, DOWN = 6;  // 2^127 lifts code * 2^-133 to code * 2^-6
-#else
-constexpr u32 FIELD = 0x7800, EXPONENT = 10, DOWN = 9;  // 2^15 lifts code * 2^-24 to code * 2^-9
-#endif
-constexpr u32 TWICE = 0x00010001;
-constexpr int KB = 64, ZEROS = SYMMETRIC ? 1 : 2;  // columns of a packed block of 16 rows
-
-INLINE u32 unpack(u32 word, int r, u32 minus_zero, u32 scale) {  // register r of a step: two weights
-    const int shift = 4 * r, fine = shift & 7;
-    const u32 codes = (word >> (shift - fine)) & (15u << fine) * TWICE;
-    return multiply<BF16>(multiply_add<BF16>(codes, (FIELD - (fine << EXPONENT)) * TWICE, minus_zero), scale);
-}
-struct alignas(4 * ZEROS) Scales {
-    u32 rows[ZEROS];
-};  // of rows g and g + 8 in one group
-struct Factors {
-    u32 minus_zero, scale;
-};  // in both halves, times 2^-DOWN and 2^DOWN
-INLINE Factors factors(const Scales& s, int row) {
-    const u32 pair = SYMMETRIC ? s.rows[0] >> 16 * row : s.rows[row * (ZEROS - 1)];
-    const float z = (SYMMETRIC ? 8 : half_to_float(pair >> 16)) / -(1 << DOWN), f = half_to_float(pair) * (1 << DOWN);
-    return {to_halves<BF16>(z, z), to_halves<BF16>(f, f)};
-}
+#include "unpack.cuh"
 
 constexpr int THREADS = 128 * WGS, ROWS = 64 * WGS, MT = 64 * MB, DEPTH = KS / KB;
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
@@ -114,7 +87,7 @@ __cluster_dims__(SPLIT)
             const u32* word = &words[column / KB].x + column % KB / 16;
             uint4 piece;
             UNROLL for (int j = 0; j < 4; j++)(&piece.x)[j] =
-                unpack(word[j / 2], j % 2 * 2 + half, f.minus_zero, f.scale);
+                unpack(word[j / 2], j % 2 * 2 + half, f);
             const u32 row = column / 64 * ROWS + warp * 16 + half * 8 + spot;
             store16(buffers + buffer * BUFFER + row * 128 + (column % 64 / 8 + t ^ spot) * 16, piece);
         }

@@ -217,9 +217,10 @@ def test_a_configuration_for_wgmma_serves_4_bits_on_one_capability(monkeypatch):
         w4a16_gemm.launch(x, packed, config)
 
 
-def test_the_header_takes_no_name_that_a_kernel_is_given():
-    header = w4a16_gemm.SOURCE.with_name("ptx.cuh").read_text()
-    taken = set(re.findall(r"#\s*(?:define|undef)\s+(\w+)", header))
+def test_headers_take_no_name_that_a_kernel_is_given():
+    headers = [header.read_text() for header in w4a16_gemm.SOURCE.parent.glob("*.cuh")]
+    taken = {name for header in headers for name in re.findall(r"#\s*(?:define|undef)\s+(\w+)", header)}
+    assert len(headers) == 2
     given = {*w4a16_gemm.CONSTANTS, *w4a16_gemm.WGMMA_CONSTANTS, "BITS", "GROUP", "SYMMETRIC", "BF16", "K", "COLUMNS"}
     given |= {name.upper() for config in (*wna16_gemv.SPACE, *w8a8_gemv.SPACE) for name in config}
     assert not taken & given
