@@ -133,12 +133,6 @@ INLINE uint4 load_past_l1(const void *p, u64 policy) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
     return v;
 }
-INLINE uint4 load_line(const void *p, u64 policy) { // through L1, where the rest of the line is soon asked for
-    uint4 v;
-    asm volatile("ld.global.L1::evict_first.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
-    return v;
-}
 INLINE uint4 load_early(const void *p) { // the compiler does not move it behind other memory instructions
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -204,22 +198,10 @@ INLINE void barrier(u32 which, u32 threads) { // one of 15 beside that of __sync
 // ---- blocks of a cluster, which see one another's shared memory; from compute capability 9.0
 
 #if __CUDA_ARCH__ >= 900
-INLINE u32 cluster_rank() {
-    u32 v;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
-    return v;
-}
 INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); } // orders no memory
 INLINE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 INLINE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
-}
-INLINE float4 load_from_block(u32 p, u32 rank) { // p as in this block
-    float4 v;
-    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(p));
-    return v;
 }
 // 8 bytes of shared memory of every block that receives: counts bytes that others send to it.
 INLINE void expect_bytes(u32 arrived, u32 bytes) {

@@ -161,7 +161,6 @@ inline void copy_past_l1(unsigned to, const void *from, bool zero) { copy(to, fr
 inline u64 evict_first() { return 0; }
 inline u64 evict_normal() { return 0; }
 inline uint4 load_past_l1(const void *p, u64) { return *(const uint4 *)p; }
-inline uint4 load_line(const void *p, u64) { return *(const uint4 *)p; }
 inline uint4 load_early(const void *p) { return *(const uint4 *)p; }
 inline void end_of_copies() { block->fibers[threadIdx.x]->groups.emplace_back(); }
 template <int PENDING> void wait_for_copies() {
@@ -287,14 +286,12 @@ inline void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) {
         }
     __syncwarp();
 }
-inline u32 cluster_rank() { return rank_here; }
 inline void cluster_arrive() { cluster->arrived++; }
 inline void cluster_wait() { // for the barrier's next end: threads of a cluster arrive once for each
     int ends = ++block->fibers[threadIdx.x]->cluster_barriers;
     while (cluster->arrived < cluster->threads * ends) give_way(), std::this_thread::yield();
 }
 inline void cluster_barrier() { cluster_arrive(), cluster_wait(); }
-inline float4 load_from_block(u32 p, u32 rank) { return *(float4 *)(cluster->members[rank].base + (int)p); }
 inline void expect_bytes(u32 counter, u32 bytes) {
     cluster->members[rank_here].with(counter, [=](Arrivals &a) { return a.expected = bytes; });
 }
