@@ -361,8 +361,9 @@ class Record:
     environment: str
 
 
-def recorded(path: Path = RECORDED) -> list[Record]:
-    """The recorded peers.
+@functools.cache
+def recorded(path: Path = RECORDED) -> tuple[Record, ...]:
+    """The recorded peers; a file is read once.
 
     Raises:
         UserError: the file is missing or is not such a file.
@@ -371,10 +372,10 @@ def recorded(path: Path = RECORDED) -> list[Record]:
         with open(path, encoding="utf-8", newline="") as file:
             lines = list(csv.DictReader(file))
         numbers = {"N": int, "K": int, "M": int, "us": float, "bytes": int, "relerr": float, "floor_us": float}
-        return [
+        return tuple(
             Record(**{k: (numbers[k](v) if v else None) if k in numbers else v for k, v in line.items()})
             for line in lines
-        ]
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: no such file of recorded peers") from None
     except (TypeError, ValueError, csv.Error) as error:

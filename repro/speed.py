@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro import bench, peers
-from repro.bench import Row
+from repro import bench, kernel_rows, peers
 from repro.errors import UserError
 from repro.files import write_text
+from repro.kernel_rows import Row
 from repro.record import RESULTS
 
 LARGE = 2**24  # weights of a layer of 4096 x 4096: where the larger class of shapes begins
@@ -139,7 +139,7 @@ def over(theirs: Times, ours: Times) -> Times:
 def as_recorded(names: Iterable[str], m: int) -> Times:
     """The fastest recorded time of any of these names, by shape, not carried over."""
     names = set(names)
-    rows = [r for r in bench.recorded_peers() if r.peer in names and r.M == m and r.mode == "cold"]
+    rows = [r for r in peers.recorded() if r.peer in names and r.M == m and r.mode == "cold"]
     return fastest({(r.N, r.K): r.us} for r in rows)
 
 
@@ -242,7 +242,7 @@ def check_of_carrying_over(rows: Sequence[Row]) -> str:
     for m in (1, 16):
         library, here = t.us("bf16", [peers.LIBRARY], m), t.us("w4-g128", ["tinygemm"], m)
         place = {(n, k, m, "cold"): us for (n, k), us in library.items()}
-        moved = {(r.N, r.K): us for r, _, us in peers.bridge(place, bench.recorded_peers(), ["tinygemm_g128"])}
+        moved = {(r.N, r.K): us for r, _, us in peers.bridge(place, peers.recorded(), ["tinygemm_g128"])}
         if ratios := over(moved, here):
             found.append(f"{statistics.geometric_mean(ratios.values()):.2f} of its time at M = {m}")
     return f" Carried over likewise, tinygemm comes out at {' and '.join(found)}." if found else ""
@@ -298,7 +298,7 @@ def speedups(rows: Sequence[Row], m: int) -> tuple[dict[str, dict[str, float]], 
 def ceilings(rows: Sequence[Row]) -> tuple[float, dict[str, float]]:
     """Bytes a second that this device was measured to read, operations a second by type; else the datasheet's."""
     device = next(row.device for row in rows)
-    peaks = bench.PEAKS.get(device, {})
+    peaks = kernel_rows.PEAKS.get(device, {})
     read = [row.bytes / row.us * 1e6 for row in rows if row.kernel == "read_floor" and row.us]
     work = {
         kind: 2 * row.N * row.K * row.M / row.us * 1e6
@@ -339,13 +339,13 @@ def draw(out: Path, results: Path = RESULTS) -> tuple[list[Path], list[str]]:
     """
     from repro import plot
 
-    rows = bench.accepted(results)
+    rows = kernel_rows.accepted(results)
     if not any(row.us and row.M for row in rows):
         raise UserError(f"{results}: no accepted kernel times; run bench on a GPU, then accept its file")
     drawn, tables = [], []
     for device in sorted({row.device for row in rows}):
         mine = [row for row in rows if row.device == device]
-        slug = "-".join(device.lower().split())
+        slug = kernel_rows.slug(device)
         tables.append(table(mine))
         drawn.append(Path(out) / f"{slug}-bars.md")
         write_text(drawn[-1], tables[-1])

@@ -145,10 +145,9 @@ def coverage(args: Namespace) -> None:
 
 def accept(args: Namespace) -> None:
     """Take measurements into results/."""
-    from repro import bench as kernels
-    from repro import record
+    from repro import kernel_rows, record
 
-    work = kernels.accept if kernels.is_bench(args.file) else record.accept
+    work = kernel_rows.accept if kernel_rows.is_kernel_rows(args.file) else record.accept
     for file, count in work(args.file).items():
         print(f"{count} rows into {os.path.relpath(file)}")
 

@@ -1,4 +1,4 @@
-"""The benchmark of everything: rows as it goes, failures as rows, and what may enter results/."""
+"""The benchmark of everything: rows as it goes, failures as rows."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ from fake_device import Fake
 
 from repro import bench, timing
 from repro.__main__ import main
-from repro.bench import Row
 from repro.errors import UserError
+from repro.kernel_rows import from_csv
 from repro.peers import PEERS, Provider, against
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -61,7 +61,7 @@ def bench_layer():
 def test_everything_is_a_row(device, tmp_path):
     out, said = tmp_path / "x.csv", []
     rows = bench.bench(out, [(32, 64), (64, 64)], (1, 4), say=said.append, device=device, rounds=3)
-    assert [r.key for r in bench.from_csv(out)] == [r.key for r in rows]
+    assert [r.key for r in from_csv(out)] == [r.key for r in rows]
     by = {(r.provider, r.N, r.M): r for r in rows}
     assert by["mine", 64, 4].us == pytest.approx(12.0) and by["mine", 64, 4].fraction == pytest.approx(1 / 12)
     assert by["mine", 32, 1].bytes == 32 * 64 * 4 and by["mine", 32, 1].relerr < 1e-5
@@ -82,7 +82,7 @@ def test_a_run_that_is_cut_leaves_a_whole_file(device, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         bench.bench(out, [(32, 64), (64, 64)], (1,), say=cut, device=device, rounds=3)
-    assert {r.N for r in bench.from_csv(out)} == {None, 32} or {r.N for r in bench.from_csv(out)} == {32, None}
+    assert {r.N for r in from_csv(out)} == {None, 32} or {r.N for r in from_csv(out)} == {32, None}
     assert [p.name for p in tmp_path.iterdir()] == ["x.csv"]
 
 
@@ -91,7 +91,7 @@ def test_resume_measures_only_what_is_missing(device, tmp_path):
     full = bench.bench(out, [(32, 64), (64, 64)], (1,), say=str, device=device, rounds=3)
     bench.bench(out, [(32, 64)], (1,), say=str, device=device, rounds=3)
     again = bench.bench(out, [(32, 64), (64, 64)], (1,), say=said.append, device=device, rounds=3, resume=True)
-    assert [r.key for r in again] == [r.key for r in full] == [r.key for r in bench.from_csv(out)]
+    assert [r.key for r in again] == [r.key for r in full] == [r.key for r in from_csv(out)]
     assert "1 of 2 shapes and numbers of rows are there already" in said
     assert not any(line.startswith("32 x 64") for line in said)
     assert any(line.startswith("[1/1] 64 x 64, M = 1: ") for line in said)
@@ -137,7 +137,7 @@ def test_the_fastest_recorded_variant_is_carried_over():
 
 
 def test_the_code_of_a_row_is_all_that_decides_its_time(tmp_path, monkeypatch):
-    """Python, CUDA, headers and launch configurations; an edit of another kernel changes nothing."""
+    """Python, CUDA, headers and launch configurations; an edit of another kernel, or of the file, changes nothing."""
     import shutil
 
     from repro import provenance
@@ -148,16 +148,21 @@ def test_the_code_of_a_row_is_all_that_decides_its_time(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     provenance._imports.cache_clear()
     mine, other = "w4-g128/fp16/wna16_gemv", "w8a8/bf16/w8a8_gemm"
-    before = bench.code(mine), bench.code(other)
-    (header,) = (tmp_path / "kernels").glob("*.cuh")
-    for file in (tmp_path / "kernels" / "wna16_gemv.cu", header, tmp_path / "repro" / "devices.py"):
+    before = bench.code(other)
+    headers = (tmp_path / "kernels").glob("*.cuh")
+    timer = [tmp_path / "repro" / f"{name}.py" for name in ("timing", "devices", "peers")]
+    for file in (tmp_path / "kernels" / "wna16_gemv.cu", *headers, *timer):
         was = bench.code(mine)
         file.write_text(file.read_text() + "\n")
         assert bench.code(mine) != was, file
+    was = bench.code(mine)
+    for name in ("repro/kernel_rows.py", "repro/bench.py", "kernels/w8a8_gemm.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
+    assert bench.code(mine) == was
     configs = tmp_path / "kernels" / "configs" / "nvidia-h200.json"
     was = bench.code(mine), bench.code(other)
     configs.write_text(configs.read_text().replace('"wna16_gemv": {', '"wna16_gemv": {"x": {},'))
-    assert bench.code(mine) != was[0] and bench.code(other) == was[1] and before[1] != was[1]
+    assert bench.code(mine) != was[0] and bench.code(other) == was[1] and before != was[1]
     provenance._imports.cache_clear()
 
 
@@ -166,84 +171,6 @@ def test_only_takes_words_and_always_the_library(device, tmp_path):
     assert {r.provider for r in rows} == {"torch.matmul", "mine"} | {r.provider for r in rows if r.N is None}
     with pytest.raises(UserError, match="unknown provider 'mein'"):
         bench.bench(tmp_path / "x.csv", only=["mein"], device=device)
-
-
-def good(**changes):
-    row = Row("w4-g128", "wna16_gemv", "fp16", 4096, 4096, 1, "cold", "ok", 4.2, 4.1, 4.3, 8912896, 3.86, 0.92)
-    row = dataclasses.replace(row, copy_fraction=0.5, relerr=2e-4, rounds=25, copies=23, **ORIGIN)
-    return dataclasses.replace(row, **changes)
-
-
-def written(path, *rows):
-    path.write_text(bench.to_csv(rows))
-    return path
-
-
-def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypatch):
-    results = tmp_path / "results"
-    monkeypatch.setattr(bench.accept, "__defaults__", (results,))
-    assert main(["accept", str(written(tmp_path / "a.csv", good(), good(M=4)))]) == 0
-    assert main(["accept", str(written(tmp_path / "b.csv", good(us=4.25, note="again")))]) == 0
-    assert "1 rows into" in capsys.readouterr().out
-    rows = bench.accepted(results)
-    assert [(r.M, r.us, r.note) for r in rows] == [(1, 4.25, "again"), (4, 4.2, "")]
-    assert (results / "nvidia-h200" / "kernels.csv").is_file()
-
-
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"us": 1.8, "p20": 1.7}, r"less than the 1\.86 us that 4\.8 TB/s of memory allows"),
-        ({"kernel": "bf16", "dtype": "bf16", "M": 4096, "bytes": 100, "us": 90.0, "p80": 90.0}, "990 T operations/s"),
-        ({"us": None}, "us is empty"),
-        ({"bytes": None}, "bytes is empty"),
-        ({"p20": 4.25}, "is not between its p20 and p80"),
-        ({"copies": 1}, "cold with 1 copy"),
-        ({"commit": "0123456789+"}, "commit the code, then measure"),
-        ({"commit": "unknown"}, "commit the code, then measure"),
-        ({"device": ""}, "device is empty"),
-        ({"date": ""}, "date is empty"),
-        ({"mode": "tepid"}, "unknown mode"),
-        ({"status": "wrong", "us": None, "note": "off by 3"}, "no measured row|its result is wrong"),
-    ],
-)
-def test_what_is_not_accepted(tmp_path, changes, said):
-    path = written(tmp_path / "a.csv", good(M=8), good(**changes))
-    with pytest.raises(UserError, match=said):
-        bench.accept(path, tmp_path / "results")
-    assert not (tmp_path / "results").exists()
-
-
-def test_a_peer_that_is_wrong_is_a_finding(tmp_path):
-    wrong = {"status": "wrong", "us": None, "note": "off by 1"}
-    bench.accept(written(tmp_path / "a.csv", good(), good(provider="gemlite", **wrong)), tmp_path / "results")
-    assert [r.status for r in bench.accepted(tmp_path / "results")] == ["wrong", "ok"]
-
-
-def test_given_twice_and_nothing_measured(tmp_path):
-    with pytest.raises(UserError, match="given twice"):
-        bench.accept(written(tmp_path / "a.csv", good(), good()), tmp_path)
-    with pytest.raises(UserError, match="no measured row"):
-        bench.accept(written(tmp_path / "a.csv", good(status="oom", us=None)), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "spoil, said",
-    [
-        (lambda text: text.replace("provider", "who", 1), "its columns differ"),
-        (lambda text: text[:-40], "cut short"),
-        (lambda text: text.replace("4.2,", "fast,", 1), "us is 'fast', not a number"),
-        (lambda text: text.replace("4.2,", "nan,", 1), "not finite"),
-        (lambda text: text.replace(",ok,", ",great,"), "unknown status 'great'"),
-        (lambda text: None, "no such file"),
-    ],
-)
-def test_a_damaged_file_is_a_sentence(tmp_path, spoil, said):
-    path = written(tmp_path / "a.csv", good())
-    text = spoil(path.read_text())
-    path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(UserError, match=said):
-        bench.from_csv(path)
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys):

@@ -6,10 +6,10 @@ import xml.etree.ElementTree
 
 import pytest
 
-from repro import bench, peers, speed
+from repro import bench, kernel_rows, peers, speed
 from repro.__main__ import main
-from repro.bench import Row
 from repro.errors import UserError
+from repro.kernel_rows import Row
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 SHAPES = [(2048, 2048), (4096, 4096), (8192, 8192)]
@@ -54,7 +54,7 @@ def rows():
 def results(tmp_path):
     path = tmp_path / "results" / "nvidia-h200" / "kernels.csv"
     path.parent.mkdir(parents=True)
-    path.write_text(bench.to_csv(rows()))
+    path.write_text(kernel_rows.to_csv(rows()))
     return tmp_path / "results"
 
 
@@ -170,6 +170,6 @@ def test_nothing_accepted_is_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((bench.ROOT / "docs").glob("*-bars.md")), ids=lambda path: path.stem)
 def test_the_published_bars_are_those_of_the_accepted_rows(path):
-    mine = [r for r in bench.accepted() if "-".join(r.device.lower().split()) == path.stem.removesuffix("-bars")]
+    mine = [r for r in kernel_rows.accepted() if kernel_rows.slug(r.device) == path.stem.removesuffix("-bars")]
     lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
     assert lines == [line for line in speed.table(mine).splitlines() if line.startswith("|")]

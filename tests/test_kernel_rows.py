@@ -1,0 +1,90 @@
+"""The file of kernel times: what may enter results/, and what is said of the rest."""
+
+import dataclasses
+
+import pytest
+
+from repro import kernel_rows
+from repro.__main__ import main
+from repro.errors import UserError
+from repro.kernel_rows import Row
+
+ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
+
+
+def good(**changes):
+    row = Row("w4-g128", "wna16_gemv", "fp16", 4096, 4096, 1, "cold", "ok", 4.2, 4.1, 4.3, 8912896, 3.86, 0.92)
+    row = dataclasses.replace(row, copy_fraction=0.5, relerr=2e-4, rounds=25, copies=23, **ORIGIN)
+    return dataclasses.replace(row, **changes)
+
+
+def written(path, *rows):
+    path.write_text(kernel_rows.to_csv(rows))
+    return path
+
+
+def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypatch):
+    results = tmp_path / "results"
+    monkeypatch.setattr(kernel_rows.accept, "__defaults__", (results,))
+    assert main(["accept", str(written(tmp_path / "a.csv", good(), good(M=4)))]) == 0
+    assert main(["accept", str(written(tmp_path / "b.csv", good(us=4.25, note="again")))]) == 0
+    assert "1 rows into" in capsys.readouterr().out
+    rows = kernel_rows.accepted(results)
+    assert [(r.M, r.us, r.note) for r in rows] == [(1, 4.25, "again"), (4, 4.2, "")]
+    assert (results / "nvidia-h200" / "kernels.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"us": 1.8, "p20": 1.7}, r"less than the 1\.86 us that 4\.8 TB/s of memory allows"),
+        ({"kernel": "bf16", "dtype": "bf16", "M": 4096, "bytes": 100, "us": 90.0, "p80": 90.0}, "990 T operations/s"),
+        ({"us": None}, "us is empty"),
+        ({"bytes": None}, "bytes is empty"),
+        ({"p20": 4.25}, "is not between its p20 and p80"),
+        ({"copies": 1}, "cold with 1 copy"),
+        ({"commit": "0123456789+"}, "commit the code, then measure"),
+        ({"commit": "unknown"}, "commit the code, then measure"),
+        ({"device": ""}, "device is empty"),
+        ({"date": ""}, "date is empty"),
+        ({"mode": "tepid"}, "unknown mode"),
+        ({"status": "wrong", "us": None, "note": "off by 3"}, "no measured row|its result is wrong"),
+    ],
+)
+def test_what_is_not_accepted(tmp_path, changes, said):
+    path = written(tmp_path / "a.csv", good(M=8), good(**changes))
+    with pytest.raises(UserError, match=said):
+        kernel_rows.accept(path, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_peer_that_is_wrong_is_a_finding(tmp_path):
+    wrong = {"status": "wrong", "us": None, "note": "off by 1"}
+    kernel_rows.accept(written(tmp_path / "a.csv", good(), good(provider="gemlite", **wrong)), tmp_path / "results")
+    assert [r.status for r in kernel_rows.accepted(tmp_path / "results")] == ["wrong", "ok"]
+
+
+def test_given_twice_and_nothing_measured(tmp_path):
+    with pytest.raises(UserError, match="given twice"):
+        kernel_rows.accept(written(tmp_path / "a.csv", good(), good()), tmp_path)
+    with pytest.raises(UserError, match="no measured row"):
+        kernel_rows.accept(written(tmp_path / "a.csv", good(status="oom", us=None)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda text: text.replace("provider", "who", 1), "its columns differ"),
+        (lambda text: text[:-40], "cut short"),
+        (lambda text: text.replace("4.2,", "fast,", 1), "us is 'fast', not a number"),
+        (lambda text: text.replace("4.2,", "nan,", 1), "not finite"),
+        (lambda text: text.replace(",ok,", ",great,"), "unknown status 'great'"),
+        (lambda text: None, "no such file"),
+    ],
+)
+def test_a_damaged_file_is_a_sentence(tmp_path, spoil, said):
+    path = written(tmp_path / "a.csv", good())
+    text = spoil(path.read_text())
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        kernel_rows.from_csv(path)
