@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_device import Fake
 
-from repro import bench, timing
+from repro import bench, kernel_rows, speed, timing
 from repro.__main__ import main
 from repro.errors import UserError
 from repro.kernel_rows import from_csv
@@ -101,6 +101,27 @@ def test_resume_measures_only_what_is_missing(device, tmp_path):
         bench.bench(tmp_path / "y.csv", [(32, 64)], (1,), say=str, device=device, rounds=3)
         bench.bench(tmp_path / "y.csv", [(32, 64)], **options)
         assert any(line.startswith("32 x 64") for line in said)
+
+
+def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(device, tmp_path, monkeypatch):
+    """Each with its own --shapes, accepted one after the other; ceilings are in each, and the last one's stay."""
+    results, shapes = tmp_path / "results", [(32, 64), (64, 64), (96, 64), (128, 64)]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(bench, "code", lambda label: "00000000")
+        bench.bench(tmp_path / "old.csv", shapes, (1, 4), say=str, device=device, rounds=3)
+    kernel_rows.accept(tmp_path / "old.csv", results)
+    old = kernel_rows.accepted(results)
+    again = dataclasses.replace(device, origin=ORIGIN | {"commit": "abcdef0123", "date": "2026-02-02"})
+    for i, shape in enumerate(shapes[:3]):
+        bench.bench(tmp_path / f"{i}.csv", [shape], (1, 4), say=str, device=again, rounds=3)
+    for i in (2, 0, 1):
+        kernel_rows.accept(tmp_path / f"{i}.csv", results)
+    rows = kernel_rows.accepted(results)
+    assert [row.key for row in rows] == [row.key for row in old] and len({row.key for row in rows}) == len(rows)
+    assert {row.commit for row in rows if (row.N, row.K) != shapes[3]} == {"abcdef0123"}
+    assert [row for row in rows if row.commit == ORIGIN["commit"]] == [row for row in old if row.N == 128]
+    kept = sum(row.status == "ok" for row in rows if row.N == 128)
+    assert kept == 5 and f"; {kept} of them are stale" in speed.source(rows)
 
 
 def test_everything_is_compiled_ahead_by_launching_it_once(monkeypatch):
