@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+FIXED_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -105,9 +106,14 @@ def _nvcc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> byt
 
 
 class Function:
-    """A kernel on one device. Call it with the grid's and the block's size and the arguments: tensors and ints."""
+    """A kernel on one device. Call it with the grid's and the block's size and the arguments: tensors and ints.
 
-    def __init__(self, cubin: bytes, name: str, index: int, shared_bytes: int) -> None:
+    `defines` are what it was compiled with, for the sentence of a ValueError; `load` says when there is one.
+    """
+
+    def __init__(
+        self, cubin: bytes, name: str, index: int, shared_bytes: int, defines: Mapping[str, int] | None = None
+    ) -> None:
         try:
             from cuda.bindings import driver
         except ImportError:
@@ -117,8 +123,13 @@ class Function:
         self._driver, self._index, self._shared = driver, index, shared_bytes
         self._module = _checked(driver.cuModuleLoadData(cubin))
         self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
-        attribute = driver.CUfunction_attribute(MAX_DYNAMIC_SHARED)
-        _checked(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+        fixed, dynamic = map(driver.CUfunction_attribute, (FIXED_SHARED, MAX_DYNAMIC_SHARED))
+        asked = shared_bytes + _checked(driver.cuFuncGetAttribute(fixed, self._function))
+        most = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+        if asked > most:
+            config = dict(defines or {})
+            raise ValueError(f"{name} with {config} takes {asked} bytes of shared memory, a block here has {most}")
+        _checked(driver.cuFuncSetAttribute(self._function, dynamic, shared_bytes))
 
     def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
         """Launch on torch's current stream of the kernel's device. Tensors become pointers, ints become C ints."""
@@ -158,6 +169,7 @@ def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device
 
     Raises:
         RuntimeError: no compiler here, the source does not compile, or the device refuses it.
+        ValueError: it takes more shared memory than a block of the device may have.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (path, name, tuple(defines.items()), index, shared_bytes)
@@ -166,5 +178,5 @@ def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             arch = f"sm_{major}{minor}" + "a" * (major == 9)  # with what only 9.0 has: wgmma
-            _LOADED[key] = Function(compile_cubin(path, defines, arch), name, index, shared_bytes)
+            _LOADED[key] = Function(compile_cubin(path, defines, arch), name, index, shared_bytes, defines)
     return _LOADED[key]

@@ -48,11 +48,7 @@ def runs(name: str) -> list[tuple[str, float]]:
                 try:
                     got = module.launch(*inputs, config=dict(config))
                 except ValueError:
-                    continue  # not for this shape
-                except RuntimeError as error_here:
-                    if "INVALID_VALUE" in str(error_here):
-                        continue  # more shared memory than a block has
-                    raise
+                    continue  # not for this shape, or not for this device
                 if name == "read_floor":
                     off = float(module.reference(inputs[0]) != module.reference(inputs[1]))
                 else:

@@ -1,6 +1,8 @@
 """The decode kernel: its arithmetic lane by lane, its operator on a CPU, its source for three architectures."""
 
 import itertools
+import sys
+from types import SimpleNamespace
 
 import cuda_on_cpu
 import pytest
@@ -232,6 +234,25 @@ def test_without_a_compiler_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setattr(nvrtc, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match="pip install cuda-core"):
         nvrtc.compile_cubin(kernel.SOURCE, {}, "sm_90")
+
+
+def test_more_shared_memory_than_a_block_has(monkeypatch):
+    """The source's own bytes count too, and the driver is not asked for what the device lacks."""
+    asked = []
+    driver = SimpleNamespace(
+        cuModuleLoadData=lambda cubin: (0, cubin),
+        cuModuleGetFunction=lambda module, name: (0, name),
+        CUfunction_attribute=int,
+        cuFuncGetAttribute=lambda attribute, function: (0, {nvrtc.FIXED_SHARED: 24}[attribute]),
+        cuFuncSetAttribute=lambda function, attribute, value: asked.append((attribute, value)) or (0,),
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    device = SimpleNamespace(shared_memory_per_block_optin=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    nvrtc.Function(b"", "gemv", 0, 976, {"WARPS": 4})
+    with pytest.raises(ValueError, match=r"gemv with {'WARPS': 4} takes 1001 bytes .* a block here has 1000"):
+        nvrtc.Function(b"", "gemv", 0, 977, {"WARPS": 4})
+    assert asked == [(nvrtc.MAX_DYNAMIC_SHARED, 976)]
 
 
 @pytest.mark.gpu
