@@ -148,8 +148,6 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         UserError: schema, a row given twice, a missing origin, uncommitted code, a wrong result of ours, or a time
             that the device cannot have.
     """
-    from repro.kernel_list import KERNELS
-
     rows = from_csv(path)
     if not any(row.status == "ok" for row in rows):
         raise UserError(f"{path}: no measured row to accept")
@@ -165,8 +163,11 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
                 raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
         if row.commit == "unknown" or row.commit.endswith("+"):
             raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
-        if row.status == "wrong" and row.provider in KERNELS:  # a peer's is a finding
-            raise UserError(f"{where}: its result is wrong ({row.note}); mend it or leave it out with --only")
+        if wrong_of_ours(row):
+            raise UserError(
+                f"{where}: its result is wrong ({row.note}); mend it, measure it again with --resume, or leave it out "
+                "with --only"
+            )
         if row.status in ("ok", "bridged"):
             _check(row, where)
         by_file.setdefault(results / slug(row.device) / "kernels.csv", []).append(row)
@@ -178,6 +179,13 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     for file, content in merged.items():
         write_text(file, to_csv(content))
     return {str(file): len(by_file[file]) for file in by_file}
+
+
+def wrong_of_ours(row: Row) -> bool:
+    """Whether a kernel of this project gave a wrong result, which is not accepted; a peer's is a finding."""
+    from repro.kernel_list import KERNELS
+
+    return row.status == "wrong" and row.provider in KERNELS
 
 
 def _check(row: Row, where: str) -> None:

@@ -103,6 +103,17 @@ def test_resume_measures_only_what_is_missing(device, tmp_path):
         assert any(line.startswith("32 x 64") for line in said)
 
 
+def test_resume_measures_again_where_a_kernel_of_ours_was_wrong(device, tmp_path, monkeypatch):
+    out, said = tmp_path / "x.csv", []
+    bench.bench(out, [(32, 64), (64, 64)], (1,), say=str, device=device, rounds=3)
+    rows = [dataclasses.replace(r, status="wrong") if r.provider == "mine" and r.N == 64 else r for r in from_csv(out)]
+    out.write_text(kernel_rows.to_csv(rows))
+    monkeypatch.setattr("repro.kernel_list.KERNELS", ("mine",))
+    bench.bench(out, [(32, 64), (64, 64)], (1,), say=said.append, device=device, rounds=3, resume=True)
+    assert "1 of 2 shapes and numbers of rows are there already" in said  # the peer called wrong is no reason
+    assert {r.status for r in from_csv(out) if r.provider == "mine"} == {"ok"}
+
+
 def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(device, tmp_path, monkeypatch):
     """Each with its own --shapes, accepted one after the other; ceilings are in each, and the last one's stay."""
     results, shapes = tmp_path / "results", [(32, 64), (64, 64), (96, 64), (128, 64)]

@@ -48,7 +48,6 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
         ({"device": ""}, "device is empty"),
         ({"date": ""}, "date is empty"),
         ({"mode": "tepid"}, "unknown mode"),
-        ({"status": "wrong", "us": None, "note": "off by 3"}, "no measured row|its result is wrong"),
     ],
 )
 def test_what_is_not_accepted(tmp_path, changes, said):
@@ -56,6 +55,15 @@ def test_what_is_not_accepted(tmp_path, changes, said):
     with pytest.raises(UserError, match=said):
         kernel_rows.accept(path, tmp_path / "results")
     assert not (tmp_path / "results").exists()
+
+
+def test_a_kernel_of_ours_that_is_wrong_is_refused(tmp_path, capsys, monkeypatch):
+    """With the whole file, whatever else is right in it; nothing of it enters."""
+    monkeypatch.setattr(kernel_rows.accept, "__defaults__", (tmp_path / "results",))
+    path = written(tmp_path / "a.csv", good(M=8), good(status="wrong", us=None, note="off by 3"))
+    assert main(["accept", str(path)]) == 2
+    said = "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold: its result is wrong (off by 3); mend it"
+    assert said in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 def test_a_peer_that_is_wrong_is_a_finding(tmp_path):
