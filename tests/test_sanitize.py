@@ -1,0 +1,102 @@
+"""`.ci/sanitize` with a compute-sanitizer that says what it is told: what went wrong is there, with its reason."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+
+from repro.files import ROOT
+
+PYTHON = """#!/bin/bash
+case "$*" in
+*get_device_name*) {facts} ;;
+esac
+"""
+SANITIZER = """#!/bin/bash
+[ "$1" = --version ] && {{ echo "Version 2025.3.1.0 (build 1)"; exit; }}
+echo "========= COMPUTE-SANITIZER"
+kernel="${{@: -1}}"
+case "$2-$kernel" in
+{cases}
+*) echo "$kernel: 3 runs, worst error 1.0e-04"; echo "========= ERROR SUMMARY: 0 errors" ;;
+esac
+"""
+ASKED = """exec {python} -c "import torch; torch.cuda.get_device_name = lambda: 'NVIDIA Fake'; $2\""""
+SAID = "printf '%s\\n' 'NVIDIA Fake' nvidia-fake 0123456789 'read_floor dequantize'"  # as that does, at once
+BARRIER = """echo "========= Barrier error detected. Divergent thread(s) in block, of 4"
+for i in $(seq 30); do echo "=========     at line $i"; done
+echo "========= Barrier error detected again"
+echo "========= ERROR SUMMARY: 320 errors"
+echo "========= ERROR SUMMARY: 220 errors were not printed. Use --print-limit option"
+exit 1"""
+RACES = """echo "========= Warning: Race reported between Write and Read"
+echo "$kernel: 3 runs, worst error 1.0e-04"
+echo "========= RACECHECK SUMMARY: 4 hazards displayed (0 errors, 4 warnings)\""""
+CRASH = """echo "Traceback (most recent call last):"; echo "RuntimeError: no, it cannot"
+echo "========= Target application returned an error"; echo "========= ERROR SUMMARY: 0 errors"; exit 1"""
+OFF = """echo "$kernel x: off by 2"; echo "$kernel: 3 runs, worst error 2.0e+00"
+echo "========= ERROR SUMMARY: 0 errors"; exit 1"""
+
+
+@pytest.fixture
+def sanitize(tmp_path):
+    """Runs it with cases of `tool-kernel`, gives its process and its lines by tool and kernel."""
+
+    def run(cases, *words, facts=SAID, **environment):
+        text = "\n".join(f"{name}) {script} ;;" for name, script in cases.items())
+        files = {"python": PYTHON.format(facts=facts), "compute-sanitizer": SANITIZER.format(cases=text)}
+        for name, content in files.items():
+            (tmp_path / name).write_text(content)
+            (tmp_path / name).chmod(0o755)
+        out = tmp_path / "folder" / "out.csv"
+        environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"), "JOBS": "8"}
+        environment |= {"REPRO_COMMIT": "0123456789", "REPRO_DATE": "2026-01-01"}
+        command = [ROOT / ".ci" / "sanitize", out, *words]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        lines = list(csv.DictReader(out.open())) if out.exists() else []
+        return done, {(line["tool"], line["kernel"]): line for line in lines}
+
+    return run
+
+
+def test_what_is_clean(sanitize):
+    from repro.kernel_list import DISPATCHERS, KERNELS
+
+    done, lines = sanitize({"racecheck-w8a8_gemv": RACES}, facts=ASKED.format(python=sys.executable))
+    assert done.returncode == 0, done.stderr
+    tools = ("memcheck", "racecheck", "synccheck")
+    assert set(lines) == {(tool, kernel) for tool in tools for kernel in set(KERNELS) - set(DISPATCHERS)}
+    assert all((line["runs"], line["errors"], line["reason"]) == ("3", "0", "") for line in lines.values())
+    line = lines["racecheck", "w8a8_gemv"]
+    assert [line[name] for name in ("warnings", "version", "device", "commit", "date")] == [
+        "4", "2025.3.1.0", "NVIDIA Fake", "0123456789", "2026-01-01"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script, runs, errors, reason",
+    [
+        (BARRIER, "0", "320", "exit status 1: Barrier error detected. Divergent thread(s) in block; of 4"),
+        (CRASH, "0", "0", "exit status 1: RuntimeError: no; it cannot"),
+        (OFF, "3", "0", "exit status 1: dequantize: 3 runs; worst error 2.0e+00"),
+        ("kill -9 $$", "0", "unknown", "exit status 137: "),
+        ("sleep 9", "0", "unknown", "exit status 124: "),
+        ('echo "========= ERROR SUMMARY: 0 errors"', "0", "0", "exit status 0: "),
+    ],
+    ids=["barrier", "crash", "wrong", "killed", "hangs", "nothing-ran"],
+)
+def test_what_is_not(sanitize, script, runs, errors, reason):
+    done, lines = sanitize({"synccheck-dequantize": script}, "dequantize", "read_floor", TOOLS="synccheck", LIMIT="2")
+    assert done.returncode == 1 and set(lines) == {("synccheck", "dequantize"), ("synccheck", "read_floor")}
+    line = lines["synccheck", "dequantize"]
+    assert (line["runs"], line["errors"], line["reason"]) == (runs, errors, reason)
+    assert lines["synccheck", "read_floor"]["reason"] == ""
+    if script is BARRIER:
+        assert "at line 14" in done.stderr and "at line 15" not in done.stderr
+
+
+def test_an_unknown_kernel_is_a_sentence(sanitize):
+    done, lines = sanitize({}, "dequantise")
+    assert done.returncode == 2 and "unknown kernel 'dequantise'; there is read_floor" in done.stderr and not lines
