@@ -92,6 +92,11 @@ def linear_way(layer: Layer, count: int) -> str:
     return "by " + load("linear").path_of(count, layer.rows, layer.columns, layer.device)
 
 
+def w8a8_way(layer: Layer, count: int) -> str:
+    """Which kernel the dispatcher picks, as the note of a row."""
+    return "by " + load("w8a8").path(torch.empty(count, layer.columns, device="meta"), layer.int8()[0])
+
+
 def int8_product(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
     """(x_q w_q^T) s_x s_w in float32 `[M, N]`; float64 holds every integer sum exactly."""
     return ((x_q.double() @ w_q.double().T) * s_x.double()[:, None] * s_w.double()).float()
@@ -130,7 +135,8 @@ OURS = {
         _provider("wna16_gemv", "w8-pc", _gemv(8, 0, True, "fp16"), "fp16", most=16),
         _provider("w8a8_gemv", "w8a8", _w8a8("w8a8_gemv", "fp16"), "fp16", most=8),
         _provider("w8a8_gemm", "w8a8", _w8a8("w8a8_gemm", "bf16"), "bf16", least=16, hot=("x_q", "s_x")),
-        _provider("w8a8", "w8a8", _w8a8("w8a8", "bf16"), "bf16", least=16),
+        # Of few tokens this is the decode kernel in bf16; its own rows are of fp16.
+        _provider("w8a8", "w8a8", _w8a8("w8a8", "bf16"), "bf16", note=w8a8_way),
         *(_provider("linear", "w4-g128", _linear(d), d, least=2, note=linear_way) for d in DTYPES),
     )
 }

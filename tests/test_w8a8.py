@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from repro import kernel_list  # noqa: E402
 from repro.kernels import nvrtc, quantize_activation, w8a8, w8a8_gemm, w8a8_gemv  # noqa: E402
 from repro.kernels.launch_config import FOLDER  # noqa: E402
+from repro.peers import Layer  # noqa: E402
 
 SMALL = [case for case in w8a8_gemv.CASES if case["N"] * case["K"] < 1 << 22]
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -217,6 +219,14 @@ def test_which_shapes_the_decode_kernel_takes(monkeypatch):
     x, w_q, s_w = w8a8_gemv.make_inputs({"M": 2, "N": 8, "K": 64, "dtype": "float16", "seed": 0})
     with pytest.raises(ValueError, match="is not for x"):
         w8a8_gemv.launch(x, w_q, s_w, w8a8_gemv.STREAMED[1])  # a cluster
+
+
+def test_bench_times_the_dispatcher_at_any_number_of_tokens_and_no_kernel_twice():
+    layer = Layer(48, 256, device="cpu")
+    assert [kernel_list.w8a8_way(layer, m) for m in (1, 8, 9)] == ["by decode", "by decode", "by gemm"]
+    assert kernel_list.w8a8_way(Layer(48, 250, device="cpu"), 1) == "by gemm"
+    ours = [p for p in kernel_list.OURS.values() if p.format == "w8a8" and p.takes(1)]
+    assert {(p.name, p.dtype) for p in ours} == {("w8a8_gemv", "fp16"), ("w8a8", "bf16")}
 
 
 @pytest.mark.parametrize("k", [3, 2048, 11008, 28672])
