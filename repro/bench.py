@@ -76,8 +76,8 @@ def bench(
     for word in only:
         if not any(word in label for label in device.providers):
             raise unknown("provider", word, device.providers)
-    library, about = f"bf16/bf16/{peers.LIBRARY}", device.origin
-    chosen = {n: p for n, p in device.providers.items() if not only or n == library or any(w in n for w in only)}
+    about, asked = device.origin, [*only, peers.LIBRARY_LABEL]
+    chosen = {n: p for n, p in device.providers.items() if not only or any(word in n for word in asked)}
     old = [row for row in from_csv(out) if row.origin == about] if resume and Path(out).exists() else []
     rows: list[Row] = []
     for name, provider in list(chosen.items()):
@@ -138,7 +138,7 @@ def _first_launches(label: str, n: int, k: int, counts: Sequence[int]) -> None:
     provider, layer, task = {**peers.PEERS, **OURS}[label], peers.Layer(n, k), None
     for m in counts:
         if provider.takes(m):
-            with contextlib.suppress(RuntimeError, ValueError, NotImplementedError, AssertionError):
+            with contextlib.suppress(Exception):
                 task = provider.task(layer, m)
                 task.launch(**task.inputs)
                 torch.cuda.synchronize()
@@ -169,8 +169,8 @@ class _Run:
             if provider.takes(m):
                 try:
                     tasks.append(provider.task(layer, m))
-                except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
-                    unable[name] = error
+                except Exception as error:
+                    unable[name] = timing.bare(error)
         for mode in modes:
             failed, where = dict(unable), f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
             device = self.device

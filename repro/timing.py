@@ -177,15 +177,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||, in float32 (float64 on the CPU); infinite where shapes differ, NaN for NaN."""
-    if got.shape != want.shape:
-        return math.inf
-    kind = torch.float64 if want.device.type == "cpu" else torch.float32
-    got, want = got.to(kind), want.to(kind)
-    return float((got - want).norm() / want.norm())
-
-
 def poison(outputs: Any) -> None:  # noqa: ANN401
     """Overwrite outputs with NaN, or with the least integer: what nobody writes cannot pass for a result."""
     for tensor in tensors(outputs):
@@ -209,6 +200,15 @@ def check_inputs(task: Task) -> None:
             raise Unsound(f"{task.name}: input {name} {list(tensor.shape)} is all zeros; time random inputs")
         if (name in task.hot or size(tensor) == widest) and bool((flat == flat.flatten()[0]).all()):
             raise Unsound(f"{task.name}: input {name} {list(tensor.shape)} holds one value only; time random inputs")
+
+
+def bare(error: Exception) -> Exception:
+    """The exception without the frames that it came through.
+
+    They hold tensors and graphs, and who keeps the exception: a cycle, which only garbage collection would free.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 # ---- a task that is ready to be timed
@@ -310,8 +310,8 @@ class Run:
 
     def check_unchanged(self) -> None:
         """Raise `Unsound` if a launch wrote to its inputs."""
-        last = (self.variants[i] for i in range(len(self.variants)))
-        if not any(all(torch.equal(_bits(a), _bits(b)) for a, b in zip(tensors(self.hot), v)) for v in last):
+        hot = tensors(self.hot)
+        if not any(all(torch.equal(_bits(a), _bits(b)) for a, b in zip(hot, one)) for one in self.variants):
             raise Unsound(f"{self.task.name}: a launch changed its activations")
         for one in self.cold:
             if not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(tensors(one), self.pristine)):
@@ -357,13 +357,13 @@ def measure(
         rounds: timed rounds of each task, after `WARMUP`.
         floor: makes the task that reads so many bytes; None leaves `floor_us` empty.
         joule_seconds: how long each task runs once more, at least, for its energy; 0 leaves it out.
-        failures: takes the exception of a task that fails, by name, instead of raising it.
+        failures: takes the exception of a task that fails, by name and without its frames, instead of raising it.
 
     Returns:
         A timing for each task that is sound, in order.
 
     Raises:
-        Unsound: see the top of this file; not when `failures` is given.
+        Unsound: see the top of this file; when `failures` is given, only of a floor.
     """
     if mode not in (COLD, WARM):
         raise ValueError(f"mode is {mode!r}, expected {COLD!r} or {WARM!r}")
@@ -375,11 +375,10 @@ def measure(
     def guarded(run: Run | Task, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         try:
             return work()
-        except (Unsound, RuntimeError, ValueError, NotImplementedError) as error:
-            name = run.name if isinstance(run, Task) else run.task.name
-            if failures is None:
+        except Exception as error:
+            if failures is None or run in floors.values():
                 raise
-            failures[name] = error
+            failures[run.name if isinstance(run, Task) else run.task.name] = bare(error)
             if run in runs:
                 runs.remove(run)
             return None

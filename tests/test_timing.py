@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import gc
-import math
 import statistics
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -387,6 +387,41 @@ def test_a_failure_among_peers_is_noted_and_the_others_are_timed():
     assert [f.name for f in found] == ["good"] and isinstance(failures["bad"], Unsound)
 
 
+def test_whatever_a_task_raises_is_noted_and_keeps_nothing_alive(monkeypatch):
+    """Frames of its traceback would hold the copies and graphs of everybody, in a cycle."""
+    fake, failures, alive = Fake(), {}, weakref.WeakSet()
+
+    class Watched(Run):
+        def __init__(self, *arguments):
+            alive.add(self)
+            super().__init__(*arguments)
+
+    def breaks(error):
+        def launch(x, weight):
+            raise error("no")
+
+        return launch
+
+    monkeypatch.setattr(timing, "Run", Watched)
+    gc.disable()
+    try:
+        bad = {"a": breaks(RuntimeError), "b": breaks(KeyError), "c": kernel(fake, rows=3)}
+        tasks = [task(launch, name) for name, launch in bad.items()]
+        assert [found.name for found in measure([*tasks, task(kernel(fake))], fake, failures=failures)] == ["gemv"]
+        assert not alive
+    finally:
+        gc.enable()
+    assert {name: type(error) for name, error in failures.items()} == {"a": Unsound, "b": KeyError, "c": Unsound}
+    assert str(failures["a"]) == "a: cannot be captured: no"
+
+
+def test_a_floor_that_is_unsound_is_nobody_else_s_failure():
+    fake, failures = Fake(), {}
+    with pytest.raises(Unsound, match="^floor: "):
+        measure([task(kernel(fake))], fake, floor=lambda n: task(kernel(fake, rows=3), "floor"), failures=failures)
+    assert not failures
+
+
 def test_misuse():
     fake = Fake()
     with pytest.raises(ValueError, match="'cold' or 'warm'"):
@@ -420,15 +455,6 @@ def test_the_processor_itself():
     assert found.us > 0 and found.copies == 1 and found.clock_mhz is None
     with pytest.raises(Unsound):
         measure([task(cached(None))], timing.Cpu(), WARM, rounds=5)
-
-
-def test_relative_error():
-    want = torch.tensor([3.0, 4.0])
-    assert timing.relative_error(want, want) == 0
-    assert timing.relative_error(torch.tensor([3.0, 5.0]), want) == pytest.approx(0.2)
-    assert math.isinf(timing.relative_error(want[:1], want)) and math.isnan(
-        timing.relative_error(want * math.nan, want)
-    )
 
 
 def test_samples_are_in_microseconds_a_launch():
