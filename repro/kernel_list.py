@@ -122,7 +122,7 @@ def _w8a8(name: str, dtype: str) -> Callable[[Layer, int], tuple]:
 
 def _provider(name: str, form: str, prepare: Callable, dtype: str, **more: Any) -> Provider:  # noqa: ANN401
     tolerance = {"fp16": 1e-3, "bf16": 4e-3}[dtype]
-    return Provider(name, form, cannot_run(name), prepare, tolerance=tolerance, dtype=dtype, pinned="", **more)
+    return Provider(name, form, cannot_run(name), prepare, tolerance=tolerance, dtype=dtype, **more)
 
 
 OURS = {

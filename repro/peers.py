@@ -31,6 +31,7 @@ GEMLITE = "0.6.0.post2"  # the release behind the recorded rows
 GEMLITE_CONFIGS = ROOT / "results" / "{device}" / "gemlite.json"  # what its own tuner found on a device
 RECORDED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv"
 LIBRARY = "torch.matmul"  # the library kernel that every run has: bridges and regression checks stand on it
+LIBRARY_LABEL = f"bf16/bf16/{LIBRARY}"
 
 
 # ---- what is multiplied
@@ -124,7 +125,6 @@ class Provider:
             weight that it really holds or a function of the inputs), and the launch.
         least, most: numbers of activation rows that it takes, or is worth asking for.
         tolerance: relative error that its arithmetic and its output type allow.
-        pinned: the release that is compared.
         dtype: of activations and output.
         hot: names of the inputs that are in cache when a model calls it.
         alone: its first launch tunes itself by the clock, so nothing else may run beside it.
@@ -138,7 +138,6 @@ class Provider:
     least: int = 1
     most: int = 1 << 20
     tolerance: float = 6e-3
-    pinned: str = "torch"
     dtype: str = "bf16"
     hot: tuple[str, ...] = ("x",)
     alone: bool = False
@@ -182,11 +181,8 @@ def needs_cuda(device: str, capability: tuple[int, int] = (8, 0)) -> str | None:
 def _matmul(dtype: torch.dtype) -> Callable[[Layer, int], tuple]:
     def prepare(layer: Layer, count: int) -> tuple:
         weight = layer.once(dtype, lambda: layer.weight.to(dtype))
-        return (
-            {"x": layer.activations(count, dtype), "weight": weight},
-            lambda x, weight: F.linear(x, weight),
-            (lambda x, weight: x.float() @ weight.float().T),
-        )
+        inputs = {"x": layer.activations(count, dtype), "weight": weight}
+        return inputs, lambda x, weight: F.linear(x, weight), against(weight)
 
     return prepare
 
@@ -321,7 +317,7 @@ def _gemlite(bits: int, group: int, most: int) -> Provider:
             raise ValueError("no configuration of GemLite is recorded here; python -m repro tune gemlite finds one")
         return gemlite_task(bits, group, layer, count)
 
-    more = {"note": partial(gemlite_configuration, bits, group), "pinned": f"gemlite=={GEMLITE}", "dtype": "fp16"}
+    more = {"note": partial(gemlite_configuration, bits, group), "dtype": "fp16"}
     return Provider("gemlite", f"w{bits}-g{group}", no_gemlite, prepare, most=most, **more)
 
 
@@ -412,8 +408,8 @@ def bridge(
 
 def library_times(timings: Iterable[Timing]) -> dict[tuple[int, int, int, str], float]:
     """The bf16 matmul of a run by (N, K, M, mode), as `bridge` wants it."""
-    label = PEERS[f"bf16/bf16/{LIBRARY}"].label
-    return {(t.facts["N"], t.facts["K"], t.facts["M"], t.mode): t.us for t in timings if t.name == label}
+    mine = [t for t in timings if t.name == LIBRARY_LABEL]
+    return {(t.facts["N"], t.facts["K"], t.facts["M"], t.mode): t.us for t in mine}
 
 
 def shapes(mode: str = COLD) -> list[tuple[int, int]]:

@@ -56,10 +56,6 @@ class Run:
             raise UserError(f"{self.path} and {other.path}: no time of {LIBRARY[2]} in common")
         return statistics.median(steps)
 
-    def has_library(self) -> bool:
-        """Whether the run has any library time."""
-        return any(k[:3] == LIBRARY for k in self.cells)
-
 
 @dataclass(frozen=True)
 class Change:
@@ -108,10 +104,9 @@ def load(path: Path) -> Run:
         raise UserError(f"{path}: no kernel with a read floor in it; run pytest kernels --benchmark-only on a GPU")
     if len(devices) > 1:
         raise UserError(f"{path}: measured on {', '.join(sorted(devices))}; one run is one device")
-    run = Run(Path(path), devices.pop(), cells)
-    if not run.has_library():
+    if not any(key[:3] == LIBRARY for key in cells):
         raise UserError(f"{path}: no time of {LIBRARY[2]} in {LIBRARY[1]} in it; a run needs that reference")
-    return run
+    return Run(Path(path), devices.pop(), cells)
 
 
 def say(key: Key) -> str:

@@ -270,7 +270,6 @@ SERIES = (  # of the roofline: name, format, providers, ours
     ("GemLite W4", "w4-g128", ("gemlite",), False),
     ("GemLite W2", "w2-g64", ("gemlite",), False),
 )
-CEILINGS = {"bf16": "bf16/bf16/torch.matmul", "int8": "int8/int32/torch._int_mm", "fp8": "fp8/bf16/torch._scaled_mm"}
 
 
 def speedups(rows: Sequence[Row], m: int) -> tuple[dict[str, dict[str, float]], set[tuple[str, str]]]:
@@ -301,10 +300,9 @@ def ceilings(rows: Sequence[Row]) -> tuple[float, dict[str, float]]:
     peaks = kernel_rows.PEAKS.get(device, {})
     read = [row.bytes / row.us * 1e6 for row in rows if row.kernel == "read_floor" and row.us]
     work = {
-        kind: 2 * row.N * row.K * row.M / row.us * 1e6
-        for kind, label in CEILINGS.items()
+        row.kernel: 2 * row.N * row.K * row.M / row.us * 1e6
         for row in rows
-        if row.label == label and row.us and row.M == bench.LARGE
+        if row.label in bench.CEILINGS and row.us and row.M == bench.LARGE
     }
     return max(read, default=peaks.get("memory", 0.0)), work or {"bf16": peaks.get("bf16", 0.0)}
 

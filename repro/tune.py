@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from repro.errors import UserError
 from repro.files import ROOT, write_text
-from repro.timing import COLD, Backend, Task, Timing, measure
+from repro.timing import COLD, Backend, Cuda, Task, Timing, measure
 
 CONFIGS = ROOT / "kernels" / "configs"
 TIE = 0.01  # within so much of the fastest, the configuration that comes first in SPACE wins: no churn from noise
@@ -148,7 +150,7 @@ def gemlite(
 
 
 def tune(kernel: str, say: Callable[[str], None] = print, configs: Path = CONFIGS) -> Path:
-    """Sweep a kernel on this machine's GPU and record what is fastest.
+    """Sweep a kernel on this machine's GPU and record what is fastest; `gemlite`: let the peer tune itself.
 
     Returns:
         The file that was written.
@@ -156,10 +158,7 @@ def tune(kernel: str, say: Callable[[str], None] = print, configs: Path = CONFIG
     Raises:
         UserError: no such kernel, one that is launched in one way only, no CUDA device, or one that it cannot run on.
     """
-    import torch
-
     from repro.kernel_list import TUNABLE, load
-    from repro.timing import Cuda
 
     if kernel == "gemlite":
         from repro.bench import COUNTS
