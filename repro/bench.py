@@ -22,7 +22,7 @@ from repro import peers, provenance, timing
 from repro.errors import UserError, unknown
 from repro.files import ROOT, sha256, short_hash, write_text
 from repro.kernel_list import KERNELS, OURS
-from repro.kernel_rows import Row, from_csv, to_csv, wrong_of_ours
+from repro.kernel_rows import Row, broken_of_ours, from_csv, to_csv
 from repro.record import RESULTS
 
 COUNTS = (1, 4, 8, 16, 64, 256, 512, 1024, 2048)  # the last three: prefill, of those that are made for it
@@ -64,7 +64,7 @@ def bench(
         rounds: timed rounds of each.
         joule_seconds: how long each runs once more, at least, for its energy; 0 leaves energy out.
         resume: what `out` has already, from the same commit and environment, is not measured again, but for the places
-            where a kernel of this project was wrong.
+            where a kernel of this project failed or was wrong.
         workers: processes that compile everything beforehand, side by side; 0: kernels are compiled when they are met.
         say: takes a line a measurement.
         device: where; this machine's GPU when not given.
@@ -97,7 +97,7 @@ def bench(
             wanted = {(name, mode) for name, p in chosen.items() if p.takes(m) for mode in modes}
             done = [row for row in old if (row.N, row.K, row.M) == (n, k, m)]
             todo.append((n, k, m))
-            if wanted <= {(row.label, row.mode) for row in done if not wrong_of_ours(row)}:
+            if wanted <= {(row.label, row.mode) for row in done if not broken_of_ours(row)}:
                 rows += done
                 there.add((n, k, m))
     if there:

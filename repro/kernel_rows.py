@@ -145,8 +145,8 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         Number of rows by file that was written.
 
     Raises:
-        UserError: schema, a row given twice, a missing origin, uncommitted code, a wrong result of ours, or a time
-            that the device cannot have.
+        UserError: schema, a row given twice, a missing origin, uncommitted code, a failure or wrong result of ours, or
+            a time that the device cannot have.
     """
     rows = from_csv(path)
     if not any(row.status == "ok" for row in rows):
@@ -163,11 +163,10 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
                 raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
         if row.commit == "unknown" or row.commit.endswith("+"):
             raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
-        if wrong_of_ours(row):
-            raise UserError(
-                f"{where}: its result is wrong ({row.note}); mend it, measure it again with --resume, or leave it out "
-                "with --only"
-            )
+        if broken_of_ours(row):
+            what = "its result is wrong" if row.status == "wrong" else "it failed"
+            how = "mend it, measure it again with --resume, or leave it out with --only"
+            raise UserError(f"{where}: {what} ({row.note}); {how}")
         if row.status in ("ok", "bridged"):
             _check(row, where)
         by_file.setdefault(results / slug(row.device) / "kernels.csv", []).append(row)
@@ -181,11 +180,11 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     return {str(file): len(by_file[file]) for file in by_file}
 
 
-def wrong_of_ours(row: Row) -> bool:
-    """Whether a kernel of this project gave a wrong result, which is not accepted; a peer's is a finding."""
+def broken_of_ours(row: Row) -> bool:
+    """Whether a kernel of this project failed or was wrong, which is not accepted; of a peer it is a finding."""
     from repro.kernel_list import KERNELS
 
-    return row.status == "wrong" and row.provider in KERNELS
+    return row.status in ("wrong", "failed") and row.provider in KERNELS
 
 
 def _check(row: Row, where: str) -> None:

@@ -262,7 +262,8 @@ class Run:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise Unsound(f"{self.task.name}: cannot be captured: {str(error).splitlines()[0]}") from None
+            first = str(error).partition("\n")[0]
+            raise RuntimeError(f"{self.task.name}: cannot be captured: {first}") from None
 
     def _turns(self, seconds: float) -> int:
         """How often a graph goes through the copies, of which once takes so long, to last long enough."""

@@ -103,10 +103,11 @@ def test_resume_measures_only_what_is_missing(device, tmp_path):
         assert any(line.startswith("32 x 64") for line in said)
 
 
-def test_resume_measures_again_where_a_kernel_of_ours_was_wrong(device, tmp_path, monkeypatch):
+@pytest.mark.parametrize("status", ["wrong", "failed"])
+def test_resume_measures_again_where_a_kernel_of_ours_was_wrong_or_failed(device, tmp_path, monkeypatch, status):
     out, said = tmp_path / "x.csv", []
     bench.bench(out, [(32, 64), (64, 64)], (1,), say=str, device=device, rounds=3)
-    rows = [dataclasses.replace(r, status="wrong") if r.provider == "mine" and r.N == 64 else r for r in from_csv(out)]
+    rows = [dataclasses.replace(r, status=status) if r.provider == "mine" and r.N == 64 else r for r in from_csv(out)]
     out.write_text(kernel_rows.to_csv(rows))
     monkeypatch.setattr("repro.kernel_list.KERNELS", ("mine",))
     bench.bench(out, [(32, 64), (64, 64)], (1,), say=said.append, device=device, rounds=3, resume=True)

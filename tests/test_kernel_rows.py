@@ -57,19 +57,22 @@ def test_what_is_not_accepted(tmp_path, changes, said):
     assert not (tmp_path / "results").exists()
 
 
-def test_a_kernel_of_ours_that_is_wrong_is_refused(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("status, what", [("wrong", "its result is wrong"), ("failed", "it failed")])
+def test_a_kernel_of_ours_that_is_wrong_or_failed_is_refused(tmp_path, capsys, monkeypatch, status, what):
     """With the whole file, whatever else is right in it; nothing of it enters."""
     monkeypatch.setattr(kernel_rows.accept, "__defaults__", (tmp_path / "results",))
-    path = written(tmp_path / "a.csv", good(M=8), good(status="wrong", us=None, note="off by 3"))
+    path = written(tmp_path / "a.csv", good(M=8), good(status=status, us=None, note="off by 3"))
     assert main(["accept", str(path)]) == 2
-    said = "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold: its result is wrong (off by 3); mend it"
+    said = "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold: "
+    said += f"{what} (off by 3); mend it, measure it again with --resume, or leave it out with --only"
     assert said in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
-def test_a_peer_that_is_wrong_is_a_finding(tmp_path):
-    wrong = {"status": "wrong", "us": None, "note": "off by 1"}
+@pytest.mark.parametrize("status", ["wrong", "failed"])
+def test_a_peer_that_is_wrong_or_failed_is_a_finding(tmp_path, status):
+    wrong = {"status": status, "us": None, "note": "off by 1"}
     kernel_rows.accept(written(tmp_path / "a.csv", good(), good(provider="gemlite", **wrong)), tmp_path / "results")
-    assert [r.status for r in kernel_rows.accepted(tmp_path / "results")] == ["wrong", "ok"]
+    assert [r.status for r in kernel_rows.accepted(tmp_path / "results")] == [status, "ok"]
 
 
 def test_given_twice_and_nothing_measured(tmp_path):

@@ -411,7 +411,7 @@ def test_whatever_a_task_raises_is_noted_and_keeps_nothing_alive(monkeypatch):
         assert not alive
     finally:
         gc.enable()
-    assert {name: type(error) for name, error in failures.items()} == {"a": Unsound, "b": KeyError, "c": Unsound}
+    assert {name: type(error) for name, error in failures.items()} == {"a": RuntimeError, "b": KeyError, "c": Unsound}
     assert str(failures["a"]) == "a: cannot be captured: no"
 
 
