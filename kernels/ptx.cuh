@@ -68,46 +68,24 @@ INLINE u32 transpose(u32 pair) { // 8 x 8 halves: lane 4 g + t gives columns 2 t
 
 // Of a warpgroup, four warps that each hold 16 of 64 rows: D [64, 64] += A [64, 16] B [16, 64]. Lanes hold A and D as for
 // `mma`, d[n] the columns 8 n to 8 n + 7. B lies in shared memory as rows of 128 bytes, one for a column of B, whose
-// 16-byte pieces are in the order piece ^ row % 8; `b` is the address of 16 of its elements (32 bytes) in the first row.
+// 16-byte pieces are in the order piece ^ row % 8 (of the address, so it begins at a multiple of 1024). `b` is `matrix`
+// of the address of the first row, plus the place of its 16 elements in pieces.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define PRODUCT(TYPE)                                                                                                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," TEN(1)  \
-                 TEN(2) "%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"                                                \
+    asm volatile("{.reg .b64 b; mov.b64 b, {%36, 0x40000040};" /* swizzle of 128 bytes; 8 rows are 1024 */             \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," TEN(1)  \
+                 TEN(2) "%30,%31}, {%32,%33,%34,%35}, b, 1, 1, 1, 0;}"                                                 \
                  : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+INLINE u32 matrix(u32 p) { return p / 16 + (1 << 16); }
 template <int BRAIN> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
-    u64 descriptor = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | 1 << 16 | b >> 4; // swizzle of 128 bytes; 8 rows are 1024
     if (BRAIN) PRODUCT("bf16");
     else PRODUCT("f16");
 }
 #undef PRODUCT
-#undef TEN
 #undef FOUR
-// The same with A in shared memory, laid out as B is; D [64, N], whose columns 8 n to 8 n + 7 are d[n]. Both addresses
-// are in units of 16 bytes.
-#define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
-#define TO_60 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
-#define TO_90 TO_60 TEN(6) TEN(7) TEN(8)
-#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define EIGHT(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3), FOUR(i + 4), FOUR(i + 5), FOUR(i + 6), FOUR(i + 7)
-#define WGMMA(N, TYPE, REGISTERS, A, B, ...)                                                                           \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, %" #A ", %" #B     \
-                 ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(left), "l"(right))
-#define WGMMA_OF(N, ...) if (BRAIN) WGMMA(N, "bf16", __VA_ARGS__); else WGMMA(N, "f16", __VA_ARGS__)
-template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], u32 a, u32 b) {
-    static_assert(N == 128 || N == 192, "columns of a product");
-    const u64 form = (u64)1 << 62 | (u64)(1024 >> 4) << 32 | 1 << 16, left = form + a, right = form + b;
-    if constexpr (N == 128) { WGMMA_OF(128, TO_60 "%60,%61,%62,%63", 64, 65, EIGHT(0), EIGHT(8)); }
-    if constexpr (N == 192) { WGMMA_OF(192, TO_90 "%90,%91,%92,%93,%94,%95", 96, 97, EIGHT(0), EIGHT(8), EIGHT(16)); }
-}
-#undef WGMMA_OF
-#undef WGMMA
-#undef EIGHT
-#undef FOUR
-#undef TO_90
-#undef TO_60
 #undef TEN
 INLINE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); } // registers are ready
 INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // of a group
@@ -156,6 +134,11 @@ INLINE uint2 load8(u32 p) {
     return v;
 }
 
+INLINE float load4(u32 p) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(p) : "memory");
+    return v;
+}
 INLINE void load_few(u32 (&v)[2], u32 p) { *(uint2 *)v = load8(p); }
 INLINE void load_few(u32 (&v)[1], u32 p) { asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(p) : "memory"); }
 
@@ -173,9 +156,10 @@ INLINE void copy_once(u32 to, const void *from, u64 policy, bool when, bool zero
 INLINE void copy_past_l1(u32 to, const void *from, bool zero) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(zero ? 0 : 16) : "memory");
 }
-template <int BYTES> INLINE void copy_few(u32 to, const void *from, bool zero) { // 4 or 8 bytes
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 ::"r"(to), "l"(from), "n"(BYTES), "r"(zero ? 0 : BYTES) : "memory");
+template <int BYTES> INLINE void copy_few(u32 to, const void *from, bool when, bool zero) { // 4 or 8 bytes
+    asm volatile("{.reg .pred p, z; setp.ne.u32 p, %3, 0; setp.ne.u32 z, %4, 0;"
+                 "@p cp.async.ca.shared.global [%0], [%1], %2, z;}"
+                 ::"r"(to), "l"(from), "n"(BYTES), "r"((u32)when), "r"((u32)zero) : "memory");
 }
 INLINE void store_matrices(u32 p, uint4 v) { // four of 8 x 8 halves; lane 8 i + r has the address of row r of matrix i
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
@@ -190,6 +174,15 @@ INLINE void store16(u32 p, uint4 v) {
 INLINE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); } // of a group
 template <int PENDING> INLINE void wait_for_copies() { // of this thread, but for the last PENDING groups
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+// Signals: 8 bytes of shared memory each. A turn ends when `count` have arrived; turns are numbered from 0.
+INLINE void signal_init(u32 signal, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(signal), "r"(count) : "memory");
+}
+INLINE void signal_arrive(u32 signal) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(signal) : "memory"); }
+INLINE void signal_wait(u32 signal, u32 turn) { // for the end of a turn: of the one that goes on, or the last before it
+    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra again;}"
+                 ::"r"(signal), "r"(turn & 1) : "memory");
 }
 INLINE void barrier(u32 which, u32 threads) { // one of 15 beside that of __syncthreads
     asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
@@ -224,7 +217,7 @@ INLINE void send(u32 to, float4 v, u32 arrived, u32 rank) {
                  ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(arrived), "r"(rank) : "memory");
 }
 INLINE void wait_for_bytes(u32 arrived) {
-    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;"
+    asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], 0;"
                  "@!p bra again;}" ::"r"(arrived) : "memory");
 }
 #endif

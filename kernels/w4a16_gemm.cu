@@ -7,7 +7,6 @@
 //   STAGES  stages in shared memory                  BLOCKS  programs that a multiprocessor must hold (caps registers)
 //   SPLIT   programs of a cluster, which share K     SCALED  the scale of a group goes into the weights, or else
 //                                                            into its sums: a rounding less, more registers
-//   WARPGROUPS  four warps side by side multiply as one, where the device can
 
 #include "unpack.cuh"
 
@@ -54,20 +53,13 @@ constexpr int NT = MT / 8, ROWS = 16 * RT * WR, MEMBERS = 32 * WR;
 // A stage of the WR warps that share columns: x, then the words of their row tiles, then their scales.
 constexpr int WORDS = MT * KW * 2, SCALES = WORDS + WR * RT * DEPTH * 512,
               SCALE_BYTES = sizeof(Scales) * 8 * (KW / FOLD);
-constexpr int ALIGN = MT % 64 ? 128 : 1024, STAGE = (SCALES + WR * RT * SCALE_BYTES + ALIGN - 1) / ALIGN * ALIGN;
+constexpr int STAGE = (SCALES + WR * RT * SCALE_BYTES + 127) / 128 * 128;
 // Sums of 16 rows and 8 tokens, a unit, go to one of the SPLIT programs, which adds them up in a fixed order. They land
 // behind the stages, which another program may still be reading; without others, in them.
 constexpr int UNITS = WR * RT * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT, LANDING = SPLIT > 1 ? WK * STAGES * STAGE : 0;
 
-#ifndef __CUDA_ARCH_FEAT_SM90_ALL
-#undef WARPGROUPS
-#define WARPGROUPS 0
-#endif
-// The products of warpgroups may be on their way when the next stage begins.
-static_assert(!WARPGROUPS || (SCALED && MT % 64 == 0 && WR % 4 == 0), "64 rows, 64 tokens, and scales in the weights");
-constexpr int LAG = 1 + WARPGROUPS;  // stages later one is free again
 static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 &&
-                  (GROUP == 0 || GROUP % FOLD == 0) && STAGES >= 2 * LAG,
+                  (GROUP == 0 || GROUP % FOLD == 0) && STAGES >= 2,
               "a stage does not divide, or there are too few");
 
 extern "C" __global__ void
@@ -106,13 +98,11 @@ __cluster_dims__(SPLIT)
                               tile >= tiles || first / KB + d >= blocks);
                 UNROLL for (int f = 0; f < KW / FOLD; f++) {
                     const int group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
-                    if (t == 0)
-                        copy_few<sizeof(Scales)>(
-                            at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
-                            scales + (tile * groups + group) * 8 + g, tile >= tiles || group >= groups);
+                    copy_few<sizeof(Scales)>(
+                        at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
+                        scales + (tile * groups + group) * 8 + g, t == 0, tile >= tiles || group >= groups);
                 }
             }
-#if !WARPGROUPS
             // Rows of KW columns; odd ones swap the 64-byte halves of every 128, so that eight lanes that read 16 bytes
             // each meet all 32 banks.
             constexpr int CHUNKS = KW / 8, TOKENS = MEMBERS / CHUNKS;
@@ -120,55 +110,23 @@ __cluster_dims__(SPLIT)
             UNROLL for (int i = 0; i < MT; i += TOKENS) if (MT % TOKENS == 0 || token + i < MT) copy_past_l1(
                 at + (token + i) * KW * 2 + (chunk ^ (token + i & 1) * 4) * 16,
                 x + (u64)(m0 + token + i) * K + first + chunk * 8, m0 + token + i >= M || first + chunk * 8 >= K);
-#endif
         }
         end_of_copies();
     };
-    UNROLL for (int i = 0; i < STAGES - LAG; i++) stage(begin + i, i);
-
-#if WARPGROUPS
-    // x lies as `wgmma` wants it, in rows of 64 columns, and comes through registers: of eight neighbouring columns a
-    // lane multiplies two in each half of two steps (packing.py), so the matrix unit's halves take them from four
-    // lanes.
-    constexpr int PIECES = MT / 8 * (KW / 32);  // of 8 tokens and 32 columns, one for a warp at a time
-    uint4 held[2][(PIECES + WR - 1) / WR];
-    auto fetch = [&](int to, uint4* held) {
-        UNROLL for (int i = 0; i * WR < PIECES; i++) {
-            const int piece = i * WR + warp % WR, token = m0 + piece % NT * 8 + g;
-            const int column = to * KS + my_column + piece / NT * 32 + t * 8;
-            const bool inside = (PIECES % WR == 0 || piece < PIECES) && to < end && token < M && column < K;
-            held[i] = inside ? load_early(x + (u64)token * K + column) : uint4{0, 0, 0, 0};
-        }
-    };
-    auto put = [&](int buffer, const uint4* held) {
-        UNROLL for (int i = 0; i * WR < PIECES; i++) {
-            const int piece = i * WR + warp % WR, row = piece / NT / 2 * MT + piece % NT * 8 + lane % 8;
-            const int part = piece / NT % 2 * 4 + lane / 8;
-            if (PIECES % WR == 0 || piece < PIECES)
-                store_matrices(stages + buffer * STAGE + row * 128 + (part ^ lane % 8) * 16, held[i]);
-        }
-        show_matrix_unit();
-    };
-    fetch(begin, held[0]), fetch(begin + 1, held[1]);
-    put(0, held[0]), put(1, held[1]);
-#endif
+    UNROLL for (int i = 0; i < STAGES - 1; i++) stage(begin + i, i);
 
     float sum[RT][NT][4] = {};
     [[maybe_unused]] float part[RT][NT][4];  // of a group
     int slab = begin, i = 0;
     do {
-        wait_for_copies<STAGES - 1 - LAG>();
+        wait_for_copies<STAGES - 2>();
         barrier(warp / WR + 1, MEMBERS);
-        stage(slab + STAGES - LAG, i < LAG ? i + STAGES - LAG : i - LAG);
-#if WARPGROUPS
-        fetch(slab + 2, held[0]);
-#endif
+        stage(slab + STAGES - 1, i == 0 ? STAGES - 1 : i - 1);
         const u32 from = stages + i * STAGE;
         uint4 words[RT];
         Scales scaling[RT];
-        u32 a[2][RT][8];
+        u32 a[RT][8];
         UNROLL for (int column = 0; column < KW; column += 32) {  // two k-steps
-            auto& now = a[column / 32 % LAG];
             UNROLL for (int r = 0; r < RT; r++) {
                 if (column % KB == 0)
                     words[r] = load16(from + WORDS + ((my_tile + r) * DEPTH + column / KB) * 512 + lane * 16);
@@ -179,41 +137,25 @@ __cluster_dims__(SPLIT)
                     const int at = 4 * (column % KB / 16) + v;
                     const u32 word = (&words[r].x)[at / PER_WORD];
                     const Factors f = factors(scaling[r], v % 2);
-                    now[r][v] = SCALED ? unpack(word, at % PER_WORD, f) : unpack(word, at % PER_WORD, f.minus_zero);
+                    a[r][v] = SCALED ? unpack(word, at % PER_WORD, f) : unpack(word, at % PER_WORD, f.minus_zero);
                 }
             }
-#if WARPGROUPS
-            wgmma_begin();
-            UNROLL for (int half = 0; half < 2; half++) UNROLL for (int r = 0; r < RT; r++)
-                UNROLL for (int m = 0; m < MT; m += 64)
-                    wgmma<BF16>(sum[r] + m / 8, now[r] + 4 * half,
-                                from + (column / 64 * MT + m) * 128 + column % 64 * 2 + half * 32);
-            wgmma_end();
-            wgmma_wait<1>();  // the other half of `a` is free
-#else
             if (!SCALED && column % FOLD == 0)
                 UNROLL for (int v = 0; v < RT * NT * 4; v++) part[v / (NT * 4)][v / 4 % NT][v % 4] = 0;
             UNROLL for (int n = 0; n < NT; n++) {
                 // 64 bytes on within 128: an exclusive or with the bit that odd tokens have flipped
                 const uint4 b =
                     load16(from + (n * 8 + g) * KW * 2 + column / 64 * 128 + (t * 16 ^ (g & 1) * 64 ^ column % 64 * 2));
-                UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r], b.x, b.y);
-                UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], now[r] + 4, b.z, b.w);
+                UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], a[r], b.x, b.y);
+                UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], a[r] + 4, b.z, b.w);
             }
             if (!SCALED && (column + 32) % FOLD == 0)
                 UNROLL for (int r = 0; r < RT; r++) UNROLL for (int n = 0; n < NT; n++)
                     UNROLL for (int v = 0; v < 4; v++) sum[r][n][v] += scale(scaling[r], v / 2) * part[r][n][v];
-#endif
         }
-#if WARPGROUPS
-        put(i + 2 < STAGES ? i + 2 : i + 2 - STAGES, held[0]);
-#endif
         i = i + 1 == STAGES ? 0 : i + 1;
     } while (++slab < end);
 
-#if WARPGROUPS
-    wgmma_wait<0>();
-#endif
     wait_for_copies<0>();
 #if SPLIT > 1
     cluster_wait();  // all have begun

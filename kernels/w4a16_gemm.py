@@ -9,17 +9,13 @@ summed in fp32. Bytes moved: packed weights + 2 M (K + N); operations: 2 M N K.
 How one program works (`w4a16_gemm.cu`): WR x WK warps own 16 RT rows each; the WK share the columns of a stage. Packed
 weights, in the order of `mma.m16n8k16`'s A operand, their scales and MT tokens of x come into shared memory some stages
 ahead, so that enough bytes are on their way. A lane unpacks in registers: (code - zero) is exact in the activations'
-type (for bf16 a zero that is no integer is rounded to 8 bits). Two ways to multiply:
+type (for bf16 a zero that is no integer is rounded to 8 bits). One 16-byte read of x feeds two steps. The products of
+one group are summed by themselves and folded with their scale in fp32, or, with SCALED, the scale goes into the weight
+in the activations' type: one more rounding (in fp16 scales must be below 128).
 
-    mma.sync    any device; one 16-byte read of x feeds two steps. The products of one group are summed by themselves
-                and folded with their scale in fp32, or, with SCALED, the scale goes into the weight, as below
-    wgmma       with WARPGROUPS, on compute capability 9.0: four warps side by side take A from registers, 64 rows at a
-                time, and x is read once for all of them. Scales go into the weights in the activations' type, which is
-                one more rounding (in fp16 they must be below 128)
-
-`w4a16_wgmma.cu` does the same for 4 bits on compute capability 9.0 in another way, and runs where a configuration with
-WGS says so: tokens are the rows of `wgmma`, weights are unpacked into shared memory, and the matrix unit works on the
-stage before meanwhile.
+`w4a16_wgmma.cu` runs where a configuration has WGS, on compute capability 9.0: four warps take 64 rows of A from
+registers, SCALED, and x is read once for all of them. Some warps only bring x, the others unpack while the matrix unit
+works on what they unpacked before.
 
 SPLIT programs of a cluster share K. Each adds up and stores a part of the sums, which the others send into its shared
 memory, always in the same order: no workspace, the same bits every time.
@@ -46,24 +42,26 @@ CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones)
     {"M": 65, "N": 300, "K": 1536, "bits": 2, "group": 64, "symmetric": False, "dtype": "float16", "seed": 6},
     {"M": 17, "N": 300, "K": 1032, "bits": 8, "group": 0, "symmetric": True, "dtype": "bfloat16", "seed": 7},
 ]
-CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "WARPGROUPS", "SPLIT")  # of the source
+CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "SPLIT")  # of the source
 TILES = [  # all of CONSTANTS but SPLIT; the first of a size serves a device without a file
-    (16, 1, 2, 4, 512, 6, 1, 0, 0), (16, 1, 1, 8, 1024, 4, 1, 0, 0), (16, 1, 2, 8, 1024, 4, 1, 0, 0),
-    (16, 1, 3, 4, 512, 6, 1, 0, 0), (16, 1, 4, 4, 512, 4, 1, 0, 0), (16, 1, 4, 4, 1024, 3, 1, 0, 0),
-    (16, 1, 5, 4, 512, 5, 1, 0, 0), (16, 1, 6, 4, 512, 4, 1, 0, 0), (16, 1, 7, 4, 512, 4, 1, 0, 0),
-    (16, 2, 4, 2, 256, 6, 1, 0, 0), (16, 1, 1, 4, 512, 5, 2, 0, 0), (16, 1, 1, 4, 512, 2, 4, 0, 0),
-    (32, 2, 2, 4, 512, 3, 1, 0, 0), (32, 1, 2, 2, 256, 5, 2, 0, 0), (32, 1, 2, 4, 512, 4, 1, 0, 0),
-    (32, 1, 5, 4, 512, 3, 1, 0, 0), (32, 3, 2, 4, 512, 3, 1, 0, 0), (32, 2, 4, 2, 256, 5, 1, 0, 0),
-    (32, 2, 4, 3, 384, 3, 1, 0, 0), (64, 2, 2, 4, 256, 3, 1, 1, 0), (64, 2, 4, 2, 256, 3, 1, 1, 0),
-    (64, 3, 2, 4, 256, 2, 1, 1, 0), (64, 1, 2, 4, 256, 4, 1, 1, 0), (64, 1, 2, 2, 256, 2, 2, 0, 0),
-    (64, 1, 4, 1, 128, 4, 2, 0, 0), (64, 1, 8, 1, 128, 4, 1, 1, 1), (64, 1, 12, 1, 128, 4, 1, 1, 1),
-    (64, 1, 16, 1, 128, 4, 1, 1, 1), (64, 2, 8, 1, 128, 4, 1, 1, 1), (128, 1, 8, 1, 64, 6, 1, 1, 1),
-    (128, 1, 12, 1, 64, 5, 1, 1, 1), (128, 2, 8, 1, 128, 4, 1, 1, 1), (128, 2, 4, 2, 128, 4, 1, 1, 1),
+    (16, 1, 2, 4, 512, 6, 1, 0), (16, 1, 1, 8, 1024, 4, 1, 0), (16, 1, 2, 8, 1024, 4, 1, 0),
+    (16, 1, 3, 4, 512, 6, 1, 0), (16, 1, 4, 4, 512, 4, 1, 0), (16, 1, 4, 4, 1024, 3, 1, 0),
+    (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 6, 4, 512, 4, 1, 0), (16, 1, 7, 4, 512, 4, 1, 0),
+    (16, 2, 4, 2, 256, 6, 1, 0), (16, 1, 1, 4, 512, 5, 2, 0), (16, 1, 1, 4, 512, 2, 4, 0),
+    (32, 2, 2, 4, 512, 3, 1, 0), (32, 1, 2, 2, 256, 5, 2, 0), (32, 1, 2, 4, 512, 4, 1, 0),
+    (32, 1, 5, 4, 512, 3, 1, 0), (32, 3, 2, 4, 512, 3, 1, 0), (32, 2, 4, 2, 256, 5, 1, 0),
+    (32, 2, 4, 3, 384, 3, 1, 0), (64, 2, 2, 4, 256, 3, 1, 1), (64, 2, 4, 2, 256, 3, 1, 1),
+    (64, 3, 2, 4, 256, 2, 1, 1), (64, 1, 2, 4, 256, 4, 1, 1), (64, 1, 2, 2, 256, 2, 2, 0),
+    (64, 1, 4, 1, 128, 4, 2, 0),
 ]  # fmt: skip
 MOST_SHARED = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}  # bytes of a program, by capability
 LEAST_SHARED = 101376  # of all other devices from 8.0 on
-WGMMA_CONSTANTS = ("WGS", "MB", "KS", "STAGES", "ALIAS", "SPLIT")  # of `w4a16_wgmma.cu`
-WGMMA_TILES = [(2, 1, 128, 5, 0), (2, 1, 128, 6, 1), (3, 1, 128, 4, 1), (2, 2, 64, 6, 0), (3, 2, 64, 7, 1)]
+WGMMA_CONSTANTS = ("WGS", "MB", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`
+WGMMA_TILES = [
+    (1, 1, 256, 5, 4), (1, 1, 256, 3, 4), (1, 1, 128, 8, 4), (2, 1, 256, 3, 4), (2, 1, 128, 8, 4), (2, 1, 128, 5, 4),
+    (3, 1, 128, 8, 3), (3, 1, 128, 6, 4), (4, 1, 128, 5, 3), (1, 2, 128, 4, 3), (2, 2, 128, 3, 3), (2, 2, 64, 6, 4),
+    (3, 2, 64, 5, 4),
+]  # fmt: skip
 SPACE = [
     dict(zip(constants, (*tile, split)))
     for constants, tiles in ((CONSTANTS, TILES), (WGMMA_CONSTANTS, WGMMA_TILES))
@@ -116,10 +114,10 @@ def tuning_key(case: dict) -> str:
     return f"{case['N']}x{case['K']} m{tokens}"
 
 
-def configuration(m: int, n: int, k: int, device: torch.device | str, bits: int = 4) -> dict:
-    """The recorded configuration, if it is one for `bits`, or the heuristic's."""
+def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
+    """The recorded configuration or the heuristic's."""
     recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k}), device)
-    return heuristic(m, n, k) if not recorded or (bits != 4 and "WGS" in recorded) else recorded
+    return recorded or heuristic(m, n, k)
 
 
 def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOST_SHARED[9, 0]) -> dict:
@@ -130,9 +128,8 @@ def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOS
     columns = config["KS"] // config["WK"]
     columns = max(columns, packing.block_columns(bits)) if bits < 8 else min(columns, 128)
     config = config | {"KS": columns * config["WK"]}
-    config["STAGES"] = max(config["STAGES"], _least_stages(config))
     while shared_bytes(config, bits, group, symmetric) > most:
-        if config["STAGES"] > _least_stages(config):
+        if config["STAGES"] > 2:
             config["STAGES"] -= 1
         elif config["SPLIT"] > 1:
             config["SPLIT"] = 1  # sums need no place of their own
@@ -141,18 +138,12 @@ def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOS
     return config
 
 
-def _least_stages(config: dict) -> int:
-    """A stage that is read, one that is copied; both twice for `wgmma`, which goes on reading for a while."""
-    return 4 if config["WARPGROUPS"] else 2
-
-
 def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
     """Dynamic shared memory of a program: stages of x, words and scales; sums beside them (SPLIT > 1) or after them."""
     columns, tiles = config["KS"] // config["WK"], config["RT"] * config["WR"]
     groups = columns // group if group and group < columns else 1
     stage = config["MT"] * columns * 2 + tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
-    align = 128 if config["MT"] % 64 else 1024
-    stages = config["STAGES"] * config["WK"] * -(-stage // align) * align
+    stages = config["STAGES"] * config["WK"] * -(-stage // 128) * 128
     units = tiles * config["MT"] // 8
     sums = config["SPLIT"] * config["WK"] * -(-units // config["SPLIT"]) * 512
     return stages + sums + 8 if config["SPLIT"] > 1 else max(stages, sums)
@@ -195,12 +186,12 @@ def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
     """One launch with one configuration of SPACE; y `[M, N]`. Arguments as in the operator, not checked again.
 
     Raises:
-        ValueError: a configuration for 4 bits and compute capability 9.0, and this is another weight or device.
+        ValueError: a configuration for compute capability 9.0, and this is another device.
     """
     m, capability = x.shape[0], torch.cuda.get_device_capability(x.device)
     if "WGS" in config:
-        if packed.bits != 4 or capability != (9, 0):
-            raise ValueError(f"w4a16_gemm: {config} is for 4 bits and capability 9.0, not {packed.bits}, {capability}")
+        if capability != (9, 0):
+            raise ValueError(f"w4a16_gemm: {config} is for compute capability 9.0, this device has {capability}")
         return launch_wgmma(x, packed, config)
     form = packed.bits, packed.group, packed.symmetric
     if capability < (9, 0):  # no clusters
@@ -218,29 +209,36 @@ def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
     return y
 
 
-def wgmma_shared_bytes(config: dict, group: int, symmetric: bool) -> int:
-    """Dynamic shared memory of a program of `w4a16_wgmma.cu`."""
-    rows, tokens, columns, split = 64 * config["WGS"], 64 * config["MB"], config["KS"], config["SPLIT"]
+def wgmma_fitted(config: dict, bits: int, group: int, symmetric: bool) -> dict:
+    """`config` for a format: stages are whole packed blocks, and no more of them than fit; fewer of words first."""
+    config = config | {"KS": max(config["KS"], packing.block_columns(bits))}
+    while wgmma_shared_bytes(config, bits, group, symmetric) > MOST_SHARED[9, 0]:
+        name = next((name for name in ("RING", "STAGES") if config[name] > 2), "SPLIT")
+        config[name] = 1 if name == "SPLIT" else config[name] - 1
+    return config
+
+
+def wgmma_shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
+    """Dynamic shared memory of a program of `w4a16_wgmma.cu`: stages of x, of words and scales, sums, signals."""
+    tiles, tokens, columns, split = 4 * config["WGS"], 64 * config["MB"], config["KS"], config["SPLIT"]
     groups = columns // group if group and group < columns else 1
-    stage = tokens * columns * 2 + rows * columns // 2 + rows // 16 * groups * (32 if symmetric else 64)
-    stages = config["STAGES"] * -(-stage // 1024) * 1024 + 2 * rows * columns * 2
-    sums = split * -(-(tokens // 16 * rows // 8) // split) * 512
-    return 8 + (stages + sums if split > 1 and not config["ALIAS"] else max(stages, sums))
+    x = config["STAGES"] * tokens * columns * 2
+    words = config["RING"] * tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
+    return x + words + split * -(-tiles * tokens // 8 // split) * 512 + 8 * (2 * config["STAGES"] + 1)
 
 
 def launch_wgmma(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
     """The kernel of `w4a16_wgmma.cu`; y `[M, N]`, arguments as in `launch`."""
-    config = config | {"SPLIT": min(config["SPLIT"], -(-packed.columns // config["KS"]))}
-    shared = wgmma_shared_bytes(config, packed.group, packed.symmetric)
-    if shared > MOST_SHARED[9, 0]:  # groups of 32 have more scales
-        return launch_wgmma(x, packed, config | {"STAGES": config["STAGES"] - 1})
+    form = packed.bits, packed.group, packed.symmetric
+    config = wgmma_fitted(config, *form)
+    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # a stage for each at least
     x = _aligned(x)
     defines = format_defines(packed, x.dtype) | config
-    kernel = nvrtc.load(WGMMA_SOURCE, "gemm", defines, x.device, shared)
+    kernel = nvrtc.load(WGMMA_SOURCE, "gemm", defines, x.device, wgmma_shared_bytes(config, *form))
     y = torch.empty(x.shape[0], packed.rows, dtype=x.dtype, device=x.device)
     programs = -(-x.shape[0] // (64 * config["MB"])) * -(-packed.rows // (64 * config["WGS"])) * config["SPLIT"]
     arguments = (x, packed.codes, packed.scale_zero, y, x.shape[0], packed.rows, x.shape[1], packed.groups)
-    kernel(programs, 128 * config["WGS"], *arguments)
+    kernel(programs, 128 * config["WGS"] + 128, *arguments)
     return y
 
 
@@ -260,7 +258,7 @@ def w4a16_gemm(
     packed = check(x, codes, scale_zero, bits, group, rows, columns, symmetric)
     if x.shape[0] == 0:
         return x.new_empty(0, rows)
-    return launch(x, packed, configuration(x.shape[0], rows, columns, x.device, bits))
+    return launch(x, packed, configuration(x.shape[0], rows, columns, x.device))
 
 
 def check(x: Tensor, codes: Tensor, *weight: object) -> packing.PackedWeight:

@@ -1,168 +1,174 @@
-// y[M, N] = x[M, K] W^T for packed 4-bit W and 64 tokens or so, on a matrix unit of compute capability 9.0
+// y[M, N] = x[M, K] W^T for packed low-bit W and 64 tokens or so, on the matrix unit of compute capability 9.0
 // (w4a16_gemm.py).
 //
-// Tokens are the rows of `wgmma`, rows of W the columns: D [64, n] += x [64, 16] W^T [16, n], both from shared memory.
-// Compile-time constants: GROUP columns (0: one group a row); SYMMETRIC; BF16 (else fp16);
-//   WGS     warpgroups, 2 or 3, of which each unpacks 64 rows of W      MB     blocks of 64 tokens: as many multiply
-//   KS      columns of a stage, 64 or 128                               SPLIT  programs of a cluster, which share K
-//   STAGES  stages of packed words, scales and x                        ALIAS  sums land in the stages: room for more of
-//                                                                  them, but all programs wait for each other
+// Rows of W are the rows of `wgmma`: D [64, 64] += W [64, 16] x^T [16, 64], W unpacked in registers, x in shared memory.
+// Four warps bring x; every other one copies, unpacks and multiplies 16 rows of W. They never all meet: a stage of x has
+// a signal that it is full and one that it is free again.
+// Compile-time constants: BITS, GROUP columns (0: one group a row), SYMMETRIC, BF16 (unpack.cuh);
+//   WGS     warpgroups that multiply, 64 rows each    MB      blocks of 64 tokens of a tile
+//   KS      columns of a stage                        SPLIT   programs of a cluster, which share K
+//   STAGES  stages of x in shared memory              RING    stages of packed words and scales
 
 #include "unpack.cuh"
 
-constexpr int THREADS = 128 * WGS, ROWS = 64 * WGS, MT = 64 * MB, DEPTH = KS / KB;
+constexpr int WARPS = 4 * WGS, MT = 64 * MB, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
+constexpr int STEP = KS >= 128 ? 64 : 32, BUFFERS = KS / STEP;             // columns that are unpacked, then multiplied
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
-// A stage: x as wgmma wants it, in rows of 64 columns whose 16-byte pieces are in the order piece ^ row % 8; words;
-// scales.
-constexpr int WORDS = MT * KS * 2, SCALES = WORDS + ROWS * KS / 2, SCALE_BYTES = sizeof(Scales) * 8 * FOLDS;
-constexpr int STAGE = (SCALES + ROWS / 16 * SCALE_BYTES + 1023) / 1024 * 1024;
-constexpr int BUFFER = ROWS * KS * 2, BUFFERS = 2, BEHIND = STAGES * STAGE + BUFFERS * BUFFER;  // of unpacked weights
-// Sums of 16 tokens and 8 rows, a unit, go to one of the SPLIT programs, which adds them up in a fixed order.
-constexpr int UNITS = MT / 16 * ROWS / 8, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
-constexpr int LANDING = SPLIT > 1 && !ALIAS ? BEHIND : 0, SUMS = LANDING + SPLIT * SLOTS * 512,
-              LANDED = SUMS > BEHIND ? SUMS : BEHIND;
-static_assert(MB <= WGS && STAGES > BUFFERS && KS % KB == 0 && KS % FOLD == 0 && (GROUP == 0 || GROUP % FOLD == 0),
+constexpr int X = MT * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
+// Sums of 16 rows and 8 tokens, a unit, go to one of the SPLIT programs, which adds them up in a fixed order.
+constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
+constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, SIGNALS = LANDING + SPLIT * SLOTS * 512;
+static_assert(STAGES > 1 && RING > 1 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
+                  (GROUP == 0 || GROUP % FOLD == 0),
               "a stage does not divide, or there are too few");
+
+// x lies as `wgmma` wants it, in rows of 64 columns, and comes through registers: of eight neighbouring columns a lane
+// multiplies two in each half of two steps (packing.py), so the matrix unit's halves take them from four lanes.
+struct Share {  // of a stage: what a lane of four warps brings, 8 columns at a time
+    uint4 v[NT / 4][KS / 32];
+};
+INLINE void fetch(Share& to, const u16* const (&row)[NT / 4], int first, int columns) {
+    UNROLL for (int j = 0; j < NT / 4; j++) UNROLL for (int c = 0; c < KS; c += 32)
+        to.v[j][c / 32] = row[j] && first + c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
+}
+INLINE void put(u32 to, const Share& from) {
+    UNROLL for (int j = 0; j < NT / 4; j++) UNROLL for (int c = 0; c < KS / 32; c++)
+        store_matrices((to ^ c % 2 * 64) + c / 2 * MT * 128 + j * 4096, from.v[j][c]);
+}
 
 extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT)
 #endif
-    __launch_bounds__(THREADS, 1)
+    __launch_bounds__(32 * WARPS + 128, 1)
         gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K, int groups) {
     extern __shared__ __align__(1024) char shared[];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int rank = blockIdx.x % SPLIT, token_tiles = (M + MT - 1) / MT, place = blockIdx.x / SPLIT;
-    const int m0 = place % token_tiles * MT, n0 = place / token_tiles * ROWS;  // neighbours share weights
-    const int tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB, slabs = (K + KS - 1) / KS;
+    const int rank = blockIdx.x % SPLIT, place = blockIdx.x / SPLIT, token_tiles = (M + MT - 1) / MT;
+    const int m0 = M > MT ? place % token_tiles * MT : 0, n0 = (M > MT ? place / token_tiles : place) * ROWS;
+    const int slabs = (K + KS - 1) / KS;
     const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // stages of this program: one at least
-    const int tile = n0 / 16 + warp;                                           // that this warp copies and unpacks
-    const u32 stages = shared_address(shared), buffers = stages + STAGES * STAGE, landing = stages + LANDING;
-    const u32 landed = stages + LANDED;
-    if (SPLIT > 1) {
-        if (threadIdx.x == 0) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * SPLIT * 512);
-        if (!ALIAS) cluster_arrive();
+    const u32 stages = shared_address(shared), landing = stages + LANDING, full = stages + SIGNALS;
+    const u32 free = full + STAGES * 8, landed = free + STAGES * 8;
+    if (threadIdx.x == 0) {
+        UNROLL for (int i = 0; i < STAGES; i++) signal_init(full + i * 8, 4), signal_init(free + i * 8, WARPS);
+        if (SPLIT > 1) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
     }
+    auto signals_stand = [&] {  // in all programs of the cluster
+        __syncthreads();
+        if (SPLIT > 1) cluster_arrive(), cluster_wait();
+    };
 
-    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
-    auto copy_stage = [&](int to, int slot) {                              // past the end of x or W are zeros
-        const u32 at = stages + slot * STAGE;
-        const int first = to * KS;
-        if (to < end) {
-            UNROLL for (int d = 0; d < DEPTH; d++) copy_once(at + WORDS + (warp * DEPTH + d) * 512 + lane * 16,
-                                                             codes + (tile * blocks + first / KB + d) * 32 + lane,
-                                                             policy, true, tile >= tiles || first / KB + d >= blocks);
-            UNROLL for (int f = 0; f < FOLDS; f++) {
-                const int group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
-                if (t == 0)
-                    copy_few<sizeof(Scales)>(at + SCALES + warp * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
-                                             scales + (tile * groups + group) * 8 + g,
-                                             tile >= tiles || group >= groups);
-            }
-            UNROLL for (int p = 0; p < MT * KS / 8; p += THREADS) {
-                const int piece = p + threadIdx.x, token = piece / 8 % MT,
-                          column = first + piece / 8 / MT * 64 + piece % 8 * 8;
-                if (p + THREADS <= MT * KS / 8 || piece < MT * KS / 8)
-                    copy_past_l1(at + piece / 8 * 128 + (piece ^ token) % 8 * 16, x + (u64)(m0 + token) * K + column,
-                                 m0 + token >= M || column >= K);
-            }
+    if (warp >= WARPS) {
+        const u16* row[NT / 4];
+        UNROLL for (int j = 0; j < NT / 4; j++) {
+            const int token = m0 + j * 32 + warp % 4 * 8 + g;
+            row[j] = token < M ? x + (u64)token * K + t * 8 : nullptr;
         }
-        end_of_copies();
-    };
-    uint4 words[DEPTH];
-    Scales scaling[FOLDS];
-    auto read = [&](int slot) {  // this warp's share of a stage
-        const u32 at = stages + slot * STAGE;
-        __syncwarp();
-        UNROLL for (int d = 0; d < DEPTH; d++) words[d] = load16(at + WORDS + (warp * DEPTH + d) * 512 + lane * 16);
-        UNROLL for (int f = 0; f < FOLDS; f++)
-            load_few(scaling[f].rows, at + SCALES + warp * SCALE_BYTES + (f * 8 + g) * sizeof(Scales));
-    };
-    // Of two steps a lane has 8 neighbouring columns of rows g and g + 8: a 16-byte piece each. Row g of 8 lies at
-    // place g / 2 + g % 2 * 4: eight lanes that store rows g and g + 1 meet all 32 banks.
-    const u32 spot = g / 2 + g % 2 * 4;
-    auto unpack_stage = [&](int buffer) {
-        UNROLL for (int half = 0; half < 2; half++) UNROLL for (int column = 0; column < KS; column += 32) {
-            const Factors f = factors(scaling[column / FOLD], half);
-            const u32* word = &words[column / KB].x + column % KB / 16;
-            uint4 piece;
-            UNROLL for (int j = 0; j < 4; j++)(&piece.x)[j] =
-                unpack(word[j / 2], j % 2 * 2 + half, f);
-            const u32 row = column / 64 * ROWS + warp * 16 + half * 8 + spot;
-            store16(buffers + buffer * BUFFER + row * 128 + (column % 64 / 8 + t ^ spot) * 16, piece);
-        }
-    };
-
-    UNROLL for (int i = 0; i < STAGES - 1; i++) copy_stage(begin + i, i);
-    wait_for_copies<STAGES - 2>();
-    read(0), unpack_stage(0);
-    wait_for_copies<STAGES - 3>();
-    read(1);
-
-    // While the matrix unit works on one stage, all unpack the next. Those that multiply have a loop of their own: the
-    // compiler lets products run on only where nothing branches around them.
-    const int group = MB == 1 ? 0 : warp / 4;  // 0: known to be the same in all lanes
-    auto run = [&](bool multiplies) __attribute__((always_inline)) {
-        float sum[ROWS / 8][4] = {};
-        int slab = begin, i = 0, buffer = 0;
-        do {
+        const u32 to = stages + (warp % 4 * 8 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;  // piece ^ token % 8
+        auto columns = [&](int slab) { return slab < end ? K - (int)t * 8 : 0; };
+        Share held[2];
+        UNROLL for (int odd = 0; odd < 2; odd++) fetch(held[odd], row, (begin + odd) * KS, columns(begin + odd));
+        signals_stand();
+        int i = 0, turn = 0;
+        for (int slab = begin; slab < end; slab += 2) UNROLL for (int odd = 0; odd < 2; odd++) {
+            if (slab + odd >= end) break;
+            signal_wait(free + i * 8, turn - 1);  // in its first turn a stage is free
+            put(to + i * X, held[odd]);
             show_matrix_unit();
-            if (multiplies) wgmma_wait<0>();  // the other buffer and the stage before are free
-            barrier(1, THREADS);
-            if (multiplies) {
-                const u32 left = (stages + i * STAGE + group * 8192) / 16;
-                const u32 right = (buffers + buffer * BUFFER) / 16;
+            __syncwarp();
+            if (lane == 0) signal_arrive(full + i * 8);
+            fetch(held[odd], row, (slab + odd + 2) * KS, columns(slab + odd + 2));
+            if (++i == STAGES) i = 0, turn++;
+        }
+    } else {
+        const int tile = n0 / 16 + warp, tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB;
+        const int last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them are zeros
+        const uint4* const words_from = codes + tile * blocks * 32 + lane;
+        const Scales* const scales_from = scales + tile * groups * 8 + g;
+        const u32 ring = stages + WORDS + warp * W;
+        const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
+        auto copy_stage = [&](int slab, int j) {
+            const u32 to = ring + j * WARPS * W;
+            if (slab < end) {
+                UNROLL for (int d = 0; d < DEPTH; d++)
+                    copy_once(to + d * 512 + lane * 16, words_from + (slab * DEPTH + d) * 32, policy, true,
+                              slab * DEPTH + d >= last);
+                UNROLL for (int f = 0; f < FOLDS; f++) {
+                    const int group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
+                    copy_few<sizeof(Scales)>(to + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales),
+                                             scales_from + group * 8, t == 0, group >= last_group);
+                }
+            }
+            end_of_copies();
+        };
+        uint4 words[DEPTH];
+        Scales scaling[FOLDS];
+        auto read_stage = [&](int j) {
+            const u32 from = ring + j * WARPS * W;
+            wait_for_copies<RING - 2>();
+            __syncwarp();
+            UNROLL for (int d = 0; d < DEPTH; d++) words[d] = load16(from + d * 512 + lane * 16);
+            UNROLL for (int f = 0; f < FOLDS; f++)
+                load_few(scaling[f].rows, from + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales));
+            __syncwarp();
+        };
+        UNROLL for (int j = 0; j < RING - 1; j++) copy_stage(begin + j, j);
+        signals_stand();
+
+        float sum[NT][4] = {};
+        u32 a[BUFFERS][STEP / 4];
+        int i = 0, turn = 0, j = 0;
+        read_stage(0);
+        for (int slab = begin; slab < end; slab++) {
+            copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
+            if (++j == RING) j = 0;
+            UNROLL for (int column = 0; column < KS; column += STEP) {
+                auto& now = a[column / STEP];
+                UNROLL for (int r = 0; r < STEP / 4; r++) {
+                    const int of = column / 4 + r;
+                    now[r] = unpack((&words[of / PER_WORD / 4].x)[of / PER_WORD % 4], of % PER_WORD,
+                                    factors(scaling[of / 4 * 16 / FOLD], r % 2));
+                }
+                if (column + STEP == KS) read_stage(j);
+                if (column == 0) signal_wait(full + i * 8, turn);
                 wgmma_begin();
-                UNROLL for (int k = 0; k < KS; k += 16)
-                    wgmma<BF16, ROWS>(sum, left + k / 64 * MT * 8 + k % 64 / 8, right + k / 64 * ROWS * 8 + k % 64 / 8);
+                UNROLL for (int k = 0; k < STEP; k += 16) UNROLL for (int m = 0; m < MT; m += 64)
+                    wgmma<BF16>(sum + m / 8, now + k / 4,
+                                matrix(stages + i * X) + ((column + k) / 64 * MT + m) * 8 + (column + k) % 64 / 8);
                 wgmma_end();
+                wgmma_wait<BUFFERS - 1>();  // the part of `a` that comes next is free, and at last the stage before
+                if (column == (BUFFERS - 2) * STEP && slab > begin && lane == 0)
+                    signal_arrive(free + (i == 0 ? STAGES - 1 : i - 1) * 8);
             }
-            copy_stage(slab + STAGES - 1, i == 0 ? STAGES - 1 : i - 1);
-            buffer ^= 1;
-            if (slab + 1 < end) unpack_stage(buffer);
-            wait_for_copies<STAGES - 3>();
-            read(i + 2 < STAGES ? i + 2 : i + 2 - STAGES);
-            i = i + 1 == STAGES ? 0 : i + 1;
-        } while (++slab < end);
-        if (multiplies) wgmma_wait<0>();
+            if (++i == STAGES) i = 0, turn++;
+        }
+        wgmma_wait<0>();
         wait_for_copies<0>();
-        if (SPLIT == 1) barrier(1, THREADS);  // all have done
-        else if (ALIAS) cluster_barrier();
-        else cluster_wait();  // all have begun
-        if (multiplies) {
-            UNROLL for (int n = 0; n < ROWS / 8; n++) {
-                const u32 unit = (group * 4 + warp % 4) * (ROWS / 8) + n;
-                const u32 to = landing + (rank * SLOTS + unit / SPLIT) * 512 + lane * 16;
-                const float4 v = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
-                if (SPLIT > 1) send(to, v, landed, unit % SPLIT);
-                else store16(to, v);
-            }
+        UNROLL for (int n = 0; n < NT; n++) {
+            const int unit = warp * NT + n;
+            const u32 to = landing + (rank * SLOTS + unit / SPLIT) * 512 + lane * 16;
+            const float4 v = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
+            if (unit % SPLIT == rank) store16(to, v);
+#if SPLIT > 1
+            else send(to, v, landed, unit % SPLIT);
+#endif
         }
-    };
-    if ((int)warp < 4 * MB) run(true);
-    else run(false);
+    }
+    __syncthreads();
     if (SPLIT > 1) wait_for_bytes(landed);
-    else __syncthreads();
-    for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += 4 * WGS) {
-        const u32 unit = slot * SPLIT + rank;
-        uint4 parts[SPLIT];
-        float total[4] = {};
-        UNROLL for (int k = 0; k < SPLIT; k++) parts[k] = load16(landing + (k * SLOTS + slot) * 512 + lane * 16);
-        UNROLL for (int v = 0; v < SPLIT * 4; v++) total[v % 4] += __uint_as_float((&parts[v / 4].x)[v % 4]);
-        // Places 2 t and 2 t + 1: rows 0 2, 4 6, 1 3, 5 7 of lanes t = 0 to 3; lanes t and t ^ 2 make neighbours of
-        // them.
-        const int row = n0 + unit % (ROWS / 8) * 8 + t % 2 * 4 + t / 2 * 2;
-        UNROLL for (int half = 0; half < 2; half++) {
-            const u32 mine = to_halves<BF16>(total[2 * half], total[2 * half + 1]),
-                      other = __shfl_xor_sync(~0u, mine, 2);
-            const u32 pair = __byte_perm(mine, other, t < 2 ? 0x5410 : 0x3276);
-            const int token = m0 + unit / (ROWS / 8) * 16 + half * 8 + g, left = token < M ? N - row : 0;
-            u16* to = y + (u64)token * N + row;
-            if (left > 1 && N % 2 == 0) *(u32*)to = pair;
-            else if (left > 0) {
-                to[0] = pair;
-                if (left > 1) to[1] = pair >> 16;
-            }
-        }
+    for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += WARPS + 4) {
+        // Row 8 h + r and token 2 p + e of a unit are of lane 4 r + p, value 2 h + e; here a lane takes four rows of one.
+        const u32 unit = slot * SPLIT + rank, column = lane % 8, quad = lane / 8;
+        const u32 from = landing + slot * 512 + quad % 2 * 256 + column / 2 * 16 + quad / 2 * 8 + column % 2 * 4;
+        float parts[SPLIT][4], total[4] = {};
+        UNROLL for (int v = 0; v < SPLIT * 4; v++) parts[v / 4][v % 4] = load4(from + v / 4 * SLOTS * 512 + v % 4 * 64);
+        UNROLL for (int v = 0; v < SPLIT * 4; v++) total[v % 4] += parts[v / 4][v % 4];
+        const uint2 four = {to_halves<BF16>(total[0], total[1]), to_halves<BF16>(total[2], total[3])};
+        const int token = m0 + unit % NT * 8 + column, row = n0 + unit / NT * 16 + quad * 4;
+        const int left = token < M ? N - row : 0;
+        u16* to = y + (u64)token * N + row;
+        if (left > 3 && N % 4 == 0) *(uint2*)to = four;
+        else UNROLL for (int e = 0; e < 4; e++) if (e < left) to[e] = (&four.x)[e / 2] >> 16 * (e % 2);
     }
 }

@@ -63,7 +63,7 @@ w8a8_gemv(const u16 *__restrict__ x, const signed char *__restrict__ w, const fl
     __syncwarp(); // or the compiler puts the weights first, and tokens wait behind them: 1 us and more
 #pragma unroll 1
     for (int r = thread; r < mine; r += THREADS) // a plain load would be waited for together with the tokens
-        copy_few<4>(shared_address(scales + r), s_w + min(channel(rank * share + r), N - 1), false);
+        copy_few<4>(shared_address(scales + r), s_w + min(channel(rank * share + r), N - 1), true, false);
 
     const u64 once = evict_first();
     const u32 ring = shared_address(shared) + warp * STAGES * STAGE;

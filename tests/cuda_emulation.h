@@ -62,12 +62,14 @@ struct Fiber {
     std::deque<std::vector<Copy>> groups{1}; // the last one is still open
     std::deque<std::vector<std::function<void()>>> products{1}; // as well
 };
+struct Signal { u32 count = 0, arrived = 0, turn = 0; };
 struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Warp> warps;
     ucontext_t scheduler;
     int running = 0, alive = 0;
     struct { int arrived = 0, turn = 0; } barriers[16];
+    std::map<u32, Signal> signals; // by their addresses
     std::function<void()> body;
 };
 struct Arrivals { int64_t expected = 0, received = 0; };
@@ -103,6 +105,14 @@ inline Warp &warp_of() { return block->warps[threadIdx.x / 32]; }
 inline void __syncwarp() { meet(warp_of().arrived, warp_of().turn, 32); }
 inline void barrier(u32 which, u32 threads) {
     meet(block->barriers[which].arrived, block->barriers[which].turn, threads);
+}
+inline void signal_init(u32 p, u32 count) { block->signals[p] = {count}; }
+inline void signal_arrive(u32 p) {
+    Signal &s = block->signals[p];
+    if (++s.arrived == s.count) s.arrived = 0, s.turn++;
+}
+inline void signal_wait(u32 p, u32 turn) {
+    while ((block->signals[p].turn - 1 - turn) % 2) give_way();
 }
 inline void __syncthreads() { barrier(0, block->fibers.size()); }
 inline float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
@@ -157,8 +167,8 @@ inline void copy(unsigned to, const void *from, bool when, bool zero) {
 inline void copy_once(unsigned to, const void *from, unsigned long long, bool when, bool zero) {
     copy(to, from, when, zero);
 }
-template <int BYTES> void copy_few(unsigned to, const void *from, bool zero) {
-    block->fibers[threadIdx.x]->groups.back().push_back({to, from, zero, BYTES});
+template <int BYTES> void copy_few(unsigned to, const void *from, bool when, bool zero) {
+    if (when) block->fibers[threadIdx.x]->groups.back().push_back({to, from, zero, BYTES});
 }
 inline void copy_past_l1(unsigned to, const void *from, bool zero) { copy(to, from, true, zero); }
 inline u64 evict_first() { return 0; }
@@ -174,6 +184,7 @@ template <int PENDING> void wait_for_copies() {
         groups.pop_front();
     }
 }
+inline float load4(unsigned p) { return at_shared<float>(p); }
 inline uint4 load16(unsigned p) { return at_shared<uint4>(p); }
 inline void load_few(u32 (&v)[2], unsigned p) { *(uint2 *)v = at_shared<uint2>(p); }
 inline void load_few(u32 (&v)[1], unsigned p) { v[0] = at_shared<u32>(p); }
@@ -246,27 +257,16 @@ inline u32 transpose(u32 pair) {
     __syncwarp();
     return got;
 }
+inline u32 matrix(u32 p) { return p / 16; }
+// As late as it may be, when the fiber waits for the group: until then it reads `a` and shared memory.
 template <int BRAIN> void wgmma(float (*d)[4], const unsigned a[4], unsigned b) {
-    auto element = [&](int row, int k) { // of B
-        unsigned p = b + row * 128 + k * 2;
-        return (u32)at_shared<u32>(p ^ (p >> 7 & 7) << 4);
-    };
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    for (int n = 0; n < 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
-}
-// With both operands in shared memory: as late as it may be, when the fiber waits for the group.
-inline u32 swizzled(u32 matrix, int row, int k) { // the word with element k of a row
-    u32 p = matrix * 16 + row * 128 + k / 2 * 4;
-    return at_shared<u32>(p ^ (p >> 7 & 7) << 4) >> 16 * (k % 2);
-}
-template <int BRAIN, int N> void wgmma(float (*d)[4], u32 a, u32 b) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = threadIdx.x / 32 % 4 * 16;
     block->fibers[threadIdx.x]->products.back().push_back([=] {
-        for (int n = 0; n < N / 8; n++)
-            for (int i = 0; i < 4; i++)
-                for (int k = 0; k < 16; k++)
-                    d[n][i] += to_float<BRAIN>(swizzled(a, first + g + i / 2 * 8, k)) *
-                               to_float<BRAIN>(swizzled(b, n * 8 + 2 * t + i % 2, k));
+        auto element = [&](int row, int k) { // of B
+            unsigned p = b * 16 + row * 128 + k * 2;
+            return (u32)at_shared<u32>(p ^ (p >> 7 & 7) << 4);
+        };
+        int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        for (int n = 0; n < 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
     });
 }
 inline void wgmma_begin() {}
