@@ -4,19 +4,16 @@
 
 x: any contiguous tensor of n bytes, n a multiple of 4. out: int32, one entry per block of BLOCK words; entries past the
 last block are left alone. Bytes moved: n, plus 4 per block. Operations: one per word.
-One program reads one block (read_floor.cu) with 16-byte loads that are all in flight before the first is used;
-`evict_first`, since a word is never read twice. Its warps meet once, after the loads; one warp needs no barrier.
+One program reads one block with 16-byte loads that are all in flight before the first is used; `evict_first`, since a
+word is never read twice.
 """
-
-from pathlib import Path
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
-from repro.kernels import nvrtc
 from repro.kernels.launch_config import configurations, device_slug, lacks
-
-SOURCE = Path(__file__).with_suffix(".cu")
 
 CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged ends
     {"bytes": 512 * 2048, "seed": 0},
@@ -25,20 +22,20 @@ CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged end
     {"bytes": 4 * 4097, "seed": 3},
     {"bytes": 4, "seed": 4},
 ]
-MIN_BLOCK = 512  # words: entries of `out` that suffice follow from it
-SPACE = [  # words of a program, its warps; 1 to 16 loads a thread, all in registers
-    {"block": 128 * warps * loads, "warps": warps}
-    for loads in (1, 2, 4, 8, 16)
-    for warps in (1, 2, 4, 8, 16, 32)
-    if 128 * warps * loads >= MIN_BLOCK and warps * loads <= 256
+SPACE = [
+    {"block": block, "warps": warps}
+    for block in (512, 1024, 2048, 4096, 8192, 16384)
+    for warps in (1, 4, 8, 16)  # one warp needs no barrier
+    if 128 * warps <= block <= 1024 * warps
 ]
+MIN_BLOCK = 512
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Random bytes x (uint8) and a zeroed `out` that is large enough for every configuration."""
     generator = torch.Generator().manual_seed(case["seed"])
     x = torch.randint(0, 256, (case["bytes"],), dtype=torch.uint8, generator=generator).to(device)
-    return x, torch.zeros(-(-case["bytes"] // (4 * MIN_BLOCK)), dtype=torch.int32, device=device)
+    return x, torch.zeros(triton.cdiv(case["bytes"] // 4, MIN_BLOCK), dtype=torch.int32, device=device)
 
 
 def reference(x: torch.Tensor) -> int:
@@ -48,7 +45,19 @@ def reference(x: torch.Tensor) -> int:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None where it can."""
-    return lacks("read_floor", device) or nvrtc.unavailable()
+    return lacks("read_floor", device, (7, 0))
+
+
+@triton.jit
+def read_floor_kernel(x, out, words, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * BLOCK
+    block = tl.arange(0, BLOCK)
+    if first + BLOCK <= words:  # without a mask, or a ragged end would cost every program its wide loads
+        values = tl.load(x + first + block, eviction_policy="evict_first")
+    else:
+        values = tl.load(x + first + block, mask=first + block < words, other=0)
+    tl.store(out + program, tl.xor_sum(values, axis=0))
 
 
 def configuration(nbytes: int, device: torch.device | str) -> dict:
@@ -62,26 +71,24 @@ def configuration(nbytes: int, device: torch.device | str) -> dict:
 
 def launch(x: torch.Tensor, out: torch.Tensor, config: dict) -> None:
     """Launches the kernel with one configuration of SPACE. `x` and `out` as in the operator."""
-    words, block = x.numel() * x.element_size() // 4, config["block"]
-    blocks = -(-words // block)
+    words = x.numel() * x.element_size() // 4
+    blocks = triton.cdiv(words, config["block"])
     if x.numel() * x.element_size() % 4 or not x.is_contiguous() or words == 0:
         raise ValueError(
             f"read_floor: x of shape {tuple(x.shape)} must be contiguous, its bytes a multiple of 4 and not 0"
         )
     if out.dtype != torch.int32 or out.numel() < blocks:
         raise ValueError(f"read_floor: out {out.dtype} of {out.numel()} entries must be int32 with {blocks} or more")
-    if x.data_ptr() % 16:
-        x = x.clone()  # right, but no floor
-    kernel = nvrtc.load(SOURCE, "read_floor", {"BLOCK": block, "WARPS": config["warps"]}, x.device)
-    kernel(blocks, 32 * config["warps"], x, out, words - (blocks - 1) * block)
+    read_floor_kernel[(blocks,)](
+        x.view(-1).view(torch.int32), out, words, BLOCK=config["block"], num_warps=config["warps"]
+    )
 
 
 @torch.library.custom_op("lowbit::read_floor", mutates_args=("out",))
 def read_floor(x: torch.Tensor, out: torch.Tensor) -> None:
     """Reads every byte of `x` (contiguous, 4n bytes) and writes one word per block into `out` (int32).
 
-    ceil(n / 512) entries of `out` always suffice. Raises ValueError when the shapes do not fit. An x that does not
-    begin at a multiple of 16 bytes is copied first: then the result is right, the time is not.
+    ceil(n / 512) entries of `out` always suffice. Raises ValueError when the shapes do not fit.
     """
     launch(x, out, configuration(x.numel() * x.element_size(), x.device))
 

@@ -134,17 +134,14 @@ inline u32 __shfl_xor_sync(unsigned, u32 v, int mask) {
 inline float __shfl_sync(unsigned, float v, int from, int width) {
     return exchange(v, threadIdx.x % 32 / width * width + from % width);
 }
-template <class F> u32 of_warp(u32 v, F f) { // one value of all lanes
+inline u32 __reduce_max_sync(unsigned, u32 v) {
     Warp &w = warp_of();
     w.value[threadIdx.x % 32] = v;
     __syncwarp();
-    u32 got = w.value[0];
-    for (int i = 1; i < 32; i++) got = f(got, w.value[i]);
+    u32 got = *std::max_element(w.value, w.value + 32);
     __syncwarp();
     return got;
 }
-inline u32 __reduce_max_sync(unsigned, u32 v) { return of_warp(v, [](u32 a, u32 b) { return max(a, b); }); }
-inline u32 __reduce_xor_sync(unsigned, u32 v) { return of_warp(v, std::bit_xor<u32>()); }
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }

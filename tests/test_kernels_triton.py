@@ -25,6 +25,17 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
+def interpret_read_floor(case: dict) -> float:
+    from repro.kernels import read_floor
+
+    x, out = read_floor.make_inputs(case)
+    errors = []
+    for block, warps in ((512, 1), (1024, 4), (4096, 16)):
+        read_floor.launch(x, out.zero_(), {"block": block, "warps": warps})
+        errors.append(float(read_floor.reference(out) != read_floor.reference(x)))
+    return max(errors)
+
+
 def interpret_quantize_activation(case: dict) -> float:
     from repro.kernels import quantize_activation as kernel
 
@@ -54,6 +65,7 @@ def interpret_w8a8_gemv(case: dict) -> float:
 
 
 INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
+    "read_floor": (interpret_read_floor, [{"bytes": 4 * 4097, "seed": 3}, {"bytes": 4, "seed": 4}], 0),
     "quantize_activation": (
         interpret_quantize_activation,
         [{"M": m, "K": k, "dtype": "float16", "seed": m} for m, k in ((3, 127), (5, 1029), (2, 4096), (2, 16400))],
@@ -92,9 +104,13 @@ def test_the_interpreter_agrees_with_the_reference(kernel):
 
 def variants():
     """(name, function, types of arguments, constants, multiples of 16 among them, options, what PTX must hold)."""
-    from repro.kernels import quantize_activation, w8a8_gemm, w8a8_gemv
+    from repro.kernels import quantize_activation, read_floor, w8a8_gemm, w8a8_gemv
 
     gemm = {"s_x": "*fp32", "s_w": "*fp32", "M": "i32", "N": "i32", "K": "i32"}
+    yield (
+        "read_floor", read_floor.read_floor_kernel, {"x": "*i32", "out": "*i32", "words": "i32"}, {"BLOCK": 4096},
+        ("x", "out", "words"), {"num_warps": 4}, {90: "v4.b32"},
+    )  # fmt: skip
     yield (
         "quantize_activation", quantize_activation.quantize_activation_kernel,
         {"x": "*bf16", "q": "*i8", "s": "*fp32", "K": "i32"}, {"BLOCK": 1024, "PIECES": 4},
