@@ -98,9 +98,9 @@ __cluster_dims__(SPLIT)
                               tile >= tiles || first / KB + d >= blocks);
                 UNROLL for (int f = 0; f < KW / FOLD; f++) {
                     const int group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
-                    copy_few<sizeof(Scales)>(
-                        at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
-                        scales + (tile * groups + group) * 8 + g, t == 0, tile >= tiles || group >= groups);
+                    copy_few<sizeof(Scales)>(at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
+                                             scales + (tile * groups + group) * 8 + g, t == 0,
+                                             tile >= tiles || group >= groups);
                 }
             }
             // Rows of KW columns; odd ones swap the 64-byte halves of every 128, so that eight lanes that read 16 bytes

@@ -1,9 +1,10 @@
 // y[M, N] = x[M, K] W^T for packed low-bit W and 64 tokens or so, on the matrix unit of compute capability 9.0
 // (w4a16_gemm.py).
 //
-// Rows of W are the rows of `wgmma`: D [64, 64] += W [64, 16] x^T [16, 64], W unpacked in registers, x in shared memory.
-// Four warps bring x; every other one copies, unpacks and multiplies 16 rows of W. They never all meet: a stage of x has
-// a signal that it is full and one that it is free again.
+// Rows of W are the rows of `wgmma`: D [64, 64] += W [64, 16] x^T [16, 64], W unpacked in registers, x in shared
+// memory. Four warps bring x; every other one copies, unpacks and multiplies 16 rows of W. Between begin and end they
+// never all meet: a stage of x has a signal that it is full and one that it is free again.
+//
 // Compile-time constants: BITS, GROUP columns (0: one group a row), SYMMETRIC, BF16 (unpack.cuh);
 //   WGS     warpgroups that multiply, 64 rows each    MB      blocks of 64 tokens of a tile
 //   KS      columns of a stage                        SPLIT   programs of a cluster, which share K
@@ -24,16 +25,16 @@ static_assert(STAGES > 1 && RING > 1 && KS % KB == 0 && KS % 64 == 0 && KS % FOL
 
 // x lies as `wgmma` wants it, in rows of 64 columns, and comes through registers: of eight neighbouring columns a lane
 // multiplies two in each half of two steps (packing.py), so the matrix unit's halves take them from four lanes.
-struct Share {  // of a stage: what a lane of four warps brings, 8 columns at a time
-    uint4 v[NT / 4][KS / 32];
+struct Share {  // of a stage: what a lane of four warps brings, 8 columns of every 64, of every 16th token
+    uint4 v[MT / 16][KS / 64];
 };
-INLINE void fetch(Share& to, const u16* const (&row)[NT / 4], int first, int columns) {
-    UNROLL for (int j = 0; j < NT / 4; j++) UNROLL for (int c = 0; c < KS; c += 32)
-        to.v[j][c / 32] = row[j] && first + c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
+INLINE void fetch(Share& to, const u16* const (&row)[MT / 16], int first, int columns) {
+    UNROLL for (int j = 0; j < MT / 16; j++) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
+        row[j] && first + c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
 }
 INLINE void put(u32 to, const Share& from) {
-    UNROLL for (int j = 0; j < NT / 4; j++) UNROLL for (int c = 0; c < KS / 32; c++)
-        store_matrices((to ^ c % 2 * 64) + c / 2 * MT * 128 + j * 4096, from.v[j][c]);
+    UNROLL for (int j = 0; j < MT / 16; j++) UNROLL for (int c = 0; c < KS / 64; c++)
+        store_matrices(to + c * MT * 128 + j * 2048, from.v[j][c]);
 }
 
 extern "C" __global__ void
@@ -54,54 +55,57 @@ __cluster_dims__(SPLIT)
         UNROLL for (int i = 0; i < STAGES; i++) signal_init(full + i * 8, 4), signal_init(free + i * 8, WARPS);
         if (SPLIT > 1) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
     }
-    auto signals_stand = [&] {  // in all programs of the cluster
-        __syncthreads();
-        if (SPLIT > 1) cluster_arrive(), cluster_wait();
-    };
 
-    if (warp >= WARPS) {
-        const u16* row[NT / 4];
-        UNROLL for (int j = 0; j < NT / 4; j++) {
-            const int token = m0 + j * 32 + warp % 4 * 8 + g;
-            row[j] = token < M ? x + (u64)token * K + t * 8 : nullptr;
+    const bool brings = warp >= WARPS;
+    const u16* row[MT / 16];  // of x, for warps that bring it: 4 tokens by 64 columns at a time, eight lanes a token
+    UNROLL for (int j = 0; j < MT / 16; j++) {
+        const int token = m0 + j * 16 + warp % 4 * 4 + lane / 8;
+        row[j] = token < M ? x + (u64)token * K + lane % 8 * 8 : nullptr;
+    }
+    auto columns = [&](int slab) { return slab < end ? K - (int)lane % 8 * 8 : 0; };
+    Share held[2];
+    const int tile = n0 / 16 + warp, tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB;
+    const int last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them are zeros
+    const uint4* const words_from = codes + tile * blocks * 32 + lane;
+    const Scales* const scales_from = scales + tile * groups * 8 + g;
+    const u32 ring = stages + WORDS + warp * W;
+    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
+    auto copy_stage = [&](int slab, int j) {
+        const u32 to = ring + j * WARPS * W;
+        if (slab < end) {
+            UNROLL for (int d = 0; d < DEPTH; d++) copy_once(
+                to + d * 512 + lane * 16, words_from + (slab * DEPTH + d) * 32, policy, true, slab * DEPTH + d >= last);
+            UNROLL for (int f = 0; f < FOLDS; f++) {
+                const int group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
+                copy_few<sizeof(Scales)>(to + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales),
+                                         scales_from + group * 8, t == 0, group >= last_group);
+            }
         }
-        const u32 to = stages + (warp % 4 * 8 + lane % 8) * 128 + (lane / 8 ^ lane % 8) * 16;  // piece ^ token % 8
-        auto columns = [&](int slab) { return slab < end ? K - (int)t * 8 : 0; };
-        Share held[2];
+        end_of_copies();
+    };
+    if (brings) {
         UNROLL for (int odd = 0; odd < 2; odd++) fetch(held[odd], row, (begin + odd) * KS, columns(begin + odd));
-        signals_stand();
+    } else {
+        UNROLL for (int j = 0; j < RING - 1; j++) copy_stage(begin + j, j);
+    }
+    __syncthreads();
+    if (SPLIT > 1) cluster_arrive(), cluster_wait();  // the signals of all programs stand
+
+    if (brings) {
+        const int token = warp % 4 * 4 + lane % 8 / 2, piece = lane % 2 * 4 + lane / 8;
+        const u32 to = stages + token * 128 + (piece ^ token % 8) * 16;
         int i = 0, turn = 0;
         for (int slab = begin; slab < end; slab += 2) UNROLL for (int odd = 0; odd < 2; odd++) {
-            if (slab + odd >= end) break;
-            signal_wait(free + i * 8, turn - 1);  // in its first turn a stage is free
-            put(to + i * X, held[odd]);
-            show_matrix_unit();
-            __syncwarp();
-            if (lane == 0) signal_arrive(full + i * 8);
-            fetch(held[odd], row, (slab + odd + 2) * KS, columns(slab + odd + 2));
-            if (++i == STAGES) i = 0, turn++;
-        }
-    } else {
-        const int tile = n0 / 16 + warp, tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB;
-        const int last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them are zeros
-        const uint4* const words_from = codes + tile * blocks * 32 + lane;
-        const Scales* const scales_from = scales + tile * groups * 8 + g;
-        const u32 ring = stages + WORDS + warp * W;
-        const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
-        auto copy_stage = [&](int slab, int j) {
-            const u32 to = ring + j * WARPS * W;
-            if (slab < end) {
-                UNROLL for (int d = 0; d < DEPTH; d++)
-                    copy_once(to + d * 512 + lane * 16, words_from + (slab * DEPTH + d) * 32, policy, true,
-                              slab * DEPTH + d >= last);
-                UNROLL for (int f = 0; f < FOLDS; f++) {
-                    const int group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
-                    copy_few<sizeof(Scales)>(to + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales),
-                                             scales_from + group * 8, t == 0, group >= last_group);
-                }
+                if (slab + odd >= end) break;
+                signal_wait(free + i * 8, turn - 1);  // in its first turn a stage is free
+                put(to + i * X, held[odd]);
+                show_matrix_unit();
+                __syncwarp();
+                if (lane == 0) signal_arrive(full + i * 8);
+                fetch(held[odd], row, (slab + odd + 2) * KS, columns(slab + odd + 2));
+                if (++i == STAGES) i = 0, turn++;
             }
-            end_of_copies();
-        };
+    } else {
         uint4 words[DEPTH];
         Scales scaling[FOLDS];
         auto read_stage = [&](int j) {
@@ -113,9 +117,6 @@ __cluster_dims__(SPLIT)
                 load_few(scaling[f].rows, from + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales));
             __syncwarp();
         };
-        UNROLL for (int j = 0; j < RING - 1; j++) copy_stage(begin + j, j);
-        signals_stand();
-
         float sum[NT][4] = {};
         u32 a[BUFFERS][STEP / 4];
         int i = 0, turn = 0, j = 0;
@@ -149,7 +150,7 @@ __cluster_dims__(SPLIT)
             const int unit = warp * NT + n;
             const u32 to = landing + (rank * SLOTS + unit / SPLIT) * 512 + lane * 16;
             const float4 v = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
-            if (unit % SPLIT == rank) store16(to, v);
+            if (unit % SPLIT == rank) store16(to, v);  // much faster than sending, also to oneself
 #if SPLIT > 1
             else send(to, v, landed, unit % SPLIT);
 #endif
@@ -158,7 +159,7 @@ __cluster_dims__(SPLIT)
     __syncthreads();
     if (SPLIT > 1) wait_for_bytes(landed);
     for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += WARPS + 4) {
-        // Row 8 h + r and token 2 p + e of a unit are of lane 4 r + p, value 2 h + e; here a lane takes four rows of one.
+        // Row 8 h + r and token 2 p + e of a unit were of lane 4 r + p, value 2 h + e; now a lane takes four rows of one.
         const u32 unit = slot * SPLIT + rank, column = lane % 8, quad = lane / 8;
         const u32 from = landing + slot * 512 + quad % 2 * 256 + column / 2 * 16 + quad / 2 * 8 + column % 2 * 4;
         float parts[SPLIT][4], total[4] = {};
