@@ -327,7 +327,7 @@ def points(rows: Sequence[Row]) -> dict[str, dict[int, list[tuple[float, float]]
 
 
 def draw(out: Path, results: Path = RESULTS) -> tuple[list[Path], list[str]]:
-    """Tables and figures of the accepted times of every device: bars, peers at 1 and 16 activation rows, roofline.
+    """Tables and figures of the accepted times of every device: bars, peers at 1, 16 and 64 rows of activations, roofline.
 
     Returns:
         The files that were written, and the tables' text.
@@ -347,7 +347,7 @@ def draw(out: Path, results: Path = RESULTS) -> tuple[list[Path], list[str]]:
         tables.append(table(mine))
         drawn.append(Path(out) / f"{slug}-bars.md")
         write_text(drawn[-1], tables[-1])
-        for m in (1, 16):
+        for m in (1, 16, 64):
             ratios, recorded = speedups(mine, m)
             if any(ratios.values()):
                 drawn.append(Path(out) / f"{slug}-peers-m{m}.svg")

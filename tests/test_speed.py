@@ -124,7 +124,7 @@ def test_the_verb_prints_the_table_and_draws(results, tmp_path, capsys, monkeypa
     assert len(lines) == 2 + len(speed.bars(rows())) and len({line.count("|") for line in lines}) == 1
     assert "| at least 0.860 / 0.780 | 0.816 / 0.800 (8192 x 8192) | 2 of 15 shapes |" in said
     assert "NVIDIA H200, 2026-01-01, commit 0123456789, torch 2." in said
-    names = ["nvidia-h200-bars.md", "nvidia-h200-peers-m1.svg", "nvidia-h200-peers-m16.svg", "nvidia-h200-roofline.svg"]
+    names = [f"nvidia-h200-{name}" for name in ("bars.md", *(f"peers-m{m}.svg" for m in (1, 16, 64)), "roofline.svg")]
     folder = tmp_path / "figures"
     assert sorted(p.name for p in folder.iterdir()) == names
     before = {name: (folder / name).read_bytes() for name in names}
@@ -134,8 +134,8 @@ def test_the_verb_prints_the_table_and_draws(results, tmp_path, capsys, monkeypa
         xml.etree.ElementTree.fromstring(before[name])
     assert b"recorded, carried over" in before[names[1]] and b"AWQ gemv" in before[names[1]]
     assert b"AWQ gemv" not in before[names[2]] and b"MARLIN" in before[names[2]]
-    assert b"this project: W4A16" in before[names[3]] and b"reading 4.50 TB/s" in before[names[3]]
-    assert re.search(rb"bf16 78[56]", before[names[3]])
+    assert b"this project: W4A16" in before[names[4]] and b"reading 4.50 TB/s" in before[names[4]]
+    assert re.search(rb"bf16 78[56]", before[names[4]])
 
 
 def test_stale_rows_are_counted():
