@@ -87,6 +87,24 @@ def _linear(dtype: str) -> Callable[[Layer, int], tuple]:
     return prepare
 
 
+def _way(name: str, dtype: str) -> Callable[[Layer, int], tuple]:
+    """One of the dispatcher's ways for more than a few tokens, by itself: what its choice stands on."""
+
+    def prepare(layer: Layer, count: int) -> tuple:
+        load(name)
+        packed, weight = _packed(layer, 4, 128, False)
+        inputs = {"x": layer.activations(count, DTYPES[dtype]), "codes": packed.codes, "scale_zero": packed.scale_zero}
+        rest = (4, 128, packed.rows, packed.columns, False)
+        ops = torch.ops.lowbit
+        launch = {
+            "w4a16_gemm": lambda x, codes, scale_zero: ops.w4a16_gemm(x, codes, scale_zero, *rest),
+            "dequantize": lambda x, codes, scale_zero: x @ ops.dequantize(codes, scale_zero, *rest, x.dtype).T,
+        }[name]
+        return inputs, launch, against(weight)
+
+    return prepare
+
+
 def linear_way(layer: Layer, count: int) -> str:
     """Which of its ways the dispatcher takes, as the note of a row."""
     return "by " + load("linear").path_of(count, layer.rows, layer.columns, layer.device)
@@ -138,6 +156,7 @@ OURS = {
         # Of few tokens this is the decode kernel in bf16; its own rows are of fp16.
         _provider("w8a8", "w8a8", _w8a8("w8a8", "bf16"), "bf16", note=w8a8_way),
         *(_provider("linear", "w4-g128", _linear(d), d, least=2, note=linear_way) for d in DTYPES),
+        *(_provider(name, "w4-g128", _way(name, "fp16"), "fp16", least=128) for name in ("w4a16_gemm", "dequantize")),
     )
 }
 

@@ -20,7 +20,7 @@ from repro.record import RESULTS
 
 LARGE = 2**24  # weights of a layer of 4096 x 4096: where the larger class of shapes begins
 SIXTEEN = ("bf16", "fp16")
-OURS = {"wna16_gemv", "linear", "w8a8", "w8a8_gemv", "w8a8_gemm"}
+OURS = {"wna16_gemv", "linear", "w4a16_gemm", "dequantize", "w8a8", "w8a8_gemv", "w8a8_gemm"}
 Shape = tuple[int, int]
 Times = dict[Shape, float]
 
@@ -203,7 +203,9 @@ def bars(rows: Sequence[Row], shapes: Sequence[Shape] = ()) -> list[Bar]:
     two = t.us("w2-g64", OURS, 1, "fp16")
     gemlite = t.us("w2-g64", ["gemlite", "gemlite-recorded"], 1)
     then = as_recorded(names["gemlite-recorded", "w2-g64"], 1)
+    gemm, dense = (t.us("w4-g128", [way], 256, "fp16") for way in ("w4a16_gemm", "dequantize"))
     found = four("fp16") + [
+        Bar("W4A16 g128, fp16, M = 256: gemm over dequantizing, then cuBLAS", over(dense, gemm), every, None, 1.0),
         Bar("W8A16, M = 1: of the read floor, from 4096 x 4096 on", of_floor["w8-pc"], large, None, 0.88, form=part),
         Bar("W8A8, M = 1: of the read floor, from 4096 x 4096 on", of_floor["w8a8"], large, None, 0.88, form=part),
         Bar("W2A16 g64, M = 1: over the fastest GemLite W2", over(gemlite, two), every, 1.85, 1.25),
@@ -327,7 +329,7 @@ def points(rows: Sequence[Row]) -> dict[str, dict[int, list[tuple[float, float]]
 
 
 def draw(out: Path, results: Path = RESULTS) -> tuple[list[Path], list[str]]:
-    """Tables and figures of the accepted times of every device: bars, peers at 1, 16 and 64 rows of activations, roofline.
+    """Tables and figures of the accepted times of every device: bars, peers at M = 1, 16 and 64, roofline.
 
     Returns:
         The files that were written, and the tables' text.
