@@ -65,14 +65,17 @@ def _packed(layer: Layer, bits: int, group: int, symmetric: bool) -> tuple[Any, 
     return layer.once(("packed", bits, group, symmetric), make), layer.held(bits, group, symmetric)
 
 
-def _gemv(bits: int, group: int, symmetric: bool, dtype: str) -> Callable[[Layer, int], tuple]:
+def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> Callable[[Layer, int], tuple]:
+    """A product with packed weights by one kernel; `dequantize` makes them dense for the library's."""
+
     def prepare(layer: Layer, count: int) -> tuple:
-        load("wna16_gemv")
+        load(name)
         packed, weight = _packed(layer, bits, group, symmetric)
         inputs = {"x": layer.activations(count, DTYPES[dtype]), "codes": packed.codes, "scale_zero": packed.scale_zero}
-        rest = (bits, group, packed.rows, packed.columns, symmetric)
-        launch = lambda x, codes, scale_zero: torch.ops.lowbit.wna16_gemv(x, codes, scale_zero, *rest)  # noqa: E731
-        return inputs, launch, against(weight)
+        rest, op = (bits, group, packed.rows, packed.columns, symmetric), getattr(torch.ops.lowbit, name)
+        if name == "dequantize":
+            return inputs, lambda x, codes, scale_zero: x @ op(codes, scale_zero, *rest, x.dtype).T, against(weight)
+        return inputs, lambda x, codes, scale_zero: op(x, codes, scale_zero, *rest), against(weight)
 
     return prepare
 
@@ -83,24 +86,6 @@ def _linear(dtype: str) -> Callable[[Layer, int], tuple]:
         packed, weight = _packed(layer, 4, 128, False)
         inputs = {"x": layer.activations(count, DTYPES[dtype]), "packed": packed}
         return inputs, lambda x, packed: linear.w4a16(x, packed), against(weight)
-
-    return prepare
-
-
-def _way(name: str, dtype: str) -> Callable[[Layer, int], tuple]:
-    """One of the dispatcher's ways for more than a few tokens, by itself: what its choice stands on."""
-
-    def prepare(layer: Layer, count: int) -> tuple:
-        load(name)
-        packed, weight = _packed(layer, 4, 128, False)
-        inputs = {"x": layer.activations(count, DTYPES[dtype]), "codes": packed.codes, "scale_zero": packed.scale_zero}
-        rest = (4, 128, packed.rows, packed.columns, False)
-        ops = torch.ops.lowbit
-        launch = {
-            "w4a16_gemm": lambda x, codes, scale_zero: ops.w4a16_gemm(x, codes, scale_zero, *rest),
-            "dequantize": lambda x, codes, scale_zero: x @ ops.dequantize(codes, scale_zero, *rest, x.dtype).T,
-        }[name]
-        return inputs, launch, against(weight)
 
     return prepare
 
@@ -146,17 +131,21 @@ def _provider(name: str, form: str, prepare: Callable, dtype: str, **more: Any) 
 OURS = {
     provider.label: provider
     for provider in (
-        *(_provider("wna16_gemv", "w4-g128", _gemv(4, 128, False, d), d, most=16) for d in DTYPES),
-        _provider("wna16_gemv", "w4-g128-sym", _gemv(4, 128, True, "fp16"), "fp16", most=16),
-        _provider("wna16_gemv", "w4-pc", _gemv(4, 0, False, "fp16"), "fp16", most=16),
-        _provider("wna16_gemv", "w2-g64", _gemv(2, 64, False, "fp16"), "fp16", most=16),
-        _provider("wna16_gemv", "w8-pc", _gemv(8, 0, True, "fp16"), "fp16", most=16),
+        *(_provider("wna16_gemv", "w4-g128", _product("wna16_gemv", 4, 128, False, d), d, most=16) for d in DTYPES),
+        _provider("wna16_gemv", "w4-g128-sym", _product("wna16_gemv", 4, 128, True, "fp16"), "fp16", most=16),
+        _provider("wna16_gemv", "w4-pc", _product("wna16_gemv", 4, 0, False, "fp16"), "fp16", most=16),
+        _provider("wna16_gemv", "w2-g64", _product("wna16_gemv", 2, 64, False, "fp16"), "fp16", most=16),
+        _provider("wna16_gemv", "w8-pc", _product("wna16_gemv", 8, 0, True, "fp16"), "fp16", most=16),
         _provider("w8a8_gemv", "w8a8", _w8a8("w8a8_gemv", "fp16"), "fp16", most=8),
         _provider("w8a8_gemm", "w8a8", _w8a8("w8a8_gemm", "bf16"), "bf16", least=16, hot=("x_q", "s_x")),
         # Of few tokens this is the decode kernel in bf16; its own rows are of fp16.
         _provider("w8a8", "w8a8", _w8a8("w8a8", "bf16"), "bf16", note=w8a8_way),
         *(_provider("linear", "w4-g128", _linear(d), d, least=2, note=linear_way) for d in DTYPES),
-        *(_provider(name, "w4-g128", _way(name, "fp16"), "fp16", least=128) for name in ("w4a16_gemm", "dequantize")),
+        # Two of the ways of `linear` by themselves: what its choice stands on.
+        *(
+            _provider(name, "w4-g128", _product(name, 4, 128, False, "fp16"), "fp16", least=128)
+            for name in ("w4a16_gemm", "dequantize")
+        ),
     )
 }
 

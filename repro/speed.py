@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro import bench, kernel_rows, peers
+from repro import bench, kernel_list, kernel_rows, peers
 from repro.errors import UserError
 from repro.files import write_text
 from repro.kernel_rows import Row
@@ -20,7 +20,7 @@ from repro.record import RESULTS
 
 LARGE = 2**24  # weights of a layer of 4096 x 4096: where the larger class of shapes begins
 SIXTEEN = ("bf16", "fp16")
-OURS = {"wna16_gemv", "linear", "w4a16_gemm", "dequantize", "w8a8", "w8a8_gemv", "w8a8_gemm"}
+OURS = {provider.name for provider in kernel_list.OURS.values()}
 Shape = tuple[int, int]
 Times = dict[Shape, float]
 
@@ -205,7 +205,7 @@ def bars(rows: Sequence[Row], shapes: Sequence[Shape] = ()) -> list[Bar]:
     then = as_recorded(names["gemlite-recorded", "w2-g64"], 1)
     gemm, dense = (t.us("w4-g128", [way], 256, "fp16") for way in ("w4a16_gemm", "dequantize"))
     found = four("fp16") + [
-        Bar("W4A16 g128, fp16, M = 256: gemm over dequantizing, then cuBLAS", over(dense, gemm), every, None, 1.0),
+        Bar("W4A16 g128, fp16, M = 256: gemm over dequantizing, then cuBLAS", over(dense, gemm), every),
         Bar("W8A16, M = 1: of the read floor, from 4096 x 4096 on", of_floor["w8-pc"], large, None, 0.88, form=part),
         Bar("W8A8, M = 1: of the read floor, from 4096 x 4096 on", of_floor["w8a8"], large, None, 0.88, form=part),
         Bar("W2A16 g64, M = 1: over the fastest GemLite W2", over(gemlite, two), every, 1.85, 1.25),
