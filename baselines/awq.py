@@ -15,9 +15,15 @@ block are searched on its unscaled weights; they are applied, and then, per row 
 Query and key are not clipped. diag(s)⁻¹ is folded into what makes the input, a norm or the rows of the linear before,
 so that the model stays one of its own architecture, and the changed norms and biases are stored with it. The grid is
 the one that all baselines here share: unlike the authors', its range always includes 0 and its scale is rounded first.
+
+Half-precision scales are rounded down, because a range cut to [-m, m] loses an end code when its scale is rounded up
+(see `grid`). The nearest scale does that to about 1 in 4 of the groups cut at both ends. Measured on pocket-5m at 4
+bits, on 16 x 512 tokens of WikiText-2 train and with the same s: all 25 clipped layers gain, E[‖ΔW x‖²] falls by 1.0
+to 2.9 % per channel and by 0.6 to 1.9 % with group 128.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +51,8 @@ class Config(grid.Grid):
         max_shrink: thresholds stay above max|w| · (1 - max_shrink).
         clip_tokens: the clipping loss is measured on every (tokens // clip_tokens)-th calibration token.
     """
+
+    SCALE_ROUNDS_DOWN: ClassVar[bool] = True
 
     n_grid: int = 20
     search_clip: bool = True

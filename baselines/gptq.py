@@ -12,6 +12,14 @@ and once per block to all later columns (step 2).
 A group's grid is fitted when its first column comes, on the weights as of the last such block update, as the authors'
 code does it: with groups shorter than `blocksize`, the later groups of a block are fitted before the errors of this
 block have reached them.
+
+Dead columns, whose inputs were 0 on every calibration token so that H_ii = 0, are treated before anything else: H_ii
+becomes 1 and the column's weights become 0. Only then
+ 1. grids are fitted, so a dead column's weights never widen one. (The authors' code fits a per-row grid, without
+    groups, before it zeroes them; the two differ only where a dead column holds the row's minimum or maximum.)
+ 2. act_order sorts: a dead column ranks by its H_ii of 1, not last, and may share a group with live columns.
+ 3. H is damped: the ones count in the mean of diag(H).
+As the rest of its row of H is 0, a dead column neither takes nor passes on error, and its codes dequantize to 0.
 """
 
 import contextlib
@@ -34,9 +42,9 @@ class Config(grid.Grid):
     """The grid and the solver. percdamp and blocksize are those of section 4, the switches are of the authors' code.
 
     Attributes:
-        percdamp: share of the mean of diag(H) that is added to it.
+        percdamp: share of the mean of diag(H) that is added to it; a dead column counts as 1.
         blocksize: columns between two updates of all later columns (B in Algorithm 1).
-        act_order: take columns in the order of falling diag(H).
+        act_order: take columns in the order of falling diag(H); a dead column ranks as 1.
         static_groups: fit all groups beforehand, in the original column order; no group index is then stored.
         true_sequential: inside a block, too, each layer sees inputs made by the quantized layers before it.
     """
@@ -92,6 +100,8 @@ def inverse_factor(H: Tensor, percdamp: float) -> Tensor:
 
 def gptq(weight: Tensor, hessian: Tensor, config: Config) -> QuantizedWeight:
     """Quantize `weight` `[N, K]` for inputs with `hessian` `[K, K]` (Algorithm 1); neither is changed.
+
+    Columns with a zero on the Hessian's diagonal dequantize to 0; the module's docstring has the order.
 
     Raises:
         UserError: the group does not divide K, weight or Hessian hold NaN or Inf, or the damped Hessian is not positive

@@ -8,11 +8,16 @@ MSE clipping shrinks the range by p = 1 - i/100, i = 0 … 79, and keeps the p w
 
 A scale is rounded as it is stored before zero and codes are computed, so that they fit the scale that will be read.
 One below the smallest normal number, 2^-14 in half precision, becomes that: coarser than asked for, never 0.
+
+Rounding to nearest is right for a range that ends where the weights happen to end. A range cut to [-m, m] is different:
+both its ends lie (2^b - 1)/2 steps from 0, a tie. With the scale rounded up they lie just inside that tie, so that both
+round inwards and one end code, 0 or 2^b - 1, is never used; with the scale rounded down they saturate and all 2^b codes
+are used. A quantizer that cuts weights this way sets `SCALE_ROUNDS_DOWN`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +36,11 @@ class Grid:
         symmetric: the zero point is the constant 2^(bits-1) and is not stored.
         clip: "mse" searches the range with the least error, "none" keeps min and max.
         scale_dtype: how a scale is stored.
+        SCALE_ROUNDS_DOWN: a half-precision scale is at most range / (2^bits - 1) instead of the nearest half. This is
+            set by the quantizer and is not an option of a recipe.
     """
+
+    SCALE_ROUNDS_DOWN: ClassVar[bool] = False
 
     bits: int = 4
     group: int = 0
@@ -68,8 +77,13 @@ def fit(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _steps(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    stored = getattr(torch, grid.scale_dtype)
-    scale = ((high - low) / (2**grid.bits - 1)).to(stored).float().clamp(min=torch.finfo(stored).tiny)
+    stored, levels = getattr(torch, grid.scale_dtype), 2**grid.bits - 1
+    scale = ((high - low) / levels).to(stored)
+    if grid.SCALE_ROUNDS_DOWN and stored == torch.float16:
+        above = scale.float() * levels > high - low  # exact: 11 times 8 bits
+        above &= torch.isfinite(scale)  # an overflow stays one, for `pack` to refuse
+        scale = (scale.view(torch.int16) - above.to(torch.int16)).view(stored)  # the next smaller half
+    scale = scale.float().clamp(min=torch.finfo(stored).tiny)
     zero = torch.full_like(scale, 2 ** (grid.bits - 1)) if grid.symmetric else torch.round(-low / scale)
     return scale, zero
 

@@ -5,15 +5,14 @@ masking as `<s> text </s>`, most tokens at context 512 and the last share at 204
 (seed, step), so a run that was killed continues with the batch it would have seen. `valid.txt` is never trained on.
 
     python -m repro pretrain pocket-5m --corpus $REPRO_DATA/corpus --out build/pretrain
+    python -c "from repro.pretrain import install; install('build/pretrain')"     # into repro/pocket
 """
 
 import json
-import lzma
 import math
-import multiprocessing
-import os
+import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,149 +20,14 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.errors import UserError, unknown
-from repro.files import ROOT, atomic, sha256, short_hash, write_text
-from repro.strict import build, load_yaml
+from repro.files import ROOT, atomic, sha256, write_text
+from repro.pretrain_config import Architecture, PocketConfig, Training
 
-CONFIG = ROOT / "config" / "pocket-models.yaml"
-TOKENIZER = ROOT / "repro" / "pocket" / "tokenizer" / "tokenizer.json"
-BOS, EOS = "<s>", "</s>"
-
-
-@dataclass(frozen=True)
-class TokenizerArgs:
-    vocab: int
-    sample_bytes: int
-
-
-@dataclass(frozen=True)
-class Architecture:
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    rope_theta: float
-    context: int
-
-
-@dataclass(frozen=True)
-class ModelArgs:
-    layers: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Training:
-    learning_rate: float
-    batch_tokens: int
-    length: int
-    long_length: int
-    long_share: float
-    warmup_share: float
-    decay_share: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    clip: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class PocketConfig:
-    tokenizer: TokenizerArgs
-    models: dict[str, ModelArgs]
-    architecture: Architecture
-    training: Training
-
-
-def load_config(path: Path = CONFIG) -> PocketConfig:
-    """Read the pocket models' architecture and training settings."""
-    return build(PocketConfig, load_yaml(path), str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
-
-
-# --- corpus and tokenizer ---------------------------------------------------------------------------------------------
-
-
-def shards(corpus: Path) -> list[Path]:
-    """The training shards, in name order.
-
-    Raises:
-        UserError: the folder holds no `train-*.txt.xz`.
-    """
-    found = sorted(corpus.glob("train-*.txt.xz"))
-    if not found:
-        raise UserError(f"{corpus}: no train-*.txt.xz there; --corpus names the folder of the training shards")
-    return found
-
-
-def documents(path: Path) -> list[str]:
-    """The documents of one shard: blocks of lines between blank lines."""
-    text = lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text(encoding="utf-8")
-    return [d.strip("\n") for d in text.split("\n\n") if d.strip()]
-
-
-def train_tokenizer(corpus: Path, args: TokenizerArgs) -> Tokenizer:
-    """Train the byte-level BPE of all pocket models on an even sample of the shards; digits are split."""
-    paths = shards(corpus)
-    share = args.sample_bytes // len(paths)
-
-    def sample():
-        for path in paths:
-            taken = 0
-            for document in documents(path):
-                if taken > share:
-                    break
-                taken += len(document)
-                yield document
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=args.vocab, special_tokens=[BOS, EOS], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(sample(), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
-    return tokenizer
-
-
-def _encode(job: tuple[str, str, int, int]) -> np.ndarray:
-    tokenizer = Tokenizer.from_file(job[0])
-    eos = tokenizer.token_to_id(EOS)
-    ids: list[int] = []
-    for document in documents(Path(job[1]))[job[2] :: job[3]]:
-        ids += tokenizer.encode(document).ids + [eos]
-    return np.asarray(ids, dtype=np.uint16)
-
-
-def encode(tokenizer: Path, files: list[Path], processes: int, parts: int = 4) -> np.ndarray:
-    """Token ids (uint16) of all documents of `files`, each as `<s> … </s>`, in an order that is fixed by the files."""
-    jobs = [(str(tokenizer), str(f), part, parts) for f in files for part in range(parts)]
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        return np.concatenate(list(tqdm(pool.imap(_encode, jobs), total=len(jobs), desc="tokenize", mininterval=5)))
-
-
-def cached_ids(corpus: Path, out: Path, processes: int | None = None) -> torch.Tensor:
-    """All token ids of the corpus, int32 `[T]`; tokenized once into `out`, keyed by tokenizer and shards.
-
-    Raises:
-        UserError: the folder holds no shards.
-    """
-    files, tokenizer = shards(corpus), TOKENIZER
-    key = short_hash("".join(sha256(f) for f in [tokenizer, *files]))
-    cache = out / f"tokens-{key}.npy"
-    if not cache.is_file():
-        with atomic(cache) as temporary:
-            np.save(temporary.open("wb"), encode(tokenizer, files, processes or os.cpu_count() or 1))
-    return torch.from_numpy(np.load(cache).astype(np.int32))
+POCKET = ROOT / "repro" / "pocket"
 
 
 # --- model, schedule, batches -----------------------------------------------------------------------------------------
@@ -240,7 +104,7 @@ def pretrain(
         checkpoint_every_s: seconds of work that are lost at most when the process is killed.
 
     Returns:
-        The log: settings, losses per 50 steps, tokens/s, MFU, seconds, `done`.
+        The log: settings, losses per 50 steps, tokens/s, MFU, seconds, process starts, `done`.
 
     Raises:
         UserError: unknown model name, a corpus shorter than a batch, or a loss that is not finite.
@@ -266,10 +130,11 @@ def pretrain(
         betas=(training.beta1, training.beta2),
         fused=True,
     )
-    state = {"step": 0, "seconds": 0.0, "losses": []}
+    state = {"step": 0, "seconds": 0.0, "starts": 0, "losses": []}
     checkpoint = folder / "checkpoint.safetensors"
     if checkpoint.exists():
         state = load_checkpoint(checkpoint, model, optimizer)
+    state["starts"] += 1
 
     def loss_of(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=ids, use_cache=False).logits
@@ -376,3 +241,35 @@ def held_out(model: LlamaForCausalLM, ids: torch.Tensor, length: int, batch_toke
         logits = model(input_ids=batch, use_cache=False).logits.float()
         out.append(F.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none").cpu())
     return torch.cat(out).double().numpy()
+
+
+def install(out: Path | str, folder: Path = POCKET) -> list[str]:
+    """Copy the trained models of `out` to `folder`: weights, training log, tokenizer links, hashes.
+
+    The old weights and `card.json` of a model go, so that `python -m repro card` measures the new one.
+
+    Returns:
+        The names of the models that were installed.
+
+    Raises:
+        UserError: no model in `out` was trained to its end.
+    """
+    logs = [path for path in sorted(Path(out).glob("*/log.json")) if json.loads(path.read_text())["done"]]
+    if not logs:
+        raise UserError(f"{out}: no pocket model there that was trained to its end; train one with: pretrain NAME")
+    for log in logs:
+        place = folder / log.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        for old in [*place.glob("*.safetensors*"), place / "card.json"]:
+            old.unlink(missing_ok=True)
+        for new in sorted((log.parent / "model").glob("*")):
+            if new.name == "config.json" or "safetensors" in new.name:
+                shutil.copyfile(new, place / new.name)
+        shutil.copyfile(log, place / "training-log.json")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if not (place / name).is_symlink():
+                (place / name).symlink_to(Path("..") / "tokenizer" / name)
+    listed = [*folder.glob("*/*.safetensors"), folder / "tokenizer" / "tokenizer.json"]
+    lines = sorted(f"{path.relative_to(folder)}" for path in listed)
+    write_text(folder / "SHA256SUMS", "".join(f"{sha256(folder / line)}  {line}\n" for line in lines))
+    return [log.parent.name for log in logs]

@@ -56,13 +56,12 @@ def sample(
 
 
 def texts(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, eos: int) -> list[str]:
-    """Decode each row up to its first EOS; empty rows are dropped, blank lines inside a text become one line break."""
+    """Decode each row up to its first EOS, character by character as it was sampled; empty rows are dropped."""
     out = []
     for row in ids.tolist():
         body = row[1 : row.index(eos, 1)] if eos in row[1:] else row[1:]
-        lines = tokenizer.decode(body).split("\n")
-        text = "\n".join(line.rstrip() for line in lines if line.strip())
-        if text:
+        text = tokenizer.decode(body, clean_up_tokenization_spaces=False)
+        if text.strip():
             out.append(text)
     return out
 

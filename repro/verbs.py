@@ -170,9 +170,11 @@ def pretrain(args: Namespace) -> None:
     """Train a pocket model anew."""
     import torch
 
-    from repro import pretrain as room
+    from repro.pretrain import pretrain as work
+    from repro.pretrain_config import load_config
+    from repro.pretrain_corpus import cached_ids
 
-    config = room.load_config()
+    config = load_config()
     if args.model not in config.models:
         raise unknown("pocket model", args.model, config.models)
     corpus = args.corpus or (Path(os.environ["REPRO_DATA"]) / "corpus" if os.environ.get("REPRO_DATA") else None)
@@ -180,8 +182,8 @@ def pretrain(args: Namespace) -> None:
         raise UserError("pretrain: name the folder of the training shards with --corpus, or set REPRO_DATA")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("pretrain: this machine has no CUDA device; --device cpu trains, slowly")
-    ids = room.cached_ids(corpus, args.out)
-    log = room.pretrain(args.model, ids, config, args.out, args.device, args.stop_after)
+    ids = torch.from_numpy(cached_ids(corpus, args.out, config.training.wikitext_every))
+    log = work(args.model, ids, config, args.out, args.device, args.stop_after)
     print({key: log.get(key) for key in ("model", "step", "steps", "done", "tokens_per_s", "mfu")})
 
 

@@ -52,6 +52,60 @@ def test_known_answer_of_clipping():
     assert errors(grid.rtn(clipped, config).dequantize())[1] == pytest.approx(0.0035874658, rel=CLOSE)
 
 
+class Nearest(Config):
+    """AWQ with the nearest scales, as before they were rounded down."""
+
+    SCALE_ROUNDS_DOWN = False
+
+
+def cut(weight: torch.Tensor, config: Config) -> torch.Tensor:
+    """`weight` with each group cut at both ends, to 0.7 of its largest |w| or less; groups `[N, G, group]`."""
+    groups = grid.split(weight, config)
+    m = 0.7 * torch.minimum(groups.amax(-1, keepdim=True), -groups.amin(-1, keepdim=True))
+    return groups.clamp(-m, m)
+
+
+def ends_used(groups: torch.Tensor, config: Config) -> torch.Tensor:
+    """Whether a group's codes reach both 0 and 2^bits - 1, `[N, G]`."""
+    codes = grid.split(grid.rtn(groups.flatten(1), config).codes, config)
+    return (codes.amin(-1) == 0) & (codes.amax(-1) == 2**config.bits - 1)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group", [0, 64])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_groups_cut_at_both_ends_use_both_end_codes(bits, group, symmetric):
+    options = {"bits": bits, "group": group, "symmetric": symmetric}
+    groups = cut(W, Config(**options))
+    assert ends_used(groups, Config(**options)).all()
+    assert 0.1 < ends_used(groups, Nearest(**options)).float().mean() < 0.9, "the nearest scale would have done"
+
+
+@pytest.mark.parametrize("options", [{"bits": 2}, {"bits": 3, "group": 64}, {"group": 64}, {}], ids=str)
+def test_scales_rounded_down_lower_the_output_error(options):
+    found = []
+    for kind in (Config, Nearest):
+        config = kind(**options)
+        m = awq.search_clip(W, X, config)
+        found.append(errors(grid.rtn(grid.split(W, config).clamp(-m, m).flatten(1), config).dequantize())[1])
+    assert found[0] < found[1]
+
+
+def test_a_scale_is_the_largest_half_that_does_not_exceed_the_range():
+    config = Config(group=64)
+    groups = grid.split(W, config)
+    down, nearest = (grid.fit(groups, kind)[0] for kind in (config, Nearest(group=64)))
+    exact = (groups.amax(-1, keepdim=True).clamp(min=0) - groups.amin(-1, keepdim=True).clamp(max=0)).double() / 15
+    up = nearest.double() > exact
+    assert up.any() and torch.equal(down[~up], nearest[~up])
+    above = (down.half().view(torch.int16) + 1).view(torch.float16).double()
+    assert (down.double() <= exact).all() and (above > exact).all()
+    single = [grid.fit(groups, kind(group=64, scale_dtype="float32"))[0] for kind in (Config, Nearest)]
+    assert torch.equal(*single), "float32 scales are the authors'"
+    with pytest.raises(UserError, match="too large for float16"):
+        grid.rtn(torch.tensor([[-1e6, 1e6]]), Config())
+
+
 def single(weight: torch.Tensor) -> torch.nn.Linear:
     linear = torch.nn.Linear(*reversed(weight.shape), bias=False)
     linear.weight.data = weight.clone()

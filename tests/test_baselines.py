@@ -154,6 +154,16 @@ def test_dead_columns_become_zero_and_cost_nothing():
     assert torch.equal(got, gptq.gptq(wild, H, Config()).dequantize())
 
 
+def test_a_dead_column_ranks_as_one_in_act_order_and_touches_no_other():
+    H, live = torch.diag(torch.tensor([4.0, 0, 0.5, 2])), [0, 2, 3]
+    config = Config(group=2, act_order=True)
+    got = gptq.gptq(W[:8, :4], H, config)
+    assert got.group_index.tolist() == [0, 1, 1, 0]  # order 0, 3, 1, 2: the dead column comes before H_ii = 0.5
+    assert (got.dequantize()[:, 1] == 0).all()
+    alone = gptq.gptq(W[:8, live], H[live][:, live], Config()).dequantize()
+    assert torch.equal(gptq.gptq(W[:8, :4], H, Config()).dequantize()[:, live], alone)
+
+
 def test_act_order_stores_an_index_only_where_groups_are_permuted():
     H = hessian()
     permuted = gptq.gptq(W, H, Config(group=64, act_order=True))

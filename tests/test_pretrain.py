@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import lzma
 import time
 
 import numpy as np
@@ -15,16 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from repro import pretrain as room
 from repro.errors import UserError
-from repro.pretrain import Training, batch_starts, learning_rate, length_at
+from repro.files import sha256
+from repro.pretrain import batch_starts, learning_rate, length_at
+from repro.pretrain_config import Architecture, ModelArgs, PocketConfig, TokenizerArgs, Training, load_config
 
 TRAINING = Training(
     learning_rate=1e-2, batch_tokens=64, length=16, long_length=32, long_share=0.25, warmup_share=0.1, decay_share=0.4,
-    weight_decay=0.1, beta1=0.9, beta2=0.95, clip=1.0, seed=3,
+    weight_decay=0.1, beta1=0.9, beta2=0.95, clip=1.0, seed=3, wikitext_every=0,
 )  # fmt: skip
-CONFIG = room.PocketConfig(
-    room.TokenizerArgs(vocab=64, sample_bytes=100),
-    {"pocket-tiny": room.ModelArgs(layers=1, tokens=6400)},
-    room.Architecture(hidden=32, ffn=64, heads=2, kv_heads=1, head_size=16, rope_theta=1e4, context=32),
+CONFIG = PocketConfig(
+    TokenizerArgs(vocab=64, sample_bytes=100),
+    {"pocket-tiny": ModelArgs(layers=1, tokens=6400)},
+    Architecture(hidden=32, ffn=64, heads=2, kv_heads=1, head_size=16, rope_theta=1e4, context=32),
     TRAINING,
 )
 IDS = torch.from_numpy(np.random.default_rng(0).integers(0, 8, 2000).astype(np.int32) ** 2 % 64)
@@ -109,6 +110,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(tmp_path):
     assert set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)
     assert whole["losses"][-1][1] < whole["losses"][0][1] < 4.2, "it learns"
     assert second["seconds"] > first["seconds"]
+    assert (whole["starts"], first["starts"], second["starts"]) == (1, 1, 2)
 
 
 def test_a_run_that_was_killed_loses_only_what_came_after_its_checkpoint(tmp_path, monkeypatch):
@@ -167,44 +169,34 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_nothing(tmp_path):
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
-# --- corpus -----------------------------------------------------------------------------------------------------------
+# --- installing a trained model, and the shipped settings -------------------------------------------------------------
 
 
-def test_no_shards(tmp_path):
-    (tmp_path / "valid.txt").write_text("never trained on")
-    with pytest.raises(UserError, match=f"^{tmp_path}: no train-\\*.txt.xz there"):
-        room.shards(tmp_path)
-
-
-def test_only_training_shards_are_read(tmp_path):
-    for name in ("train-01.txt.xz", "train-00.txt.xz", "valid.txt.xz", "train.txt"):
-        (tmp_path / name).write_bytes(lzma.compress(b"a\nb\n\n\nc\n"))
-    assert [p.name for p in room.shards(tmp_path)] == ["train-00.txt.xz", "train-01.txt.xz"]
-    assert room.documents(tmp_path / "train-00.txt.xz") == ["a\nb", "c"]
-
-
-def test_documents_are_packed_between_bos_and_eos(tmp_path):
-    path = tmp_path / "train-00.txt.xz"
-    path.write_bytes(lzma.compress(b"One text, 42.\n\nAnother.\n\nA third.\n"))
-    parts = [room._encode((str(room.TOKENIZER), str(path), part, 2)).tolist() for part in range(2)]
-    ids = parts[0] + parts[1]
-    assert ids.count(0) == ids.count(1) == 3 and ids[0] == 0 and ids[-1] == 1
-    tokenizer = room.Tokenizer.from_file(str(room.TOKENIZER))
-    assert [tokenizer.decode(part) for part in parts] == ["One text, 42.A third.", "Another."]
-
-
-def test_the_tokenizer_is_trained_as_configured(tmp_path):
-    (tmp_path / "train-00.txt.xz").write_bytes(lzma.compress(b"the cat and the hat and 1984 the cats\n\n" * 50))
-    made = room.train_tokenizer(tmp_path, room.TokenizerArgs(vocab=280, sample_bytes=10_000))
-    assert made.get_vocab_size() <= 280 and made.token_to_id("<s>") == 0 and made.token_to_id("</s>") == 1
-    encoded = made.encode("the cat 1984 – é")
-    assert encoded.ids[0] == 0 and made.decode(encoded.ids) == "the cat 1984 – é"
-    assert {"1", "9", "8", "4"} <= set(encoded.tokens), "digits are split"
-    assert "Ġthe" in encoded.tokens or "the" in encoded.tokens
+def test_a_trained_model_is_installed_with_its_log_tokenizer_and_hashes(tmp_path):
+    train(tmp_path / "out", tokens_to_see=640)
+    train(tmp_path / "unfinished" / "nested", stop_after_s=0)
+    folder = tmp_path / "pocket"
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    place = folder / "pocket-tiny"
+    place.mkdir()
+    for old in ("card.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (place / old).write_text("of the model before")
+    assert room.install(tmp_path / "out", folder) == ["pocket-tiny"]
+    names = {p.name for p in place.iterdir()}
+    assert names == {
+        "config.json", "model.safetensors", "training-log.json", "tokenizer.json", "tokenizer_config.json"
+    }  # fmt: skip
+    assert (place / "tokenizer.json").resolve() == folder / "tokenizer" / "tokenizer.json"
+    listed = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().splitlines())
+    assert listed == {n: sha256(folder / n) for n in ("pocket-tiny/model.safetensors", "tokenizer/tokenizer.json")}
+    assert json.loads((place / "training-log.json").read_text())["done"]
+    with pytest.raises(UserError, match="no pocket model there that was trained to its end"):
+        room.install(tmp_path / "unfinished" / "nested", folder)
 
 
 def test_the_shipped_configuration():
-    config = room.load_config()
+    config = load_config()
     assert set(config.models) == {"pocket-3m", "pocket-5m", "pocket-10m"}
     a, t = config.architecture, config.training
     assert (
@@ -214,3 +206,4 @@ def test_the_shipped_configuration():
         and a.context == t.long_length == 2048
     )
     assert t.long_share >= 0.1 and t.length == 512 and config.tokenizer.vocab == 4096
+    assert t.wikitext_every == 5

@@ -1,0 +1,53 @@
+"""Write a plain document the way GPTQ's protocol shows WikiText-2 to a model.
+
+WikiText's rows are titles (` = Title = \\n`), paragraphs and empty rows; GPTQ joins the rows of the data set with blank
+lines. The words are split by the Moses tokenizer with its aggressive hyphen splitting (`state @-@ of`), and the commas
+and points inside numbers are marked (`1 @,@ 234 @.@ 5`). Checked against the validation and test rows: dashes, quotes,
+apostrophes (`it 's`), brackets, `%`, `$` and slashes are what Moses makes of them. Section headings have no
+counterpart: the corpus has titles and paragraphs only.
+
+Source: Merity et al., arXiv 1609.07843, section 4.1; IST-DASLab/gptq, `datautils.get_wikitext2`.
+"""
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING
+
+from repro.errors import UserError
+
+if TYPE_CHECKING:
+    from sacremoses import MosesTokenizer
+
+_IN_NUMBER = re.compile(r"(?<=\d)([,.])(?=\d)")
+
+
+@cache
+def tokenizer() -> "MosesTokenizer":
+    """The English Moses tokenizer of the optional library.
+
+    Raises:
+        UserError: sacremoses is not installed.
+    """
+    try:
+        from sacremoses import MosesTokenizer
+    except ImportError:
+        raise UserError("WikiText's layout is written with the sacremoses library; pip install sacremoses") from None
+    return MosesTokenizer(lang="en")
+
+
+def write(document: str) -> str:
+    """The document as GPTQ's protocol makes it of WikiText-2: rows joined by blank lines.
+
+    Args:
+        document: the title in the first line, then one paragraph per line; blank lines are skipped.
+
+    Raises:
+        UserError: sacremoses is not installed.
+    """
+    title, *paragraphs = [_tokenize(line) for line in document.split("\n") if line.strip()] or [""]
+    return "\n\n".join(["", f" = {title} = \n", "", *(f" {paragraph} \n" for paragraph in paragraphs)])
+
+
+def _tokenize(line: str) -> str:
+    text = tokenizer().tokenize(line, aggressive_dash_splits=True, escape=False, return_str=True)
+    return _IN_NUMBER.sub(r" @\1@ ", text)
