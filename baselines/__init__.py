@@ -1,7 +1,7 @@
-"""What the papers compare with, one file per quantizer: `Config`, `CALIBRATED` and `apply(lm, calibration, config)`.
+"""The quantizers that the papers compare with, one file each: `Config`, `CALIBRATED`, `apply(lm, calibration, config)`.
 
-`CALIBRATED` says whether `apply` needs calibration tokens; `RESCALES`, where there is one, that it changes weights
-before it quantizes them.
+`CALIBRATED` says whether `apply` needs calibration tokens; `RESCALES`, if defined, that it changes weights before it
+quantizes them.
 """
 
 from repro.baselines import awq, gptq, omniquant, rtn

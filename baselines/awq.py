@@ -1,20 +1,22 @@
 """AWQ (Lin et al. 2023, arXiv 2306.00978): scale input channels by their activations, then clip, then round.
 
-A weight column that meets large activations is made larger before rounding and its input smaller, which changes nothing
-in full precision and rounds that column more finely (section 3.2). With s_X the mean |x| of each input channel, the
-scale that linears with one input share is searched (equations 4 and 5):
+A weight column with large activations is scaled up before rounding and its input scaled down, which changes nothing in
+full precision and rounds that column more finely (section 3.2). With s_X the mean |x| of each input channel, one scale
+is searched for all linears that read the same input (equations 4 and 5):
 
     L(s) = ‖Q(W·diag(s)) (diag(s)⁻¹·X) - W X‖,    s = s_X^α,    α* = argmin L(s_X^α),    α = 0, 1/20, … 19/20
 
-As in the authors' code s is at least 1e-4 and divided by √(max s · min s), and L is measured where the outputs of the
-linears meet (the attention, the MLP, or a single linear). Inputs are those of the full-precision model. All scales of a
-block are searched on its unscaled weights; they are applied, and then, per row and group, the largest |w| to keep is:
+As in the authors' code s is at least 1e-4 and divided by √(max s · min s), and L compares the outputs of the module
+that contains the linears (the attention, the MLP, or a single linear). Inputs are those of the full-precision model.
+All scales of a block are searched on its unscaled weights and applied; then, per row and group, the largest |w| to keep
+is searched:
 
     m* = argmin_m E_x[(x·(Q(clamp(w, -m, m)) - w))²],    m = max|w| · (1 - i/20), i = 0 … 9
 
-Query and key are not clipped. diag(s)⁻¹ is folded into what makes the input, a norm or the rows of the linear before,
-so that the model stays one of its own architecture, and the changed norms and biases are stored with it. The grid is
-the one that all baselines here share: unlike the authors', its range always includes 0 and its scale is rounded first.
+Query and key are not clipped. diag(s)⁻¹ is folded into the module that produces the input, a norm or the rows of the
+preceding linear, so that the architecture does not change; the changed norms and biases are stored with the model. The
+grid is the one that all baselines here share: unlike the authors', its range always includes 0 and its scale is rounded
+first.
 
 Half-precision scales are rounded down, because a range cut to [-m, m] loses an end code when its scale is rounded up
 (see `grid`). The nearest scale does that to about 1 in 4 of the groups cut at both ends. Measured on pocket-5m at 4
@@ -32,9 +34,10 @@ from tqdm import tqdm
 from repro.baselines import grid
 from repro.baselines.gptq import watch
 from repro.errors import UserError, unknown
-from repro.lowbit import LowBitModel, block_inputs, blocks, in_layer
+from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 
 CALIBRATED = True
+COST = 5.0  # relative to RTN, for scheduling alone
 RESCALES = True
 UNCLIPPED = ("q_proj", "k_proj")
 SEEN_TOGETHER = 8  # sequences in one forward pass
@@ -71,7 +74,7 @@ class Config(grid.Grid):
 
 @dataclass(frozen=True)
 class Fold:
-    """`linears` read what `source` makes, channel by channel, so that s and 1/s cancel; names are inside a block.
+    """`linears` read the output of `source`, channel by channel, so that s and 1/s cancel; names are inside a block.
 
     Attributes:
         source: a norm, or a linear whose output reaches `linears` without mixing channels.
@@ -103,7 +106,7 @@ GATED = (
     Fold("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp"),
     Fold("mlp.up_proj", ("mlp.down_proj",), "mlp.down_proj"),
 )
-PARALLEL = (  # attention and MLP side by side; nothing folds through the GELU before fc2
+PARALLEL = (  # attention and MLP in parallel; nothing folds through the GELU before fc2
     Fold("input_layernorm", (*QKV, "mlp.fc1"), ""),
     Fold("self_attn.v_proj", ("self_attn.dense",), "self_attn.dense"),
 )
@@ -252,5 +255,5 @@ def _scale_of(fold: Fold, block: nn.Module, inputs: dict, calls: dict, prefix: s
 
 
 def _output(value: Tensor | tuple) -> Tensor:
-    """The hidden states among what a module returns (an attention returns its weights, too)."""
+    """The hidden states among what a module returns (an attention also returns its weights)."""
     return value if isinstance(value, Tensor) else value[0]

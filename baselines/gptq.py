@@ -6,12 +6,12 @@ layer's output on the calibration inputs changes least. With H = (2/N) Σ x xᵀ
     δ_F = -(w_q - quant(w_q)) / [H_F⁻¹]_qq · (H_F⁻¹)_q:
 
 All rows share H (section 4, step 1), and the rows of H_F⁻¹ that are needed are, up to a factor, those of the upper
-Cholesky factor of H⁻¹ (step 3), so that one factorization does. Updates are applied at once inside a block of columns
-and once per block to all later columns (step 2).
+Cholesky factor of H⁻¹ (step 3), so that one factorization suffices. Updates are applied at once inside a block of
+columns and once per block to all later columns (step 2).
 
-A group's grid is fitted when its first column comes, on the weights as of the last such block update, as the authors'
-code does it: with groups shorter than `blocksize`, the later groups of a block are fitted before the errors of this
-block have reached them.
+A group's grid is fitted when its first column is reached, on the weights as of the last such block update, as in the
+authors' code: with groups shorter than `blocksize`, the later groups of a block are fitted before the errors of this
+block are propagated to them.
 
 Dead columns, whose inputs were 0 on every calibration token so that H_ii = 0, are treated before anything else: H_ii
 becomes 1 and the column's weights become 0. Only then
@@ -32,9 +32,11 @@ from tqdm import tqdm
 
 from repro.baselines import grid
 from repro.errors import UserError
-from repro.lowbit import LowBitModel, QuantizedWeight, block_inputs, blocks, in_layer
+from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
+from repro.models.quantized import QuantizedWeight
 
 CALIBRATED = True
+COST = 2.0  # relative to RTN, for scheduling alone
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ Symmetric: the range is [-m, m] with m = max|w|, scale = 2m / (2^b - 1), zero = 
 MSE clipping shrinks the range by p = 1 - i/100, i = 0 … 79, and keeps the p with the least Σ|error|^2.4.
 
 A scale is rounded as it is stored before zero and codes are computed, so that they fit the scale that will be read.
-One below the smallest normal number, 2^-14 in half precision, becomes that: coarser than asked for, never 0.
+A scale below the smallest normal number, 2^-14 in half precision, becomes that number: coarser, but never 0.
 
-Rounding to nearest is right for a range that ends where the weights happen to end. A range cut to [-m, m] is different:
+Rounding to nearest is right for a range that ends at the extreme weights. A range clipped to [-m, m] is different:
 both its ends lie (2^b - 1)/2 steps from 0, a tie. With the scale rounded up they lie just inside that tie, so that both
 round inwards and one end code, 0 or 2^b - 1, is never used; with the scale rounded down they saturate and all 2^b codes
-are used. A quantizer that cuts weights this way sets `SCALE_ROUNDS_DOWN`.
+are used. A quantizer that clips weights this way sets `SCALE_ROUNDS_DOWN`.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from repro.errors import UserError
-from repro.lowbit import QuantizedWeight, in_layer
+from repro.models.lowbit import in_layer
+from repro.models.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How a weight is cut into steps; the defaults are 4 bits per channel, as in the papers' "pc" rows.
+    """A uniform quantization grid; the defaults are 4 bits per channel, as in the papers' "pc" rows.
 
     Attributes:
         bits: width of a code, 2 to 8.
@@ -94,7 +95,7 @@ def quantize(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """float32 weight that `codes` stand for; `scale` and `zero` broadcast to them."""
+    """The float32 weight of `codes`; `scale` and `zero` broadcast to them."""
     return (codes - zero) * scale
 
 
@@ -110,7 +111,7 @@ def rtn(weight: Tensor, grid: Grid) -> QuantizedWeight:
 
 
 def check(weight: Tensor, grid: Grid) -> Tensor:
-    """`weight` `[N, K]` in float32, fit to be quantized.
+    """`weight` `[N, K]` in float32, checked for quantization.
 
     Raises:
         UserError: the group does not divide K, or the weight holds NaN or Inf.

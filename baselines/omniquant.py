@@ -4,13 +4,13 @@ Each row and group has two clipping strengths γ and β in (0, 1), sigmoids of l
 
     Ŵ = (clamp(⌊W/h⌉ + z, 0, 2^b - 1) - z)·h,    h = (γ max(W) - β min(W)) / (2^b - 1),    z = -⌊β min(W) / h⌉
 
-They are all that is learned, one block after the other, so that the block with Ŵ, on inputs from already quantized
-blocks, gives what the full-precision block gives on full-precision inputs (equation 1). Rounding passes gradients
+Only these are learned, one block after the other, so that the block with Ŵ, on inputs from already quantized blocks,
+reproduces the output of the full-precision block on full-precision inputs (equation 1). Rounding passes gradients
 straight through, and z is a constant in the backward pass, as in the authors' code. At 2 bits a second target, the
 full-precision block on the quantized inputs, is added.
 
 Stored are codes, h and z as of any asymmetric grid. Unlike in the authors' code the range always includes 0, so that z
-is a code and takes `bits` bits (ordinary groups have both signs and do not notice), a symmetric grid is that of `grid`,
+is a code and takes `bits` bits (no difference for a group with both signs), a symmetric grid is that of `grid`,
 h is learned through its rounding to half precision, and blocks run in the model's own precision without AMP. The
 learnable equivalent transformation (LET) is off in the paper's weight-only Llama runs, and is not here.
 """
@@ -22,12 +22,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repro import graphs
 from repro.baselines import grid
 from repro.errors import UserError
-from repro.lowbit import LowBitModel, QuantizedWeight, block_inputs, blocks, in_layer
+from repro.models import graphs
+from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
+from repro.models.quantized import QuantizedWeight
 
 CALIBRATED = True
+COST = 20.0  # relative to RTN, for scheduling alone
 INITIAL_LOGIT = 4.0  # sigmoid 0.982; the authors' code
 
 
@@ -37,7 +39,7 @@ class Config(grid.Grid):
 
     Attributes:
         lwc_lr: learning rate of γ and β (AdamW without weight decay, one sequence a step).
-        epochs: passes over the calibration sequences; None is the paper's 20, and 40 at 2 bits. 0 keeps the start.
+        epochs: passes over the calibration sequences; None is the paper's 20, and 40 at 2 bits; 0 does not train.
         aug_loss: add the second target at more than 2 bits, too; at 2 bits it is always added.
     """
 
@@ -133,8 +135,8 @@ def learn(
     Args:
         block: the full-precision block.
         clippings: by the names of the linears inside the block whose rows, in this order, one clipping holds.
-        inputs: what the block gets from quantized blocks, one sequence each.
-        targets: what it should give, one or two tensors for each sequence.
+        inputs: the block's inputs from quantized blocks, one sequence each.
+        targets: the outputs it should reproduce, one or two tensors for each sequence.
         kwargs: the block's keyword arguments.
         config: learning rate and epochs.
     """
@@ -166,7 +168,7 @@ def learn(
 
 
 def same_columns(block: nn.Module) -> list[tuple[str, ...]]:
-    """Names of the linears of a block, those with equally many inputs together: one clipping serves them in one go."""
+    """Names of the linears of a block, grouped by their number of inputs: one clipping serves a group."""
     found: dict[int, list[str]] = {}
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear):

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from repro.baselines import grid
-from repro.lowbit import LowBitModel, block_linears, in_layer
+from repro.models.lowbit import LowBitModel, block_linears, in_layer
 
 CALIBRATED = False
 
 
 @dataclass(frozen=True)
 class Config(grid.Grid):
-    """Nothing but the grid."""
+    """The grid; RTN has no other options."""
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:

@@ -1,7 +1,7 @@
 """pytest-benchmark for kernels: `pytest kernels --benchmark-only`, and `--every-shape` for all layer shapes.
 
-`gpu_benchmark` times a task of `repro.timing` in rounds of one graph replay. The time that pytest-benchmark stores is
-device time per launch, so its tables and its `compare` are right as they are.
+`gpu_benchmark` times a `repro.bench.task.Task` in rounds of one graph replay. The time that pytest-benchmark stores is
+device time per launch, so its tables and its `compare` are correct for kernels.
 """
 
 import statistics
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from repro import bench, timing
+from repro.bench import bench, timing
 
 
 class DeviceClock:
-    """A clock that only a timed round moves, by the device time of one launch."""
+    """A clock that each timed round advances by the device time of one launch."""
 
     seconds = 0.0
 
@@ -25,7 +25,7 @@ class DeviceClock:
 
 
 CLOCK = DeviceClock()
-torch.set_num_threads(1)  # what is timed on the processor does not depend on how many cores it has
+torch.set_num_threads(1)  # CPU times do not depend on the number of cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,14 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Benchmarks of the device run on the device's clock."""
+    """GPU benchmarks use the device's clock."""
     for item in items:
         if "gpu_benchmark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.benchmark(timer=CLOCK))
 
 
 def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
-    """The file says where it comes from, and is small: it names no host, and keeps the rounds of GPU kernels only."""
+    """Add the origin, and keep the file small: no host name, and rounds of GPU kernels only."""
     output_json["machine_info"]["node"] = ""
     output_json["machine_info"].get("cpu", {}).pop("flags", None)
     if torch.cuda.is_available():
@@ -55,7 +55,7 @@ def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="session")
 def backend() -> timing.Cuda:
-    """The GPU; skips where there is none."""
+    """The GPU; skips without one."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return timing.Cuda()
@@ -63,7 +63,7 @@ def backend() -> timing.Cuda:
 
 @pytest.fixture
 def gpu_benchmark(benchmark, backend) -> Callable[..., timing.Timing]:  # noqa: ANN001
-    """A function that benchmarks a task, cold or warm, its read floor turn about, and returns the `Timing`."""
+    """A function that times a task, cold or warm, interleaved with its read floor, and returns the `Timing`."""
 
     def run(task: timing.Task, mode: str = timing.COLD, rounds: int = timing.ROUNDS) -> timing.Timing:
         kernel = timing.Run(task, backend, mode)

@@ -1,9 +1,9 @@
-"""Packed low-bit weights to a dense matrix, for the library's matrix product at many tokens.
+"""Unpack low-bit weights to a dense matrix, for the library's matrix product at many tokens.
 
     w[n, k] = (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
 
 codes, scale_zero: as in `packing.py`, of 2, 4 or 8 bits. w: fp16 or bf16 [N, K], the fp32 value rounded once. Bytes
-moved: the packed weights + 2 N K; a subtraction and a product per weight. A warp turns one packed block of 16 rows into
+moved: the packed weights + 2 N K; a subtraction and a product per weight. A warp unpacks one block of 16 rows with
 16-byte stores of eight neighbouring columns (`dequantize` in `w4a16_gemm.cu`, which shares the layout's helpers).
 """
 
@@ -35,12 +35,12 @@ def reference(packed: packing.PackedWeight) -> Tensor:
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why this kernel cannot run on `device`, or None where it can."""
+    """Why this kernel cannot run on `device`, or None if it can."""
     return lacks("dequantize", device) or nvrtc.unavailable()
 
 
 def launch(packed: packing.PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The kernel on `packed`, not checked again."""
+    """Run the kernel on `packed`, which is not checked."""
     w = torch.empty(packed.rows, packed.columns, dtype=dtype, device=packed.codes.device)
     kernel = nvrtc.load(SOURCE, "dequantize", format_defines(packed, dtype), w.device)
     blocks = packed.codes.shape[0] * packed.codes.shape[1]

@@ -1,13 +1,13 @@
-"""A linear layer on packed low-bit weights for any number of tokens: picks the fastest of three ways and says which.
+"""A linear layer on packed low-bit weights for any number of tokens: picks the fastest of three code paths.
 
     y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
 
     decode      `wna16_gemv.py`, few tokens: bound by the bytes of the weights
     gemm        `w4a16_gemm.py`, more tokens, from the same packed weights
-    dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of scratch for the moment
+    dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of temporary memory
 
-The last number of tokens of the first two ways is data: `kernels/configs/<device>.json`, "linear", shape "NxK"
-(measured with 4 bits, groups of 128), or "default". `LIMITS` holds what a way can be asked at all.
+The largest M for which each of the first two paths is used is data: `kernels/configs/<device>.json`, "linear", shape
+"NxK" (measured with 4 bits, groups of 128), or "default". `LIMITS`: the largest M each path supports.
 """
 
 from math import prod
@@ -20,9 +20,9 @@ from repro.kernels import w4a16_gemm, wna16_gemv
 from repro.kernels.launch_config import launch_config
 from repro.kernels.packing import PackedWeight
 
-CASES = w4a16_gemm.CASES  # tokens decide the way
+CASES = w4a16_gemm.CASES  # the number of tokens selects the path
 LIMITS = {"decode": 16, "gemm": 2048}
-FALLBACK = {"decode": 8, "gemm": 128}  # last M of a way where nothing was measured
+FALLBACK = {"decode": 8, "gemm": 128}  # largest M of a path on a device without measurements
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[Tensor, PackedWeight]:
@@ -36,12 +36,12 @@ def reference(x: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why this layer cannot run on `device`, or None where it can."""
-    return next(filter(None, (way.unsupported(device) for way in (wna16_gemv, w4a16_gemm, dense))), None)
+    """Why this layer cannot run on `device`, or None if it can."""
+    return next(filter(None, (kernel.unsupported(device) for kernel in (wna16_gemv, w4a16_gemm, dense))), None)
 
 
 def path(x: Tensor, packed: PackedWeight) -> str:
-    """The way that `wna16(x, packed)` takes: "decode", "gemm" or "dequantize".
+    """The code path of `wna16(x, packed)`: "decode", "gemm" or "dequantize".
 
     Raises:
         ValueError: x `[..., K]` does not fit the weight.
@@ -52,11 +52,11 @@ def path(x: Tensor, packed: PackedWeight) -> str:
 
 
 def path_of(tokens: int, rows: int, columns: int, device: torch.device | str) -> str:
-    """The way of so many tokens through a layer `[rows, columns]` on a device."""
+    """The code path for a number of tokens and a layer `[rows, columns]` on a device."""
     last = launch_config("linear", f"{rows}x{columns}", device) or launch_config("linear", "default", device)
-    for way in ("decode", "gemm"):
-        if tokens <= min((last or FALLBACK)[way], LIMITS[way]):
-            return way
+    for name in ("decode", "gemm"):
+        if tokens <= min((last or FALLBACK)[name], LIMITS[name]):
+            return name
     return "dequantize"
 
 
@@ -70,20 +70,20 @@ def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
     Raises:
         ValueError: shapes, types or devices that do not fit.
     """
-    way = path(x, packed)
+    chosen = path(x, packed)
     weight = (
         packed.codes, packed.scale_zero, packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
     )  # fmt: skip
     tokens = x.reshape(-1, packed.columns)
     if tokens.shape[0] == 0:
         y = x.new_empty(0, packed.rows)
-    elif way == "decode":
+    elif chosen == "decode":
         y = torch.ops.lowbit.wna16_gemv(tokens, *weight)
-    elif way == "gemm":
+    elif chosen == "gemm":
         y = torch.ops.lowbit.w4a16_gemm(tokens, *weight)
     else:
         y = tokens @ dense.dequantize(*weight, x.dtype).T
     return y.view(*x.shape[:-1], packed.rows)
 
 
-w2a16 = w4a16 = w8a16 = wna16  # the packed weight says how many bits it has
+w2a16 = w4a16 = w8a16 = wna16  # the bits are those of the packed weight

@@ -1,10 +1,10 @@
-"""CUDA C++ without a build step: compile one `.cu` file with NVRTC, keep the machine code, load and launch it.
+"""CUDA C++ without a build step: compile one `.cu` file with NVRTC, cache the cubin, load and launch it.
 
     function = load(path, "kernel_name", {"BITS": 4, ...}, device, shared_bytes)
     function(grid, block, tensor, 3, ...)      # on torch's current stream
 
-NVRTC comes with torch's CUDA build and is called through `cuda.core`. Where only `nvcc` is installed it compiles
-instead; so a machine without a GPU still checks that every kernel compiles. Machine code is kept in
+NVRTC comes with torch's CUDA build and is called through `cuda.core`. If only `nvcc` is installed, it is used instead,
+so that a machine without a GPU can check that every kernel compiles. Cubins are cached in
 `$XDG_CACHE_HOME/lowbit-repro/cubin` (`~/.cache/...`), named by the hash of source, headers, defines, architecture and
 compiler.
 """
@@ -30,7 +30,7 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 @cache
 def compiler() -> str | None:
-    """What compiles here and which version of it: "nvrtc 13.0.88", "nvcc /usr/bin/nvcc ...", or None."""
+    """The available compiler and its version: "nvrtc 13.0.88", "nvcc /usr/bin/nvcc ...", or None."""
     if util.find_spec("cuda") and util.find_spec("cuda.core"):
         for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
             with contextlib.suppress(metadata.PackageNotFoundError):
@@ -42,7 +42,7 @@ def compiler() -> str | None:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None where it can."""
+    """Why no CUDA C++ can be compiled on this machine, or None if it can."""
     if compiler() is None:
         return (
             "CUDA C++ kernels need cuda-core and nvidia-cuda-nvrtc (pip install cuda-core nvidia-cuda-nvrtc), or nvcc."
@@ -51,12 +51,12 @@ def unavailable() -> str | None:
 
 
 def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
-    """Machine code of a `.cu` file for `arch` ("sm_90"), from the cache where it was compiled before.
+    """The cubin of a `.cu` file for `arch` ("sm_90"), from the cache if it was compiled before.
 
-    It may include the headers (`.cuh`) of its folder.
+    The file may include the headers (`.cuh`) of its folder.
 
     Raises:
-        RuntimeError: no compiler here, or it rejects the source; its messages are in the sentence.
+        RuntimeError: no compiler is installed, or it rejects the source; the message has the compiler's output.
     """
     name = compiler()
     if name is None:
@@ -68,7 +68,7 @@ def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
     with contextlib.suppress(OSError):
         return kept.read_bytes()
     compiled = (_nvrtc if name.startswith("nvrtc") else _nvcc)(path, source, defines, arch)
-    with contextlib.suppress(OSError):  # a cache that cannot be written is no error
+    with contextlib.suppress(OSError):  # a read-only cache is not an error
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
             part.write(compiled)
@@ -77,14 +77,14 @@ def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept between processes."""
+    """The folder of cached cubins."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit-repro" / "cubin"
 
 
 def _nvrtc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> bytes:
     try:
         from cuda.core import Program, ProgramOptions
-    except ImportError:  # its name before version 1
+    except ImportError:  # the module's name before version 1
         from cuda.core.experimental import Program, ProgramOptions
     macros = [(name, str(value)) for name, value in defines.items()]
     options = ProgramOptions(name=path.name, arch=arch, std="c++17", define_macro=macros, include_path=str(path.parent))
@@ -106,9 +106,9 @@ def _nvcc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> byt
 
 
 class Function:
-    """A kernel on one device. Call it with the grid's and the block's size and the arguments: tensors and ints.
+    """A kernel on one device. Call it with the size of the grid and of a block and the arguments: tensors and ints.
 
-    `defines` are what it was compiled with, for the sentence of a ValueError; `load` says when there is one.
+    `defines`, with which it was compiled, are for the message of the ValueError that `load` documents.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Function:
                 f"{name} needs the package cuda-bindings to be launched (torch's CUDA build has it)."
             ) from None
         self._driver, self._index, self._shared = driver, index, shared_bytes
+        self.digest = hashlib.sha256(cubin).hexdigest()  # what a recorded time names as its machine code
         self._module = _checked(driver.cuModuleLoadData(cubin))
         self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
         fixed, dynamic = map(driver.CUfunction_attribute, (FIXED_SHARED, MAX_DYNAMIC_SHARED))
@@ -142,7 +143,7 @@ class Function:
 
 
 def pointers(arguments: Sequence[Tensor | int]) -> ctypes.Array:
-    """Addresses of a kernel's arguments, which they keep alive: of a tensor's pointer, of a C int."""
+    """Addresses of a kernel's arguments, tensor pointers and C ints; the array keeps these values alive."""
     values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments]
     found = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     found.values = values
@@ -150,7 +151,7 @@ def pointers(arguments: Sequence[Tensor | int]) -> ctypes.Array:
 
 
 def _checked(answer: tuple) -> object:
-    """The value of a driver call, its error raised."""
+    """The result of a driver call; RuntimeError if the call failed."""
     if int(answer[0]):
         raise RuntimeError(f"CUDA driver: {answer[0]!r}")
     return answer[1] if len(answer) > 1 else None
@@ -160,16 +161,16 @@ _LOADED: dict[tuple, Function] = {}
 
 
 def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device, shared_bytes: int = 0) -> Function:
-    """Kernel `name` of a `.cu` file, compiled for `device` with `defines` and kept in memory.
+    """Kernel `name` of a `.cu` file, compiled for `device` with `defines` and cached in memory.
 
     Args:
-        path: the source; macros in it take the values of `defines`.
+        path: the source, compiled with the macros `defines`.
         device: a CUDA device.
         shared_bytes: dynamic shared memory of a launch.
 
     Raises:
-        RuntimeError: no compiler here, the source does not compile, or the device refuses it.
-        ValueError: it takes more shared memory than a block of the device may have.
+        RuntimeError: no compiler is installed, the source does not compile, or the driver cannot load it.
+        ValueError: the kernel needs more shared memory than a thread block of the device may have.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (path, name, tuple(defines.items()), index, shared_bytes)
@@ -177,6 +178,6 @@ def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device
         major, minor = torch.cuda.get_device_capability(index)
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
-            arch = f"sm_{major}{minor}" + "a" * (major == 9)  # with what only 9.0 has: wgmma
+            arch = f"sm_{major}{minor}" + "a" * (major == 9)  # sm_90a has wgmma
             _LOADED[key] = Function(compile_cubin(path, defines, arch), name, index, shared_bytes, defines)
     return _LOADED[key]

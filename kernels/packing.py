@@ -1,8 +1,8 @@
-"""The packed weight format of every low-bit kernel here: codes in the order in which a tensor core wants them.
+"""The packed weight format of every low-bit kernel here: codes in the order of the tensor core's operand.
 
 A weight W [N, K] is codes q of b = 2, 4 or 8 bits with a scale and a zero per row and group: w = (q - zero) * scale.
 It is the A operand of `mma.m16n8k16`, 16 rows x 16 columns per step. A block is 16 rows x KB columns, KB = 256 / b, so
-that each of a warp's 32 lanes owns 128 bits of it: KB = 128, 64, 32 for b = 2, 4, 8. A block is 512 bytes in a row.
+that each of a warp's 32 lanes owns 128 bits of it: KB = 128, 64, 32 for b = 2, 4, 8. A block is 512 contiguous bytes.
 
     codes       int32   [ceil(N/16), ceil(K/KB), 32 lanes, 4 words]
     scale_zero  float16 [ceil(N/16), G, 8 (g), 2 (rows g, g+8), 2 (scale, zero)]
@@ -13,13 +13,13 @@ Lane 4 g + t (g < 8, t < 4) holds in step s = 0 ... KB/16 - 1 four half2 registe
     a0 = (row g, e = 0, 1)    a1 = (row g+8, e = 0, 1)    a2 = (row g, e = 2, 3)    a3 = (row g+8, e = 2, 3)
     column of (t, s, e) = 32 (s // 2) + 8 t + 4 (s % 2) + e
 
-so that a lane meets 8 consecutive activations, one 16-byte load, in two steps, and a run of 32 columns never leaves its
-group. Register r = 4 s + i has its place in word r // P, P = 16 / b: bits [b j, b j + b) hold its low half's code and
+so that a lane needs 8 consecutive activations, one 16-byte load, for two steps, and 32 consecutive columns are always
+of one group. Register r = 4 s + i is in word r // P, P = 16 / b: bits [b j, b j + b) hold its low half's code and
 [16 + b j, ...) its high half's, j = r % P. Hence `(word >> b j) & 0x000F000F` (4 bits) is a half2 of codes as float16
-subnormals, code * 2^-24: no bias and no conversion, and the constant goes into the last factor of the row.
+subnormals, code * 2^-24: no bias and no conversion, and the constant is part of the row's last factor.
 
 N is padded with rows of scale 0, K with codes 0, whose activations the kernels read as 0. Bytes per weight:
-b / 8 + 4 / group (2 / group where symmetric).
+b / 8 + 4 / group (2 / group if symmetric).
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from torch import Tensor
 BITS = (2, 4, 8)
 GROUPS = (0, 32, 64, 128)
 TILE = 16  # rows of a block
-MOST_SCALE = 128  # a product of scale and code has to fit float16 with room to spare
+MOST_SCALE = 128  # keeps scale * code far below the largest float16
 
 
 def block_columns(bits: int) -> int:
@@ -44,7 +44,7 @@ class PackedWeight:
 
     Attributes:
         codes: int32 `[ceil(rows/16), ceil(columns/KB), 32, 4]`.
-        scale_zero: float16 `[ceil(rows/16), G, 8, 2, 2]`, or `[ceil(rows/16), G, 8, 2]` where symmetric.
+        scale_zero: float16 `[ceil(rows/16), G, 8, 2, 2]`, or `[ceil(rows/16), G, 8, 2]` if symmetric.
         bits: 2, 4 or 8.
         group: columns per group, 32, 64 or 128; 0 is one group a row.
         rows: N, without padding.
@@ -135,7 +135,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: 
     tiles, blocks = -(-rows // TILE), -(-columns // kb)
     padded = codes.new_zeros(tiles * TILE, blocks * kb)
     padded[:rows, :columns] = codes
-    # Columns come as (block, s // 2, t, s % 2, pair, half), rows as (tile, row >= 8, g); lanes go first.
+    # Columns are (block, s // 2, t, s % 2, pair, half), rows (tile, row >= 8, g); the lanes' axes come first.
     view = padded.view(tiles, 2, 8, blocks, kb // 32, 4, 2, 2, 2).permute(0, 3, 2, 5, 4, 6, 7, 1, 8)
     fields = view.reshape(tiles, blocks, 32, 4, 16 // bits, 2).to(torch.int32)
     words = (fields << _shifts(bits, codes.device)).sum((-1, -2), dtype=torch.int32)
@@ -171,7 +171,7 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
-    """float32 `[N, K]`: the weight that the packed codes stand for."""
+    """The dequantized weight, float32 `[N, K]`."""
     codes, scales, zeros = unpack(packed)
     group = torch.arange(packed.columns, device=codes.device) // (packed.group or packed.columns)
     return (codes.float() - zeros.float()[:, group]) * scales.float()[:, group]

@@ -1,6 +1,6 @@
-// What the CUDA kernels of this folder say in PTX: every instruction once, by name. tests/cuda_emulation.h is the plain
-// twin, with which the same kernels run on a CPU. `BRAIN` is 1 for bfloat16, 0 for float16; addresses in shared memory
-// are 32-bit (`shared_address`).
+// PTX wrappers for the CUDA kernels of this folder, one function per instruction. tests/cuda_emulation.h emulates them
+// on a CPU, so that tests run the same kernels without a GPU. `BRAIN` is 1 for bfloat16, 0 for float16; shared-memory
+// addresses are 32-bit (`shared_address`).
 #ifndef PTX_CUH
 #define PTX_CUH
 
@@ -10,9 +10,9 @@ using u64 = unsigned long long;
 #define UNROLL _Pragma("unroll")
 #define INLINE __device__ __forceinline__
 
-// ---- numbers
+// ---- conversions and arithmetic
 
-INLINE float half_to_float(u32 half) { // float16, the low half of a word
+INLINE float half_to_float(u32 half) { // float16 in the low 16 bits of a word
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)half));
     return f;
@@ -39,10 +39,10 @@ template <int BRAIN> INLINE u32 multiply_add(u32 a, u32 b, u32 c) { // a b + c i
     return d;
 }
 template <int BRAIN> INLINE u32 multiply(u32 a, u32 b) { // in both halves
-    return multiply_add<BRAIN>(a, b, 0x80008000); // -0; a product of bfloat16 alone needs compute capability 9.0
+    return multiply_add<BRAIN>(a, b, 0x80008000); // adds -0: mul.bf16x2 needs compute capability 9.0
 }
 
-// ---- matrix unit. Lane 4 g + t holds rows g, g + 8 of A and C and column g of B.
+// ---- tensor core. Lane 4 g + t holds rows g, g + 8 of A and C and column g of B.
 
 #define MMA(TYPE)                                                                                                      \
     asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"                                                  \
@@ -54,22 +54,23 @@ template <int BRAIN> INLINE void mma(float c[4], const u32 a[4], u32 b0, u32 b1)
     else MMA("f16");
 }
 #undef MMA
-INLINE void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) { // C [8, 8] += A [8, 32] B [32, 8], rows 0 to 7 of 16
+INLINE void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) { // C [8, 8] += A [8, 32] B [32, 8]; rows 8 to 15 are 0
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                  : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
-INLINE u32 transpose(u32 pair) { // 8 x 8 halves: lane 4 g + t gives columns 2 t, 2 t + 1 of row g and gets those of column g
+// 8 x 8 16-bit values: lane 4 g + t passes columns 2 t, 2 t + 1 of row g and receives rows 2 t, 2 t + 1 of column g.
+INLINE u32 transpose(u32 pair) {
     u32 out;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
     return out;
 }
 
-// Of a warpgroup, four warps that each hold 16 of 64 rows: D [64, 64] += A [64, 16] B [16, 64]. Lanes hold A and D as for
-// `mma`, d[n] the columns 8 n to 8 n + 7. B lies in shared memory as rows of 128 bytes, one for a column of B, whose
-// 16-byte pieces are in the order piece ^ row % 8 (of the address, so it begins at a multiple of 1024). `b` is `matrix`
-// of the address of the first row, plus the place of its 16 elements in pieces.
+// One warpgroup, four warps with 16 of the 64 rows each: D [64, 64] += A [64, 16] B [16, 64]. Lanes hold A and D as for
+// `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one per column of B, with the
+// 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from the address, so B is
+// aligned to 1024 bytes. `b` is the descriptor `matrix(first row)` plus the offset of the 16 elements in pieces.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -88,14 +89,15 @@ template <int BRAIN> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
 #undef FOUR
 #undef TEN
 INLINE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); } // registers are ready
-INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // of a group
+INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // commits a group
 template <int PENDING> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-INLINE void show_matrix_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); } // what this thread wrote
+// Makes this thread's writes to shared memory visible to the tensor cores.
+INLINE void show_matrix_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
-// ---- memory. 16 bytes at a time, addresses multiples of that.
+// ---- memory: 16 bytes per access, aligned to 16, unless the name says otherwise
 
-INLINE u64 evict_first() { // an L2 policy: what is read once leaves before anything else
+INLINE u64 evict_first() { // L2 policy for data that is read once
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
@@ -111,7 +113,7 @@ INLINE uint4 load_past_l1(const void *p, u64 policy) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
     return v;
 }
-INLINE uint4 load_early(const void *p) { // the compiler does not move it behind other memory instructions
+INLINE uint4 load_early(const void *p) { // volatile: the compiler does not move it after other memory accesses
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
@@ -124,7 +126,7 @@ INLINE uint4 load16(u32 p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
     return v;
 }
-INLINE void load16_if(uint4 &v, u32 p, bool when) { // v keeps its value elsewhere
+INLINE void load16_if(uint4 &v, u32 p, bool when) { // v is unchanged unless `when`
     asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];}"
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(p), "r"((u32)when) : "memory");
 }
@@ -142,13 +144,13 @@ INLINE float load4(u32 p) {
 INLINE void load_few(u32 (&v)[2], u32 p) { *(uint2 *)v = load8(p); }
 INLINE void load_few(u32 (&v)[1], u32 p) { asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(p) : "memory"); }
 
-// Asynchronous copies of 16 bytes into shared memory, or of zeros; nothing at all unless `when`.
+// cp.async: copies of 16 bytes into shared memory, or of zeros if `zero`; no operation unless `when`.
 INLINE void copy(u32 to, const void *from, bool when, bool zero) { // through L1
     asm volatile("{.reg .pred p, z; setp.ne.u32 p, %2, 0; setp.ne.u32 z, %3, 0;"
                  "@p cp.async.ca.shared.global [%0], [%1], 16, z;}"
                  ::"r"(to), "l"(from), "r"((u32)when), "r"((u32)zero) : "memory");
 }
-INLINE void copy_once(u32 to, const void *from, u64 policy, bool when, bool zero) { // past L1
+INLINE void copy_once(u32 to, const void *from, u64 policy, bool when, bool zero) { // bypasses L1
     asm volatile("{.reg .pred p, z; setp.ne.u32 p, %3, 0; setp.ne.u32 z, %4, 0;"
                  "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, z, %2;}"
                  ::"r"(to), "l"(from), "l"(policy), "r"((u32)when), "r"((u32)zero) : "memory");
@@ -161,7 +163,7 @@ template <int BYTES> INLINE void copy_few(u32 to, const void *from, bool when, b
                  "@p cp.async.ca.shared.global [%0], [%1], %2, z;}"
                  ::"r"(to), "l"(from), "n"(BYTES), "r"((u32)when), "r"((u32)zero) : "memory");
 }
-INLINE void store_matrices(u32 p, uint4 v) { // four of 8 x 8 halves; lane 8 i + r has the address of row r of matrix i
+INLINE void store_matrices(u32 p, uint4 v) { // four of 8 x 8 16-bit values; lane 8 i + r: address of row r of matrix i
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                  ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -171,37 +173,37 @@ INLINE void store16(u32 p, float4 v) {
 INLINE void store16(u32 p, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-INLINE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); } // of a group
-template <int PENDING> INLINE void wait_for_copies() { // of this thread, but for the last PENDING groups
+INLINE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); } // commits a group
+template <int PENDING> INLINE void wait_for_copies() { // all groups of this thread but the last PENDING
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
-// Signals: 8 bytes of shared memory each. A turn ends when `count` have arrived; turns are numbered from 0.
+// mbarriers: 8 bytes of shared memory each. A phase completes after `count` arrivals; phases are numbered from 0.
 INLINE void signal_init(u32 signal, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(signal), "r"(count) : "memory");
 }
 INLINE void signal_arrive(u32 signal) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(signal) : "memory"); }
-INLINE void signal_wait(u32 signal, u32 turn) { // for the end of a turn: of the one that goes on, or the last before it
+INLINE void signal_wait(u32 signal, u32 turn) { // until a phase completes, the current or the previous one
     asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra again;}"
                  ::"r"(signal), "r"(turn & 1) : "memory");
 }
-INLINE void barrier(u32 which, u32 threads) { // one of 15 beside that of __syncthreads
+INLINE void barrier(u32 which, u32 threads) { // named barrier 1 to 15; __syncthreads uses 0
     asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }
 
-// ---- blocks of a cluster, which see one another's shared memory; from compute capability 9.0
+// ---- thread block clusters and distributed shared memory; compute capability 9.0 and later
 
 #if __CUDA_ARCH__ >= 900
-INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); } // orders no memory
+INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); } // no memory ordering
 INLINE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 INLINE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
-// 8 bytes of shared memory of every block that receives: counts bytes that others send to it.
+// Initializes an mbarrier of a receiving thread block, which completes once `bytes` have been sent to it.
 INLINE void expect_bytes(u32 arrived, u32 bytes) {
     asm volatile("mbarrier.init.shared.b64 [%0], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                  "fence.mbarrier_init.release.cluster;" ::"r"(arrived), "r"(bytes) : "memory");
 }
-INLINE void send(u32 to, float v, u32 arrived, u32 rank) { // addresses as in this block
+INLINE void send(u32 to, float v, u32 arrived, u32 rank) { // addresses as in this thread block
     asm volatile("{.reg .u32 t, b; mapa.shared::cluster.u32 t, %0, %3; mapa.shared::cluster.u32 b, %2, %3;"
                  "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], %1, [b];}"
                  ::"r"(to), "r"(__float_as_uint(v)), "r"(arrived), "r"(rank) : "memory");

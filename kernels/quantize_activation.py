@@ -3,9 +3,9 @@
     s[m] = max_k |x[m, k]| / 127          q[m, k] = round(x[m, k] / s[m])          x ~ s * q
 
 x: fp16 or bf16 [M, K] row-major. q: int8 [M, K]. s: float32 [M]. Rounding is half to even; the quotient is the exact
-product with 127 / max |x| in float32, in `w8a8_gemv` too, so that both find the same codes. A token below 1e-30
-throughout gets codes 0. Bytes moved: 3 M K + 4 M. One program quantizes one token, which stays in registers between
-the two passes, in pieces of BLOCK columns.
+product with 127 / max |x| in float32, in `w8a8_gemv` too, so that both compute the same codes. Tokens with max |x|
+below 1e-30 quantize to zeros. Bytes moved: 3 M K + 4 M. One Triton program quantizes one token, which stays in
+registers between the two passes, in pieces of BLOCK columns.
 """
 
 import torch
@@ -27,7 +27,7 @@ SIZES = [(1024, 4), (4096, 8), (16384, 16)]  # columns of a piece and warps; the
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Random activations [M, K] whose tokens differ in size by powers of ten, as real ones do."""
+    """Random activations [M, K] whose tokens differ by powers of ten, as real ones do."""
     generator = torch.Generator().manual_seed(case["seed"])
     size = 10.0 ** torch.randint(-2, 3, (case["M"], 1), generator=generator)
     return (torch.randn(case["M"], case["K"], generator=generator) * size).to(getattr(torch, case["dtype"])).to(device)
@@ -37,20 +37,20 @@ def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes int8 [M, K], scales float32 [M]); the products in float64, where they are exact."""
     x = x.float()
     largest = x.abs().amax(dim=1)
-    # A tensor over a tensor: torch turns a number over a tensor into a product with the reciprocal on a GPU.
+    # Tensor / tensor: on a GPU torch computes number / tensor as a product with the reciprocal.
     inverse = torch.where(largest > 1e-30, torch.full_like(largest, 127) / largest, 0)
     codes = torch.round(x.double() * inverse.double()[:, None])
     return codes.to(torch.int8), largest / torch.full_like(largest, 127)
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why this kernel cannot run on `device`, or None where it can."""
+    """Why this kernel cannot run on `device`, or None if it can."""
     return lacks("quantize_activation", device, (7, 0))
 
 
 @triton.jit
 def inverse_scale(largest):  # noqa: ANN001, ANN201
-    """127 / largest, correctly rounded: the fast quotient and one step of Newton's method; 0 for a token of nothing."""
+    """127 / largest, correctly rounded: the fast quotient and one step of Newton's method; 0 below 1e-30."""
     quotient = 127.0 / largest
     rest = tl.fma(-quotient, largest, 127.0)
     return tl.where(largest > 1e-30, tl.fma(rest, quotient * (1 / 127), quotient), 0.0)
@@ -81,7 +81,7 @@ def quantize_activation_kernel(x, q, s, K, BLOCK: tl.constexpr, PIECES: tl.const
 
 
 def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) as the operator gives them, by the kernel; `x` is not checked again."""
+    """(codes, scales) of the operator, computed by the kernel; `x` is not checked."""
     m, k = x.shape
     block, warps = next((block, warps) for block, warps in SIZES if k <= 16 * block or block == SIZES[-1][0])
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
@@ -116,5 +116,5 @@ def check(x: torch.Tensor) -> None:
 
 
 def aligned(*matrices: torch.Tensor) -> bool:
-    """Whether every row of int8 or wider matrices with the same columns begins at a multiple of 16 bytes."""
+    """Whether every row of these matrices, of int8 or a wider type, begins at a multiple of 16 bytes."""
     return all(matrix.data_ptr() % 16 == 0 and matrix.shape[1] % 16 == 0 for matrix in matrices)

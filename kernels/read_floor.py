@@ -1,11 +1,11 @@
-"""Read floor: read n bytes once and reduce them. No kernel that needs n bytes of weights is faster than this one.
+"""Read floor: read n bytes once and reduce them. This bounds the speed of every kernel that reads n bytes of weights.
 
-    out[p] = exclusive or of the 32-bit words of block p of x
+    out[p] = xor of the 32-bit words of block p of x
 
 x: any contiguous tensor of n bytes, n a multiple of 4. out: int32, one entry per block of BLOCK words; entries past the
-last block are left alone. Bytes moved: n, plus 4 per block. Operations: one per word.
-One program reads one block with 16-byte loads that are all in flight before the first is used; `evict_first`, since a
-word is never read twice.
+last block are not written. Bytes moved: n, plus 4 per block. Operations: one per word.
+One Triton program reads one block with 16-byte loads that are all in flight before the first is used; `evict_first`,
+because each word is read once.
 """
 
 import numpy as np
@@ -39,12 +39,12 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.T
 
 
 def reference(x: torch.Tensor) -> int:
-    """The exclusive or of all words of x, which is that of all of `out` too after the kernel."""
+    """The xor of all words of x, which is also the xor of `out` after the kernel."""
     return int(np.bitwise_xor.reduce(x.cpu().flatten().view(torch.uint8).view(torch.int32).numpy()))
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why this kernel cannot run on `device`, or None where it can."""
+    """Why this kernel cannot run on `device`, or None if it can."""
     return lacks("read_floor", device, (7, 0))
 
 
@@ -53,7 +53,7 @@ def read_floor_kernel(x, out, words, BLOCK: tl.constexpr):  # noqa: ANN001, ANN2
     program = tl.program_id(0)
     first = program.to(tl.int64) * BLOCK
     block = tl.arange(0, BLOCK)
-    if first + BLOCK <= words:  # without a mask, or a ragged end would cost every program its wide loads
+    if first + BLOCK <= words:  # no mask: with one, no program would get wide loads
         values = tl.load(x + first + block, eviction_policy="evict_first")
     else:
         values = tl.load(x + first + block, mask=first + block < words, other=0)

@@ -1,4 +1,4 @@
-"""Benchmarks: `pytest kernels --benchmark-only`. Every kernel and peer on a GPU; on a processor what runs there."""
+"""Benchmarks: `pytest kernels --benchmark-only`. Every kernel and peer on a GPU; packing and references on a CPU."""
 
 import dataclasses
 import functools
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from repro import timing
 from repro.baselines import grid
-from repro.kernel_list import KERNELS, OURS, load
-from repro.peers import PEERS, Layer, shapes
+from repro.bench import timing
+from repro.bench.kernel_list import KERNELS, OURS, load
+from repro.bench.peers import PEERS
+from repro.bench.recorded import shapes
+from repro.bench.task import Layer
 
 FEW = [(2048, 2048), (4096, 4096), (14336, 4096), (8192, 8192)]
 COUNTS = (1, 8, 64)
@@ -25,17 +27,17 @@ def layer(rows: int, columns: int) -> Layer:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Shapes outside, providers inside, so that one layer is made once."""
+    """Parametrize with shapes in the outer loop and providers in the inner one, so that each layer is made once."""
     if "provider" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-shape")
-        places = [
+        cells = [
             pytest.param(n, k, m, provider, id=f"{n}x{k}-M{m}-{provider.label}")
             for n, k in (shapes() if every else FEW)
             for m in COUNTS
             for provider in {**PEERS, **OURS}.values()
             if provider.takes(m)
         ]
-        metafunc.parametrize("rows, columns, count, provider", places)
+        metafunc.parametrize("rows, columns, count, provider", cells)
 
 
 @pytest.mark.gpu
@@ -58,14 +60,14 @@ def test_linear(gpu_benchmark, benchmark, rows, columns, count, provider, mode) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16/bf16/torch.matmul", "w4-g128/bf16/tinygemm"])
 def test_this_suite_and_the_timer_agree(gpu_benchmark, backend, name) -> None:  # noqa: ANN001
-    """Within 3 %: both medians are of the same launches."""
-    task = dataclasses.replace(PEERS[name].task(layer(4096, 4096), 1), facts={})  # not one of the cells that count
+    """Within 3 %: both are medians of the same launches."""
+    task = dataclasses.replace(PEERS[name].task(layer(4096, 4096), 1), facts={})  # not a recorded cell
     alone = timing.measure([task], backend, floor=timing.read_floor)[0]
     found = gpu_benchmark(task)
     assert found.us == pytest.approx(alone.us, rel=0.03)
 
 
-# ---- on the processor, at small sizes
+# ---- on a CPU, at small sizes
 
 
 def small(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def small(cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def call(function: Callable[..., Any], inputs: Any) -> Any:  # noqa: ANN401
-    """A kernel's reference on what its `make_inputs` gave, keywords, a tuple or one tensor, as far as it takes them."""
+    """Call a kernel's reference with the result of `make_inputs`: keywords, a tuple (cut to fit) or a tensor."""
     count = len(inspect.signature(function).parameters)
     if isinstance(inputs, dict):
         return function(**inputs)
@@ -106,7 +108,7 @@ def test_packing(benchmark, what, bits) -> None:  # noqa: ANN001
 
 @pytest.mark.parametrize("bits, group", [(4, 0), (4, 128), (2, 64)])
 def test_round_to_nearest(benchmark, bits, group) -> None:  # noqa: ANN001
-    """The quantizer that every recipe ends in, at 512 x 1024."""
+    """Round-to-nearest, the last step of every quantizer, at 512 x 1024."""
     weight = Layer(512, 1024, device="cpu").weight
     got = benchmark(grid.rtn, weight, grid.Grid(bits=bits, group=group))
     assert got.codes.shape == weight.shape

@@ -1,12 +1,12 @@
-// Codes of packed weights (packing.py) as operands of the matrix unit, in the activations' type.
+// Unpacks the codes of packed weights (packing.py) into tensor core operands of the activations' type.
 //
 // Compile-time constants: BITS 2, 4 or 8; SYMMETRIC; BF16 (else fp16).
 //
 // A lane's uint4 is its share of a packed block of 16 rows and KB columns: registers r = 4 * step + i, where i = 0 to 3
-// are a0 to a3 of the A operand of `mma` (i % 2: row g or g + 8), PER_WORD of them in a word. Codes are masked where
-// they lie in the word and read as subnormal numbers: code * 2^-24 (fp16) or code * 2^-133 (bf16), times 2^2, 2^4 or
-// 2^6 for fields that begin at bit 2, 4 or 6. One fma makes (code - zero) * 2^-DOWN of them, exactly but for a zero
-// that the type rounds; a product with scale * 2^DOWN makes the weight.
+// are a0 to a3 of the A operand of `mma` (i % 2: row g or g + 8), PER_WORD of them in a word. Codes are masked in place
+// and read as subnormal numbers: code * 2^-24 (fp16) or code * 2^-133 (bf16), times 2^2, 2^4 or 2^6 for fields that
+// begin at bit 2, 4 or 6. One fma turns them into (code - zero) * 2^-DOWN, exactly unless the type rounds the zero;
+// multiplying by scale * 2^DOWN gives the weight.
 #ifndef UNPACK_CUH
 #define UNPACK_CUH
 

@@ -1,12 +1,12 @@
-// y[M, N] = x[M, K] W^T for packed low-bit W (w4a16_gemm.py says how a program works), and W itself (dequantize.py).
+// y[M, N] = x[M, K] W^T for packed low-bit W (w4a16_gemm.py describes the algorithm), and W itself (dequantize.py).
 //
-// Compile-time constants: BITS 2, 4 or 8; GROUP columns (0: one group a row); SYMMETRIC; BF16 (else fp16); for the
+// Compile-time constants: BITS 2, 4 or 8; GROUP columns (0: one group per row); SYMMETRIC; BF16 (else fp16); for the
 // product
-//   MT      tokens of a tile, a multiple of 8        RT      row tiles of 16 that a warp owns
-//   WR, WK  warps side by side over rows, columns    KS      columns of a stage of the whole program
-//   STAGES  stages in shared memory                  BLOCKS  programs that a multiprocessor must hold (caps registers)
-//   SPLIT   programs of a cluster, which share K     SCALED  the scale of a group goes into the weights, or else
-//                                                            into its sums: a rounding less, more registers
+//   MT      tokens of a tile, a multiple of 8          RT      16-row tiles per warp
+//   WR, WK  warps along rows, along columns            KS      columns of a stage of the whole thread block
+//   STAGES  stages in shared memory                    BLOCKS  thread blocks per SM (caps registers)
+//   SPLIT   thread blocks of a cluster, which split K  SCALED  1: a group's scale multiplies the weights; 0: its sums,
+//                                                              with one rounding less and more registers
 
 #include "unpack.cuh"
 
@@ -20,9 +20,9 @@ INLINE Scales load_scales(const Scales* p) {
 }
 extern "C" __global__ void dequantize(const uint4* codes, const Scales* scales, u16* w, int N, int K, int groups) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, blocks = (K + KB - 1) / KB;
-    int place = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = place / blocks, block = place % blocks;
+    int index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, tile = index / blocks, block = index % blocks;
     if (tile >= (N + 15) / 16) return;
-    uint4 words = codes[place * 32 + lane];
+    uint4 words = codes[index * 32 + lane];
     UNROLL for (int pair = 0; pair < KB / 32; pair++) {  // two k-steps: eight neighbouring columns of rows g and g + 8
         int column = block * KB + pair * 32 + 8 * t;
         if (column >= K) break;
@@ -54,8 +54,8 @@ constexpr int NT = MT / 8, ROWS = 16 * RT * WR, MEMBERS = 32 * WR;
 constexpr int WORDS = MT * KW * 2, SCALES = WORDS + WR * RT * DEPTH * 512,
               SCALE_BYTES = sizeof(Scales) * 8 * (KW / FOLD);
 constexpr int STAGE = (SCALES + WR * RT * SCALE_BYTES + 127) / 128 * 128;
-// Sums of 16 rows and 8 tokens, a unit, go to one of the SPLIT programs, which adds them up in a fixed order. They land
-// behind the stages, which another program may still be reading; without others, in them.
+// A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order. Sums
+// land behind the stages, which the receiving block may still be reading; with SPLIT 1 they overwrite the stages.
 constexpr int UNITS = WR * RT * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT, LANDING = SPLIT > 1 ? WK * STAGES * STAGE : 0;
 
 static_assert(MEMBERS % (KW / 8) == 0 && KW % KB == 0 && KW % 64 == 0 && KW % FOLD == 0 &&
@@ -70,11 +70,11 @@ __cluster_dims__(SPLIT)
         gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K, int groups) {
     extern __shared__ __align__(1024) char shared[];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int rank = blockIdx.x % SPLIT, token_tiles = (M + MT - 1) / MT, place = blockIdx.x / SPLIT;
-    const int m0 = place % token_tiles * MT, n0 = place / token_tiles * ROWS;  // neighbours share weights
+    const int rank = blockIdx.x % SPLIT, token_tiles = (M + MT - 1) / MT, cluster = blockIdx.x / SPLIT;
+    const int m0 = cluster % token_tiles * MT, n0 = cluster / token_tiles * ROWS;  // neighbouring blocks share weights
     const int my_tile = warp % WR * RT, first_tile = n0 / 16 + my_tile, my_column = warp / WR * KW;
     const int tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB, slabs = (K + KS - 1) / KS;
-    const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // stages of this program: one at least
+    const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
     const u32 landing = shared_address(shared) + LANDING;
 #if SPLIT > 1
     const u32 landed = landing + SPLIT * WK * SLOTS * 512;
@@ -82,10 +82,10 @@ __cluster_dims__(SPLIT)
     cluster_arrive();
 #endif
 
-    // The WR warps that share columns are a pipeline with its own stages and barrier: two pipelines drift apart, and
-    // one unpacks while the other multiplies. Past the end of x or W are zeros.
+    // The WR warps that share columns are a pipeline with its own stages and named barrier, so that two pipelines drift
+    // apart and one unpacks while the other multiplies. Past the end of x or W the copies write zeros.
     const u32 stages = shared_address(shared) + warp / WR * STAGES * STAGE;
-    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
+    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // only one block reads these weights?
     auto stage = [&](int to, int buffer) {
         const u32 at = stages + buffer * STAGE;
         const int first = to * KS + my_column;
@@ -104,7 +104,7 @@ __cluster_dims__(SPLIT)
                 }
             }
             // Rows of KW columns; odd ones swap the 64-byte halves of every 128, so that eight lanes that read 16 bytes
-            // each meet all 32 banks.
+            // each use all 32 banks.
             constexpr int CHUNKS = KW / 8, TOKENS = MEMBERS / CHUNKS;
             const int token = threadIdx.x % MEMBERS / CHUNKS, chunk = threadIdx.x % CHUNKS;
             UNROLL for (int i = 0; i < MT; i += TOKENS) if (MT % TOKENS == 0 || token + i < MT) copy_past_l1(
@@ -116,7 +116,7 @@ __cluster_dims__(SPLIT)
     UNROLL for (int i = 0; i < STAGES - 1; i++) stage(begin + i, i);
 
     float sum[RT][NT][4] = {};
-    [[maybe_unused]] float part[RT][NT][4];  // of a group
+    [[maybe_unused]] float part[RT][NT][4];  // sums of one group
     int slab = begin, i = 0;
     do {
         wait_for_copies<STAGES - 2>();
@@ -143,7 +143,7 @@ __cluster_dims__(SPLIT)
             if (!SCALED && column % FOLD == 0)
                 UNROLL for (int v = 0; v < RT * NT * 4; v++) part[v / (NT * 4)][v / 4 % NT][v % 4] = 0;
             UNROLL for (int n = 0; n < NT; n++) {
-                // 64 bytes on within 128: an exclusive or with the bit that odd tokens have flipped
+                // The second 32 columns are in the other 64-byte half: xor, because odd tokens have the halves swapped
                 const uint4 b =
                     load16(from + (n * 8 + g) * KW * 2 + column / 64 * 128 + (t * 16 ^ (g & 1) * 64 ^ column % 64 * 2));
                 UNROLL for (int r = 0; r < RT; r++) mma<BF16>((SCALED ? sum : part)[r][n], a[r], b.x, b.y);
@@ -158,7 +158,7 @@ __cluster_dims__(SPLIT)
 
     wait_for_copies<0>();
 #if SPLIT > 1
-    cluster_wait();  // all have begun
+    cluster_wait();  // every block of the cluster has started
 #else
     __syncthreads();
 #endif
@@ -182,7 +182,7 @@ __cluster_dims__(SPLIT)
         UNROLL for (int v = 0; v < SPLIT * WK * 4; v++) total[v % 4] += __uint_as_float((&parts[v / 4].x)[v % 4]);
         const float factor = SCALED ? 1 : 1 << DOWN;
         const int token = m0 + unit % NT * 8 + g, row = n0 + unit / NT * 16 + 2 * t;
-        UNROLL for (int half = 0; half < 2; half++) {  // rows row, row + 1 of one token, then 8 more
+        UNROLL for (int half = 0; half < 2; half++) {  // rows row, row + 1 of one token, then row + 8, row + 9
             const u32 pair = transpose(to_halves<BF16>(total[2 * half] * factor, total[2 * half + 1] * factor));
             u16* to = y + (u64)token * N + row + 8 * half;
             const int left = token < M ? N - row - 8 * half : 0;

@@ -2,23 +2,23 @@
 
     y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
 
-x: fp16 or bf16 [M, K], M = 1 … 2048 (`linear.py` knows below which M the decode kernel and above which M dequantizing
-wins). Weights of 4 bits (2 and 8 too), groups of 32, 64, 128 or one per row, symmetric or not. y: [M, N] in x's type,
+x: fp16 or bf16 [M, K], M = 1 … 2048 (`linear.py` uses the decode kernel for smaller M and dequantizes for larger M).
+Weights of 4 bits (2 and 8 too), groups of 32, 64, 128 columns or one per row, symmetric or not. y: [M, N] in x's type,
 summed in fp32. Bytes moved: packed weights + 2 M (K + N); operations: 2 M N K.
 
-How one program works (`w4a16_gemm.cu`): WR x WK warps own 16 RT rows each; the WK share the columns of a stage. Packed
-weights, in the order of `mma.m16n8k16`'s A operand, their scales and MT tokens of x come into shared memory some stages
-ahead, so that enough bytes are on their way. A lane unpacks in registers: (code - zero) is exact in the activations'
-type (for bf16 a zero that is no integer is rounded to 8 bits). One 16-byte read of x feeds two steps. The products of
-one group are summed by themselves and folded with their scale in fp32, or, with SCALED, the scale goes into the weight
-in the activations' type: one more rounding (in fp16 scales must be below 128).
+Algorithm of one thread block (`w4a16_gemm.cu`): WR x WK warps own 16 RT rows each; the WK warps of the same rows split
+the columns of a stage. Packed weights, in the order of `mma.m16n8k16`'s A operand, their scales and MT tokens of x are
+copied to shared memory several stages ahead, to keep enough bytes in flight. A lane unpacks in registers: (code - zero)
+is exact in the activations' type (for bf16 a non-integer zero is rounded to 8 bits). One 16-byte read of x feeds two
+k-steps. The products of one group are summed separately and multiplied by the group's scale in fp32; with SCALED the
+weights are multiplied by it in the activations' type, which rounds once more (in fp16 scales must be below 128).
 
-`w4a16_wgmma.cu` runs where a configuration has WGS, on compute capability 9.0: four warps take 64 rows of A from
-registers, SCALED, and x is read once for all of them. Some warps only bring x, the others unpack while the matrix unit
-works on what they unpacked before.
+`w4a16_wgmma.cu` runs if a configuration has WGS, on compute capability 9.0: a warpgroup holds 64 rows of A in
+registers, SCALED, and shares each read of x. Producer warps load x; the others unpack while the tensor cores multiply
+what they unpacked before.
 
-SPLIT programs of a cluster share K. Each adds up and stores a part of the sums, which the others send into its shared
-memory, always in the same order: no workspace, the same bits every time.
+SPLIT thread blocks of a cluster split K. Each adds up and stores a part of the sums, which the others send to its
+shared memory, always in the same order: no workspace, and bitwise reproducible results.
 """
 
 from pathlib import Path
@@ -42,8 +42,8 @@ CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones)
     {"M": 65, "N": 300, "K": 1536, "bits": 2, "group": 64, "symmetric": False, "dtype": "float16", "seed": 6},
     {"M": 17, "N": 300, "K": 1032, "bits": 8, "group": 0, "symmetric": True, "dtype": "bfloat16", "seed": 7},
 ]
-CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "SPLIT")  # of the source
-TILES = [  # all of CONSTANTS but SPLIT; the first of a size serves a device without a file
+CONSTANTS = ("MT", "RT", "WR", "WK", "KS", "STAGES", "BLOCKS", "SCALED", "SPLIT")  # of `w4a16_gemm.cu`
+TILES = [  # CONSTANTS without SPLIT; the heuristic takes the first with enough tokens
     (16, 1, 2, 4, 512, 6, 1, 0), (16, 1, 1, 8, 1024, 4, 1, 0), (16, 1, 2, 8, 1024, 4, 1, 0),
     (16, 1, 3, 4, 512, 6, 1, 0), (16, 1, 4, 4, 512, 4, 1, 0), (16, 1, 4, 4, 1024, 3, 1, 0),
     (16, 1, 5, 4, 512, 5, 1, 0), (16, 1, 6, 4, 512, 4, 1, 0), (16, 1, 7, 4, 512, 4, 1, 0),
@@ -54,8 +54,8 @@ TILES = [  # all of CONSTANTS but SPLIT; the first of a size serves a device wit
     (64, 3, 2, 4, 256, 2, 1, 1), (64, 1, 2, 4, 256, 4, 1, 1), (64, 1, 2, 2, 256, 2, 2, 0),
     (64, 1, 4, 1, 128, 4, 2, 0),
 ]  # fmt: skip
-MOST_SHARED = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}  # bytes of a program, by capability
-LEAST_SHARED = 101376  # of all other devices from 8.0 on
+MOST_SHARED = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}  # bytes per block, by capability
+LEAST_SHARED = 101376  # of all other devices of capability 8.0 or later
 WGMMA_CONSTANTS = ("WGS", "MB", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`
 WGMMA_TILES = [
     (1, 1, 256, 5, 4), (1, 1, 256, 3, 4), (1, 1, 128, 8, 4), (2, 1, 256, 3, 4), (2, 1, 128, 8, 4), (2, 1, 128, 5, 4),
@@ -92,20 +92,20 @@ def reference(x: Tensor, packed: packing.PackedWeight) -> Tensor:
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why this kernel cannot run on `device`, or None where it can."""
+    """Why this kernel cannot run on `device`, or None if it can."""
     return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
 def heuristic(m: int, n: int, k: int) -> dict:
-    """A configuration for a shape without a recorded one: as many programs as fit on 128 multiprocessors."""
+    """A configuration for a shape without a recorded one: as many thread blocks as fit on 128 SMs."""
     tile = next(tile for tile in TILES if tile[0] >= min(m, 64))
     config = dict(zip(CONSTANTS, (*tile, 1)))
-    programs = -(-m // config["MT"]) * -(-n // (16 * config["RT"] * config["WR"]))
-    most = min(8, -(-k // config["KS"]), 128 * config["BLOCKS"] // programs)
+    thread_blocks = -(-m // config["MT"]) * -(-n // (16 * config["RT"] * config["WR"]))
+    most = min(8, -(-k // config["KS"]), 128 * config["BLOCKS"] // thread_blocks)
     return config | {"SPLIT": max(1, most)}
 
 
-TOKENS = (16, 32, 64, 128, 256)  # numbers of tokens that have configurations of their own
+TOKENS = (16, 32, 64, 128, 256)  # numbers of tokens with their own configurations
 
 
 def tuning_key(case: dict) -> str:
@@ -123,7 +123,7 @@ def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
 def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOST_SHARED[9, 0]) -> dict:
     """`config` for a format and a device with `most` bytes of shared memory.
 
-    A warp's columns of a stage are whole packed blocks, and not too many of 8 bits; there are as many stages as fit.
+    A warp's columns of a stage are whole packed blocks, at most 128 for 8 bits; stages are dropped until all fit.
     """
     columns = config["KS"] // config["WK"]
     columns = max(columns, packing.block_columns(bits)) if bits < 8 else min(columns, 128)
@@ -132,14 +132,14 @@ def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOS
         if config["STAGES"] > 2:
             config["STAGES"] -= 1
         elif config["SPLIT"] > 1:
-            config["SPLIT"] = 1  # sums need no place of their own
+            config["SPLIT"] = 1  # sums reuse the memory of the stages
         else:
             config["MT"] //= 2
     return config
 
 
 def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
-    """Dynamic shared memory of a program: stages of x, words and scales; sums beside them (SPLIT > 1) or after them."""
+    """Dynamic shared memory of a thread block: stages of x, words and scales; sums behind (SPLIT > 1) or over them."""
     columns, tiles = config["KS"] // config["WK"], config["RT"] * config["WR"]
     groups = columns // group if group and group < columns else 1
     stage = config["MT"] * columns * 2 + tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
@@ -153,7 +153,7 @@ def check_weight(
     name: str, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool,
     dtype: torch.dtype,
 ) -> packing.PackedWeight:  # fmt: skip
-    """The packed weight of an operator's arguments; ValueError where they, or the activations' type, do not fit."""
+    """The packed weight of an operator's arguments; ValueError if they, or the activations' type, do not fit."""
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: {dtype} for a weight of {rows} x {columns}, expected float16 or bfloat16")
     packed = packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)
@@ -166,7 +166,7 @@ def check_weight(
 
 
 def format_defines(packed: packing.PackedWeight, dtype: torch.dtype) -> dict[str, int]:
-    """The compile-time constants of `w4a16_gemm.cu` that a weight and the activations' type decide."""
+    """The compile-time constants of `w4a16_gemm.cu` that depend on the weight and the activations' type."""
     return {
         "BITS": packed.bits,
         "GROUP": packed.group,
@@ -176,17 +176,17 @@ def format_defines(packed: packing.PackedWeight, dtype: torch.dtype) -> dict[str
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x with rows that begin at multiples of 16 bytes, padded with zeros."""
+    """x with rows aligned to 16 bytes, padded with zeros."""
     if x.shape[1] % 8 or not x.is_contiguous() or x.data_ptr() % 16:
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).clone(memory_format=torch.contiguous_format)
     return x
 
 
 def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
-    """One launch with one configuration of SPACE; y `[M, N]`. Arguments as in the operator, not checked again.
+    """One launch with one configuration of SPACE; y `[M, N]`. Arguments as in the operator, unchecked.
 
     Raises:
-        ValueError: a configuration for compute capability 9.0, and this is another device.
+        ValueError: the configuration is for compute capability 9.0 and the device has another.
     """
     m, capability = x.shape[0], torch.cuda.get_device_capability(x.device)
     if "WGS" in config:
@@ -197,20 +197,20 @@ def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
     if capability < (9, 0):  # no clusters
         config = config | {"SPLIT": 1}
     config = fitted(config, *form, MOST_SHARED.get(capability, LEAST_SHARED))
-    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # a stage for each at least
+    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # at least one stage each
     x = _aligned(x)
     rows = 16 * config["RT"] * config["WR"]
-    programs = -(-m // config["MT"]) * -(-packed.rows // rows) * config["SPLIT"]
+    thread_blocks = -(-m // config["MT"]) * -(-packed.rows // rows) * config["SPLIT"]
     defines = format_defines(packed, x.dtype) | {name: config[name] for name in CONSTANTS}
     kernel = nvrtc.load(SOURCE, "gemm", defines, x.device, shared_bytes(config, *form))
     y = torch.empty(m, packed.rows, dtype=x.dtype, device=x.device)
     arguments = (x, packed.codes, packed.scale_zero, y, m, packed.rows, x.shape[1], packed.groups)
-    kernel(programs, 32 * config["WR"] * config["WK"], *arguments)
+    kernel(thread_blocks, 32 * config["WR"] * config["WK"], *arguments)
     return y
 
 
 def wgmma_fitted(config: dict, bits: int, group: int, symmetric: bool) -> dict:
-    """`config` for a format: stages are whole packed blocks, and no more of them than fit; fewer of words first."""
+    """`config` for a format: stages are whole packed blocks, as many as fit; stages of words are dropped first."""
     config = config | {"KS": max(config["KS"], packing.block_columns(bits))}
     while wgmma_shared_bytes(config, bits, group, symmetric) > MOST_SHARED[9, 0]:
         name = next((name for name in ("RING", "STAGES") if config[name] > 2), "SPLIT")
@@ -219,7 +219,7 @@ def wgmma_fitted(config: dict, bits: int, group: int, symmetric: bool) -> dict:
 
 
 def wgmma_shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
-    """Dynamic shared memory of a program of `w4a16_wgmma.cu`: stages of x, of words and scales, sums, signals."""
+    """Dynamic shared memory of a block of `w4a16_wgmma.cu`: stages of x, of words and scales, sums, mbarriers."""
     tiles, tokens, columns, split = 4 * config["WGS"], 64 * config["MB"], config["KS"], config["SPLIT"]
     groups = columns // group if group and group < columns else 1
     x = config["STAGES"] * tokens * columns * 2
@@ -231,14 +231,14 @@ def launch_wgmma(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tenso
     """The kernel of `w4a16_wgmma.cu`; y `[M, N]`, arguments as in `launch`."""
     form = packed.bits, packed.group, packed.symmetric
     config = wgmma_fitted(config, *form)
-    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # a stage for each at least
+    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # at least one stage each
     x = _aligned(x)
     defines = format_defines(packed, x.dtype) | config
     kernel = nvrtc.load(WGMMA_SOURCE, "gemm", defines, x.device, wgmma_shared_bytes(config, *form))
     y = torch.empty(x.shape[0], packed.rows, dtype=x.dtype, device=x.device)
-    programs = -(-x.shape[0] // (64 * config["MB"])) * -(-packed.rows // (64 * config["WGS"])) * config["SPLIT"]
+    thread_blocks = -(-x.shape[0] // (64 * config["MB"])) * -(-packed.rows // (64 * config["WGS"])) * config["SPLIT"]
     arguments = (x, packed.codes, packed.scale_zero, y, x.shape[0], packed.rows, x.shape[1], packed.groups)
-    kernel(programs, 128 * config["WGS"] + 128, *arguments)
+    kernel(thread_blocks, 128 * config["WGS"] + 128, *arguments)
     return y
 
 
@@ -262,7 +262,7 @@ def w4a16_gemm(
 
 
 def check(x: Tensor, codes: Tensor, *weight: object) -> packing.PackedWeight:
-    """The packed weight of the operator's arguments; ValueError where x or they do not fit."""
+    """The packed weight of the operator's arguments; ValueError if x or they do not fit."""
     packed = check_weight("w4a16_gemm", codes, *weight, x.dtype)
     if x.ndim != 2 or x.shape[1] != packed.columns or x.device != codes.device:
         raise ValueError(

@@ -1,31 +1,31 @@
-// y[M, N] = x[M, K] W^T for packed low-bit W and 64 tokens or so, on the matrix unit of compute capability 9.0
-// (w4a16_gemm.py).
+// y[M, N] = x[M, K] W^T for packed low-bit W and about 64 tokens, with the `wgmma` instruction of the tensor cores of
+// compute capability 9.0 (w4a16_gemm.py).
 //
 // Rows of W are the rows of `wgmma`: D [64, 64] += W [64, 16] x^T [16, 64], W unpacked in registers, x in shared
-// memory. Four warps bring x; every other one copies, unpacks and multiplies 16 rows of W. Between begin and end they
-// never all meet: a stage of x has a signal that it is full and one that it is free again.
+// memory. Four producer warps load x; every other warp copies, unpacks and multiplies 16 rows of W. There is no
+// block-wide barrier in the main loop: each stage of x has two mbarriers, for full and for free.
 //
-// Compile-time constants: BITS, GROUP columns (0: one group a row), SYMMETRIC, BF16 (unpack.cuh);
-//   WGS     warpgroups that multiply, 64 rows each    MB      blocks of 64 tokens of a tile
-//   KS      columns of a stage                        SPLIT   programs of a cluster, which share K
-//   STAGES  stages of x in shared memory              RING    stages of packed words and scales
+// Compile-time constants: BITS, GROUP columns (0: one group per row), SYMMETRIC, BF16 (unpack.cuh);
+//   WGS     consumer warpgroups, 64 rows each         MB      64-token blocks of a tile
+//   KS      columns of a stage                        SPLIT   thread blocks of a cluster, which split K
+//   STAGES  stages of x in shared memory              RING    stages of packed words and scales, per consumer warp
 
 #include "unpack.cuh"
 
 constexpr int WARPS = 4 * WGS, MT = 64 * MB, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
-constexpr int STEP = KS >= 128 ? 64 : 32, BUFFERS = KS / STEP;             // columns that are unpacked, then multiplied
+constexpr int STEP = KS >= 128 ? 64 : 32, BUFFERS = KS / STEP;             // columns per unpack and multiply
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
 constexpr int X = MT * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
-// Sums of 16 rows and 8 tokens, a unit, go to one of the SPLIT programs, which adds them up in a fixed order.
+// A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
-constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, SIGNALS = LANDING + SPLIT * SLOTS * 512;
+constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, MBARRIERS = LANDING + SPLIT * SLOTS * 512;
 static_assert(STAGES > 1 && RING > 1 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0),
               "a stage does not divide, or there are too few");
 
-// x lies as `wgmma` wants it, in rows of 64 columns, and comes through registers: of eight neighbouring columns a lane
-// multiplies two in each half of two steps (packing.py), so the matrix unit's halves take them from four lanes.
-struct Share {  // of a stage: what a lane of four warps brings, 8 columns of every 64, of every 16th token
+// x is stored in the layout of `wgmma`, rows of 64 columns, and passes through registers: packing.py puts two of eight
+// neighbouring columns in each half of two k-steps, so each 8-column half takes columns from four lanes.
+struct Share {  // of a stage, what one producer lane loads: 8 of every 64 columns, of every 16th token
     uint4 v[MT / 16][KS / 64];
 };
 INLINE void fetch(Share& to, const u16* const (&row)[MT / 16], int first, int columns) {
@@ -45,19 +45,19 @@ __cluster_dims__(SPLIT)
         gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K, int groups) {
     extern __shared__ __align__(1024) char shared[];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int rank = blockIdx.x % SPLIT, place = blockIdx.x / SPLIT, token_tiles = (M + MT - 1) / MT;
-    const int m0 = M > MT ? place % token_tiles * MT : 0, n0 = (M > MT ? place / token_tiles : place) * ROWS;
+    const int rank = blockIdx.x % SPLIT, cluster = blockIdx.x / SPLIT, token_tiles = (M + MT - 1) / MT;
+    const int m0 = M > MT ? cluster % token_tiles * MT : 0, n0 = (M > MT ? cluster / token_tiles : cluster) * ROWS;
     const int slabs = (K + KS - 1) / KS;
-    const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // stages of this program: one at least
-    const u32 stages = shared_address(shared), landing = stages + LANDING, full = stages + SIGNALS;
+    const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
+    const u32 stages = shared_address(shared), landing = stages + LANDING, full = stages + MBARRIERS;
     const u32 free = full + STAGES * 8, landed = free + STAGES * 8;
     if (threadIdx.x == 0) {
         UNROLL for (int i = 0; i < STAGES; i++) signal_init(full + i * 8, 4), signal_init(free + i * 8, WARPS);
         if (SPLIT > 1) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
     }
 
-    const bool brings = warp >= WARPS;
-    const u16* row[MT / 16];  // of x, for warps that bring it: 4 tokens by 64 columns at a time, eight lanes a token
+    const bool is_producer = warp >= WARPS;
+    const u16* row[MT / 16];  // of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token
     UNROLL for (int j = 0; j < MT / 16; j++) {
         const int token = m0 + j * 16 + warp % 4 * 4 + lane / 8;
         row[j] = token < M ? x + (u64)token * K + lane % 8 * 8 : nullptr;
@@ -65,11 +65,11 @@ __cluster_dims__(SPLIT)
     auto columns = [&](int slab) { return slab < end ? K - (int)lane % 8 * 8 : 0; };
     Share held[2];
     const int tile = n0 / 16 + warp, tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB;
-    const int last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them are zeros
+    const int last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
     const uint4* const words_from = codes + tile * blocks * 32 + lane;
     const Scales* const scales_from = scales + tile * groups * 8 + g;
     const u32 ring = stages + WORDS + warp * W;
-    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // are weights read by one program?
+    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // only one block reads these weights?
     auto copy_stage = [&](int slab, int j) {
         const u32 to = ring + j * WARPS * W;
         if (slab < end) {
@@ -83,27 +83,27 @@ __cluster_dims__(SPLIT)
         }
         end_of_copies();
     };
-    if (brings) {
+    if (is_producer) {
         UNROLL for (int odd = 0; odd < 2; odd++) fetch(held[odd], row, (begin + odd) * KS, columns(begin + odd));
     } else {
         UNROLL for (int j = 0; j < RING - 1; j++) copy_stage(begin + j, j);
     }
     __syncthreads();
-    if (SPLIT > 1) cluster_arrive(), cluster_wait();  // the signals of all programs stand
+    if (SPLIT > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
-    if (brings) {
+    if (is_producer) {
         const int token = warp % 4 * 4 + lane % 8 / 2, piece = lane % 2 * 4 + lane / 8;
         const u32 to = stages + token * 128 + (piece ^ token % 8) * 16;
-        int i = 0, turn = 0;
+        int i = 0, phase = 0;
         for (int slab = begin; slab < end; slab += 2) UNROLL for (int odd = 0; odd < 2; odd++) {
                 if (slab + odd >= end) break;
-                signal_wait(free + i * 8, turn - 1);  // in its first turn a stage is free
+                signal_wait(free + i * 8, phase - 1);  // in phase 0 every stage is free
                 put(to + i * X, held[odd]);
                 show_matrix_unit();
                 __syncwarp();
                 if (lane == 0) signal_arrive(full + i * 8);
                 fetch(held[odd], row, (slab + odd + 2) * KS, columns(slab + odd + 2));
-                if (++i == STAGES) i = 0, turn++;
+                if (++i == STAGES) i = 0, phase++;
             }
     } else {
         uint4 words[DEPTH];
@@ -119,7 +119,7 @@ __cluster_dims__(SPLIT)
         };
         float sum[NT][4] = {};
         u32 a[BUFFERS][STEP / 4];
-        int i = 0, turn = 0, j = 0;
+        int i = 0, phase = 0, j = 0;
         read_stage(0);
         for (int slab = begin; slab < end; slab++) {
             copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
@@ -132,17 +132,17 @@ __cluster_dims__(SPLIT)
                                     factors(scaling[of / 4 * 16 / FOLD], r % 2));
                 }
                 if (column + STEP == KS) read_stage(j);
-                if (column == 0) signal_wait(full + i * 8, turn);
+                if (column == 0) signal_wait(full + i * 8, phase);
                 wgmma_begin();
                 UNROLL for (int k = 0; k < STEP; k += 16) UNROLL for (int m = 0; m < MT; m += 64)
                     wgmma<BF16>(sum + m / 8, now + k / 4,
                                 matrix(stages + i * X) + ((column + k) / 64 * MT + m) * 8 + (column + k) % 64 / 8);
                 wgmma_end();
-                wgmma_wait<BUFFERS - 1>();  // the part of `a` that comes next is free, and at last the stage before
+                wgmma_wait<BUFFERS - 1>();  // the next buffer of `a` is free; before the last step, the previous stage
                 if (column == (BUFFERS - 2) * STEP && slab > begin && lane == 0)
                     signal_arrive(free + (i == 0 ? STAGES - 1 : i - 1) * 8);
             }
-            if (++i == STAGES) i = 0, turn++;
+            if (++i == STAGES) i = 0, phase++;
         }
         wgmma_wait<0>();
         wait_for_copies<0>();
@@ -150,7 +150,7 @@ __cluster_dims__(SPLIT)
             const int unit = warp * NT + n;
             const u32 to = landing + (rank * SLOTS + unit / SPLIT) * 512 + lane * 16;
             const float4 v = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
-            if (unit % SPLIT == rank) store16(to, v);  // much faster than sending, also to oneself
+            if (unit % SPLIT == rank) store16(to, v);  // much faster than a send to this block itself
 #if SPLIT > 1
             else send(to, v, landed, unit % SPLIT);
 #endif
@@ -159,7 +159,7 @@ __cluster_dims__(SPLIT)
     __syncthreads();
     if (SPLIT > 1) wait_for_bytes(landed);
     for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += WARPS + 4) {
-        // Row 8 h + r and token 2 p + e of a unit were of lane 4 r + p, value 2 h + e; now a lane takes four rows of one.
+        // Row 8 h + r, token 2 p + e of a unit is value 2 h + e of lane 4 r + p; a lane reads four rows of a token.
         const u32 unit = slot * SPLIT + rank, column = lane % 8, quad = lane / 8;
         const u32 from = landing + slot * 512 + quad % 2 * 256 + column / 2 * 16 + quad / 2 * 8 + column % 2 * 4;
         float parts[SPLIT][4], total[4] = {};

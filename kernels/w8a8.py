@@ -3,10 +3,10 @@
     y = quantize(x) w_q^T * s_x * s_w
 
     decode   up to 8 tokens: `w8a8_gemv.py`, which quantizes x inside its one launch
-    gemm     more, or a shape that `w8a8_gemv` does not take: `quantize_activation.py`, then `w8a8_gemm.py`
+    gemm     more, or a shape that `w8a8_gemv` does not support: `quantize_activation.py`, then `w8a8_gemm.py`
 
-Both read the same weights: int8 [N, K] row-major with one float32 scale per output channel. On an H200 the first way
-is the faster one at 8 tokens for every layer shape that was measured, the second at 16 tokens for the large ones.
+Both read the same weights: int8 [N, K] row-major with one float32 scale per output channel. On an H200 the decode path
+is faster at 8 tokens for every layer shape that was measured, the gemm path at 16 tokens for the large ones.
 """
 
 from math import prod
@@ -22,7 +22,7 @@ def quantize_weight(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def path(x: torch.Tensor, w_q: torch.Tensor) -> str:
-    """The way that `w8a8(x, w_q, ...)` takes: "decode" or "gemm"."""
+    """The code path of `w8a8(x, w_q, ...)`: "decode" or "gemm"."""
     return "decode" if w8a8_gemv.takes(prod(x.shape[:-1]), *w_q.shape, w_q.device) else "gemm"
 
 

@@ -1,4 +1,4 @@
-"""W8A8 GEMM for prefill: int8 weights and int8 activations on the integer matrix units, scales in the epilogue.
+"""W8A8 GEMM for prefill: int8 weights and int8 activations on the int8 tensor cores, scales in the epilogue.
 
     y[m, n] = (sum_k x_q[m, k] * w_q[n, k]) * s_x[m] * s_w[n]
 
@@ -6,10 +6,10 @@ x_q: int8 [M, K], s_x: float32 [M] (one per token, from `quantize_activation`). 
 float32 [N] (one per output channel). y: fp16 or bf16 [M, N]. The sum is exact in int32. Operations: 2 M N K; bytes
 moved at least N K + M K + 2 M N + 4 (M + N).
 
-Tiles come through tensor descriptors (TMA where the device has it) when K is a multiple of 16, through masked pointers
-otherwise. With few tiles SPLIT programs share the K of one tile: int32 partial sums go to a workspace and a second
-kernel adds and scales them; the result does not depend on SPLIT. With SWAP the weights are the left operand, which
-wastes less of the matrix unit when M is small.
+Tiles are loaded through tensor descriptors (TMA if the device has it) when K is a multiple of 16, otherwise through
+masked pointers. With few tiles SPLIT programs split the K of one tile: int32 partial sums go to a workspace, and a
+second kernel adds and scales them; the result does not depend on SPLIT. With SWAP the weights are operand A, which
+wastes less of the tensor cores when M is small.
 """
 
 import torch
@@ -28,7 +28,7 @@ CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13
     {"M": 17, "N": 129, "K": 127, "dtype": "bfloat16", "seed": 4},
     {"M": 65, "N": 127, "K": 1001, "dtype": "float16", "seed": 5},
 ]
-SPACE = [  # a tile's tokens, channels and columns; programs that share its columns; warps; tiles in flight
+SPACE = [  # a tile's tokens, channels and columns; programs that split its columns; warps; tiles in flight
     {"m": m, "n": n, "k": k, "split": split, "swap": swap, "warps": warps, "stages": stages}
     for m, n, k, swap, warps, stages, splits in [
         (16, 64, 256, True, 4, 4, (1, 2, 4, 8)),
@@ -65,7 +65,7 @@ def reference(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torc
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why this kernel cannot run on `device`, or None where it can."""
+    """Why this kernel cannot run on `device`, or None if it can."""
     return lacks("w8a8_gemm", device)
 
 
@@ -95,7 +95,7 @@ def w8a8_gemm_kernel(  # noqa: ANN201
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT: tl.constexpr, SWAP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    # Programs that run together share tiles in L2: all row tiles of eight column tiles before the next eight.
+    # Grouped order, so that concurrent programs share tiles in L2: all row tiles of eight column tiles at a time.
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     band = tl.program_id(0) // (8 * tiles_m)
     width = min(tiles_n - band * 8, 8)
@@ -143,7 +143,7 @@ def heuristic(m: int, n: int, k: int) -> dict:
 
 
 def tuning_key(case: dict) -> str:
-    """The key of a case's shape among the recorded configurations: M rounded up to 16, 32, ... 2048, then N and K."""
+    """The key of a case's shape in the recorded configurations: M rounded up to 16, 32, ... 2048, then N and K."""
     bucket = min(max(16, triton.next_power_of_2(case["M"])), 2048)
     return f"{bucket}x{case['N']}x{case['K']}"
 
@@ -157,12 +157,12 @@ def launch(
     x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # fmt: skip
-    """y [M, N] in `dtype` with one configuration of SPACE; arguments as in the operator, not checked again."""
+    """y [M, N] in `dtype` with one configuration of SPACE; arguments as in the operator, unchecked."""
     (m, k), n, split = x_q.shape, w_q.shape[0], config["split"]
     tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
     y = torch.empty((m, n), dtype=dtype, device=x_q.device)
     partial = torch.empty((split, m, n), dtype=torch.int32, device=x_q.device) if split > 1 else None
-    descriptor = aligned(x_q, w_q)  # as the copy engine wants it
+    descriptor = aligned(x_q, w_q)  # TMA needs rows aligned to 16 bytes
     a, b = x_q, w_q
     if descriptor:
         a = TensorDescriptor.from_tensor(x_q, [config["m"], config["k"]])

@@ -2,18 +2,18 @@
 //
 // Compiled once per configuration; the launcher defines:
 //   BF16     1 for bf16 activations, 0 for fp16      TOKENS   1..8, rows of x
-//   WARPS    warps of a program                      SEGMENT  a piece of work is 8 rows by so many columns: 256, 512, ...
+//   WARPS    warps per thread block                  SEGMENT  columns of a piece of work, 256, 512, ...; it has 8 rows
 //   STAGES   pieces in flight for each warp          PARTS    8-column parts of a token that one thread quantizes
-//   CLUSTER  programs that share rows of weights and split their columns (more than 1 needs compute capability 9.0)
+//   CLUSTER  thread blocks that share weight rows and split their columns (more than 1 needs compute capability 9.0)
 //
-// Every warp asks for its pieces STAGES ahead of their use, so weights stream from the first microsecond on, while all
-// warps together quantize the program's slice of the tokens. Weights are the right operand of mma.m16n8k32, tokens the
-// left one (8 of its 16 rows are used). A lane owns 16 consecutive bytes of one weight row: two steps of the mma, if the
-// 16 columns are dealt out in the same order on both sides. So neither weights nor activations need any rearrangement.
+// Every warp prefetches its pieces STAGES ahead, so that weights stream from the start, while all warps together
+// quantize the block's slice of the tokens. Weights are operand B of mma.m16n8k32, tokens operand A (8 of its 16 rows
+// are used). A lane owns 16 consecutive bytes of one weight row: two k-steps of the mma, provided that both operands
+// assign the 16 columns to lanes in the same order. So neither weights nor activations need to be rearranged.
 #include "ptx.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int PITCH = SEGMENT + 64; // 64 past a multiple of 128: 16-byte reads of two rows never meet in a bank
+constexpr int PITCH = SEGMENT + 64; // 64 past a multiple of 128: 16-byte reads of two rows have no bank conflict
 constexpr int STAGE = 8 * PITCH;
 
 // Two activations to two codes in bytes 0 and 1. Adding 1.5 * 2^23 rounds half to even and leaves the code in the low
@@ -23,7 +23,7 @@ INLINE u32 quantize(u32 pair, float inverse) {
     const u32 high = __float_as_uint(__fmaf_rn(to_float<BF16>(pair >> 16), inverse, 12582912.0f));
     return __byte_perm(low, high, 0x0040);
 }
-INLINE u32 largest_half(uint4 v) { // without its sign, a half's size is the order of its bits
+INLINE u32 largest_half(uint4 v) { // non-negative floats compare like their bits
     const u32 pair = __vmaxu2(__vmaxu2(v.x & 0x7FFF7FFF, v.y & 0x7FFF7FFF), __vmaxu2(v.z & 0x7FFF7FFF, v.w & 0x7FFF7FFF));
     return max(pair & 0xFFFF, pair >> 16);
 }
@@ -33,18 +33,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 w8a8_gemv(const u16 *__restrict__ x, const signed char *__restrict__ w, const float *__restrict__ s_w,
-          u16 *__restrict__ y, int N, int K, int slice, int most_rows) { // multiples of 128 and of 8
+          u16 *__restrict__ y, int N, int K, int slice, int most_rows) { // slice % 128 == 0, most_rows % 8 == 0
     extern __shared__ __align__(128) char shared[];
     __shared__ u64 arrived[2];
     __shared__ u32 maxima[WARPS][8], slice_maxima[CLUSTER][8]; // of tokens
     __shared__ float s_x[8];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = lane / 4, part = lane % 4;
 
-    // Groups of 8 rows of weights go round the clusters, so that all read in one neighbourhood of memory. A program takes a
-    // slice of the columns of its cluster's rows, and stores the sums of some of the rows.
-    const int rank = blockIdx.x % CLUSTER, place = blockIdx.x / CLUSTER, places = gridDim.x / CLUSTER;
-    const int rows = ((N + 7) / 8 - place + places - 1) / places * 8;
-    auto channel = [&](int r) { return (r / 8 * places + place) * 8 + r % 8; }; // of the cluster's row r
+    // Groups of 8 weight rows are assigned to clusters round-robin, so that all clusters read nearby memory. A thread
+    // block takes a slice of the columns of its cluster's rows, and stores the sums of some of the rows.
+    const int rank = blockIdx.x % CLUSTER, cluster_id = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+    const int rows = ((N + 7) / 8 - cluster_id + clusters - 1) / clusters * 8;
+    auto channel = [&](int r) { return (r / 8 * clusters + cluster_id) * 8 + r % 8; }; // of the cluster's row r
     const int k0 = rank * slice, columns = max(0, min(slice, K - k0)), code_pitch = slice + 64;
     const int segments = max(1, (columns + SEGMENT - 1) / SEGMENT), pieces = columns ? rows / 8 * segments : 0;
     const int share = most_rows / CLUSTER, mine = max(0, min(share, rows - rank * share));
@@ -60,14 +60,14 @@ w8a8_gemv(const u16 *__restrict__ x, const signed char *__restrict__ w, const fl
         token[m][i] = {0, 0, 0, 0};
         if (k < columns) token[m][i] = load_early(x + (long long)m * K + k0 + k);
     }
-    __syncwarp(); // or the compiler puts the weights first, and tokens wait behind them: 1 us and more
+    __syncwarp(); // otherwise the compiler loads the weights first and delays the tokens by 1 us or more
 #pragma unroll 1
-    for (int r = thread; r < mine; r += THREADS) // a plain load would be waited for together with the tokens
+    for (int r = thread; r < mine; r += THREADS) // a wait for the tokens would include plain loads
         copy_few<4>(shared_address(scales + r), s_w + min(channel(rank * share + r), N - 1), true, false);
 
     const u64 once = evict_first();
     const u32 ring = shared_address(shared) + warp * STAGES * STAGE;
-    auto fetch = [&](int piece, int stage) { // a group of copies, be it empty
+    auto fetch = [&](int piece, int stage) { // commits a group of copies, possibly empty
         const int r = piece / segments * 8, k = piece % segments * SEGMENT;
         const signed char *from = w + (long long)channel(r) * K + k0 + k;
         UNROLL for (int i = 0; i < SEGMENT / 64; i++) {
@@ -90,14 +90,14 @@ w8a8_gemv(const u16 *__restrict__ x, const signed char *__restrict__ w, const fl
 #pragma unroll 1
     for (int i = thread; i < TOKENS * most_rows; i += THREADS) sums[i] = 0;
 
-    // The tokens' codes. The largest activation of a token may lie in another slice.
+    // The tokens' codes. The largest activation of a token may be in another slice.
     UNROLL for (int m = 0; m < TOKENS; m++) {
         u32 largest = 0;
         UNROLL for (int i = 0; i < PARTS; i++) largest = max(largest, largest_half(token[m][i]));
         largest = __reduce_max_sync(~0u, largest);
         if (lane == 0) maxima[warp][m] = largest;
     }
-    UNROLL for (int stage = 1; stage < STAGES; stage++) fetch(warp + stage * WARPS, stage); // now that tokens are there
+    UNROLL for (int stage = 1; stage < STAGES; stage++) fetch(warp + stage * WARPS, stage); // the tokens have arrived
     __syncthreads();
     u32 largest = 0; // of token `lane`
     if (lane < TOKENS)
@@ -129,7 +129,7 @@ w8a8_gemv(const u16 *__restrict__ x, const signed char *__restrict__ w, const fl
     int stage = 0;
     for (int piece = warp; piece < pieces; piece += WARPS) {
         const int r = piece / segments * 8, k = piece % segments * SEGMENT, end = min(SEGMENT, columns - k);
-        int sum[4][4] = {}; // four chains
+        int sum[4][4] = {}; // four independent accumulators
         wait_for_copies<STAGES - 1>();
         __syncwarp();
 #pragma unroll 4

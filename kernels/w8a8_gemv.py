@@ -3,18 +3,18 @@
     s_x[m] = max_k |x[m, k]| / 127      x_q[m, k] = round(x[m, k] / s_x[m])
     y[m, n] = (sum_k x_q[m, k] * w_q[n, k]) * s_x[m] * s_w[n]
 
-x: fp16 or bf16 [M, K], M = 1..8, K a multiple of 16. w_q: int8 [N, K] row-major, the layout that `w8a8_gemm` reads too;
+x: fp16 or bf16 [M, K], M = 1..8, K a multiple of 16. w_q: int8 [N, K] row-major, the same layout as for `w8a8_gemm`;
 s_w: float32 [N]. y: [M, N] like x. The sum is exact in int32 (K up to 133,000). Bytes moved: N K + 4 N + 2 M (K + N);
 operations 2 M N K.
 
-One token and rows that are not long: the Triton kernel below. A program asks for the token, then for its few rows of
-weights, and quantizes the token while they are under way; many small programs on a multiprocessor hide each other's
-latency. Four products are one `dp4a`.
+One token and short rows: the Triton kernel below. A program loads the token, then its few rows of weights, and
+quantizes the token while those are in flight; many small programs per SM hide each other's latency. One `dp4a` computes
+four products.
 
-More tokens, or long rows: CUDA C++ (`w8a8_gemv.cu`), for quantizing them in every small program would cost more than
-reading the weights. One program a multiprocessor asks for 64 KB of weights and more, quantizes while they come, and
-goes on through a ring in shared memory to the integer matrix unit. Programs of a cluster share rows and split K, and
-each quantizes only its slice of the tokens.
+More tokens, or long rows: CUDA C++ (`w8a8_gemv.cu`), because quantizing them in every small program would cost more
+than reading the weights. One thread block per SM requests 64 KB of weights or more, quantizes while they arrive, and
+feeds them through a ring in shared memory to the int8 tensor cores. Thread blocks of a cluster share rows and split K,
+and each quantizes only its slice of the tokens.
 """
 
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13
     {"M": 7, "N": 7, "K": 1008, "dtype": "bfloat16", "seed": 6},
     {"M": 1, "N": 1003, "K": 2064, "dtype": "float16", "seed": 7},
 ]
-ONE_TOKEN = [  # rows of a program, words of 4 codes that its threads load at once from a row, warps
+ONE_TOKEN = [  # rows per program, words of 4 codes that its threads load at once from a row, warps
     {"rows": rows, "chunk": chunk, "warps": warps}
     for rows in (2, 4, 8)
     for chunk, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (2048, 16))
 ]
-STREAMED = [  # warps of a program, columns of a piece of 8 rows, pieces in flight for a warp, programs of a cluster
+STREAMED = [  # warps per thread block, columns of an 8-row piece, pieces in flight per warp, blocks per cluster
     {"warps": warps, "segment": segment, "stages": stages, "cluster": cluster}
     for warps, segment, stages in [(8, 512, 2), (8, 512, 3), (8, 1024, 2), (16, 512, 2)]
     for cluster in (1, 2, 4, 8)
@@ -58,7 +58,7 @@ SPACE = ONE_TOKEN + STREAMED
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, w_q, s_w): random tokens of different sizes, codes and scales of one case."""
+    """(x, w_q, s_w): random tokens of different magnitudes, codes and scales of one case."""
     x = quantizer.make_inputs(case, device)
     generator = torch.Generator().manual_seed(case["seed"] + 1)
     w_q = torch.randint(-127, 128, (case["N"], case["K"]), dtype=torch.int8, generator=generator)
@@ -73,13 +73,13 @@ def reference(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Te
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why this kernel cannot run on `device`, or None where it can."""
+    """Why this kernel cannot run on `device`, or None if it can."""
     return lacks("w8a8_gemv", device) or nvrtc.unavailable()
 
 
 @triton.jit
 def dp4a(a, b, c, PLAIN: tl.constexpr):  # noqa: ANN001, ANN201
-    """c + the four products of the bytes of a and b; PLAIN in ordinary arithmetic, for the interpreter."""
+    """c + the four products of the bytes of a and b; PLAIN uses ordinary arithmetic, for Triton's interpreter."""
     if PLAIN:
         for byte in tl.static_range(4):
             c += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
@@ -95,7 +95,7 @@ def w8a8_gemv_kernel(  # noqa: ANN201
     x, w, s_w, y, N, K16,  # noqa: ANN001
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    words = K16 * 4  # of 4 codes, in a row; said so that 16-byte loads are seen to be aligned
+    words = K16 * 4  # of 4 codes, per row; as K16 * 4, so that Triton sees that 16-byte loads are aligned
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     byte = tl.arange(0, 4)
     token, tiles = (), ()
@@ -130,12 +130,12 @@ def w8a8_gemv_kernel(  # noqa: ANN201
 
 
 def tuning_key(case: dict) -> str:
-    """The key of a case's shape among the recorded configurations: M rounded up to 1, 2, 4, 8, then N and K."""
+    """The key of a case's shape in the recorded configurations: M rounded up to 1, 2, 4, 8, then N and K."""
     return f"{1 << (case['M'] - 1).bit_length()}x{case['N']}x{case['K']}"
 
 
 def heuristic(m: int, k: int) -> dict:
-    """A configuration for a shape without a recorded one: like the recorded ones of the same K on an H200."""
+    """A configuration for a shape without a recorded one: similar to those recorded for this K on an H200."""
     if m == 1 and k <= 12288:
         return {"rows": 4, "chunk": 512, "warps": 4} if k <= 4096 else {"rows": 4, "chunk": 1024, "warps": 8}
     cluster = 1
@@ -150,7 +150,7 @@ def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
 
 
 def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict) -> torch.Tensor:
-    """y [M, N] with one configuration of SPACE; arguments as in the operator, not checked again.
+    """y [M, N] with one configuration of SPACE; arguments as in the operator, unchecked.
 
     Raises ValueError when the configuration cannot run this shape.
     """
@@ -168,7 +168,7 @@ def launch_one(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: torch.T
     (m, k), n, chunk = x.shape, w_q.shape[0], config["chunk"]
     held = ceil(k / 4 / chunk) * chunk * config["rows"] // (32 * config["warps"])
     if m != 1 or held > 128:
-        raise ValueError(f"w8a8_gemv: {config} is not for x {tuple(x.shape)} and w_q {tuple(w_q.shape)}")
+        raise ValueError(f"w8a8_gemv: {config} cannot run x {tuple(x.shape)} and w_q {tuple(w_q.shape)}")
     w8a8_gemv_kernel[(ceil(n / config["rows"]),)](
         x, w_q.view(torch.int32), s_w, y, n, k // 16, ROWS=config["rows"], CHUNK=chunk, CHUNKS=ceil(k / 4 / chunk),
         EVEN=k // 4 % chunk == 0, PLAIN=not x.is_cuda, num_warps=config["warps"],
@@ -187,27 +187,27 @@ class Plan:
 
 
 def plan(m: int, n: int, k: int, dtype: torch.dtype, config: dict, multiprocessors: int) -> Plan:
-    """How a configuration of STREAMED deals out a shape: one program a multiprocessor, rows as evenly as can be.
+    """How a configuration of STREAMED partitions a shape: one thread block per SM, rows as evenly as possible.
 
-    The columns of a program are a multiple of 128; `rows`, a multiple of 8, is room for those of any cluster.
+    A thread block's columns are a multiple of 128; `rows`, a multiple of 8, is the largest number of a cluster.
     """
     warps, cluster = config["warps"], config["cluster"]
     columns = ceil(k / cluster / 128) * 128
-    places = multiprocessors // cluster if cluster < 4 else multiprocessors * 10 // 11 // cluster  # that run at once
-    places = max(1, min(places, ceil(n / 8)))
-    rows = ceil(ceil(n / places) / 8) * 8
+    clusters = multiprocessors // cluster if cluster < 4 else multiprocessors * 10 // 11 // cluster  # that fit at once
+    clusters = max(1, min(clusters, ceil(n / 8)))
+    rows = ceil(ceil(n / clusters) / 8) * 8
     ring = warps * config["stages"] * 8 * (config["segment"] + 64)
     shared = ring + m * (columns + 64) + 4 * rows * (2 * m + 1 if cluster > 1 else m + 1)
     macros = {name.upper(): config[name] for name in ("warps", "segment", "stages", "cluster")}
     macros |= {"BF16": int(dtype == torch.bfloat16), "TOKENS": m, "PARTS": ceil(columns / (256 * warps))}
-    return Plan(places * cluster, macros, columns, rows, shared)
+    return Plan(clusters * cluster, macros, columns, rows, shared)
 
 
 def fits(how: Plan, device: torch.device | str) -> bool:
     """Whether a device has the shared memory, the registers and clusters for a plan."""
     properties = torch.cuda.get_device_properties(device)
     tokens = how.macros["TOKENS"] * how.macros["PARTS"] * 4 * 32 * how.macros["WARPS"]  # registers of all threads
-    shared = properties.shared_memory_per_block_optin - 2048  # some is taken by the source itself
+    shared = properties.shared_memory_per_block_optin - 2048  # the source has static shared memory, too
     return how.shared <= shared and tokens <= 32768 and (properties.major >= 9 or how.macros["CLUSTER"] == 1)
 
 
@@ -216,13 +216,13 @@ def launch_streamed(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: to
     (m, k), n = x.shape, w_q.shape[0]
     how = plan(m, n, k, x.dtype, config, torch.cuda.get_device_properties(x.device).multi_processor_count)
     if not fits(how, x.device):
-        raise ValueError(f"w8a8_gemv: {config} is not for x {tuple(x.shape)} and w_q {tuple(w_q.shape)} here")
+        raise ValueError(f"w8a8_gemv: {config} cannot run x {tuple(x.shape)} and w_q {tuple(w_q.shape)} here")
     kernel = nvrtc.load(SOURCE, "w8a8_gemv", how.macros, x.device, how.shared)
     kernel(how.grid, 32 * config["warps"], x, w_q, s_w, y, n, k, how.columns, how.rows)
 
 
 def takes(m: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether `w8a8_gemv` multiplies m tokens with weights [n, k] on a device; `w8a8_gemm` takes every shape."""
+    """Whether `w8a8_gemv` supports m tokens and weights [n, k] on a device; `w8a8_gemm` supports every shape."""
     if m > MAX_TOKENS or k % 16:
         return False
     config = configuration(m, n, k, device)
@@ -258,11 +258,11 @@ def w8a8_gemv(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Te
 
 
 def check_few(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> None:
-    """`check`, and a shape that the kernel takes."""
+    """`check`, and ValueError for a shape that this kernel does not support."""
     check(x, w_q, s_w)
     if x.shape[0] > MAX_TOKENS or x.shape[1] % 16:
         shapes = f"x {tuple(x.shape)}, w_q {tuple(w_q.shape)}"
-        raise ValueError(f"w8a8_gemv: at most {MAX_TOKENS} tokens, columns a multiple of 16; w8a8.py takes {shapes}")
+        raise ValueError(f"w8a8_gemv: at most {MAX_TOKENS} tokens, columns a multiple of 16; use w8a8 for {shapes}")
 
 
 @w8a8_gemv.register_fake

@@ -1,27 +1,27 @@
-// y [M, N] = x [M, K] W^T for M <= 16 and weights of 2, 4 or 8 bits. wna16_gemv.py says why, packing.py has the layout.
+// y [M, N] = x [M, K] W^T for M <= 16 and weights of 2, 4 or 8 bits. Method: wna16_gemv.py; layout: packing.py.
 //
-// Compile-time choices, all -D. The problem: K, a multiple of 8; BITS 2 4 8; GROUP 0 32 64 128 columns (0: one group a
-// row); SYMMETRIC 0 1; BF16 0 1 (else float16); COLUMNS 1 8 16 >= M. The launch: WARPS of a block; TILES of 16 rows for
-// each of them; CHUNK columns that it copies at a time, a multiple of 128, where COLUMNS > 1 a power of two; STAGES
-// chunks in flight; SPLITS blocks, a cluster, that share a row tile's columns (more than 1 needs sm_90); BLOCKS of a
-// multiprocessor, which caps the registers.
+// Compile-time constants (-D). Problem: K, a multiple of 8; BITS 2 4 8; GROUP 0 32 64 128 columns (0: one group per
+// row); SYMMETRIC 0 1; BF16 0 1 (else float16); COLUMNS 1 8 16 >= M. Launch: WARPS per thread block; TILES of 16 rows
+// per warp; CHUNK columns per copy, a multiple of 128, and a power of two if COLUMNS > 1; STAGES chunks in flight;
+// SPLITS thread blocks of a cluster, which split a row tile's columns (more than 1 needs sm_90); BLOCKS per SM, which
+// caps the registers.
 //
-// Every warp has a ring of STAGES slots in shared memory to itself. A slot holds a chunk: codes, scales and zeros of
-// the warp's row tiles, and activations. Copies are asynchronous, and no warp waits for another before the end. What
-// counts in a small layer is the number of instructions before the first copy and after the last: hence a K that the
-// compiler knows, and no loop where every warp has one chunk.
+// Every warp has its own ring of STAGES slots in shared memory. A slot holds one chunk: codes, scales and zeros of the
+// warp's row tiles, and activations. Copies are asynchronous, and warps do not wait for one another before the final
+// reduction. The time of a small layer depends on the instructions before the first copy and after the last: hence K is
+// a compile-time constant, and there is no loop if every warp has one chunk.
 
 #include "ptx.cuh"
 
-constexpr u32 PARTS = CHUNK / 128;                 // of a chunk; a part's codes are in registers together
-constexpr int LOADS = BITS / 2;                    // of 16 bytes: a lane's codes of a part of a tile
+constexpr u32 PARTS = CHUNK / 128;                 // of a chunk; one part's codes are in registers at a time
+constexpr int LOADS = BITS / 2;                    // of 16 bytes: a lane's codes of one part of a tile
 constexpr int GROUPS = GROUP ? 128 / GROUP : 1;    // in a part
-constexpr int PAIRS = 4 / GROUPS;                  // of mma steps in a group
+constexpr int PAIRS = 4 / GROUPS;                  // of mma k-steps per group
 constexpr u32 PIECES = CHUNK / 8;                  // of 16 bytes in a chunk of one row of activations
 constexpr int BATCHES = (COLUMNS + 7) / 8;         // of 8 rows of activations, the columns of an mma's operand B
 constexpr int KEPT = COLUMNS == 1 ? 1 : 2;         // sums that a lane keeps of its two columns
 constexpr int OUTPUTS = TILES * COLUMNS * 16;      // of a block
-constexpr u32 WORKERS = SPLITS * WARPS;            // warps that take a row tile's chunks in turn
+constexpr u32 WORKERS = SPLITS * WARPS;            // warps that share a row tile's chunks, interleaved
 constexpr u32 CHUNKS = (K + CHUNK - 1) / CHUNK;
 constexpr bool RAGGED = K % CHUNK != 0;
 
@@ -31,19 +31,19 @@ constexpr u32 CODE_BYTES = PARTS * LOADS * 512, SCALE_BYTES = GROUP ? PARTS * GR
 constexpr u32 SCALES_AT = TILES * CODE_BYTES, X_AT = SCALES_AT + TILES * SCALE_BYTES;                   // in a slot
 constexpr u32 SLOT = X_AT + COLUMNS * CHUNK * 2;
 
-// One row of bfloat16 activations is turned into float16 and scaled, which is cheaper than bfloat16 codes.
-constexpr bool SCALED = BF16 && COLUMNS == 1, BRAIN = BF16 && !SCALED; // BRAIN: the matrix unit takes bfloat16
+// A single row of bfloat16 activations is converted to scaled float16, which is cheaper than bfloat16 codes.
+constexpr bool SCALED = BF16 && COLUMNS == 1, BRAIN = BF16 && !SCALED; // BRAIN: the tensor core takes bfloat16
 
 // A code q becomes an operand value (q + OFFSET) * UNIT. float16: q is the mantissa of a subnormal, UNIT is 2^-24, and
-// 2^RAISED times that in rows g+8, whose codes lie RAISED bits higher. bfloat16, where such products would underflow:
+// 2^RAISED times that in rows g+8, whose codes are RAISED bits higher. bfloat16, where such products would underflow:
 // 128 + q or, raised, 4 (32 + q).
 constexpr int RAISED = BITS == 8 || BITS == 4 && BRAIN ? 0 : BITS;
 constexpr float OFFSET = !BRAIN ? 0 : BITS == 8 ? 2176 : 128, OFFSET_RAISED = OFFSET / (1 << RAISED);
 constexpr float UNITS = BRAIN ? 1 : 1 << 24, UNITS_RAISED = UNITS / (1 << RAISED); // 1 / UNIT
 constexpr u32 ONE = BRAIN ? 0x3F803F80 : 0x00010001, ONE_RAISED = !BRAIN ? ONE << RAISED : RAISED ? 0x40804080 : ONE;
 constexpr bool JOINED = BITS == 4 && !BRAIN;           // rows g hold q[g] + 16 q[g+8], which saves an instruction
-constexpr bool SPREAD = BITS == 2 && !BRAIN;           // the second chain lies 4 bits higher
-constexpr int CHAINS = COLUMNS == 1 || SPREAD ? 2 : 1; // sums that do not wait for one another
+constexpr bool SPREAD = BITS == 2 && !BRAIN;           // the second chain's codes are 4 bits higher
+constexpr int CHAINS = COLUMNS == 1 || SPREAD ? 2 : 1; // independent accumulators
 
 // ---- arithmetic
 
@@ -71,7 +71,7 @@ INLINE void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const
                 a[2] = v & 0x000F000F | magic, a[3] = v >> 4 & 0x000F000F | magic;
             } else
                 a[0] = w & 0x00FF00FF, a[1] = w & 0x00F000F0, a[2] = v, a[3] = v & 0x00F000F0;
-        } else { // i is not the step: codes that lie equally high in their bytes meet in one operand
+        } else { // i is not the k-step: codes at the same bits of their bytes form one operand
             u32 w = word[0], v = upper_bytes(w);
             if (!SPREAD) w >>= 4 * i, v >>= 4 * i;
             constexpr u32 mask = 0x00030003;
@@ -88,8 +88,8 @@ INLINE void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const
     }
 }
 
-// total += s (c - z sum x): scale and zero of one group, in float32. c and sums carry the same UNIT. unit: what undoes
-// the scaling of x. scales: (scale, zero) of row g and of row g+8; symmetric: their two scales.
+// total += s (c - z sum x): scale and zero of one group, in float32. c and sums carry the same UNIT. unit: the inverse
+// of the factor that scales x. scales: (scale, zero) of row g and of row g+8; symmetric: their two scales.
 INLINE void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4], const float (*sums)[4], uint2 scales,
                   float unit) {
     float s[2], z[2];
@@ -110,8 +110,8 @@ INLINE void scale(float total[BATCHES][2][KEPT], const float (*c)[BATCHES][4], c
         }
 }
 
-// Turns a warp's CHUNK bfloat16 into float16, in place, times the power of two that takes the largest one to 2^14 ...
-// 2^15; only what is 2^-29 of that is rounded. Returns the inverse of the power.
+// Converts a warp's CHUNK bfloat16 values to float16, in place, times the power of two that brings the largest one to
+// 2^14 ... 2^15; only values of about 2^-29 of the largest or less are rounded. Returns the inverse of the power.
 INLINE float scale_down(const char *x, u32 lane) {
     auto own = (uint2 *)x + lane;
     u32 most = 0;
@@ -127,7 +127,7 @@ INLINE float scale_down(const char *x, u32 lane) {
     return __uint_as_float(exponent - 14 << 23);
 }
 
-// ---- the kernel; a block computes TILES row tiles
+// ---- the kernel; a thread block computes TILES row tiles
 
 #if SPLITS > 1
 #define CLUSTER __cluster_dims__(SPLITS)
@@ -142,7 +142,7 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     auto partial = (float (*)[OUTPUTS])shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const u32 rank = blockIdx.x % SPLITS, tile = blockIdx.x / SPLITS * TILES, worker = rank * WARPS + warp;
-    const u32 tiles_left = TILES > 1 ? (N - 1) / 16 - tile : 0; // a tile beyond the last one is that one again
+    const u32 tiles_left = TILES > 1 ? (N - 1) / 16 - tile : 0; // a tile past the last one repeats the last one
     const char *ring = shared + WORKERS * OUTPUTS * 4 + warp * (STAGES * SLOT);
     const u64 policy = evict_first();
 
@@ -152,12 +152,12 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     const char *next_scales = scale_zero + (u64)tile * TILE_SCALE_BYTES + (worker * SCALE_BYTES + lane * 16);
     const u16 *next_x = x + (lane / PIECES * K + worker * CHUNK + lane % PIECES * 8);
 
-    // Copies the warp's next chunk, if there is one, into a slot: activations, then weights. Zeros lie beyond K.
+    // Copies the warp's next chunk, if any, into a slot: activations, then weights. Columns beyond K are zeros.
     auto load = [&](u32 slot) {
         const bool more = CHUNKS == WORKERS || next < CHUNKS;
         UNROLL for (u32 i = 0; i < COLUMNS * PIECES; i += 32) {
             u32 row = lane / PIECES + i / PIECES, piece = lane % PIECES + i % PIECES;
-            u32 swizzled = COLUMNS > 1 ? piece ^ (row & 1) << 2 : piece; // rows that are read together: different banks
+            u32 swizzled = COLUMNS > 1 ? piece ^ (row & 1) << 2 : piece; // rows read together use different banks
             bool mine = row < (COLUMNS > 1 ? M : 1) && piece < PIECES, beyond = RAGGED && next * CHUNK + piece * 8 >= K;
             const u16 *from = next_x + i / PIECES * K + i % PIECES * 8;
             copy(slot + X_AT + (row * PIECES + swizzled) * 16, from, more && mine, beyond);
@@ -193,9 +193,9 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
         const float unit = SCALED ? scale_down(slot_pointer + X_AT, lane) : 1;
         uint4 b[COLUMNS == 1 ? 4 * PARTS : 1][BATCHES];
         float group_sums[PARTS * GROUPS];
-        if (COLUMNS == 1) { // the row of x in all columns of operand B, of which the first one counts
+        if (COLUMNS == 1) { // all columns of operand B are the row of x; only the first result is used
             UNROLL for (int i = 0; i < 4 * PARTS; i++) b[i][0] = load16(slot + X_AT + (4 * i + t) * 16);
-            // With 8 steps side by side in those columns one mma sums 128 x; lane t gets the sum of a pair.
+            // With 8 k-steps as the 8 columns one mma sums 128 activations; lane t gets the sum of a pair of steps.
             UNROLL for (int part = 0; part < PARTS; part++) {
                 float own[4] = {};
                 uint2 steps = load8(slot + X_AT + part * 256 + g / 2 * 64 + t * 16 + g % 2 * 8);
@@ -215,7 +215,7 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
                 UNROLL for (int i = 0; i < LOADS; i++)
                     words[r][i] = load16(slot + r * CODE_BYTES + (part * LOADS + i) * 512 + lane * 16);
             UNROLL for (int group = part * GROUPS; group < (part + 1) * GROUPS; group++) {
-                float c[TILES][CHAINS][BATCHES][4] = {}, sums[BATCHES][4] = {}; // codes times x, and x itself
+                float c[TILES][CHAINS][BATCHES][4] = {}, sums[BATCHES][4] = {}; // sums of codes times x, and of x
                 UNROLL for (int pair = group * PAIRS; pair < (group + 1) * PAIRS; pair++) {
                     auto &operand = b[COLUMNS == 1 ? pair : 0];
                     UNROLL for (int n = 0; n < (COLUMNS > 1 ? BATCHES : 0); n++) {
@@ -251,7 +251,7 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
         at = at == (STAGES - 1) * SLOT ? 0 : at + SLOT;
     }
 
-    // All workers' sums meet in the shared memory of the cluster's first block, which adds them up.
+    // The cluster's first block collects all workers' sums in its shared memory and adds them up.
 #if SPLITS > 1
     cluster_wait(); // the first block has started
 #endif

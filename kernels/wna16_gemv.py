@@ -1,23 +1,25 @@
-"""Decode: y [M, N] = x [M, K] W^T for a few rows x and weights of 2, 4 or 8 bits, as fast as the weights can be read.
+"""Decode: y [M, N] = x [M, K] W^T for a few rows x and weights of 2, 4 or 8 bits, bound by reading the weights.
 
     y[m, n] = sum over groups G of s[n, G] * (sum_{k in G} q[n, k] x[m, k] - z[n, G] * sum_{k in G} x[m, k])
 
 x: float16 or bfloat16, M = 1 ... 16. W: `PackedWeight`, symmetric or not, groups of 32, 64, 128 columns or a whole row.
 Bytes moved: packed.nbytes + 2 K M + 2 N M. Operations: 2 M N K, on the tensor cores, whose operand has 8 columns.
 
-How (wna16_gemv.cu): weights are operand A of `mma.m16n8k16`, stored in the order of its registers, so that one 16-byte
-load (evict_first, past L1) brings a lane its share of 16 rows x KB columns. A code is masked into the mantissa of a
-float16 subnormal, q * 2^-24, which the tensor core takes exactly: one AND for two codes, no conversion; 2^24 is in the
-row's last factor. Scale and zero act in float32, once per group; sum x comes from one more mma with a constant A.
+Algorithm (wna16_gemv.cu): weights are operand A of `mma.m16n8k16`, stored in the order of its registers, so that one
+16-byte load (evict_first, bypassing L1) gives a lane its share of 16 rows x KB columns. A code is masked into the
+mantissa of a float16 subnormal, q * 2^-24, which the tensor core multiplies exactly: one AND for two codes, no
+conversion; 2^24 is part of the row's last factor. Scale and zero are applied in float32, once per group; sum x comes
+from one more mma with a constant A.
 
-bfloat16 is the same for one row of activations: a warp's columns become float16, times a power of two that their
-largest decides, while its weights are on their way; what that rounds is 2^-29 of the largest. Several rows would cost
-more than they save: those stay bfloat16 and meet 128 + q, and 128 joins the zero.
+A single row of bfloat16 activations uses the same path: a warp converts its columns to float16, times a power of two
+chosen by the largest of them, while its weights are in flight; this rounds values of about 2^-29 of the largest. For
+several rows the conversion would cost more than it saves: they stay bfloat16, codes become 128 + q, and 128 is added to
+the zero.
 
-The warps of a block, and the blocks of a cluster on sm_90 and later (SPLITS), share the columns of a row tile and meet
-once, at the end. Each warp copies its own activations into shared memory while its first weights are on their way. In
-a small layer the time is that of the instructions around one trip to memory: there every warp has one chunk and no
-loop, and the number of columns is known when the kernel is compiled.
+The warps of a thread block, and on sm_90 and later the blocks of a cluster (SPLITS), split the columns of a row tile
+and synchronize once, at the end. Each warp copies its own activations to shared memory while its first weights are in
+flight. The time of a small layer is that of the instructions around one memory access: there every warp has one chunk
+and no loop, and the number of columns is a compile-time constant.
 """
 
 from functools import cache
@@ -47,7 +49,7 @@ CASES = [  # layers of Llama 3.2 1B, Llama 3.1 8B and 70B, Llama 2 7B and 13B; r
     {"rows": 40, "columns": 1056, "bits": 4, "group": 32, "symmetric": False, "m": 1, "seed": 10},
 ]
 
-SPACE = [  # launch configurations that `python -m repro tune` tries; `configuration` says what they mean
+SPACE = [  # launch configurations that `python -m repro tune` tries; `configuration` explains them
     {"warps": warps, "tiles": tiles, "chunk": chunk, "stages": stages, "splits": splits, "blocks": blocks}
     for warps in (4, 6, 8, 16)
     for tiles in (1, 2, 4)
@@ -74,12 +76,12 @@ def make_inputs(
 
 
 def reference(x: Tensor, packed: PackedWeight) -> Tensor:
-    """float32 `[M, N]`, by the dequantized weight."""
+    """float32 `[M, N]`, computed with the dequantized weight."""
     return x.float() @ dequantize(packed).T
 
 
 def unsupported(device: torch.device | str) -> str | None:
-    """Why the kernel cannot run on `device`, or None where it can; the operator itself runs anywhere, slowly."""
+    """Why the kernel cannot run on `device`, or None if it can; the operator falls back to `reference` on a CPU."""
     return lacks("wna16_gemv", device) or nvrtc.unavailable()
 
 
@@ -87,8 +89,8 @@ def configuration(rows: int, columns: int, bits: int, m: int, device: torch.devi
     """The launch configuration: recorded for this device and shape, or a heuristic.
 
     Returns:
-        warps of a block, tiles of 16 rows of a warp, chunk (columns of a load), stages (chunks in flight), splits
-        (blocks that share a tile's columns), blocks of a multiprocessor.
+        warps per thread block, tiles of 16 rows per warp, chunk (columns of a load), stages (chunks in flight), splits
+        (thread blocks that split a tile's columns), blocks per SM.
     """
     batch = batch_columns(m)
     return launch_config("wna16_gemv", f"w{bits} m{batch} {rows}x{columns}", device) or heuristic(
@@ -102,7 +104,7 @@ def batch_columns(m: int) -> int:
 
 
 def _device_facts(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether blocks form clusters)."""
+    """(number of SMs, whether the device has thread block clusters)."""
     if device.type != "cuda":
         return 132, True
     properties = torch.cuda.get_device_properties(device)
@@ -112,18 +114,18 @@ def _device_facts(device: torch.device) -> tuple[int, bool]:
 def heuristic(
     rows: int, columns: int, bits: int, batch: int, processors: int = 132, clusters: bool = True
 ) -> dict[str, int]:
-    """A configuration for a shape that nobody tuned, by what was fastest for its like on an H200."""
+    """A configuration for an untuned shape: similar to the fastest ones of similar shapes on an H200."""
     tiles, chunks, most = -(-rows // TILE), columns // 256, 12 if batch == 1 else 8
     splits = 2 if clusters and chunks > most else 1
     if batch <= 8 and rows * columns < 1 << 24 and columns % 256 == 0 and chunks <= most * splits:  # one chunk a warp
         warps = -(-chunks // splits)
         return {"warps": warps, "tiles": 1, "chunk": 256, "stages": 1, "splits": splits, "blocks": max(1, 16 // warps)}
-    many = tiles >= 3 * processors  # enough tiles that a warp can take two, which share its activations
+    many = tiles >= 3 * processors  # enough for two tiles per warp, which share its activations
     warps = 4 if many or batch == 16 or batch * bits >= 64 else 8
     two = many or (batch > 1 and tiles >= 2 * processors)
     chunk = 256 if bits == 2 and batch == 1 and not two and columns % 256 == 0 else 128
     splits = 2 if clusters and 2 * tiles <= processors and columns >= 256 * warps else 1
-    if batch == 1:  # threads of a multiprocessor, as many as their registers allow
+    if batch == 1:  # threads per SM, as many as their registers allow
         threads = 768 if chunk == 128 and not two else 640
     else:
         threads = 384 if two else 512
@@ -153,7 +155,7 @@ def defines(
 
 
 def shared_bytes(macros: dict[str, int]) -> int:
-    """Shared memory of a block: float32 partial sums of the cluster's warps, and the rings of its own warps."""
+    """Shared memory of a thread block: float32 partial sums of the cluster's warps and its own warps' rings."""
     bits, group, tiles, chunk = (macros[name] for name in ("BITS", "GROUP", "TILES", "CHUNK"))
     scales = chunk // group * (32 if macros["SYMMETRIC"] else 64) if group else 0
     slot = tiles * (chunk * bits * 2 + scales) + macros["COLUMNS"] * chunk * 2
@@ -162,7 +164,7 @@ def shared_bytes(macros: dict[str, int]) -> int:
 
 
 def launch(x: Tensor, packed: PackedWeight, config: dict[str, int]) -> Tensor:
-    """The kernel on a CUDA device with one configuration; arguments and result as in the operator."""
+    """Run the kernel on a CUDA device with one configuration; arguments and result as in the operator."""
     return _run(x, packed.codes, packed.scale_zero, _plan(_form(packed), x.dtype, x.shape[0], x.device, **config))
 
 
@@ -172,7 +174,7 @@ def _form(packed: PackedWeight) -> tuple:
 
 @cache
 def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, **config: int) -> tuple:
-    """(loaded kernel, grid, block, rows, padded columns) of one kind of call, with `config` or the recorded one."""
+    """(loaded kernel, grid, block, rows, padded columns) for calls of one shape, with `config` or the recorded one."""
     if sentence := unsupported(device):
         raise RuntimeError(sentence)
     bits, group, rows, columns, symmetric = form

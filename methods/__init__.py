@@ -1,7 +1,9 @@
-"""The five papers' own ideas: one file per method, one line here. A method has the face of a baseline."""
+"""The five papers' own ideas: one file per method, one line here. Methods expose the same interface as baselines."""
 
 from types import ModuleType
 
 from repro.methods import spear
+from repro.models.attachments import REGISTRIES
 
 METHODS: dict[str, ModuleType] = {"spear": spear}
+REGISTRIES.append(METHODS)

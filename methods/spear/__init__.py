@@ -1,6 +1,6 @@
 """SPEAR (Liu et al. 2026, arXiv 2606.11244), sections 3.1 and 3.2: compensate the layers that quantization hurts most.
 
-Runs behind a quantizer, as in `rtn-w4-pc + spear`. On sequences sampled from the full-precision model it measures what
+Runs after a quantizer, as in `rtn-w4-pc + spear`. On sequences sampled from the full-precision model it measures what
 quantizing each layer alone does to the last hidden states (`selection.damages`), takes few or many layers by how
 concentrated that damage is, gives each a low-rank compensator with a gate (`compensator`) of the rank that a memory
 budget allows, trains these to the full-precision model's distributions (`calibration`), and stores them in INT8.
@@ -13,41 +13,39 @@ import torch
 from torch import Tensor, nn
 
 from repro.errors import UserError
-from repro.lowbit import Attachment, LowBitModel
 from repro.methods.spear import selection
 from repro.methods.spear.calibration import calibrate, self_sampled
 from repro.methods.spear.compensator import CompensatedLinear, Compensator, pack, stored_bytes, unpack
 from repro.methods.spear.config import Config
 from repro.methods.spear.initial import start
+from repro.models.attachments import Attachment, Beside
+from repro.models.lowbit import LowBitModel
 
 CALIBRATED = True
+COST = 10.0  # relative to RTN, for scheduling alone
+KIND = "compensator"  # a layer takes one
 
 
-def apply(lm: LowBitModel, calibration: Tensor | None, config: Config, seen: dict[tuple, object] | None = None) -> None:
+def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Attach calibrated compensators to the quantized layers of `lm` that need them most (Algorithm 1, section 3.1).
 
     Args:
-        lm: a decoder of Hugging Face form behind a quantizing step; edited.
+        lm: a decoder of Hugging Face form after a quantizing step; edited.
         calibration: int64 token ids `[sequences, length]`; only for `source="corpus"`.
         config: everything else.
-        seen: what variants on one quantized model share, sequences and damage, is kept here and taken from here.
 
     Raises:
-        UserError: no quantizer came before, the budget does not pay for rank 1, there are no tokens where a corpus is
-            asked for, or calibration diverged.
+        UserError: no quantizer came before, or `source` is "corpus" and there are no tokens.
+        Refused: the budget is too small for rank 1, or calibration diverged.
     """
     if not lm.weights:
         raise UserError(
             "spear compensates quantized layers, there are none; put a quantizer before it: rtn-w4-pc + spear"
         )
-    seen = {} if seen is None else seen
     teacher = lm.full_precision()
-    key = (config.source, config.seed, config.samples, config.effort, config.cka_samples, config.tokens)
-    key = ("sequences", *key, config.sampling_temperature)
-    if key not in seen:
-        seen[key] = sequences(teacher, calibration, config)
-    ids = seen[key]
-    names = place(lm, teacher, ids[: config.cka_samples], config, seen.setdefault(("damage", *key), {}))
+    ids = sequences(teacher, calibration, config)
+    damage: dict[str, float] = {}
+    names = place(lm, teacher, ids[: config.cka_samples], config, damage)
     shapes = [tuple(lm.weights[name].shape) for name in names]
     r = config.rank or selection.rank(budget_bytes(lm, config), shapes, config.hidden)
     ecs = start(lm, names, r, ids[: config.cka_samples], config)
@@ -56,26 +54,31 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config, seen: dic
     steps = ", ".join(f"{phase.epochs} x {config.steps} steps at lr {phase.lr:.3g}" for phase in phases)
     say(f"{len(names)} of {len(lm.weights)} layers, rank {r}, {stored_bytes(r, shapes, config.hidden)} bytes")
     say(f"{len(trained)} sequences, {steps}")
+    lm.facts["layers/rank"] = [r if name in ecs else 0 for name in lm.weights]
+    if damage:
+        lm.facts["layers/damage"] = [damage[name] for name in lm.weights]
+    plain = {name: lm.model.get_submodule(name) for name in ecs}
     for name, ec in ecs.items():
-        lm.model.set_submodule(name, CompensatedLinear(lm.model.get_submodule(name), ec))
+        lm.model.set_submodule(name, CompensatedLinear(plain[name], ec))
     losses = calibrate(lm.model, teacher, list(ecs.values()), trained, config)
     say("loss by epoch " + " | ".join(" ".join(f"{loss:.5f}" for loss in phase) for phase in losses))
     for name, ec in ecs.items():
         ec.gated = config.gate
+        lm.model.set_submodule(name, plain[name])  # `attach` adds the compensator as stored
         lm.attach(name, Attachment("spear", pack(ec), {"alpha": config.alpha}))
 
 
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
-    """`linear` with the stored compensator beside it; what `LowBitModel` computes with, now and when loaded."""
-    ec = Compensator(unpack(tensors), numbers["alpha"])
-    return CompensatedLinear(linear, ec.to(linear.weight.device))
+    """`linear` plus the stored compensator: the module that `LowBitModel` runs, now and after loading."""
+    ec = Compensator(unpack(tensors), numbers["alpha"]).to(linear.weight.device)
+    return CompensatedLinear(linear, ec) if type(linear) is nn.Linear else Beside(linear, ec)
 
 
 def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) -> Tensor:
     """int64 `[sequences, tokens]` to measure damage and train on, on the model's device.
 
     Raises:
-        UserError: a corpus is asked for, and its tokens are absent or too few.
+        UserError: `source` is "corpus", and its tokens are absent or too few.
     """
     count = max(config.sequences, config.cka_samples)
     if config.source == "self":
@@ -88,13 +91,12 @@ def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) ->
 
 
 def place(lm: LowBitModel, teacher: nn.Module, ids: Tensor, config: Config, seen: dict[str, float]) -> list[str]:
-    """The layers that get a compensator, in model order (Algorithm 1, stages 1 to 3); `seen` keeps their damage."""
+    """The layers that get a compensator, in model order (Algorithm 1, stages 1 to 3); adds the damage to `seen`."""
     names = list(lm.weights)
     if config.placement == "full":
         return names
-    if not seen:
-        quantized = {name: lm.model.get_submodule(name).weight.data for name in names}
-        seen.update(selection.damages(teacher, quantized, ids))
+    quantized = {name: lm.model.get_submodule(name).weight.data for name in names}
+    seen.update(selection.damages(teacher, quantized, ids))
     damage = [seen[name] for name in names]
     adjusted = [max(0.0, d - config.noise_floor) for d in damage]
     h_norm = selection.entropy(damage)

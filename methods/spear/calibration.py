@@ -18,11 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from repro import graphs
-from repro.errors import UserError
+from repro.errors import Refused
 from repro.methods.spear.compensator import GATE, Compensator
 from repro.methods.spear.config import Config
-from repro.sampling import sample
+from repro.models import graphs
+from repro.models.sampling import sample
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda t: 1.0,
@@ -61,20 +61,20 @@ def teacher_logits(teacher: nn.Module, ids: Tensor, batch: int, cache_gib: float
 def calibrate(
     model: nn.Module, teacher: nn.Module, ecs: list[Compensator], ids: Tensor, config: Config
 ) -> list[list[float]]:
-    """Train the compensators that sit in `model`, phase after phase; nothing else of it changes.
+    """Train the compensators in `model`, phase after phase; nothing else of it changes.
 
     Args:
         model: the quantized model.
         teacher: the full-precision model.
         ecs: the compensators; a phase that trains the gate leaves it on.
         ids: int64 token ids `[sequences, length]` on the models' device.
-        config: of the training.
+        config: phases, optimizer and batch size.
 
     Returns:
         The mean loss of each epoch, for each phase.
 
     Raises:
-        UserError: the loss is not finite.
+        Refused: the loss is not finite.
     """
     logits = teacher_logits(teacher, ids, config.batch, config.teacher_cache)
     generator = torch.Generator().manual_seed(config.seed)
@@ -107,7 +107,9 @@ def calibrate(
                     losses.append(replayed(rows).clone())
                 means.append(torch.stack(losses).mean().item())
                 if not math.isfinite(means[-1]):
-                    raise UserError("spear's calibration diverged: the loss is not finite; lower its learning rates")
+                    raise Refused(
+                        "diverged", "spear's calibration diverged: the loss is not finite; lower its learning rates"
+                    )
             history.append(means)
             for tensor in trained:
                 tensor.requires_grad_(False).grad = None

@@ -1,4 +1,4 @@
-"""The error compensator (section 3.1): a low-rank correction beside a quantized weight, gated token by token.
+"""The error compensator (section 3.1): a low-rank correction added to a quantized layer, gated token by token.
 
     y = Ŵx + α·B(γ(Ax) ⊙ Ax),    γ(z) = 1 + tanh(W₂ ReLU(W₁z + b₁) + b₂)                                    (3)
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repro.errors import UserError
+from repro.errors import Refused
 
 FACTORS, GATE = ("A", "B"), ("W1", "b1", "W2", "b2")
 
@@ -24,7 +24,7 @@ def gate(z: Tensor, W1: Tensor, b1: Tensor, W2: Tensor, b2: Tensor) -> Tensor:
 
 
 class Compensator(nn.Module):
-    """α·B(γ(Ax) ⊙ Ax); A, B and the gate are buffers, so that they are no parameters of the model they sit in.
+    """α·B(γ(Ax) ⊙ Ax); A, B and the gate are buffers, so that they are not parameters of the model.
 
     Attributes:
         alpha: scale of the correction.
@@ -46,7 +46,7 @@ class Compensator(nn.Module):
 
 
 class CompensatedLinear(nn.Linear):
-    """A linear layer with a compensator beside it; weight and bias are those of the layer it replaces."""
+    """A linear layer plus a compensator; weight and bias are those of the layer it replaces."""
 
     def __init__(self, linear: nn.Linear, ec: Compensator) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -62,10 +62,10 @@ def int8(factor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Codes in -127 … 127 and float32 scales, one for each index along the axis that is not `dim`.
 
     Raises:
-        UserError: the factor is not finite: calibration diverged.
+        Refused: the factor is not finite: calibration diverged.
     """
     if not torch.isfinite(factor).all():
-        raise UserError("a compensator is not finite: calibration diverged; lower its learning rates")
+        raise Refused("diverged", "a compensator is not finite: calibration diverged; lower its learning rates")
     scale = (factor.abs().amax(dim, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (factor / scale).round().clamp(-127, 127).to(torch.int8), scale.squeeze(dim)
 
@@ -74,19 +74,19 @@ def pack(ec: Compensator) -> dict[str, Tensor]:
     """What is stored of `ec`: INT8 factors, their scales, and the gate in half precision.
 
     Raises:
-        UserError: calibration diverged.
+        Refused: calibration diverged.
     """
     (A, A_scale), (B, B_scale) = int8(ec.A, 1), int8(ec.B, 0)
     stored = {"A": A, "A_scale": A_scale, "B": B, "B_scale": B_scale}
     if ec.gated:
         stored |= {name: getattr(ec, name).half() for name in GATE}
     if not all(torch.isfinite(tensor).all() for tensor in stored.values()):
-        raise UserError("a gate does not fit half precision: calibration diverged; lower its learning rates")
+        raise Refused("diverged", "a gate does not fit half precision: calibration diverged; lower its learning rates")
     return {name: tensor.detach().contiguous() for name, tensor in stored.items()}
 
 
 def unpack(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The float32 tensors that `stored` stands for: exactly the codes times their scales."""
+    """The float32 tensors of `stored`: exactly the codes times their scales."""
     A, B = stored["A"].float() * stored["A_scale"][:, None], stored["B"].float() * stored["B_scale"]
     return {"A": A, "B": B} | {name: stored[name].float() for name in GATE if name in stored}
 
@@ -94,7 +94,7 @@ def unpack(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 def stored_bytes(r: int, shapes: list[tuple[int, int]], hidden: int) -> int:
     """Bytes of compensators of rank `r` for layers `(d_out, d_in)`; `hidden` 0 is without gate.
 
-    With a gate of width h·r there are 2hr² + hr + r values beside the factors: 8r² + 5r for h = 4.
+    With a gate of width h·r there are 2hr² + hr + r values besides the factors: 8r² + 5r for h = 4.
     """
     gates = 2 * (2 * hidden * r * r + hidden * r + r) if hidden else 0
     return sum(r * (d_out + d_in) + 8 * r + gates for d_out, d_in in shapes)

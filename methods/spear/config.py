@@ -35,25 +35,25 @@ class Config:
         samples: self-sampled sequences (Table 7).
         tokens: tokens in each, BOS included (Table 7).
         tau: coverage of damage that the chosen layers reach (Table 7).
-        entropy_trigger: H_norm above which tau gives way to tau_eff (Table 7).
+        entropy_trigger: H_norm above which tau_eff replaces tau (Table 7).
         k_min: least share of layers, of which the count is ⌊k_min·N⌋ (Table 7, footnote of appendix B.3).
         k_max: greatest share of layers (Table 7).
         cka_samples: how many of the sequences damage is measured on (appendix C.1).
 
         budget: B, bytes of all compensators as a share of the 4-bit block weights. Not given; Table 2's 9.8 MB are
-            2.0 % of Llama-3.2-1B, 24.9 MB 0.8 % of Llama-2-7B. The stand-ins are small, so the share of the smallest.
+            2.0 % of Llama-3.2-1B, 24.9 MB 0.8 % of Llama-2-7B. Our models are small, hence the smallest's share.
         tau_diffuse: tau_eff / tau at H_norm = 1. Not given; Tables 15 and 16 print K% ≈ tau/2 (see `tau_eff`).
         noise_floor: δ up to this is no damage, and it is subtracted. Not given; 2^-20 is what a relative change of one
             half-precision step, 2^-10, does to CKA, so that less cannot be told from computing in FP16.
         protected: p, the anchors, as a share of K rounded up. Not given; half lets damage alone decide the half that
             matters most, and cost the other.
         cost_weight: λ. Not given; at 0.1 the cheapest layer overtakes one with a tenth of the range more damage, so
-            that cost breaks near-ties and no more. The cost t is d_in + d_out, the bytes that decoding reads per rank.
+            that cost only breaks near-ties. The cost t is d_in + d_out, the bytes that decoding reads per rank.
         alpha: α. Not given; A and B learn any scale, so 1.
         gate_hidden: hidden width of the gate as a multiple of r. Not given; the printed 8r² is 4.
         init: where A and B start (see `initial`). Not given. "whitened" is the best static correction on the sequences
             damage is measured on, "svd" that of the weight alone, "zero" is LoRA's, B = 0. Table 7's learning rates
-            move little in its steps, so the start matters: on held-out text pocket-5m at 4 bits gets back 32 %, 13 %
+            move little in its steps, so the start matters: on held-out text pocket-5m at 4 bits recovers 32 %, 13 %
             and 18 % of its KL in this order. The gate starts at exactly γ = 1 in all (W₂ = b₂ = 0).
         schedule: of both learning rates. Not given; Table 7, which calls itself complete, has none, so constant.
         sampling_temperature: of self-sampling. Not given; 1 samples the model's own distribution, which is what makes
@@ -66,7 +66,7 @@ class Config:
         rank: a fixed rank instead of the budget's; 0 is the budget's.
         source: "corpus" trains and measures on the recipe's calibration tokens instead (Table 17).
         effort: share of the sequences that are trained on. Learning rates are divided by it, so that steps × learning
-            rate stay: a twin of the full budget for a small machine.
+            rate stay: a reduced-budget run for a small machine.
         teacher_cache: GiB for the teacher's logits; if they do not fit they are computed again in each step.
         seed: of sampling, of the order of sequences, of A, and of random placement.
     """

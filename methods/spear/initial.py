@@ -1,4 +1,4 @@
-"""Where calibration starts. The paper does not say; only that the gate starts close to γ = 1 (section 3.1).
+"""Initial values of the compensators. The paper only says that the gate starts close to γ = 1 (section 3.1).
 
 With E = W - Ŵ and G = E[x xᵀ] = S Sᵀ of the layer's inputs, the rank-r correction with the least E‖(E - BA)x‖² is
 
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from repro.errors import UserError
-from repro.lowbit import LowBitModel, in_layer
 from repro.methods.spear.compensator import Compensator
 from repro.methods.spear.config import Config
+from repro.models.lowbit import LowBitModel, in_layer
 
 DAMPING = 1e-4  # share of the mean of diag(G) that is added to it
 SEEN_TOGETHER = 4  # sequences in one forward pass
 
 
 def start(lm: LowBitModel, names: list[str], r: int, ids: Tensor, config: Config) -> dict[str, Compensator]:
-    """Compensators as they are before calibration, by layer; γ is exactly 1.
+    """Initial compensators by layer; γ is exactly 1.
 
     Args:
-        lm: behind a quantizing step, with nothing attached yet.
+        lm: a model after a quantizing step, with nothing attached yet.
         names: the layers that get one.
         r: rank.
         ids: int64 token ids `[sequences, length]`, on which G is measured.
-        config: of the start.
+        config: `init`, `gate`, `hidden`, `alpha` and `seed` are used.
 
     Raises:
         UserError: the rank is above a layer's, or a layer's inputs are all zero.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repro.errors import UserError
+from repro.errors import Refused
 from repro.methods.spear.compensator import stored_bytes
 
 CLOSE = 1e-9  # relative: rounding does not decide whether a threshold is reached
@@ -16,7 +16,7 @@ SEEN_TOGETHER = 16  # sequences in one forward pass
 
 
 def cka(X: Tensor, Y: Tensor) -> float:
-    """Linear CKA of hidden states `[tokens, d]` (equation 6), in float64; two constant matrices are alike.
+    """Linear CKA of hidden states `[tokens, d]` (equation 6), in float64; 1 for two constant matrices.
 
     With centred columns ‖XᵀCY‖² / (‖XᵀCX‖·‖YᵀCY‖), Frobenius norms.
     """
@@ -32,7 +32,7 @@ def damages(teacher: nn.Module, quantized: dict[str, Tensor], ids: Tensor) -> di
     """δ of each layer (equation 7): 1 - CKA of the last hidden states when that layer alone is quantized.
 
     Args:
-        teacher: the full-precision model; as it was afterwards.
+        teacher: the full-precision model; restored afterwards.
         quantized: the dequantized weight of each layer, by module path.
         ids: int64 token ids `[sequences, length]`.
     """
@@ -52,7 +52,7 @@ def damages(teacher: nn.Module, quantized: dict[str, Tensor], ids: Tensor) -> di
 
 
 def entropy(damage: Sequence[float]) -> float:
-    """H_norm of δ (equation 8), 0 … 1. Without any damage 1, no layer stands out; a single layer has 0."""
+    """H_norm of δ (equation 8), 0 … 1. 1 without any damage; 0 for a single layer."""
     if len(damage) == 1:
         return 0.0
     total = sum(damage)
@@ -71,7 +71,7 @@ def tau_eff(h_norm: float, tau: float, trigger: float, diffuse: float) -> float:
 
 
 def support(damage: Sequence[float], threshold: float, k_min: float, k_max: float) -> int:
-    """K (equation 9): the fewest layers that hold `threshold` of all damage, kept in ⌊k_min·N⌋ … ⌊k_max·N⌋, at least 1.
+    """K (equation 9): the fewest layers that hold `threshold` of all damage, within ⌊k_min·N⌋ … ⌊k_max·N⌋, at least 1.
 
     `damage` is noise-adjusted. Table 7 and appendix B.3 clamp the count, as here; section 3.2 says the threshold.
     """
@@ -98,17 +98,18 @@ def select(damage: Sequence[float], cost: Sequence[float], K: int, p: int, cost_
 def rank(budget: int, shapes: list[tuple[int, int]], hidden: int) -> int:
     """The largest rank whose compensators, gates and scales included, take at most `budget` bytes (stage 4).
 
-    Algorithm 1 divides the budget by the factors' bytes per rank; counting what else is stored keeps within it.
+    Algorithm 1 divides the budget by the factors' bytes per rank; counting everything that is stored keeps within it.
 
     Raises:
-        UserError: not even rank 1 fits.
+        Refused: not even rank 1 fits.
     """
     r = 0
     while r < min(map(min, shapes)) and stored_bytes(r + 1, shapes, hidden) <= budget:
         r += 1
     if r == 0:
         needed = stored_bytes(1, shapes, hidden)
-        raise UserError(
-            f"rank 1 in {len(shapes)} layers takes {needed} bytes, the budget is {budget}; raise spear's budget"
+        raise Refused(
+            "unsupported",
+            f"rank 1 in {len(shapes)} layers takes {needed} bytes, the budget is {budget}; raise spear's budget",
         )
     return r
