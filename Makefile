@@ -10,10 +10,11 @@ export PYTHONHASHSEED := 0
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: all test soak lint env FORCE
+.NOTPARALLEL:
 all: $(READY)
 	@$(BIN)/python -m repro make all --cores $(CORES)
 
-tables/%.tex tables/%.csv tables/%.md: $(READY) FORCE
+tables/%.tex tables/%.csv tables/%.md figures/%.svg figures/%.pdf: $(READY) FORCE
 	@$(BIN)/python -m repro make $@ --cores $(CORES)
 
 test: $(READY)

@@ -1,18 +1,16 @@
-"""The command line: one verb per rule, and the verbs of a person. `python -m repro VERB --help` says what each takes.
-
-Bad input is one sentence and exit code 2. Threads are set before torch is imported, so that results do not depend on
-how many cores there are.
-"""
+"""The command line: `python -m repro VERB --help` lists the options. Bad input is one sentence and exit code 2."""
 
 import argparse
+import dataclasses
 import os
 import sys
-import zlib
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from repro.errors import UserError, unknown
+from repro import __version__
+from repro.errors import UserError, sentence, shortened, unknown
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,163 +18,168 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """What argparse calls when the options do not fit."""
-        raise UserError(f"{message}; {self.prog} --help lists what it takes")
+        raise UserError(f"{shortened(message, 300)}; {self.prog} --help lists the options")
 
 
 def _shape(text: str) -> tuple[int, int]:
     """`4096x14336` as (N, K)."""
     rows, _, columns = text.partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write rows and columns as 4096x14336")
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no shape; write rows and columns as 4096x14336")
     return int(rows), int(columns)
+
+
+def _number(least: int, kind: type = int) -> Callable[[str], int | float]:
+    """Reads a number of at least `least`, and at most what 31 bits hold."""
+
+    def read(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value < 2**31:  # also of NaN
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not {what} of {least} or more")
+        return value
+
+    return read
 
 
 def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
-    top = Parser(prog="python -m repro", description=__doc__.split("\n")[0])
+    from repro.cells import KINDS  # imports torch, which `--version` does not need
+
+    top = Parser(prog="python -m repro", description="Rebuild tables and figures of low-bit LLM papers.")
+    top.add_argument("--version", action="version", version=f"lowbit-repro {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB")
 
-    def verb(name: str, text: str, *, job: bool = False, profile: bool = False) -> argparse.ArgumentParser:
+    def verb(name: str, text: str, *, scale: bool = False) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
-        if job:
-            sub.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-            sub.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-            sub.add_argument("--threads", type=int, default=1)
-            sub.add_argument("--hub", action="store_true")
-        if profile:
-            sub.add_argument("--profile", help="config/<name>.yaml; default $PROFILE, else pocket")
+        if scale:
+            sub.add_argument("--scale", help="config/<name>.yaml; default $SCALE, else pocket")
+            sub.add_argument("--configfile", type=Path, help="a scale file instead of a name")
+            sub.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="single keys over the scale")
         return sub
 
-    v = verb("make", "build targets with Snakemake and print the table", profile=True)
+    v = verb("make", "build targets with Snakemake and print the tables among them", scale=True)
     v.add_argument("targets", nargs="+")
-    v.add_argument("--cores", type=int, default=os.cpu_count() or 1)
-    v = verb("show", "print a table that was built: table1, spear/table1, …", profile=True)
+    v.add_argument("--cores", type=_number(1), default=os.cpu_count() or 1)
+    v = verb("show", "print a built table: table1, spear/table1, …")
     v.add_argument("table")
-    v = verb("coverage", "measured and printed cells of every table and data figure", profile=True)
+    verb("list", "what can be built: tables, figures, scales, steps, models, kinds of cell")
+    v = verb("coverage", "measured and printed cells of every table and data figure", scale=True)
     v.add_argument("--csv", action="store_true")
-    v = verb("plan", "jobs, minutes, downloads and disk of a target, without running it", profile=True)
+    v = verb("plan", "jobs, minutes, downloads and disk of a target, without running it", scale=True)
     v.add_argument("targets", nargs="+")
-    v = verb("verify", "rebuild tables in a clean folder and compare with what is recorded", profile=True)
+    v = verb("verify", "rebuild tables in a clean folder and compare with what is recorded", scale=True)
     v.add_argument("tables", nargs="*")
-    v = verb("accept", "take a file of measurements into results/, after checking it")
+    v = verb("accept", "take a built table's measurements into results/, recomputed and checked")
     v.add_argument("file", type=Path)
+    v = verb("attest", "replay a few recorded cells whose code has changed; byte-equal ones carry their group forward")
+    v.add_argument("--cells", type=_number(1), default=3, help="cells replayed per group; default 3")
+    v.add_argument("--scale", help="only results of this scale")
+    v = verb("run", "run the jobs of tables and figures side by side, without Snakemake; resumes", scale=True)
+    v.add_argument("targets", nargs="+", help="spear/table1, spear/figure13, or a file of jobs")
+    v.add_argument("--side-by-side", type=_number(1), default=1, metavar="N", help="worker processes")
+    v.add_argument(
+        "--gpus", type=_number(0), default=0, help="GPUs that the workers are spread over, by MPS where allowed"
+    )
+    v.add_argument("--minutes", type=_number(0, float), default=0.0, help="start no job after that many; 0 is no limit")
+    v.add_argument("--recorded", action="store_true", help="the cells that this scale takes from accepted results")
+    v.add_argument("--dry-run", action="store_true", help="print the jobs")
+    v.add_argument("--save", type=Path, metavar="FILE", help="write the jobs to a file, for another machine")
+    v = verb("table", "write a table or figure from what is built here, without Snakemake", scale=True)
+    v.add_argument("table")
+    v.add_argument("--built", action="store_true", help="also for a device that is not here")
+
+    for name, module in {"compress": None, **{k: m for k, m in KINDS.items() if hasattr(m, "run")}}.items():
+        about = "compress a model" if module is None else module.__doc__.partition("\n")[0]
+        v = verb(name, about, scale=True)
+        v.add_argument("model")
+        v.add_argument("--recipe", default="fp16", help="such as 'gptq-w4-g128' or 'rtn-w4-pc + spear'")
+        v.add_argument("--seed", type=_number(0), default=0)
+        if module is None:
+            v.add_argument("--out", type=Path, help="a copy of the compressed model (.safetensors)")
+            continue
+        hints = typing.get_type_hints(module.Ask)
+        for field in dataclasses.fields(module.Ask):
+            options: dict = {"required": field.default is dataclasses.MISSING}
+            if typing.get_origin(hints[field.name]) is tuple:
+                options |= {"nargs": "+"}
+            elif typing.get_origin(hints[field.name]) is typing.Literal:
+                options |= {"choices": typing.get_args(hints[field.name])}
+            elif hints[field.name] is bool:
+                options = {"action": "store_true", "default": None}
+            v.add_argument(f"--{field.name}", **options)
+
     v = verb("pretrain", "train a pocket model anew; resumes where it was stopped")
     v.add_argument("model")
     v.add_argument("--corpus", type=Path, help="folder of train-*.txt.xz; default $REPRO_DATA/corpus")
     v.add_argument("--out", type=Path, default=Path("build/pretrain"))
     v.add_argument("--device", default="cuda")
-    v.add_argument("--stop-after", type=float, default=float("inf"), metavar="SECONDS")
-    verb("sample", "sample the embedded text from the largest pocket model and freeze it", job=True)
-    verb("card", "measure the pocket models and write their card, repro/pocket/README.md", job=True)
+    v.add_argument("--stop-after", type=_number(0, float), default=float("inf"), metavar="SECONDS")
+    for name, text in {
+        "sample": "sample the embedded text from the largest pocket model and freeze it",
+        "card": "measure the pocket models and write their card, repro/pocket/README.md",
+    }.items():
+        verb(name, text).add_argument("--device", default="cpu", choices=["cpu", "cuda"])
 
     v = verb("bench", "time all kernels and peers on this machine's GPU")
-    v.add_argument("--out", type=Path, required=True, help="CSV, written anew as it goes")
+    v.add_argument("--out", type=Path, default=Path("build/kernels.csv"), help="CSV, written anew as it goes")
     v.add_argument("--shapes", type=_shape, nargs="+", default=[], metavar="NxK", help="default: those of the peers")
-    v.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256, 512, 1024, 2048], metavar="M")
+    v.add_argument("--counts", type=_number(1), nargs="+", default=[1, 4, 8, 16, 64, 256, 512, 1024, 2048], metavar="M")
     v.add_argument("--modes", nargs="+", default=["cold"], choices=["cold", "warm"])
     v.add_argument("--only", nargs="+", default=[], metavar="WORD", help="providers whose label has one of the words")
-    v.add_argument("--rounds", type=int, default=25)
+    v.add_argument("--rounds", type=_number(1), default=25)
     v.add_argument(
-        "--joule-seconds", type=float, default=0.05, help="run each so long once more for its energy; 0: not"
+        "--joule-seconds",
+        type=_number(0, float),
+        default=0.05,
+        help="extra seconds per kernel for the energy reading (0 disables it)",
     )
     v.add_argument("--resume", action="store_true", help="keep what the file has already, from the same commit")
-    v.add_argument("--workers", type=int, default=8, help="processes that compile everything beforehand; 0: none")
+    v.add_argument(
+        "--workers", type=_number(0), default=8, help="processes that compile everything beforehand; 0: none"
+    )
     v = verb("tune", "sweep a kernel's launch configurations on this machine's GPU and record the fastest")
     v.add_argument("kernel")
     v = verb("regress", "is a kernel slower than it was? exit 1: yes, in two runs; 3: in one, measure again")
     v.add_argument("new", type=Path, nargs="+", help="pytest --benchmark-json of a run, and of a second one")
     v.add_argument("--against", type=Path, nargs="+", required=True, help="runs of the baseline; three are better")
-    v.add_argument("--threshold", type=float, default=0.03, help="slowdown that never counts; default 0.03")
+    v.add_argument("--threshold", type=_number(0, float), default=0.03, help="slowdown that never counts; default 0.03")
     v.add_argument("--partial", action="store_true", help="the new runs need not have every kernel")
-    v = verb(
-        "speed", "the bars that were asked beside what was measured, roofline and peers, from the accepted kernel times"
-    )
-    v.add_argument("--out", type=Path, default=Path("figures/kernels"))
-
-    v = verb("tokens", "rule: token ids of a corpus", job=True)
-    v.add_argument("--corpus", required=True)
-    v.add_argument("--model", required=True)
-    v.add_argument("--out", type=Path, required=True)
-    v = verb("compress", "rule: a model under a recipe", job=True)
-    v.add_argument("--model", required=True)
-    v.add_argument("--recipe", required=True)
-    v.add_argument("--start", type=Path, help="the compressed model that the last step goes on from")
-    v.add_argument("--calibration", type=Path)
-    for name in ("sequences", "length", "seed"):
-        v.add_argument(f"--{name}", type=int, default=0)
-    v.add_argument("--out", type=Path, required=True)
-    v = verb("perplexity", "rule: per-window scores of a run", job=True)
-    v.add_argument("--model", required=True)
-    v.add_argument("--weights", type=Path)
-    v.add_argument("--tokens", type=Path, nargs="+", required=True)
-    v.add_argument("--out", type=Path, nargs="+", required=True)
-    v.add_argument("--length", type=int, default=2048)
-    v.add_argument("--windows", type=int)
-    v.add_argument("--kl-windows", type=int, default=0)
-    v = verb("zeroshot", "rule: per-item zero-shot results of a run", job=True)
-    v.add_argument("--model", required=True)
-    v.add_argument("--weights", type=Path)
-    v.add_argument("--tasks", nargs="+", required=True)
-    v.add_argument("--limit", type=int)
-    v.add_argument("--batch-size", type=int, default=8)
-    v.add_argument("--out", type=Path, required=True)
-    v = verb("study", "rule: one part of a study, variants of a step on one quantized model", job=True)
-    v.add_argument("--model", required=True)
-    v.add_argument("--weights", type=Path, required=True)
-    v.add_argument("--recipes", nargs="+", required=True)
-    v.add_argument("--tokens", type=Path, required=True)
-    v.add_argument("--length", type=int, default=2048)
-    v.add_argument("--windows", type=int)
-    v.add_argument("--out", type=Path, required=True)
-    for name in ("perplexity", "zeroshot", "study"):
-        verbs.choices[name].add_argument(
-            "--code", nargs="*", type=Path, default=[], help="files whose hash is recorded"
-        )
-    v = verb("table", "rule: one printed table, or a study", profile=True)
-    v.add_argument("table")
-    v.add_argument("--built", action="store_true", help="draw what is built here, also for a device that is not here")
-    v = verb("headline", "rule: the project's own Table 1", profile=True)
-    v = verb("audit", "rule: where the papers contradict themselves")
-    v = verb("leaderboard", "rule: every recipe beside every other", profile=True)
-    for name in ("table", "headline", "leaderboard", "audit"):
-        verbs.choices[name].add_argument("--out", type=Path, default=Path("tables"), help="folder of the tables")
-    for name in ("table", "headline", "leaderboard", "coverage", "show", "plan", "verify", "make"):
-        verbs.choices[name].add_argument("--configfile", type=Path, help="a profile file instead of a name")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; 0, or 2 with one sentence for bad input."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    top = parser()
-    known = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction)).choices
+    if words == ["--version"]:  # without importing what a bare checkout lacks
+        print(f"lowbit-repro {__version__}")
+        return 0
     try:
+        top = parser()
+        known = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction)).choices
         if words and not words[0].startswith("-") and words[0] not in known:
             raise unknown("verb", words[0], known)
         args = top.parse_args(words)
         if args.verb is None:
             top.print_help()
             return 0
-        for name in ("threads", "cores"):
-            if getattr(args, name, 1) < 1:
-                raise UserError(f"--{name} is {getattr(args, name)}; at least 1 is needed")
-        if hasattr(args, "threads"):
-            os.environ["OMP_NUM_THREADS"] = str(args.threads)
-            import torch
-
-            torch.set_num_threads(args.threads)
-            if args.device == "cuda" and torch.cuda.device_count() > 1:  # jobs spread over the GPUs
-                torch.cuda.set_device(zlib.crc32(str(os.getpid()).encode()) % torch.cuda.device_count())
         from repro import verbs
 
-        return verbs.VERBS[args.verb](args) or 0
+        return verbs.named(args.verb)(args) or 0
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(sentence(error), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; run again to resume", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path in another encoding, a terminal without Unicode
     sys.exit(main())

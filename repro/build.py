@@ -1,96 +1,231 @@
-"""`make TARGET`: check the targets, clear a lock whose Snakemake is gone, build, print the table."""
+"""`make TARGET`: check the targets, build them with Snakemake behind one progress line, print the tables."""
 
+import contextlib
+import fcntl
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import psutil
-
-from repro import papers, profile, render, spec
+from repro import papers
 from repro.errors import UserError, unknown
-from repro.files import ROOT
-from repro.strict import load_yaml
+from repro.files import HOME, writing
+from repro.render.sheet import read_markdown, terminal
+from repro.spec import figures, scale, tables
+from repro.spec.cell import table_name
+from repro.spec.workflow import FORMATS, OWN
 
-OWN = ("table1", "table2", "audit")
+LOG = Path("build") / "logs" / "snakemake.log"
+STEPS = re.compile(r"(\d+) of (\d+) steps \((\d+)%\) done")
+
+
+def known_targets() -> list[str]:
+    """Everything that can be built."""
+    printed = [f"{p}/table{n}" for p in papers.PAPERS for n in papers.tables(p)]
+    names = [*OWN, *printed, *("/".join(both) for both in tables.own())]
+    drawn = [f"figures/{name}" for name in figures.names()]
+    return ["all", *(f"tables/{t}{form}" for t in names for form in FORMATS),
+            *(f"{f}{form}" for f in drawn for form in (".svg", ".pdf", ".csv", ".md"))]  # fmt: skip
 
 
 def check(targets: Sequence[str]) -> None:
     """Raise unless every target is one that this project builds.
 
     Raises:
-        UserError: it names the target and the nearest one that there is.
+        UserError: it names the target and the nearest one.
     """
-    tables = [f"{p}/table{n}" for p in papers.PAPERS for n in papers.tables(p)]
-    tables += ["/".join(both) for both in spec.studies()]
-    known = ["all", *(f"tables/{t}{kind}" for t in (*OWN, *tables) for kind in (".tex", ".csv", ".md"))]
+    known = known_targets()
     for target in targets:
         if target not in known:
-            raise unknown("target", target, [t for t in known if t.endswith((".tex", "all"))])
+            raise unknown("target", target, [t for t in known if t.endswith((".tex", ".svg", "all"))])
 
 
-def build(targets: Sequence[str], cores: int, name: str | None = None, configfile: Path | None = None) -> int:
+def build(
+    targets: Sequence[str],
+    cores: int,
+    name: str | None = None,
+    configfile: Path | None = None,
+    config: Sequence[str] = (),
+) -> int:
     """Run Snakemake on `targets` and print the tables among them; returns its exit code, 2 for bad input.
 
     Raises:
-        UserError: an unknown target or profile, or another Snakemake at work in this folder.
+        UserError: an unknown target or scale, or another build at work in this folder.
     """
     check(targets)
     if cores < 1:
         raise UserError(f"--cores {cores}: at least one core is needed")
-    if configfile is None:
-        name = profile.load(None, name).name
-    elif not isinstance(load_yaml(configfile), dict):
-        raise UserError(f"{configfile}: not a profile; expected a mapping with keys of Profile")
-    unlock(Path.cwd())
-    words = [sys.executable, "-m", "snakemake", "-s", str(ROOT / "Snakefile"), "--cores", str(cores)]
-    words += ["--rerun-incomplete", "--max-checksum-file-size", "20MB", "--quiet", "rules", "host"]
+    at = scale.load(None, name, configfile)
+    words = [sys.executable, "-m", "snakemake", "-s", str(HOME / "Snakefile"), "--cores", str(cores)]
+    words += ["--rerun-incomplete", "--nocolor"]
+    words += ["--resources", f"gpu={max(1, gpus())}"]
     words += ["--configfile", str(configfile)] if configfile else []
-    done = subprocess.run([*words, "--", *targets], env=os.environ | ({"PROFILE": name} if name else {}))
-    if done.returncode:
-        return 2
+    words += ["--config", *config] if config else []
+    env = os.environ | ({} if configfile else {"SCALE": at.name})
+    with _alone(Path.cwd()) as lock:
+        code = _watched([*words, "--", *targets], env, lock)
+    if code:
+        return code
     for target in targets:
         if target.startswith("tables/"):
             show(target)
     return 0
 
 
-def unlock(folder: Path) -> None:
-    """Remove Snakemake's lock in `folder` when no Snakemake works there any more.
+def gpus() -> int:
+    """GPUs that the driver lists."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _watched(words: list[str], env: dict[str, str], lock: int) -> int:
+    """Run Snakemake, its output to the log; one line of progress, and the first sentence of what failed last.
+
+    Snakemake inherits the descriptor `lock`, so that the folder stays locked while it lives, whatever becomes of us.
+    """
+    with writing(LOG):
+        LOG.parent.mkdir(parents=True, exist_ok=True)
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with open(LOG, "w", encoding="utf-8") as log:
+            process = subprocess.Popen(words, env=env, **pipe, pass_fds=(lock,), start_new_session=True)
+            try:
+                shown = _follow(process.stdout, log)
+                code = process.wait()
+            except KeyboardInterrupt:
+                _end(process, log)
+                print("\ninterrupted; run again to resume", file=sys.stderr)
+                return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if shown and sys.stderr.isatty():
+        print(file=sys.stderr)
+    if code:
+        text = LOG.read_text(encoding="utf-8")
+        said = [line.strip() for line in text.splitlines() if line.strip().startswith("error: ")]
+        if not said:
+            print(f"the whole log: {LOG}", file=sys.stderr)
+        print(said[0] if said else _reason(text), file=sys.stderr)
+        return 2
+    if not shown:
+        print("Nothing to be done: everything is up to date.", file=sys.stderr)
+    return 0
+
+
+def _end(process: subprocess.Popen, log: Any) -> None:
+    """End Snakemake and its jobs: it cleans up behind itself, unless it is interrupted once more."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+        log.writelines(process.stdout)
+    except KeyboardInterrupt:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _follow(lines: Any, log: Any) -> bool:
+    """Copy lines to the log, print progress; whether any job ran."""
+    total, shown = 0, False
+    for line in lines:
+        log.write(line)
+        log.flush()
+        if found := re.match(r"total\s+(\d+)$", line):
+            total = total or int(found[1])
+            if total:
+                shown = _say(0, total)
+        elif found := STEPS.search(line):
+            shown = _say(int(found[1]), int(found[2]))
+    return shown
+
+
+def _say(done: int, total: int) -> bool:
+    end = "\r" if sys.stderr.isatty() else "\n"
+    if sys.stderr.isatty() or done in (0, total) or done * 10 // total != (done - 1) * 10 // total:
+        print(f"{done} of {total} jobs done", end=end, file=sys.stderr, flush=True)
+    return True
+
+
+def _reason(text: str) -> str:
+    """What Snakemake itself says of a failure, as one sentence."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for mark in ("Exception", "Error"):
+        found = [i for i, line in enumerate(lines) if mark in line]
+        if found:
+            return "error: " + " ".join(lines[found[0] : found[0] + 3])[:400]
+    return "error: " + (lines[-1][:400] if lines else "Snakemake failed without a word")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[int]:
+    """One build at a time in a folder; a lock that a dead Snakemake left is removed. Yields the lock's descriptor.
 
     Raises:
-        UserError: one does.
+        UserError: another build is at work.
     """
-    locks = list((folder / ".snakemake" / "locks").glob("*.lock"))
-    if not locks:
-        return
+    path = folder / ".snakemake" / "repro.lock"
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w", encoding="utf-8")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another build is running here; wait until it ends") from None
+        for lock in (folder / ".snakemake" / "locks").glob("*.lock"):
+            if _working(folder):
+                raise UserError(f"{folder}: another build is running here; wait until it ends")
+            lock.unlink(missing_ok=True)
+        yield file.fileno()
+
+
+def _working(folder: Path) -> bool:
+    """Whether a Snakemake that a user started directly works in a folder."""
+    import psutil  # only where a lock was left
+
     for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
         words = process.info["cmdline"] or []
-        if process.info["pid"] == os.getpid() or process.info["cwd"] != str(folder.resolve()):
-            continue
-        if any(re.search(r"(^|/)snakemake$", word) for word in words[:3]):
-            raise UserError(f"{folder}: Snakemake (process {process.info['pid']}) is at work here; wait until it ends")
-    for lock in locks:
-        lock.unlink(missing_ok=True)
+        if process.info["pid"] != os.getpid() and process.info["cwd"] == str(folder.resolve()):
+            if any(re.search(r"(^|/)snakemake$", word) for word in words[:3]):
+                return True
+    return False
 
 
 def show(target: str) -> None:
-    """Print a built table and, under the project's own Table 1, the paths of each paper's own.
+    """Print a built table and, under the project's own Table 1, SPEAR's and the paths of each paper's own.
 
     Raises:
-        UserError: unknown, or not built yet.
+        UserError: unknown, not built yet, or damaged.
     """
-    stem = target.removeprefix("tables/").removesuffix(".tex").removesuffix(".csv").removesuffix(".md")
+    stem = target.removeprefix("tables/")
+    stem = re.sub(r"\.(tex|csv|md)$", "", stem)
+    if f"tables/{stem}.tex" not in known_targets() and "/" in stem:
+        paper, number = tables.split(stem)
+        stem = table_name(paper, "table", number)
     check([f"tables/{stem}.tex"])
     path = Path("tables") / f"{stem}.md"
     if not path.is_file():
         raise UserError(f"{path}: not built yet; run make tables/{stem}.tex")
-    print(render.terminal(render.read_markdown(path.read_text(encoding="utf-8"))))
+    print(terminal(read(path)))
     if stem == "table1":
-        first = Path("tables") / "spear" / "table1.md"
-        print(render.terminal(render.read_markdown(first.read_text(encoding="utf-8"))))
+        print(terminal(read(Path("tables") / "spear" / "table1.md")))
         for paper in papers.PAPERS:
             print(f"{papers.ABOUT[paper].title[:60]}: tables/{paper}/table1.tex")
     print(f"written: tables/{stem}.tex  tables/{stem}.csv  tables/{stem}.md")
+
+
+def read(path: Path) -> Any:
+    """The sheet of a built table.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return read_markdown(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, IndexError, AttributeError):  # AttributeError: a head that is no head
+        raise UserError(f"{path}: damaged, not a table that was built here; delete it and build it again") from None

@@ -9,9 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from repro.errors import UserError
+from repro.errors import UserError, shortened
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent  # where the package is
+# Where specs, scales, results and the Snakefile are: there too in a checkout; an installed package has copies.
+HOME = ROOT if (ROOT / "Snakefile").is_file() else ROOT / "repro" / "checkout"
 
 
 @contextlib.contextmanager
@@ -24,28 +26,45 @@ def atomic(path: Path | str) -> Iterator[Path]:
     path = Path(path)
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp" + path.suffix, dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except Exception as error:
-        number = _errno(error)
-        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"{path}: cannot be written ({os.strerror(number)}); make {path.parent} writable") from None
-        if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-            raise UserError(f"{path}: cannot be written, a file or folder is in its place; move it away") from None
-        if number in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{path}: the disk is full; free some space in {path.parent} and run again") from None
-        raise
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp" + path.suffix, dir=path.parent)
+            os.close(handle)
+            temporary = Path(name)
+            yield temporary
+            with open(temporary, "rb") as written:
+                os.fsync(written.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Where the block cannot write `path`, say so in one sentence.
+
+    Raises:
+        UserError: the folder cannot be written, something else is in its place, or the disk is full.
+    """
+    path = Path(path)
+    try:
+        yield
+    except Exception as error:
+        number = _errno(error)
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"{path}: cannot be written ({os.strerror(number)}); make {path.parent} writable") from None
+        if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY):
+            raise UserError(f"{path}: cannot be written, a file or folder is in its place; move it away") from None
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"{path}: the disk is full; free some space in {path.parent} and run again") from None
+        if number == errno.ENAMETOOLONG:
+            raise UserError(
+                f"{shortened(path)}: cannot be written, the name is too long; choose a shorter one"
+            ) from None
+        raise
 
 
 def _errno(error: Exception) -> int | None:

@@ -1,28 +1,65 @@
 """YAML or JSON meets a frozen dataclass once, strictly: an unknown key, a missing key or a wrong type stops here."""
 
 import dataclasses
+import math
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from repro.errors import UserError, unknown
+from repro.errors import UserError, shortened, unknown
+from repro.files import HOME
 
 T = TypeVar("T")
+DEEPEST, LARGEST = 50, 100_000  # collections in one another, and values of a YAML text
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which a key that is given twice is an error, as it would hide the first."""
+    """YAML of bounded depth and size, in which a key that is given twice is an error, as it would hide the first."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._count = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        """A node; an alias counts as all that it stands for, as a few of them make a value of any size."""
+        line, is_alias, before = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent), self._count
+        if self._depth >= DEEPEST:
+            raise yaml.YAMLError(f"line {line}: nested more than {DEEPEST} deep")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.YAMLError(f"line {line}: an alias stands for what it is a part of")
+        self._count += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._count - before)
+        if self._count > LARGEST:
+            raise yaml.YAMLError(f"line {line}: more than {LARGEST:,} values, aliases written out")
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """A value; what the constructors of PyYAML raise for one that they cannot read gets its line."""
+        try:
+            value = super().construct_object(node, deep)
+            if not isinstance(value, int) or abs(value) < 2**63:
+                return value
+        except (ValueError, LookupError, AttributeError):  # 2024-99-99, 5,000 digits, `!!int ""`, `!!timestamp x`
+            pass
+        said = f"{shortened(node.value)!r} is no {node.tag.rpartition(':')[2]} that can be read"
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {said}")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """A mapping with each key once."""
+        if not isinstance(node, yaml.MappingNode):  # such as `!!map [1]`
+            return super().construct_mapping(node, deep)
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: key {key!r} is given twice")
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: key {shortened(twice[0])!r} is given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -32,15 +69,31 @@ def load_yaml(path: Path) -> Any:
     Raises:
         UserError: the file is missing, unreadable or not YAML.
     """
+    shown = shortened(path.relative_to(HOME) if path.is_relative_to(HOME) else path, 200)
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(f"{shown}: no such file") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{path}: not valid YAML ({first})") from None
+        raise UserError(f"{shown}: cannot be read ({error.strerror}); name a YAML file") from None
+    except ValueError as error:  # not UTF-8, or a path with a NUL character
+        raise UserError(f"{shown}: not valid YAML ({shortened(error, 120)})") from None
+    return parse_yaml(text, shown)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text; `where` names it in messages.
+
+    Raises:
+        UserError: it is not YAML, or nested too deep, or grows too large.
+    """
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{where}: not valid YAML ({line}{shortened(error.problem, 120)})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not valid YAML ({shortened(str(error).splitlines()[0], 160)})") from None
 
 
 def build(cls: type[T], data: Any, where: str) -> T:
@@ -62,7 +115,10 @@ def build(cls: type[T], data: Any, where: str) -> T:
             values[name] = convert(hints[name], data[name], f"{where}: {name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"{where}: key {name!r} is missing")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except UserError as error:  # what the dataclass itself checks
+        raise UserError(f"{where}: {error}") from None
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
@@ -89,13 +145,18 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{where}: expected a mapping, got {_say(value)}")
-        return {convert(args[0], k, f"{where} key"): convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
+        return {
+            convert(args[0], k, f"{where} key"): convert(args[1], v, f"{where}.{shortened(k)}")
+            for k, v in value.items()
+        }
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             raise UserError(f"{where}: expected a list, got {_say(value)}")
         return origin(convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: {value} is no finite number")
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

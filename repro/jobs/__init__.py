@@ -1,1 +1,1 @@
-"""The work behind the rules: one verb a file, each reads declared inputs and writes its output whole or not at all."""
+"""What runs: a job is one frozen dataclass; one runner executes it for Snakemake, `repro run` and a person."""

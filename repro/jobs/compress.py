@@ -1,73 +1,94 @@
-"""A model under a recipe: codes, scales and zeros of every block linear, made once for all tables."""
+"""A model under a recipe: codes, scales and zeros of every block linear, made once for all tables.
 
+Next to the weights lie observations about them: stored bits by kind, and what steps say of themselves (`lm.facts`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from repro import corpora, models, recipe
-from repro.errors import UserError
-from repro.lowbit import LowBitModel
+import numpy as np
+
+from repro import models
+from repro.data import corpora
+from repro.jobs import tokens
+from repro.jobs.job import Job, make
+from repro.jobs.target import Target
+from repro.models import bits, perplexity
+from repro.models.lowbit import LowBitModel
+from repro.record import observations
+from repro.record.observations import Series
+from repro.spec import recipe
+
+OUTPUTS = ("data.safetensors", observations.FILE)
 
 
-def compress(
-    model: str,
-    text: str,
-    out: Path,
-    start: Path | None = None,
-    calibration: Path | None = None,
-    sequences: int = 0,
-    length: int = 0,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "float32",
-    hub: bool = False,
-) -> None:
-    """Apply the steps of recipe `text` to `model` in order and write the compressed model to `out`.
-
-    Args:
-        start: the same model under the recipe without its last step, compressed; only that step is applied then.
-        calibration: token ids of the calibration corpus; `sequences` crops of `length` are drawn with `seed`.
+def job(target: Target) -> Job:
+    """The job that compresses the target; of full precision only the bits are counted.
 
     Raises:
-        UserError: unknown model or recipe, a recipe without steps, calibration that is needed and absent, or a `start`
-            of another model or recipe.
+        UserError: unknown model, recipe or corpus.
     """
-    parsed = recipe.parse(text)
-    if not parsed.steps:
-        raise UserError(f"recipe {text!r} has no step: full precision is not compressed")
-    data = None
-    if parsed.calibrated and calibration is not None:
-        data = corpora.calibration(corpora.load_tokens(calibration)[0], sequences, length, seed)
-    steps = parsed.steps
-    if start is not None:
-        lm, steps = load(model, start, device, dtype, hub, keep_full=True), steps[-1:]
-        check_start(parsed, lm, start)
+    inputs, options, needs = target.inputs(), target.options(), {}
+    if target.recipe.calibrated:
+        given = asdict(target.scale.calibration)
+        crops = given | {"seed": given["seed"] + target.seed}
+        text = corpora.identifier(given["corpus"], target.scale.hub)
+        inputs["calibration"] = {key: value for key, value in crops.items() if key != "corpus"} | {"text": text}
+        options["calibration"] = crops
+        needs["calibration"] = tokens.job(target, given["corpus"])
+    if target.recipe.before:
+        needs["start"] = job(target.under(target.recipe.before))
+    return make("compress", target.label, inputs, options, needs, target.steps)
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Apply the recipe's steps in order and write the compressed model, then what is known of it.
+
+    Raises:
+        UserError: what a step refuses, calibration text that is too short, or a damaged start.
+    """
+    given = job.given()
+    parsed = recipe.parse(given["recipe"])
+    steps, data = parsed.steps, None
+    if crops := given.get("calibration"):
+        ids, _ = corpora.load_tokens(found["calibration"] / tokens.OUTPUTS[0])
+        data = corpora.calibration(ids, crops["sequences"], crops["length"], crops["seed"])
+    if "start" in found:
+        lm, steps = load(given, found["start"], keep_full=True), steps[-1:]
     else:
-        lm = LowBitModel(models.load(model, device, dtype, hub))
+        lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
+    if data is not None:
+        perplexity.check_context(lm.model, data.shape[1])
     for step in steps:
         step.module.apply(lm, data, step.config)
-    lm.save(out, {"model": model, "fingerprint": models.fingerprint(model), "recipe": parsed.name})
+    meta = {"model": given["model"], "fingerprint": models.fingerprint(given["model"]), "recipe": parsed.name}
+    lm.save(folder / OUTPUTS[0], meta)
+    counted = bits.report(lm, float_bits=16)
+    totals = {key: counted[key] for key in ("bpw", "bytes", "block_weights")}
+    series = {f"bits/{kind}": one(n) for kind, n in (counted["block"] | totals).items()}
+    series |= {name: Series(np.asarray(values, dtype=float), "layers") for name, values in lm.facts.items()}
+    observations.save(folder / OUTPUTS[1], series, origin)
 
 
-def check_start(parsed: recipe.Recipe, lm: LowBitModel, start: Path) -> None:
-    """Raise unless `lm`, loaded from `start`, is what the last step of a recipe goes on from.
-
-    Raises:
-        UserError: it holds another recipe.
-    """
-    if not parsed.before or lm.meta["recipe"] != parsed.before:
-        wanted = parsed.before or "nothing"
-        raise UserError(f"{start} holds {lm.meta['recipe']!r}; recipe {parsed.name!r} goes on from {wanted!r}")
+def one(value: float) -> Series:
+    """A single number as observations."""
+    return Series(np.asarray([value], dtype=float), "model")
 
 
-def load(model: str, weights: Path | None, device: str, dtype: str, hub: bool, keep_full: bool = False) -> LowBitModel:
-    """A model with its compressed weights, or in full precision where there are none.
+def load(given: Mapping[str, Any], weights: Path | None, keep_full: bool = False) -> LowBitModel:
+    """A model with its compressed weights from the folder `weights`, or in full precision where there are none.
 
     Args:
+        given: `model`, `device`, `dtype` and `hub`.
+        weights: the folder of a `compress` job.
         keep_full: keep the full-precision weights at hand for a step that comes after.
 
     Raises:
         UserError: the compressed weights belong to another model, or either is damaged.
     """
-    lm = LowBitModel(models.load(model, device, dtype, hub))
-    if weights is not None and lm.load(weights, keep_full)["fingerprint"] != models.fingerprint(model):
-        raise UserError(f"{weights} was made from another model than today's {model}; delete it and run again")
+    lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
+    if weights is not None:
+        models.check_fingerprint(given["model"], lm.load(weights / OUTPUTS[0], keep_full)["fingerprint"], weights)
     return lm

@@ -1,17 +1,42 @@
 """Token ids of a named corpus, with hashes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from repro import corpora, models
+import numpy as np
+
+from repro import models
+from repro.data import corpora
+from repro.jobs.job import Job, make
+from repro.jobs.target import Target
+from repro.record import observations
+from repro.record.observations import Series
+
+OUTPUTS = ("data.safetensors", observations.FILE)
 
 
-def tokens(corpus: str, model: str, out: Path, hub: bool = False) -> None:
-    """Tokenize `corpus` in one call with the tokenizer of `model`; write ids and identity to `out`.
+def job(target: Target, corpus: str) -> Job:
+    """The job that tokenizes `corpus` for the target's model; models that share a tokenizer share it.
+
+    Raises:
+        UserError: unknown model or corpus.
+    """
+    inputs = {"tokenizer": models.tokenizer_key(target.model), "text": corpora.identifier(corpus, target.scale.hub)}
+    options = {"corpus": corpus, "model": target.model, "hub": target.scale.hub, "device": "cpu", "threads": 1}
+    return make("tokens", corpus, inputs, options)
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Tokenize the corpus in one call; write ids and identity.
 
     Raises:
         UserError: a corpus or tokenizer that is not there.
     """
-    tokenizer = models.tokenizer(model, hub)
-    ids = corpora.token_ids(corpus, tokenizer, hub)
-    meta = corpora.identity(corpus, hub) | {"tokenizer_sha256": corpora.tokenizer_sha256(tokenizer)}
-    corpora.save_tokens(out, ids, meta)
+    given = job.given()
+    tokenizer = models.tokenizer(given["model"], given["hub"])
+    ids = corpora.token_ids(given["corpus"], tokenizer, given["hub"])
+    meta = corpora.identity(given["corpus"], given["hub"])
+    meta |= {"tokenizer_sha256": corpora.tokenizer_sha256(tokenizer)}
+    corpora.save_tokens(folder / OUTPUTS[0], ids, meta)
+    count = {"tokens": Series(np.asarray([len(ids)], dtype=float), "model")}
+    observations.save(folder / OUTPUTS[1], count, origin)

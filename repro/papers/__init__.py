@@ -68,7 +68,7 @@ class Printed:
     @property
     def number(self) -> float | None:
         """The value as a number; None for a blank cell and for a setting in words."""
-        return float(self.value) if NUMBER.fullmatch(self.value) else None
+        return number(self.value)
 
     @property
     def tolerance(self) -> float | None:
@@ -128,6 +128,11 @@ class Metric:
     meaning: str
     unit: str
     direction: str
+
+
+def number(value: str) -> float | None:
+    """A printed value as a number; None for a blank cell and for a setting in words."""
+    return float(value) if NUMBER.fullmatch(value) else None
 
 
 def tables(paper: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""The timer, its peers, and the kernel times."""

@@ -1,0 +1,286 @@
+"""Everything once on this device: all kernels and peers on the layer shapes of real models, as tidy rows of a CSV.
+
+The file (`kernel_rows.py`) is written anew after every shape and number of activation rows, whole each time.
+"""
+
+import contextlib
+import datetime
+import importlib.metadata
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from repro.bench import peers, recorded, timing
+from repro.bench.kernel_list import OURS, machine_code
+from repro.bench.kernel_rows import KERNELS, Row, broken_of_ours, code, from_csv, to_csv
+from repro.errors import UserError, unknown
+from repro.files import write_text
+from repro.record import provenance
+
+COUNTS = (1, 4, 8, 16, 64, 256, 512, 1024, 2048)  # the last three: prefill, of those that are made for it
+CEILINGS = ("bf16/bf16/torch.matmul", "fp8/bf16/torch._scaled_mm", "int8/int32/torch._int_mm")
+JOULE_SECONDS = 0.05  # at least: one step of the driver's energy counter, which is updated every 0.1 s
+LARGE = 8192  # rows, columns and activation rows of the product that measures a ceiling
+
+
+def bench(
+    out: Path,
+    shapes: Sequence[tuple[int, int]] = (),
+    counts: Sequence[int] = COUNTS,
+    modes: Sequence[str] = ("cold",),
+    only: Sequence[str] = (),
+    rounds: int = 25,
+    joule_seconds: float = JOULE_SECONDS,
+    resume: bool = False,
+    workers: int = 0,
+    say: Callable[[str], None] = print,
+    device: "Device | None" = None,
+) -> list[Row]:
+    """Measure every provider on every shape and write `out` as it goes.
+
+    Args:
+        out: CSV file, written anew after every shape and number of rows.
+        shapes: (N, K) of layers; those of the recorded peers when empty.
+        counts: numbers of activation rows M, in this order; a provider is measured at those that it takes.
+        modes: cold, warm.
+        only: words; a provider is measured if its label has one of them (the library always is). Empty: all.
+        rounds: timed rounds of each.
+        joule_seconds: how long each runs once more, at least, for its energy; 0 leaves energy out.
+        resume: what `out` has already, from the same commit and environment, is not measured again, but for the places
+            where a kernel of this project failed or was wrong.
+        workers: processes that compile everything beforehand, side by side; 0: kernels are compiled when they are met.
+        say: takes a line a measurement.
+        device: where; this machine's GPU when not given.
+
+    Raises:
+        UserError: no CUDA device, or a word that names no provider.
+    """
+    device = device or this_gpu()
+    for word in only:
+        if not any(word in label for label in device.providers):
+            raise unknown("provider", word, device.providers)
+    about, asked = device.origin, [*only, peers.LIBRARY_LABEL]
+    chosen = {n: p for n, p in device.providers.items() if not only or any(word in n for word in asked)}
+    old = [row for row in from_csv(out) if row.origin == about] if resume and Path(out).exists() else []
+    rows: list[Row] = []
+    for name, provider in list(chosen.items()):
+        if reason := provider.unavailable(device.name):
+            del chosen[name]
+            rows.append(Row(provider.format, provider.name, provider.dtype, status="unsupported", note=reason, **about))
+            say(f"{name}: {reason}")
+    best = device.ceilings()
+    run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say)
+    run.note(device.floor(timing.CEILING_BYTES))
+    for t in best.values():
+        rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
+        work = f"{2 * LARGE**3 / t.us / 1e6:.0f} T operations/s" if t.facts else f"{t.gb_per_s:.0f} GB/s"
+        say(f"{t.name}: {work}")
+    todo, there = [], set()
+    for n, k in shapes or recorded.shapes():
+        for m in counts:
+            wanted = {(name, mode) for name, p in chosen.items() if p.takes(m) for mode in modes}
+            done = [row for row in old if (row.N, row.K, row.M) == (n, k, m)]
+            todo.append((n, k, m))
+            if wanted <= {(row.label, row.mode) for row in done if not broken_of_ours(row)}:
+                rows += done
+                there.add((n, k, m))
+    if there:
+        say(f"{len(there)} of {len(todo)} shapes and numbers of rows are there already")
+        todo = [place for place in todo if place not in there]
+    if workers:
+        begin = time.perf_counter()
+        compile_ahead([name for name, p in chosen.items() if not p.alone], todo, workers)
+        say(f"compiled ahead by {workers} processes: {time.perf_counter() - begin:.0f} s")
+    begin, layer = time.perf_counter(), None
+    for i, (n, k, m) in enumerate(todo, start=1):
+        if layer is None or (layer.rows, layer.columns) != (n, k):
+            layer = peers.Layer(n, k, device=device.name)
+        rows += run.at(layer, m, modes)
+        write_text(out, to_csv(rows))
+        spent = time.perf_counter() - begin
+        left = f", about {spent / i * (len(todo) - i):.0f} s left" if i < len(todo) else ""
+        say(f"[{i}/{len(todo)}] {n} x {k}, M = {m}: {spent:.0f} s so far{left}")
+    write_text(out, to_csv(rows))
+    return rows
+
+
+def compile_ahead(labels: Sequence[str], places: Sequence[tuple[int, int, int]], workers: int) -> None:
+    """Launch every provider once at every (N, K, M), spread over processes: what they compile stays on disk.
+
+    Failures are silent here: the measurement meets them again and says so.
+    """
+    by_layer: dict[tuple[int, int], list[int]] = {}
+    for n, k, m in places:
+        by_layer.setdefault((n, k), []).append(m)
+    jobs = [(label, n, k, counts) for (n, k), counts in by_layer.items() for label in labels]
+    with ProcessPoolExecutor(min(workers, len(jobs)) or 1, multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(_first_launches, *job) for job in jobs]:
+            job.exception()
+
+
+def _first_launches(label: str, n: int, k: int, counts: Sequence[int]) -> None:
+    provider, layer, task = {**peers.PEERS, **OURS}[label], peers.Layer(n, k), None
+    for m in counts:
+        if provider.takes(m):
+            with contextlib.suppress(Exception):
+                task = provider.task(layer, m)
+                task.launch(**task.inputs)
+                torch.cuda.synchronize()
+    del layer, task
+    torch.cuda.empty_cache()  # other processes share the device
+
+
+class _Run:
+    """One call of `bench`: who is measured, how, and what stands beside every row."""
+
+    def __init__(
+        self,
+        device: "Device",
+        chosen: Mapping[str, peers.Provider],
+        copy: float,
+        rounds: int,
+        joule_seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.device, self.chosen, self.copy, self.say = device, chosen, copy, say
+        self.rounds, self.joule_seconds = rounds, joule_seconds
+        self.codes = {name: code(name) for name in chosen}
+        self.machine: dict[str, str] = {}
+
+    def at(self, layer: peers.Layer, m: int, modes: Sequence[str]) -> list[Row]:
+        """Rows of everybody on one layer with so many rows of activations, failures and recorded peers among them."""
+        rows, tasks, unable = [], [], {}
+        for name, provider in self.chosen.items():
+            if provider.takes(m):
+                try:
+                    tasks.append(provider.task(layer, m))
+                    self.note(tasks[-1])
+                except Exception as error:
+                    unable[name] = timing.bare(error)
+        for mode in modes:
+            failed, where = dict(unable), f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
+            device = self.device
+            found = timing.measure(tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds, failed)
+            for t in found:
+                rows.append(self.row(t, t.facts))
+                self.say(
+                    f"{where}: {t.name} {t.us:.2f} us, {t.fraction:.2f} of the floor, {t.gb_per_s:.0f} GB/s, "
+                    f"error {t.relerr:.1e}" + (f", {t.watts:.0f} W" if t.watts else "")
+                )
+            rows += _bridged(_library_times(found), device.origin)
+            for name, error in failed.items():
+                p, status = self.chosen[name], _status(error)
+                note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+                place = (p.format, p.name, p.dtype, layer.rows, layer.columns, m, mode, status)
+                rows.append(Row(*place, note=note, **device.origin))
+                self.say(f"{where}: {name} {status}: {note}")
+        del tasks
+        self.device.backend.release()
+        return rows
+
+    def note(self, task: timing.Task) -> None:
+        """Keep the digest of the machine code of a task; what fails here is met again by the measurement."""
+        with contextlib.suppress(Exception):
+            self.machine[task.name] = machine_code(lambda: task.launch(**task.inputs))
+
+    def row(self, t: timing.Timing, facts: Mapping[str, Any]) -> Row:
+        """A timing as a row."""
+        return Row(
+            **facts,
+            mode=t.mode,
+            us=t.us,
+            p20=t.p20,
+            p80=t.p80,
+            bytes=t.nbytes,
+            floor_us=t.floor_us,
+            fraction=t.fraction,
+            copy_fraction=t.gb_per_s / self.copy,
+            relerr=t.relerr,
+            rounds=len(t.samples),
+            copies=t.copies,
+            clock_mhz=t.clock_mhz,
+            throttle=t.throttle or "",
+            joule=t.joule,
+            code=self.codes.get(t.name) or code(t.name),
+            machine=self.machine.get(t.name) or ("" if facts["provider"] in KERNELS else "libraries"),
+            **self.device.origin,
+        )
+
+
+def _status(error: Exception) -> str:
+    kinds = {torch.OutOfMemoryError: "oom", timing.Unsound: "wrong", ValueError: "unsupported"}
+    return next((status for kind, status in kinds.items() if isinstance(error, kind)), "failed")
+
+
+def _library_times(timings: Iterable[timing.Timing]) -> dict[tuple[int, int, int, str], float]:
+    """The bf16 matmul of a run by (N, K, M, mode), as `recorded.bridge` takes it."""
+    mine = [t for t in timings if t.name == peers.LIBRARY_LABEL]
+    return {(t.facts["N"], t.facts["K"], t.facts["M"], t.mode): t.us for t in mine}
+
+
+def _bridged(here: Mapping[tuple, float], about: dict[str, str]) -> list[Row]:
+    """Rows of the recorded peers, carried over by the library's times of this run."""
+    rows = []
+    for provider, kernel, dtype, names in recorded.BRIDGED:
+        best: dict[tuple, tuple[float, float, recorded.Record]] = {}
+        for r, ratio, us in recorded.bridge(here, recorded.recorded(), names):
+            place = (r.N, r.K, r.M, r.mode)
+            best[place] = min(best.get(place, (us, ratio, r)), (us, ratio, r), key=lambda found: found[0])
+        for place, (us, ratio, r) in best.items():
+            note = f"{r.peer}, recorded {r.us:.3f} us on {r.date} ({r.device}), times {ratio:.3f}, "
+            note += "the library's time here to then"
+            facts = {"bytes": r.bytes, "relerr": r.relerr, "note": note}
+            rows.append(Row(kernel, provider, dtype, *place, "bridged", us, **facts, **about))
+    return rows
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where `bench` runs: what torch calls it, its timer backend, its floor and ceilings, who is asked, its origin."""
+
+    name: str
+    backend: timing.Backend
+    floor: Callable[[int], timing.Task]
+    ceilings: Callable[[], dict[str, timing.Timing]]
+    providers: dict[str, peers.Provider]
+    origin: dict[str, str]
+
+
+def this_gpu() -> Device:
+    """This machine's GPU.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise UserError("bench: this machine has no CUDA device; results/ has what was measured on one")
+    backend = timing.Cuda()
+
+    def ceilings() -> dict[str, timing.Timing]:
+        layer = peers.Layer(LARGE, LARGE)
+        able = [peers.PEERS[name] for name in CEILINGS if not peers.PEERS[name].unavailable("cuda")]
+        found = timing.measure([provider.task(layer, LARGE) for provider in able], backend, rounds=9)
+        return timing.ceilings(backend) | {t.name: t for t in found}
+
+    return Device("cuda", backend, timing.read_floor, ceilings, {**peers.PEERS, **OURS}, origin())
+
+
+def origin() -> dict[str, str]:
+    """What stands beside a time: this GPU, the commit, the libraries and the date."""
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    for name in ("triton", "gemlite"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "commit": provenance.commit(),
+        "environment": " ".join(f"{k} {v}" for k, v in versions.items()),
+        "date": os.environ.get("REPRO_DATE") or datetime.date.today().isoformat(),
+    }

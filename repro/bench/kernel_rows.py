@@ -1,0 +1,280 @@
+"""The file of kernel times: one tidy row a kernel or peer, shape and mode, with where it came from.
+
+`bench` writes such files; `accept` takes one into `results/<device>/kernels.csv`: schema, provenance, and nothing
+faster than the device's roofline. What is there already stays, unless the new file has a row of the same key.
+"""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from repro.errors import UserError, unknown
+from repro.files import ROOT, sha256, write_text
+from repro.record import provenance
+from repro.record.measurement import RESULTS, slug
+
+KERNELS = (  # this project's own, by module of kernels/
+    "read_floor",
+    "wna16_gemv",
+    "w4a16_gemm",
+    "dequantize",
+    "linear",
+    "quantize_activation",
+    "w8a8_gemv",
+    "w8a8_gemm",
+    "w8a8",
+)
+BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
+STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
+MODES = ("cold", "warm")
+
+# Datasheet peaks: bytes a second of memory, dense operations a second. No measurement can beat them.
+PEAKS = {
+    "NVIDIA H200": {"memory": 4.8e12, "bf16": 989.5e12, "fp16": 989.5e12, "int32": 1979e12, "fp8": 1979e12},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel or peer on one shape. `us`, `p20`, `p80`, `floor_us` are microseconds a launch.
+
+    `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, turn about),
+    `fraction` their ratio; `copy_fraction` is bytes over time over the device's own copy bandwidth; `relerr` the error
+    against float32; `joule` a launch. `machine` is the digest of the machine code that ran (a library: `libraries`),
+    `code` that of the sources. Status `bridged` is a time of another run, times the library's time here over then.
+    """
+
+    kernel: str
+    provider: str
+    dtype: str
+    N: int | None = None
+    K: int | None = None
+    M: int | None = None
+    mode: str = ""
+    status: str = "ok"
+    us: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    bytes: int | None = None
+    floor_us: float | None = None
+    fraction: float | None = None
+    copy_fraction: float | None = None
+    relerr: float | None = None
+    rounds: int | None = None
+    copies: int | None = None
+    clock_mhz: int | None = None
+    throttle: str = ""
+    joule: float | None = None
+    device: str = ""
+    commit: str = ""
+    code: str = ""
+    machine: str = ""
+    environment: str = ""
+    date: str = ""
+    note: str = ""
+    built: bool = field(default=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """The name of the provider among all of a run."""
+        return f"{self.kernel}/{self.dtype}/{self.provider}"
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """Where and with what it was measured."""
+        return {name: getattr(self, name) for name in ("device", "commit", "environment", "date")}
+
+    @property
+    def key(self) -> tuple:
+        """What makes a cell of the file."""
+        return (self.kernel, self.provider, self.dtype, self.N or 0, self.K or 0, self.M or 0, self.mode)
+
+
+COLUMNS = tuple(f.name for f in fields(Row) if f.compare)  # `built` is where a row was read
+INTEGERS = ("N", "K", "M", "bytes", "rounds", "copies", "clock_mhz")
+FLOATS = ("us", "p20", "p80", "floor_us", "fraction", "copy_fraction", "relerr", "joule")
+
+
+def to_csv(rows: Iterable[Row]) -> str:
+    """Rows as CSV text; numbers with 5 significant digits, missing ones empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        values = [getattr(row, name) for name in COLUMNS]
+        writer.writerow(["" if v is None else f"{v:.5g}" if isinstance(v, float) else v for v in values])
+    return out.getvalue()
+
+
+def is_kernel_rows(path: Path) -> bool:
+    """Whether a file has the columns of this room."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return tuple(next(csv.reader(file), ())) == COLUMNS
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return False
+
+
+def from_csv(path: Path) -> list[Row]:
+    """Read rows, checked.
+
+    Raises:
+        UserError: no such file, other columns, a word or a number that cannot be.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    if not is_kernel_rows(path):
+        raise UserError(f"{path}: not a file of python -m repro bench; its columns differ")
+    rows = []
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            lines = list(csv.reader(file))
+    except (UnicodeDecodeError, csv.Error):
+        raise UserError(f"{path}: not a CSV file; measure again with python -m repro bench") from None
+    else:
+        for i, line in enumerate(lines[1:], start=2):
+            where = f"{path}, line {i}"
+            if len(line) != len(COLUMNS):
+                raise UserError(f"{where}: {len(line)} values for {len(COLUMNS)} columns; the file was cut short")
+            values: dict[str, Any] = dict(zip(COLUMNS, line))
+            for name in (*INTEGERS, *FLOATS):
+                try:
+                    kind = int if name in INTEGERS else float
+                    values[name] = kind(values[name]) if values[name] else None
+                except ValueError:
+                    raise UserError(f"{where}: {name} is {values[name]!r}, not a number") from None
+                if values[name] is not None and not math.isfinite(values[name]):
+                    raise UserError(f"{where}: {name} is {values[name]}; a number that is not finite is a status")
+            if values["status"] not in STATUSES:
+                raise UserError(f"{where}: {unknown('status', values['status'], STATUSES)}")
+            rows.append(Row(**values))
+    return rows
+
+
+# ---- accepting
+
+
+def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
+    """Validate a file of `bench` and merge it into `results/<device>/kernels.csv`; nothing is half-taken.
+
+    Returns:
+        Number of rows by file that was written.
+
+    Raises:
+        UserError: schema, a row given twice, a missing origin, uncommitted code, a failure or wrong result of ours, or
+            a time that the device cannot have.
+    """
+    rows = from_csv(path)
+    if not any(row.status == "ok" for row in rows):
+        raise UserError(f"{path}: no measured row to accept")
+    seen: set[tuple] = set()
+    by_file: dict[Path, list[Row]] = {}
+    for row in rows:
+        where = f"{path}: {row.provider} ({row.kernel}, {row.dtype}) at {row.N} x {row.K}, M = {row.M}, {row.mode}"
+        if row.key in seen:
+            raise UserError(f"{where}: given twice")
+        seen.add(row.key)
+        for name in ("device", "commit", "environment", "date"):
+            if not getattr(row, name):
+                raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
+        if row.commit == "unknown" or row.commit.endswith("+"):
+            raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
+        if broken_of_ours(row):
+            what = "its result is wrong" if row.status == "wrong" else "it failed"
+            how = "mend it, measure it again with --resume, or leave it out with --only"
+            raise UserError(f"{where}: {what} ({row.note}); {how}")
+        if row.status in ("ok", "bridged"):
+            _check(row, where)
+        by_file.setdefault(results / slug(row.device) / "kernels.csv", []).append(row)
+    merged = {}
+    for file, new in by_file.items():
+        keys = {row.key for row in new}
+        old = [row for row in (from_csv(file) if file.exists() else []) if row.key not in keys]
+        merged[file] = sorted([*old, *new], key=lambda row: row.key)
+    for file, content in merged.items():
+        write_text(file, to_csv(content))
+    return {str(file): len(by_file[file]) for file in by_file}
+
+
+def broken_of_ours(row: Row) -> bool:
+    """Whether a kernel of this project failed or was wrong, which is not accepted; of a peer it is a finding."""
+    return row.status in ("wrong", "failed") and row.provider in KERNELS
+
+
+def _check(row: Row, where: str) -> None:
+    """Raise unless a measured row is complete and possible."""
+    needed = ["us", "bytes", "mode"] + (["p20", "p80", "relerr", "copies"] if row.status == "ok" else [])
+    for name in needed:
+        if getattr(row, name) in (None, ""):
+            raise UserError(f"{where}: {name} is empty")
+    if row.mode not in MODES:
+        raise UserError(f"{where}: {unknown('mode', row.mode, MODES)}")
+    if row.us <= 0 or (row.status == "ok" and not row.p20 <= row.us <= row.p80):
+        raise UserError(f"{where}: {row.us} us is not between its p20 and p80, {row.p20} and {row.p80}")
+    if row.status == "ok" and row.mode == "cold" and row.copies < 2:
+        raise UserError(f"{where}: cold with {row.copies} copy of the weights")
+    bound, why = roofline(row)
+    if row.us < bound:
+        raise UserError(f"{where}: {row.us} us, less than the {bound:.3g} us that {why} allows; measure again")
+
+
+def roofline(row: Row) -> tuple[float, str]:
+    """The least microseconds that the device's datasheet allows a row, and what sets them; 0 for an unknown device."""
+    peaks = PEAKS.get(row.device)
+    if not peaks:
+        return 0.0, "no datasheet"
+    memory = row.bytes / peaks["memory"] * 1e6 if row.mode == "cold" else 0.0
+    kind = "fp8" if row.kernel == "fp8" else "int32" if row.kernel in ("int8", "w8a8") else row.dtype
+    work = 2 * row.N * row.K * row.M / peaks[kind] * 1e6 if row.N and kind in peaks else 0.0
+    if work > memory:
+        return work, f"{peaks[kind] / 1e12:.0f} T operations/s"
+    return memory, f"{peaks['memory'] / 1e12:.1f} TB/s of memory"
+
+
+def accepted(results: Path = RESULTS) -> list[Row]:
+    """All accepted rows, of all devices."""
+    return [row for file in sorted(results.glob("*/kernels.csv")) for row in from_csv(file)]
+
+
+def files(results: Path = RESULTS) -> list[Path]:
+    """Where kernel times are read from: accepted ones, then what was measured here."""
+    return [*sorted(results.glob("*/kernels.csv")), *([BUILT] if BUILT.is_file() else [])]
+
+
+Stamps = tuple[tuple[Path, int], ...]
+
+
+def stamps() -> Stamps:
+    """The files with their modification times: what is read from them is read once per version."""
+    return tuple((path, path.stat().st_mtime_ns) for path in files())
+
+
+@cache
+def timed(stamps: Stamps) -> dict[tuple[str, str, int, str], list[Row]]:
+    """Rows with a time by device, layer (`4096x14336`; `0x0` of a ceiling), tokens and mode; those built here win."""
+    rows = {(r.device, r.key): replace(r, built=path == BUILT) for path, _ in stamps for r in from_csv(path) if r.us}
+    found: dict[tuple[str, str, int, str], list[Row]] = {}
+    for row in rows.values():
+        found.setdefault((row.device, f"{row.N or 0}x{row.K or 0}", row.M or 0, row.mode), []).append(row)
+    return found
+
+
+def code(label: str) -> str:
+    """Hash of the code that decides a provider's time: timer, peers, our kernels with CUDA and configurations."""
+    name = label.rsplit("/", 1)[-1]
+    own = [f"kernels/{name}.py"] if name in KERNELS else []
+    units = provenance.units("repro/bench/timing.py", "repro/bench/peers.py", *own)
+    stems = {Path(file).stem for file in units if file.startswith("kernels/")}
+    for path in sorted((ROOT / "kernels" / "configs").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = {stem: content[stem] for stem in sorted(stems) if stem in content}
+        units |= {path.name: provenance.entry_hash(found)} if found else {}
+    if name == "gemlite":
+        units |= {path.parent.name: sha256(path) for path in sorted(RESULTS.glob("*/gemlite.json"))}
+    return provenance.units_hash(units)

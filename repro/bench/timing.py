@@ -1,0 +1,289 @@
+"""The one timer: device time of a launch, beside the bytes that it must read and the floor for reading them.
+
+A round replays one CUDA graph of many launches. Cold (the default) rotates over copies of the weights, more than 2.5
+times the L2 cache in all; warm uses one copy. Activations stay where a model has them: in cache, shared by all
+launches, and different from one round to the next. Tasks that are measured together take turns, a read floor of exactly
+their bytes among them. The median of the rounds stands with p20 and p80.
+
+Prove, then time: the outputs of the very graph that is timed are overwritten with NaN, replayed and compared with the
+reference, before the first and at the last timed rounds. So a cached output, work on another stream, a kernel that
+returns early, one that changes its inputs, and inputs of zeros raise `Unsound` instead of giving a time.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.bench.devices import Backend, Cpu, Cuda, Graph  # noqa: F401  the timer with its devices is one import
+from repro.bench.task import Task, Timing, Unsound, bits, check_inputs, copies_in_a_row, poison, size, tensors
+
+COLD, WARM = "cold", "warm"
+COLD_BYTES = 200e6  # copies hold at least this much, and at least L2_FACTOR times the L2 cache
+L2_FACTOR = 2.5
+MOST_COPIES = 2048
+CEILING_BYTES = 1 << 30  # of a copy and of a read that measure the memory's rate
+ROUNDS, WARMUP = 25, 4
+CHECKED = 2  # rounds at either end whose outputs are compared with the reference: both sets of activations
+
+
+def bare(error: Exception) -> Exception:
+    """The exception without the frames that it came through.
+
+    They hold tensors and graphs, and who keeps the exception: a cycle, which only garbage collection would free.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+# ---- a task that is ready to be timed
+
+
+class Run:
+    """A task with its copies, its graph and its two sets of activations; `round` replays it once."""
+
+    def __init__(self, task: Task, backend: Backend, mode: str = COLD) -> None:
+        check_inputs(task)
+        self.task, self.backend, self.mode = task, backend, mode
+        self.nbytes = task.cold_bytes
+        self.samples: list[float] = []
+        self.relerr = 0.0
+        self.state: dict[str, Any] = {}
+        self.joule: float | None = None
+        hot = {name: value for name, value in task.inputs.items() if name in task.hot}
+        cold = {name: value for name, value in task.inputs.items() if name not in task.hot}
+        self.hot = copy.deepcopy(hot)
+        first = [t.clone() for t in tensors(hot)]
+        # The second set is the first with every tensor turned around: as valid, as random, another result.
+        self.variants = [first, [bits(t).flip(-1).view(t.dtype) if t.ndim else t for t in first]]
+        self.wants = []
+        for variant in range(len(self.variants)):
+            self._activate(variant)
+            self.wants.append(tensors(task.want(**self.hot, **cold)))
+        if any(not bool(torch.isfinite(w.float()).all()) or not bool(w.any()) for w in self.wants[0]):
+            raise Unsound(f"{task.name}: the reference is zero or not finite on these inputs")
+        self.pristine = tensors(cold)
+        self.copies = self._count() if mode == COLD else 1
+        self.cold = copies_in_a_row(cold, self.copies)
+        calls = [functools.partial(task.launch, **self.hot, **one) for one in self.cold]
+        self.launches = task.launches or self.copies
+        self.graph = self._capture(calls)
+        if task.launches is None:
+            turns = self._turns(min(self.graph.replay() for _ in range(2)))
+            if turns > 1:
+                del self.graph
+                self.launches *= turns
+                self.graph = self._capture(calls)
+
+    def _count(self) -> int:
+        """Copies of the weights that no cache holds."""
+        cold = sum(size(t) for t in self.pristine)
+        wanted = max(L2_FACTOR * self.backend.l2, COLD_BYTES) if self.backend.l2 else 0
+        return min(max(2, math.ceil(wanted / cold)), MOST_COPIES) if cold and wanted else 1
+
+    def _capture(self, calls: Sequence[Callable[[], Any]]) -> Graph:
+        try:
+            return self.backend.capture([calls[i % self.copies] for i in range(self.launches)])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise RuntimeError(f"{self.task.name}: cannot be captured: {first}") from None
+
+    def _turns(self, seconds: float) -> int:
+        """How often a graph goes through the copies, of which once takes so long, to last long enough."""
+        most = math.ceil(self.backend.most / self.copies)
+        return min(most, math.ceil(self.backend.enough / seconds)) if seconds > 0 else most
+
+    def _activate(self, variant: int) -> None:
+        for mine, value in zip(tensors(self.hot), self.variants[variant]):
+            bits(mine).copy_(bits(value))
+
+    def round(self, number: int, check: bool = False) -> float:
+        """Replay once with the activations of this round; microseconds a launch.
+
+        Raises:
+            Unsound: `check` is set and an output differs from the reference.
+        """
+        variant = number % len(self.variants)
+        self._activate(variant)
+        if check:
+            poison(self.graph.outputs)
+        us = self.graph.replay() * 1e6 / self.launches
+        if check:
+            self._compare(variant)
+        return us
+
+    def _compare(self, variant: int) -> None:
+        wants = self.wants[variant]
+        if any(len(tensors(out)) != len(wants) for out in self.graph.outputs):
+            raise Unsound(f"{self.task.name}: gives another number of outputs than its reference, {len(wants)}")
+        for i, want in enumerate(wants):
+            norm = want.float().norm()
+            errors = []
+            for out in self.graph.outputs:
+                got = tensors(out)[i]
+                if got.shape != want.shape:
+                    raise Unsound(f"{self.task.name}: output is {list(got.shape)}, expected {list(want.shape)}")
+                errors.append((got.float() - want.float()).norm() / norm)
+            worst = float(torch.stack(errors).nan_to_num(nan=math.inf).max())
+            if not worst <= self.task.tolerance:
+                what = "an output of the timed launches was not written" if math.isinf(worst) else (
+                    f"an output of the timed launches is off by {worst:.2g} (allowed {self.task.tolerance:.2g})"
+                )  # fmt: skip
+                raise Unsound(f"{self.task.name}: {what}")
+            self.relerr = max(self.relerr, worst)
+
+    def check_unchanged(self) -> None:
+        """Raise `Unsound` if a launch wrote to its inputs."""
+        hot = tensors(self.hot)
+        if not any(all(torch.equal(bits(a), bits(b)) for a, b in zip(hot, one)) for one in self.variants):
+            raise Unsound(f"{self.task.name}: a launch changed its activations")
+        for one in self.cold:
+            if not all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(one), self.pristine)):
+                raise Unsound(f"{self.task.name}: a launch changed its weights")
+
+    def timing(self, floor_us: float | None = None) -> Timing:
+        """The rounds so far as a `Timing`."""
+        p20, _, _, p80 = statistics.quantiles(self.samples, n=5) if len(self.samples) > 1 else [self.samples[0]] * 4
+        return Timing(
+            name=self.task.name,
+            mode=self.mode,
+            us=statistics.median(self.samples),
+            p20=p20,
+            p80=p80,
+            samples=tuple(self.samples),
+            nbytes=self.nbytes,
+            copies=self.copies,
+            launches=self.launches,
+            relerr=self.relerr,
+            floor_us=floor_us,
+            clock_mhz=self.state.get("clock_mhz"),
+            throttle=self.state.get("throttle"),
+            joule=self.joule,
+            facts=self.task.facts,
+        )
+
+
+def measure(
+    tasks: Sequence[Task],
+    backend: Backend,
+    mode: str = COLD,
+    rounds: int = ROUNDS,
+    floor: Callable[[int], Task] | None = None,
+    joule_seconds: float = 0.0,
+    failures: dict[str, Exception] | None = None,
+) -> list[Timing]:
+    """Time tasks turn about.
+
+    Args:
+        tasks: with different names.
+        backend: the device.
+        mode: `cold` or `warm`.
+        rounds: timed rounds of each task, after `WARMUP`.
+        floor: makes the task that reads so many bytes; None leaves `floor_us` empty.
+        joule_seconds: how long each task runs once more, at least, for its energy; 0 leaves it out.
+        failures: takes the exception of a task that fails, by name and without its frames, instead of raising it.
+
+    Returns:
+        A timing for each task that is sound, in order.
+
+    Raises:
+        Unsound: see the top of this file; when `failures` is given, only of a floor.
+    """
+    if mode not in (COLD, WARM):
+        raise ValueError(f"mode is {mode!r}, expected {COLD!r} or {WARM!r}")
+    if len({task.name for task in tasks}) != len(tasks):
+        raise ValueError(f"tasks share a name: {', '.join(task.name for task in tasks)}")
+    runs: list[Run] = []
+    floors: dict[int, Run] = {}
+
+    def guarded(run: Run | Task, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+        try:
+            return work()
+        except Exception as error:
+            if failures is None or run in floors.values():
+                raise
+            failures[run.name if isinstance(run, Task) else run.task.name] = bare(error)
+            if run in runs:
+                runs.remove(run)
+            return None
+
+    for task in tasks:
+        if run := guarded(task, functools.partial(Run, task, backend, mode)):
+            runs.append(run)
+    if floor:
+        for nbytes in sorted({run.nbytes for run in runs if run.nbytes}):
+            floors[nbytes] = Run(floor(nbytes), backend, mode)
+    for number in range(WARMUP + rounds):
+        check = number < CHECKED or number >= WARMUP + rounds - CHECKED
+        everyone = [*runs, *floors.values()]
+        turn = number % max(1, len(everyone))
+        for run in everyone[turn:] + everyone[:turn]:
+            us = guarded(run, functools.partial(run.round, number, check))
+            if us is not None and number >= WARMUP:
+                run.samples.append(us)
+    for run in list(runs):
+        guarded(run, run.check_unchanged)
+        if run in runs:
+            run.state = backend.state(run.graph)
+    if joule_seconds:
+        for run, joules in zip(runs, backend.joules([run.graph for run in runs], joule_seconds)):
+            run.joule = None if joules is None else joules / run.launches
+    return [r.timing(statistics.median(floors[r.nbytes].samples) if r.nbytes in floors else None) for r in runs]
+
+
+# ---- what a device can do at best
+
+
+def read_floor(nbytes: int, device: str = "cuda", config: Mapping[str, Any] | None = None) -> Task:
+    """The task that reads exactly `nbytes` bytes (rounded up to words of 4) and does next to nothing with them.
+
+    `config` is a launch configuration of the kernel, its recorded one when not given.
+    """
+    from repro.kernels import read_floor as kernel
+
+    buffer = torch.randint(0, 256, (-(-nbytes // 4) * 4,), dtype=torch.uint8, device=device)
+    config = dict(config or kernel.configuration(size(buffer), buffer.device))
+    block = config["block"]
+    blocks = -(-size(buffer) // (4 * block))
+
+    def launch(buffer: Tensor) -> Tensor:
+        out = torch.empty(blocks, dtype=torch.int32, device=buffer.device)
+        kernel.launch(buffer, out, config)
+        return out
+
+    def want(buffer: Tensor) -> Tensor:
+        words = torch.zeros(blocks * block, dtype=torch.int32, device=buffer.device)
+        words[: size(buffer) // 4] = buffer.view(torch.int32)
+        words = words.view(blocks, block)
+        while words.shape[1] > 1:  # torch has no exclusive or over a dimension: fold the row in half
+            half = words.shape[1] // 2
+            words = words[:, :half] ^ words[:, half:]
+        return words[:, 0]
+
+    return Task("read_floor", launch, {"buffer": buffer}, want, 0.0, hot=(), nbytes=nbytes)
+
+
+def copy_task(nbytes: int, device: str = "cuda") -> Task:
+    """The task that copies `nbytes` within the device: it reads and writes, so `nbytes` counts twice.
+
+    It inverts what it copies: a plain copy becomes a copy node of the graph, which runs at two thirds of the speed.
+    """
+    buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+    launch = lambda source: torch.bitwise_not(source.view(torch.int32)).view(torch.uint8)  # noqa: E731
+    return Task("copy", launch, {"source": buffer}, lambda source: ~source, 0.0, hot=(), nbytes=2 * nbytes, launches=4)
+
+
+def ceilings(
+    backend: Backend, nbytes: int = CEILING_BYTES, floor: Callable[[int], Task] = read_floor
+) -> dict[str, Timing]:
+    """This device's own copy bandwidth and read rate on `nbytes`, as timings called `copy` and `read_floor`."""
+    read = dataclasses.replace(floor(nbytes), launches=4)
+    return {timing.name: timing for timing in measure([copy_task(nbytes), read], backend, rounds=9)}

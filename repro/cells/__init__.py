@@ -1,0 +1,30 @@
+"""Kinds of cell: one file each, one line here. A kind says what a spec may ask, which jobs it needs, how one runs.
+
+A kind is a module with
+
+    Ask                      frozen dataclass, what a spec may say; `unit` is that of the value
+    Protocol, DEFAULT        optional: the scale's part, under a key named like the kind, and what it is when absent
+    jobs(ask, target)        role to job; None where this scale does not measure it
+    series(ask, found)       from observations by role, the series that decide the value; these are what is kept
+    value(ask, mean)         the value from the means of these series, numbers or arrays
+    reference(ask)           optional: whether the value compares with full precision on the same units by itself
+    itself(ask)              optional: what full precision gives in that comparison, None where there is none
+    against(ask)             optional: how it is read against full precision, such as `q / f`
+    status(ask, full)        optional: `floor` or `ok`, from the series of full precision
+    run(job, found, folder, origin), OUTPUTS     where the kind has a job of its own
+    quantity(ask), several(ask), origin(asks)    instead of all but Ask, where results are the kind's own (kernel times)
+"""
+
+from types import ModuleType
+
+from repro.cells import derived, kernel_time, perplexity, placement, setting, storage, zeroshot
+
+KINDS: dict[str, ModuleType] = {
+    "perplexity": perplexity,
+    "zeroshot": zeroshot,
+    "storage": storage,
+    "placement": placement,
+    "setting": setting,
+    "derived": derived,
+    "kernel_time": kernel_time,
+}

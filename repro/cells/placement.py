@@ -1,0 +1,41 @@
+"""Which layers a step chose: the share of layers, their rank, or the damage of each layer that the choice rests on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from repro.jobs import compress
+from repro.jobs.job import Job
+from repro.jobs.target import Target
+from repro.record.observations import Observations, Series
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`share` of layers in percent, mean `rank` of the chosen ones, or `damage` by layer (its mean)."""
+
+    show: Literal["share", "rank", "damage"]
+    unit: str = ""
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+    """The job that compresses the model notes what its steps chose."""
+    return {"layers": compress.job(target)}
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """One number a layer, in model order: damage; or the rank (0: not chosen) and whether it is above 0."""
+    held = found["layers"].series
+    if ask.show == "damage":
+        return {name: held[f"layers/{name}"] for name in ("damage",) if f"layers/{name}" in held}
+    if "layers/rank" not in held:
+        return {}
+    ranks = held["layers/rank"]
+    return {"rank": ranks, "chosen": Series((ranks.values > 0).astype(float), "layers")}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """Percent of layers, the mean rank of the chosen ones, or the mean damage."""
+    if ask.show == "damage":
+        return mean["damage"]
+    return 100 * mean["chosen"] if ask.show == "share" else mean["rank"] / mean["chosen"]

@@ -1,0 +1,273 @@
+"""Named texts and their token ids. A name always means the same text: what is embedded or mirrored is checked by hash.
+
+A text is read whole, its rows or documents are joined as the corpus says, and the tokenizer sees it in one call; BOS is
+whatever that call adds (one at the very start, or none). Nothing falls back: a text that is not there is an error that
+names the file, and no corpus is called by another's name (`c4-local` is 200 documents of C4, not `c4`).
+
+The hub corpora are fetched with the `datasets` library, at pinned commits, and only when the scale says `hub: true`.
+"""
+
+import hashlib
+import json
+import lzma
+import os
+import platform
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from repro.errors import UserError, unknown
+from repro.files import ROOT, atomic, short_hash
+from repro.strict import build, load_yaml
+
+ENTRIES = Path(__file__).with_name("corpora.yaml")
+POCKET_TEXT = ROOT / "repro" / "pocket" / "text"
+FIRST_IDS = 8
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A named text.
+
+    Attributes:
+        source: the embedded file, the file in the mirror folder, or the hub data set with its configuration or file.
+        joining: what stands between two documents (rows) of the text.
+        split: which part of the data set it is.
+        reader: what reads the documents that are joined, key of `READERS`.
+        sha256: of the joined text (UTF-8), where it is known beforehand.
+        release: a version that belongs to the name in results, where the text comes with another program.
+        max_documents, max_tokens: the protocol's own cut before joining and after tokenizing.
+        on_hub: the hub corpus to name instead, the same text or the fuller one.
+    """
+
+    name: str
+    description: str
+    source: str
+    licence: str
+    joining: str
+    split: str
+    reader: Literal["embedded", "pydoc", "mirror", "hub"]
+    sha256: str = ""
+    release: str = ""
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    on_hub: str = ""
+
+    def label(self) -> str:
+        """The name that stands in results: with release and hash of the text where the name alone does not fix it."""
+        return f"{self.name}-{self.release}-{short_hash(text(self.name))}" if self.release else self.name
+
+
+# --- where the documents come from ------------------------------------------------------------------------------------
+
+
+def _embedded(corpus: Corpus) -> list[str]:
+    path, sums = POCKET_TEXT / Path(corpus.source).name, POCKET_TEXT / "SHA256SUMS"
+    try:
+        listed = dict(reversed(line.split(maxsplit=1)) for line in sums.read_text(encoding="utf-8").splitlines())
+        content = lzma.decompress(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}: this file of the repository is missing; check it out again") from None
+    except (lzma.LZMAError, ValueError) as error:
+        raise UserError(f"{path}: not readable ({error}); check it and SHA256SUMS out again") from None
+    if hashlib.sha256(content).hexdigest() != listed.get(path.stem):
+        raise UserError(f"{path}: the text is not the one that SHA256SUMS lists as {path.stem}; check both out again")
+    return [content.decode()]
+
+
+def _pydoc(corpus: Corpus) -> list[str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UserError(
+            f"corpus {corpus.name!r}: this Python comes without pydoc_data; install its full library"
+        ) from None
+    return [topics[key] for key in sorted(topics)]
+
+
+def _mirrored(corpus: Corpus) -> list[str]:
+    folder = os.environ.get("REPRO_DATA")
+    path = Path(folder or "") / corpus.source
+    if not folder or not path.is_file():
+        why = f"is not in REPRO_DATA={folder}" if folder else "is looked for in REPRO_DATA, which is not set"
+        other = f"set `hub: true` in the scale and name {corpus.on_hub!r}" if corpus.on_hub else "no hub has this text"
+        raise UserError(
+            f"corpus {corpus.name!r}: the file {corpus.source} {why}; "
+            f"either set REPRO_DATA to the folder of the data mirror, or: {other}"
+        )
+    try:
+        content = path.read_bytes()
+        lines = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
+        if path.suffix != ".jsonl":
+            return [lines]
+        rows = [json.loads(line) for line in lines.split("\n") if line]
+        return [row["text"] if "text" in row else row["prefix"] + row["gold_completion"] for row in rows]
+    except (lzma.LZMAError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
+
+
+def _fetched(corpus: Corpus) -> list[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(f"corpus {corpus.name!r} needs the datasets library; pip install datasets") from None
+    dataset, part = corpus.source.split(": ")
+    dataset, revision = dataset.split("@")
+    which = {"data_files": {corpus.split: part}} if part.endswith(".gz") else {"name": part}
+    try:
+        rows = load_dataset(dataset, split=corpus.split, revision=revision, **which)
+    except Exception as error:  # the library raises many kinds, for the network, the cache and the files
+        raise UserError(f"corpus {corpus.name!r}: {dataset} at {revision[:8]} cannot be fetched ({error})") from None
+    return list(rows[: corpus.max_documents]["text"])
+
+
+# --- the corpora ------------------------------------------------------------------------------------------------------
+
+READERS: dict[str, Callable[[Corpus], list[str]]] = {
+    "embedded": _embedded,
+    "pydoc": _pydoc,
+    "mirror": _mirrored,
+    "hub": _fetched,
+}
+
+
+def _entries() -> dict[str, Corpus]:
+    """The corpora of corpora.yaml by name."""
+    found = {}
+    for name, entry in load_yaml(ENTRIES).items():
+        corpus = build(Corpus, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
+        if corpus.reader == "pydoc":
+            corpus = replace(corpus, release=platform.python_version())
+        found[name] = corpus
+    return found
+
+
+CORPORA = _entries()
+
+
+# --- text and token ids -----------------------------------------------------------------------------------------------
+
+
+def text(name: str, hub: bool = False) -> str:
+    """The whole text of a corpus, its documents joined as the corpus says.
+
+    Args:
+        name: a key of `CORPORA`.
+        hub: the scale allows fetching from the Hugging Face hub; used by the corpora that need it and by no other.
+
+    Raises:
+        UserError: unknown name, a file that is missing, unreadable or another text, or a hub that is not allowed.
+    """
+    if name not in CORPORA:
+        raise unknown("corpus", name, CORPORA)
+    corpus = CORPORA[name]
+    if corpus.reader == "hub" and not hub:
+        raise UserError(f"corpus {name!r} is fetched from the hub; set `hub: true` in the scale to allow that")
+    joined = corpus.joining.join(READERS[corpus.reader](corpus))
+    if corpus.sha256 and _sha256(joined.encode()) != corpus.sha256:
+        raise UserError(f"corpus {name!r}: {corpus.source} holds another text than this name stands for; copy it again")
+    return joined
+
+
+def identity(name: str, hub: bool = False) -> dict[str, str]:
+    """What fixes the text in a record: `corpus` (its name), `label` and `corpus_sha256`.
+
+    Raises:
+        UserError: as `text`.
+    """
+    digest = _sha256(text(name, hub).encode())
+    return {"corpus": name, "label": CORPORA[name].label(), "corpus_sha256": digest}
+
+
+@cache
+def identifier(name: str, hub: bool = False) -> str:
+    """What fixes the text of a corpus in a job: a hash of the text, known beforehand or taken from it; of a hub corpus
+    its source, joining and cuts.
+
+    Raises:
+        UserError: unknown name, or a text that is neither known nor there.
+    """
+    if name not in CORPORA:
+        raise unknown("corpus", name, CORPORA)
+    corpus = CORPORA[name]
+    if corpus.reader == "hub":
+        facts = (corpus.source, corpus.split, corpus.joining, corpus.max_documents, corpus.max_tokens)
+        return short_hash(json.dumps(facts))
+    return (corpus.sha256 or identity(name, hub)["corpus_sha256"])[:16]
+
+
+def token_ids(name: str, tokenizer: Callable[..., Any], hub: bool = False) -> np.ndarray:
+    """Token ids int32 `[T]` of one tokenizer call on the joined text, with BOS exactly as the tokenizer adds it.
+
+    Args:
+        name: a key of `CORPORA`.
+        tokenizer: a Hugging Face tokenizer.
+        hub: as in `text`.
+
+    Raises:
+        UserError: as `text`.
+    """
+    ids = tokenizer(text(name, hub), verbose=False)["input_ids"]
+    return np.asarray(ids, dtype=np.int32)[: CORPORA[name].max_tokens]
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Hex SHA-256 of a fast tokenizer's definition; truncation and padding, which calls change, are left out."""
+    definition = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    return _sha256(json.dumps(definition, sort_keys=True).encode())
+
+
+def save_tokens(path: Path | str, ids: np.ndarray, meta: Mapping[str, str]) -> None:
+    """Write token ids int32 `[T]` with `meta` (identity, tokenizer), their own hash, count and first ids."""
+    facts = {"ids_sha256": _ids_sha256(ids), "count": str(len(ids)), "first_ids": json.dumps(ids[:FIRST_IDS].tolist())}
+    text = json.dumps(dict(meta) | facts, sort_keys=True)
+    with atomic(path) as temporary:  # one key only: safetensors writes several in random order
+        save_file({"ids": np.ascontiguousarray(ids, dtype="<i4")}, temporary, {"tokens": text})
+
+
+def load_tokens(path: Path | str) -> tuple[np.ndarray, dict[str, str]]:
+    """Token ids int32 `[T]` and the metadata that `save_tokens` wrote beside them.
+
+    Raises:
+        UserError: the file is missing or cut short, or the ids are not those whose hash it carries.
+    """
+    try:
+        with safe_open(path, "np") as file:
+            ids, meta = file.get_tensor("ids"), json.loads((file.metadata() or {}).get("tokens", "{}"))
+    except Exception as error:  # safetensors has its own kinds
+        raise UserError(f"{path}: not a whole file of token ids ({error}); delete it and build it again") from None
+    if meta.get("ids_sha256") != _ids_sha256(ids) or meta.get("count") != str(len(ids)):
+        raise UserError(f"{path}: the token ids are not those that it was saved with; delete it and build it again")
+    return ids, meta
+
+
+def calibration(ids: np.ndarray, sequences: int, length: int, seed: int) -> Tensor:
+    """Calibration sequences int64 `[sequences, length]`: random crops of the token ids `[T]`, drawn as in GPTQ.
+
+    Raises:
+        UserError: the corpus is not longer than one sequence.
+    """
+    if sequences < 1 or length < 1:
+        raise UserError(f"calibration takes at least one sequence of one token, not {sequences} of {length}")
+    if len(ids) <= length:
+        raise UserError(f"calibration: {len(ids)} tokens are too few for crops of {length}; name a longer corpus")
+    draw = random.Random(seed)
+    starts = [draw.randint(0, len(ids) - length - 1) for _ in range(sequences)]
+    return torch.from_numpy(np.stack([ids[start : start + length] for start in starts]).astype(np.int64))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _ids_sha256(ids: np.ndarray) -> str:
+    return _sha256(np.ascontiguousarray(ids, dtype="<i4").tobytes())

@@ -1,0 +1,181 @@
+"""One runner for every job: Snakemake's script, `python -m repro run`, and the commands of a person end here."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from repro.cells import KINDS
+from repro.errors import Refused, UserError, shortened, unknown
+from repro.files import atomic, write_text
+from repro.jobs import compress, tokens
+from repro.jobs.job import Job, distinct, from_json
+from repro.record import observations, provenance
+from repro.record.provenance import units_hash
+from repro.spec.recipe import STEPS
+
+JOBS: dict[str, ModuleType] = {
+    "tokens": tokens,
+    "compress": compress,
+    **{name: kind for name, kind in KINDS.items() if hasattr(kind, "run")},
+}
+PART = "(?![.])[A-Za-z0-9_.=-]{1,150}"  # of a job's label, a folder each
+REFUSED = "refused.json"  # in a job's folder: why it could not be done, with its status
+
+
+def modules(job: Job) -> list[str]:
+    """The modules whose units decide a job: its kind's and those of the recipe's steps."""
+    return [str(JOBS[job.kind].__file__), *(str(STEPS[name].__file__) for name in job.steps)]
+
+
+def code_file(job: Job) -> Path:
+    """Snakemake's input for the code behind a job: a small file that changes when the units of its modules do."""
+    hashed = provenance.units_hash(provenance.units(*modules(job)))
+    return provenance.unit_file("-".join([job.kind, *job.steps]), hashed)
+
+
+def units(job: Job) -> dict[str, str]:
+    """The units of code that decide a job's result, what it needs included: module to hash."""
+    return provenance.units(*dict.fromkeys(module for each in job.every() for module in modules(each)))
+
+
+def outputs(job: Job) -> list[Path]:
+    """The files of a job."""
+    return [job.folder / name for name in JOBS[job.kind].OUTPUTS]
+
+
+def done(job: Job) -> bool:
+    """Whether all files of a job are there, whole, and made by today's code."""
+    try:
+        noted = origin(job) if all(path.is_file() for path in outputs(job)) else {}
+    except UserError:  # damaged, or of another job
+        return False
+    return bool(noted) and units_hash(json.loads(noted["units"])) == units_hash(units(job))
+
+
+def origin(job: Job) -> dict[str, str]:
+    """What stands beside the results of a job, or beside its refusal (`observations.origin`); empty if it is not built.
+
+    Raises:
+        UserError: damaged files, or those of another job.
+    """
+    refusal, path = job.folder / REFUSED, job.folder / observations.FILE
+    if refusal.is_file():
+        noted = _refusal(refusal)["origin"]
+    elif path.is_file():
+        noted = observations.once(path, path.stat().st_mtime_ns).meta
+        refusal = path
+    else:
+        return {}
+    if absent := [name for name in observations.ORIGIN if name not in noted]:
+        raise UserError(f"{refusal}: it does not say its {absent[0]}; delete the folder and build it again")
+    if (noted["job"], noted["inputs"]) != (job.id, job.inputs):
+        what = "with other declared inputs" if noted["job"] == job.id else f"of the job {noted['job']}"
+        raise UserError(f"{refusal}: these are results {what}; delete the folder and build it again")
+    return dict(noted)
+
+
+def run(job: Job) -> None:
+    """Execute a job whose needs are built; its files appear whole or not at all.
+
+    What cannot be done (a budget that pays for no rank, memory that does not suffice, a training that diverged) is a
+    result too: it is noted with its status, and whatever needs the job is refused with the same reason.
+
+    Raises:
+        UserError: bad input.
+    """
+    found = {role: need.folder for role, need in job.needs}
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / REFUSED).unlink(missing_ok=True)
+    for _, need in job.needs:
+        if not done(need):
+            raise UserError(f"{need.id}: not built by today's code; build it first")
+    noted = observations.origin(job, units(job), found)
+    try:
+        for folder in found.values():
+            check(folder)
+        _threads(job.given())
+        JOBS[job.kind].run(job, found, job.folder, noted)
+    except Refused as refused:
+        _refuse(job, refused, noted)
+    except Exception as error:
+        if "OutOfMemory" not in type(error).__name__:
+            raise
+        _refuse(job, Refused("oom", str(error).partition("\n")[0]), noted)
+    write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
+
+
+def check(folder: Path) -> None:
+    """Raise what a job was refused with.
+
+    Raises:
+        Refused: it was.
+    """
+    path = folder / REFUSED
+    if path.is_file():
+        facts = _refusal(path)
+        raise Refused(facts["status"], facts["reason"])
+
+
+def _refusal(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return {"status": facts["status"], "reason": facts["reason"], "origin": dict(facts["origin"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: damaged; delete the folder and build it again") from None
+
+
+def _refuse(job: Job, refused: Refused, noted: Mapping[str, str]) -> None:
+    facts = {"status": refused.status, "reason": " ".join(str(refused).split()), "origin": noted}
+    write_text(job.folder / REFUSED, json.dumps(facts) + "\n")
+    for path in outputs(job):
+        with atomic(path) as temporary:
+            temporary.write_bytes(b"")
+
+
+def _threads(given: Mapping[str, Any]) -> None:
+    import torch  # a job without threads of its own, such as tokens, does not need it
+
+    torch.set_num_threads(int(given.get("threads", 1)))
+
+
+def clean(job: Job) -> None:
+    """Remove a job's files."""
+    shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def from_file(path: Path) -> list[Job]:
+    """The jobs of a file that `repro run --save` wrote, or of one job's `job.json`.
+
+    Raises:
+        UserError: no such file, or none of jobs.
+    """
+    how = "write one with python -m repro run TARGET --save FILE.json"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        jobs = [from_json(one) for one in (facts if isinstance(facts, list) else [facts])]
+        for job in distinct(jobs):
+            _check(job)
+        return jobs
+    except OSError as error:
+        raise UserError(f"{shortened(path, 150)}: not a file of jobs ({error.strerror}); {how}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path}: not a file of jobs (not JSON, or its keys are not those of jobs); {how}") from None
+    except UserError as error:
+        raise UserError(f"{path}: not a file of jobs ({error})") from None
+
+
+def _check(job: Job) -> None:
+    """Raise unless a job that comes from a file is one that can run here, in a folder of its own under build/."""
+    if job.kind not in JOBS:
+        raise unknown("kind of job", job.kind, JOBS)
+    for step in job.steps:
+        if step not in STEPS:
+            raise unknown("step", step, STEPS)
+    if not re.fullmatch(f"{PART}(/{PART})?", job.label):
+        raise UserError(f"label {shortened(job.label)!r}: it is one or two names of letters, digits and . _ = -")
+    if not isinstance(job.declared(), dict) or not isinstance(job.given().get("model", ""), str):
+        raise TypeError

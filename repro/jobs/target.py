@@ -1,0 +1,64 @@
+"""What a cell is measured on: a stand-in under a recipe with one seed, at a scale; and what every job declares."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from repro import models
+from repro.spec.recipe import Recipe, parse, with_seed
+
+
+@dataclass(frozen=True)
+class Target:
+    """A stand-in under a recipe, with one seed, at a scale.
+
+    Attributes:
+        scale: the `Scale`; its device is the one that the job runs on.
+        model: the stand-in.
+        text: the recipe, in any spelling.
+        seed: shifts the draw of calibration text, and seeds whatever is drawn or trained.
+    """
+
+    scale: Any
+    model: str
+    text: str
+    seed: int = 0
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The parsed recipe, with the seed in the steps that take one."""
+        return with_seed(parse(self.text), self.seed)
+
+    @property
+    def short(self) -> str:
+        """The stand-in's name as part of a file name: no blank and no character that a shell or Snakemake reads."""
+        return re.sub(r"[^A-Za-z0-9_.=-]+", "_", Path(self.model.split("@")[0]).name).strip("_.") or "model"
+
+    @property
+    def label(self) -> str:
+        """Model and recipe as part of a file name."""
+        return f"{self.short}/{self.recipe.slug}"
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The names of the recipe's steps."""
+        return tuple(step.name for step in self.recipe.steps)
+
+    def under(self, text: str) -> "Target":
+        """The same under another recipe."""
+        return Target(self.scale, self.model, text, self.seed)
+
+    def inputs(self) -> dict[str, Any]:
+        """What every job on it declares."""
+        scale = self.scale
+        facts = {"model": models.fingerprint(self.model), "steps": self.recipe.config, "dtype": scale.dtype}
+        facts |= {"device": scale.device} | ({"threads": scale.threads} if scale.device == "cpu" else {})
+        return facts
+
+    def options(self) -> dict[str, Any]:
+        """How every job on it runs."""
+        scale = self.scale
+        words = {"model": self.model, "recipe": self.recipe.name, "seed": self.seed, "device": scale.device}
+        return words | {"dtype": scale.dtype, "threads": scale.threads, "hub": scale.hub}

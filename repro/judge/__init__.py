@@ -1,0 +1,1 @@
+"""What measurements say: quantities with intervals, claims with verdicts, how much is covered."""

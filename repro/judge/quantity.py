@@ -1,0 +1,173 @@
+"""A quantity: the series behind a value, one set a seed, and the expression that makes the value of their means.
+
+A cell is a quantity, and so is any arithmetic over cells: a ratio to full precision, a recovered share, a claim. Series
+of one group (a corpus under a protocol, a task) are paired wherever they meet.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from repro.errors import UserError, shortened, unknown
+from repro.judge import statistics
+from repro.record.observations import Series
+
+OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+}
+FUNCTIONS = {
+    "min": lambda *v: np.minimum.reduce(np.broadcast_arrays(*v) if len(v) > 1 else v[0]),  # of one: over its layers
+    "max": lambda *v: np.maximum.reduce(np.broadcast_arrays(*v) if len(v) > 1 else v[0]),
+    "geomean": lambda v: np.exp(np.mean(np.log(v), axis=0)),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Quantity:
+    """What a value is computed from.
+
+    Attributes:
+        seeds: name to series, one mapping a seed; one alone where nothing is drawn.
+        value: from means by name, numbers or arrays, to the value.
+        compares: whether it compares two models on the same units by itself (KL); None where its series say so.
+        known: results of which only value and interval are left (a recorded time), by name.
+    """
+
+    seeds: Sequence[Mapping[str, Series]]
+    value: Callable[[Mapping[str, Any]], Any]
+    compares: bool | None = None
+    known: Mapping[str, statistics.Interval] | None = None
+
+    def interval(self) -> statistics.Interval:
+        """The value with its interval.
+
+        Raises:
+            UserError: seeds with different series or numbers of units, or a value that is no finite number.
+        """
+        names = list(self.seeds[0]) if self.seeds else []
+        if any(list(seed) != names for seed in self.seeds):
+            raise UserError(f"the seeds have different series: {[list(seed) for seed in self.seeds]}")
+        for name in names:
+            sizes = [len(seed[name].values) for seed in self.seeds]
+            if len(set(sizes)) > 1:
+                raise UserError(f"the seeds of {name} have different numbers of units: {sizes}")
+        arrays, constants, groups, units = {}, {}, {}, {}
+        for name in names:
+            every = [seed[name] for seed in self.seeds]
+            first = every[0]
+            if first.units not in statistics.UNITS:
+                constants[name] = [float(one.values.mean()) for one in every]
+                continue
+            same = all(one is first or np.array_equal(one.values, first.values) for one in every)
+            arrays[name] = first.values if same else np.stack([one.values for one in every])
+            groups[name], units[first.group] = first.group, first.units
+        return statistics.interval(arrays, self.value, groups, units or "windows", self.compares, self.known, constants)
+
+
+def compose(expression: str, parts: Mapping[str, Quantity]) -> Quantity:
+    """Arithmetic over quantities; parts with one set of series take part in every seed.
+
+    Raises:
+        UserError: a name that an expression cannot hold, or parts with different numbers of seeds. What is wrong with
+            the expression itself is raised when its value is asked for.
+    """
+    for name in parts:
+        if not name.isidentifier():
+            raise UserError(f"{expression}: {name!r} is no name; use letters, digits and underscores")
+    counts = {name: len(part.seeds) for name, part in parts.items()}
+    seeds = max(counts.values(), default=1)
+    if set(counts.values()) - {0, 1, seeds}:
+        raise UserError(f"{expression}: its cells have different numbers of seeds: {counts}")
+    merged: list[dict[str, Series]] = [{} for _ in range(seeds)]
+    for name, part in parts.items():
+        for i, target in enumerate(merged):
+            if part.seeds:
+                found = part.seeds[i if len(part.seeds) > 1 else 0]
+                target |= {f"{name}:{key}": one for key, one in found.items()}
+    known = {f"{name}:{key}": one for name, part in parts.items() for key, one in (part.known or {}).items()}
+
+    def value(mean: Mapping[str, Any]) -> Any:
+        split: dict[str, dict[str, Any]] = {name: {} for name in parts}
+        for key, one in mean.items():
+            name, _, inner = key.partition(":")
+            split[name][inner] = one
+        return evaluate(expression, {name: part.value(split[name]) for name, part in parts.items()})
+
+    alone = next(iter(parts.values())).compares if len(parts) == 1 else None
+    compares = True if any(part.compares for part in parts.values()) else alone
+    return Quantity(merged, value, compares, known or None)
+
+
+def constant(x: float) -> Quantity:
+    """A number without spread."""
+    return Quantity([{"x": Series(np.asarray([x], dtype=float), "model")}], lambda mean: mean["x"])
+
+
+def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
+    """Arithmetic and comparisons over named numbers or arrays; nothing else is allowed.
+
+    Raises:
+        UserError: an unknown name, or anything that is not arithmetic.
+    """
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Expression(body=body):
+                return value(body)
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                return number
+            case ast.Name(id=name):
+                if name not in values:
+                    raise UserError(f"predicate {shortened(expression)!r}: {unknown('name', name, values)}")
+                return values[name]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS and args:
+                return FUNCTIONS[name](*map(value, args))
+            case ast.BoolOp(op=ast.And(), values=parts):
+                return reduce(np.logical_and, map(value, parts))
+            case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in OPERATORS for op in ops):
+                sides = [value(left), *map(value, rights)]
+                pairs = zip(ops, sides, sides[1:])
+                return reduce(np.logical_and, (OPERATORS[type(op)](a, b) for op, a, b in pairs))
+        raise UserError(
+            f"predicate {shortened(expression)!r}: only arithmetic, {', '.join(FUNCTIONS)} and comparisons are allowed"
+        )
+
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise UserError(f"predicate {shortened(expression)!r}: not an expression") from None
+    try:
+        with np.errstate(all="ignore"):  # what is not finite is refused where a number is needed
+            return value(tree)
+    except ZeroDivisionError:
+        raise UserError(f"predicate {shortened(expression)!r}: divides by zero") from None
+    except RecursionError:
+        raise UserError(f"predicate {shortened(expression)!r}: nested too deeply") from None
+    except (TypeError, ValueError) as error:  # shapes, or a number of arguments, that a function does not take
+        raise UserError(f"predicate {shortened(expression)!r}: cannot be computed ({error!s:.80})") from None
+
+
+def satisfied(holds: str, x: Any) -> Any:
+    """Whether `x` satisfies a comparison such as `>= 0.5` or `0.1 <= x <= 0.2`."""
+    found = evaluate(holds if re.search(r"\bx\b", holds) else f"x {holds}", {"x": x})
+    if np.asarray(found).dtype != bool:
+        raise UserError(f"predicate {shortened(holds)!r}: not a comparison; write one such as >= 0.5")
+    return found

@@ -1,0 +1,207 @@
+"""Models by name: a pocket model of this repository, a local folder, or a hub id with its revision. One code path.
+
+    pocket-5m                        repro/pocket/pocket-5m, its weights checked against repro/pocket/SHA256SUMS
+    some/folder  or  /abs/folder     a Hugging Face folder: config.json and *.safetensors (one file or shards)
+    meta-llama/Llama-3.2-1B@4e20de3  a hub id at a pinned revision (a commit), only where the scale says `hub: true`
+
+Weights are safetensors or nothing: pickled files are refused and remote code is never run.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from repro.errors import UserError, shortened, unknown
+from repro.files import ROOT, sha256, short_hash
+
+POCKET = ROOT / "repro" / "pocket"
+LONGEST = 1000  # characters of a model's name
+DTYPES = ("F32", "F16", "BF16")  # as a safetensors header names them
+BUFFERS = re.compile(r"(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")  # in old checkpoints
+
+
+def pocket_names() -> list[str]:
+    """The pocket models of this repository."""
+    return sorted(p.parent.name for p in POCKET.glob("*/config.json"))
+
+
+def folder(name: str) -> Path | None:
+    """The local folder of a model; None for a hub id.
+
+    Raises:
+        UserError: there is no such model, or a hub id without a commit.
+    """
+    if len(name) > LONGEST:
+        raise UserError(f"model {shortened(name)!r}: a name of {len(name):,} characters; at most {LONGEST:,} are read")
+    if (POCKET / name / "config.json").is_file():
+        return POCKET / name
+    path = Path(name)
+    if (path / "config.json").is_file():
+        return path.resolve()
+    if "@" in name:
+        hub_id, _, revision = name.partition("@")
+        if not hub_id or not re.fullmatch("[0-9a-f]{7,40}", revision):
+            raise UserError(
+                f"model {name!r}: {revision!r} is no pinned revision; give the commit on the hub, 7 to 40 hex digits"
+            )
+        return None
+    if path.is_dir():
+        raise UserError(f"model {name!r}: {path} has no config.json; name a Hugging Face folder")
+    raise UserError(f"{unknown('model', name, pocket_names())}, or a local folder, or hub-id@revision")
+
+
+def weight_files(name: str) -> list[Path]:
+    """config.json, tokenizer and every safetensors file of a local model, in name order; empty for a hub id.
+
+    Raises:
+        UserError: unknown model, only pickled weights, no weights, or a shard that its index names and that is absent.
+    """
+    place = folder(name)
+    if place is None:
+        return []
+    found = sorted(path for path in place.glob("*.safetensors") if path.is_file())
+    if not found:
+        pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in place.glob(pattern)]
+        why = f"only pickled weights ({pickled[0]}), which are never loaded" if pickled else "no *.safetensors"
+        raise UserError(f"model {name!r}: {place} has {why}; save it with safetensors")
+    index = place / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UserError(f"{index}: not a safetensors index; save the model again") from None
+        if absent := sorted(named - {p.name for p in found}):
+            raise UserError(f"model {name!r}: the shard {absent[0]} that {index.name} names is missing; copy it again")
+    extra = [place / f for f in ("config.json", "tokenizer.json", "tokenizer_config.json") if (place / f).is_file()]
+    return extra + found
+
+
+@cache
+def fingerprint(name: str) -> str:
+    """Eight hex digits that fix the model: of its files' contents, or of the hub id and revision."""
+    files = weight_files(name)
+    return short_hash("\n".join(f"{p.name} {sha256(p)}" for p in files) if files else name)
+
+
+def check_fingerprint(name: str, found: str, where: Path) -> None:
+    """Raise unless a compressed model was made from today's model of that name.
+
+    Raises:
+        UserError: it was made from another.
+    """
+    if found != fingerprint(name):
+        raise UserError(f"{where} was made from another model than today's {name}; delete it and run again")
+
+
+def check_pocket(name: str) -> None:
+    """Compare a pocket model's weights with repro/pocket/SHA256SUMS.
+
+    Raises:
+        UserError: a file differs from the list, or there is no list.
+    """
+    try:
+        listed = dict(reversed(line.split()) for line in (POCKET / "SHA256SUMS").read_text().splitlines())
+    except (OSError, ValueError):
+        raise UserError(f"{POCKET / 'SHA256SUMS'}: missing or damaged; check it out again") from None
+    for path in weight_files(name):
+        key = str(path.relative_to(POCKET))
+        if path.suffix == ".safetensors" and sha256(path) != listed.get(key):
+            raise UserError(f"{path}: not the file that SHA256SUMS lists (damaged or cut short); check it out again")
+
+
+def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = False) -> Any:
+    """Load a causal LM, checked, in evaluation mode.
+
+    Raises:
+        UserError: unknown model, damaged or pickled weights, weights of another dtype than float32, float16 and
+            bfloat16, NaN or Inf among them, a hub that is not allowed, or no GPU where one is asked for.
+    """
+    import torch
+    import transformers.utils
+    from safetensors import safe_open
+
+    transformers.utils.is_sklearn_available = lambda: False  # a fifth of a job's start; only assisted decoding asks
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    files = weight_files(name)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UserError(f"device {device!r}: this machine has no CUDA device; choose a scale whose device is cpu")
+    if files and files[0].is_relative_to(POCKET):
+        check_pocket(name)
+    for path in files:
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, "pt") as file:  # reads the header only
+                    dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}
+            except Exception as error:  # safetensors has its own kinds
+                raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
+            for key, kind in dtypes.items():
+                if kind not in DTYPES and not BUFFERS.search(key):
+                    raise UserError(
+                        f"model {name!r}: {key} is stored as {kind}; weights must be float32, float16 or bfloat16 "
+                        "(F32, F16, BF16), so save an unquantized model"
+                    )
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **_source(name, hub),
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+        )
+    except UserError:
+        raise
+    except Exception as error:  # what a damaged config.json leads to has many kinds
+        said = shortened(" ".join(str(error).split()), 200)
+        raise UserError(f"model {name!r} cannot be loaded; check its config.json and weights ({said})") from None
+    if report["missing_keys"]:
+        raise UserError(f"model {name!r}: {sorted(report['missing_keys'])[0]} is not in its files; copy it again")
+    if report["mismatched_keys"]:
+        key, found, wanted = sorted(report["mismatched_keys"])[0]
+        raise UserError(f"model {name!r}: {key} is {list(found)}, its config.json says {list(wanted)}")
+    if surplus := sorted(key for key in report["unexpected_keys"] if "inv_freq" not in key):
+        raise UserError(f"model {name!r}: its files hold {surplus[0]}, which its config.json has no place for")
+    for key, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(f"model {name!r}: {key} holds NaN or Inf; the checkpoint is damaged")
+    return model.to(device).eval()
+
+
+def tokenizer(name: str, hub: bool = False) -> Any:
+    """The tokenizer that belongs to a model.
+
+    Raises:
+        UserError: it has none, or it is on a hub that is not allowed.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(**_source(name, hub))
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises a bare Exception
+        said = shortened(" ".join(str(error).split()), 200)
+        raise UserError(f"model {name!r} has no tokenizer that loads; check its tokenizer.json ({said})") from None
+
+
+def tokenizer_key(name: str) -> str:
+    """A short name for the model's tokenizer, so that token ids are shared by models that share it."""
+    place = folder(name)
+    if place is None or not (place / "tokenizer.json").is_file():
+        return short_hash(name)
+    return short_hash(sha256(place / "tokenizer.json"))
+
+
+def _source(name: str, hub: bool) -> dict[str, Any]:
+    place = folder(name)
+    if place is not None:
+        return {"pretrained_model_name_or_path": str(place), "local_files_only": True, "trust_remote_code": False}
+    if not hub:
+        raise UserError(f"model {name!r} is on the hub; set `hub: true` in the scale, or name a local folder")
+    hub_id, _, revision = name.partition("@")
+    return {"pretrained_model_name_or_path": hub_id, "revision": revision, "trust_remote_code": False}

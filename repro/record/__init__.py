@@ -1,0 +1,1 @@
+"""Measurements: where they come from, how they are kept, accepted and judged."""

@@ -1,0 +1,122 @@
+"""`accept`: take the measurements of a built table into results/, recomputed and checked; nothing is half-taken."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+
+from repro.errors import UserError
+from repro.files import ROOT
+from repro.jobs import runner
+from repro.jobs.job import Job, distinct
+from repro.record import accepted, measure
+from repro.record.accepted import Taken
+from repro.record.measurement import MEASURED, Measurement, from_csv, text
+from repro.spec import scale as scales
+from repro.spec.cell import Cell
+from repro.spec.workflow import Workflow
+
+TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: made by other code than today's
+COMPARED = tuple(field.name for field in fields(Measurement) if field.name != "live")
+
+
+def accept(path: Path) -> dict[str, int]:
+    """Recompute a built table's live rows from the folders of their jobs under build/, and merge them into results/.
+
+    Rows that code of another commit made are taken with the units of that code: they are stale until `attest`. Cells
+    that take no job are left out: settings are live everywhere, kernel times have results of their own.
+
+    Args:
+        path: a table's CSV. It says which cells and scale are meant; no number and no path in it is used.
+
+    Returns:
+        Number of rows by file that was written.
+
+    Raises:
+        UserError: no live row, an unknown cell or scale, a row that is not what its observations say, observations of
+            another job, device, or of uncommitted code.
+    """
+    rows = [row for row in from_csv(path) if row.live == "live" and row.status in TAKEN]
+    flows: dict[str, Workflow] = {}
+    taken: dict[tuple[str, ...], Taken] = {}
+    for row in rows:
+        try:
+            if row.scale not in flows:
+                flows[row.scale] = Workflow(scales.load(name=row.scale), recorded=False)
+            cell = measure.cell_of(flows[row.scale], row)
+            if row.key in taken:
+                raise UserError("given twice")
+            if not flows[row.scale].is_taken(cell) and any(flows[row.scale].jobs(cell)):
+                taken[row.key] = _taken(flows[row.scale], cell, row)
+        except UserError as error:
+            raise UserError(f"{path}: {row.where}: {error}") from None
+    if not any(one.row.status in MEASURED for one in taken.values()):
+        raise UserError(f"{path}: no measured row to accept; one is live, and its status ok or floor")
+    return accepted.write(taken.values())
+
+
+def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
+    """A row as its observations say it, with all that is kept of it.
+
+    Raises:
+        UserError: what is wrong with it, without its place.
+    """
+    jobs = measure.jobs_behind(flow, cell)
+    for job in jobs:
+        if not runner.origin(job):
+            raise UserError(f"{job.folder} is not built here; run it here, or bring it from where it ran")
+    built = measure.built(flow, cell)
+    shown = measure.dated(flow, cell, built)
+    for name in COMPARED:
+        given, found = text(getattr(row, name)), text(getattr(shown, name))
+        if given != found:
+            raise UserError(f"{name} is {given!r}, but its jobs give {found!r}; build the table anew")
+    _check_origins(jobs)
+    if built.floor is not None and built.value is not None and built.value < built.floor:
+        raise UserError(f"{built.value} is less than the {built.floor} that the device allows; measure again")
+    quantity = flow.quantity(cell) if built.status in MEASURED else None
+    units = measure.made_by(runner.origin(job) for each in flow.jobs(cell) for job in each.values())
+    return Taken(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell), units)
+
+
+def _check_origins(jobs: list[Job]) -> None:
+    """Raise unless jobs ran on one device per class, at commits of this project, on files that the jobs before made.
+
+    Raises:
+        UserError: they did not.
+    """
+    devices: dict[str, str] = {}
+    for job in jobs:
+        origin, wanted = runner.origin(job), job.given().get("device", "cpu")
+        if not re.fullmatch("[0-9a-f]{7,40}", origin["commit"]):  # `unknown`, or with a + for uncommitted changes
+            raise UserError(f"measured at commit {origin['commit']!r}; commit the code, then measure")
+        if not _is_known(origin["commit"]):
+            raise UserError(f"measured at commit {origin['commit']}, which this checkout does not have; fetch it")
+        if origin["device_class"] != wanted:
+            raise UserError(f"measured on {origin['device_class']!r}, but its scale runs it on {wanted!r}")
+        if devices.setdefault(wanted, origin["device"]) != origin["device"]:
+            raise UserError(f"measured on {devices[wanted]} and on {origin['device']}; run its jobs on one of them")
+    for job in distinct(jobs):
+        read = json.loads(runner.origin(job).get("artifacts", "{}"))
+        for role, need in job.needs:
+            for file, digest in json.loads(runner.origin(need).get("made", "{}")).items():
+                if read.get(f"{role}/{file}", digest) != digest:
+                    raise UserError(f"{job.id} read another {role} than {need.folder} holds; build it again")
+
+
+@cache
+def _is_known(commit: str) -> bool:
+    """Whether this checkout has a commit; yes where there is no history to ask."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+
+    if shutil.which("git") is None:
+        return True
+    top = git("rev-parse", "--show-toplevel")
+    if top.returncode or Path(top.stdout.strip()).resolve() != ROOT:
+        return True
+    return git("cat-file", "-e", f"{commit}^{{commit}}").returncode == 0

@@ -1,0 +1,225 @@
+"""`attest`: replay a few accepted cells whose code has changed; byte-equal ones carry all of the same code forward.
+
+A group is the accepted rows that the same code made on the same device and whose declared inputs are today's. A few of
+its cells, chosen by a hash of the commit, are run anew in an empty folder, on that device with the recorded library
+versions. If statuses, observations and files that were read and made are equal byte for byte, one line in
+results/<device>/attested.csv says so, and the group's rows are `carried` from then on.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+from repro.build import gpus
+from repro.errors import UserError
+from repro.jobs import pool
+from repro.jobs.job import Job, built_under, distinct, from_json
+from repro.record import accepted, measure, provenance
+from repro.record.measurement import Measurement
+from repro.spec import scale as scales
+from repro.spec.cell import Cell, table_name
+from repro.spec.workflow import Workflow, has_cuda
+
+FOLDER = Path("build/attest")
+VERSIONS = ("torch", "transformers", "numpy")  # libraries that decide the last bits of a result
+ALIKE = ("status", "observations", "artifacts")
+STANDS, CODE = "stand", "were made by other code"
+OTHERWISE = "are stale for other reasons than code: measure them again"
+VERSION = "were measured with other library versions than this machine's, which alone makes nothing stale"
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """An accepted row with its cell at its scale."""
+
+    flow: Workflow
+    cell: Cell
+    row: Measurement
+
+    @property
+    def name(self) -> str:
+        """The cell in a message."""
+        return " / ".join(filter(None, [self.cell.table, *self.cell.place])) + f" at {self.row.scale}"
+
+
+@dataclass
+class Group:
+    """Accepted rows that the units `before` made on a device and that the units `after` would make today."""
+
+    before: str
+    after: str
+    device_class: str
+    device: str
+    rows: list[Recorded] = field(default_factory=list)
+    chosen: list[Recorded] = field(default_factory=list)
+    why: str = ""  # it cannot be replayed here
+
+    def __str__(self) -> str:
+        return f"{len(self.rows)} rows on {self.device}, code {self.before} to {self.after}"
+
+
+def attest(cells: int = 3, scale: str | None = None) -> int:
+    """Replay some cells of every group whose code has changed, and note the groups that are byte-equal.
+
+    Args:
+        cells: how many of each group are replayed.
+        scale: only results of this scale, and only they are carried forward.
+
+    Returns:
+        1 if a replayed cell differs or could not be run, else 0. A group of another device is not an error: the command
+        that runs it there is printed.
+
+    Raises:
+        UserError: an unknown scale, no cells, or uncommitted changes.
+    """
+    if cells < 1:
+        raise UserError(f"attest: --cells {cells}; replay at least one cell of each group")
+    commit = provenance.commit()
+    if not re.fullmatch("[0-9a-f]{7,40}", commit):
+        raise UserError(f"attest: the code is at commit {commit!r}; commit it first, the line in results/ names it")
+    groups, counts = _groups(scale)
+    shown = [f"{count} accepted rows {what}" for what, count in counts.items() if count]
+    print("; ".join(shown) or "nothing is accepted yet")
+    for group in groups:
+        fit = [one for one in group.rows if not _elsewhere(one.row)]
+        group.chosen = sorted(fit, key=lambda one: _rank(commit, one.row))[:cells]
+        group.why = "" if fit else _elsewhere(group.rows[0].row)
+        if group.why:
+            print(f"not attested: {group}: {group.why}; where they were measured, run")
+            print("\n".join(f"    {command}" for command in _commands(group.rows)))
+    ready = [group for group in groups if group.chosen]
+    replayed = [one for group in ready for one in group.chosen]
+    if replayed:
+        _replay(distinct([job for one in replayed for job in measure.jobs_behind(one.flow, one.cell)]))
+    equal = [_judge(group, commit, scale or "") for group in ready]
+    if groups:
+        print(f"{sum(equal)} of {len(groups)} groups attested, {len(groups) - len(ready)} belong to other machines")
+    return 0 if all(equal) else 1
+
+
+def _groups(scale: str | None) -> tuple[list[Group], dict[str, int]]:
+    """The groups whose code alone has changed, and how many accepted rows stand or not, and have other versions."""
+    flows: dict[str, Workflow | None] = {}
+    groups: dict[tuple[str, ...], Group] = {}
+    counts = dict.fromkeys((STANDS, CODE, OTHERWISE, VERSION), 0)
+    if scale is not None:
+        scales.load(name=scale)
+    today = _versions(provenance.environment())
+    for row in accepted.every():
+        if scale is not None and row.scale != scale:
+            continue
+        if row.scale not in flows:
+            known = row.scale in scales.names()
+            flows[row.scale] = Workflow(scales.load(name=row.scale), recorded=False) if known else None
+        flow, cell = flows[row.scale], None
+        if flow is not None:
+            try:
+                cell = measure.cell_of(flow, row)
+            except UserError:  # a row may outlive its spec
+                pass
+        stands = measure.standing(flow, cell, row) if flow and cell else {"status": "stale", "note": ""}
+        if flow and cell and stands.get("note") == measure.CODE:
+            key = (row.units, measure.units(flow, cell), row.device_class, row.device)
+            groups.setdefault(key, Group(*key)).rows.append(Recorded(flow, cell, row))
+            counts[CODE] += 1
+        else:
+            counts[OTHERWISE if "status" in stands else STANDS] += 1
+        counts[VERSION] += any(_versions(text) != today for text in row.environment.split(measure.JOIN))
+    return sorted(groups.values(), key=str), counts
+
+
+def _rank(commit: str, row: Measurement) -> str:
+    """What orders the cells of a group: nobody chooses them, and the same commit chooses the same."""
+    return hashlib.sha256(json.dumps([commit, *row.key]).encode()).hexdigest()
+
+
+def _versions(environment: str) -> dict[str, str]:
+    """The deciding libraries' versions in the JSON of an environment."""
+    try:
+        found = json.loads(environment)
+        return {name: str(found.get(name, "none")) for name in VERSIONS}
+    except (ValueError, AttributeError):
+        return dict.fromkeys(VERSIONS, "unknown")
+
+
+def _elsewhere(row: Measurement) -> str:
+    """Why a row cannot be replayed on this machine; empty if it can."""
+    classes = row.device_class.split(measure.JOIN)
+    if "cuda" in classes and not has_cuda():
+        return "this machine has no CUDA device"
+    here = {provenance.device_name(one) for one in classes}
+    if here != set(row.device.split(measure.JOIN)):
+        return f"this machine is {' and '.join(sorted(here))}"
+    today = _versions(provenance.environment())
+    for text in row.environment.split(measure.JOIN):
+        for name, version in _versions(text).items():
+            if today[name] != version:
+                return f"{name} is {today[name]} here, and was {version}"
+    return ""
+
+
+def _commands(rows: Iterable[Recorded]) -> list[str]:
+    """The commands that run the cells of rows on the device that they were measured on."""
+    names: dict[tuple[str, bool], dict[str, None]] = {}
+    for one in rows:
+        named = names.setdefault((one.row.scale, one.flow.is_recorded(one.cell)), {})
+        named[table_name(one.cell.paper, one.cell.kind, one.cell.number)] = None
+    return [
+        f"python -m repro run {' '.join(found)} --scale {scale}{' --recorded' * recorded}"
+        for (scale, recorded), found in names.items()
+    ]
+
+
+def _replay(jobs: Sequence[Job]) -> None:
+    """Run jobs in an empty folder, in a process of its own: workers cannot be forked from one that touched CUDA."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    on_gpus = gpus() if any(job.given().get("device") == "cuda" for job in jobs) else 0
+    threads = max(int(job.given().get("threads", 1)) for job in jobs)
+    workers = on_gpus or max(1, (os.cpu_count() or 1) // threads)
+    arguments = ([job.to_json() for job in jobs], str(FOLDER), workers, on_gpus)
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=arguments)
+    process.start()
+    process.join()
+
+
+def _run(jobs: list[dict], folder: str, workers: int, on_gpus: int) -> None:
+    with built_under(Path(folder)):
+        pool.run_all([from_json(facts) for facts in jobs], workers, on_gpus)
+
+
+def _judge(group: Group, commit: str, scale: str) -> bool:
+    """Whether the replayed cells of a group are what was accepted; then it is noted, else the differences printed."""
+    known = accepted.units_of(group.rows[0].row)
+    today = measure.modules(group.rows[0].flow, group.rows[0].cell)
+    changed = ", ".join(provenance.changed(known, today)) if known is not None else "unknown modules"
+    differs = [found for one in group.chosen if (found := _difference(one))]
+    for found in differs:
+        print(f"differs: {found}; changed since: {changed}")
+    if differs:
+        return False
+    names = "; ".join(one.name for one in group.chosen)
+    line = {"before": group.before, "after": group.after, "device": group.device, "scale": scale, "commit": commit}
+    line |= {"date": date.today().isoformat(), "replayed": f"{len(group.chosen)} cells: {names}"}
+    accepted.attest(line)
+    print(f"attested: {group}: {line['replayed']}; changed since: {changed}")
+    return True
+
+
+def _difference(one: Recorded) -> str:
+    """How the replay of a cell differs from what was accepted; empty if it does not."""
+    with built_under(FOLDER):
+        fresh = measure.built(one.flow, one.cell)
+    if not fresh.live:
+        return f"{one.name} could not be run anew, the reason stands above"
+    for name in ALIKE:
+        old, new = getattr(one.row, name), getattr(fresh, name)
+        if old != new:
+            return f"{one.name}: its {name} were {old}, now {new}"
+    return ""

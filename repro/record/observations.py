@@ -1,0 +1,239 @@
+"""Observations: what a job saw, one value per series and unit, in Parquet with a checksum and where they come from.
+
+A series is a name (`wikitext2/nll`), the group whose units it shares (a corpus under a protocol, a task), what its
+units are (windows, items, layers, model), and float64 values. Every number that is shown is computed from series.
+
+The checksum covers values and metadata: it finds damage and slips of the hand, it is no signature.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from repro.errors import UserError
+from repro.files import atomic, sha256
+from repro.jobs.job import Job
+from repro.record import provenance
+
+FILE = "observations.parquet"
+ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "units", "environment")
+LARGEST = 900_000  # bytes of a packed file
+SCHEMA = pa.schema(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("group", pa.string(), nullable=False),
+        pa.field("units", pa.string(), nullable=False),
+        pa.field("unit", pa.int32(), nullable=False),
+        pa.field("value", pa.float64(), nullable=False),
+    ]
+)
+
+PACKED = pa.schema([pa.field("cell", pa.string()), pa.field("seed", pa.int32()), *SCHEMA])
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Values `[n]`, what one of them belongs to (`units`), and the group of series that share these units."""
+
+    values: np.ndarray
+    units: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """The series of a job by name, and its metadata."""
+
+    series: Mapping[str, Series]
+    meta: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all series."""
+        return digest(self.series)
+
+
+def digest(series: Mapping[str, Series]) -> str:
+    """16 hex digits of names, groups, units and the bytes of all values."""
+    found = hashlib.sha256()
+    for name, one in sorted(series.items()):
+        found.update(f"{name}\0{one.group}\0{one.units}\0{len(one.values)}\0".encode())
+        found.update(np.ascontiguousarray(one.values, dtype="<f8").tobytes())
+    return found.hexdigest()[:16]
+
+
+def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
+    """16 hex digits of all series and of the metadata beside them."""
+    facts = {key: value for key, value in meta.items() if key != "checksum"}
+    return hashlib.sha256(f"{digest(series)} {json.dumps(facts, sort_keys=True)}".encode()).hexdigest()[:16]
+
+
+def origin(job: Job, units: Mapping[str, str], found: Mapping[str, Path] | None = None) -> dict[str, str]:
+    """What is written beside observations: the job, its device, commit, units of code, environment, what was read."""
+    read = {
+        f"{role}/{path.name}": sha256(path)[:16]
+        for role, folder in (found or {}).items()
+        for path in sorted(folder.iterdir())
+        if path.suffix == ".safetensors"
+    }
+    device = job.given().get("device", "cpu")
+    return {
+        "job": job.id,
+        "inputs": job.inputs,
+        "artifacts": json.dumps(read, sort_keys=True),
+        "device": provenance.device_name(device),
+        "device_class": device,
+        "commit": provenance.commit(),
+        "units": json.dumps(units, sort_keys=True),
+        "environment": provenance.environment(),
+    }
+
+
+def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> None:
+    """Write series and metadata, whole or not at all; the job's other results lie beside `path` already.
+
+    The metadata gets `made`, the digests of these results, and `checksum`.
+
+    Raises:
+        UserError: a value that is not finite.
+    """
+    for name, one in series.items():
+        if not np.isfinite(one.values).all():
+            raise UserError(f"{path}: {name} has values that are not finite; a result without a number is a status")
+    made = {other.name: sha256(other)[:16] for other in sorted(path.parent.glob("*.safetensors"))}
+    meta = {**meta, "made": json.dumps(made)}
+    table = to_table(series).replace_schema_metadata({**meta, "checksum": checksum(series, meta)})
+    with atomic(path) as temporary:
+        pq.write_table(table, temporary, write_page_checksum=True)
+
+
+def to_table(series: Mapping[str, Series]) -> pa.Table:
+    """The long form: a row per series and unit."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for name, one in series.items():
+        n = len(one.values)
+        columns["name"] += [name] * n
+        columns["group"] += [one.group] * n
+        columns["units"] += [one.units] * n
+        columns["unit"] += range(n)
+        columns["value"] += np.asarray(one.values, dtype=float).tolist()
+    return pa.table(columns, schema=SCHEMA)
+
+
+def from_frame(frame: Any) -> dict[str, Series]:
+    """The series of a data frame in the long form, in the order in which they were written.
+
+    Raises:
+        ValueError: a series in two groups, or with a unit that is missing, given twice or out of order.
+    """
+    found = {}
+    for (name, group, units), rows in frame.groupby(["name", "group", "units"], sort=False):
+        if name in found or not np.array_equal(rows["unit"], np.arange(len(rows))):
+            raise ValueError(f"the series {name!r} is not one value per unit")
+        found[name] = Series(rows["value"].to_numpy(), units, group)
+    return found
+
+
+def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, str]]:
+    """A Parquet file as a table, and its metadata.
+
+    Raises:
+        UserError: the file is missing, damaged or cut short, or has other columns.
+    """
+    try:
+        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; build it again") from None
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        first = " ".join(str(error).split())[:150]
+        raise UserError(f"{path}: not a whole Parquet file ({first}); delete it and build it again") from None
+    if not table.schema.equals(schema, check_metadata=False):
+        raise UserError(f"{path}: its columns are not those of observations; delete it and build it again")
+    return table, meta
+
+
+def load(path: Path) -> Observations:
+    """What `save` wrote.
+
+    Raises:
+        UserError: the file is missing, cut short, has other columns, or is not what its checksum says.
+    """
+    table, meta = read(path)
+    try:
+        series = from_frame(table.to_pandas())
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; delete it and build it again") from None
+    if meta.get("checksum") != checksum(series, meta):
+        raise UserError(f"{path}: its contents do not match its checksum; delete it and build it again")
+    return Observations(series, meta)
+
+
+def once(path: Path, stamp: int) -> Observations:
+    """`load`, read once per version of the file; `stamp` is its modification time in ns."""
+    return _once(path, Path.cwd(), stamp, path.stat().st_ino)
+
+
+@cache
+def _once(path: Path, working: Path, stamp: int, inode: int) -> Observations:
+    return load(path)
+
+
+# --- the series of many cells, packed for results/ --------------------------------------------------------------------
+
+Held = Mapping[tuple[str, int], Mapping[str, Series]]  # by cell key and seed
+
+
+def pack(held: Held) -> list[tuple[str, bytes]]:
+    """Digest and content of Parquet files with a row per cell, seed, series and unit, at most about 1 MB each."""
+    places, files = sorted(held), []
+    while places:
+        count = len(places)
+        while True:
+            chosen = {place: held[place] for place in places[:count]}
+            tables = []
+            for (cell, seed), one in chosen.items():
+                long = to_table(one)
+                first = [pa.array([x] * len(long), kind) for x, kind in ((cell, pa.string()), (seed, pa.int32()))]
+                tables.append(pa.table([*first, *long.columns], schema=PACKED))
+            found, out = packed_digest(chosen), pa.BufferOutputStream()
+            table = pa.concat_tables(tables).replace_schema_metadata({"digest": found})
+            pq.write_table(table, out, compression="zstd", write_page_checksum=True)
+            data = out.getvalue().to_pybytes()
+            if count == 1 or len(data) <= LARGEST:
+                break
+            count = max(1, int(count * LARGEST / len(data) * 0.9))
+        files.append((found, data))
+        places = places[count:]
+    return files
+
+
+def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
+    """The series of a packed file by cell key and seed, and their digest.
+
+    Raises:
+        UserError: the file is damaged or does not match its checksum.
+    """
+    table, meta = read(path, PACKED)
+    found = {}
+    for (cell, seed), rows in table.to_pandas().groupby(["cell", "seed"], sort=False):
+        try:
+            found[cell, int(seed)] = from_frame(rows)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}; check it out again") from None
+    if meta.get("digest") != packed_digest(found):
+        raise UserError(f"{path}: its values do not match its checksum; check it out again")
+    return found, meta["digest"]
+
+
+def packed_digest(held: Held) -> str:
+    """16 hex digits of cells, seeds and their series."""
+    return digest({f"{cell}\0{seed}\0{name}": s for (cell, seed), one in held.items() for name, s in one.items()})

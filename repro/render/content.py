@@ -1,0 +1,163 @@
+"""A table's content: under each printed column the paper's value and what was measured, then verdicts and remarks."""
+
+from collections.abc import Iterable, Sequence
+
+from repro import papers
+from repro.judge import claims
+from repro.judge.statistics import Interval
+from repro.record import measure
+from repro.record.measurement import SHOWN, Measurement
+from repro.render.sheet import Pair, Sheet
+from repro.spec import tables
+from repro.spec.cell import Cell, Place
+from repro.spec.workflow import Workflow
+
+WORDS = {
+    **{"no_stand_in": "no stand-in", "not_run": "not run", "too_long": "too long", "other_device": "other device"},
+    "oom": "out of memory",
+}
+MARKS = {"recorded": "*", "carried": "°", "unattested": "‖", "stale": "†", "floor": "‡"}
+LEGEND = {
+    "*": "recorded: an accepted measurement from results/, not of this run",
+    "°": "recorded, and carried forward: its code has changed since, and a replay gave the same bytes",
+    "‖": "recorded, unattested: timed before the digest of the machine code was kept; it stands until it is timed anew",
+    "†": "stale: recorded, and its declared inputs or its code have changed since",
+    "‡": "at chance: full precision itself is less than 3 standard errors above it",
+}
+
+
+def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Sequence[Cell]) -> Sheet:
+    """The sheet of a printed table or of a spec of our own."""
+    paper, number = tables.split(name)
+    spec = tables.table(paper, number)
+    what = f"{paper}, Table {number}: {spec.title}" if number.isdecimal() else f"{paper}, {number}: {spec.title}"
+    title = what if paper in tables.FOLDERS else f"{what}. Scale {flow.scale.name}: {flow.scale.about}"
+    if not tables.path_of(paper, number).is_file():
+        return Sheet(what, ["", "printed"], [[f"no spec yet; {len(found)} printed cells"]], [])
+    columns = list(dict.fromkeys(cell.col for cell in cells))
+    rows: list[Sequence[str | Pair]] = []
+    for model in dict.fromkeys(cell.model for cell in cells):
+        mine = [cell for cell in cells if cell.model == model]
+        used = [col for col in columns if any(cell.col == col for cell in mine)]
+        stand_in = flow.scale.stand_in(model) if model else None
+        if model:
+            graded = f", grade {flow.scale.grade}" if stand_in else ""
+            rows.append([f"{model}; here: {stand_in or 'no stand-in at this scale'}{graded}"])
+        for row in dict.fromkeys(cell.row for cell in mine):
+            at = {col: [cell for cell in mine if (cell.row, cell.col) == (row, col)] for col in used}
+            rows.append([row, *(_pair(flow, at.get(col, ()), found) for col in columns)])
+    return Sheet(title, ["", *columns], rows, remarks(flow, paper, number, list(found.values())))
+
+
+def _pair(flow: Workflow, cells: Iterable[Cell], found: dict[Place, Measurement]) -> Pair:
+    """What the paper printed and what was measured in one place; several metrics are joined as the paper does."""
+    cells = list(cells)
+    several = len(cells) > 1 and cells[0].number.isdecimal()
+    printed = " / ".join(cell.printed or "–" for cell in cells if cell.printed or several)
+    shown = [here(found[cell.place], measure.against_full(flow, cell, found[cell.place])) for cell in cells]
+    if len(set(shown)) == 1:
+        shown = shown[:1]
+    return Pair(
+        printed or ("–" if cells and cells[0].kind == "table" and not cells[0].variables else ""), " / ".join(shown)
+    )
+
+
+def number(x: float | None) -> str:
+    """Four significant digits, two decimals at most above 1, exponents from a million on."""
+    if x is None:
+        return ""
+    size = abs(x)
+    if size >= 1e6:
+        return f"{x:.1e}"
+    return f"{x:.0f}" if size >= 1000 else f"{x:.1f}" if size >= 100 else f"{x:.2f}" if size >= 1 else f"{x:.3f}"
+
+
+def here(m: Measurement, against: Interval | None = None) -> str:
+    """A measured value with marks, what a reader compares first; or the status that says why there is none."""
+    if m.status not in SHOWN or m.value is None:
+        return WORDS.get(m.status, m.status)
+    marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
+    if against is not None:
+        sign = "×" if against.value > 0.5 and m.unit == "ppl" else ""
+        digits = 3
+        text = f"{sign}{against.value:.{digits}f}" if sign else f"{against.value:+.{digits}f}"
+        if against.lo is not None:
+            text += f" [{against.lo:.{digits}f}, {against.hi:.{digits}f}]"
+        return f"{text}; {number(m.value)}{marks}"
+    ends = f" [{number(m.lo)}, {number(m.hi)}]" if m.lo is not None else ""
+    return f"{number(m.value)}{marks}{ends}"
+
+
+def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measurement]) -> list[str]:
+    """Verdicts of the table's own claims, how it was measured, where, and what the marks mean."""
+    out = [verdict_line(claims.judge(flow, claim)) for claim in tables.table(paper, number_).claims]
+    ran = [m for m in cells if m.value is not None and m.live]
+    if ran:
+        covers = sorted({m.covers for m in ran if m.covers})
+        read = "× is the ratio to full precision on the same windows. " if any(m.unit == "ppl" for m in ran) else ""
+        if covers:
+            how = " (block jackknife)" * any("windows" in word or "items" in word for word in covers)
+            read += f"Intervals are 95 %, over {'; '.join(covers)}{how}. "
+        out.append(read + "; ".join(sorted({part for m in ran for part in m.protocol.split("; ") if part})) + ".")
+        made = sorted({f"{m.device}, commit {m.commit}" for m in ran})
+        out.append("Measured on " + "; ".join(made) + ".")
+    missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
+    out += [f"Not possible: {note}." for note in missing]
+    marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
+    return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
+
+
+def verdict_line(judged: claims.Judged) -> str:
+    """A claim with its verdict and count of cases, grade, scale, models, corpora and further readings, in one line."""
+    spec, ours = judged.spec, tables.split(judged.spec.table)[0] in tables.FOLDERS
+    facts = [f"{judged.verdict} ({judged.count})", f"grade {judged.grade}" if judged.grade else "no grade"]
+    if judged.measured:
+        models = ", ".join(dict.fromkeys(name for case in judged.cases for name in case.on.split(", ") if name))
+        facts += [f"scale {judged.scale}"] * (not ours) + [f"on {models}"]
+        facts += sorted({group for m in judged.cells for group in m.protocol.split("; ") if group})
+        facts += ["one seed"] if judged.one_seed else []
+        facts += [f"measured: {_readings([(c.measured, c.lo, c.hi) for c in judged.cases], spec.percent)}"]
+        for name in spec.also:
+            shown = [other[1:] for case in judged.cases for other in case.also if other[0] == name]
+            facts += [f"{name}: {_readings(shown, spec.percent)}"] if shown else []
+    facts += [judged.why] if judged.why else []
+    text = "; ".join(facts)
+    return f"{spec.claim}: {spec.says}. {'Target' if ours else 'Printed'}: {spec.printed}. {text[0].upper()}{text[1:]}."
+
+
+def _readings(values: Sequence[tuple[float | None, float | None, float | None]], percent: bool) -> str:
+    """A few values with their intervals; of many the least and the greatest."""
+    known = [x for x, _, _ in values if x is not None]
+    if len(known) <= 3:
+        return ", ".join(quantity(*value, percent) for value in values if value[0] is not None)
+    return f"{quantity(min(known), percent=percent)} to {quantity(max(known), percent=percent)}"
+
+
+def quantity(x: float | None, lo: float | None = None, hi: float | None = None, percent: bool = False) -> str:
+    """A claim's quantity with three significant digits, and its interval."""
+    if x is None:
+        return "–"
+
+    def show(value: float) -> str:
+        value = 100 * value if percent else value
+        size = abs(value)
+        return (
+            f"{value:.0f}"
+            if size >= 100
+            else f"{value:.1f}"
+            if size >= 10
+            else f"{value:.2f}"
+            if size >= 1
+            else f"{value:.3f}"
+        )
+
+    ends = f" [{show(lo)}, {show(hi)}]" if lo is not None and hi is not None and lo != hi else ""
+    return show(x) + (" %" if percent else "") + ends
+
+
+def audit() -> Sheet:
+    """Where the papers and their own numbers were compared, and what came of it."""
+    findings = [(paper, f) for paper in papers.PAPERS for f in papers.audit(paper)]
+    columns = ["paper", "id", "table", "cell", "printed", "recomputed", "difference"]
+    rows = [[p, f.id, f.table, f.cell, f.printed, f.recomputed, f.difference] for p, f in findings]
+    return Sheet("Where the papers and their own numbers were compared", columns, rows, left=7)

@@ -1,0 +1,263 @@
+"""A table to show: printed and measured cells, as Markdown and as terminal text (`latex.py` has the third format)."""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import ceil, floor
+from typing import NamedTuple
+
+from repro.render.columns import Grid, Measured, Plan, Span, fit, fold
+
+HERE = "here"  # labels measured values: the second line of a row, or the column next to a printed one
+BESIDE = 6  # up to this many columns, measured values stand next to the printed ones; with more, under them
+MARKED = f"*{HERE}*"
+NARROWEST = 60  # characters that a terminal is taken to have at least
+
+
+class Pair(NamedTuple):
+    """What the paper printed in a cell and what was measured; empty text where there is none."""
+
+    printed: str
+    here: str
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table to show.
+
+    Args:
+        head: one text per column.
+        rows: each holds one cell per column, or one text alone that heads a section. The first `left` cells are text,
+            each other one is text or a `Pair`. As soon as one `Pair` has a measured text, every plain value x becomes
+            `Pair(x, "")`; without any, pairs become plain text. White space is collapsed.
+        notes: paragraphs below the table.
+        left: how many leading columns are text: left-aligned and wrapped.
+        over: a second, upper head: one text per column, equal neighbours span; empty for none.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Pair]]
+    notes: Sequence[str] = field(default=())
+    left: int = 1
+    over: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        paired = any(isinstance(cell, Pair) and cell.here.strip() for row in self.rows for cell in row)
+        if paired and not 0 < self.left < len(self.head):
+            raise ValueError("a sheet with pairs needs a label column, for the word 'here', and a value column")
+
+        def clean(row: Sequence[str | Pair]) -> list[str | Pair]:
+            if len(row) not in (1, len(self.head)):
+                raise ValueError(f"{len(row)} cells in a row of {len(self.head)} columns: {row}")
+            if any(isinstance(cell, Pair) for cell in row[: self.left if len(row) > 1 else 1]):
+                raise ValueError(f"a pair in a text column: {row}")
+            both = [Pair(*map(_one_line, c)) if isinstance(c, Pair) else Pair(_one_line(c), "") for c in row]
+            return [pair if paired and len(row) > 1 and i >= self.left else pair.printed for i, pair in enumerate(both)]
+
+        if self.over and (len(self.over) != len(self.head) or any(self.over[: self.left])):
+            raise ValueError("one upper head per column, empty over text columns")
+        fields = {
+            "title": _one_line(self.title),
+            "head": [_one_line(text) for text in self.head],
+            "rows": [clean(row) for row in self.rows],
+            "notes": [text for note in self.notes if (text := _one_line(note))],
+            "over": [_one_line(text) for text in self.over] if any(map(str.strip, self.over)) else [],
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def paired(self) -> bool:
+        """Whether rows hold pairs."""
+        return any(isinstance(cell, Pair) for row in self.rows for cell in row)
+
+
+# --- one line or more per row -----------------------------------------------------------------------------------------
+
+
+def grids(sheet: Sheet, short: bool = False) -> list[Grid]:
+    """The arrangements to choose from, the preferred one first."""
+    if not sheet.paired:
+        return [under(sheet)]
+    rows = [row for row in sheet.rows if len(row) > 1]
+    few = sum(any(row[i].here for row in rows) for i in range(sheet.left, len(sheet.head))) <= BESIDE
+    return [beside(sheet)] * few + [under(sheet, folded, short) for folded in (False, True)]
+
+
+def beside(sheet: Sheet) -> Grid:
+    """Measured values in columns of their own, next to the printed ones."""
+    rows = [row for row in sheet.rows if len(row) > 1]
+    columns = [(i, 0, text) for i, text in enumerate(sheet.head[: sheet.left])]
+    for i, text in list(enumerate(sheet.head))[sheet.left :]:
+        printed, measured = any(row[i].printed for row in rows), any(row[i].here for row in rows)
+        if measured and not printed and text:
+            columns.append((i, 2, text))
+        else:
+            columns += [(i, 1, text), (i, 2, HERE)] if measured else [(i, 1, text)]
+
+    def cell(row: Sequence[str | Pair], i: int, side: int) -> str:
+        return row[i] if side == 0 else row[i].printed if side == 1 else Measured(row[i].here)
+
+    body = [[[row[0]] if len(row) == 1 else [cell(row, i, side) for i, side, _ in columns]] for row in sheet.rows]
+    over = [sheet.over[i] for i, _, _ in columns] if sheet.over else []
+    heads = [Measured(text) if side == 2 else text for _, side, text in columns]
+    return Grid(heads, over, body, sheet.left)
+
+
+def under(sheet: Sheet, folded: bool = False, short: bool = False) -> Grid:
+    """Measured values on a second line, labelled `here`.
+
+    Args:
+        folded: break a measured value before and after its interval.
+        short: one line for a row without printed values.
+    """
+    body = []
+    for row in sheet.rows:
+        label, pairs = list(row[: sheet.left]), row[sheet.left :]
+        if len(row) == 1 or not sheet.paired or not any(pair.here for pair in pairs):
+            body.append([[c.printed if isinstance(c, Pair) else c for c in row]])
+            continue
+        cells = [re.split(r" (?=\[)|(?<=\]) ", pair.here) if folded else [pair.here] for pair in pairs]
+        first, *more = zip_longest(*cells, fillvalue="")
+        blank, measured = [""] * (sheet.left - 1), [Measured(text) for text in first]
+        if short and not any(pair.printed for pair in pairs):
+            lines = [[*label, *measured]]
+        else:
+            lines = [[*label, *(pair.printed for pair in pairs)], [Measured(HERE), *blank, *measured]]
+        body.append(lines + [["", *blank, *line] for line in more])
+    return Grid(list(sheet.head), list(sheet.over), body, sheet.left)
+
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def markdown(sheet: Sheet) -> str:
+    """A Markdown table under its title; `read_markdown` reads it back.
+
+    An upper head stands before `<br>` in the head. Measured values stand in columns headed `*here*`, or in lines
+    labelled so.
+    """
+    grid = grids(sheet)[0]
+    heads = [_italic(text) if isinstance(text, Measured) else _escape(text, "*") for text in grid.head]
+    heads = [f"{_escape(o, '*')}<br>{h}" if o else h for o, h in zip(grid.over, heads)] if grid.over else heads
+    lines = [f"**{sheet.title}**", "", _md_row(heads)]
+    lines.append("|" + "|".join(" --- " if i < sheet.left else " ---: " for i in range(len(heads))) + "|")
+    for block in grid.body:
+        if len(block[0]) == 1:
+            lines.append(_md_row([f"*{_escape(block[0][0])}*", *[""] * (len(heads) - 1)]))
+        else:
+            first, *more = [[_escape(cell, first="*") for cell in line] for line in block]
+            lines += [_md_row(first), *(_md_row([MARKED, *line[1:]]) for line in more)]
+    return "\n".join([*lines, *(f"\n{note}" for note in sheet.notes), ""])
+
+
+def read_markdown(text: str) -> Sheet:
+    """The sheet that `markdown` wrote."""
+    title, _, *lines = text.splitlines()
+    table = lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+    raw, rule, *body = [[cell.strip() for cell in re.findall(r"((?:\\.|[^|\\])*)\|", line[1:])] for line in table]
+    if not all(re.fullmatch("-+:?", part) for part in rule) or {len(cells) for cells in [rule, *body]} != {len(raw)}:
+        raise ValueError("its lines have different numbers of cells")
+    left = sum(not part.endswith(":") for part in rule)
+    split = [re.fullmatch(r"(?:((?:\\.|[^\\<])*)<br>)?(.*)", cell).groups("") for cell in raw]
+    columns: list[tuple[int | None, int | None]] = []  # where each column's printed and its measured values stand
+    for i, (_, head) in enumerate(split):
+        if head == MARKED:
+            columns[-1] = (i - 1, i)
+        else:
+            columns.append((None, i) if head.endswith(MARKED) else (i, None))
+    heads = [raw_i if p is None else p for p, raw_i in columns]
+    rows: list[list[str | Pair]] = []
+    for cells in body:
+        texts = [_plain(cell) for cell in cells]
+        if cells[0].startswith("*") and len(cells) > 1 and not any(cells[1:]) or len(cells) == 1:
+            rows.append([_plain(cells[0][1:-1])])
+        elif cells[0] == MARKED:
+            rows[-1] = [*rows[-1][:left], *(Pair(p.printed, t) for p, t in zip(rows[-1][left:], texts[left:]))]
+        else:
+            pairs = [Pair("" if p is None else texts[p], "" if m is None else texts[m]) for p, m in columns[left:]]
+            rows.append([*texts[:left], *pairs])
+    head = [_plain(split[i][1].removesuffix(f" {MARKED}")) for i in heads]
+    notes = [line for line in lines[len(table) :] if line]
+    return Sheet(title[2:-2], head, rows, notes, left, [_plain(split[i][0]) for i in heads])
+
+
+def _md_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _italic(head: str) -> str:
+    return MARKED if head == HERE else f"{_escape(head, '*')} {MARKED}"
+
+
+def _escape(text: str, always: str = "", first: str = "") -> str:
+    text = re.sub(rf"[\\|<{always}]", r"\\\g<0>", text)
+    return "\\" + text if first and text.startswith(first) else text
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text)
+
+
+# --- terminal ---------------------------------------------------------------------------------------------------------
+
+
+def terminal(sheet: Sheet, width: int | None = None) -> str:
+    """Aligned columns within `width`, by default the terminal's: text is wrapped, then columns go below."""
+    width = max(NARROWEST, width or shutil.get_terminal_size((120, 40)).columns)
+    plans = [fit(grid, len, width, 2) for grid in grids(sheet)]
+    plan = next((plan for plan in plans if len(plan.panels) == 1), plans[-1])
+    rule = "─" * min(width, ceil(max(plan.totals)))
+    text = [*textwrap.wrap(sheet.title, width), rule]
+    for columns, uppers in zip(plan.panels, plan.spans):
+        text += [*_panel(plan, columns, uppers, rule, width), rule]
+    text += [part for note in sheet.notes for part in textwrap.wrap(note, width)]
+    return "\n".join([*text, ""])
+
+
+def _panel(plan: Plan, columns: list[int], uppers: list[Span], rule: str, width: int) -> list[str]:
+    """One panel's lines, from its head to its last row."""
+    left = plan.grid.left
+    wide = {i: max(1, floor(w)) for i, w in enumerate(plan.widths)}
+    for run, _, extra in uppers:
+        wide[run[-1]] += ceil(extra)
+    shown = [*range(left), *columns]
+
+    def lines(line: Sequence[str]) -> list[str]:
+        cells = [fold(line[i], wide[i], len) if i < left else [line[i]] for i in shown]
+        return [joined(part) for part in zip_longest(*cells, fillvalue="")]
+
+    def joined(part: Sequence[str]) -> str:
+        words = [i < left and not isinstance(cell, Measured) for i, cell in zip(shown, part)]
+        sides = [c.ljust(wide[i]) if word else c.rjust(wide[i]) for i, c, word in zip(shown, part, words)]
+        return "  ".join(sides).rstrip()
+
+    out = []
+    before = sum(wide[i] + 2 for i in range(left))
+    for depth in range(max((len(texts) for _, texts, _ in uppers), default=0)):
+        line, at = "", before
+        for i in columns:
+            for run, texts, _ in uppers:
+                if run[0] == i and depth < len(texts):
+                    span = sum(wide[j] + 2 for j in run) - 2
+                    line = line.ljust(at) + texts[depth].center(span)
+            at += wide[i] + 2
+        out.append(line.rstrip())
+    heads = [fold(plan.heads[i][0], wide[i], len) if i < left else plan.heads[i] for i in shown]
+    deep = max(map(len, heads))
+    out += [joined(part) for part in zip(*([""] * (deep - len(h)) + h for h in heads))]
+    out.append(rule)
+    for block in plan.grid.body:
+        if len(block[0]) == 1:
+            out += textwrap.wrap(f"· {block[0][0]}", width)
+        else:
+            out += [text for line in block for text in lines(line)]
+    return out
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,149 @@
+"""Write tables: a printed one, the project's own Table 1 (headline claims), the leaderboard, the audit."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from repro.files import write_text
+from repro.judge import claims
+from repro.record import measure
+from repro.record.measurement import MEASURED, Measurement, text, to_csv
+from repro.render import content, plot
+from repro.render.latex import latex
+from repro.render.sheet import Sheet, markdown
+from repro.spec import tables
+from repro.spec.cell import Cell, table_name
+from repro.spec.workflow import Workflow
+
+
+def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:
+    """Write one table as `.csv` (every cell), `.tex` and `.md`.
+
+    Args:
+        name: `spear/table1`, `spear/memory`, or one of the project's own: `table1`, `table2`, `audit`.
+
+    Raises:
+        UserError: unknown table, or what its spec says wrongly.
+    """
+    if name in OWN:
+        sheet, lines = OWN[name](flow)
+    else:
+        paper, number = tables.split(name)
+        cells = flow.cells(paper, number)
+        found = measure.measure(flow, cells)
+        sheet, lines = content.sheet(flow, name, found, cells), to_csv(found.values())
+    stem = out / (name if name in OWN else table_name(paper, "table", number))
+    write_text(stem.with_suffix(".csv"), lines)
+    write_text(stem.with_suffix(".tex"), latex(sheet))
+    write_text(stem.with_suffix(".md"), markdown(sheet))
+    return sheet
+
+
+def headline(flow: Workflow) -> tuple[Sheet, str]:
+    """The project's own Table 1: one line a claim, numbers first, the word last."""
+    head = tables.headline()
+    judged = [claims.judge(flow, claim) for claim in head.claims]
+    rows = []
+    for j in judged:
+        percent = j.spec.percent
+        printed = "; ".join(content.quantity(case.printed, percent=percent) for case in j.cases)
+        shown = [content.quantity(c.measured, c.lo, c.hi, percent) for c in j.cases]
+        on = ", ".join(dict.fromkeys(c.on for c in j.cases if c.on)) or "printed cells"
+        where = f"{on}; scale {j.scale}" if j.measured else on
+        word = f"{j.verdict} ({j.count})" + ("; one seed" if j.one_seed else "")
+        rows.append(
+            [j.spec.claim, j.spec.says, j.spec.printed, printed, "; ".join(shown) if j.measured else "–", where,
+             j.grade or "–", word]
+        )  # fmt: skip
+    columns = ["claim", "what it says", "printed", "from printed cells", "measured here", "on", "grade", "verdict"]
+    remarks = [
+        f"Scale {flow.scale.name}: {flow.scale.about}.",
+        "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, D arithmetic on "
+        "printed numbers. One value a case, with its 95 % interval.",
+        "* recorded: judged on accepted measurements of scale " + (flow.scale.judged_on or flow.scale.name) + ".",
+        "Only in figures, without printed cells: " + "; ".join(head.figures_only) + ".",
+    ]
+    top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict", "why"]
+    lines = [top]
+    for j in judged:
+        for c in j.cases:
+            numbers = [text(x) for x in (c.printed, c.measured, c.lo, c.hi)]
+            lines.append(
+                [j.spec.claim, j.spec.says, j.spec.printed, c.model, *numbers, c.on, j.grade, j.verdict, j.why]
+            )
+    return Sheet(head.title, columns, rows, remarks, left=len(columns)), csv_text(lines)
+
+
+def leaderboard(flow: Workflow, figures: Path = Path("figures")) -> tuple[Sheet, str]:
+    """Every recipe of any spec that this scale measures live, evaluated alike, and figures/leaderboard.svg."""
+    entries: dict[str, dict[str, dict[str, Measurement]]] = {}
+    ratios: dict[tuple[str, str], object] = {}
+    for cell in flow.table_cells("table2"):
+        if not (flow.is_live(cell) and cell.seeds == (0,)) or flow.parts(cell):
+            continue
+        found = measure.one(flow, cell)
+        if found.status not in MEASURED:
+            continue
+        label = _column(flow, cell)
+        entries.setdefault(cell.stand_in, {}).setdefault(found.recipe, {}).setdefault(label, found)
+        if cell.unit == "ppl" and (against := measure.against_full(flow, cell, found)):
+            ratios.setdefault((cell.stand_in, found.recipe), against)
+    labels = sorted({label for recipes in entries.values() for cells in recipes.values() for label in cells})
+    rows: list[list[str]] = []
+    lines = [["model", "recipe", "column", "value", "lo", "hi"]]
+    panels: dict[str, dict[str, list[plot.Point]]] = {}
+    for model, recipes in sorted(entries.items()):
+        rows.append([model])
+        for name, cells in sorted(recipes.items(), key=lambda item: _bits(item[1])):
+            against = ratios.get((model, name))
+            first = (
+                content.here(replace(next(iter(cells.values())), unit="ppl"), against).partition(";")[0]
+                if against
+                else "–"
+            )
+            rows.append([name, first, *(content.here(cells[c]) if c in cells else "–" for c in labels)])
+            lines += [[model, name, c, *(text(x) for x in (m.value, m.lo, m.hi))] for c, m in cells.items()]
+            family = " + ".join(part.split("-")[0].split("(")[0] for part in name.split(" + "))
+            if against is not None and _bits(cells):
+                ends = (against.lo or against.value, against.hi or against.value)
+                panels.setdefault(model, {}).setdefault(family, []).append((_bits(cells), against.value, *ends))
+    title = f"Every recipe, evaluated alike. Scale {flow.scale.name}: {flow.scale.about}"
+    remark = (
+        "× is perplexity over full precision on the same windows; BPW stored bits a block weight; MB the whole model."
+    )
+    if panels:
+        plot.quality_against_bits(
+            panels, f"scale {flow.scale.name}; paired 95 % intervals", figures / "leaderboard.svg"
+        )
+    else:
+        plot.nothing(f"scale {flow.scale.name} measures nothing here", figures / "leaderboard.svg")
+    return Sheet(title, ["recipe", "× fp16", *labels], rows, [remark]), csv_text(lines)
+
+
+def _column(flow: Workflow, cell: Cell) -> str:
+    """A measure by its own name: the text behind a corpus, or the metric's label."""
+    corpus = getattr(cell.ask, "corpus", "")
+    shown = getattr(cell.ask, "show", "") or getattr(cell.ask, "count", "")
+    return " ".join(filter(None, [flow.scale.text(corpus) if corpus else "", shown, cell.unit * (not shown)]))
+
+
+def _bits(cells: dict[str, Measurement]) -> float:
+    return next((m.value or 0.0 for label, m in cells.items() if label == "bpw"), 0.0)
+
+
+def audit(flow: Workflow) -> tuple[Sheet, str]:
+    """Where the papers and their own numbers were compared."""
+    sheet = content.audit()
+    return sheet, csv_text([sheet.head, *sheet.rows])
+
+
+OWN = {"table1": headline, "table2": leaderboard, "audit": audit}
+
+
+def csv_text(lines: Sequence[Sequence[str]]) -> str:
+    """Lines as CSV text."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    return out.getvalue()

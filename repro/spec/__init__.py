@@ -1,0 +1,1 @@
+"""What can be asked: recipes, specs of tables, profiles, and the jobs that they lead to."""

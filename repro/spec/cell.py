@@ -1,0 +1,55 @@
+"""A cell: one row, column, model and metric of a table or figure, what was printed there, what would measure it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Place = tuple[str, str, str, str]  # row, column, model, metric
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+        paper: its paper; empty for the project's own tables.
+        kind: `table` or `figure`.
+        number: the printed number, or the name of a spec of our own.
+        printed: the paper's digits; empty where it printed nothing.
+        measure: the kind of cell that measures it; empty where the spec names none.
+        ask: what that kind is asked for, a frozen dataclass of its own.
+        recipe: canonical recipe text with the spec's variables filled in.
+        seeds: the draws of calibration text, initialization and order that are averaged.
+        stand_in: what stands in for `model` at this scale; empty where nothing does.
+        variables: those of row and column.
+    """
+
+    paper: str
+    kind: str
+    number: str
+    row: str
+    col: str
+    model: str
+    metric: str
+    printed: str = ""
+    unit: str = ""
+    measure: str = ""
+    ask: Any = None
+    recipe: str = ""
+    seeds: tuple[int, ...] = (0,)
+    stand_in: str = ""
+    variables: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def place(self) -> Place:
+        """Row, column, model and metric."""
+        return (self.row, self.col, self.model, self.metric)
+
+    @property
+    def table(self) -> str:
+        """`spear/table1`, `spear/memory`, or `spear/figure13`."""
+        return table_name(self.paper, self.kind, self.number)
+
+
+def table_name(paper: str, kind: str, number: str) -> str:
+    """The name that a user types for a table, figure or spec of our own."""
+    return f"{paper}/{kind if number.isdecimal() else ''}{number}"

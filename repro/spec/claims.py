@@ -1,0 +1,92 @@
+"""A claim of a paper as a predicate over cells, as a spec writes it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+from repro.errors import UserError, shortened
+from repro.spec.templates import Value, filled
+
+LARGEST = 10_000  # cases of a claim
+
+
+@dataclass(frozen=True)
+class ClaimSpec:
+    """A claim as a predicate: `quantity` over named cells must satisfy `holds` in every case.
+
+    Attributes:
+        claim: paper and the claim's ids in `repro/papers/<paper>/claims.csv`.
+        says: the claim in our own words.
+        printed: what the paper prints for it, the reason for the threshold.
+        table: the table whose cells are meant; a table's own spec leaves it out.
+        cells: name in `quantity` to `row label | column label`, with ` | metric` where a place holds several;
+            `{key}` is filled in from the case.
+        cases: model labels, mappings with `model` and other keys, or mappings of lists, which mean their product.
+        quantity: arithmetic over the names; `{key}` as in `cells` (a constant of the case, such as a parameter count).
+        holds: a comparison such as `>= 0.555` or `0.1 <= x <= 0.2`; `{key}` as in `cells`.
+        percent: show the quantity as a percentage.
+        also: further readings of the claim by name, each the column beside the table (`beside`) that replaces the
+            named one in the same rows (`KL: KL`); they are shown in the same line and never decide the verdict.
+        judged_on_printed: why the verdict is on printed cells alone (grade D); empty for all other claims.
+    """
+
+    claim: str
+    says: str
+    printed: str
+    table: str
+    cells: dict[str, str]
+    cases: tuple[str | dict[str, Value | tuple[Value, ...]], ...]
+    quantity: str
+    holds: str
+    percent: bool = False
+    also: dict[str, str] = field(default_factory=dict)
+    judged_on_printed: str = ""
+
+    def __post_init__(self) -> None:
+        places = self.places()
+        for keys, named in places:
+            for text in (self.quantity, self.holds):
+                self.filled(text, keys)
+            if not named:
+                raise UserError(f"claim {self.claim!r}: `cells` needs a cell, such as {{f: FP16 | Wiki}}")
+        if not places:
+            raise UserError(f"claim {self.claim!r}: `cases` needs a case, such as a model")
+
+    def places(self) -> list[tuple[dict[str, Value], dict[str, tuple[str, str, str, str]]]]:
+        """Per case its keys, and the (row, column, model, metric) of every named cell; metric empty for the first."""
+        found = []
+        for case in self.cases:
+            lists = {"model": (case,)} if isinstance(case, str) else case
+            lists = {key: value if isinstance(value, tuple) else (value,) for key, value in lists.items()}
+            if "model" not in lists:
+                raise UserError(f"claim {self.claim!r}: the case {shortened(case)} does not give 'model'")
+            if (size := math.prod(map(len, lists.values()))) > LARGEST:
+                raise UserError(f"claim {self.claim!r}: {size:,} cases of {shortened(case)}; at most {LARGEST:,}")
+            for values in product(*lists.values()):
+                keys = dict(zip(lists, values))
+                named = {}
+                for name, text in self.cells.items():
+                    row, col, metric = [*self.filled(text, keys).split(" | "), "", ""][:3]
+                    named[name] = (row, col, str(keys["model"]), metric)
+                found.append((keys, named))
+        return found
+
+    def filled(self, text: str, keys: Mapping[str, Value]) -> str:
+        try:
+            return filled(text, keys)
+        except (KeyError, ValueError) as error:
+            raise UserError(f"claim {self.claim!r}: the case {shortened(keys)} does not give {error}") from None
+
+
+@dataclass(frozen=True)
+class HeadlineSpec:
+    """The project's own Table 1: at most 15 headline claims, and those that only figures carry."""
+
+    title: str
+    claims: tuple[ClaimSpec, ...]
+    figures_only: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.claims) > 15:
+            raise UserError(f"{len(self.claims)} claims; the headline table has at most 15")

@@ -1,0 +1,144 @@
+"""A figure is a spec of a few lines, like a table: series with recipes, what is measured, how it is drawn.
+
+    figures/spear/figure13.yaml   series: {pc: {group: pc}, …}   recipe: "rtn-w4-{group} + spear(epochs1=0, epochs2=0)"
+
+A point is the value of a cell at each value of `over`, or every unit (layer, window) of one cell's series.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from repro import papers
+from repro.errors import UserError, shortened, unknown
+from repro.files import HOME
+from repro.spec import tables
+from repro.spec.cell import Cell, table_name
+from repro.spec.recipe import parse
+from repro.strict import build, load_yaml
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """One figure.
+
+    Attributes:
+        series: label to a recipe, or to variables of the template; the legend names every one.
+        recipe: template of the recipe over the variables of series and `over`.
+        models: the papers' models whose stand-ins are drawn, a panel each.
+        measure: what is measured.
+        points: `value`, a point at each value of `over`; `units`, a point for each unit of one cell.
+        over: one variable and its values, the x axis; of `units`, the values that a series goes through.
+        across: what is measured on the x axis where that is no variable.
+        levels: label to what is measured for a line across the plot, such as a ceiling.
+        plot: how it is drawn, a key of `repro.render.figures.PLOTS`.
+        printed: what the paper prints about the figure in words or numbers, in our own words.
+    """
+
+    title: str
+    series: dict[str, str | tables.Variables]
+    models: tuple[str, ...]
+    measure: dict[str, Any]
+    x: str
+    y: str
+    recipe: str = "{recipe}"
+    across: dict[str, Any] = field(default_factory=dict)
+    levels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    points: Literal["value", "units"] = "value"
+    over: dict[str, tuple[tables.Value, ...]] = field(default_factory=dict)
+    plot: str = "lines"
+    seeds: tuple[int, ...] = (0,)
+    printed: str = ""
+    scales: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        tables.check_seeds(self.seeds)
+        steps = [value for values in self.over.values() for value in values]
+        if not self.series or not self.models or (self.over and not steps):
+            raise UserError("series, models and `over` need at least one entry each")
+        if self.points == "value" and self.plot != "bars":
+            for step in steps:
+                if isinstance(step, bool) or papers.number(str(step)) is None:
+                    raise UserError(f"over: {shortened(step)!r} is no number; only bars take names")
+        if len(self.over) > 1 or (self.points == "value" and not self.over):
+            raise UserError("a figure of values needs one variable in `over`, a figure of units at most one")
+
+    @property
+    def declared(self) -> int:
+        """Points that it declares; a cell drawn by units counts once."""
+        steps = len(next(iter(self.over.values()), (None,)))
+        return len(self.series) * len(self.models) * steps
+
+
+def path_of(paper: str, number: str) -> Path:
+    """Where the spec of a figure is, or would be."""
+    return HOME / "figures" / f"{table_name(paper, 'figure', number)}.yaml"
+
+
+def specified() -> list[tuple[str, str]]:
+    """Paper and number of every figure that has a spec, then folder and name of those of no paper."""
+    printed = [(p, f.number) for p in papers.PAPERS for f in papers.data_figures(p) if path_of(p, f.number).is_file()]
+    return printed + [(f, p.stem) for f in tables.FOLDERS for p in sorted((HOME / "figures" / f).glob("*.yaml"))]
+
+
+def names() -> list[str]:
+    """`spear/figure13`, `kernels/roofline`: every figure with a spec."""
+    return [table_name(paper, "figure", number) for paper, number in specified()]
+
+
+def is_figure(name: str) -> bool:
+    """Whether a name that a user types is meant as a figure's."""
+    return "/figure" in name or name in names()
+
+
+def split(name: str) -> tuple[str, str]:
+    """`spear/figure13` or `kernels/roofline`, also as a path of what is built, as paper and number or name.
+
+    Raises:
+        UserError: there is no such figure, or it has no spec.
+    """
+    text = re.sub(r"^figures/|\.\w+$", "", str(name))
+    if text not in names():
+        raise unknown("figure with a spec", text, names())
+    return specified()[names().index(text)]
+
+
+def figure(paper: str, number: str) -> FigureSpec:
+    """The spec of a figure.
+
+    Raises:
+        UserError: no such spec, or a key or value that it does not have.
+    """
+    path = path_of(*split(table_name(paper, "figure", number)))
+    return build(FigureSpec, load_yaml(path), str(path.relative_to(HOME)))
+
+
+def cells(paper: str, number: str) -> list[Cell]:
+    """A cell per series, model and value of `over`, `across` beside each; then one per model and level."""
+    return list(_cells(paper, number, figure(paper, number)))
+
+
+def _cells(paper: str, number: str, spec: FigureSpec) -> Iterator[Cell]:
+    where = str(path_of(paper, number).relative_to(HOME))
+
+    def cell(metric: str, measure: Mapping[str, Any], label: str, step: object, values: tables.Variables) -> Cell:
+        text = parse(tables.fill(spec.recipe, values, where)).name if spec.recipe else ""
+        values = values | {"recipe": text}
+        kind, asked = tables.ask(measure, values, where)
+        place = (label, str(step), str(values["model"]), metric)
+        bare = Cell(paper, "figure", number, *place, unit=asked.unit, measure=kind, ask=asked, recipe=text)
+        return replace(bare, seeds=spec.seeds, variables=tuple(sorted(values.items())))
+
+    name, steps = next(iter(spec.over.items()), ("", ("",)))
+    for model, label, step in product(spec.models, spec.series, steps):
+        given = spec.series[label]
+        values = {"recipe": given} if isinstance(given, str) else dict(given)
+        values |= {name: step, "model": model} if name else {"model": model}
+        yield cell("point", spec.measure, label, step, values)
+        if spec.across:
+            yield cell("across", spec.across, label, step, values)
+    for model, label in product(spec.models, spec.levels):
+        yield cell("level", spec.levels[label], label, "", {"model": model})

@@ -1,0 +1,227 @@
+"""A scale says what stands in for the papers' models and corpora, with which budgets, on which device.
+
+`config/<name>.yaml` is read into `Scale`, strictly; these dataclasses are its schema. `base: other` takes the keys of
+another scale that this one does not give. A key named after a kind of cell holds that kind's protocol. Scales are
+written before the accepted runs that they judge.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from repro.cells import KINDS
+from repro.data.corpora import CORPORA
+from repro.errors import UserError, shortened, unknown
+from repro.files import HOME
+from repro.spec.recipe import STEPS, with_options
+from repro.strict import build, convert, load_yaml
+
+OTHERS = ("pocket-models", "hub")  # files in config/ that are no scales
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibrated steps see: random crops of one corpus (GPTQ: 128 x 2048)."""
+
+    corpus: str
+    sequences: int
+    length: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.corpus not in CORPORA:
+            raise UserError(f"corpus: {unknown('corpus', self.corpus, CORPORA)}")
+        for name, least in {"sequences": 1, "length": 1, "seed": 0}.items():
+            if not least <= getattr(self, name) < 2**31:
+                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One configuration of the whole harness.
+
+    Attributes:
+        models: what stands in for each of the papers' models: a pocket model, a local folder, `hub-id@revision`, or
+            `hub` for the pin in config/hub.yaml. The papers' other spellings of a name are aliases there.
+        corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
+        recorded: step to the stand-ins under which it is not run here but taken from accepted results of this scale,
+            because it would take too long on this device.
+        recorded_on: the device class that such cells are measured on.
+        reduced: step to options that it gets here when it runs live, for a reduced budget (`spear: {effort: 0.1}`);
+            they are part of the cell's recipe.
+        judged_on: another scale, on whose accepted measurements a claim is judged that is not measured here.
+        grade: what evidence from these stand-ins is worth (A the paper's model and protocol, C a scaled analogue).
+        threads: CPU threads of every job, whatever `--cores` is, so that results do not depend on it.
+        memory_mb: memory of a job, for a cluster's scheduler.
+        hub: whether models and corpora may be fetched from the hub.
+        protocols: kind of cell to its protocol, from the keys that are named after kinds.
+    """
+
+    name: str
+    about: str
+    models: dict[str, str]
+    corpora: dict[str, str]
+    calibration: Calibration
+    recorded: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    recorded_on: Literal["cpu", "cuda"] = "cuda"
+    reduced: dict[str, dict[str, Any]] = field(default_factory=dict)
+    judged_on: str = ""
+    grade: Literal["A", "B", "C"] = "C"
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = 1
+    memory_mb: int = 4000
+    hub: bool = False
+    protocols: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, most in {"threads": 1024, "memory_mb": 10**8}.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise UserError(f"scale {self.name}: {name} is {getattr(self, name)}; it is 1 or more, at most {most}")
+        for paper, text in self.corpora.items():
+            if text not in CORPORA:
+                raise UserError(f"corpora: {paper}: {unknown('corpus', text, CORPORA)}")
+        for step in (*self.recorded, *self.reduced):
+            if step not in STEPS:
+                raise UserError(f"{'recorded' if step in self.recorded else 'reduced'}: {unknown('step', step, STEPS)}")
+        for step, options in self.reduced.items():
+            with_options(step, {step: options})
+
+    def stand_in(self, model: str) -> str | None:
+        """What stands in for a paper's model; None where nothing does."""
+        _, alias = hub_models()
+        found = self.models.get(model) or self.models.get(alias.get(model, model))
+        return pin(alias.get(model, model)) if found == "hub" else found
+
+    def text(self, corpus: str) -> str:
+        """The corpus behind a paper's corpus, or the corpus of that name itself.
+
+        Raises:
+            UserError: there is neither.
+        """
+        if corpus in self.corpora:
+            return self.corpora[corpus]
+        if corpus not in CORPORA:
+            raise UserError(f"scale {self.name}: {unknown('corpus', corpus, [*self.corpora, *CORPORA])}")
+        return corpus
+
+    def on(self, device: str) -> "Scale":
+        """The same scale on another device class."""
+        return replace(self, device=device)
+
+    def as_config(self) -> dict[str, Any]:
+        """The keys of its file, nothing left out."""
+        facts = asdict(self)
+        return {**{k: v for k, v in facts.items() if k != "protocols"}, **facts["protocols"]}
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A model on the hub: `hub-id@revision`, and the papers' other spellings of its name."""
+
+    pin: str
+    also: tuple[str, ...] = ()
+
+
+@cache
+def hub_models() -> tuple[dict[str, str], dict[str, str]]:
+    """From config/hub.yaml: model to `hub-id@revision`, and every other spelling to the model."""
+    pins, alias = {}, {}
+    entries = convert(dict[str, Pin], load_yaml(HOME / "config" / "hub.yaml"), "config/hub.yaml")
+    for name, entry in entries.items():
+        pins[name] = entry.pin
+        alias |= dict.fromkeys(entry.also, name)
+    return pins, alias
+
+
+def pin(model: str) -> str:
+    """`hub-id@revision` of a paper's model.
+
+    Raises:
+        UserError: config/hub.yaml has none.
+    """
+    pins, _ = hub_models()
+    if model not in pins:
+        raise UserError(f"config/hub.yaml: {unknown('model', model, pins)}")
+    return pins[model]
+
+
+def load(config: Mapping[str, Any] | None = None, name: str | None = None, path: Path | None = None) -> Scale:
+    """The scale of a config file, or `config/<name>.yaml` (default: $SCALE, else pocket), keys of `config` over it.
+
+    Args:
+        config: all keys of a scale, or some (`snakemake --config threads=2`).
+        name: a scale in config/.
+        path: a file with all keys; its name must be the scale's.
+
+    Raises:
+        UserError: unknown scale, key or value.
+    """
+    config = dict(config or {})
+    if path is not None:
+        config = _merged(_named(path), config)
+    if path is not None or "name" in config and "models" in config | ({"models": 0} if "base" in config else {}):
+        return _build(config, str(path or "the scale given by --configfile"))
+    name = config.pop("name", None) or name or os.environ.get("SCALE") or "pocket"
+    if name not in names():
+        raise unknown("scale", name, names())
+    where = f"config/{name}.yaml" + (" with --config" if config else "")
+    return _build(_merged(_named(HOME / "config" / f"{name}.yaml"), config), where)
+
+
+def _named(path: Path) -> dict[str, Any]:
+    """The keys of a scale's file, whose name must be its own."""
+    data = load_yaml(path)
+    if not isinstance(data, Mapping):
+        raise UserError(f"{_shown(path)}: not a scale; expected a mapping with keys of Scale")
+    if data.get("name") != path.stem:
+        found = f"its name is {shortened(data['name'])!r}" if "name" in data else "key 'name' is missing"
+        raise UserError(f"{_shown(path)}: {found}; a scale is named like its file, {path.stem!r}")
+    return dict(data)
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(HOME) if path.is_relative_to(HOME) else path)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of both, mappings key by key, as Snakemake merges `--config` into a file."""
+    both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
+            if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}  # fmt: skip
+    return {**below, **above, **both}
+
+
+def _build(data: Any, where: str) -> Scale:
+    merged = _over_base(data, where)
+    protocols = {}
+    for kind, module in KINDS.items():
+        if hasattr(module, "Protocol"):
+            given = merged.pop(kind, module.DEFAULT)
+            protocols[kind] = None if given is None else build(module.Protocol, given, f"{where}: {kind}")
+    if "protocols" in merged:
+        raise UserError(f"{where}: {unknown('key', 'protocols', {*merged, *protocols} - {'protocols'})}")
+    return replace(build(Scale, merged, where), protocols=protocols)
+
+
+def _over_base(data: Any, where: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A scale's keys over those of the one that its `base` names."""
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where}: not a scale; expected a mapping with keys of Scale")
+    data = dict(data)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    above = (*above, data.get("name"))
+    known = [name for name in names() if name not in above]
+    if base not in known:
+        raise UserError(f"{where}: base: {unknown('scale', base, known)}")
+    below = f"config/{base}.yaml"
+    return _over_base(load_yaml(HOME / below), below, above) | data
+
+
+def names() -> list[str]:
+    """The scales in config/."""
+    return sorted(p.stem for p in (HOME / "config").glob("*.yaml") if p.stem not in OTHERS)

@@ -1,0 +1,169 @@
+"""What the Snakefile asks of specs and a scale, one function a directive; bad input ends it with one sentence."""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from repro import models, papers
+from repro.bench import kernel_rows
+from repro.cells import KINDS
+from repro.errors import UserError, unknown
+from repro.files import HOME, ROOT
+from repro.jobs import runner
+from repro.jobs.job import Job
+from repro.record import provenance
+from repro.spec import figures, scale, tables
+from repro.spec.workflow import FORMATS, Workflow
+
+__all__ = ["FORMATS", "Snake", "config_file"]
+MINUTES = 60  # a job's limit on a cluster
+HASHED = 20_000_000  # bytes; inputs up to that size are known by content where only their time has changed
+
+
+def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Bad input is one sentence on stderr and the end, where Snakemake would print a traceback."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            sys.exit(f"error: {' '.join(str(error).split())}")
+
+    return wrapped
+
+
+@plainly
+def config_file() -> str:
+    """The scale's file where the command line names none: `config/$SCALE.yaml`, by default pocket's."""
+    name = os.environ.get("SCALE") or "pocket"
+    if name not in scale.names():
+        raise unknown("scale", name, scale.names())
+    return str(HOME / "config" / f"{name}.yaml")
+
+
+class Snake:
+    """One scale's targets and jobs as Snakemake sees them."""
+
+    @plainly
+    def __init__(self, config: Mapping[str, Any], workflow: Any = None) -> None:
+        """Read the scale.
+
+        Args:
+            config: Snakemake's configuration.
+            workflow: its workflow; the last one of its `--configfile`s names the scale.
+        """
+        at = scale.load(config)
+        self.workflow = workflow
+        files = workflow and (workflow.overwrite_configfiles or workflow.configfiles)
+        if files and Path(files[-1]).stem != at.name:
+            raise UserError(f"{files[-1]}: its name is {at.name!r}; a scale is named like its file")
+        self.flow = Workflow(at)
+        self.config = json.dumps(at.as_config(), sort_keys=True)
+        self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)
+        if workflow:
+            self._drawing()  # files of hashes come before the DAG: Snakemake lists a folder once
+            for job in {(job.kind, job.steps): job for job in self.jobs.values()}.values():
+                runner.code_file(job)
+
+    def _settle(self) -> None:
+        """Let contents decide a rerun, in Snakemake's settings, which it makes after it has read the Snakefile.
+
+        Code is an input like any other, as a file of hashes; Snakemake would also look at the time of `script:` files.
+        """
+        settings = self.workflow and self.workflow.dag_settings
+        if settings:
+            settings.rerun_triggers = {one for one in settings.rerun_triggers if one.name != "CODE"}
+            settings.max_checksum_file_size = max(HASHED, settings.max_checksum_file_size)
+
+    def script(self, folder: str) -> str:
+        """What a rule runs: the `script.py` of a folder of the package, wherever that is installed."""
+        return str(ROOT / "repro" / folder / "script.py")
+
+    @cached_property
+    def jobs(self) -> dict[str, Job]:
+        """Every job of every spec that this scale runs here, by id."""
+        cells = [cell for both in tables.specified() for cell in self.flow.cells(*both)]
+        cells += [cell for both in figures.specified() for cell in self.flow.cells(*both, "figure")]
+        return {job.id: job for job in self.flow.every_job(cells)}
+
+    @plainly
+    def everything(self) -> list[str]:
+        """Every table and every figure with a spec."""
+        drawn = [f"figures/{name}.svg" for name in figures.names()]
+        return [f"tables/{name}.tex" for name in self.flow.names] + drawn
+
+    @plainly
+    def _job(self, wildcards: Any) -> Job:
+        name = f"{wildcards.kind}/{wildcards.job}"
+        if name not in self.jobs:
+            raise unknown("job", name, self.jobs)
+        return self.jobs[name]
+
+    @plainly
+    def job_inputs(self, wildcards: Any) -> list[str]:
+        """What a job reads: a local model's files, outputs of the jobs it needs, and the hash of the code behind it."""
+        self._settle()
+        job = self._job(wildcards)
+        needed = [str(path) for _, need in job.needs for path in runner.outputs(need)]
+        return [str(runner.code_file(job)), *_model(job), *needed]
+
+    @plainly
+    def job_json(self, wildcards: Any) -> str:
+        """The job, as the runner takes it."""
+        return json.dumps(self._job(wildcards).to_json())
+
+    def threads(self, wildcards: Any) -> int:
+        """CPU threads of a job."""
+        return int(self._job(wildcards).given().get("threads", 1))
+
+    def memory(self, wildcards: Any) -> int:
+        """Megabytes of memory of a job."""
+        return self.flow.scale.memory_mb
+
+    def gpus(self, wildcards: Any) -> int:
+        """GPUs of a job."""
+        return int(self._job(wildcards).given().get("device") == "cuda")
+
+    def minutes(self, wildcards: Any) -> int:
+        """The limit of a job in minutes."""
+        return MINUTES
+
+    @plainly
+    def table_inputs(self, wildcards: Any) -> list[str]:
+        """What a table is made from: its sources, the observations behind its cells, the code that draws it."""
+        name = wildcards.table
+        cells = self.flow.table_cells(name)
+        made = [str(path) for job in self.flow.every_job(cells) for path in runner.outputs(job)[-1:]]
+        first = (
+            [f"tables/{paper}/table1{form}" for paper in papers.PAPERS for form in FORMATS] if name == "table1" else []
+        )
+        return [*self._drawing(), *self.flow.sources(name), *made, *first]
+
+    @plainly
+    def figure_inputs(self, wildcards: Any) -> list[str]:
+        """What a figure is made from."""
+        paper, number = figures.split(wildcards.figure)
+        cells = self.flow.cells(paper, number, "figure")
+        made = [str(path) for job in self.flow.every_job(cells) for path in runner.outputs(job)[-1:]]
+        stored = sorted((HOME / "results").glob(f"*/{paper}-figure{number}.csv"))
+        stored += kernel_rows.files() if paper in tables.FOLDERS else []
+        return [*self._drawing(), str(figures.path_of(paper, number)), *map(str, stored), *made]
+
+    def _drawing(self) -> list[str]:
+        """The file of hashes of the code that draws, and what replays carry forward."""
+        self._settle()
+        units = provenance.units("repro/render/script.py", leave_out=provenance.REGISTRIES)
+        carried = sorted((HOME / "results").glob("*/attested.csv"))
+        return [str(provenance.unit_file("render", provenance.units_hash(units))), *map(str, carried)]
+
+
+def _model(job: Job) -> list[str]:
+    """The files of a job's model where it is local."""
+    name = job.given().get("model")
+    return [str(path) for path in models.weight_files(name)] if name else []

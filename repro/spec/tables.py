@@ -1,0 +1,253 @@
+"""A table is a spec of a few lines: templates over printed rows and columns. No logic.
+
+    tables/spear/table1.yaml    rows: {RTN pc: rtn-w4-pc, …}
+    tables/spear/table15.yaml   recipe: "rtn-w3-pc + spear(tau={tau})"   rows: ["{size}"]   columns: ["tau={tau}"]
+    tables/spear/memory.yaml    a question of our own: rows, `over` a grid, `models`, `seeds`, and what is measured
+
+A label is the printed one, or a pattern whose `{name}`s match parts of printed labels and become variables. Rows and
+columns give variables to the template of the recipe. What is measured follows from the metric that the paper printed,
+by one map per paper (`repro/papers/<paper>/measures.yaml`). A printed cell without recipe or measure is shown as not
+run: nothing is dropped.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from repro import papers
+from repro.errors import UserError, shortened, unknown
+from repro.files import HOME
+from repro.spec import scale
+from repro.spec.cell import Cell
+from repro.spec.claims import ClaimSpec, HeadlineSpec
+from repro.spec.recipe import parse
+from repro.spec.templates import (
+    Labels,
+    Value,
+    Variables,
+    ask,
+    bind,
+    check_pattern,
+    fill,
+    measures,
+    plain,
+    variables,
+)
+from repro.strict import build, load_yaml
+
+FOLDERS = ("kernels",)  # of specs of our own that belong to no paper
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One table: a printed one, or a question of our own.
+
+    Attributes:
+        rows: label or pattern to a recipe, or to variables of the templates.
+        columns: likewise; none is every printed column.
+        recipe: template of the recipe over the variables of row and column.
+        extra: recipes of your own, one a row at the end of the table; the label is the recipe.
+        beside: further columns, label to what is measured, with the row's recipe.
+        seeds: draws of calibration text, initialization and order; their mean is shown.
+        claims: what the paper says about this table, judged under it; their `table` is this one.
+        models: of a question of our own: the papers' models whose stand-ins are measured.
+        over: of a question of our own: variable to values; a column is one combination of them.
+        measure: of a question of our own: metric to what is measured.
+        scales: of a question of our own: the scales that measure it; none is every scale.
+    """
+
+    title: str
+    rows: Labels = field(default_factory=dict)
+    columns: Labels = ()
+    recipe: str = "{recipe}"
+    extra: tuple[str, ...] = ()
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    claims: tuple[ClaimSpec, ...] = ()
+    models: tuple[str, ...] = ()
+    over: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    measure: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scales: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_seeds(self.seeds)
+        if empty := [name for name, values in self.over.items() if not values]:
+            raise UserError(f"over: {empty[0]} has no values; name at least one")
+
+
+def check_seeds(seeds: tuple[int, ...]) -> None:
+    """Raise unless seeds are distinct numbers that a generator takes.
+
+    Raises:
+        UserError: they are not.
+    """
+    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
+        raise UserError(f"seeds: {shortened(list(seeds))}; name at least one, each once, 0 or more")
+
+
+# --- which tables there are -------------------------------------------------------------------------------------------
+
+
+def split(name: str) -> tuple[str, str]:
+    """`spear/table1`, `spear/1` or `spear/memory` (also as a path of what is built) as paper and number or name.
+
+    Raises:
+        UserError: no such paper, table or spec.
+    """
+    text = re.sub(r"^tables/|\.(tex|csv|md|yaml)$", "", str(name))
+    paper, _, number = text.partition("/")
+    number = number.removeprefix("table") if number.removeprefix("table").isdecimal() else number
+    if (paper, number) in own() or (paper in papers.PAPERS and number in papers.tables(paper)):
+        return paper, number
+    raise unknown(
+        "table", text, [f"{p}/table{n}" for p in papers.PAPERS for n in papers.tables(p)] + list(map("/".join, own()))
+    )
+
+
+def check_table(paper: str, number: str) -> None:
+    """Raise unless there is that table.
+
+    Raises:
+        UserError: there is no such paper, table or spec.
+    """
+    split(f"{paper}/{number}")
+
+
+def path_of(paper: str, number: str) -> Path:
+    """Where the spec of a table is, or would be."""
+    return HOME / "tables" / paper / f"{'table' if number.isdecimal() else ''}{number}.yaml"
+
+
+def own() -> list[tuple[str, str]]:
+    """Paper and name of every spec that is of no printed table."""
+    folders = (*papers.PAPERS, *FOLDERS)
+    found = ((paper, path.stem) for paper in folders for path in sorted((HOME / "tables" / paper).glob("*.yaml")))
+    return [(paper, name) for paper, name in found if not name.startswith("table")]
+
+
+def specified() -> list[tuple[str, str]]:
+    """Paper and number or name of everything that has a spec, in the papers' order."""
+    printed = [(p, n) for p in papers.PAPERS for n in papers.tables(p) if path_of(p, n).is_file()]
+    return [*printed, *own()]
+
+
+@cache
+def table(paper: str, number: str) -> Spec:
+    """The spec of a table; one without rows where nobody wrote it yet.
+
+    Raises:
+        UserError: no such table, a key or value that a spec does not have, or a label that the paper did not print.
+    """
+    check_table(paper, number)
+    path = path_of(paper, number)
+    where = str(path.relative_to(HOME))
+    if not path.exists():
+        return Spec(papers.index(paper)[number]["caption"])
+    data = load_yaml(path)
+    if isinstance(data, dict) and isinstance(data.get("claims"), list):
+        here = {"table": f"{paper}/{number}"}
+        data["claims"] = [here | claim if isinstance(claim, dict) else claim for claim in data["claims"]]
+    spec = build(Spec, data, where)
+    for claim in spec.claims:
+        check_table(*split(claim.table))
+    if number.isdecimal():
+        cells = papers.printed(paper, number)
+        for name in ("models", "over", "measure", "scales"):
+            if getattr(spec, name):
+                raise UserError(f"{where}: {name} belongs to a spec of our own, not to a printed table")
+        for kind, labels, known in (
+            ("row", spec.rows, {cell.row for cell in cells}),
+            ("column", spec.columns, {cell.col for cell in cells}),
+        ):
+            for label in labels:
+                check_pattern(label, where)
+                if not any(bind(label, other) is not None for other in known):
+                    hint = " (rows of your own go under `extra`)" if kind == "row" else ""
+                    raise UserError(f"{where}: {unknown(f'printed {kind}', label, known)}{hint}")
+    elif not (spec.models and spec.measure and spec.rows):
+        raise UserError(f"{where}: a spec of our own needs rows, models and measure")
+    for name in spec.scales:
+        if name not in scale.names():
+            raise UserError(f"{where}: scales: {unknown('scale', name, scale.names())}")
+    return spec
+
+
+def headline() -> HeadlineSpec:
+    """The spec of tables/table1.
+
+    Raises:
+        UserError: a key or value that it does not have.
+    """
+    spec = build(HeadlineSpec, load_yaml(HOME / "tables" / "table1.yaml"), "tables/table1.yaml")
+    for claim in spec.claims:
+        check_table(*split(claim.table))
+    return spec
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def cells(paper: str, number: str) -> list[Cell]:
+    """Every cell of a table: the printed ones in the paper's order, rows of your own, then the columns beside them.
+
+    Raises:
+        UserError: as `table`, `ask` and `parse` say.
+    """
+    spec = table(paper, number)
+    return list(_printed(paper, number, spec) if number.isdecimal() else _own(paper, number, spec))
+
+
+def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
+    where = str(path_of(paper, number).relative_to(HOME))
+    printed, kinds = papers.printed(paper, number), measures(paper)
+    columns = {c.col: variables(spec.columns, c.col) if spec.columns else {} for c in printed}
+    beside: dict[tuple[str, str], Cell] = {}
+
+    def cell(row: str, c: papers.Printed, values: Variables | None, value: str) -> Cell:
+        bare = Cell(paper, "table", number, row, c.col, c.model, c.metric, value, c.unit)
+        if values is None or columns[c.col] is None or c.metric not in kinds:
+            return bare
+        made = _fill_in(bare, spec, values | columns[c.col], kinds[c.metric], where)
+        beside.setdefault((row, c.model), made)
+        return made
+
+    for c in printed:
+        yield cell(c.row, c, variables(spec.rows, c.row), c.value)
+    for text in spec.extra:
+        for c in {(c.col, c.model, c.metric): c for c in printed}.values():
+            yield cell(text, c, {"recipe": text}, "")
+    for made in list(beside.values()):
+        yield from _beside(made, spec, where)
+
+
+def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
+    where = str(path_of(paper, name).relative_to(HOME))
+    points = [dict(zip(spec.over, values)) for values in product(*spec.over.values())]
+    for model, row, point in product(spec.models, spec.rows, points):
+        values = (variables(spec.rows, row) or {}) | point
+        col = ", ".join(f"{key} {plain(value)}" for key, value in point.items())
+        for metric, measure in spec.measure.items():
+            bare = Cell(paper, "table", name, row, col, model, metric, unit=str(measure.get("unit", "")))
+            made = _fill_in(bare, spec, values, measure, where)
+            yield made
+        yield from _beside(made, spec, where)
+
+
+def _fill_in(bare: Cell, spec: Spec, values: Variables, measure: Mapping[str, Any], where: str) -> Cell:
+    template = "{recipe}" if bare.row in spec.extra else spec.recipe
+    text = parse(fill(template, values, where)).name if template and ("{" not in template or values) else ""
+    values = values | {"recipe": text, "model": bare.model}
+    kind, asked = ask(measure, values, where)
+    given = tuple(sorted(values.items()))
+    return replace(bare, measure=kind, ask=asked, recipe=text, seeds=spec.seeds, variables=given)
+
+
+def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
+    for label, measure in spec.beside.items():
+        kind, asked = ask(measure, dict(made.variables), where)
+        col = f"{label}, {made.col}" if spec.over else label
+        yield replace(made, col=col, metric=label, printed="", unit=asked.unit, measure=kind, ask=asked)

@@ -1,0 +1,247 @@
+"""From specs and a scale to jobs, and from their files to quantities: what Snakemake, tables and claims ask.
+
+Paths of what is built are relative to the working directory, sources are those of this checkout.
+"""
+
+import importlib.util
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+from repro import papers
+from repro.bench import kernel_rows
+from repro.cells import KINDS
+from repro.errors import UserError
+from repro.files import HOME, ROOT
+from repro.jobs.job import Job, distinct
+from repro.jobs.target import Target
+from repro.judge.quantity import Quantity, compose
+from repro.record import observations
+from repro.spec import figures, recipe, scale, tables
+from repro.spec.cell import Cell, Place
+
+FORMATS = (".csv", ".tex", ".md")
+OWN = ("table1", "table2", "audit")
+
+
+class Workflow:
+    """One scale's cells and jobs.
+
+    Where the scale's device is not there, or with `recorded`, nothing is run: cells come from accepted results. With
+    `built`, cells that belong to another device are live where their jobs lie under build/: brought from there.
+    """
+
+    def __init__(self, at: scale.Scale, recorded: bool | None = None, built: bool = False) -> None:
+        self.scale = at
+        self.built = built
+        self._cells: dict[tuple[str, str, str], list[Cell]] = {}
+        self._jobs: dict[str, list[dict[str, Job]]] = {}
+        self.recorded = (at.device == "cuda" and not has_cuda()) if recorded is None else recorded
+
+    # --- cells --------------------------------------------------------------------------------------------------------
+
+    def cells(self, paper: str, number: str, kind: str = "table") -> list[Cell]:
+        """Every cell of a table or figure, with its stand-in."""
+        key = (paper, number, kind)
+        if key not in self._cells:
+            found = (tables if kind == "table" else figures).cells(paper, number)
+            self._cells[key] = [replace(cell, stand_in=self.scale.stand_in(cell.model) or "") for cell in found]
+        return list(self._cells[key])
+
+    def is_live(self, cell: Cell) -> bool:
+        """Whether this scale measures a cell here."""
+        if self.recorded or not self.is_measured(cell):
+            return False
+        return not self.is_recorded(cell) or (self.built and self._is_built(cell))
+
+    def _is_built(self, cell: Cell) -> bool:
+        jobs = [job for each in self.jobs(cell) for job in each.values()]
+        return bool(jobs) and all((job.folder / observations.FILE).is_file() for job in jobs)
+
+    def is_measured(self, cell: Cell) -> bool:
+        """Whether this scale measures a cell anywhere."""
+        if not (cell.measure and cell.stand_in and cell.recipe):
+            return False
+        spec = tables.table(cell.paper, cell.number) if cell.kind == "table" else None
+        return not spec or not spec.scales or self.scale.name in spec.scales
+
+    def is_recorded(self, cell: Cell) -> bool:
+        """Whether it takes too long on the scale's own device, and is measured on `recorded_on`."""
+        texts = [cell.recipe, *(part.recipe for part in self.parts(cell).values())]
+        steps = [step.name for text in texts for step in recipe.parse(text).steps]
+        return any(cell.stand_in in self.scale.recorded.get(name, ()) for name in steps)
+
+    def full_precision(self, cell: Cell) -> Cell:
+        """The same measure of the stand-in without any step."""
+        return replace(cell, recipe="fp16", row="", printed="", seeds=(0,))
+
+    def parts(self, cell: Cell) -> dict[str, Cell]:
+        """The cells that a derived one is arithmetic over; empty for all others."""
+        module = KINDS.get(cell.measure)
+        if not hasattr(module, "parts"):
+            return {}
+        found = {}
+        for name, (text, measure) in module.parts(cell.ask).items():
+            kind, asked = tables.ask(measure, dict(cell.variables), f"{cell.table}: {name}")
+            found[name] = replace(cell, measure=kind, ask=asked, recipe=recipe.parse(text).name if text else "")
+        return found
+
+    def is_taken(self, cell: Cell) -> bool:
+        """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""
+        kinds = [part.measure for part in self.parts(cell).values()] or [cell.measure]
+        return all(hasattr(KINDS.get(kind), "origin") for kind in kinds)
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def targets(self, cell: Cell) -> list[Target]:
+        """What a cell is measured on, one a seed; a single one where nothing is drawn."""
+        at, text = self.scale, cell.recipe
+        if self.is_recorded(cell):
+            at = at.on(at.recorded_on)
+        else:
+            text = recipe.with_options(text, at.reduced)
+        parsed = recipe.parse(text)
+        return [Target(at, cell.stand_in, parsed.name, seed) for seed in (cell.seeds if parsed.seeded else (0,))]
+
+    def jobs(self, cell: Cell) -> list[dict[str, Job]]:
+        """Role to job, one mapping a seed; empty where this scale does not measure the cell.
+
+        Raises:
+            UserError: the spec names a corpus, model or recipe that is unknown.
+        """
+        key = repr((cell.measure, cell.ask, cell.recipe, cell.stand_in, cell.seeds, cell.variables, cell.number))
+        if key not in self._jobs:
+            self._jobs[key] = self._make_jobs(cell)
+        return self._jobs[key]
+
+    def _make_jobs(self, cell: Cell) -> list[dict[str, Job]]:
+        if not self.is_measured(cell):
+            return []
+        if parts := self.parts(cell):
+            found = {name: self.jobs(part) for name, part in parts.items()}
+            if not all(found.values()):
+                return []
+            seeds = max(map(len, found.values()))
+            return [
+                {
+                    f"{name}:{role}": job
+                    for name, each in found.items()
+                    for role, job in each[min(i, len(each) - 1)].items()
+                }
+                for i in range(seeds)
+            ]
+        module = KINDS[cell.measure]
+        found = [module.jobs(cell.ask, target) for target in self.targets(cell)]
+        return [] if None in found else found
+
+    def inputs(self, cell: Cell) -> dict[str, Any]:
+        """What decides a cell's value, declared: the measure, and the inputs of its jobs by seed."""
+        asked = {key: value for key, value in asdict(cell.ask).items() if key != "unit"}
+        jobs = [{role: job.declared() for role, job in each.items()} for each in self.jobs(cell)]
+        config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
+        return {"measure": cell.measure, "ask": asked, "recipe": config, "jobs": jobs}
+
+    def every_job(self, cells: Iterable[Cell], recorded: bool = False) -> list[Job]:
+        """All jobs of cells in an order in which they can run: those live here, or those that results are recorded of.
+
+        Each brings full precision of the same measure, which ratios compare with.
+        """
+        wanted: list[Job] = []
+        for cell in cells:
+            if self.is_measured(cell) and (self.is_recorded(cell) if recorded else self.is_live(cell)):
+                both = [cell] if self.parts(cell) else [cell, self.full_precision(cell)]
+                wanted += [job for one in both for each in self.jobs(one) for job in each.values()]
+        return distinct(wanted)
+
+    # --- quantities ---------------------------------------------------------------------------------------------------
+
+    def quantity(self, cell: Cell) -> Quantity | None:
+        """The quantity of a cell from built files; None where a file is missing.
+
+        Raises:
+            Refused: a job could not be done, with its status.
+        """
+        if parts := self.parts(cell):
+            found = {name: self.quantity(part) for name, part in parts.items()}
+            return None if None in found.values() else compose(cell.ask.quantity, found)  # type: ignore[arg-type]
+        module, seeds = KINDS[cell.measure], []
+        if self.is_taken(cell):
+            return module.quantity(cell.ask)
+        for target, jobs in zip(self.targets(cell), self.jobs(cell)):
+            held = {role: job.folder / observations.FILE for role, job in jobs.items()}
+            if not all(path.is_file() for path in held.values()):
+                return None
+            read = {role: observations.once(path, path.stat().st_mtime_ns) for role, path in held.items()}
+            series = module.series(cell.ask, read, target)
+            if not series:
+                return None
+            seeds.append(series)
+        return self.of_series(cell, seeds) if seeds else None
+
+    def of_series(self, cell: Cell, seeds: list[dict[str, observations.Series]]) -> Quantity:
+        """The quantity of a cell whose series are at hand, such as accepted ones."""
+        if parts := self.parts(cell):
+            inner = {
+                name: self.of_series(
+                    part,
+                    [
+                        {k.partition(":")[2]: one for k, one in seed.items() if k.startswith(f"{name}:")}
+                        for seed in seeds
+                    ],
+                )
+                for name, part in parts.items()
+            }
+            return compose(cell.ask.quantity, inner)
+        module, asked = KINDS[cell.measure], cell.ask
+        compares = True if hasattr(module, "reference") and module.reference(asked) else None
+        return Quantity(seeds, lambda mean: module.value(asked, mean), compares)
+
+    # --- what a target needs ------------------------------------------------------------------------------------------
+
+    def table_cells(self, name: str, only: Collection[Place] | None = None) -> list[Cell]:
+        """The cells of `spear/table1`, of some places alone, or of everything for the project's own tables."""
+        if name == "table1":
+            return [cell for claim in tables.headline().claims for cell in self.claim_cells(claim)]
+        if name == "table2":
+            return [cell for both in tables.specified() for cell in self.cells(*both)]
+        if name == "audit":
+            return []
+        paper, number = tables.split(name)
+        found = self.cells(paper, number)
+        return found if only is None else [cell for cell in found if cell.place in only]
+
+    def claim_cells(self, claim: tables.ClaimSpec) -> list[Cell]:
+        """The cells that a claim names, in any of its readings."""
+        found = self.cells(*tables.split(claim.table))
+        wanted = {place[:3] for _, named in claim.places() for place in named.values()}
+        rows, also = {(row, model) for row, _, model in wanted}, set(claim.also.values())
+        return [c for c in found if c.place[:3] in wanted or (c.metric in also and (c.row, c.model) in rows)]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Every table of the harness, the project's own last."""
+        printed = [f"{paper}/table{number}" for paper in papers.PAPERS for number in papers.tables(paper)]
+        return [*printed, *map("/".join, tables.own()), *OWN]
+
+    def sources(self, name: str) -> list[str]:
+        """Specs, printed cells and accepted results behind a table: what rebuilds it besides its jobs."""
+        found = sorted((HOME / "results").glob("*/*.csv")) + [HOME / "tables" / "table1.yaml"]
+        if name not in OWN:
+            paper, number = tables.split(name)
+            found = sorted((HOME / "results").glob(f"*/{paper}-{'table' * number.isdecimal()}{number}.csv"))
+            found += [tables.path_of(paper, number)]
+            found += [ROOT / "repro" / "papers" / paper / file for file in (f"table{number}.csv", "measures.yaml")]
+            found += kernel_rows.files() if paper in tables.FOLDERS else []
+        return [str(path) for path in found if path.is_file()]
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device here."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("torch is not installed here; install requirements.lock")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver; workers can be forked afterwards
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,296 @@
+"""Pretrain a pocket model: a small Llama on the corpus in `$REPRO_DATA/corpus`, resumable, one path for CPU and GPU.
+
+The recipe is plain on purpose: AdamW, warm-up, constant rate, linear decay to zero (WSD), documents packed without
+masking as `<s> text </s>`, most tokens at context 512 and the last share at 2048. Batches are a pure function of
+(seed, step), so a run that was killed continues with the batch it would have seen. `valid.txt` is never trained on.
+
+    python -m repro pretrain pocket-5m --corpus $REPRO_DATA/corpus --out build/pretrain
+    python -c "from repro.train.pretrain import install; install('build/pretrain')"     # into repro/pocket
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from repro.errors import UserError, unknown
+from repro.files import ROOT, atomic, sha256, write_text
+from repro.train.config import Architecture, PocketConfig, Training, load_config
+from repro.train.corpus import cached_ids
+
+POCKET = ROOT / "repro" / "pocket"
+
+
+# --- model, schedule, batches -----------------------------------------------------------------------------------------
+
+
+def llama_config(architecture: Architecture, layers: int, vocab: int) -> LlamaConfig:
+    """The Hugging Face configuration of a pocket model."""
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=architecture.hidden,
+        intermediate_size=architecture.ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=architecture.heads,
+        num_key_value_heads=architecture.kv_heads,
+        head_dim=architecture.head_size,
+        max_position_embeddings=architecture.context,
+        rope_parameters={"rope_type": "default", "rope_theta": architecture.rope_theta},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        attn_implementation="sdpa",
+    )
+
+
+def learning_rate(step: int, steps: int, training: Training) -> float:
+    """Warm-up, constant, linear decay to zero."""
+    warmup = max(1, round(training.warmup_share * steps))
+    decay = max(1, round(training.decay_share * steps))
+    return training.learning_rate * min((step + 1) / warmup, 1.0, (steps - step) / decay)
+
+
+def length_at(step: int, steps: int, training: Training) -> int:
+    """Context length of a step: short, then long for the last share of the tokens."""
+    return training.long_length if step >= steps - round(training.long_share * steps) else training.length
+
+
+def batch_starts(step: int, length: int, total: int, training: Training) -> np.ndarray:
+    """Start positions of the windows of a step, `[batch_tokens / length]`: a fresh permutation and offset per epoch."""
+    rows = training.batch_tokens // length
+    windows = (total - 1 - length) // length
+    per_epoch = windows // max(rows, 1)
+    if rows < 1 or per_epoch < 1:
+        raise UserError(f"a corpus of {total} tokens has no batch of {rows} windows of {length}; name a longer one")
+    epoch, place = divmod(step, per_epoch)
+    random = np.random.default_rng([training.seed, length, epoch])
+    offset = random.integers(length)
+    order = random.permutation(windows)[place * rows : (place + 1) * rows]
+    return order * length + offset
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def pretrain(
+    name: str,
+    tokens: torch.Tensor,
+    config: PocketConfig,
+    out: Path,
+    device: str,
+    stop_after_s: float = math.inf,
+    peak_tflops: float = 790.0,
+    compiled: bool = True,
+    tokens_to_see: int | None = None,
+    checkpoint_every_s: float = 300.0,
+) -> dict:
+    """Train `name` on the ids `tokens`; write `out/name/` (checkpoint, log, and at the end the model in bf16).
+
+    Args:
+        tokens: 1-D integer ids of the whole corpus.
+        stop_after_s: save a checkpoint and return after that many seconds; the next call continues.
+        peak_tflops: the device's own measured bf16 matmul rate, for the MFU figure.
+        tokens_to_see: another budget than the config's, for tests and sweeps.
+        checkpoint_every_s: seconds of work that are lost at most when the process is killed.
+
+    Returns:
+        The log: settings, losses per 50 steps, tokens/s, MFU, seconds, process starts, `done`.
+
+    Raises:
+        UserError: unknown model name, a corpus shorter than a batch, or a loss that is not finite.
+    """
+    if name not in config.models:
+        raise unknown("pocket model", name, config.models)
+    training, model_args = config.training, config.models[name]
+    steps = (tokens_to_see or model_args.tokens) // training.batch_tokens
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(training.seed)
+    torch.set_float32_matmul_precision("high")
+    model = LlamaForCausalLM(llama_config(config.architecture, model_args.layers, config.tokenizer.vocab))
+    for key, parameter in model.named_parameters():  # residual writers start smaller, as in GPT-2
+        if key.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_((2 * model_args.layers) ** -0.5)
+    model.to(device).train()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
+        fused=True,
+    )
+    state = {"step": 0, "seconds": 0.0, "starts": 0, "losses": []}
+    checkpoint = folder / "checkpoint.safetensors"
+    if checkpoint.exists():
+        state = load_checkpoint(checkpoint, model, optimizer)
+    state["starts"] += 1
+
+    def loss_of(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    step_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
+    tokens = tokens.to(device)
+    started, warm = time.perf_counter(), None
+    saved = started
+    running = torch.zeros((), device=device)
+    bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, desc=name, mininterval=10)
+    step = state["step"]
+    for step in bar:
+        length = length_at(step, steps, training)
+        starts = torch.from_numpy(batch_starts(step, length, len(tokens), training)).to(device)
+        window = tokens[starts[:, None] + torch.arange(length + 1, device=device)].long()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, training)
+        with torch.autocast(device.split(":")[0], torch.bfloat16):
+            loss = step_loss(window[:, :-1], window[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        running += loss.detach()
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            taken = (step + 1) % 50 or 50
+            value = float(running) / taken
+            if not math.isfinite(value):
+                raise UserError(f"{name}: the loss is {value} at step {step + 1}; lower the learning rate")
+            state["losses"].append([step + 1, round(value, 4)])
+            running.zero_()
+            if warm is None:
+                warm = (step + 1, time.perf_counter())
+            bar.set_postfix(loss=f"{value:.3f}")
+            now = time.perf_counter()
+            if now - started > stop_after_s:
+                break
+            if now - saved > checkpoint_every_s and step + 1 < steps:
+                so_far = state | {"step": step + 1, "seconds": state["seconds"] + now - started}
+                save_checkpoint(checkpoint, model, optimizer, so_far)
+                saved = now
+    done = step + 1 >= steps
+    elapsed = time.perf_counter() - started
+    state["step"], state["seconds"] = step + 1, state["seconds"] + elapsed
+    count = sum(p.numel() for p in model.parameters())
+    log = {
+        "model": name,
+        "parameters": count,
+        "steps": steps,
+        "tokens": steps * training.batch_tokens,
+        "tokens_per_parameter": round(steps * training.batch_tokens / count, 1),
+        "corpus_tokens": len(tokens),
+        "architecture": asdict(config.architecture) | asdict(model_args),
+        "training": asdict(training),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "versions": {"torch": torch.__version__},
+        "done": done,
+    } | state
+    if warm is not None and step + 1 > warm[0]:
+        rate = (step + 1 - warm[0]) * training.batch_tokens / (time.perf_counter() - warm[1])
+        # 6 N per token for the matmuls of forward and backward, the tied head counted once, attention (causal) besides
+        flops = 6 * count + 6 * model_args.layers * training.length * config.architecture.hidden
+        log |= {"tokens_per_s": round(rate), "mfu": round(rate * flops / (peak_tflops * 1e12), 4)}
+    if done:
+        model.to("cpu", torch.bfloat16).save_pretrained(folder / "model", max_shard_size="15MB")
+        checkpoint.unlink(missing_ok=True)
+    else:
+        save_checkpoint(checkpoint, model, optimizer, state)
+    write_text(folder / "log.json", json.dumps(log, indent=1) + "\n")
+    return log
+
+
+def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, state: dict) -> None:
+    """Model, both moments and the loop's state in one safetensors file."""
+    tensors = {}
+    for key, parameter in model.named_parameters():
+        tensors[f"model/{key}"] = parameter.data
+        tensors |= {f"{moment}/{key}": value for moment, value in optimizer.state[parameter].items()}
+    with atomic(path) as temporary:
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, {"state": json.dumps(state)}
+        )
+
+
+def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> dict:
+    """Restore what `save_checkpoint` wrote; returns the loop's state."""
+    with safe_open(path, "pt") as file:
+        for key, parameter in model.named_parameters():
+            parameter.data.copy_(file.get_tensor(f"model/{key}"))
+            moments = {m: file.get_tensor(f"{m}/{key}").to(parameter.device) for m in ("step", "exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = moments
+        return json.loads(file.metadata()["state"])
+
+
+@torch.no_grad()
+def held_out(model: LlamaForCausalLM, ids: torch.Tensor, length: int, batch_tokens: int = 32768) -> np.ndarray:
+    """Negative log likelihood by window and position, `[windows, length - 1]`, of non-overlapping windows of `ids`."""
+    windows = ids[: len(ids) // length * length].view(-1, length).long()
+    rows = max(1, batch_tokens // length)
+    out = []
+    for start in range(0, len(windows), rows):
+        batch = windows[start : start + rows].to(model.device)
+        logits = model(input_ids=batch, use_cache=False).logits.float()
+        out.append(F.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none").cpu())
+    return torch.cat(out).double().numpy()
+
+
+def install(out: Path | str, folder: Path = POCKET) -> list[str]:
+    """Copy the trained models of `out` to `folder`: weights, training log, tokenizer links, hashes.
+
+    The old weights and `card.json` of a model go, so that `python -m repro card` measures the new one.
+
+    Returns:
+        The names of the models that were installed.
+
+    Raises:
+        UserError: no model in `out` was trained to its end.
+    """
+    logs = [path for path in sorted(Path(out).glob("*/log.json")) if json.loads(path.read_text())["done"]]
+    if not logs:
+        raise UserError(f"{out}: no pocket model there that was trained to its end; train one with: pretrain NAME")
+    for log in logs:
+        place = folder / log.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        for old in [*place.glob("*.safetensors*"), place / "card.json"]:
+            old.unlink(missing_ok=True)
+        for new in sorted((log.parent / "model").glob("*")):
+            if new.name == "config.json" or "safetensors" in new.name:
+                shutil.copyfile(new, place / new.name)
+        shutil.copyfile(log, place / "training-log.json")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if not (place / name).is_symlink():
+                (place / name).symlink_to(Path("..") / "tokenizer" / name)
+    listed = [*folder.glob("*/*.safetensors"), folder / "tokenizer" / "tokenizer.json"]
+    lines = sorted(f"{path.relative_to(folder)}" for path in listed)
+    write_text(folder / "SHA256SUMS", "".join(f"{sha256(folder / line)}  {line}\n" for line in lines))
+    return [log.parent.name for log in logs]
+
+
+def command(name: str, corpus: Path | None, out: Path, device: str = "cuda", stop_after_s: float = math.inf) -> dict:
+    """Train a model of config/pocket-models.yaml, as the command line asks; returns the log.
+
+    Raises:
+        UserError: unknown model, no corpus, or no CUDA device where one is asked for.
+    """
+    config = load_config()
+    if name not in config.models:
+        raise unknown("pocket model", name, config.models)
+    data = os.environ.get("REPRO_DATA")
+    corpus = corpus or (Path(data) / "corpus" if data else None)
+    if corpus is None:
+        raise UserError("pretrain: name the folder of the training shards with --corpus, or set REPRO_DATA")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("pretrain: this machine has no CUDA device; --device cpu trains, slowly")
+    ids = torch.from_numpy(cached_ids(corpus, out, config.training.wikitext_every))
+    return pretrain(name, ids, config, out, device, stop_after_s)
