@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from dag import built, source  # noqa: F401
+from tiny_results import house, tiny_jobs  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.files import ROOT

@@ -1,12 +1,14 @@
-"""The whole machinery on something tiny: a copy of the checkout, a random Llama, a profile, Make and Snakemake.
+"""The whole machinery on something tiny: a copy of the checkout, a random Llama, a scale, Make and Snakemake.
 
 A copy, because these tests edit sources and because the checkout changes under a developer's hands. It has no trained
 weights and no git, so that nothing in a table depends on the commit; its spec of SPEAR's Table 1 has three rows.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import pickle
 import re
 import shlex
 import shutil
@@ -14,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,20 +27,42 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from repro.files import ROOT
+from repro.record import observations
 
 LEFT_OUT = (".*", "__pycache__", "build", "pocket-*m", "attempts", "docs", "tests")
 BUILT = (".csv", ".tex", ".md")
-TARGET = "tables/spear/table1.csv"
-MODEL = "tiny-llama"
+DRAWN = (".svg", ".pdf", ".csv", ".md")
+TARGET, PLOT = "tables/spear/table1.csv", "figures/spear/figure13.svg"
+MODEL = "tiny $(touch x) llama"  # a folder; its name is in no command
+HARD = 'it\'s "a" $(touch y) checkout'
 SPEC = """\
 title: 4-bit quality of four quantizers, bare and with SPEAR
 rows:
   FP16: fp16
   RTN pc: rtn-w4-pc
+  +SPEAR pc on RTN: rtn-w4-pc + spear(budget=1e-06, samples=4, tokens=16, cka_samples=4)
   GPTQ g128: gptq-w4-g128
-columns:
-  Wiki: {measure: perplexity, corpus: wikitext2}
-  C4: {measure: perplexity, corpus: c4}
+beside:
+  KL: {kind: perplexity, corpus: wikitext2, show: kl, unit: nats}
+  BPW: {kind: storage}
+claims:
+  - claim: spear C018
+    says: 4-bit per-channel RTN costs perplexity
+    printed: 9.71 to 20.46
+    cells: {f: FP16 | Wiki, b: RTN pc | Wiki}
+    cases: [Llama-3.2-1B]
+    quantity: b / f - 1
+    holds: "> 0"
+"""
+FIGURE = """\
+title: bits a block weight
+series: {pc: {group: pc}}
+recipe: "rtn-w{bits}-{group}"
+models: [Llama-3.2-1B]
+measure: {kind: storage}
+over: {bits: [4, 3]}
+x: bits
+y: bits a block weight
 """
 HEADLINE = """\
 title: Headline claims
@@ -52,12 +76,12 @@ claims:
     quantity: b / f - 1
     holds: "> 0"
 """
-PROFILE = {
+SCALE = {
     "name": "tiny",
     "about": "a random Llama on embedded text",
     "models": {"Llama-3.2-1B": MODEL},
     "corpora": {"wikitext2": "pydoc-topics", "c4": "pydoc-topics"},
-    "calibration": {"corpus": "pydoc-topics", "sequences": 4, "length": 64},
+    "calibration": {"corpus": "pocket-sample-calib", "sequences": 4, "length": 64},
     "perplexity": {"length": 64, "windows": 8, "kl_windows": 2},
 }
 
@@ -67,16 +91,17 @@ def copy_checkout(place: Path, spec: str | None = SPEC) -> Path:
     ignored = shutil.ignore_patterns(*LEFT_OUT)
 
     def left_out(folder: str, names: list[str]) -> set[str]:
-        made = {n for n in names if n.endswith(BUILT)} if Path(folder).is_relative_to(ROOT / "tables") else set()
-        return ignored(folder, names) | made
+        built = any(Path(folder).is_relative_to(ROOT / top) for top in ("tables", "figures"))
+        return ignored(folder, names) | ({n for n in names if n.endswith((*BUILT, *DRAWN))} if built else set())
 
     shutil.copytree(ROOT, place, symlinks=True, ignore=left_out)
     if spec is not None:
-        for path in (place / "tables").glob("*/*.yaml"):
+        for path in [*(place / "tables").glob("*/*.yaml"), *(place / "figures").glob("*/*.yaml")]:
             path.unlink()
         (place / "tables" / "spear" / "table1.yaml").write_text(spec)
+        (place / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)
         (place / "tables" / "table1.yaml").write_text(HEADLINE)
-    (place / "config" / "tiny.yaml").write_text(json.dumps(PROFILE))  # JSON is YAML
+    (place / "config" / "tiny.yaml").write_text(json.dumps(SCALE))  # JSON is YAML
     shutil.rmtree(place / "results", ignore_errors=True)
     python = place / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -117,10 +142,10 @@ def folder(place: Path) -> Path:
 def environment(source: Path) -> dict[str, str]:
     """The environment of a command that runs the harness in `source`; `python` and `snakemake` are this Python's."""
     outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # `make test` is a make itself
-    dropped = ("PROFILE", "REPRO_DATA", "PYTHONPATH", *outer)
+    dropped = ("SCALE", "REPRO_DATA", "REPRO_COMMIT", "PYTHONPATH", *outer)
     kept = {k: v for k, v in os.environ.items() if k not in dropped}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return kept | {"PATH": path, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "PROFILE": PROFILE["name"]}
+    return kept | {"PATH": path, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "SCALE": SCALE["name"]}
 
 
 @dataclass(frozen=True)
@@ -180,11 +205,22 @@ def listing(*places: Path) -> dict[str, str]:
     return found
 
 
-def outputs(place: Path, kinds: Iterable[str] = BUILT) -> dict[str, bytes]:
-    """Every built table file under `place`, by its path."""
-    return {
-        str(p.relative_to(place)): p.read_bytes() for p in sorted((place / "tables").rglob("*")) if p.suffix in kinds
-    }
+def outputs(place: Path) -> dict[str, bytes]:
+    """Every built file of tables and figures under `place`, by its path."""
+    found = [p for top, kinds in (("tables", BUILT), ("figures", DRAWN))
+             for p in sorted((place / top).rglob("*")) if p.suffix in kinds]  # fmt: skip
+    return {str(p.relative_to(place)): p.read_bytes() for p in found}
+
+
+def observed(place: Path) -> dict[str, tuple[str, str]]:
+    """Per job folder under `place` the digest of its observations and the hash of its data file, if it has one."""
+    found = {}
+    for path in sorted((place / "build").rglob("observations.parquet")):
+        data = path.with_name("data.safetensors")
+        known = hashlib.sha256(data.read_bytes()).hexdigest() if data.is_file() else ""
+        digest = observations.load(path).digest if path.stat().st_size else ""
+        found[str(path.parent.relative_to(place))] = (digest, known)
+    return found
 
 
 def processes(place: Path) -> list[int]:
@@ -215,24 +251,42 @@ def kill(process: subprocess.Popen) -> None:
 
 @dataclass(frozen=True)
 class Built:
-    """The copy after `make` in it: what it said, its tables, the seconds that it took."""
+    """A copy after a build in it: what it said, its tables, figures and observations, the seconds that it took.
+
+    `twin` is a second copy of the same moment, for builds elsewhere with sources that no test edits.
+    """
 
     place: Path
+    twin: Path
     done: Done
     tables: dict[str, bytes]
+    observed: dict[str, tuple[str, str]]
     seconds: float
 
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
-    """A copy of the checkout with the tiny profile, the tiny model in it."""
-    return folder(copy_checkout(tmp_path_factory.mktemp("dag") / "source"))
+    """A copy of the checkout with the tiny scale, the tiny model in it."""
+    return folder(copy_checkout(tmp_path_factory.mktemp("dag") / HARD))
 
 
 @pytest.fixture(scope="session")
-def built(source):
-    """The whole DAG of SPEAR's Table 1 on the tiny model, by `make` in the copy, on two cores."""
-    began = time.monotonic()
-    done = run(["make", "CORES=2", f"PYTHON={sys.executable}", TARGET], source, source, timeout=600)
-    assert done.code == 0, done.text
-    return Built(source, done, outputs(source), time.monotonic() - began)
+def built(tmp_path_factory):
+    """SPEAR's Table 1 and a figure on the tiny model, on two cores, in a copy that only test_workflow.py edits.
+
+    Built once for all workers of a test run.
+    """
+    top = tmp_path_factory.getbasetemp()
+    top = top.parent if os.environ.get("PYTEST_XDIST_WORKER") else top
+    with open(top / "built.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = top / "built.pickle"
+        if not made.is_file():
+            place, twin = folder(copy_checkout(top / "built" / HARD)), top / "twin" / HARD
+            shutil.copytree(place, twin, symlinks=True)
+            began = time.monotonic()
+            done = run(repro("make", TARGET, PLOT, "--cores", 2), place, place, timeout=900)
+            assert done.code == 0, done.text
+            found = Built(place, twin, done, outputs(place), observed(place), time.monotonic() - began)
+            made.write_bytes(pickle.dumps(found))
+        return pickle.loads(made.read_bytes())

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from repro import kernel_list
+from repro.bench import kernel_list
 
 SMALL = 3 << 17  # weights of a case; tools that watch every access are slow
 CONFIGURATIONS = 15  # of a case, from the first of the space to the last

@@ -1,6 +1,6 @@
 """A device with streams, graphs and a clock of its own, for tests of the timer without a GPU."""
 
-from repro import timing
+from repro.bench import timing
 
 
 class Fake:

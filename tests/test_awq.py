@@ -6,11 +6,12 @@ import torch
 from known import W, X, errors
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from repro import bits, recipe
 from repro.baselines import awq, grid, rtn
 from repro.baselines.awq import Config
 from repro.errors import UserError
-from repro.lowbit import LowBitModel, block_inputs, block_linears
+from repro.models import bits
+from repro.models.lowbit import LowBitModel, block_inputs, block_linears
+from repro.spec import recipe
 
 CLOSE = 1e-5
 HEADS = tiny.SHAPE | {"num_key_value_heads": 2}  # as many value heads as query heads: o is scaled, too

@@ -1,9 +1,8 @@
-"""Bad input is one clear sentence that names what is wrong, exit code 2 (Snakemake: 1), and nothing half-written."""
+"""Bad input is one clear sentence that names what is wrong, exit code 2, no traceback, and nothing half-written."""
 
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,482 +11,788 @@ from collections.abc import Callable
 from pathlib import Path
 
 import dag
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_results import tiny_jobs  # noqa: F401
 
-from repro import corpora, models, record, spec
+from repro import files, models
 from repro.__main__ import main
-from repro.files import sha256
-from repro.workflow import Workflow
+from repro.bench import kernel_rows
+from repro.files import HOME, ROOT
+from repro.record import accepted
+from repro.record.measurement import COLUMNS
+from repro.spec import figures, scale, tables
 
-CSV = Path("mine.csv")
-ROW = {
-    **{"paper": "spear", "kind": "table", "number": "1", "row": "RTN pc", "col": "Wiki", "model": "Llama-3.2-1B"},
-    **{"metric": "perplexity", "printed": "", "value": 20.0, "status": "ok", "grade": "C", "live": "live"},
-    **{"stand_in": "pocket-3m", "recipe": "rtn-w4-pc", "protocol": "gptq-2048-v1", "profile": "pocket"},
-    **{"device": "cpu", "commit": "0123456789", "code": "01234567", "environment": "{}"},
-}
-COMPRESS = ("compress", "--model", dag.MODEL, "--out", "out.safetensors", "--recipe")
-SCORE = ("perplexity", "--model", dag.MODEL, "--tokens", "tokens.safetensors", "--out", "out.parquet", "--length", "64")
-TOKENS = ("tokens", "--model", dag.MODEL, "--out", "out.safetensors", "--corpus")
-SHOTS = ("zeroshot", "--model", dag.MODEL, "--out", "out.parquet", "--tasks")
-RTN = "rtn-w4-g128"
-WITH = ("--configfile", "mine.yaml")
+LONG = "x" * 5000
+DEEP = "[" * 10_000
+ALIASES = (
+    "[&a [x,x,x,x,x,x,x,x,x],"
+    + ",".join(f"&{b} [{','.join(9 * [f'*{a}'])}]" for a, b in zip("abcdefg", "bcdefgh"))
+    + "]"
+)
+MODEL = "model"
+MINE = ("--configfile", "mine.yaml")
+SCALE = dag.SCALE | {"name": "mine", "models": {"Llama-3.2-1B": MODEL}}
+Prepare = Callable[[Path], object] | None
+Case = tuple[tuple[object, ...], tuple[str, ...], Prepare]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with the tiny model, token ids and a compressed model, made once."""
-    place = dag.folder(tmp_path_factory.mktemp("bad") / "place")
-    ids = np.random.default_rng(0).integers(0, 257, 4000).astype(np.int32)
-    meta = {"corpus": "pydoc-topics", "label": "pydoc-topics", "corpus_sha256": "0"}
-    corpora.save_tokens(place / "tokens.safetensors", ids, meta)
-    before = Path.cwd()
-    os.chdir(place)
-    try:
-        assert main(["compress", "--model", dag.MODEL, "--recipe", RTN, "--out", "weights.safetensors"]) == 0
-    finally:
-        os.chdir(before)
-        models.fingerprint.cache_clear()
-    return place
+def write(name: str, text: str | bytes) -> Callable[[Path], object]:
+    """Put one file into the working folder."""
+
+    def prepare(here: Path) -> None:
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return prepare
+
+
+def folder(name: str) -> Callable[[Path], object]:
+    """Put a folder where a file should be."""
+    return lambda here: (here / name).mkdir(parents=True)
 
 
 @pytest.fixture
-def here(place, tmp_path, monkeypatch):
-    """A copy of that folder to spoil, as the working directory; no data folder and no profile are set."""
-    shutil.copytree(place, tmp_path / "here")
+def here(tmp_path, monkeypatch):
+    """An empty working folder; no data folder and no scale are set."""
+    (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for name in ("REPRO_DATA", "PROFILE"):
+    for name in ("REPRO_DATA", "SCALE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(models, "fingerprint", models.fingerprint.__wrapped__)
     return tmp_path / "here"
 
 
-def refused(capfd: pytest.CaptureFixture, words: tuple[object, ...], *named: str) -> None:
-    """Run a verb in process; it must say one sentence with each of `named`, return 2 and leave the folder as it was."""
+def sentence(err: str, *named: object) -> None:
+    """Assert that stderr is one short sentence with each of `named`."""
+    assert "Traceback" not in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert len(err) < 400, err
+    for word in named:
+        assert str(word) in err, err
+
+
+def refused(capfd: pytest.CaptureFixture, words: tuple[object, ...], *named: object) -> None:
+    """Run a verb in this process; it must say one sentence, return 2 and leave nothing but logs and finished jobs."""
     before = dag.listing(Path.cwd())
     capfd.readouterr()
     assert main([str(word) for word in words]) == 2
-    check(capfd.readouterr().err, *named)
-    assert dag.listing(Path.cwd()) == before
+    sentence(capfd.readouterr().err, *named)
+    after = {path: what for path, what in dag.listing(Path.cwd()).items() if before.get(path) != what}
+    new = [Path(path).relative_to(Path.cwd()) for path, what in after.items() if what != "folder"]
+    new = [path for path in new if path != Path(".snakemake/repro.lock")]
+    assert all(path.parts[0] == "build" and not path.name.startswith(".") for path in new), new
+    for path in new:
+        finished = (path.parent / "job.json").is_file()
+        assert finished or path.name == "log.txt" or path.parts[1] in ("units", "logs"), f"{path} is half-written"
 
 
-def check(err: str, *named: str) -> None:
-    """Assert that stderr is one sentence that names what is wrong."""
-    assert "Traceback" not in err
-    lines = [line for line in re.split(r"[\r\n]+", err) if line.strip() and "%|" not in line]  # without progress bars
-    assert len(lines) == 1 and lines[0].startswith("error: "), err
-    assert len(lines[0]) < 700
-    for word in named:
-        assert word in lines[0], lines[0]
+# --- verbs, options, names --------------------------------------------------------------------------------------------
+
+NAMES: list[Case] = [
+    (("mkae", "all"), ("unknown verb 'mkae'", "did you mean 'make'"), None),
+    ((LONG,), ("unknown verb 'xxx", "choose from"), None),
+    (("make",), ("targets", "--help"), None),
+    (("make", "all", "--coers", "2"), ("--coers 2", "--help"), None),
+    (("make", "all", "--cores", "0"), ("--cores", "'0' is not a whole number of 1 or more"), None),
+    (("make", "all", "--cores", LONG), ("--cores", "is not a whole number"), None),
+    (("make", "tables/spear/table99.tex"), ("unknown target", "tables/spear/table99.tex", "did you mean"), None),
+    (("make", LONG), ("unknown target", "choose from: all"), None),
+    (("make", "figures/spear/figure99.svg"), ("unknown target", "figures/spear/figure13.svg"), None),
+    (("make", "all", "--scale", "pockett"), ("unknown scale", "did you mean 'pocket'"), None),
+    (("make", "all", *MINE), ("mine.yaml", "no such file"), None),
+    (("make", "tables/table1.tex", "--config", "threads"), ("--config threads", "KEY=VALUE", "threads=2"), None),
+    (("make", "tables/table1.tex", "--config", "thread=2"), ("unknown key 'thread'", "did you mean 'threads'"), None),
+    (("make", "tables/table1.md"), ("build/logs/snakemake.log", "in its place"), write("build", "")),
+    (("make", "tables/table1.md"), (".snakemake", "in its place"), write(".snakemake", "")),
+    (("run", "spear/table1", "--side-by-side", "0"), ("--side-by-side", "'0'", "1 or more"), None),
+    (("run", "spear/table1", "--gpus", "-1"), ("--gpus", "'-1'", "0 or more"), None),
+    (("run", "spear/table1", "--minutes", "nan"), ("--minutes", "'nan' is not a number of 0 or more"), None),
+    (("run", "spear/table1", "--minutes", "-1"), ("--minutes", "'-1'"), None),
+    (("run", "spear/table1", "--save", "."), (".: cannot be written", "in its place"), None),
+    (("compress", "pocket-3m", "--seed", "text"), ("--seed", "'text'", "whole number"), None),
+    (("compress", "pocket-3m", "--seed", "9" * 5000), ("--seed", "'999"), None),
+    (("perplexity", "pocket-3m"), ("--corpus", "--help"), None),
+    (("perplexity", "pocket-3m", "--corpus", "c4", "--show", "kk"), ("--show", "'kk'", "'top1'"), None),
+    (("table", "spear/table99"), ("unknown table 'spear/table99'", "did you mean 'spear/table9'"), None),
+    (("table", "spear/figure99"), ("unknown figure", "spear/figure13"), None),
+    (("table", "spear/table1"), ("tables/spear/table1.csv", "cannot be written"), write("tables", "")),
+    (("plan", "spear/table99"), ("unknown table 'spear/table99'",), None),
+    (("verify", "spear/table99"), ("unknown table 'spear/table99'",), None),
+    (("verify", "spear/table2"), ("unknown table with a spec 'spear/table2'",), None),
+    (("verify", "spear/table8"), ("nothing is recorded for spear/table8 at scale pocket",), None),
+    (("coverage", "--scale", "nope"), ("unknown scale 'nope'", "pocket-real"), None),
+    (("coverage", "--scale", "../config/pocket"), ("unknown scale '../config/pocket'",), None),
+    (("attest", "--scale", "nope"), ("unknown scale 'nope'",), None),
+    (("attest", "--cells", "0"), ("--cells", "'0'"), None),
+    (("pretrain", "pocket-33m"), ("unknown pocket model 'pocket-33m'", "did you mean"), None),
+    (("pretrain", "pocket-3m"), ("--corpus", "REPRO_DATA"), None),
+    (("pretrain", "pocket-3m", "--device", "cpu", "--corpus", "nowhere"), ("nowhere", "train-*.txt.xz"), None),
+    (("pretrain", "pocket-3m", "--stop-after", "nan"), ("--stop-after", "'nan'"), None),
+    (("tune", "nope"), ("unknown kernel 'nope'", "wna16_gemv"), None),
+    (("bench", "--shapes", "4096"), ("--shapes", "'4096'", "4096x14336"), None),
+    (("bench", "--counts", "0"), ("--counts", "'0'"), None),
+    (("card", "--device", "tpu"), ("--device", "'tpu'", "'cuda'"), None),
+    (("regress", "none.json", "--against", "none.json"), ("none.json", "no such file"), None),
+    (("regress", "j", "--against", "j", "--threshold", "nan"), ("--threshold", "'nan'"), None),
+    (("regress", "j", "--against", "j"), ("j: not a file of pytest --benchmark-json",), write("j", DEEP * 20)),
+    (
+        ("regress", "j", "--against", "j"),
+        ("j: not a file of pytest --benchmark-json",),
+        write("j", '{"benchmarks": 3}'),
+    ),
+]
 
 
-# --- names that do not exist ------------------------------------------------------------------------------------------
+def name_of(value: object) -> str:
+    """A short id of a case."""
+    return "-".join(str(v)[:20] for v in value[:1] + value[-2:]) if isinstance(value, tuple) and value else ""
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("mkae", "all"), ("unknown verb", "'mkae'", "make")),
-        (("make",), ("targets",)),
-        (("make", "all", "--coers", "2"), ("--coers",)),
-        (("make", "all", "--cores", "0"), ("cores", "0")),
-        (("make", "tables/spear/table99.tex"), ("unknown target", "tables/spear/table99.tex", "did you mean")),
-        (("make", "tables/spaer/table1.tex"), ("unknown target", "did you mean 'tables/spear/table1.tex'")),
-        (("make", "all", "--profile", "pockett"), ("unknown profile", "did you mean 'pocket'")),
-        (("make", "all", *WITH), ("mine.yaml", "no such file")),
-        (("show", "spear/table99"), ("unknown target", "table99")),
-        (("show", "spear/table1"), ("tables/spear/table1.md", "not built yet")),
-        (("table", "spaer/table1"), ("unknown table", "'spaer/table1'")),
-        (("plan", "tables/spear/table99.tex"), ("unknown target",)),
-        (("verify", "spear/table99"), ("unknown table", "spear/table99")),
-        (("coverage", "--profile", "nope"), ("unknown profile", "'nope'", "pocket-real")),
-        ((*COMPRESS, "gpqt-w4"), ("recipe 'gpqt-w4'", "did you mean 'gptq'")),
-        ((*COMPRESS, "rtn-w4-quick"), ("recipe 'rtn-w4-quick'", "'quick'", "bits")),
-        ((*COMPRESS, "rtn-w1"), ("bits is 1",)),
-        ((*COMPRESS, "rtn-w4-clip=some"), ("recipe 'rtn-w4-clip=some'", "clip", "mse")),
-        ((*COMPRESS, "fp16"), ("fp16", "not compressed")),
-        ((*COMPRESS, "rtn-w4-g96"), ("do not divide into groups of 96",)),
-        ((*COMPRESS, "gptq-w4"), ("calibration",)),
-        ((*COMPRESS, RTN, "--threads", "0"), ("threads", "0")),
-        (("compress", "--model", "pocket-33m", "--recipe", RTN, "--out", "o"), ("unknown model", "'pocket-33m'")),
-        (("compress", "--model", "a/b@main", "--recipe", RTN, "--out", "o"), ("a/b@main", "revision")),
-        (("compress", "--model", "a/b@0123456789", "--recipe", RTN, "--out", "o"), ("a/b@0123456789", "hub: true")),
-        ((*TOKENS, "wikitext3"), ("unknown corpus", "did you mean 'wikitext2'")),
-        ((*TOKENS, "wikitext2"), ("wikitext2", "REPRO_DATA", "hub: true")),
-        ((*TOKENS, "c4-hub"), ("c4-hub", "hub: true")),
-        ((*SHOTS, "piqa"), ("REPRO_DATA", "piqa")),
-        ((*SCORE[:-1], "5000"), ("no full window of 5000", "4000 tokens")),
-        ((*SCORE, "--windows", "0"), ("window", "0")),
-        ((*SCORE, "--weights", "none.safetensors"), ("none.safetensors",)),
-        (("accept", "none.csv"), ("none.csv", "no such file")),
-        (("pretrain", "pocket-33m"), ("unknown pocket model", "pocket-33m")),
-        (("pretrain", "pocket-3m"), ("--corpus", "REPRO_DATA")),
-    ],
-    ids=lambda value: "-".join(Path(str(v)).name for v in value[-2:]) if isinstance(value, tuple) else "",
-)
-def test_names(here, capfd, words, named):
+@pytest.mark.parametrize(("words", "named", "prepare"), NAMES, ids=name_of)
+def test_verbs_and_options(here, capfd, words, named, prepare):
+    if prepare:
+        prepare(here)
     refused(capfd, words, *named)
 
 
-def test_data_folder_without_the_data(here, capfd, monkeypatch):
-    monkeypatch.setenv("REPRO_DATA", str(here))
-    refused(capfd, (*TOKENS, "wikitext2"), "wikitext-2/wikitext-2-raw-v1.test.rows.jsonl", "REPRO_DATA=", "hub: true")
-    refused(capfd, (*SHOTS, "piqa"), "piqa_valid.jsonl", "REPRO_DATA")
-    refused(capfd, (*SHOTS, "pica"), "unknown zero-shot task", "did you mean 'piqa'")
+def test_version_and_list(here, capfd):
+    assert main(["--version"]) == 0 and capfd.readouterr().out.startswith("lowbit-repro 0.")
+    assert main(["list"]) == 0
+    out = capfd.readouterr().out
+    assert all(
+        word in out for word in ("spear/table1", "spear/figure13", "pocket-full", "gptq", "pocket-3m", "storage")
+    )
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+CONFIG = [
+    ("threads=abc", "threads: expected int, got str 'abc'"),
+    ("threads=-1", "threads is -1; it is 1 or more"),
+    ("device=$(touch x)", "device: unknown value '$(touch x)'; choose from: cpu, cuda"),
+    ("=2", "unknown key ''"),
+    ("name=other", "unknown scale 'other'"),
+    ("models=null", "models: expected a mapping"),
+    (f"models={ALIASES}", "--config models: not valid YAML (line 1: more than 100,000 values"),
+    (f"models={DEEP}", "--config models: not valid YAML (line 1: nested more than 50 deep)"),
+    ("models=&a {x: *a}", "an alias stands for what it is a part of"),
+    ("models={a: [", "--config models: not valid YAML (line 1: expected the node content"),
+    ("threads=!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ("threads=2024-99-99", "'2024-99-99' is no timestamp"),
+    (f"threads={5000 * '9'}", "is no int that can be read"),
+    (f"threads=0x{5000 * 'f'}", "is no int that can be read"),
+    ("threads=!!int ''", "'' is no int that can be read"),
+    ("perplexity={windows: 0}", "perplexity: windows is 0; it is 1 or more"),
+    ("perplexity={window: 3}", "perplexity: unknown key 'window'; did you mean 'windows'"),
+    ("zeroshot={tasks: [piq]}", "zeroshot: unknown zero-shot task 'piq'; did you mean 'piqa'"),
+    ("calibration={corpus: c5}", "calibration: corpus: unknown corpus 'c5'"),
+    ("calibration={sequences: 0}", "calibration: sequences is 0; it is 1 or more"),
+    ("corpora={wikitext2: wikitext3}", "corpora: wikitext2: unknown corpus 'wikitext3'; did you mean 'wikitext2'"),
+    ("reduced={spaer: {x: 1}}", "reduced: unknown step 'spaer'; did you mean 'spear'"),
+    ("reduced={spear: {effort: .nan}}", "effort: nan is no finite number"),
+    ("recorded={rnt: [pocket-3m]}", "recorded: unknown step 'rnt'; did you mean 'rtn'"),
+]
+
+
+@pytest.mark.parametrize(("word", "said"), CONFIG, ids=lambda value: value[:30])
+def test_single_keys_of_a_scale(here, capfd, word, said):
+    refused(capfd, ("coverage", "--config", word), said)
+
+
+SCALES: list[tuple[str | bytes, str]] = [
+    ("", "mine.yaml: not a scale; expected a mapping"),
+    ("[1, 2]", "mine.yaml: not a scale; expected a mapping"),
+    ("name: [", "mine.yaml: not valid YAML (line 1"),
+    ("\x00", "mine.yaml: not valid YAML (unacceptable character"),
+    (b"\xff\xfe\x00", "mine.yaml: not valid YAML ('utf-8' codec"),
+    ("name: mine\nname: b\n", "mine.yaml: not valid YAML (line 1: key 'name' is given twice)"),
+    ("name: mine\nmodels:\n\ta: b\n", r"mine.yaml: not valid YAML (line 3: found character '\t'"),
+    (f"name: mine\nmodels: {10_000 * '{a: '}", "mine.yaml: not valid YAML (line 2: nested more than 50 deep)"),
+    (f"name: mine\nmodels: {ALIASES}\n", "mine.yaml: not valid YAML (line 2: more than 100,000 values"),
+    ("name: other\n", "mine.yaml: its name is 'other'; a scale is named like its file, 'mine'"),
+    ("name: mine\n", "mine.yaml: key 'about' is missing"),
+    ("name: mine\nbase: pockett\n", "base: unknown scale 'pockett'; did you mean 'pocket'"),
+    ("name: mine\nbase: pocket\nabuot: x\n", "mine.yaml: unknown key 'abuot'; did you mean 'about'"),
+    ("name: mine\nbase: pocket\nprotocols: {}\n", "mine.yaml: unknown key 'protocols'; choose from"),
+    ("name: mine\nbase: pocket\nmodels: {Llama-3.2-1B: nowhere}\n", "unknown model 'nowhere'"),
+    ("name: mine\nbase: pocket\nmodels: {Llama-3.2-1B: a/b@main}\n", "'main' is no pinned revision"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), SCALES, ids=lambda value: str(value)[:30])
+def test_files_of_scales(here, capfd, text, said):
+    write("mine.yaml", text)(here)
+    refused(capfd, ("run", "spear/table1", "--dry-run", *MINE), said)
+
+
+def test_scales_that_are_no_files(here, capfd):
+    refused(capfd, ("coverage", "--configfile", "."), ".: cannot be read (Is a directory)")
+    refused(capfd, ("coverage", "--configfile", LONG), "cannot be read (File name too long)")
+
+
+# --- recipes, models, texts -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The tiny model, saved once."""
+    return dag.save_model(tmp_path_factory.mktemp("saved") / MODEL)
+
+
+@pytest.fixture
+def place(here, saved):
+    """A working folder with a copy of the tiny model to spoil, and a scale of its own."""
+    shutil.copytree(saved, here / MODEL)
+    (here / "mine.yaml").write_text(json.dumps(SCALE))
+    return here
+
+
+RECIPES = {
+    LONG: ("5,000 characters", "at most 4,000"),
+    "rtn(" + 3000 * "[": ("recipe 'rtn(", "nested more than 20 deep"),
+    "gpqt-w4": ("unknown step 'gpqt'", "did you mean 'gptq'"),
+    "rtn-w4-quick": ("rtn has no option 'quick'", "options: bits"),
+    "rtn-w1": ("bits is 1",),
+    "rtn(w=$(touch x))": ("bits: expected int",),
+    "rtn-w4-clip=.nan": ("'.nan' is no value for clip",),
+    "fp16-w4": ("fp16 is full precision",),
+    "": ("unknown step ''", "gptq"),
+    "rtn-\udce9": ("U+DCE9 is not allowed",),
+    "rtn-w4-g96": ("do not divide into groups of 96",),
+    "rtn-w4-pc + spear + spear": ("a second compensator is refused",),
+    "spear": ("there are none", "rtn-w4-pc + spear"),
+    "spear + rtn-w4-pc": ("there are none", "rtn-w4-pc + spear"),
+    "gptq(w=4, percdamp=-1)": ("percdamp is -1.0", "0 or more"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda value: value[:30].encode("ascii", "replace").decode())
+def test_recipes(place, capfd, recipe):
+    refused(capfd, ("compress", MODEL, "--recipe", recipe, *MINE), *RECIPES[recipe])
+
+
+NO_MODELS = {
+    "pocket-33m": ("unknown model 'pocket-33m'", "did you mean 'pocket-3m'", "hub-id@revision"),
+    "a/b": ("unknown model 'a/b'", "hub-id@revision"),
+    "a/b@main": ("'main' is no pinned revision", "7 to 40 hex digits"),
+    "a/b@0123456789": ("a/b@0123456789", "hub: true"),
+    ".": ("no config.json",),
+    LONG: ("5,000 characters", "at most 1,000"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MODELS, ids=lambda value: value[:20])
+def test_models_that_are_none(place, capfd, name):
+    refused(capfd, ("compress", name, "--recipe", "rtn-w4-pc", *MINE), *NO_MODELS[name])
+
+
+def cut(name: str) -> Callable[[Path], object]:
+    """Keep the first half of a file of the model."""
+
+    def damage(model: Path) -> None:
+        content = (model / name).read_bytes()
+        (model / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def changed(change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[Path], object]:
+    """Change one tensor of the checkpoint, or leave it out."""
+
+    def damage(model: Path) -> None:
+        tensors, key = load_file(model / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+        tensor = tensors.pop(key)
+        tensors |= {key: change(tensor)} if change else {}
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def pickled(model: Path) -> None:
+    """Replace the checkpoint by a pickled one."""
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def without_shard(model: Path) -> None:
+    """Save in shards, and lose one."""
+    (model / "model.safetensors").unlink()
+    dag.save_model(model, shards=True)
+    sorted(model.glob("*.safetensors"))[-1].unlink()
+
+
+def holds(name: str, text: str) -> Callable[[Path], object]:
+    """Write a file of the model anew."""
+    return lambda model: (model / name).write_text(text)
+
+
+def absent(name: str) -> Callable[[Path], object]:
+    """Remove a file of the model."""
+    return lambda model: (model / name).unlink()
+
+
+INDEX = "model.safetensors.index.json"
+DAMAGE: list[tuple[Callable[[Path], object], tuple[str, ...]]] = [
+    (cut("model.safetensors"), ("model.safetensors", "not a whole safetensors file", "copy it again")),
+    (holds("model.safetensors", ""), ("model.safetensors", "not a whole safetensors file")),
+    (changed(None), ("layers.1.mlp.down_proj.weight", "not in its files")),
+    (changed(lambda tensor: tensor.to(torch.int8)), ("layers.1.mlp.down_proj.weight", "I8", "float32")),
+    (changed(lambda tensor: tensor * torch.nan), ("layers.1.mlp.down_proj.weight", "NaN or Inf")),
+    (changed(lambda tensor: tensor[:-1].clone()), ("layers.1.mlp.down_proj.weight", "its config.json says")),
+    (pickled, ("only pickled weights (pytorch_model.bin)", "safetensors")),
+    (without_shard, ("the shard model-0", "is missing", "copy it again")),
+    (absent("model.safetensors"), ("no *.safetensors",)),
+    (absent("config.json"), ("no config.json",)),
+    (cut("config.json"), (MODEL, "check its config.json")),
+    (holds("config.json", 10 * DEEP), (MODEL, "check its config.json")),
+    (holds("config.json", '{"model_type": "nope"}'), (MODEL, "check its config.json", "nope")),
+    (holds(INDEX, 10 * DEEP), (INDEX, "not a safetensors index")),
+    (holds(INDEX, '{"weight_map": {"a": 3, "b": "x"}}'), ("the shard 3", "is missing")),
+    (lambda model: (absent("model.safetensors")(model), (model / "model.safetensors").mkdir()), ("no *.safetensors",)),
+]
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGE, ids=lambda value: name_of(value))
+def test_damaged_models(place, capfd, damage, named):
+    damage(place / MODEL)
+    refused(capfd, ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE), *named)
+
+
+@pytest.mark.parametrize("damage", [cut, absent])
+def test_damaged_tokenizers(place, capfd, damage):
+    damage("tokenizer.json")(place / MODEL)
+    refused(capfd, ("perplexity", MODEL, "--corpus", "wikitext2", *MINE), MODEL, "check its tokenizer.json")
+
+
+def test_pocket_weights_with_a_flipped_bit(place, capfd, monkeypatch):
+    monkeypatch.setattr(models, "POCKET", place)
+    checkpoint = place / MODEL / "model.safetensors"
+    (place / "SHA256SUMS").write_text(f"{files.sha256(checkpoint)}  {MODEL}/model.safetensors\n")
+    content = bytearray(checkpoint.read_bytes())
+    content[-100] ^= 4
+    checkpoint.write_bytes(content)
+    refused(capfd, ("compress", MODEL, *MINE), "model.safetensors", "SHA256SUMS", "check it out again")
+
+
+TEXTS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
+    ("perplexity", ("--corpus", "wikitext3"), ("unknown corpus 'wikitext3'", "did you mean 'wikitext2'")),
+    ("perplexity", ("--corpus", LONG), ("unknown corpus 'xxx",)),
+    ("perplexity", ("--corpus", "wikitext2-valid"), ("wikitext2-valid", "REPRO_DATA, which is not set", "hub: true")),
+    ("perplexity", ("--corpus", "c4-hub"), ("c4-hub", "hub: true")),
+    (
+        "perplexity",
+        ("--corpus", "pocket-sample-calib", "--recipe", "gptq-w4-pc"),
+        ("calibrated on pocket-sample-calib", "name another corpus"),
+    ),
+    (
+        "perplexity",
+        ("--corpus", "wikitext2", "--config", "perplexity={length: 512}"),
+        ("windows of 512 tokens", "use windows of at most 256"),
+    ),
+    (
+        "compress",
+        ("--recipe", "gptq-w4-pc", "--config", "calibration={length: 512}"),
+        ("windows of 512 tokens", "use windows of at most 256"),
+    ),
+    (
+        "compress",
+        ("--recipe", "gptq-w4-pc", "--config", "calibration={length: 100000000}"),
+        ("too few for crops of 100000000", "name a longer corpus"),
+    ),
+    ("zeroshot", (), ("scale mine has no protocol for zeroshot", "'zeroshot'", "--scale")),
+    ("zeroshot", ("--tasks", "pica"), ("unknown zero-shot task 'pica'", "did you mean 'piqa'")),
+    ("zeroshot", ("--tasks", "piqa", "--config", "zeroshot={tasks: [piqa]}"), ("REPRO_DATA", "piqa")),
+    ("compress", ("--out", "x.bin"), ("--out x.bin", ".safetensors")),
+    ("compress", ("--out", "mine.yaml/x.safetensors"), ("mine.yaml/x.safetensors", "in its place")),
+    ("compress", ("--out", f"{MODEL}/../{LONG}.safetensors"), ("name is too long",)),
+]
+
+
+@pytest.mark.parametrize(("verb", "words", "named"), TEXTS, ids=lambda value: name_of(value))
+def test_texts_and_outputs(place, capfd, verb, words, named):
+    refused(capfd, (verb, MODEL, *MINE, *words), *named)
+
+
+def test_a_text_without_a_full_window(place, capfd):
+    config = json.loads((place / MODEL / "config.json").read_text()) | {"max_position_embeddings": 10**9}
+    (place / MODEL / "config.json").write_text(json.dumps(config))
+    words = ("perplexity", MODEL, *MINE, "--corpus", "wikitext2", "--config", "perplexity={length: 100000000}")
+    refused(capfd, words, "no full window of 100000000", "name a longer corpus")
+
+
+def test_data_folders_without_the_data(place, capfd, monkeypatch):
+    monkeypatch.setenv("REPRO_DATA", str(place))
+    text = ("perplexity", MODEL, *MINE, "--corpus", "wikitext2-valid")
+    items = ("zeroshot", MODEL, *MINE, "--config", "zeroshot={tasks: [piqa]}")
+    rows, task = "wikitext-2/wikitext-2-raw-v1.validation.rows.jsonl", "zeroshot/raw/piqa_valid.jsonl"
+    refused(capfd, text, rows, "is not in REPRO_DATA=")
+    refused(capfd, items, task, "no such file", "REPRO_DATA")
+    write(rows, '{"text": "another"}\n')(place)
+    refused(capfd, text, "wikitext2-valid", "holds another text than this name stands for", "copy it again")
+    write(rows, 10 * DEEP)(place)
+    refused(capfd, text, "not readable as corpus 'wikitext2-valid'", "copy it again")
+    write(task, '{"goal": 1}\n')(place)
+    write(task.replace(".jsonl", "-labels.lst"), "0\n")(place)
+    refused(capfd, items, "piqa_valid.jsonl", "not in the format of piqa")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu(here, capfd):
-    refused(capfd, (*COMPRESS, RTN, "--device", "cuda"), "cuda")
+def test_no_gpu(place, capfd):
+    words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE, "--config", "device=cuda")
+    refused(capfd, words, "no CUDA device", "choose a scale whose device is cpu")
 
 
-# --- profiles ---------------------------------------------------------------------------------------------------------
+# --- specs, claims, figures -------------------------------------------------------------------------------------------
+
+TABLE, FIGURE, HEADLINE, MEMORY = (
+    f"{name}.yaml" for name in ("tables/spear/table1", "figures/spear/figure13", "tables/table1", "tables/spear/memory")
+)
+SHORT = "title: t\nrows: {FP16: fp16, RTN pc: rtn-w4-pc}\n"
+CLAIM = {
+    **{"claim": "spear C021", "says": "x", "printed": "y", "cells": {"f": "FP16 | Wiki", "b": "RTN pc | Wiki"}},
+    **{"cases": ["Llama-3.2-1B"], "quantity": "b / f - 1", "holds": "> 0"},
+}
+PROBES = {
+    TABLE: ("table", "spear/table1"),
+    FIGURE: ("table", "spear/figure13"),
+    HEADLINE: ("table", "table1"),
+    MEMORY: ("run", "spear/memory", "--dry-run", "--scale", "pocket-full"),
+}
+
+
+@pytest.fixture
+def checkout(here, monkeypatch):
+    """The specs and scales of this checkout, copied to be spoiled."""
+    for top in ("tables", "figures", "config"):
+        for path in (HOME / top).rglob("*.yaml"):
+            target = here / "checkout" / path.relative_to(HOME)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    for module in (tables, figures, scale):
+        monkeypatch.setattr(module, "HOME", here / "checkout")
+    forget()
+    yield here / "checkout"
+    forget()
+
+
+def forget() -> None:
+    """Read specs anew."""
+    tables.table.cache_clear()
+    scale.hub_models.cache_clear()
+
+
+def claim(**keys: object) -> str:
+    """A short spec with a claim."""
+    return f"{SHORT}claims: {json.dumps([CLAIM | keys])}\n"
+
+
+SPECS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
+    (TABLE, "", (TABLE, "expected a mapping with keys of Spec")),
+    (TABLE, "[1]", (TABLE, "expected a mapping with keys of Spec")),
+    (TABLE, b"\xff\x00", (TABLE, "not valid YAML")),
+    (TABLE, DEEP, (TABLE, "nested more than 50 deep")),
+    (TABLE, "rows: {}\n", (TABLE, "key 'title' is missing")),
+    (TABLE, SHORT.replace("rows", "lines"), (TABLE, "unknown key 'lines'", "choose from")),
+    (TABLE, SHORT.replace("RTN pc", "FP16"), (TABLE, "line 2: key 'FP16' is given twice")),
+    (TABLE, SHORT.replace("RTN pc", "RTN pq"), (TABLE, "unknown printed row 'RTN pq'", "did you mean 'RTN pc'")),
+    (TABLE, SHORT.replace("RTN pc", "'{1x}'"), (TABLE, "label '{1x}'", "each a word")),
+    (TABLE, SHORT.replace("RTN pc", f"'{30 * '{a}'}'"), (TABLE, "label", "at most four names in braces")),
+    (TABLE, SHORT.replace("rtn-w4-pc", "rnt-w4-pc"), ("recipe 'rnt-w4-pc'", "did you mean 'rtn'")),
+    (TABLE, SHORT + "columns: [Wikki]\n", (TABLE, "unknown printed column 'Wikki'", "did you mean 'Wiki'")),
+    (TABLE, SHORT + "recipe: '{tau}'\n", (TABLE, "'{tau}' names 'tau', which is no variable", "recipe")),
+    (TABLE, SHORT + "recipe: '{recipe:>9999999999}'\n", (TABLE, "which is no variable there")),
+    (TABLE, SHORT + "recipe: '{recipe.__class__}'\n", (TABLE, "which is no variable there")),
+    (TABLE, SHORT + "beside: {X: {kind: storrage}}\n", (TABLE, "unknown kind of cell 'storrage'", "'storage'")),
+    (TABLE, SHORT + "beside: {X: {kind: storage, cuont: 1}}\n", (TABLE, "storage: unknown key 'cuont'", "'count'")),
+    (TABLE, SHORT + "beside: {X: {kind: perplexity, corpus: c5}}\n", ("unknown corpus 'c5'", "choose from: c4")),
+    (TABLE, SHORT + "beside: {X: storage}\n", (TABLE, "beside.X: expected a mapping")),
+    (TABLE, SHORT + "seeds: []\n", (TABLE, "seeds: []", "at least one")),
+    (TABLE, SHORT + "seeds: [1, 1]\n", (TABLE, "seeds: [1, 1]", "each once")),
+    (TABLE, SHORT + "extra: [nope-w3]\n", ("recipe 'nope-w3'", "unknown step")),
+    (TABLE, SHORT + "claims: nothing\n", (TABLE, "claims: expected a list")),
+    (TABLE, SHORT + "claims: [nothing]\n", (TABLE, "claims[0]: expected a mapping")),
+    (TABLE, claim(claim="spear C999"), ("unknown claim of spear 'C999'", "C001")),
+    (TABLE, claim(claim="spaer C001"), ("claim 'spaer C001'", "begin with its paper, as in 'spear C001'")),
+    (TABLE, claim(table="spear/table99"), ("unknown table 'spear/table99'", "did you mean 'spear/table9'")),
+    (TABLE, claim(cells={}), (TABLE, "claims[0]", "`cells` needs a cell")),
+    (TABLE, claim(cells={"b": "RTN px | Wiki"}), ("spear/1 has no cell RTN px | Wiki of Llama-3.2-1B",)),
+    (TABLE, claim(cells={"b": "RTN {g} | Wiki"}), (TABLE, "does not give 'g'")),
+    (TABLE, claim(cases=["Llama-9"]), ("has no cell", "of Llama-9")),
+    (TABLE, claim(cases=[]), (TABLE, "`cases` needs a case")),
+    (TABLE, claim(cases=[{"modle": "x"}]), (TABLE, "does not give 'model'")),
+    (
+        TABLE,
+        claim(cases=[{"model": ["a"], **{key: list(range(100)) for key in "bcdef"}}]),
+        (TABLE, "10,000,000,000 cases", "at most 10,000"),
+    ),
+    (TABLE, claim(quantity="__import__('os').system('touch x')"), ("predicate", "only arithmetic")),
+    (TABLE, claim(quantity="open('x')"), ("predicate \"open('x')\"", "only arithmetic")),
+    (TABLE, claim(quantity="b / g"), ("predicate 'b / g'", "unknown name 'g'", "b, f")),
+    (TABLE, claim(quantity="b / (f - f)"), ("predicate 'b / (f - f)'", "divides by zero")),
+    (TABLE, claim(quantity="b / / f"), ("predicate 'b / / f'", "not an expression")),
+    (TABLE, claim(quantity=10_000 * "(" + "b" + 10_000 * ")"), ("predicate '(((", "not an expression")),
+    (TABLE, claim(quantity="b" + 10_000 * " + b"), ("predicate 'b + b", "not an expression")),
+    (TABLE, claim(quantity="9**9**9"), ("predicate '9**9**9'", "only arithmetic")),
+    (TABLE, claim(quantity="b * 1e308 * 1e308"), ("'b * 1e308 * 1e308'", "inf, no finite number")),
+    (TABLE, claim(quantity="geomean(0 - b)"), ("predicate 'geomean(0 - b)'", "cannot be computed")),
+    (TABLE, claim(holds="> y"), ("predicate 'x > y'", "unknown name 'y'")),
+    (TABLE, claim(holds=""), ("predicate ''", "not a comparison", ">= 0.5")),
+    (TABLE, claim(also={"KL": "kl"}), ("also: unknown column beside spear/1 'kl'",)),
+    (TABLE, claim(percent="yes"), (TABLE, "percent: expected bool, got str 'yes'")),
+    (HEADLINE, "", (HEADLINE, "expected a mapping with keys of HeadlineSpec")),
+    (HEADLINE, b"\xff", (HEADLINE, "not valid YAML")),
+    (HEADLINE, "title: t\nclams: []\n", (HEADLINE, "unknown key 'clams'", "did you mean 'claims'")),
+    (FIGURE, dag.FIGURE + "plot: pie\n", (FIGURE, "unknown plot 'pie'", "scatter")),
+    (FIGURE, dag.FIGURE + "points: untis\n", (FIGURE, "points: unknown value 'untis'", "'units'")),
+    (FIGURE, dag.FIGURE + "seeds: []\n", (FIGURE, "seeds: []")),
+    (FIGURE, dag.FIGURE + "across: {kind: nope}\n", (FIGURE, "unknown kind of cell 'nope'")),
+    (FIGURE, dag.FIGURE.replace("title", "titel"), (FIGURE, "unknown key 'titel'", "did you mean 'title'")),
+    (FIGURE, dag.FIGURE.replace("{group: pc}", "{gruop: pc}"), (FIGURE, "names 'group', which is no variable")),
+    (FIGURE, dag.FIGURE.replace("over: {bits: [4, 3]}\n", ""), (FIGURE, "needs one variable in `over`")),
+    (FIGURE, dag.FIGURE.replace("over: {bits: [4, 3]}", "over: {bits: [4], b: [1]}"), (FIGURE, "one variable")),
+    (FIGURE, dag.FIGURE.replace("[4, 3]", "[]"), (FIGURE, "at least one entry")),
+    (FIGURE, dag.FIGURE.replace("[4, 3]", "[many]"), (FIGURE, "over: 'many' is no number", "bars")),
+    (FIGURE, dag.FIGURE.replace("[Llama-3.2-1B]", "[]"), (FIGURE, "at least one entry")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "text", "named"), SPECS, ids=lambda value: str(value)[-30:])
+def test_specs(checkout, capfd, file, text, named):
+    write(f"checkout/{file}", text)(checkout.parent)
+    refused(capfd, PROBES[file], *named)
+
+
+MEMORY_EDITS = [
+    ("bits: [4, 3]", "bits: []", "over: bits has no values"),
+    ("models: [Llama-3.2-1B, Llama-3.2-3B, Llama-2-7B]", "models: []", "needs rows, models and measure"),
+    ("corpus: wikitext2}", "corpsu: wikitext2}", "perplexity: unknown key 'corpsu'"),
+    ('{s: "{recipe}",', '{"a b": "{recipe}",', "cells: 'a b' is no name"),
+    ("scales: [pocket-full]", "scales: [pocket-ful]", "scales: unknown scale 'pocket-ful'"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), MEMORY_EDITS, ids=lambda value: value[:20])
+def test_a_question_of_our_own(checkout, capfd, old, new, said):
+    path = checkout / MEMORY
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    refused(capfd, PROBES[MEMORY], "spear/memory", said)
+
+
+def test_bases_of_scales(checkout, capfd):
+    for name, base in {"a": "b", "b": "a", "c": "nope"}.items():
+        (checkout / "config" / f"{name}.yaml").write_text(f"name: {name}\nbase: {base}\n")
+    refused(capfd, ("coverage", "--scale", "a"), "config/b.yaml: base: unknown scale 'a'")
+    refused(capfd, ("coverage", "--scale", "c"), "config/c.yaml: base: unknown scale 'nope'")
+    (checkout / "config" / "d.yaml").mkdir()
+    refused(capfd, ("coverage", "--scale", "d"), "config/d.yaml", "cannot be read (Is a directory)")
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"abuot": 1}, ("unknown key 'abuot'", "did you mean 'about'")),
-        ({"threads": "two"}, ("threads", "expected int", "'two'")),
-        ({"threads": 0}, ("threads", "0")),
-        ({"device": "gpu"}, ("device", "unknown value 'gpu'", "cuda")),
-        ({"perplexity": {"windows": 1.5}}, ("perplexity", "windows", "1.5")),
-        ({"calibration": None}, ("calibration",)),
-        ({"base": "pockett"}, ("base", "unknown profile 'pockett'")),
-        ({"models": {"Llama-3.2-1B": "nowhere"}}, ("unknown model 'nowhere'",)),
-        ({"corpora": {"c4": "pydoc-topics"}}, ("corpus", "'wikitext2'")),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ("text", "said"), [("[1]", "expected a mapping"), ("Llama-3.2-1B: {pim: x}\n", "unknown key 'pim'")]
 )
-def test_profile(here, capfd, change, named):
-    Path("mine.yaml").write_text(json.dumps(dag.PROFILE | change))
-    refused(capfd, ("plan", "tables/spear/table1.tex", *WITH), *named)
+def test_pins_of_hub_models(checkout, capfd, text, said):
+    (checkout / "config" / "hub.yaml").write_text(text)
+    refused(capfd, ("run", "spear/table1", "--dry-run"), "config/hub.yaml", said)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "name: [", "", "\x00", "name: a\nname: b\n"])
-def test_profile_that_is_none(here, capfd, text):
-    Path("mine.yaml").write_text(text)
-    refused(capfd, ("make", "tables/spear/table1.tex", *WITH), "mine.yaml")
-    refused(capfd, ("coverage", *WITH), "mine.yaml")
+# --- what is accepted, shown and run ----------------------------------------------------------------------------------
+
+ROW = dict.fromkeys(COLUMNS, "") | {
+    **{"paper": "spear", "kind": "table", "number": "1", "row": "RTN pc", "col": "Wiki", "model": "Llama-3.2-1B"},
+    **{"metric": "wikitext2_ppl", "value": "20.0", "status": "ok", "grade": "C", "live": "live", "scale": "pocket"},
+}
+KERNELS = ",".join(kernel_rows.COLUMNS) + "\n"
 
 
-# --- damaged models and files -----------------------------------------------------------------------------------------
+def rows(**keys: str) -> str:
+    """A built table of one row."""
+    return "\n".join([",".join(COLUMNS), ",".join(str((ROW | keys)[name]) for name in COLUMNS), ""])
 
 
-def cut(path: str) -> None:
-    """Keep the first half of a file."""
-    content = Path(path).read_bytes()
-    Path(path).write_bytes(content[: len(content) // 2])
+CSV: list[tuple[str | bytes, tuple[str, ...]]] = [
+    ("", ("not a file of measurements",)),
+    (b"\x00\x01\xff", ("not a CSV file",)),
+    ("row,value\nRTN pc,3\n", ("not a file of measurements", "columns")),
+    (rows()[:-30], ("line 2", "cut short")),
+    (rows(value="nan"), ("line 2", "value is nan", "not finite")),
+    (rows(lo="-inf"), ("line 2", "lo is -inf")),
+    (rows(value="much"), ("line 2", "'much'", "not a number")),
+    (rows(n=5000 * "1"), ("line 2", "n is '111", "not a number")),
+    (rows(status="fine"), ("unknown status 'fine'", "choose from")),
+    (rows(paper="spaer"), ("unknown table 'spaer/table1'", "did you mean 'spear/table1'")),
+    (rows(paper="../../etc"), ("unknown table '../../etc/table1'",)),
+    (rows(kind="tabel"), ("unknown kind of result 'tabel'", "did you mean 'table'")),
+    (rows(col="Wikki"), ("has no cell", "Wikki")),
+    (rows(row=LONG), ("has no cell", "xxx")),
+    (rows(row=200_000 * "x"), ("not a CSV file",)),
+    (rows(scale="nope"), ("unknown scale 'nope'",)),
+    (rows(live="recorded"), ("no measured row",)),
+    (rows(), ("is not built here", "run it here")),
+    (KERNELS + "x\n", ("line 2", "cut short")),
+    (KERNELS + 200_000 * "x" + "\n", ("not a CSV file",)),
+]
 
 
-def flip(path: str) -> None:
-    """Turn one bit, near the end of a file."""
-    content = bytearray(Path(path).read_bytes())
-    content[-100] ^= 4
-    Path(path).write_bytes(content)
+@pytest.mark.parametrize(("text", "named"), CSV, ids=lambda value: str(value)[-30:])
+def test_accept(here, capfd, text, named):
+    write("mine.csv", text)(here)
+    refused(capfd, ("accept", "mine.csv"), "mine.csv", *named)
 
 
-def with_nan(path: str) -> None:
-    """Put one NaN into a checkpoint."""
-    tensors = load_file(path)
-    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
-    save_file(tensors, path, {"format": "pt"})
+def test_accept_no_file(here, capfd):
+    refused(capfd, ("accept", "none.csv"), "none.csv", "cannot be read (No such file or directory)")
+    refused(capfd, ("accept", "."), "cannot be read (Is a directory)")
+    refused(capfd, ("accept", LONG), "cannot be read (File name too long)")
 
 
-def without_layer(path: str) -> None:
-    """Leave one tensor out of a checkpoint."""
-    tensors = load_file(path)
-    del tensors["model.layers.1.mlp.down_proj.weight"]
-    save_file(tensors, path, {"format": "pt"})
+SHOWN = "tables/spear/table1.md"
+WHOLE = "**t**\n\n| a | b |\n| --- | ---: |\n| x | 1 |\n\nnote\n"
+MARKDOWN: list[str | bytes] = [
+    *("", b"\xff\x00\x01", "hello\nworld\n", WHOLE[:20], "<<<<<<< HEAD\n" + WHOLE),
+    *(WHOLE.replace("| x | 1 |", row) for row in ("| x |", "| x | 1 | 2 |", "|", "| *here* | 1 |\n| x |")),
+    *(WHOLE.replace("| --- | ---: |", row) for row in ("| --- |", "| a | b |")),
+]
 
 
-def pickled(path: str) -> None:
-    """Replace a checkpoint by a pickled one."""
-    torch.save(load_file(path), Path(path).with_name("pytorch_model.bin"))
-    Path(path).unlink()
+@pytest.mark.parametrize("text", MARKDOWN, ids=lambda value: str(value)[-30:])
+def test_show_damaged(here, capfd, text):
+    write(SHOWN, text)(here)
+    refused(capfd, ("show", "spear/table1"), SHOWN, "damaged", "build it again")
 
 
-def without_shard(path: str) -> None:
-    """Save in shards, and lose one."""
-    Path(path).unlink()
-    dag.save_model(Path(dag.MODEL), shards=True)
-    sorted(Path(dag.MODEL).glob("*.safetensors"))[-1].unlink()
+def test_show(here, capfd):
+    refused(capfd, ("show", "spear/table99"), "unknown table 'spear/table99'", "did you mean 'spear/table9'")
+    refused(capfd, ("show", "spear/table1"), SHOWN, "not built yet", "make tables/spear/table1.tex")
+    refused(capfd, ("show", "../../x"), "unknown table '../../x'")
+    refused(capfd, ("show", f"x/{LONG}"), "unknown table 'x/xxx")
+    write(SHOWN, WHOLE)(here)
+    assert main(["show", "spear/table1"]) == 0
 
 
-def emptied(path: str) -> None:
-    """Leave nothing in a file."""
-    Path(path).write_bytes(b"")
+JOB = {"kind": "tokens", "label": "x", "inputs": "{}", "options": "{}", "needs": [], "steps": []}
+JOBS: list[tuple[str | bytes, str]] = [
+    *((text, "not JSON") for text in ("", "{", "[1, 2]", '"x"', "null", '{"kind": "x"}', b"\xff", 20 * DEEP)),
+    *((JOB | {key: value}, "not JSON") for key, value in (("inputs", "{"), ("inputs", 3), ("options", 10 * DEEP))),
+    *((JOB | {key: value}, "not JSON") for key, value in (("options", "[]"), ("options", '{"model": 3}'))),
+    *((JOB | {key: value}, "not JSON") for key, value in (("steps", 3), ("needs", [3]), ("needs", [["a", {}]]))),
+    (JOB | {"kind": "nope"}, "unknown kind of job 'nope'"),
+    (JOB | {"steps": ["rnt"]}, "unknown step 'rnt'; did you mean 'rtn'"),
+    (JOB | {"label": "../../../x"}, "label '../../../x'"),
+    (JOB | {"label": LONG}, "label 'xxx"),
+]
 
 
-def removed(path: str) -> None:
-    """Remove a file."""
-    Path(path).unlink()
+@pytest.mark.parametrize(("text", "said"), JOBS, ids=lambda value: str(value)[:60])
+def test_files_of_jobs(here, capfd, text, said):
+    write("mine.json", json.dumps(text) if isinstance(text, dict) else text)(here)
+    refused(capfd, ("run", "mine.json"), "mine.json: not a file of jobs", said)
 
 
-CHECKPOINT = f"{dag.MODEL}/model.safetensors"
+def test_files_of_jobs_that_are_none(here, capfd):
+    refused(capfd, ("run", "none.json"), "none.json: not a file of jobs (No such file", "--save")
+    folder("mine.json")(here)
+    refused(capfd, ("run", "mine.json"), "mine.json: not a file of jobs (Is a directory)")
 
 
-@pytest.mark.parametrize(
-    ("damage", "file", "words", "named"),
-    [
-        (cut, CHECKPOINT, (*COMPRESS, RTN), (CHECKPOINT, "not a whole safetensors file")),
-        (emptied, CHECKPOINT, (*COMPRESS, RTN), (CHECKPOINT, "not a whole safetensors file")),
-        (with_nan, CHECKPOINT, (*COMPRESS, RTN), ("down_proj", "NaN")),
-        (without_layer, CHECKPOINT, (*COMPRESS, RTN), ("layers.1.mlp.down_proj.weight", "not in its files")),
-        (pickled, CHECKPOINT, (*COMPRESS, RTN), ("pickled", "pytorch_model.bin")),
-        (without_shard, CHECKPOINT, (*COMPRESS, RTN), ("shard", "missing", "model.safetensors.index.json")),
-        (removed, CHECKPOINT, (*COMPRESS, RTN), ("no *.safetensors",)),
-        (cut, f"{dag.MODEL}/config.json", (*COMPRESS, RTN), (dag.MODEL, "config")),
-        (removed, f"{dag.MODEL}/config.json", (*COMPRESS, RTN), ("no config.json",)),
-        (removed, f"{dag.MODEL}/tokenizer.json", (*TOKENS, "pydoc-topics"), (dag.MODEL, "no tokenizer")),
-        (cut, f"{dag.MODEL}/tokenizer.json", (*TOKENS, "pydoc-topics"), (dag.MODEL, "no tokenizer")),
-        (cut, "tokens.safetensors", SCORE, ("tokens.safetensors", "not a whole file of token ids")),
-        (flip, "tokens.safetensors", SCORE, ("tokens.safetensors", "not those that it was saved with")),
-        (cut, "weights.safetensors", (*SCORE, "--weights", "weights.safetensors"), ("weights.safetensors",)),
-        (flip, "weights.safetensors", (*SCORE, "--weights", "weights.safetensors"), ("weights.safetensors", "SHA-256")),
-        (flip, CHECKPOINT, (*SCORE, "--weights", "weights.safetensors"), ("weights.safetensors", "another model")),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else Path(value).stem if isinstance(value, str) else "",
-)
-def test_damage(here, capfd, damage: Callable[[str], None], file, words, named):
-    damage(file)
-    refused(capfd, words, *named)
+# --- observations and results that were damaged -----------------------------------------------------------------------
 
 
-def test_pocket_weights_with_a_flipped_bit(here, capfd, monkeypatch):
-    monkeypatch.setattr(models, "POCKET", here)
-    (here / "SHA256SUMS").write_text(f"{sha256(CHECKPOINT)}  {CHECKPOINT}\n")
-    assert main([*COMPRESS, RTN]) == 0
-    Path("out.safetensors").unlink()
-    flip(CHECKPOINT)
-    refused(capfd, (*COMPRESS, RTN), CHECKPOINT, "SHA256SUMS", "check it out again")
+def flip(path: Path) -> None:
+    """Turn one bit in the first fifth of a file, where its values are."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 5] ^= 4
+    path.write_bytes(content)
 
 
-@pytest.mark.parametrize("measure", ["perplexity", "zeroshot"])
-def test_damaged_scores(here, capfd, monkeypatch, measure):
-    profile = dag.PROFILE | {"zeroshot": {}}
-    Path("mine.yaml").write_text(json.dumps(profile))
-    write_spec(monkeypatch, f"title: t\nrows: {{FP16: fp16}}\ncolumns: {{ZS: {{measure: {measure}, corpus: c4}}}}\n")
-    flow = Workflow(profile)
-    (file,) = [f for f in flow.table_inputs("spear", "1") if f.endswith(".parquet")]
-    Path(file).parent.mkdir(parents=True)
-    Path(file).write_bytes(b"PAR1 no more")
-    refused(capfd, ("table", "spear/table1", *WITH), file, "not a whole Parquet file")
+@pytest.mark.parametrize("damage", [flip, lambda path: path.write_bytes(path.read_bytes()[:500])], ids=["flip", "cut"])
+def test_damaged_observations(house, capfd, damage):
+    path = house.job().folder / "observations.parquet"
+    damage(path)
+    refused(capfd, ("table", "spear/table1", "--scale", "tiny", "--built"), path, "delete it and build it again")
 
 
-# --- specs and predicates ---------------------------------------------------------------------------------------------
+def test_observations_of_another_job(house, capfd):
+    path, table = house.job().folder / "observations.parquet", house.table()
+    shutil.copy(house.job("FP16").folder / "observations.parquet", path)
+    refused(capfd, ("accept", table), "these are results of the job", "build it again")
 
 
-def write_spec(monkeypatch: pytest.MonkeyPatch, text: str, name: str = "tables/spear/table1.yaml") -> None:
-    """Let `text` be a spec of a checkout that has no other."""
-    path = Path("checkout") / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    monkeypatch.setattr(spec, "ROOT", Path("checkout").resolve())
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (("GPTQ g128", "GPTQ g129"), ("tables/spear/table1.yaml", "unknown printed row 'GPTQ g129'", "extra")),
-        (("  C4:", "  C5:"), ("tables/spear/table1.yaml", "unknown printed column 'C5'")),
-        (("rtn-w4-pc", "rnt-w4-pc"), ("recipe 'rnt-w4-pc'", "did you mean 'rtn'")),
-        (("perplexity,", "perplexty,"), ("tables/spear/table1.yaml", "unknown value 'perplexty'")),
-        (("corpus: c4", "corpus: c5"), ("corpus", "'c5'")),
-        (("rows:", "lines:"), ("tables/spear/table1.yaml", "unknown key 'lines'")),
-        (("title:", "extra: nothing\ntitle:"), ("tables/spear/table1.yaml", "extra", "expected a list")),
-    ],
-    ids=lambda value: "",
-)
-def test_spec(here, capfd, monkeypatch, change, named):
-    Path("mine.yaml").write_text(json.dumps(dag.PROFILE))
-    assert change[0] in dag.SPEC
-    write_spec(monkeypatch, dag.SPEC.replace(*change))
-    refused(capfd, ("plan", "tables/spear/table1.tex", *WITH), *named)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (("b / f - 1", "b / g - 1"), ("unknown name 'g'", "b / g - 1")),
-        (("b / f - 1", "open('x')"), ("open('x')", "only arithmetic")),
-        (("b / f - 1", "b / / f"), ("b / / f", "not an expression")),
-        (("C005", "C999"), ("unknown claim of spear 'C999'",)),
-        (("RTN pc | Wiki", "RTN pc | Wikki"), ("RTN pc | Wikki", "Llama-3.2-1B")),
-        (("claims:", "clams:"), ("tables/table1.yaml", "unknown key 'clams'")),
-    ],
-    ids=lambda value: "",
-)
-def test_predicate(here, capfd, monkeypatch, change, named):
-    Path("mine.yaml").write_text(json.dumps(dag.PROFILE | {"models": {}}))
-    assert change[0] in dag.HEADLINE
-    write_spec(monkeypatch, dag.HEADLINE.replace(*change), "tables/table1.yaml")
-    refused(capfd, ("headline", *WITH), *named)
-
-
-# --- accepted files ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"value": "nan"}, ("mine.csv, line 2", "value is nan", "not finite")),
-        ({"value": "much"}, ("mine.csv, line 2", "'much'", "not a number")),
-        ({"status": "fine"}, ("unknown status 'fine'",)),
-        ({"paper": "spaer"}, ("unknown paper 'spaer'", "did you mean 'spear'")),
-        ({"number": "99"}, ("unknown table '99'",)),
-        ({"col": "Wikki"}, ("Wikki",)),
-        ({"model": "Llama-9"}, ("Llama-9",)),
-        ({"commit": "0123456789+"}, ("0123456789+", "commit")),
-        ({"environment": ""}, ("environment is empty",)),
-        ({"lo": "21", "hi": "22"}, ("20.0", "outside its interval")),
-        ({"floor": "30"}, ("20.0", "30.0", "device allows")),
-        ({"live": "recorded"}, ("mine.csv", "no measured row")),
-        ("row,value\nRTN pc,3\n", ("mine.csv", "not a file of measurements")),
-        ("\x00\x01", ("mine.csv",)),
-        ("short", ("mine.csv, line 2", "cut short")),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_accept(here, capfd, monkeypatch, change, named):
-    results = here / "results"
-    monkeypatch.setattr(record.accept, "__defaults__", (results,))
-    line = {**dict.fromkeys(record.COLUMNS, ""), **ROW, **(change if isinstance(change, dict) else {})}
-    whole = ",".join(record.COLUMNS) + "\n" + ",".join(str(line[c]) for c in record.COLUMNS) + "\n"
-    CSV.write_text(whole if isinstance(change, dict) else whole[:-40] if change == "short" else change)
-    refused(capfd, ("accept", CSV), *named)
-
-
-def test_what_is_accepted(here, monkeypatch):
-    monkeypatch.setattr(record.accept, "__defaults__", (here / "results",))
-    line = {**dict.fromkeys(record.COLUMNS, ""), **ROW}
-    CSV.write_text(",".join(record.COLUMNS) + "\n" + ",".join(str(line[c]) for c in record.COLUMNS) + "\n")
-    assert main(["accept", str(CSV)]) == 0
-    assert len(record.from_csv(here / "results" / "cpu" / "spear-table1.csv")) == 1
+def test_damaged_results(house, capfd):
+    assert main(["accept", str(house.table())]) == 0
+    folder = next(house.results.iterdir())
+    (csv,) = folder.glob("spear-table1.csv")
+    whole = csv.read_bytes()
+    for damage, said in (
+        (whole[:-40], "cut short"),
+        (whole + whole.splitlines(keepends=True)[1], "given twice"),
+        (whole.replace(b",tiny,", b",\xff,"), "not a CSV file"),
+    ):
+        csv.write_bytes(damage)
+        accepted.forget()
+        refused(capfd, ("coverage", "--scale", "tiny"), csv.name, said)
+    csv.write_bytes(whole)
+    flip(next(folder.glob("observations/*.parquet")))
+    (folder / "units.json").write_text("[")
+    accepted.forget()
+    capfd.readouterr()
+    refused(capfd, ("accept", house.table()), str(folder), "check it out again")
 
 
 # --- folders that cannot be written -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mount a tmpfs with the given options; skips where that is not allowed."""
-    mounted = []
-
-    def mount(options: str) -> Path:
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        try:
-            done = subprocess.run(words, capture_output=True, timeout=30)
-        except FileNotFoundError:
-            pytest.skip("there is no mount here")
-        if done.returncode:
-            pytest.skip("this user may not mount a tmpfs")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True, timeout=30)
-
-
-def test_full_disk(here, capfd, small_disk):
-    disk = small_disk("size=64k")
-    refused(capfd, (*COMPRESS[:4], disk / "w.safetensors", "--recipe", RTN), "w.safetensors", "disk is full")
-    (disk / "filler").write_bytes(bytes(60 * 1024))
-    refused(capfd, (*TOKENS[:4], disk / "t.safetensors", "--corpus", "pydoc-topics"), "t.safetensors", "disk is full")
-    refused(capfd, ("audit", "--out", disk), "audit", "disk is full")
-    assert [p.name for p in disk.iterdir()] == ["filler"]
-
-
-def test_read_only_folder(here, capfd, small_disk):
-    disk = small_disk("ro,size=64k")
-    refused(capfd, (*COMPRESS[:4], disk / "w.safetensors", "--recipe", RTN), "w.safetensors", "cannot be written")
-    refused(capfd, (*SCORE[:6], disk / "new" / "s.parquet", *SCORE[7:]), "s.parquet", "cannot be written")
-    refused(capfd, ("audit", "--out", disk), "audit", "cannot be written")
-
-
 @pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "cannot be written")])
-def test_the_same_without_a_mount(here, capfd, monkeypatch, code, said):
+def test_full_and_read_only_disks(here, capfd, monkeypatch, code, said):
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(tempfile, "mkstemp", fails)
-    refused(capfd, (*COMPRESS, RTN), "out.safetensors", said)
+    refused(capfd, ("run", "spear/table8", "--save", "jobs.json"), "jobs.json", said)
 
 
-def test_a_file_where_a_folder_should_be(here, capfd):
-    Path("tables").write_text("")
-    refused(capfd, ("audit",), "tables", "audit")
+@pytest.mark.parametrize("name", ["build", "build/units", "build/compress"])
+def test_a_file_where_a_folder_should_be(place, capfd, name):
+    write(name, "")(place)
+    words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE)
+    refused(capfd, words, name, "a file or folder is in its place")
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- as commands ------------------------------------------------------------------------------------------------------
 
 
-def test_another_snakemake_at_work(here, capfd):
-    lock = here / ".snakemake" / "locks" / "0.output.lock"
-    lock.parent.mkdir(parents=True)
-    lock.write_text("tables/spear/table1.csv\n")
-    (here / "snakemake").write_text("import time\ntime.sleep(60)\n")
-    other = subprocess.Popen([sys.executable, "snakemake"], cwd=here)
-    try:
-        refused(capfd, ("make", "tables/spear/table1.csv"), str(here), f"process {other.pid}", "at work here")
-        assert lock.is_file()
-    finally:
-        other.kill()
-        other.wait()
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((b"show", b"caf\xe9"), ("unknown target", "udce9")),
+        (("coverage", "--config", f"models={DEEP}"), ("--config models", "nested more than 50 deep")),
+        (("show", "spear/table1"), (SHOWN, "damaged")),
+    ],
+    ids=["bytes", "deep", "damaged"],
+)
+def test_commands(here, words, named):
+    write(SHOWN, b"\xff")(here)
+    env = dag.environment(ROOT) | {"SCALE": "pocket"}
+    done = subprocess.run([sys.executable, "-m", "repro", *words], cwd=here, env=env, capture_output=True, timeout=120)
+    assert done.returncode == 2 and not done.stdout
+    sentence(done.stderr.decode(), *named)
 
 
-def test_python_too_old(source, tmp_path):
+def test_python_too_old(tmp_path):
     old = tmp_path / "python3.9"
     code = "import sys; sys.version_info = (3, 9, 1); exec(sys.argv[2])"
     old.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n')
     old.chmod(0o755)
-    words = ["make", "VENV=elsewhere", f"PYTHON={old}", "env"]
-    done = dag.run(words, source, source)
-    assert done.code == 2 and not (source / "elsewhere").exists()
+    words = ["make", "-f", HOME / "Makefile", f"VENV={tmp_path / 'elsewhere'}", f"PYTHON={old}", "env"]
+    done = dag.run(words, ROOT, ROOT)
+    assert done.code == 2 and not (tmp_path / "elsewhere").exists()
     said = [line for line in done.err.splitlines() if not line.startswith("make")]
     assert len(said) == 1 and "Python 3.11 or newer is needed" in said[0] and "3.9" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "env", "named"),
-    [
-        (("tables/spear/table99.tex",), {}, ("unknown target", "table99")),
-        (("tables/spear/table1.tex",), {"PROFILE": "tinny"}, ("unknown profile 'tinny'", "did you mean 'tiny'")),
-    ],
-    ids=["target", "profile"],
-)
-def test_make(source, words, env, named):
-    before = dag.listing(source)
-    done = dag.run(["make", "CORES=2", f"PYTHON={sys.executable}", *words], source, source, **env)
-    assert done.code == 2 and not done.out.strip()
-    check("\n".join(line for line in done.err.splitlines() if not line.startswith("make: ***")), *named)
-    assert dag.listing(source) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "named"),
-    [
-        (("tables/spear/table1.csv",), {"PROFILE": "tinny"}, ("unknown profile 'tinny'",)),
-        (("--configfile", "mine.yaml", "--", "tables/spear/table1.csv"), {}, ("unknown key 'abuot'",)),
-        (("tables/spear/table99.csv",), {}, ("unknown table of spear '99'",)),
-        (("--configfile", "short.yaml", "--", "tables/spear/table1.csv"), {}, ("missing", "shard")),
-    ],
-    ids=["profile", "key", "table", "shard"],
-)
-def test_snakemake(source, here, words, env, named):
-    Path("mine.yaml").write_text(json.dumps(dag.PROFILE | {"abuot": 1}))
-    Path("short.yaml").write_text(json.dumps(dag.PROFILE))
-    if "shard" in named:
-        without_shard(CHECKPOINT)
-    done = dag.run(dag.snakemake(source, *words), here, source, **env)
-    assert done.code == 1
-    assert not (here / "tables").exists() and not (here / "build").exists() or "shard" in named
-    said = [line for line in done.text.splitlines() if line.startswith("error: ")]
-    check("\n".join(said), *named)
-    assert "Traceback" not in done.text and 'File "' not in done.text
+def test_there_are_sixty():
+    counted = (NAMES, CONFIG, SCALES, RECIPES, NO_MODELS, DAMAGE, TEXTS, SPECS, MEMORY_EDITS, CSV, MARKDOWN, JOBS)
+    assert sum(map(len, counted)) >= 200

@@ -13,7 +13,7 @@ from repro.baselines import BASELINES, gptq, grid, rtn
 from repro.baselines.gptq import Config, Hessian
 from repro.baselines.grid import Grid
 from repro.errors import UserError
-from repro.lowbit import LowBitModel, block_inputs, block_linears
+from repro.models.lowbit import LowBitModel, block_inputs, block_linears
 
 CLOSE = 1e-5
 

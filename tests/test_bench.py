@@ -6,11 +6,12 @@ import pytest
 import torch
 from fake_device import Fake
 
-from repro import bench, kernel_rows, speed, timing
 from repro.__main__ import main
+from repro.bench import bench, kernel_rows, timing
+from repro.bench.kernel_rows import from_csv
+from repro.bench.peers import PEERS, Provider, against
+from repro.cells import kernel_time
 from repro.errors import UserError
-from repro.kernel_rows import from_csv
-from repro.peers import PEERS, Provider, against
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 
@@ -53,7 +54,7 @@ def device(monkeypatch):
 
 
 def bench_layer():
-    from repro.peers import Layer
+    from repro.bench.peers import Layer
 
     return Layer(32, 64, device="cpu")
 
@@ -69,7 +70,7 @@ def test_everything_is_a_row(device, tmp_path):
     assert by["breaks", 32, 4].status == "unsupported" and "multiple of 7" in by["breaks", 32, 4].note
     assert by["absent", None, None].status == "unsupported" and "absent==1.0" in by["absent", None, None].note
     assert ("few", 32, 1) in by and ("few", 32, 4) not in by
-    assert by["mine", 32, 1].code and by["mine", 32, 1].clock_mhz == 1980
+    assert by["mine", 32, 1].code and by["mine", 32, 1].clock_mhz == 1980 and by["mine", 32, 1].machine == "libraries"
     assert any("mine 3.00 us, 0.33 of the floor" in line for line in said)
 
 
@@ -109,7 +110,8 @@ def test_resume_measures_again_where_a_kernel_of_ours_was_wrong_or_failed(device
     bench.bench(out, [(32, 64), (64, 64)], (1,), say=str, device=device, rounds=3)
     rows = [dataclasses.replace(r, status=status) if r.provider == "mine" and r.N == 64 else r for r in from_csv(out)]
     out.write_text(kernel_rows.to_csv(rows))
-    monkeypatch.setattr("repro.kernel_list.KERNELS", ("mine",))
+    monkeypatch.setattr(kernel_rows, "KERNELS", ("mine",))
+    monkeypatch.setattr(bench, "code", lambda label: "00000000")
     bench.bench(out, [(32, 64), (64, 64)], (1,), say=said.append, device=device, rounds=3, resume=True)
     assert "1 of 2 shapes and numbers of rows are there already" in said  # the peer called wrong is no reason
     assert {r.status for r in from_csv(out) if r.provider == "mine"} == {"ok"}
@@ -133,7 +135,39 @@ def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(dev
     assert {row.commit for row in rows if (row.N, row.K) != shapes[3]} == {"abcdef0123"}
     assert [row for row in rows if row.commit == ORIGIN["commit"]] == [row for row in old if row.N == 128]
     kept = sum(row.status == "ok" for row in rows if row.N == 128)
-    assert kept == 5 and f"; {kept} of them are stale" in speed.source(rows)
+    monkeypatch.setattr(kernel_rows, "files", lambda: [results / "nvidia-h200" / "kernels.csv"])
+    stands = {n: kernel_time.origin([kernel_time.Ask("*/mine", "1", f"{n}x64")])["status"] for n, _ in shapes}
+    assert kept == 5 and stands == {32: "ok", 64: "ok", 96: "ok", 128: "stale"}
+
+
+def test_the_machine_code_of_a_launch_is_that_of_every_kernel_in_it(monkeypatch):
+    """CUDA C++ of ours and Triton, whoever's; a launch of neither has none, and nothing stays watched."""
+    import triton.compiler
+
+    from repro.bench.kernel_list import machine_code
+    from repro.kernels import nvrtc
+
+    class Cuda(nvrtc.Function):
+        def __init__(self, digest):
+            self.digest = digest
+
+        __call__ = None
+
+    class Triton(triton.compiler.CompiledKernel):
+        def __init__(self, cubin):
+            self.asm = {"cubin": cubin}
+
+    launched = []
+    monkeypatch.setattr(nvrtc.Function, "__call__", lambda self, *given: launched.append(given))
+    del Cuda.__call__
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "launch_metadata", lambda self, *given: launched.append(given))
+    before = nvrtc.Function.__call__
+    one = machine_code(lambda: Cuda("a")(1, 2))
+    both = machine_code(lambda: [Triton(b"x").launch_metadata((1,), 0), Cuda("a")(3)])
+    assert launched == [(1, 2), ((1,), 0), (3,)] and nvrtc.Function.__call__ is before
+    assert one and both and one != both == machine_code(lambda: [Cuda("a")(), Triton(b"x").launch_metadata()])
+    assert both != machine_code(lambda: [Cuda("a")(), Triton(b"y").launch_metadata()])
+    assert machine_code(lambda: None) == ""
 
 
 def test_everything_is_compiled_ahead_by_launching_it_once(monkeypatch):
@@ -170,33 +204,35 @@ def test_the_fastest_recorded_variant_is_carried_over():
 
 
 def test_the_code_of_a_row_is_all_that_decides_its_time(tmp_path, monkeypatch):
-    """Python, CUDA, headers and launch configurations; an edit of another kernel, or of the file, changes nothing."""
+    """Python, CUDA, headers and launch configurations; a comment, another kernel or the file's code change nothing."""
     import shutil
 
-    from repro import provenance
+    from repro.record import provenance
 
     for folder in ("kernels", "repro"):
-        shutil.copytree(bench.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("pocket"), symlinks=True)
-    for module in (bench, provenance):
+        shutil.copytree(
+            kernel_rows.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("pocket"), symlinks=True
+        )
+    for module in (kernel_rows, provenance):
         monkeypatch.setattr(module, "ROOT", tmp_path)
-    provenance._imports.cache_clear()
     mine, other = "w4-g128/fp16/wna16_gemv", "w8a8/bf16/w8a8_gemm"
     before = bench.code(other)
-    headers = (tmp_path / "kernels").glob("*.cuh")
-    timer = [tmp_path / "repro" / f"{name}.py" for name in ("timing", "devices", "peers")]
-    for file in (tmp_path / "kernels" / "wna16_gemv.cu", *headers, *timer):
-        was = bench.code(mine)
-        file.write_text(file.read_text() + "\n")
+    timer = [tmp_path / "repro" / "bench" / f"{name}.py" for name in ("timing", "devices", "peers")]
+    for file in (tmp_path / "kernels" / "wna16_gemv.cu", tmp_path / "kernels" / "ptx.cuh", *timer):
+        was, text = bench.code(mine), file.read_text()
+        comment, code = ("# a comment", "EDITED = 1") if file.suffix == ".py" else ("// a comment", "int edited;")
+        file.write_text(f"{text}\n{comment}\n")
+        assert bench.code(mine) == was, file
+        file.write_text(f"{text}\n{code}\n")
         assert bench.code(mine) != was, file
     was = bench.code(mine)
-    for name in ("repro/kernel_rows.py", "repro/bench.py", "kernels/w8a8_gemm.py"):
-        (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
+    for name in ("repro/bench/kernel_rows.py", "repro/bench/bench.py", "kernels/w8a8_gemm.py", "kernels/unpack.cuh"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "\nEDITED = 1\n")
     assert bench.code(mine) == was
     configs = tmp_path / "kernels" / "configs" / "nvidia-h200.json"
     was = bench.code(mine), bench.code(other)
     configs.write_text(configs.read_text().replace('"wna16_gemv": {', '"wna16_gemv": {"x": {},'))
     assert bench.code(mine) != was[0] and bench.code(other) == was[1] and before != was[1]
-    provenance._imports.cache_clear()
 
 
 def test_only_takes_words_and_always_the_library(device, tmp_path):
@@ -216,6 +252,6 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
 
 
 def test_labels_of_peers_are_known_to_the_guard():
-    from repro import regress
+    from repro.bench import regress
 
     assert "/".join(regress.LIBRARY) in PEERS

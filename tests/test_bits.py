@@ -4,10 +4,10 @@ import pytest
 import tiny
 import torch
 
-from repro import bits
 from repro.baselines import gptq, rtn
 from repro.errors import UserError
-from repro.lowbit import LowBitModel
+from repro.models import bits
+from repro.models.lowbit import LowBitModel
 
 # One layer: q and o 64x64, k and v 32x64, gate and up 128x64, down 64x128; 64+32+32+64+128+128+64 = 512 rows.
 BLOCK_WEIGHTS = 2 * (2 * 4096 + 2 * 2048 + 3 * 8192)

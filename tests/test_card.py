@@ -6,7 +6,10 @@ import json
 import pytest
 import torch
 
-from repro import card, corpora, models, perplexity
+from repro import models
+from repro.data import corpora
+from repro.models import perplexity
+from repro.train import card
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ BEFORE = {
         "blank": {"nats": 3.3, "share": 0.01},
         "other": {"nats": 3.6, "share": 0.97},
     },
-    "perplexity": {"wikitext2@2048": 40.2, "held-out@512": 20.0, "held-out@2048": 18.0},
+    "ppl": {"wikitext2@2048": 40.2, "held-out@512": 20.0, "held-out@2048": 18.0},
     "rounding_on_held_out_512": {"rtn-w4-pc": 1.1, "rtn-w3-pc": 1.5},
     "rounding_on_wikitext2_512": {"rtn-w4-pc": 1.05, "rtn-w3-pc": 1.3},
 }
@@ -59,9 +62,9 @@ BEFORE = {
     [
         (("wikitext2_token_classes", "newline", "nats"), 0.53, 0, "7.2 → 0.53, met"),
         (("wikitext2_token_classes", "newline", "nats"), 1.2, 0, "7.2 → 1.2, **missed**"),
-        (("perplexity", "held-out@512"), 20.4, 4, "20.0 → 20.4, met"),
-        (("perplexity", "held-out@512"), 20.5, 4, "20.0 → 20.5, **missed**"),
-        (("perplexity", "held-out@2048"), 17.0, 5, "18.0 → 17.0, met"),
+        (("ppl", "held-out@512"), 20.4, 4, "20.0 → 20.4, met"),
+        (("ppl", "held-out@512"), 20.5, 4, "20.0 → 20.5, **missed**"),
+        (("ppl", "held-out@2048"), 17.0, 5, "18.0 → 17.0, met"),
         (("rounding_on_held_out_512", "rtn-w4-pc"), 1.091, 6, "×1.1 → ×1.091, met"),
         (("rounding_on_held_out_512", "rtn-w3-pc"), 1.44, 7, "×1.5 → ×1.44, **missed**"),
         (("rounding_on_wikitext2_512", "rtn-w3-pc"), 1.1, 9, "×1.3 → ×1.1"),

@@ -17,13 +17,25 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from repro import corpora
-from repro.corpora import CORPORA, calibration, identity, load_tokens, save_tokens, text, token_ids, tokenizer_sha256
+from repro.cells import perplexity
+from repro.data import corpora
+from repro.data.corpora import (
+    CORPORA,
+    calibration,
+    identity,
+    load_tokens,
+    save_tokens,
+    text,
+    token_ids,
+    tokenizer_sha256,
+)
 from repro.errors import UserError
-from repro.perplexity import windows
+from repro.jobs.target import Target
+from repro.models.perplexity import windows
+from repro.spec import scale as scales
 
-MIRRORED = [name for name, corpus in CORPORA.items() if corpus.needs == "REPRO_DATA"]
-ON_HUB = [name for name, corpus in CORPORA.items() if corpus.needs == "hub"]
+MIRRORED = [name for name, corpus in CORPORA.items() if corpus.reader == "mirror"]
+ON_HUB = [name for name, corpus in CORPORA.items() if corpus.reader == "hub"]
 EMBEDDED = ["pocket-sample", "pocket-sample-calib"]
 BOS = "<s>"
 
@@ -167,7 +179,7 @@ def llama3_tokenizer(folder):
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_and_ways():
+def test_names():
     assert all(name == corpus.name for name, corpus in CORPORA.items())
     assert all(corpus.on_hub in ["", *ON_HUB] for corpus in CORPORA.values())
     assert all(len(CORPORA[name].sha256) == 64 for name in MIRRORED)
@@ -234,12 +246,12 @@ def test_mirrored_text_that_was_changed(small_mirror, name):
 
 
 @pytest.mark.parametrize("name", MIRRORED)
-def test_missing_corpus_says_the_two_ways(tmp_path, monkeypatch, name):
+def test_missing_corpus_says_what_would_be_right(tmp_path, monkeypatch, name):
     monkeypatch.delenv("REPRO_DATA", raising=False)
     for folder in (None, tmp_path):
         if folder:
             monkeypatch.setenv("REPRO_DATA", str(folder))
-        for hub in (False, True):  # leave to use the hub is not a fallback
+        for hub in (False, True):  # a hub that may be asked is no fallback
             with pytest.raises(UserError) as caught:
                 text(name, hub)
             message = str(caught.value)
@@ -249,7 +261,7 @@ def test_missing_corpus_says_the_two_ways(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ON_HUB)
-def test_hub_is_asked_for_by_the_profile(name):
+def test_hub_is_asked_for_by_the_scale(name):
     with pytest.raises(UserError, match="hub: true"):
         text(name)
 
@@ -288,7 +300,7 @@ def test_hub_that_does_not_answer(monkeypatch):
 
 
 def test_unknown_corpus():
-    with pytest.raises(UserError, match="unknown corpus 'wikitext-2': did you mean 'wikitext2'"):
+    with pytest.raises(UserError, match="unknown corpus 'wikitext-2'; did you mean 'wikitext2'"):
         text("wikitext-2")
     with pytest.raises(UserError, match="unknown corpus 'c4'"):
         token_ids("c4", byte_tokenizer())
@@ -374,6 +386,46 @@ def test_calibration_needs_a_longer_corpus():
         calibration(np.arange(64), 4, 64, seed=0)
     with pytest.raises(UserError, match="at least one sequence"):
         calibration(np.arange(64), 0, 8, seed=0)
+
+
+def scored(calibrated, evaluated, recipe="gptq-w4-pc"):
+    """The jobs that score a model calibrated on one corpus on another."""
+    facts = {"name": "mine", "about": "a test", "models": {}, "corpora": {"wikitext2": "held-out", "c4": evaluated}}
+    given = {"calibration": {"corpus": calibrated, "sequences": 2, "length": 8}}
+    target = Target(scales.load(facts | given), "pocket-3m", recipe)
+    return perplexity.jobs(perplexity.Ask("wikitext2"), target)
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "evaluated"),
+    [
+        ("pocket-sample", "pocket-sample"),
+        ("wikitext2", "wikitext2"),
+        ("wikitext2", "wikitext2-hub"),
+        ("wikitext2-hub", "wikitext2"),
+        ("c4-hub", "c4-local"),
+        ("mine", "pocket-sample-calib"),
+    ],
+)
+def test_text_that_is_evaluated_is_not_calibrated_on(monkeypatch, calibrated, evaluated):
+    copied = dataclasses.replace(CORPORA["pocket-sample-calib"], name="mine")  # the same text under another name
+    monkeypatch.setitem(CORPORA, "mine", copied)
+    with pytest.raises(UserError) as caught:
+        scored(calibrated, evaluated)
+    assert f"gptq-w4-pc is calibrated on {calibrated}, and perplexity is measured on {evaluated}" in str(caught.value)
+    assert str(caught.value).startswith("scale mine: ") and "\n" not in str(caught.value)
+    assert scored(calibrated, evaluated, "rtn-w4-pc").keys() == {"scores"}, "nothing is calibrated"
+
+
+def test_the_parts_of_a_data_set_are_other_texts():
+    for calibrated in ("wikitext2-train-part", "wikitext2-valid", "wikitext2-train-hub"):
+        assert scored(calibrated, "wikitext2").keys() == {"scores"}
+
+
+@pytest.mark.parametrize("name", scales.names())
+def test_no_scale_calibrates_on_what_it_evaluates(name):
+    at = scales.load(name=name)
+    assert perplexity.jobs(perplexity.Ask("wikitext2"), Target(at, "pocket-3m", "gptq-w4-pc"))
 
 
 # --- the data mirror --------------------------------------------------------------------------------------------------

@@ -1,145 +1,198 @@
-"""Coverage counts a printed cell once, tells live from recorded, and leaves no table or figure out."""
+"""Coverage counts a printed cell once, tells live from recorded and carried, and leaves no table or figure out."""
 
 import csv
+from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from repro import papers
-from repro.coverage import HEADER, coverage, to_csv, to_text
 from repro.errors import UserError
+from repro.judge import coverage
+from repro.judge.coverage import HEADER, summary, to_csv, to_text
+from repro.record import accepted, measure
+from repro.record.measurement import Measurement, inputs_hash
+from repro.record.measurement import to_csv as rows_to_csv
+from repro.spec import scale
+from repro.spec.workflow import Workflow
 
-EVERYTHING = {p: {c.model for t in papers.tables(p) for c in papers.printed(p, t)} for p in papers.PAPERS}
-
-
-def row(cell, **changes):
-    keys = {k: getattr(cell, k) for k in ("paper", "kind", "row", "col", "model", "metric")}
-    return keys | {"number": cell.table, "status": "ok", "live": "live", "grade": "C"} | changes
-
-
-def point(number="2a", at="0", **changes):
-    keys = {
-        "paper": "subspec",
-        "kind": "figure",
-        "number": number,
-        "row": "SubSpec",
-        "col": at,
-        "model": "",
-        "metric": "tau",
-    }
-    return keys | {"status": "ok", "live": "live", "grade": "C"} | changes
+ALL = papers.PAPERS
+# Table 15 of SPEAR has 24 printed cells, all possible at scale pocket: 4 thresholds, 3 models, perplexity and share.
 
 
-def line(lines, paper, kind, number):
+@pytest.fixture(scope="module")
+def flow():
+    return Workflow(scale.load(name="pocket"), recorded=False)
+
+
+@pytest.fixture
+def at(flow, tmp_path, monkeypatch):
+    """`coverage` of scale pocket with the given accepted rows, and live rows in a built table."""
+
+    def lines(recorded=(), live=(), name="table15", on=flow, only=("spear",)):
+        monkeypatch.setattr(papers, "PAPERS", only)
+        monkeypatch.setattr(accepted, "every", lambda: list(recorded))
+        path = tmp_path / "spear" / f"{name}.csv"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(rows_to_csv(live))
+        return coverage.coverage(on, tmp_path)
+
+    return lines
+
+
+def rows(flow, number="15", kind="table", **changes):
+    """A row for every printed cell (every point of a figure) as a build of today's code would write it."""
+    return [replace(one, **changes) for one in fresh(flow, number, kind)]
+
+
+@cache
+def fresh(flow, number, kind):
+    cells = [c for c in flow.cells("spear", number, kind) if c.printed or kind == "figure"]
+    return [row(flow, cell) for cell in cells if cell.stand_in and flow.is_measured(cell)]
+
+
+def row(flow, cell, **changes):
+    names = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
+    facts = {name: getattr(cell, name) for name in names}
+    facts |= {"value": 1.0, "status": "ok", "grade": "C", "live": "live", "scale": flow.scale.name, "device": "a cpu"}
+    facts |= {"inputs": inputs_hash(flow.inputs(cell)), "units": measure.units(flow, cell)}
+    return Measurement(**facts | changes)
+
+
+def line(lines, paper="spear", kind="table", number="15"):
     (found,) = [x for x in lines if (x.paper, x.kind, x.number) == (paper, kind, number)]
     return found
 
 
-def spqt3(rows, possible=EVERYTHING):
-    return line(coverage(rows, possible), "spqt", "table", "3")
+def test_nothing_measured_is_seventy_lines(at):
+    lines = at(only=ALL)
+    assert [x.kind for x in lines].count("table") == 45 and len(lines) == 70
+    assert {x.measured for x in lines} == {0}
+    values = [c.value for p in papers.PAPERS for t in papers.tables(p) for c in papers.printed(p, t)]
+    assert sum(x.printed for x in lines) == len([v for v in values if v]) == len(values) - 83, "a blank is not due"
+    by_status = {(x.paper, x.kind, x.number) for x in lines if x.status == "other_device"}
+    assert by_status == {("spqt", "table", n) for n in "12"} | {("spqt", "figure", n) for n in ("7", "8", "9", "10")}
+    assert {line(lines, number="25").status, line(lines, "subspec", number="3").status} == {"no_stand_in"}
+    assert line(lines).status == line(lines, number="7").status == "missing", "settings name no model"
 
 
-CELLS = papers.printed("spqt", 3)  # 40 cells: 10 rows x 4 models
-
-
-def test_nothing_measured_is_seventy_missing_lines():
-    lines = coverage([], EVERYTHING)
-    assert len(lines) == 70
-    assert [x.kind for x in lines].count("table") == 45
-    assert {x.status for x in lines} == {"missing"}
-    assert sum(x.printed for x in lines) == sum(
-        len(papers.printed(p, t)) for p in papers.PAPERS for t in papers.tables(p)
-    )
-    assert all(x.printed == 0 for x in lines if x.kind == "figure")
-
-
-@pytest.mark.parametrize(
-    "measured,status", [(0, "missing"), (1, "partial"), (31, "partial"), (32, "live"), (40, "live")]
-)
-def test_four_fifths_is_the_boundary(measured, status):
-    found = spqt3([row(c) for c in CELLS[:measured]])
-    assert (found.status, found.measured, found.possible, found.printed) == (status, measured, 40, 40)
-
-
-def test_only_cells_with_a_stand_in_are_due():
-    some = {"spqt": {"Llama-2-7B"}}
-    mine = [c for c in CELLS if c.model == "Llama-2-7B"]
-    assert spqt3([row(c) for c in mine[:8]], some).status == "live"
-    assert spqt3([row(c) for c in mine[:7]], some).status == "partial"
-    assert spqt3([row(c) for c in mine[:8]], lambda cell: cell.model == "Llama-2-7B").possible == 10
-    other = [c for c in CELLS if c.model != "Llama-2-7B"]
-    found = spqt3([row(c) for c in other], some)
-    assert (found.status, found.measured, found.possible) == ("partial", 30, 10)
-    assert spqt3([row(CELLS[0])], {}).status == "partial"
-    assert spqt3([], {}).status == "missing"
-
-
-def test_recorded_is_not_live():
-    rows = [row(c, live="recorded", grade="B") for c in CELLS]
-    assert spqt3(rows).status == "recorded"
-    assert spqt3(rows + [row(c) for c in CELLS[:31]]).status == "recorded"
-    assert spqt3(rows + [row(c) for c in CELLS[:32]]).status == "live"
-    assert spqt3(rows[:10] + [row(c) for c in CELLS[10:32]]).status == "recorded"
-
-
-def test_a_cell_counts_once_by_its_best_grade():
-    rows = [row(CELLS[0]), row(CELLS[0], grade="B", live="recorded"), row(CELLS[1], grade="D")]
-    found = spqt3(rows)
-    assert (found.measured, found.grades) == (2, {"A": 0, "B": 1, "C": 0, "D": 1})
-
-
-def test_only_ok_and_floor_are_measurements():
-    states = ["ok", "floor", "too_long", "oom", "unsupported", "diverged", "stale", "no_stand_in", "not_run"]
-    assert spqt3([row(c, status=s) for c, s in zip(CELLS, states)]).measured == 2
-
-
-def test_own_rows_do_not_count():
-    assert spqt3([row(c, row="my method") for c in CELLS]) == spqt3([])
-    assert coverage([row(CELLS[0], paper="project"), row(CELLS[0], number="4")], EVERYTHING) == coverage([], EVERYTHING)
-
-
-def test_numbers_may_be_integers():
-    assert spqt3([row(c, number=3) for c in CELLS]).status == "live"
-
-
-def test_parts_of_a_figure_are_one_line():
-    rows = [point(), point("2b"), point("2b"), point("2c", at="64", status="floor"), point("2c", at="8", status="oom")]
-    found = line(coverage(rows, {}), "subspec", "figure", "2")
-    assert (found.status, found.measured, found.printed) == ("partial", 3, 0)
-
-
-@pytest.mark.parametrize("points,status", [(16, "partial"), (15, "live"), (12, "live"), (0, "partial")])
-def test_a_figure_is_covered_when_its_declared_points_are(points, status):
-    rows = [point(at=str(i)) for i in range(12)]
-    assert line(coverage(rows, {}, {("subspec", "2"): points}), "subspec", "figure", "2").status == status
-    rows = [r | {"live": "recorded"} for r in rows]
-    status = "recorded" if status == "live" else status
-    assert line(coverage(rows, {}, {("subspec", "2"): points}), "subspec", "figure", "2").status == status
+def test_possible_is_what_has_a_stand_in_and_a_protocol(at, flow):
+    lines = at()
+    assert (line(lines, number="1").possible, line(lines, number="1").printed) == (102, 204), "no zero-shot, no 13B"
+    assert line(lines, number="3").possible == 0 and line(lines, number="10").possible == 102, "no spec is needed"
+    more = Workflow(scale.load({"zeroshot": {"limit": 5}}, "pocket"), recorded=False)
+    assert line(at(on=more), number="1").possible == 153
+    less = Workflow(scale.load({"models": {"Llama-3.2-1B": "pocket-3m"}}, "pocket-full"), recorded=False)
+    found = at(on=less)
+    assert line(found, number="1").possible == 34 and line(found, number="21").status == "no_stand_in"
+    assert line(found, kind="figure", number="13").status == "no_stand_in"
 
 
 @pytest.mark.parametrize(
-    "change,message", [({"grade": "E"}, "unknown grade 'E'"), ({"live": "yes"}, "unknown origin 'yes'")]
+    ("measured", "status"), [(0, "missing"), (1, "partial"), (19, "partial"), (20, "live"), (24, "live")]
 )
-def test_bad_rows_are_refused(change, message):
-    with pytest.raises(UserError, match=message):
-        coverage([row(CELLS[0], **change)], EVERYTHING)
+def test_four_fifths_is_the_boundary(at, flow, measured, status):
+    found = line(at(live=rows(flow)[:measured]))
+    assert (found.status, found.measured, found.possible, found.printed) == (status, measured, 24, 24)
+    assert found.grades == ({"C": measured} if measured else {})
 
 
-def test_csv_is_exact():
-    text = to_csv(coverage([row(c) for c in CELLS[:32]] + [point()], EVERYTHING))
+def test_recorded_is_not_live_and_a_cell_counts_once(at, flow):
+    old, new = rows(flow, live=""), rows(flow)
+    assert line(at(old)).status == line(at(old, new[:19])).status == "recorded"
+    assert line(at(old, new[:20])).status == "live"
+    both = line(at(old, new[:5]))
+    assert (both.measured, dict(both.origins)) == (24, {"live": 5, "recorded": 19})
+
+
+def test_carried_is_counted_apart(at, flow, monkeypatch):
+    other = rows(flow, live="", units="0123456789ab")
+    assert line(at(other)).measured == 0, "other code is stale"
+    monkeypatch.setattr(accepted, "carried", lambda before, *rest: before == "0123456789ab")
+    found = line(at([*other[:10], *rows(flow, live="")[10:]]))
+    assert (found.status, dict(found.origins)) == ("recorded", {"carried": 10, "recorded": 14})
+
+
+@pytest.mark.parametrize(
+    "change", [{"inputs": "01234567"}, {"units": "01234567"}, {"scale": "pocket-full"}, {"row": "tau=9"},
+               {"status": "stale"}, {"status": "oom"}, {"number": "16"}]
+)  # fmt: skip
+def test_what_does_not_stand_is_not_counted(at, flow, change):
+    assert line(at(rows(flow, live="", **change))).measured == 0
+    assert line(at(live=rows(flow, **change))).measured == 0
+
+
+def test_rows_of_a_built_file_that_are_not_live_are_not_counted(at, flow):
+    assert line(at(live=rows(flow, live="recorded"))).measured == 0
+
+
+def test_floor_is_a_measurement(at, flow):
+    assert line(at(live=rows(flow, status="floor"))).measured == 24
+
+
+def test_own_rows_and_columns_beside_do_not_count(at, flow):
+    beside = [c for c in flow.cells("spear", "1") if not c.printed and flow.is_measured(c)]
+    assert len(beside) > 100
+    assert line(at(live=[row(flow, c) for c in beside[:9]], name="table1"), number="1").measured == 0
+
+
+def test_a_figure_counts_its_declared_points(at, flow, monkeypatch):
+    points = rows(flow, number="13", kind="figure", live="")
+    found = [line(at(points[:n]), kind="figure", number="13") for n in range(3)]
+    assert [(x.status, x.measured, x.possible, x.printed) for x in found] == [
+        ("missing", 0, 2, 0),
+        ("partial", 1, 2, 0),
+        ("recorded", 2, 2, 0),
+    ]
+    here = replace(flow.scale, recorded={})  # nothing is taken from accepted results: the points are live once built
+    live = Workflow(here, recorded=False)
+    assert line(at(on=live), kind="figure", number="13").measured == 0
+    monkeypatch.setattr(measure, "live", lambda flow, cell: row(flow, cell))
+    assert line(at(on=live), kind="figure", number="13").status == "live"
+
+
+def test_bad_files_are_refused(at, flow, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="spear table 15 / .*unknown grade 'E'"):
+        at(rows(flow, grade="E")[:1])
+    (tmp_path / "spear" / "table16.csv").write_text("paper,kind\n")
+    with pytest.raises(UserError, match="table16.csv: not a file of measurements"):
+        at()
+    monkeypatch.setattr(coverage, "ROOT", tmp_path)
+    folder = tmp_path / "repro" / "papers" / "spqt"
+    folder.mkdir(parents=True)
+    (folder / "other_devices.yaml").write_text('tables: ["4"]\n')
+    with pytest.raises(UserError, match="other_devices.yaml: unknown table.* '4'"):
+        coverage.other_device("spqt", "table", "1")
+
+
+def test_csv_is_exact(at, flow):
+    lines = at(live=rows(flow)[:20], only=ALL)
+    text = to_csv(lines)
     assert text.splitlines()[0] == "paper,kind,number,status,measured,printed" == ",".join(HEADER)
     assert text.splitlines()[1] == "spear,table,1,missing,0,204"
-    assert "\nspqt,table,3,live,32,40\n" in text
-    assert "\nsubspec,figure,2,partial,1,0\n" in text
+    assert "\nspear,table,15,live,20,24\n" in text and "\nspqt,table,1,other_device,0,16\n" in text
     assert text.endswith("\nsubspec,figure,6,missing,0,0\n")
     assert [len(fields) for fields in csv.reader(text.splitlines())] == [6] * 71
 
 
-def test_text_is_aligned_and_totalled():
-    lines = coverage([row(c, grade="B") for c in CELLS[:32]] + [point()], EVERYTHING)
-    head, *body, total, tables, figures = to_text(lines).splitlines()
-    assert head == "paper      kind    number  status   measured  possible  printed  A   B  C  D"
-    assert "spqt       table        3  live           32        40       40  0  32  0  0" in body
+def test_text_is_aligned_and_totalled(at, flow):
+    lines = at(rows(flow, live=""), rows(flow)[:2], only=ALL)
+    head, *body, total, tables, figures, last = to_text(lines).splitlines()
+    assert head.split() == [*HEADER[:5], "live", "recorded", "carried", "possible", "printed", *"ABCD"]
+    (found,) = [text for text in body if text.split()[:3] == ["spear", "table", "15"]]
+    assert found.split()[3:] == ["recorded", "24", "2", "22", "0", "24", "24", "0", "0", "24", "0"]
     assert len(body) == 70 and len({len(text) for text in (head, *body, total)}) == 1
-    assert total.split() == ["total", "33", str(sum(x.possible for x in lines)), "3431", "0", "32", "1", "0"]
-    assert tables == "45 tables: 1 live, 0 recorded, 0 partial, 44 missing"
-    assert figures == "25 figures: 0 live, 0 recorded, 1 partial, 24 missing"
+    assert total.split()[:4] == ["total", "24", "2", "22"] and total.split()[-4:] == ["0", "0", "24", "0"]
+    assert tables == "45 tables: 0 live, 1 recorded, 0 partial, 33 missing, 9 no_stand_in, 2 other_device"
+    assert figures == "25 figures: 0 live, 0 recorded, 0 partial, 21 missing, 0 no_stand_in, 4 other_device"
+    assert last == summary(lines)
+
+
+def test_the_summary_is_one_sentence(at, flow):
+    assert summary(at(rows(flow, live=""), only=ALL)) == (
+        "1 of 45 tables and 0 of 25 figures measured at scale pocket (24 of 3,348 printed cells)"
+    )
+    more = [*rows(flow), *rows(flow, number="13", kind="figure"), *rows(flow, number="1")[:3]]
+    assert summary(at(more, only=ALL)) == (
+        "1 of 45 tables and 1 of 25 figures measured at scale pocket, and 1 more in part (27 of 3,348 printed cells)"
+    )

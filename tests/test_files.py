@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
-from repro import files
+from repro import __version__, files, papers
 from repro.errors import UserError
-from repro.files import atomic, sha256, short_hash, write_text
+from repro.files import HOME, atomic, sha256, short_hash, write_text, writing
 
 
 def everything(folder):
@@ -49,6 +50,21 @@ def test_nothing_is_left_and_the_old_file_stays_when_the_block_raises(tmp_path, 
         temporary.write_text("half")
         raise error
     assert everything(tmp_path) == ["f"] and (tmp_path / "f").read_text() == "old"
+
+
+def test_a_name_that_is_too_long(tmp_path):
+    with pytest.raises(UserError, match="the name is too long; choose a shorter one") as error:
+        write_text(tmp_path / ("x" * 5000), "x")
+    assert len(str(error.value)) < 200 and everything(tmp_path) == []
+
+
+def test_what_else_is_written_says_the_same(tmp_path):
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(UserError, match="a/b: cannot be written, a file or folder is in its place"):
+        with writing(tmp_path / "a" / "b"):
+            (tmp_path / "a" / "b").mkdir()
+    with pytest.raises(ValueError, match="odd"), writing(tmp_path / "f"):
+        raise ValueError("odd")
 
 
 READ_ONLY = [errno.EROFS, errno.EACCES, errno.EPERM]
@@ -87,7 +103,7 @@ def test_a_full_disk_as_safetensors_says_it(tmp_path):
         import resource, signal, sys, torch
         from pathlib import Path
         from safetensors.torch import save_file
-        from repro import files
+        from repro import __version__, files, papers
         files.errno.ENOSPC = files.errno.EFBIG
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -157,3 +173,20 @@ def test_a_safetensors_file_is_written_through_it(tmp_path):
     with contextlib.ExitStack() as stack:
         save_file({"a": torch.arange(3)}, stack.enter_context(atomic(tmp_path / "w.safetensors")))
     assert everything(tmp_path) == ["w.safetensors"]
+
+
+def test_a_reference_manager_can_read_the_citation():
+    """The keys that CFF 1.2.0 requires, and people or entities as authors; cffconvert 2.0.0 said the rest is valid."""
+    cited = yaml.safe_load((HOME / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["cff-version"] == "1.2.0" and cited["version"] == __version__ and cited["message"]
+    assert [work["title"].lower() for work in cited["references"]] == [
+        about.title.lower() for about in papers.ABOUT.values()
+    ]
+    for work, about in zip(cited["references"], papers.ABOUT.values()):
+        assert work["type"] == "article" and work["url"] == f"https://arxiv.org/abs/{about.arxiv}"
+        assert work["identifiers"] == [{"type": "other", "value": f"arXiv:{about.arxiv}"}]
+        assert (work["year"], work["month"]) == (2000 + int(about.arxiv[:2]), int(about.arxiv[2:4]))
+    for work in [cited, *cited["references"]]:
+        assert work["title"] and work["authors"]
+        for author in work["authors"]:
+            assert set(author) in ({"name"}, {"family-names", "given-names"}) and all(map(str.strip, author.values()))

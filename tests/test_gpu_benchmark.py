@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
+from repro.bench.regress import load
 from repro.files import ROOT
-from repro.regress import load
 
 CONFTEST = """
 import dataclasses, sys
 sys.path.insert(0, {tests!r})
 import pytest
 from fake_device import Fake
-from repro import timing
+from repro.bench import timing
 from repro.kernels.conftest import *
 from test_timing import kernel, task
 
@@ -31,8 +31,8 @@ def backend():
 SUITE = """
 import pytest
 from conftest import FAKE, kernel, task
-from repro import timing
-from repro.timing import Unsound
+from repro.bench import timing
+from repro.bench.timing import Unsound
 
 def facts(**who):
     return {"N": 48, "K": 64, "M": 2, **who}

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from repro import graphs
+from repro.models import graphs
 
 DEVICES = [
     "cpu",

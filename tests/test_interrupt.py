@@ -1,9 +1,10 @@
-"""kill -9 of the build and its children at random moments: the next `make` resumes and ends as if nothing had happened.
+"""Ctrl-C, and kill -9 at random moments: the next `make` resumes and ends as if nothing had happened.
 
-Two kills by default, SOAK=N for N of them (`make soak`). A build that ends before its kill is compared as well, and
-begun anew.
+One kill by default, SOAK=N for N of them (`make soak`). A build that ends before its kill is compared as well, and
+begun anew. The last run has one core: its files are those of the build on two.
 """
 
+import contextlib
 import os
 import random
 import shutil
@@ -14,79 +15,113 @@ import dag
 import psutil
 import pytest
 
-KILLS = int(os.environ.get("SOAK") or 2)
+KILLS = int(os.environ.get("SOAK") or 1)
+MAKE = dag.repro("make", dag.TARGET, dag.PLOT, "--cores", 1)
+ANOTHER = "another build is running here"
 
 
-def wait_for_lock(place, process) -> None:
-    """Wait until the Snakemake in `place` has locked it."""
-    while not list((place / ".snakemake" / "locks").glob("*.lock")):
+def wait_for(condition, process, place) -> None:
+    """Wait until something is so, as long as the build lives."""
+    while not condition():
         assert process.poll() is None, (place / "log").read_text()
         time.sleep(0.05)
 
 
+def locked(place) -> list:
+    """The locks of Snakemake in `place`."""
+    return list((place / ".snakemake" / "locks").glob("*.lock"))
+
+
 def wait_until_gone(place) -> None:
     """Wait until the killed processes are out of the process table, which takes a moment and no longer."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 10
     while dag.processes(place):
         assert time.monotonic() < end, "a job outlived the kill: it is not in the process group"
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(300 * (KILLS + 1))
-def test_killed_builds_resume(built, tmp_path):
+def kill(process, place) -> None:
+    """kill -9 for `make`, for the Snakemake that it started in a session of its own, and for its jobs."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    dag.kill(process)
+    for one in found:
+        try:
+            os.killpg(one.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    wait_until_gone(place)
+
+
+@pytest.mark.timeout(600 * (KILLS + 1))
+def test_an_interrupted_and_a_killed_build_resume(built, tmp_path):
     place = dag.folder(tmp_path / "work")
-    clock, kills, locked = random.Random(KILLS), 0, 0
+    process = dag.start(MAKE, place, built.twin, place / "log")
+    wait_for(lambda: list((place / "build").glob("tokens/*/job.json")), process, place)  # a job is done, others are not
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert (place / "log").read_text().strip().splitlines()[-1] == "interrupted; run again to resume"
+    assert "Traceback" not in (place / "log").read_text()
+    wait_until_gone(place)
+    kept = dag.observed(place)
+    assert kept and not list(place.rglob("*.tmp*")) and len(kept) < len(built.observed)
+
+    clock, kills = random.Random(KILLS), 0
     while kills < KILLS:
-        process = dag.start(dag.repro("make", dag.TARGET, "--cores", 2), place, built.place, place / "log")
+        process = dag.start(MAKE, place, built.twin, place / "log")
         moment = time.monotonic() + clock.uniform(0.5, built.seconds)
         while time.monotonic() < moment and process.poll() is None:
             time.sleep(0.02)
         if process.poll() is None:
-            dag.kill(process)
+            kill(process, place)
             kills += 1
-            wait_until_gone(place)
-            locked += bool(list((place / ".snakemake" / "locks").glob("*.lock")))
         else:
             assert process.returncode == 0, (place / "log").read_text()
             assert dag.outputs(place) == built.tables
-            for name in ("build", "tables", ".snakemake"):
+            for name in ("build", "tables", "figures", ".snakemake"):
                 shutil.rmtree(place / name)
-    if not locked:  # every kill came before the lock: one more that comes after it
-        process = dag.start(dag.repro("make", dag.TARGET, "--cores", 2), place, built.place, place / "log")
-        wait_for_lock(place, process)
-        dag.kill(process)
-    done = dag.run(dag.repro("make", dag.TARGET, "--cores", 2), place, built.place, timeout=500)
+    done = dag.run(MAKE, place, built.twin, timeout=500)
     assert done.code == 0, done.text
-    assert dag.outputs(place) == built.tables
-    assert dag.dry_run(place, built.place, dag.TARGET) == set()
-    assert not list((place / ".snakemake" / "locks").glob("*.lock"))
+    assert dag.outputs(place) == built.tables and dag.observed(place) == built.observed
+    assert dag.dry_run(place, built.twin, dag.TARGET, dag.PLOT) == set()
+    assert not locked(place) and not list(place.rglob("*.tmp*"))
 
 
-def test_the_lock_of_a_living_snakemake_stays(built, tmp_path):
+def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
+    """A second build is refused while the first lives, and while only the Snakemake that it started does."""
     place = dag.folder(tmp_path / "work")
-    first = dag.start(dag.repro("make", dag.TARGET, "--cores", 1), place, built.place, place / "log")
+    first = dag.start(MAKE, place, built.twin, place / "log")
+    found = []
     try:
-        wait_for_lock(place, first)
-        locks = sorted((place / ".snakemake" / "locks").glob("*.lock"))
-        second = dag.run(dag.repro("make", dag.TARGET, "--cores", 1), place, built.place)
+        wait_for(lambda: locked(place), first, place)
+        found = psutil.Process(first.pid).children(recursive=True)
+        second = dag.run(MAKE, place, built.twin)
         assert second.code == 2
-        (sentence,) = second.err.strip().splitlines()
-        assert sentence.startswith(f"error: {place}: Snakemake (process ") and "is at work here" in sentence
-        assert first.poll() is None and all(lock.is_file() for lock in locks)
+        assert second.err.strip() == f"error: {place}: {ANOTHER}; wait until it ends"
+        assert first.poll() is None and locked(place)
+        found = psutil.Process(first.pid).children(recursive=True)
+        for one in found:  # asleep, so that it cannot notice that nobody reads its output any more
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.suspend()
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        third = dag.run(MAKE, place, built.twin)
+        assert third.code == 2 and ANOTHER in third.err
+    finally:
+        for one in found:
+            try:
+                os.killpg(one.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        wait_until_gone(place)
+
+
+def test_a_snakemake_that_a_user_started_is_a_build_too(built, tmp_path):
+    place = dag.folder(tmp_path / "work")
+    first = dag.start(dag.snakemake(built.twin, dag.TARGET), place, built.twin, place / "log")
+    try:
+        wait_for(lambda: locked(place), first, place)
+        second = dag.run(MAKE, place, built.twin)
+        assert second.code == 2 and ANOTHER in second.err
     finally:
         dag.kill(first)
-
-
-def test_the_lock_stays_while_snakemake_outlives_make(built, tmp_path):
-    """Only `make` is killed: the Snakemake that it started goes on, and nothing takes its lock."""
-    place = dag.folder(tmp_path / "work")
-    first = dag.start(dag.repro("make", dag.TARGET, "--cores", 1), place, built.place, place / "log")
-    try:
-        wait_for_lock(place, first)
-        psutil.Process(first.pid).send_signal(signal.SIGKILL)
-        first.wait()
-        second = dag.run(dag.repro("make", dag.TARGET, "--cores", 1), place, built.place)
-        assert second.code == 2 and "is at work here" in second.err
-    finally:
-        os.killpg(first.pid, signal.SIGKILL)
         wait_until_gone(place)

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from repro import kernel_rows
 from repro.__main__ import main
+from repro.bench import kernel_rows
+from repro.bench.kernel_rows import Row
 from repro.errors import UserError
-from repro.kernel_rows import Row
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_w4a16_gemm import error, random_weight, weight
 
-from repro import kernel_list
+from repro.bench import kernel_list
 from repro.kernels import dequantize, linear, nvrtc, packing
 
 

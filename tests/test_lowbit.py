@@ -1,6 +1,9 @@
 """A compressed model on disk: what is read is bit for bit what was written, or an error that says so."""
 
+import copy
 from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import tiny
@@ -9,9 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from repro.baselines import gptq, rtn
+from repro.baselines import BASELINES, gptq, rtn
 from repro.errors import UserError
-from repro.lowbit import LowBitModel, QuantizedWeight, block_linears, blocks
+from repro.methods import METHODS
+from repro.models import attachments, lowbit
+from repro.models.attachments import Attachment, Beside
+from repro.models.lowbit import LowBitModel, block_linears, blocks
+from repro.models.quantized import QuantizedWeight
+from repro.spec import recipe
 
 META = {"recipe": "gptq-w4-g32", "note": "ü"}
 
@@ -160,3 +168,152 @@ def test_blocks_hold_the_block_linears(layout):
 def test_a_model_without_blocks():
     with pytest.raises(UserError, match="no transformer blocks"):
         blocks(torch.nn.Linear(2, 2))
+
+
+# --- attachments ------------------------------------------------------------------------------------------------------
+
+NAME = "model.layers.1.mlp.up_proj"
+
+
+class Shift(torch.nn.Module):
+    """Adds a constant, whatever the input."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.register_buffer("by", by)
+
+    def forward(self, x):
+        return self.by.expand(*x.shape[:-1], -1)
+
+
+class Doubled(torch.nn.Linear):
+    """The layer's output times a factor: its place in the order shows."""
+
+    def __init__(self, linear, factor):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias, self.linear, self.factor = linear.weight, linear.bias, linear, factor
+
+    def forward(self, x):
+        return self.factor * self.linear(x)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Two steps that attach something: `shift`, a baseline, and `double`, a method."""
+    for registry, name, kind, attached in (
+        (BASELINES, "shift", "bias", lambda linear, tensors, numbers: Beside(linear, Shift(tensors["by"]))),
+        (METHODS, "double", "scale", lambda linear, tensors, numbers: Doubled(linear, numbers["factor"])),
+        (METHODS, "other_shift", "bias", lambda linear, tensors, numbers: Beside(linear, Shift(tensors["by"]))),
+        (BASELINES, "unnamed", None, lambda linear, tensors, numbers: linear),
+    ):
+        module = ModuleType(name)
+        module.attached = attached
+        if kind:
+            module.KIND = kind
+        monkeypatch.setitem(registry, name, module)
+
+
+def shift(step="shift", seed=0):
+    return Attachment(step, {"by": torch.randn(128, generator=torch.Generator().manual_seed(seed))}, {})
+
+
+DOUBLE = Attachment("double", {}, {"factor": 2.0})
+
+
+def spear_on(lm, name=NAME, seed=0):
+    """A compensator as spear stores it."""
+    generator = torch.Generator().manual_seed(seed)
+    out, into = lm.weights[name].shape
+    tensors = {
+        "A": torch.randint(-9, 9, (2, into), generator=generator, dtype=torch.int8),
+        "A_scale": torch.full((2,), 0.01),
+        "B": torch.randint(-9, 9, (out, 2), generator=generator, dtype=torch.int8),
+        "B_scale": torch.full((2,), 0.01),
+    }
+    return Attachment("spear", tensors, {"alpha": 1.0})
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
+def test_attachments_of_different_kinds_stack_in_order_and_survive_the_disk(tmp_path, steps, order):
+    lm, path = compressed(bits=3), tmp_path / "model.safetensors"
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    chosen = [[shift(), DOUBLE, spear_on(lm)][i] for i in order]
+    y = want = lm.model.get_submodule(NAME)(x)
+    correction = METHODS["spear"].attached(
+        torch.nn.Linear(64, 128, bias=False), chosen[order.index(2)].tensors, {"alpha": 1.0}
+    )
+    for attachment in chosen:
+        step = attachment.step
+        want = 2 * want if step == "double" else want + (shift().tensors["by"] if step == "shift" else correction.ec(x))
+        lm.attach(NAME, attachment)
+        y = lm.model.get_submodule(NAME)(x)
+        torch.testing.assert_close(y, want)
+    assert [a.step for a in lm.attachments[NAME]] == [a.step for a in chosen]
+    assert lm.extra_bits == {"shift": 128 * 32, "double": 0, "spear": 8 * 2 * (64 + 128) + 4 * 32}
+    lm.attach("model.layers.0.mlp.up_proj", DOUBLE)
+    lm.save(path, META)
+    back = LowBitModel(tiny.model("llama"))
+    assert back.load(path) == META
+    assert torch.equal(back.model.get_submodule(NAME)(x), y) and back.extra_bits == lm.extra_bits
+    assert {n: [a.step for a in found] for n, found in back.attachments.items()} == {
+        NAME: [a.step for a in chosen],
+        "model.layers.0.mlp.up_proj": ["double"],
+    }
+    assert_same(lm, back)
+    back.save(tmp_path / "again.safetensors", META)
+    assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
+
+
+def test_two_of_one_kind_are_refused_and_change_nothing(steps):
+    lm = compressed(bits=3)
+    lm.attach(NAME, spear_on(lm))
+    lm.attach(NAME, shift())
+    before, layer = copy.deepcopy(lm.extra_bits), lm.model.get_submodule(NAME)
+    with pytest.raises(UserError, match=rf"^{NAME}: a second compensator is refused \(spear after spear\); [^;]*$"):
+        lm.attach(NAME, spear_on(lm, seed=1))
+    with pytest.raises(UserError, match=rf"^{NAME}: a second bias is refused \(other_shift after shift\)"):
+        lm.attach(NAME, shift("other_shift"))
+    assert lm.model.get_submodule(NAME) is layer and lm.extra_bits == before and len(lm.attachments[NAME]) == 2
+    lm.attach("model.layers.0.mlp.up_proj", spear_on(lm))
+    lm.attach("model.layers.0.mlp.up_proj", shift("other_shift"))
+
+
+def test_a_step_without_a_kind_is_a_kind_of_its_own(steps):
+    lm = compressed()
+    lm.attach(NAME, Attachment("unnamed", {}, {}))
+    lm.attach(NAME, shift())
+    with pytest.raises(UserError, match="a second unnamed is refused"):
+        lm.attach(NAME, Attachment("unnamed", {}, {}))
+
+
+@pytest.mark.parametrize("step", ["nosuch", "rtn"])
+def test_a_step_that_attaches_nothing(step):
+    lm = compressed()
+    with pytest.raises(UserError, match=f"{NAME}: no method '{step}' or baseline of that name attaches anything"):
+        lm.attach(NAME, Attachment(step, {}, {}))
+    assert not lm.attachments and not lm.extra_bits
+
+
+def test_a_file_of_a_step_that_is_gone(tmp_path, steps, monkeypatch):
+    lm = compressed()
+    lm.attach(NAME, shift())
+    lm.save(tmp_path / "model", {})
+    monkeypatch.delitem(BASELINES, "shift")
+    with pytest.raises(UserError, match=f"model: {NAME}: no method 'shift'"):
+        LowBitModel(tiny.model("llama")).load(tmp_path / "model")
+
+
+def test_full_precision_is_refused_behind_an_attachment(steps):
+    lm = compressed()
+    assert torch.equal(lm.full_precision().get_submodule(NAME).weight, tiny.model("llama").get_submodule(NAME).weight)
+    lm.attach(NAME, shift())
+    with pytest.raises(UserError, match="right after the quantizing step"):
+        lm.full_precision()
+
+
+def test_every_step_of_the_registry_is_known_to_attach(steps):
+    """`lowbit` knows the registries without importing them, so a step of any folder can attach."""
+    assert {"shift", "double"} <= set(recipe.STEPS)
+    for module in (lowbit, attachments):
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        assert "repro.methods" not in source and "repro.baselines" not in source

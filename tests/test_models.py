@@ -203,6 +203,42 @@ def test_weights_that_are_not_finite(copy, value):
     assert refused(folder).endswith("model.layers.1.mlp.up_proj.weight holds NaN or Inf; the checkpoint is damaged")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        *((torch.int8, "I8"), (torch.uint8, "U8"), (torch.int64, "I64"), (torch.bool, "BOOL"), (torch.float64, "F64")),
+        *((torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.complex64, "C64")),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "sharded"])
+def test_weights_that_are_not_16_or_32_bit_floats(copy, monkeypatch, name, dtype, stored):
+    folder, key = copy(name), "model.layers.1.mlp.up_proj.weight"
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if key in tensors:
+            tensors[key] = tensors[key].to(dtype)
+            save_file(tensors, path, {"format": "pt"})
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)  # refused before anything is loaded
+    assert f"model {str(folder)!r}: {key} is stored as {stored}; weights must be float32, float16" in refused(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_load(copy, dtype):
+    folder = copy("llama")
+    tensors = {key: value.to(dtype) for key, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    loaded = dict(models.load(str(folder)).named_parameters())
+    assert all(torch.equal(loaded[key], value.float()) for key, value in tensors.items())
+
+
+def test_an_integer_buffer_of_an_old_checkpoint_is_no_weight(copy):
+    folder = copy("llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16, dtype=torch.float64)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert models.load(str(folder)).config.hidden_size == 64
+
+
 def test_a_tensor_that_is_not_there(copy):
     folder = copy("llama")
     tensors = load_file(folder / "model.safetensors")
@@ -252,7 +288,7 @@ def test_code_beside_the_weights_is_not_run(copy, tmp_path):
 
 
 def test_an_unknown_name():
-    assert refused("pocket-4m").startswith("unknown model 'pocket-4m': did you mean ")
+    assert refused("pocket-4m").startswith("unknown model 'pocket-4m'") and "did you mean " in refused("pocket-4m")
 
 
 def test_a_folder_that_is_no_model(tmp_path):
@@ -262,7 +298,7 @@ def test_a_folder_that_is_no_model(tmp_path):
 def test_the_hub_must_be_allowed():
     name = "meta-llama/Llama-3.2-1B@4e20de3"
     assert models.folder(name) is None and models.weight_files(name) == []
-    assert refused(name) == f"model {name!r} is on the hub; set `hub: true` in the profile, or name a local folder"
+    assert refused(name) == f"model {name!r} is on the hub; set `hub: true` in the scale, or name a local folder"
     with pytest.raises(UserError, match="is on the hub"):
         models.tokenizer(name)
 
@@ -287,8 +323,8 @@ def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
     text = refused("meta-llama/Llama-3.2-1B@4e20de3", hub=True)
     assert (
-        text
-        == "model 'meta-llama/Llama-3.2-1B@4e20de3' cannot be loaded: We couldn't connect to the hub and more lines"
+        text == "model 'meta-llama/Llama-3.2-1B@4e20de3' cannot be loaded; check its config.json and weights "
+        "(We couldn't connect to the hub and more lines)"
     )
     assert asked["pretrained_model_name_or_path"] == "meta-llama/Llama-3.2-1B" and asked["revision"] == "4e20de3"
     assert asked["trust_remote_code"] is False and asked["use_safetensors"] is True

@@ -7,11 +7,12 @@ import tiny
 import torch
 from known import W, X, errors
 
-from repro import bits, recipe
 from repro.baselines import grid, omniquant, rtn
 from repro.baselines.omniquant import Clipping, Config
 from repro.errors import UserError
-from repro.lowbit import LowBitModel, block_inputs, block_linears, blocks
+from repro.models import bits
+from repro.models.lowbit import LowBitModel, block_inputs, block_linears, blocks
+from repro.spec import recipe
 
 CLOSE = 1e-5
 

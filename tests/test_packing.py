@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.kernels.packing import block_columns, dequantize, pack, unpack
-from repro.lowbit import QuantizedWeight
+from repro.models.lowbit import QuantizedWeight
 
 
 def grid(rows, columns, bits, group, symmetric, seed=0):

@@ -7,10 +7,12 @@ import types
 import pytest
 import torch
 
-from repro import peers, timing
+from repro.bench import peers, timing
+from repro.bench.kernel_list import DISPATCHERS, KERNELS, OURS, load
+from repro.bench.peers import PEERS
+from repro.bench.recorded import Record, bridge, recorded, shapes
+from repro.bench.task import Layer, dense
 from repro.errors import UserError
-from repro.kernel_list import DISPATCHERS, KERNELS, OURS, load
-from repro.peers import PEERS, Layer, Record, bridge, dense, recorded
 
 EVERYONE = {**PEERS, **OURS}
 
@@ -84,7 +86,7 @@ def test_recorded_peers_are_whole():
     rows = recorded()
     names = {r.peer for r in rows}
     assert {"awq_gemv_g128", "marlin_g128", "cublas_bf16", "inductor_bf16", "gl_w2g64"} <= names
-    assert len(peers.shapes()) == 20 and all(r.us > 0 and r.bytes > 0 and r.date and r.device for r in rows)
+    assert len(shapes()) == 20 and all(r.us > 0 and r.bytes > 0 and r.date and r.device for r in rows)
     awq = {(r.N, r.K): r.us for r in rows if (r.peer, r.M, r.mode) == ("awq_gemv_g128", 1, "cold")}
     assert awq[4096, 4096] == 5.379
 

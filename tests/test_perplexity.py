@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro import perplexity as module
 from repro.errors import UserError
-from repro.perplexity import Protocol, by_position, load_frame, perplexity, save_frame, score, windows
+from repro.models import perplexity as module
+from repro.models.perplexity import Protocol, by_position, load_frame, perplexity, save_frame, score, windows
 from repro.strict import build
 
 LENGTH = 24
@@ -121,6 +121,27 @@ def test_broken_logits_are_named(tiny_llama, value, kind):
 def test_another_models_tokenizer_is_noticed(tiny_llama):
     with pytest.raises(UserError, match="id 256 is not among the model's 256"):
         score(tiny_llama, windows(np.full(LENGTH, 256), LENGTH))
+
+
+def test_windows_longer_than_the_context_are_refused(tiny_llama):
+    short = copy.deepcopy(tiny_llama)
+    short.config.max_position_embeddings = LENGTH
+    assert len(score(short, windows(IDS, LENGTH))) == 5, "a window as long as the context fits"
+    short.config.max_position_embeddings = LENGTH - 1
+    message = (
+        rf"windows of {LENGTH} tokens are longer than the context of LlamaForCausalLM \(max_position_embeddings 23\)"
+    )
+    with pytest.raises(UserError, match=message):
+        score(short, windows(IDS, LENGTH))
+    with pytest.raises(UserError, match=message):
+        score(tiny_llama, windows(IDS, LENGTH), short, kl_windows=1)
+    with pytest.raises(UserError, match=message):
+        by_position(short, windows(IDS, LENGTH), [1, LENGTH])
+    short.config.name_or_path = "/some/where/pocket-1m"
+    with pytest.raises(UserError, match="the context of pocket-1m "):
+        score(short, windows(IDS, LENGTH))
+    del short.config.max_position_embeddings
+    score(short, windows(IDS, LENGTH))
 
 
 # --- windows and positions --------------------------------------------------------------------------------------------

@@ -1,150 +1,241 @@
-"""What a target costs, by hand on a tiny profile; and how a rebuilt cell compares with a recorded one."""
+"""What a target costs, by hand on recorded runs; and how a rebuilt cell compares with a recorded one."""
 
+import csv
 import dataclasses
 import json
-import re
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 
-from repro import models, papers, plan, record, spec, study, verify
+from repro import verbs
+from repro.__main__ import parser
 from repro.errors import UserError
-from repro.record import Measurement
-from repro.verify import compare
-from repro.workflow import Workflow
+from repro.jobs import job as jobs
+from repro.jobs import plan, runner
+from repro.jobs.plan import START_S, Run, estimate
+from repro.record import accepted, measure, verify
+from repro.record.measurement import Measurement, inputs_hash
+from repro.record.verify import compare
+from repro.spec import scale
+from repro.spec.recipe import STEPS
+from repro.spec.workflow import Workflow
 
-SPEC = spec.TableSpec(
-    "t",
-    {"FP16": "fp16", "RTN pc": "rtn-w4-pc", "GPTQ pc": "gptq-w4-pc"},
-    {
-        "Wiki": spec.Column("perplexity", "wikitext2"),
-        "C4": spec.Column("perplexity", "c4"),
-        "ZS": spec.Column("zeroshot"),
-    },
-)
-CONFIG = {
-    "name": "test",
-    "about": "a test",
-    "corpora": {"wikitext2": "pocket-sample", "c4": "pydoc-topics"},
-    "calibration": {"corpus": "pocket-sample-calib", "sequences": 3, "length": 10},
-    "perplexity": {"length": 100, "windows": 7, "kl_windows": 2},
-}
+POCKET = scale.load(name="pocket")
+START = START_S  # a job that takes no longer is not scaled
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
-    """A saved bf16 model of known size, and spear/1 as the only table with a spec."""
-    models.fingerprint.cache_clear()
-    folder = tmp_path / "tiny"
-    tiny.model("llama").bfloat16().save_pretrained(folder)
-    monkeypatch.setattr(spec, "specified", lambda: [("spear", "1")])
-    monkeypatch.setattr(
-        spec, "table", lambda paper, number: SPEC if (paper, number) == ("spear", "1") else spec.TableSpec("t")
+def here(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def small(here):
+    """A flow whose 1B column is a tiny model without a tokenizer: enough for cells that only count bits."""
+    tiny.model("llama").bfloat16().save_pretrained(here / "tiny")
+    return Workflow(dataclasses.replace(POCKET, models={"Llama-3.2-1B": "tiny"}), recorded=False)
+
+
+# --- plan: seconds of a job -------------------------------------------------------------------------------------------
+
+
+def job(kind="compress", recipe="rtn-w4-pc", steps=("rtn",), model="pocket-3m", device="cpu", **options):
+    given = {"model": model, "recipe": recipe, "device": device, **options}
+    return jobs.make(kind, model, {"x": recipe + model}, given, steps=steps)
+
+
+def run(seconds, kind="compress", steps="rtn", recipe="rtn-w4-pc", model="pocket-3m", tokens=0, device="cpu"):
+    return Run(kind, steps, recipe, plan.parameters(model), tokens, device, seconds)
+
+
+def test_parameters_are_those_of_the_files_or_of_the_name(small):
+    assert 1.0 <= plan.parameters("tiny") / sum(p.numel() for p in tiny.model("llama").parameters()) < 1.05
+    names = {"Llama-2-70b-hf": 70e9, "Llama-2-13b-hf": 13e9, "Qwen2.5-14B": 14e9, "Llama-3.2-3B": 3.21e9,
+             "Meta-Llama-3-8B": 8.03e9, "Mistral-7B-v0.1": 6.9e9, "Llama-3.2-1B": 1.24e9}  # fmt: skip
+    assert {name: plan.parameters(f"some/{name}@abcdef0") for name in names} == names
+
+
+def test_the_closest_runs_decide_by_their_median():
+    far = [run(999, recipe="rtn-w3-pc"), run(999, steps="gptq", recipe="gptq-w4-pc"), run(999, kind="tokens")]
+    exact = [run(START + s) for s in (1, 2, 9)]
+    assert estimate(job(), [*far, *exact]) == (pytest.approx(START + 2), False)
+    assert estimate(job(), [*far, run(START + 5, model="pocket-10m")])[0] == pytest.approx(
+        START + 5 * plan.parameters("pocket-3m") / plan.parameters("pocket-10m")
     )
-    return str(folder)
+    assert estimate(job(), [run(START + 3, recipe="rtn-w3-pc")]) == (pytest.approx(START + 3), False)
+    assert estimate(job(), [run(4.0, model="pocket-10m")]) == (4.0, False), "a start is not scaled"
 
 
-def flow(model, **more):
-    return Workflow(CONFIG | {"models": {"Llama-3.2-1B": model}} | more)
+def test_seconds_grow_with_tokens():
+    known = [run(START + 2, tokens=32 * 512)]
+    more = job(calibration={"sequences": 128, "length": 2048})
+    assert estimate(more, known)[0] == pytest.approx(START + 2 * 16)
+    scored = job("perplexity", length=2048, windows=8, texts=["a", "b"])
+    assert plan.run_of(scored).tokens == 2 * 8 * 2048
+    whole = job("perplexity", length=2048, windows=None, texts=["a"])
+    assert plan.run_of(whole).tokens == plan.WINDOWS * 2048
+    assert plan.run_of(job("zeroshot", tasks=["a", "b"], limit=100)).tokens == 200 * plan.ITEM_TOKENS
 
 
-def size(model):
-    return next(p.stat().st_size for p in models.weight_files(model) if p.suffix == ".safetensors") / 2
+def test_other_steps_and_other_devices_are_guesses():
+    costly = estimate(job(recipe="rtn-w4-pc + spear", steps=("rtn", "spear")), [run(START + 1)])
+    assert costly == (pytest.approx(START + (2 + STEPS["spear"].COST) / 2), True)
+    assert estimate(job(device="cuda"), [run(START + 100)]) == (pytest.approx(START + 100 / plan.SPEED["cuda"]), True)
+    assert estimate(job(device="cuda"), [run(START + 100), run(START + 7, device="cuda")])[1] is False
+    assert estimate(job(), []) == estimate(job(), [run(99, kind="tokens")]) == (START, True)
 
 
-# --- plan -------------------------------------------------------------------------------------------------------------
+def test_tokenizing_does_not_grow_with_the_model():
+    given = {"corpus": "a", "model": "some/Big-70b@abcdef0", "device": "cpu"}
+    text = jobs.make("tokens", "a", {}, given)
+    assert estimate(text, [Run("tokens", "", "", 0, 0, "cpu", START + 3)]) == (pytest.approx(START + 3), False)
 
 
-def test_parameters_are_counted_where_the_files_are(model):
-    counted = sum(p.numel() for p in models.load(model).parameters())
-    assert counted <= plan.parameters(model) < 1.05 * counted
-    wanted = {"Llama-2-70b-hf": 70e9, "Llama-2-13b-hf": 13e9, "Qwen2.5-14B": 14e9, "Llama-3.2-3B": 3.2e9}
-    wanted |= {"Meta-Llama-3-8B": 8e9, "Mistral-7B-v0.1": 7e9, "Llama-3.2-1B": 1.2e9}
-    for hub_id, count in wanted.items():
-        assert plan.parameters(f"a/{hub_id}@0123456") == count
+def test_recorded_runs_are_read_from_a_build_and_the_committed_file(here):
+    one = job(calibration={"sequences": 2, "length": 8})
+    one.folder.mkdir(parents=True)
+    (one.folder / "job.json").write_text(json.dumps(one.to_json()))
+    for each in (one.id, "compress/gone/rtn.00000000"):  # the second one's folder was deleted
+        path = Path("build/benchmarks", f"{each}.tsv")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("s\th:m:s\tmax_rss\n12.5\t0:00:12\t88\n")
+    known = here / "known.csv"
+    known.write_text("kind,steps,recipe,parameters,tokens,device,seconds\nperplexity,,fp16,7,8,cuda,9.5\n")
+    assert plan.recorded(known=known) == [run(12.5, tokens=16), Run("perplexity", "", "fp16", 7, 8, "cuda", 9.5)]
 
 
-def test_the_cost_of_a_table_by_hand(model):
-    total = plan.cost(flow(model), ["tables/spear/table1.tex"])
-    assert dict(total.jobs) == {"table": 1, "compress": 2, "perplexity": 3}
-    two_texts = 2
-    full, low = 7 * 100 * two_texts, (7 + 2 * 2) * 100 * two_texts
-    gptq = 4 * 3 * 10
-    tokens = full + 2 * low + gptq
-    seconds = 5 * plan.START_S + 2 * size(model) * tokens / plan.FLOPS["cpu"]
-    assert total.seconds == pytest.approx(seconds) and total.downloads == {}
-    assert total.disk == pytest.approx(2 * 1.1 * size(model))
+def test_the_committed_runs_are_of_jobs_that_there_are(here):
+    runs = plan.recorded()
+    assert runs and all(r.kind in runner.JOBS and set(r.steps.split()) <= set(STEPS) for r in runs)
+    assert all(r.device in plan.SPEED and 0 < r.seconds < 3600 for r in runs)
 
 
-def test_zero_shot_adds_its_own_jobs(model):
-    one = plan.cost(flow(model), ["tables/spear/table1.tex"])
-    more = plan.cost(flow(model, zeroshot={"limit": 50}), ["tables/spear/table1.tex"])
-    assert more.jobs - one.jobs == {"zeroshot": 3}
-    seconds = 3 * (plan.START_S + 2 * size(model) * plan.LIMIT_TOKENS / 2 / plan.FLOPS["cpu"])
-    assert more.seconds - one.seconds == pytest.approx(seconds)
+def test_nothing_of_table_1_at_the_default_scale_is_a_guess():
+    flow = Workflow(POCKET, recorded=False)
+    found = flow.every_job(flow.table_cells("spear/table1"))
+    runs = plan.recorded()
+    assert len(found) > 30 and not [one.id for one in found if estimate(one, runs)[1]]
 
 
-def test_a_run_counts_once_whatever_asks_for_it(model):
-    f = flow(model)
-    alone = plan.cost(f, ["tables/spear/table1.tex"])
-    twice = plan.cost(f, ["tables/spear/table1.tex", "tables/spear/table1.tex", "tables/table2.tex"])
-    assert twice.jobs == alone.jobs and twice.seconds == alone.seconds
+# --- plan: what there is to do ----------------------------------------------------------------------------------------
 
 
-def test_a_target_without_runs_costs_no_run(model):
-    assert dict(plan.cost(flow(model), ["tables/spqt/table3.tex"]).jobs) == {"table": 1}
-    assert plan.cost(flow(model), ["tables/audit.tex"]).seconds == 0.0
-    assert plan.cost(Workflow(CONFIG | {"models": {}}), ["all"]).seconds == 0.0
+@pytest.fixture
+def dry(monkeypatch):
+    """`to_do` with Snakemake replaced: it says the given text, and what it was asked is kept."""
+    asked = {}
+
+    def replace(text, code=0):
+        def snakemake(words, **how):
+            asked.update(words=words, scale=json.loads(Path(words[words.index("--configfile") + 1]).read_text()))
+            return SimpleNamespace(returncode=code, stdout=text)
+
+        monkeypatch.setattr(plan.subprocess, "run", snakemake)
+        return asked
+
+    return replace
 
 
-def test_a_study_counts_its_parts_where_it_is_run(model):
-    what = study.load("spear", "memory")
-    live = flow(model, name="pocket-full")
-    total = plan.cost(live, ["tables/spear/memory.tex"])
-    bases = len(what.grid["bits"])
-    assert dict(total.jobs) == {"compress": bases, "study": len(what.columns()) * len(what.seeds), "table": 1}
-    assert total.seconds > plan.START_S * total.jobs["study"]
-    assert dict(plan.cost(flow(model), ["tables/spear/memory.tex"]).jobs) == {"table": 1}, "elsewhere it is recorded"
+def dry_run(*lines):
+    return "Building DAG of jobs...\n" + "".join(f"rule x:\n    jobid: 1\n    wildcards: {line}\n" for line in lines)
 
 
-def test_the_headline_needs_every_table_that_it_names(model):
-    total = plan.cost(flow(model), ["tables/table1.tex"])
-    named = {tuple(claim.table.split("/")) for claim in spec.headline().claims}
-    assert total.jobs["table"] == len(named | {(paper, "1") for paper in papers.PAPERS})
-    assert total.jobs["perplexity"] == 3
+def test_the_jobs_are_those_of_the_dry_run(dry):
+    flow = Workflow(dataclasses.replace(POCKET, threads=2), recorded=False)
+    every = flow.every_job(flow.table_cells("spear/table1"))
+    kinds = {one.kind: one for one in every}
+    said = [f"kind={kind}, job={one.id.partition('/')[2]}" for kind, one in kinds.items()]
+    asked = dry(dry_run(*said, "table=spear/table1", "figure=spear/figure13"))
+    found, written = plan.to_do(flow, ["tables/spear/table1.tex"], [])
+    assert {one.id for one in found} == {one.id for one in kinds.values()} and written == 2
+    words = asked["words"]
+    assert words[-2:] == ["--", "tables/spear/table1.tex"] and "-n" in words
+    assert words[words.index("--configfile") + 1].endswith("/pocket.yaml") and asked["scale"]["threads"] == 2
 
 
-def test_hub_models_are_downloaded_once(model):
-    hub = "meta-llama/Llama-2-7b-hf@01c7f73"
-    f = flow(model, models={"Llama-2-7B": hub}, hub=True, device="cuda")
-    total = plan.cost(f, ["tables/spear/table1.tex"])
-    assert total.downloads == {hub: 14e9}
-    text = plan.plan(f, ["tables/spear/table1.tex"])
-    assert f"downloads     {hub} 14.0 GB" in text and "on one GPU" in text
-    assert re.search(r"GPU-minutes   [1-9]", text)
-    disk = float(re.search(r"disk +([\d.]+) GB", text)[1])
-    assert disk == pytest.approx((14e9 + 2 * 1.1 * 7e9) / 1e9, abs=0.01)
+def test_what_snakemake_refuses_is_one_sentence(dry):
+    flow = Workflow(POCKET, recorded=False)
+    dry("x\nerror: unknown corpus 'a'\nmore\n", code=1)
+    with pytest.raises(UserError, match="^unknown corpus 'a'$"):
+        plan.to_do(flow, ["tables/spear/table1.tex"], [])
+    dry("Some\nException:\nof Snakemake\n", code=1)
+    with pytest.raises(UserError, match="^Snakemake's dry run failed: Some Exception: of Snakemake$"):
+        plan.to_do(flow, ["tables/spear/table1.tex"], [])
 
 
-def test_the_plan_in_words(model):
-    text = plan.plan(flow(model), ["tables/spear/table1.tex"])
-    assert text.startswith("tables/spear/table1.tex in profile test\njobs          1 table, 2 compress, 3 perplexity\n")
-    assert "GPU-minutes   0\ndownloads     none\n" in text
-    assert re.search(r"minutes +about 1 on one core, 0 on two", text)
+def test_a_real_dry_run_wants_every_job(here):
+    flow = Workflow(POCKET, recorded=False)
+    found, written = plan.to_do(flow, ["tables/spear/table15.tex"], [])
+    wanted = flow.every_job(flow.table_cells("spear/table15"))
+    assert {one.id for one in found} >= {one.id for one in wanted if one.kind == "perplexity"} and written == 1
+    assert {one.id for one in found} <= {one.id for one in wanted}
 
 
-def test_an_unknown_target(model):
-    with pytest.raises(
-        UserError, match="^unknown target 'tables/spaer/table1.tex': did you mean 'tables/spear/table1.tex'"
-    ):
-        plan.cost(flow(model), ["tables/spaer/table1.tex"])
+def test_a_plan_for_a_device_that_is_not_here(here, dry, monkeypatch):
+    monkeypatch.setattr(plan, "has_cuda", lambda: False)
+    asked = dry("", code=1)
+    gpu = scale.load(name="gpu")
+    flow = Workflow(dataclasses.replace(gpu, models={"Llama-3.2-1B": "hub"}), recorded=False)
+    cells = [cell for cell in flow.table_cells("spear/table1") if cell.row in ("FP16", "RTN pc")]
+    text = plan.plan(flow, ["tables/spear/table1.tex"], cells)
+    assert not asked, "Snakemake would plan recorded cells here"
+    lines = dict(zip(("title", "jobs", "minutes", "gpu", "downloads", "disk", "guesses"), text.splitlines()))
+    assert lines["title"] == "tables/spear/table1.tex at scale gpu"
+    assert lines["jobs"] == "jobs          2 tokens, 2 perplexity, 2 compress, 1 table/figure"
+    assert lines["minutes"].endswith(" with 1 side by side") and float(lines["gpu"].split()[1]) >= 1
+    assert lines["downloads"].endswith("/Llama-3.2-1B@4e20de362430cd3b72f300e6b0f18e50e7166e08 2.5 GB")
+    assert lines["disk"] == "disk          3.72 GB", "the model, and one of its compressed copies"
+    assert "perplexity rtn" in lines["guesses"]
+    done = flow.every_job(cells)[0]
+    monkeypatch.setattr(runner, "done", lambda job: job.id == done.id)
+    assert "jobs          1 tokens," in plan.plan(flow, ["tables/spear/table1.tex"], cells)
+
+
+def test_a_plan_in_words(here, dry, monkeypatch):
+    flow = Workflow(POCKET, recorded=False)
+    cells = flow.table_cells("spear/table1")
+    one = next(each for each in flow.every_job(cells) if each.kind == "perplexity" and each.steps == ("gptq",))
+    monkeypatch.setattr(plan, "recorded", lambda: [dataclasses.replace(plan.run_of(one), seconds=600.0)])
+    monkeypatch.setattr(plan, "Snake", lambda config: SimpleNamespace(jobs={one.id: one}))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    dry(dry_run(*[f"kind=perplexity, job={one.id.partition('/')[2]}"], "table=spear/table1"))
+    assert plan.plan(flow, ["tables/spear/table1.tex"], cells) == (
+        "tables/spear/table1.tex at scale pocket\n"
+        "jobs          1 perplexity, 1 table/figure\n"
+        "minutes       about 10 one by one, 10 with 4 side by side\n"
+        "GPU-minutes   0\n"
+        "downloads     none\n"
+        "disk          0.00 GB\n"
+        "guesses       none, such jobs were timed before"
+    )
+    dry("Nothing to be done (all requested files are present and up to date).\n")
+    assert "jobs          none, everything is built\n" in plan.plan(flow, ["tables/spear/table1.tex"], cells)
+
+
+def test_the_verb_takes_the_names_that_a_user_types(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(plan, "plan", lambda flow, files, cells: asked.append((files, len(cells))) or "a plan")
+    for words in (["spear/1", "tables/spear/memory.tex", "table1.tex"], ["spear/figure13"], ["all"]):
+        verbs.plan(parser().parse_args(["plan", *words]))
+    assert capsys.readouterr().out == "a plan\n" * 3
+    files = ["tables/spear/table1.tex", "tables/spear/memory.tex", "tables/table1.tex"]
+    assert [files for files, _ in asked] == [files, ["figures/spear/figure13.svg"], ["all"]]
+    assert asked[1][1] == 2 and asked[2][1] > 3500
+    with pytest.raises(UserError, match="unknown table 'spaer/table1'; did you mean 'spear/table1'"):
+        verbs.plan(parser().parse_args(["plan", "tables/spaer/table1.tex"]))
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
 
-OLD = Measurement("spear", "table", "1", "RTN pc", "Wiki", "Llama-3.2-1B", "ppl", value=12.5, lo=12.0, hi=13.0,
-                  status="ok", live="live", profile="test")  # fmt: skip
+OLD = Measurement("spear", "table", "1", "RTN pc", "BPW", "Llama-3.2-1B", "BPW", value=12.5, lo=12.0, hi=13.0,
+                  status="ok", scale="pocket", device="a GPU")  # fmt: skip
+NEW = dataclasses.replace(OLD, live="live")
 
 
 @pytest.mark.parametrize(
@@ -157,78 +248,134 @@ OLD = Measurement("spear", "table", "1", "RTN pc", "Wiki", "Llama-3.2-1B", "ppl"
         ({"value": 13.0}, "within"),
         ({"value": 11.999}, "differs"),
         ({"value": 13.001}, "differs"),
-        ({"value": None}, "absent"),
+        ({"value": None, "status": "diverged"}, "differs"),
         ({"live": "recorded"}, "absent"),
         ({"live": "", "value": None, "status": "not_run"}, "absent"),
     ],
 )
 def test_compare(change, word):
-    assert compare(OLD, dataclasses.replace(OLD, **change)) == word
+    assert compare(OLD, dataclasses.replace(NEW, **change)) == word
 
 
-def test_compare_without_an_interval_or_a_cell():
-    bare = dataclasses.replace(OLD, lo=None, hi=None)
+def test_compare_without_an_interval_a_value_or_a_cell():
+    bare, refused = (dataclasses.replace(NEW, lo=None, hi=None), dataclasses.replace(NEW, value=None, status="oom"))
     assert compare(bare, bare) == "identical" and compare(OLD, None) == "absent"
     assert compare(bare, dataclasses.replace(bare, value=12.50001)) == "differs"
+    assert compare(refused, refused) == "identical" and compare(refused, NEW) == "differs"
+    assert compare(refused, dataclasses.replace(refused, status="diverged")) == "differs"
 
 
 @pytest.fixture
-def rebuilt(model, tmp_path, monkeypatch):
-    """`verify` with Snakemake replaced by a writer of the given rows; returns exit code and what was asked of it."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(old, new, tables=("spear/table1",), code=0):
-        asked = {}
-
-        def snakemake(words):
-            given = words[words.index("--configfile") + 1]
-            asked.update(words=words, profile=json.loads(Path(given).read_text())["name"])
-            path = verify.FOLDER / "tables" / "spear" / "table1.csv"
-            path.parent.mkdir(parents=True)
-            path.write_text(record.to_csv(new))
-            return type("Done", (), {"returncode": code})
-
-        monkeypatch.setattr(verify.subprocess, "run", snakemake)
-        monkeypatch.setattr(record, "accepted", lambda *args: old)
-        return verify.verify(flow(model), list(tables), 2), asked
-
-    return run
+def bits(small):
+    """The cells of Table 1 that count bits of RTN models."""
+    cells = {cell.row: cell for cell in small.cells("spear", "1") if cell.col == "BPW" and cell.stand_in}
+    return {row: cells[row] for row in ("RTN pc", "RTN g128", "FP16")}
 
 
-def test_verify_says_per_cell_and_counts(rebuilt, capsys):
-    old = [dataclasses.replace(OLD, row=row) for row in ("a", "b", "c")]
-    other = dataclasses.replace(OLD, row="d", profile="another")
-    new = [old[0], dataclasses.replace(old[1], value=12.75)]
-    code, asked = rebuilt([*old, other], new)
+@pytest.fixture
+def rebuilt(small, bits, monkeypatch):
+    """`verify` with rows recorded, and rows (by label) that its jobs are said to give; code, jobs and folder seen."""
+
+    def go(old, new, names=("spear/table1",), left=0):
+        seen = {}
+
+        def run_all(jobs, side_by_side, gpus):
+            seen.update(jobs=jobs, folder=jobs[0].folder if jobs else None)
+            return left
+
+        given = {row.row: row for row in new}
+        monkeypatch.setattr(verify.pool, "run_all", run_all)
+        monkeypatch.setattr(accepted, "every", lambda: old)
+        blank = dataclasses.replace(OLD, value=None, status="not_run")
+        monkeypatch.setattr(measure, "live", lambda flow, cell: given.get(cell.row, blank))
+        return verify.verify(small, list(names)), seen
+
+    return go
+
+
+def at(flow, cell, **changes):
+    return dataclasses.replace(OLD, row=cell.row, inputs=inputs_hash(flow.inputs(cell)), **changes)
+
+
+def test_verify_says_per_cell_and_counts(rebuilt, small, bits, capsys):
+    old = [at(small, cell) for cell in bits.values()]
+    elsewhere = dataclasses.replace(old[0], scale="pocket-full", value=99.0)
+    gone = dataclasses.replace(old[0], row="no such row")
+    new = [dataclasses.replace(NEW, row="RTN pc"), dataclasses.replace(NEW, row="RTN g128", value=12.75)]
+    code, seen = rebuilt([*old, elsewhere, gone], new)
     out = capsys.readouterr().out.splitlines()
-    assert code == 0 and out[0] == "identical  spear/table1 | a | Wiki | Llama-3.2-1B: recorded 12.5, now 12.5"
-    assert out[1].startswith("within ") and out[1].endswith("recorded 12.5, now 12.75")
-    assert out[2].startswith("absent ") and out[2].endswith("now –")
-    assert out[3:] == ["3 cells: 1 identical, 1 within, 0 differs, 1 absent"]
-    assert asked["profile"] == "test" and asked["words"][-2:] == ["--", "tables/spear/table1.csv"]
-    assert str(verify.FOLDER) in asked["words"]
+    where = "BPW | Llama-3.2-1B | BPW: recorded 12.5, now"
+    assert code == 0 and out == [
+        f"identical  spear/table1 | RTN pc | {where} 12.5",
+        f"within     spear/table1 | RTN g128 | {where} 12.75",
+        f"absent     spear/table1 | FP16 | {where} not_run",
+        f"absent     spear/table1 | no such row | {where} –",
+        "4 cells: 1 identical, 1 within, 0 differs, 2 absent",
+    ]
+    wanted = {job.id for cell in bits.values() for each in small.jobs(cell) for job in each.values()}
+    assert {job.id for job in seen["jobs"]} == wanted, "nothing but what is recorded is rebuilt"
+    assert seen["folder"].parent.parent.parent == verify.FOLDER and jobs.BUILD == Path("build")
 
 
-def test_verify_fails_when_a_cell_differs(rebuilt, capsys):
-    code, _ = rebuilt([OLD], [dataclasses.replace(OLD, value=20.0)])
-    assert code == 1 and "1 cells: 0 identical, 0 within, 1 differs, 0 absent" in capsys.readouterr().out
+def test_verify_fails_when_a_cell_differs_or_a_job_fails(rebuilt, small, bits, capsys):
+    old = [at(small, bits["RTN pc"])]
+    assert rebuilt(old, [dataclasses.replace(NEW, value=20.0)], left=1)[0] == 1
+    assert "1 cells: 0 identical, 0 within, 1 differs, 0 absent" in capsys.readouterr().out
+    assert rebuilt(old, [NEW], left=1)[0] == 2
+    assert rebuilt(old, [NEW], names=())[0] == 0
 
 
-def test_verify_of_a_build_that_fails(rebuilt):
-    assert rebuilt([OLD], [OLD], code=1)[0] == 2
+def test_verify_says_when_declared_inputs_have_changed(rebuilt, small, bits, capsys):
+    rebuilt([at(small, bits["RTN pc"])], [NEW])
+    assert "changed" not in capsys.readouterr().out
+    rebuilt([dataclasses.replace(OLD, inputs="01234567")], [NEW])
+    assert "recorded 12.5, now 12.5; its declared inputs have changed\n" in capsys.readouterr().out
 
 
-def test_verify_clears_its_folder_first(rebuilt, tmp_path):
-    (tmp_path / verify.FOLDER).mkdir(parents=True)
-    (tmp_path / verify.FOLDER / "old").write_text("x")
-    rebuilt([OLD], [OLD])
-    assert not (tmp_path / verify.FOLDER / "old").exists()
+def test_verify_needs_the_device_of_the_cells(rebuilt, small, bits, monkeypatch):
+    monkeypatch.setattr(verify, "has_cuda", lambda: False)
+    awq = next(c for c in small.cells("spear", "1") if (c.row, c.col, c.stand_in) == ("AWQ pc", "BPW", "tiny"))
+    on = dataclasses.replace(small.scale, recorded={"awq": ("tiny",)})
+    small.scale = on  # these cells are recorded on CUDA
+    with pytest.raises(UserError, match="^verify: the recorded cells of scale pocket need a CUDA device, and this"):
+        rebuilt([at(small, awq)], [])
+    code, seen = rebuilt([at(small, awq), at(small, bits["RTN pc"])], [NEW])
+    assert code == 0 and {job.steps for job in seen["jobs"]} == {("rtn",)}, "what can run here does"
 
 
-def test_verify_needs_something_to_compare_with(rebuilt):
-    with pytest.raises(UserError, match="^nothing is recorded for spear/table1 in profile test"):
+def test_verify_rebuilds_from_nothing(small, bits, here, monkeypatch, capsys):
+    """For real: a first build's value is recorded; results that lie there are not taken; another value differs."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    cell = bits["RTN pc"]
+    (one,) = jobs.distinct([job for each in small.jobs(cell) for job in each.values()])
+    verify.pool.run_all([one])
+    first = measure.live(small, cell)
+    assert first.status == "ok" and first.value > 4
+    monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, live="")])
+    there = shutil.copytree(one.folder, verify.FOLDER / one.id)
+    (there / "old").write_text("from an earlier verify")
+    assert verify.verify(small, ["spear/1"]) == 0
+    assert {path.name for path in there.iterdir()} >= {"job.json"} and not (there / "old").exists()
+    assert "identical  spear/table1 | RTN pc | BPW" in capsys.readouterr().out
+    monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, live="", value=first.value + 1)])
+    assert verify.verify(small, []) == 1
+
+
+def test_verify_needs_something_to_compare_with(rebuilt, small):
+    with pytest.raises(UserError, match="^nothing is recorded for spear/table1 at scale pocket; build it and accept"):
         rebuilt([], [])
-    with pytest.raises(UserError, match="^nothing is recorded for profile test"):
-        rebuilt([], [], tables=())
-    with pytest.raises(UserError, match="^unknown table with a spec 'spear/table99'"):
-        rebuilt([OLD], [OLD], tables=["spear/table99"])
+    with pytest.raises(UserError, match="^nothing is recorded at scale pocket; build a table"):
+        rebuilt([], [], names=())
+    with pytest.raises(UserError, match="^nothing is recorded for spear/figure13 at scale pocket"):
+        rebuilt([OLD], [], names=("spear/figure13",))
+    with pytest.raises(UserError, match="^unknown table 'spear/table99'"):
+        rebuilt([OLD], [], names=("spear/table99",))
+    with pytest.raises(UserError, match="^unknown table with a spec 'spear/table9'; did you mean"):
+        rebuilt([OLD], [], names=("spear/table9",))
+    with pytest.raises(UserError, match="^verify: the recorded cells of scale pocket are in no spec any more"):
+        rebuilt([dataclasses.replace(OLD, row="no such row")], [], names=())
+
+
+def test_the_committed_file_reads_as_csv():
+    lines = list(csv.reader(plan.KNOWN.read_text().splitlines()))
+    assert lines[0] == [field.name for field in dataclasses.fields(Run)] and {len(line) for line in lines} == {7}

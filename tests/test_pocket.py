@@ -9,9 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from repro import corpora, models, perplexity, recipe
+from repro import models
+from repro.data import corpora
 from repro.files import sha256
-from repro.lowbit import LowBitModel, block_linears
+from repro.models import perplexity
+from repro.models.lowbit import LowBitModel, block_linears
+from repro.spec import recipe
 
 NAMES = models.pocket_names()
 MIB = 2**20

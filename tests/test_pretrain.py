@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from repro import pretrain as room
 from repro.errors import UserError
 from repro.files import sha256
-from repro.pretrain import batch_starts, learning_rate, length_at
-from repro.pretrain_config import Architecture, ModelArgs, PocketConfig, TokenizerArgs, Training, load_config
+from repro.train import pretrain as room
+from repro.train.config import Architecture, ModelArgs, PocketConfig, TokenizerArgs, Training, load_config
+from repro.train.pretrain import batch_starts, learning_rate, length_at
 
 TRAINING = Training(
     learning_rate=1e-2, batch_tokens=64, length=16, long_length=32, long_share=0.25, warmup_share=0.1, decay_share=0.4,
@@ -158,7 +158,7 @@ def test_it_says_how_fast_it_was(tmp_path):
 
 
 def test_an_unknown_model():
-    with pytest.raises(UserError, match="^unknown pocket model 'pocket-tinny': did you mean 'pocket-tiny'"):
+    with pytest.raises(UserError, match="^unknown pocket model 'pocket-tinny'; did you mean 'pocket-tiny'"):
         room.pretrain("pocket-tinny", IDS, CONFIG, None, "cpu")
 
 

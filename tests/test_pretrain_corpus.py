@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from repro import pretrain_corpus as room
-from repro import wikitext_layout
 from repro.errors import UserError
-from repro.pretrain_config import TokenizerArgs
+from repro.train import corpus as room
+from repro.train import wikitext_layout
+from repro.train.config import TokenizerArgs
 
 PLAIN = [f"Title {i}\nThe self-made man, no. {i}, had 1,000 things." for i in range(12)]
 
@@ -98,7 +98,7 @@ def test_the_key_holds_all_that_decides_the_ids(corpus, tmp_path, monkeypatch):
 
 
 def test_the_workers_do_not_import_torch():
-    code = "import sys, repro.pretrain_corpus; sys.exit('torch' in sys.modules)"
+    code = "import sys, repro.train.corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -9,8 +9,8 @@ import statistics
 import pytest
 import yaml
 
-from repro import regress
 from repro.__main__ import main
+from repro.bench import regress
 from repro.errors import UserError
 from repro.files import ROOT
 

@@ -62,7 +62,7 @@ def sanitize(tmp_path):
 
 
 def test_what_is_clean(sanitize):
-    from repro.kernel_list import DISPATCHERS, KERNELS
+    from repro.bench.kernel_list import DISPATCHERS, KERNELS
 
     done, lines = sanitize({"racecheck-w8a8_gemv": RACES}, facts=ASKED.format(python=sys.executable))
     assert done.returncode == 0, done.stderr

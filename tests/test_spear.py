@@ -13,16 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro import bits, papers, recipe
+from repro import papers
 from repro.baselines import BASELINES, rtn
 from repro.errors import UserError
 from repro.files import ROOT
-from repro.lowbit import Attachment, LowBitModel
 from repro.methods import spear
 from repro.methods.spear import selection
 from repro.methods.spear.calibration import calibrate, kl, self_sampled, teacher_logits
 from repro.methods.spear.compensator import GATE, Compensator, int8, pack, stored_bytes, unpack
 from repro.methods.spear.initial import DAMPING, truncated
+from repro.models import bits
+from repro.models.lowbit import Attachment, LowBitModel
+from repro.spec import recipe
 
 SMALL = {"samples": 8, "tokens": 16, "cka_samples": 4, "budget": 0.2, "lr1": 2e-3, "lr2": 4e-3}
 FAST = settings(max_examples=150, deadline=None, derandomize=True)
@@ -322,6 +324,110 @@ def test_phases_train_what_they_say_and_nothing_else():
     assert all(torch.equal(p, parameters[name]) and p.requires_grad for name, p in lm.model.named_parameters())
 
 
+class Plain(torch.nn.Module):
+    """A linear layer with a compensator beside it, in float64; its tensors are in a dict that the test trains."""
+
+    def __init__(self, linear: torch.nn.Linear, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.tensors, self.gated = linear, tensors, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        t, z = self.tensors, x @ self.tensors["A"].T
+        if self.gated:
+            z = z * (1 + torch.tanh(torch.relu(z @ t["W1"].T + t["b1"]) @ t["W2"].T + t["b2"]))
+        return self.linear(x) + z @ t["B"].T
+
+
+def trained_by_hand(start: dict, ids: torch.Tensor, c: spear.Config, wrong: str = "") -> list[dict]:
+    """Both phases in plain steps (section 3.1, Table 7): tensors by layer after each; `wrong` is one deviation."""
+    teacher, lm = tiny.model("llama").double(), quantized()
+    made, T = lm.model.double().requires_grad_(False), 1.0 if wrong == "temperature" else c.temperature
+    layers = {
+        name: Plain(made.get_submodule(name), {k: t.clone() for k, t in own.items()}) for name, own in start.items()
+    }
+    for name, layer in layers.items():
+        made.set_submodule(name, layer)
+    random, after = torch.Generator().manual_seed(0 if wrong == "seed" else c.seed), []
+    for names, lr, epochs in ((("A", "B"), c.lr1, c.epochs1), (("W1", "b1", "W2", "b2"), c.lr2, c.epochs2)):
+        for layer in layers.values():
+            layer.gated = names[0] == "W1" and wrong != "gate"
+        parameters = [layer.tensors[name] for layer in layers.values() for name in names]
+        m, v, step = [0.0] * len(parameters), [0.0] * len(parameters), 0
+        for epoch in range(epochs):
+            order = torch.randperm(len(ids), generator=random).split(c.batch)
+            for i, rows in enumerate(order):
+                for p in parameters:
+                    p.requires_grad_(True)
+                P, Q = ((f(ids[rows]).logits / T).softmax(-1) for f in (teacher, made))
+                P, Q = (Q, P) if wrong == "direction" else (P, Q)
+                loss = T**2 * (P * (P.log() - Q.log())).sum(-1).mean()
+                grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+                grads = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads)]
+                norm = sum(g.square().sum() for g in grads).sqrt()
+                shrink = 1.0 if wrong == "clip" else min(1.0, c.clip / (norm + 1e-6))
+                step, done = step + 1, (epoch + i / len(order)) / epochs
+                rate = lr * (1.0 if wrong == "schedule" else 1 - done)
+                for j, (p, g) in enumerate(zip(parameters, grads)):
+                    p.requires_grad_(False)
+                    m[j] = c.beta1 * m[j] + (1 - c.beta1) * g * shrink
+                    v[j] = c.beta2 * v[j] + (1 - c.beta2) * (g * shrink) ** 2
+                    if wrong != "decay":
+                        p -= rate * c.weight_decay * p
+                    size = (v[j] / (1 - c.beta2**step)).sqrt() + 1e-8
+                    p -= rate * m[j] / (1 - c.beta1**step) / size
+        after.append({name: {k: t.clone() for k, t in layer.tensors.items()} for name, layer in layers.items()})
+    return after
+
+
+def changed(after: dict, start: dict, names: tuple[str, ...]) -> torch.Tensor:
+    return torch.cat([(after[name][k] - start[name][k]).flatten() for name in start for k in names])
+
+
+TRAINED = spear.Config(
+    lr1=2e-3, lr2=5e-3, epochs1=2, epochs2=2, batch=2, beta2=0.9, weight_decay=1.0, clip=1e-6, schedule="linear", seed=3
+)
+DEVIATIONS = ["direction", "temperature", "clip", "schedule", "decay", "seed", "gate"]
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    """Tensors of three layers before calibration, the sequences, and the same tensors after each phase."""
+    lm, ids, after = quantized(), tiny.tokens(5, 12, seed=4), []
+    ecs = spear.start(lm, list(lm.weights)[2:12:4], 2, tiny.tokens(), TRAINED)
+    start = {name: {k: t.double().clone() for k, t in ec.named_buffers()} for name, ec in ecs.items()}
+    lm.model.double()
+    for name, ec in ecs.items():
+        lm.model.set_submodule(name, spear.CompensatedLinear(lm.model.get_submodule(name), ec.double()))
+    for config in (replace(TRAINED, gate=False), TRAINED):  # phase 1 alone, then both again
+        for name, ec in ecs.items():
+            ec.load_state_dict(start[name])
+        calibrate(lm.model, tiny.model("llama").double(), list(ecs.values()), ids, config)
+        after.append({name: {k: t.clone() for k, t in ec.named_buffers()} for name, ec in ecs.items()})
+    return start, ids, after
+
+
+def test_calibration_is_adamw_on_the_divergence(calibrated):
+    start, ids, got = calibrated
+    want = trained_by_hand(start, ids, TRAINED)
+    for i, names in enumerate((("A", "B"), GATE)):
+        have, wanted = (changed(after[i], start, names) for after in (got, want))
+        assert wanted.norm() > 0.01 and (have - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("wrong", DEVIATIONS)
+def test_the_hand_calculation_would_notice(calibrated, wrong):
+    start, ids, got = calibrated
+    other = trained_by_hand(start, ids, TRAINED, wrong)
+    off = [
+        (
+            (changed(got[i], start, names) - changed(other[i], start, names)).norm()
+            / changed(got[i], start, names).norm()
+        )
+        for i, names in enumerate((("A", "B"), GATE))
+    ]
+    assert max(off) > 0.02, off
+
+
 def test_the_teachers_logits_are_the_same_cached_and_recomputed():
     teacher, ids = tiny.model("llama"), tiny.tokens()
     rows = torch.tensor([4, 1])
@@ -350,6 +456,33 @@ def test_a_twin_keeps_steps_times_learning_rate():
     for a, b in zip(full.phases, twin.phases, strict=True):
         assert a.lr * full.steps == pytest.approx(b.lr * twin.steps) and a.trained == b.trained
     assert [p.trained for p in spear.Config(gate=False).phases] == [("A", "B")]
+
+
+def test_the_start_is_whitened_by_what_the_layers_read():
+    lm, ids, x = quantized(), tiny.tokens(9, 30), {}
+    names = list(lm.weights)[1:9:3]
+    hooks = [
+        lm.model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: x.setdefault(name, []).append(args[0].flatten(0, 1).double())
+        )
+        for name in names
+    ]
+    logits_of = lm.model(ids).logits
+    assert logits_of.isfinite().all() and [hook.remove() for hook in hooks]
+    starts = {init: spear.start(lm, names, 3, ids, spear.Config(init=init)) for init in ("whitened", "svd", "zero")}
+    default = spear.start(lm, names, 3, ids, spear.Config())
+    for name in names:
+        read = torch.cat(x[name])
+        E = lm.full[name].double() - lm.model.get_submodule(name).weight.double()
+        error = {
+            init: (read @ (E - ecs[name].B.double() @ ecs[name].A.double()).T).square().sum().item()
+            for init, ecs in starts.items()
+        }
+        best = torch.linalg.svdvals(read @ E.T)[3:].square().sum().item()
+        assert error["whitened"] == pytest.approx(best, rel=0.01)
+        assert error["whitened"] < 0.99 * error["svd"] < error["zero"]
+        z = read @ default[name].A.double().T
+        torch.testing.assert_close(z.T @ z / len(z), torch.eye(3).double(), rtol=0, atol=1e-3)
 
 
 # --- the whole step -------------------------------------------------------------------------------------------------
@@ -411,6 +544,103 @@ def test_placements():
     assert list(nothing.attachments) == list(nothing.weights)[:2]
     fixed = compensated(k_share=0.3, rank=2, epochs1=0)
     assert len(fixed.attachments) == round(0.3 * 14)
+
+
+PATTERNS = {
+    "diffuse": [0.01] * 14,
+    "nearly diffuse": [0.01 + 0.002 * (i % 5) for i in range(14)],
+    "concentrated": [0.5 / 4**i for i in range(14)],
+    "at the noise floor": [2**-20] * 7 + [2**-19] * 7,
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_choice_of_layers_is_algorithm_1(monkeypatch, pattern):
+    lm, c, seen = quantized(), spear.Config(), {}
+    delta = PATTERNS[pattern]
+    monkeypatch.setattr(selection, "damages", lambda *args: dict(zip(lm.weights, delta, strict=True)))
+    got = spear.place(lm, lm.full_precision(), tiny.tokens(), c, seen)
+    adjusted = [max(0.0, d - c.noise_floor) for d in delta]
+    threshold = reference.tau_eff(reference.entropy(delta), c.tau, c.entropy_trigger, c.tau_diffuse)
+    K = reference.support(adjusted, threshold, "0.15", "0.6")
+    cost = [sum(weight.shape) for weight in lm.weights.values()]
+    names = list(lm.weights)
+    assert got == [names[i] for i in reference.select(adjusted, cost, K, math.ceil(c.protected * K), c.cost_weight)]
+    assert list(seen) == names and list(seen.values()) == delta
+    if pattern == "diffuse":
+        assert len(got) == 6, "0.4 of 14 equal layers, not 0.8 of them"
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What `apply` hands to placement, start and calibration, and the compensators as they come out of it."""
+    seen = {}
+
+    def damages(teacher, weights, ids, real=selection.damages):
+        seen.update(placed=ids, compared=copy.deepcopy(teacher))
+        return real(teacher, weights, ids)
+
+    def start(lm, names, r, ids, config, real=spear.start):
+        seen.update(whitened=ids, began=real(lm, names, r, ids, config))
+        return copy.deepcopy(seen["began"])
+
+    def calibrate(model, teacher, ecs, ids, config, real=spear.calibrate):
+        seen.update(trained=ids, taught=teacher, losses=real(model, teacher, ecs, ids, config))
+        seen["ended"] = copy.deepcopy(ecs)
+        return seen["losses"]
+
+    monkeypatch.setattr(selection, "damages", damages)
+    monkeypatch.setattr(spear, "start", start)
+    monkeypatch.setattr(spear, "calibrate", calibrate)
+    return seen
+
+
+def test_sequences_and_targets_come_from_the_full_precision_model(watched):
+    compensated(samples=6, cka_samples=3, sampling_temperature=0.9, seed=5)
+    full = tiny.model("llama")
+    want = self_sampled(full, 6, 16, 0.9, 5)
+    assert torch.equal(watched["trained"], want)
+    assert torch.equal(watched["placed"], want[:3]) and torch.equal(watched["whitened"], want[:3])
+    for teacher in (watched["taught"], watched["compared"]):
+        torch.testing.assert_close(logits(teacher), logits(full), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_stored_is_what_was_trained(watched):
+    lm = compensated(batch=2)
+    assert len(lm.attachments) == len(watched["ended"])
+    for (name, (stored,)), ended in zip(lm.attachments.items(), watched["ended"], strict=True):
+        began, kept = watched["began"][name], unpack(stored.tensors)
+        for key in GATE:
+            assert torch.equal(stored.tensors[key], getattr(ended, key).half()), key
+            assert not torch.equal(kept[key], getattr(began, key).half().float()), f"{key} is as it began"
+        for key in ("A", "B"):
+            off = (kept[key] - getattr(ended, key)).abs().max()
+            assert off <= getattr(ended, key).abs().max() / 127 / 2 * 1.01
+            assert (getattr(ended, key) - getattr(began, key)).abs().max() > 1e-4, f"{key} is as it began"
+
+
+def test_another_seed_is_another_model_in_every_draw(watched):
+    ids, losses = [], []
+    for seed in (0, 0, 1):
+        compensated(seed=seed)
+        ids.append(watched["trained"])
+        losses.append(watched["losses"])
+    assert torch.equal(ids[0], ids[1]) and not torch.equal(ids[0], ids[2])
+    assert losses[0] == losses[1] != losses[2]
+    lm, teacher = quantized(), tiny.model("llama")
+    orders = []
+    for seed in (0, 0, 1):  # the same start and sequences, shuffled otherwise
+        config = spear.Config(**SMALL | {"batch": 2, "seed": seed, "epochs1": 2})
+        ecs = spear.start(lm, list(lm.weights)[:2], 2, tiny.tokens(), spear.Config(seed=0))
+        made = copy.deepcopy(lm.model)
+        for name, ec in ecs.items():
+            made.set_submodule(name, spear.CompensatedLinear(made.get_submodule(name), ec))
+        calibrate(made, teacher, list(ecs.values()), tiny.tokens(6, 16), config)
+        orders.append(ecs)
+    for name in orders[0]:
+        assert torch.equal(orders[0][name].A, orders[1][name].A) and not torch.equal(
+            orders[0][name].A, orders[2][name].A
+        )
 
 
 def test_calibration_tokens_are_used_where_a_corpus_is_asked_for():

@@ -1,4 +1,4 @@
-"""Intervals: pairing, coverage, determinism, speed; and what counts as chance."""
+"""Intervals: coverage on correlated windows and over seeds, known answers, pairing; and what counts as chance."""
 
 import time
 
@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from repro.errors import UserError
-from repro.statistics import chance_floor, interval, paired
+from repro.judge.statistics import Interval, block_length, block_starts, chance_floor, interval
+
+SERIES = 2000  # simulated; the standard error of a coverage near 0.93 is 0.006
 
 
 @pytest.fixture
@@ -16,95 +19,249 @@ def random():
     return np.random.default_rng(0)
 
 
-def plain(values, statistic, level, resamples):
-    """The textbook loop, with other random numbers."""
-    random = np.random.default_rng(123)
-    drawn = sorted(statistic(random.choice(values, len(values)).mean()) for _ in range(resamples))
-    return drawn[round((1 - level) / 2 * resamples)], drawn[round((1 + level) / 2 * resamples) - 1]
+def correlated(random, shape, rho):
+    """AR(1) series of unit variance along the last axis, in their stationary state."""
+    noise = random.normal(size=shape)
+    series = noise.copy()
+    for i in range(1, shape[-1]):
+        series[..., i] = rho * series[..., i - 1] + np.sqrt(1 - rho**2) * noise[..., i]
+    return series
 
 
-@pytest.mark.parametrize("statistic", [np.asarray, np.exp])
-def test_agrees_with_the_plain_bootstrap(statistic, random):
-    values = random.normal(2.0, 0.3, 80)
-    low, high = interval(values, statistic)
-    want_low, want_high = plain(values, statistic, 0.95, 2000)
-    assert low < statistic(values.mean()) < high
-    assert np.allclose([low, high], [want_low, want_high], atol=0.1 * (want_high - want_low))
+def coverage(intervals, truth):
+    """The share of intervals that contain the truth."""
+    return np.mean([found.lo <= truth <= found.hi for found in intervals])
 
 
-def test_covers_the_truth_as_often_as_it_says(random):
-    inside = [low < 0 < high for low, high in (interval(random.normal(size=60), resamples=400) for _ in range(300))]
-    assert 0.90 < np.mean(inside) < 0.98
+def mean(values, **options):
+    """The interval of a plain mean that may have any number of windows."""
+    return interval({"x": values}, lambda m: m["x"], **({"paired": True} | options))
 
 
-def test_is_byte_for_byte_the_same(random):
-    values = random.normal(size=50)
-    assert np.array(interval(values)).tobytes() == np.array(interval(values)).tobytes()
-    assert interval(values, seed=1) != interval(values, seed=0)
-    assert interval(np.sqrt(np.arange(30.0))) == pytest.approx((3.033020005012678, 4.009468455116018), rel=1e-12)
+def difference(m):
+    return m["w4"] - m["w16"]
 
 
-def test_a_group_does_not_depend_on_its_neighbours(random):
-    arrays = {"a": random.normal(size=30), "b": random.normal(size=40)}
+def share(m):
+    """What a study calls recovered: of the perplexity gap between the base and full precision."""
+    base, full = np.exp(m["base"]), np.exp(m["full"])
+    return (base - np.exp(m["ours"])) / (base - full)
+
+
+@pytest.mark.parametrize("n", [100, 166, 213])
+def test_covers_a_perplexity(n, random):
+    windows = 2 + 0.25 * correlated(random, (SERIES, n), 0.6)
+    found = [interval({"nll": nll}, lambda m: np.exp(m["nll"])) for nll in windows]
+    assert 0.92 <= coverage(found, np.exp(2)) <= 0.97
+    assert {i.covers for i in found} == {"windows only"}
+    assert coverage((mean(nll, units="items") for nll in windows[:1000]), 2) < 0.72  # as if windows were independent
+
+
+@pytest.mark.parametrize("n", [100, 166, 213])
+def test_covers_a_paired_difference(n, random):
+    common, own = correlated(random, (SERIES, n), 0.6), correlated(random, (SERIES, n), 0.35)
+    found = [interval({"w16": w16, "w4": w16 + 0.1 + 0.02 * d}, difference) for w16, d in zip(common, own)]
+    assert 0.92 <= coverage(found, 0.1) <= 0.97
+    assert coverage((mean(d, units="items") for d in own[:1000]), 0) < 0.87
+
+
+@pytest.mark.parametrize("n, least", [(8, 0.88), (16, 0.88), (40, 0.92), (99, 0.92)])
+def test_covers_a_paired_difference_of_few_windows(n, least, random):
+    own = correlated(random, (SERIES, n), 0.35)
+    assert least <= coverage((interval({"w16": 0 * d, "w4": d}, difference) for d in own), 0) <= 0.97
+
+
+@pytest.mark.parametrize("n", [40, 100, 213])
+def test_covers_a_recovered_share(n, random):
+    full = 2 + 0.25 * correlated(random, (SERIES, n), 0.6)
+    base = full + 0.2 + 0.1 * correlated(random, (SERIES, n), 0.35)
+    ours = full + 0.1 + 0.1 * correlated(random, (SERIES, n), 0.35)
+    truth = share({"full": 2.0, "base": 2.2, "ours": 2.1})
+    found = (interval({"full": f, "base": b, "ours": s}, share) for f, b, s in zip(full, base, ours))
+    assert 0.92 <= coverage(found, truth) <= 0.97
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("count", [3, 5])
+def test_covers_windows_and_seeds(count, spread, random):
+    """Over seeds that move the value by up to three times the standard error from windows."""
+    windows = correlated(random, (SERIES, 1, 100), 0.35) + 0.3 * correlated(random, (SERIES, count, 100), 0.35)
+    values = windows + spread * random.normal(size=(SERIES, count, 1))
+    found = [mean(series) for series in values]
+    assert 0.92 <= coverage(found, 0) <= 0.97
+    assert {i.covers for i in found} == {"windows and seeds"}
+    if spread == 0.3:
+        assert coverage((mean(series.mean(axis=0)) for series in values), 0) < 0.89  # without s^2 / S
+        assert coverage((mean(series[0]) for series in values), 0) < 0.7  # what one seed says
+
+
+@given(st.integers(2, 500))
+def test_blocks_are_neighbours_and_use_every_window(n):
+    starts = block_starts(n, block_length(n))
+    sizes = np.diff(starts, append=n)
+    assert starts[0] == 0 and sizes.sum() == n and sizes.max() - sizes.min() <= 1
+    assert sizes.min() >= min(n, block_length(n)) and (n < 8 or len(sizes) >= 4) and (n < 12 or len(sizes) >= 6)
+
+
+def test_block_length():
+    assert [block_length(n) for n in (2, 8, 17, 18, 40, 71, 72, 100, 213, 2000)] == [2, 2, 2, 3, 6, 11, 12, 12, 12, 12]
+
+
+def test_a_hand_computed_case():
+    """Blocks of two with means 2, 4, 5, 9: mean 5, standard error sqrt(26 / (4 * 3)), t quantile 3.1824 with 3."""
+    found = mean([1.0, 3, 4, 4, 2, 8, 9, 9])
+    half = 3.182446305284263 * np.sqrt(26 / 12)
+    assert (found.lo, found.hi, found.df) == pytest.approx((5 - half, 5 + half, 3))
+    assert (found.value, found.n, found.covers, found.by_seed) == (5, 8, "windows only", (5,))
+
+
+def test_equal_blocks_give_the_t_interval_of_block_means(random):
+    values = random.normal(size=120)
+    found, means = mean(values), values.reshape(10, 12).mean(axis=1)
+    want = stats.t.interval(0.95, 9, loc=means.mean(), scale=stats.sem(means))
+    assert (found.lo, found.hi, found.df) == pytest.approx((*want, 9))
+
+
+def test_a_hand_computed_case_of_two_seeds():
+    """Seeds 4 and 6 of the same windows: s^2 / S = 1 with 1 degree of freedom, beside 26 / 12 with 3."""
+    windows = np.array([1.0, 3, 4, 4, 2, 8, 9, 9])
+    found = mean([windows - 1, windows + 1])
+    variance = 26 / 12 + 1
+    df = variance**2 / ((26 / 12) ** 2 / 3 + 1)
+    assert (found.value, found.df, found.by_seed) == (5, pytest.approx(df), (4, 6))
+    assert found.hi - 5 == pytest.approx(stats.t.ppf(0.975, df) * np.sqrt(variance))
+
+
+@given(st.integers(2, 40))
+def test_items_get_the_classic_t_interval(n):
+    values = np.random.default_rng(n).normal(size=n)
+    found = mean(values, units="items", paired=None)
+    want = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
+    assert (found.lo, found.hi) == pytest.approx(want) and found.covers == "items only"
+
+
+def test_items_of_several_tasks_are_independent(random):
+    tasks = {"arc": random.normal(size=300), "boolq": random.normal(size=200)}
+    found = interval(tasks, lambda m: (m["arc"] + m["boolq"]) / 2, {t: t for t in tasks}, units="items")
+    variances = [values.var(ddof=1) / len(values) / 4 for values in tasks.values()]
+    df = sum(variances) ** 2 / sum(v**2 / (len(values) - 1) for v, values in zip(variances, tasks.values()))
+    assert (found.n, found.df) == (500, pytest.approx(df))
+    assert found.hi - found.value == pytest.approx(stats.t.ppf(0.975, df) * np.sqrt(sum(variances)))
+
+
+def test_seeds_share_what_has_none(random):
+    """Base and full precision are measured once; each seed's share is a ratio of its own."""
+    full = random.normal(2, 0.2, 60)
+    base, ours = full + random.normal(0.2, 0.02, 60), full + random.normal(0.1, 0.02, (3, 60))
+    found = interval({"full": full, "base": base, "ours": ours}, share)
+    each = [float(share({"full": full.mean(), "base": base.mean(), "ours": seed.mean()})) for seed in ours]
+    assert found.by_seed == pytest.approx(each) and found.value == pytest.approx(np.mean(each))
+    assert found.lo < found.value < found.hi and found.covers == "windows and seeds"
+    one = interval({"full": full, "base": base, "ours": ours[:1]}, share)
+    assert one == interval({"full": full, "base": base, "ours": ours[0]}, share) and one.covers == "windows only"
+
+
+def test_equal_inputs_give_equal_bytes(random):
+    windows = random.normal(size=(3, 50))
+    assert repr(mean(windows)) == repr(mean(windows.copy()))
+
+
+def test_a_group_does_not_depend_on_other_groups(random):
+    arrays = {"a": random.normal(size=130), "b": random.normal(size=140)}
     groups = {"a": "wikitext2", "b": "c4"}
-    alone = paired({"a": arrays["a"]}, lambda m: m["a"], groups)
-    assert paired(arrays, lambda m: m["a"], groups) == alone
+    alone, beside = (interval(given, lambda m: np.exp(m["a"]), groups) for given in ({"a": arrays["a"]}, arrays))
+    assert repr((alone.value, alone.lo, alone.hi, alone.df)) == repr((beside.value, beside.lo, beside.hi, beside.df))
 
 
 def test_pairing_removes_the_common_noise(random):
     common = random.normal(size=100)
     arrays = {"w16": common, "w4": common + 0.1 + random.normal(0, 0.01, 100)}
-    low, high = paired(arrays, lambda m: m["w4"] - m["w16"])
-    wide_low, wide_high = paired(arrays, lambda m: m["w4"] - m["w16"], {"w4": "another corpus"})
-    assert 0.09 < low < 0.1 < high < 0.11
-    assert wide_high - wide_low > 20 * (high - low)
+    paired, apart = interval(arrays, difference), interval(arrays, difference, {"w4": "another corpus"})
+    assert 0.09 < paired.lo < 0.1 < paired.hi < 0.11
+    assert apart.hi - apart.lo > 20 * (paired.hi - paired.lo)
 
 
 def test_a_difference_with_itself_is_exactly_zero(random):
     values = random.normal(size=20)
-    assert paired({"a": values, "b": values}, lambda m: m["a"] - m["b"]) == (0.0, 0.0)
+    found = interval({"w4": values, "w16": values}, difference)
+    assert (found.value, found.lo, found.hi, found.df) == (0, 0, 0, 5)
 
 
-@given(st.floats(-5, 5), st.floats(0.1, 5), st.integers(2, 40))
-def test_moves_with_shift_and_scale(shift, scale, n):
-    values = np.random.default_rng(n).normal(size=n)
-    low, high = interval(values, resamples=50)
-    assert np.allclose(interval(shift + scale * values, resamples=50), (shift + scale * low, shift + scale * high))
+def test_a_single_perplexity_of_few_windows_has_no_interval(random):
+    few, enough = random.normal(2, 0.2, (2, 99)), random.normal(2, 0.2, 100)
+
+    def perplexity(values, **options):
+        return interval({"nll": values}, lambda m: np.exp(m["nll"]), **options)
+
+    bare = perplexity(few[0])
+    assert bare == Interval(bare.value, None, None, 99, None, "", (bare.value,))
+    assert bare.value == pytest.approx(np.exp(few[0].mean()))
+    assert perplexity(few).lo is None and len(perplexity(few).by_seed) == 2
+    assert perplexity(few[0], paired=True).lo is not None and perplexity(few[0], units="items").lo is not None
+    assert perplexity(enough).lo is not None
+    arrays = {"w16": few[0], "w4": few[1]}
+    assert interval(arrays, difference).lo is not None
+    assert interval(arrays, difference, paired=False).lo is None
+    assert interval(arrays, difference, {"w4": "another corpus"}).lo is None
+    assert interval({"w16": few[0][:3], "w4": few[1][:3]}, difference).lo is None  # one block
 
 
-def test_blocks_do_not_show(monkeypatch, random):
-    values = random.normal(size=37)
-    whole = interval(values)
-    monkeypatch.setattr("repro.statistics.BLOCK", 37 * 7)
-    assert interval(values) == whole
+def test_a_known_result_adds_its_variance(random):
+    values = random.normal(2, 0.2, 120)
+    whole = interval({"w4": values, "w16": values[::-1]}, difference, {"w4": "here", "w16": "there"})
+    part = mean(values[::-1])
+    found = interval({"w4": values}, difference, known={"w16": part})
+    assert (found.value, found.lo, found.hi) == pytest.approx((whole.value, whole.lo, whole.hi))
+    assert (found.n, found.df, found.covers) == (240, pytest.approx(whole.df), "windows only")
+    normal = Interval(1.0, 1 - 1.959964, 1 + 1.959964, 50, None, "items only", (1.0,))  # of an older result
+    alone = interval({}, lambda m: 3 * m["x"], known={"x": normal}, units="items")
+    assert (alone.lo, alone.hi) == pytest.approx(
+        (3 - 3 * 1.959964, 3 + 3 * 1.959964)
+    ) and alone.covers == "results only"
+    bare = Interval(1.0, None, None, 50, None, "", (1.0,))
+    assert interval({"w4": values}, difference, known={"w16": bare}).lo is None
 
 
-def test_two_thousand_resamples_are_quick(random):
-    values = random.normal(size=166)
-    interval(values)
+@given(st.floats(-5, 5), st.floats(0.1, 5), st.integers(4, 150), st.integers(1, 3))
+def test_moves_with_shift_and_scale(shift, scale, n, seeds):
+    values = np.random.default_rng(n).normal(size=(seeds, n))
+    before, after = mean(values), mean(shift + scale * values)
+    assert before.lo <= before.value <= before.hi
+    assert (after.lo, after.hi) == pytest.approx((shift + scale * before.lo, shift + scale * before.hi), abs=1e-9)
+    assert after.df == pytest.approx(before.df)
+    turned = mean(-values)
+    assert (turned.lo, turned.hi) == pytest.approx((-before.hi, -before.lo))
+
+
+def test_a_table_of_intervals_is_quick(random):
+    values = random.normal(size=(3, 213))
     started = time.process_time()
-    paired({"a": values, "b": values, "c": values}, lambda m: m["a"] / m["b"] - m["c"])
-    assert time.process_time() - started < 0.2
+    for _ in range(600):
+        interval({"full": values[0], "base": values[1] + 3, "ours": values}, share)
+    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize(
-    "arrays, expression, groups, says",
+    "arrays, expression, says",
     [
-        ({"a": np.ones(3), "b": np.ones(4)}, lambda m: m["a"], None, "differ in length"),
-        ({"a": np.ones(1)}, lambda m: m["a"], None, "two or more"),
-        ({"a": np.array([1.0, np.nan])}, lambda m: m["a"], None, "finite"),
-        ({"a": np.zeros(3)}, lambda m: m["a"] / m["a"], None, "divides"),
-        ({"a": np.zeros(3)}, lambda m: 1.0, None, "one finite number per resample"),
+        ({"a": np.ones(3), "b": np.ones(4)}, lambda m: m["a"], "differ in length"),
+        ({"a": np.ones((2, 9)), "b": np.ones((3, 9))}, lambda m: m["a"], "number of seeds"),
+        ({"a": np.ones(1)}, lambda m: m["a"], "two or more"),
+        ({"a": np.ones((0, 5))}, lambda m: m["a"], "two or more"),
+        ({"a": np.ones((2, 2, 5))}, lambda m: m["a"], "two or more"),
+        ({"a": np.array([1.0, np.nan])}, lambda m: m["a"], "finite"),
+        ({"a": np.zeros(3)}, lambda m: m["a"] / m["a"], "divides"),
+        ({"a": np.zeros(3)}, lambda m: 1.0, "one finite number per mean"),
     ],
 )
-def test_what_has_no_interval_is_a_sentence(arrays, expression, groups, says):
-    with np.errstate(invalid="ignore"), pytest.raises(UserError, match=says):
-        paired(arrays, expression, groups)
+def test_what_has_no_interval_is_a_sentence(arrays, expression, says):
+    with pytest.raises(UserError, match=says):
+        interval(arrays, expression)
 
 
-def test_bad_level():
-    with pytest.raises(UserError, match="level 95"):
-        interval(np.ones(3), level=95)
+def test_unknown_units():
+    with pytest.raises(UserError, match="unknown unit 'tokens'"):
+        interval({"a": np.ones(3)}, lambda m: m["a"], units="tokens")
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,23 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro.errors import UserError, unknown
-from repro.strict import build, load_yaml
+from repro.errors import UserError, sentence, unknown
+from repro.strict import build, load_yaml, parse_yaml
 
 
 @dataclass(frozen=True)
 class Inner:
     corpus: str
     windows: int | None = None
+
+
+@dataclass(frozen=True)
+class Small:
+    size: int
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise UserError(f"size is {self.size}; it is 1 or more")
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class Outer:
     table: dict[str, Inner] = field(default_factory=dict)
     cases: tuple[str | dict[str, str], ...] = ()
     anything: Any = None
+    small: Small | None = None
 
 
 GOOD = {"name": "n", "rate": 2, "inner": {"corpus": "c4"}}
@@ -49,23 +59,26 @@ def test_unions_take_either_form():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"nmae": "n"}, "f: unknown key 'nmae': did you mean 'name'? there is anything, cases, flag"),
+        ({"nmae": "n"}, "f: unknown key 'nmae'; did you mean 'name'? choose from: anything, cases, flag"),
         (
             {"inner": {"corpsu": "c4"}},
-            "f: inner: unknown key 'corpsu': did you mean 'corpus'? there is corpus, windows",
+            "f: inner: unknown key 'corpsu'; did you mean 'corpus'? choose from: corpus, windows",
         ),
         ({"inner": {"windows": 3}}, "f: inner: key 'corpus' is missing"),
         ({"inner": {"corpus": "c4", "windows": 2.5}}, "f: inner: windows: expected int, got float 2.5"),
         ({"inner": {"corpus": "c4", "windows": True}}, "f: inner: windows: expected int, got bool True"),
         ({"inner": "c4"}, "f: inner: expected a mapping with keys of Inner, got str 'c4'"),
-        ({"table": {"x": {"corpus": 1, "window": 3}}}, "f: table.x: unknown key 'window': did you mean 'windows'?"),
+        ({"table": {"x": {"corpus": 1, "window": 3}}}, "f: table.x: unknown key 'window'; did you mean 'windows'?"),
         ({"table": ["x"]}, "f: table: expected a mapping, got list ['x']"),
         ({"rate": "fast"}, "f: rate: expected float, got str 'fast'"),
         ({"rate": True}, "f: rate: expected float, got bool True"),
+        ({"rate": float("nan")}, "f: rate: nan is no finite number"),
+        ({"table": {"x" * 500: 1}}, f"f: table.{'x' * 59}…: expected a mapping with keys of Inner, got int 1"),
+        ({"small": {"size": 0}}, "f: small: size is 0; it is 1 or more"),
         ({"name": True}, "f: name: expected str, got bool True"),
         ({"name": None}, "f: name: expected str, got NoneType None"),
         ({"flag": 1}, "f: flag: expected bool, got int 1"),
-        ({"kind": "cude"}, "f: kind: unknown value 'cude': did you mean 'cuda'? there is cpu, cuda"),
+        ({"kind": "cude"}, "f: kind: unknown value 'cude'; did you mean 'cuda'? choose from: cpu, cuda"),
         ({"tasks": "piqa"}, "f: tasks: expected a list, got str 'piqa'"),
         ({"tasks": ["piqa", None]}, "f: tasks[1]: expected str, got NoneType None"),
         ({"cases": [["7B"]]}, "f: cases[0]: expected a mapping, got list ['7B']"),
@@ -104,11 +117,17 @@ def test_no_unknown_key_passes(key):
 def test_unknown_says_what_is_close_and_what_there_is():
     assert (
         str(unknown("verb", "maek", ["make", "show"]))
-        == "unknown verb 'maek': did you mean 'make'? there is make, show"
+        == "unknown verb 'maek'; did you mean 'make'? choose from: make, show"
     )
-    assert str(unknown("verb", "zzz", [])) == "unknown verb 'zzz': there is none yet"
-    many = str(unknown("run", "zzz", [f"run{i:03}" for i in range(60)]))
-    assert many.count("run") < 42 and many.endswith(", …")
+    assert str(unknown("verb", "zzz", [])) == "unknown verb 'zzz'; choose from: none yet"
+    assert str(unknown("verb", "x", ["make", "make"])) == "unknown verb 'x'; choose from: make"
+    many = str(unknown("verb", "x" * 5000, [f"verb{i:03}" for i in range(60)]))
+    assert "verb000, verb001, " in many and many.endswith(", …") and len(many) < 350
+
+
+def test_one_line_of_at_most_400_characters():
+    assert sentence(UserError("a\n  b")) == "error: a b"
+    assert len(sentence(UserError("x" * 5000))) < 400
 
 
 @pytest.mark.parametrize(
@@ -118,6 +137,20 @@ def test_unknown_says_what_is_close_and_what_there_is():
         (b"a: \xff", "not valid YAML"),
         (b"a: !!python/object/apply:os.getcwd []", "not valid YAML"),
         (b"rows:\n  RTN pc: rtn-w4-pc\n  RTN pc: rtn-w3-pc\n", "line 2: key 'RTN pc' is given twice"),
+        (b"a:\n\tb: 1\n", "line 2: found character"),
+        (b"\x00", "unacceptable character #x0000"),
+        (b"a: *b", "line 1: found undefined alias 'b'"),
+        (b"a: 2024-99-99", "line 1: '2024-99-99' is no timestamp that can be read"),
+        (b"a: " + b"9" * 5000, "is no int that can be read"),
+        (b"a: 0x" + b"f" * 5000, "is no int that can be read"),
+        (b"a: 9223372036854775808", "'9223372036854775808' is no int that can be read"),
+        (b'a: !!int ""', "line 1: '' is no int that can be read"),
+        (b"a: !!bool x", "line 1: 'x' is no bool that can be read"),
+        (b"a: !!timestamp x", "line 1: 'x' is no timestamp that can be read"),
+        (b"a: !!map [1]", "line 1: expected a mapping node"),
+        (b"[" * 10_000, "line 1: nested more than 50 deep"),
+        (b"- " * 10_000, "line 1: nested more than 50 deep"),
+        (b"&a [*a]", "line 1: an alias stands for what it is a part of"),
     ],
 )
 def test_a_bad_file_is_one_sentence(tmp_path, content, reason):
@@ -134,6 +167,16 @@ def test_a_file_that_is_absent_or_a_folder(tmp_path):
         load_yaml(tmp_path / "absent.yaml")
     with pytest.raises(UserError, match="cannot be read"):
         load_yaml(tmp_path)
+
+
+@pytest.mark.parametrize("times", [6, 10])
+def test_aliases_count_as_what_they_stand_for(times):
+    lists = "\n".join(f"{b}: &{b} [{', '.join(5 * [f'*{a}'])}]" for a, b in zip("abcdefghij"[:times], "bcdefghijk"))
+    if times < 7:
+        assert parse_yaml(f"a: &a 1\n{lists}", "f")["b"] == 5 * [1]
+    else:
+        with pytest.raises(UserError, match="^f: not valid YAML .line [78]: more than 100,000 values, aliases written"):
+            parse_yaml(f"a: &a 1\n{lists}", "f")
 
 
 def test_good_yaml_reads_as_ever(tmp_path):

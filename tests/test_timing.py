@@ -11,9 +11,9 @@ import pytest
 import torch
 from fake_device import Fake
 
-from repro import devices, timing
-from repro.devices import Cuda, Nvml, powers
-from repro.timing import COLD, WARM, Run, Task, Unsound, measure
+from repro.bench import devices, timing
+from repro.bench.devices import Cuda, Nvml, powers
+from repro.bench.timing import COLD, WARM, Run, Task, Unsound, measure
 
 N, K = 48, 64
 

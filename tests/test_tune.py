@@ -6,11 +6,11 @@ import pytest
 import torch
 from fake_device import Fake
 
-from repro import tune
 from repro.__main__ import main
+from repro.bench import tune
+from repro.bench.kernel_list import TUNABLE, load
+from repro.bench.timing import Task
 from repro.errors import UserError
-from repro.kernel_list import TUNABLE, load
-from repro.timing import Task
 
 COSTS = {1: 3e-6, 2: 2e-6, 4: 1e-6, 8: 0.5e-6, 16: 1.995e-6}  # 8 is the fastest, and wrong
 SPACE = [{"warps": w} for w in COSTS]
@@ -113,7 +113,7 @@ def cannot_import(name):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["tune", "wna16_gemm"], "unknown kernel 'wna16_gemm': did you mean"),
+        (["tune", "wna16_gemm"], "unknown kernel 'wna16_gemm'; did you mean"),
         (["tune", "quantize_activation"], "launched in one way only"),
         (["tune", "read_floor"], "no CUDA device"),
     ],
@@ -131,7 +131,7 @@ def test_gemlite_tunes_itself_where_nothing_is_recorded(tmp_path, monkeypatch):
     import sys
     import types
 
-    from repro import peers
+    from repro.bench import peers
 
     launched, known = [], {"GEMM": {"(64, 48, 64, 128, 8, 104)": {"num_warps": 4}}}
 

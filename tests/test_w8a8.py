@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from repro import kernel_list  # noqa: E402
+from repro.bench import kernel_list  # noqa: E402
+from repro.bench.peers import Layer  # noqa: E402
 from repro.kernels import nvrtc, quantize_activation, w8a8, w8a8_gemm, w8a8_gemv  # noqa: E402
 from repro.kernels.launch_config import FOLDER  # noqa: E402
-from repro.peers import Layer  # noqa: E402
 
 SMALL = [case for case in w8a8_gemv.CASES if case["N"] * case["K"] < 1 << 22]
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -134,7 +134,7 @@ def test_misuse_names_the_shapes(name):
 
 def test_a_configuration_for_another_shape_is_refused():
     x, w_q, s_w = w8a8_gemv.make_inputs({"M": 2, "N": 6, "K": 64, "dtype": "float16", "seed": 0})
-    for wrong, why in (((x, w_q), "is not for x"), ((x[:1, :40].contiguous(), w_q[:, :40].contiguous()), "16 bytes")):
+    for wrong, why in (((x, w_q), "cannot run x"), ((x[:1, :40].contiguous(), w_q[:, :40].contiguous()), "16 bytes")):
         with pytest.raises(ValueError, match=why):
             w8a8_gemv.launch(*wrong, s_w, {"rows": 4, "chunk": 512, "warps": 4})
 
@@ -217,7 +217,7 @@ def test_which_shapes_the_decode_kernel_takes(monkeypatch):
     )
     assert w8a8_gemv.takes(1, 4096, 4096, gpu) and not w8a8_gemv.takes(8, 4096, 14336, gpu)
     x, w_q, s_w = w8a8_gemv.make_inputs({"M": 2, "N": 8, "K": 64, "dtype": "float16", "seed": 0})
-    with pytest.raises(ValueError, match="is not for x"):
+    with pytest.raises(ValueError, match="cannot run x"):
         w8a8_gemv.launch(x, w_q, s_w, w8a8_gemv.STREAMED[1])  # a cluster
 
 

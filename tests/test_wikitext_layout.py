@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro import wikitext_layout
 from repro.errors import UserError
-from repro.wikitext_layout import write
+from repro.train import wikitext_layout
+from repro.train.wikitext_layout import write
 
-LINES = st.lists(st.text("abcXYZ 019.,'\"-()%$&;:/–éß", min_size=1, max_size=60), min_size=1, max_size=5)
+LINES = st.lists(st.text("abcXYZ 019.,'\"-()%$&;:/–éß", min_size=1, max_size=60), min_size=1, max_size=3)
 
 
 def test_rows_joined_by_blank_lines():
@@ -19,6 +19,16 @@ def test_rows_joined_by_blank_lines():
     assert write("T\np\nq") == "\n\n".join(["", " = T = \n", "", " p \n", " q \n"])
     assert write("T\np") == "\n\n = T = \n\n\n\n\n p \n"
     assert write("T") == "\n\n = T = \n\n\n"
+
+
+def test_every_third_paragraph_has_a_heading_and_every_fourth_heading_a_subheading():
+    """The line breaks between rows are those of WikiText-2: 3, 5 around a heading, 7 between two headings."""
+    text = write("T\n" + "\n".join(f"Word{i} more text" for i in range(1, 13)))
+    assert re.findall(r"\n (= = .*=) \n", text) == [
+        "= = Word3 = =", "= = Word6 = =", "= = Word9 = =", "= = Word12 = =", "= = = more = = ="
+    ]  # fmt: skip
+    assert " Word2 more text \n\n\n\n\n = = Word3 = = \n\n\n\n\n Word3 more text \n\n\n Word4" in text
+    assert " = = Word12 = = \n\n\n\n\n\n\n = = = more = = = \n\n\n\n\n Word12" in text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,113 +11,207 @@ from pathlib import Path
 import dag
 import pandas as pd
 import pytest
+import yaml
 
-from repro import papers, profile
+from repro import papers
 from repro.files import ROOT
-from repro.workflow import Workflow
+from repro.spec import scale
+from repro.spec.workflow import Workflow
 
-GPTQ = r"(compress|perplexity) build/runs/tiny-llama/gptq-"
+NAME = "tiny_touch_x_llama"  # the model's folder as part of a file name
+GPTQ = rf"(make build/compress|measure build/perplexity)/{NAME}/gptq-"
 TABLE = r"table tables/spear/table1\.csv"
+FIGURE = r"figure figures/spear/figure13\.svg"
+TARGETS = (dag.TARGET, dag.PLOT)
 
 
 @contextlib.contextmanager
-def edited(*paths: Path, add: str = "\n# edited\n") -> Iterator[None]:
+def edited(*paths: Path, add: str = "\n# edited\n", start: str = "") -> Iterator[None]:
     """Files with something added to them, or new, until the block ends."""
     before = {path: path.read_text() if path.is_file() else None for path in paths}
     try:
         for path, text in before.items():
-            path.write_text((text or "") + add)
+            path.write_text(start + (text or "") + add)
         yield
     finally:
         for path, text in before.items():
             path.unlink() if text is None else path.write_text(text)
 
 
-def test_every_file_of_the_table_appears(built):
-    assert set(built.tables) == {f"tables/spear/table1{kind}" for kind in dag.BUILT}
+def planned(built, *words: object) -> list[str]:
+    """What Snakemake would run for the table and the figure."""
+    return sorted(dag.dry_run(built.place, built.place, *words, *TARGETS))
+
+
+def matches(found: list[str], expected: list[str]) -> bool:
+    """Whether each found job matches the expected pattern at its place, both sorted."""
+    return len(found) == len(expected) and all(re.match(p, job) for job, p in zip(found, sorted(expected)))
+
+
+def test_every_file_of_the_table_and_the_figure_appears(built):
+    assert set(built.tables) == {
+        *(f"tables/spear/table1{kind}" for kind in dag.BUILT), *(f"figures/spear/figure13{kind}" for kind in dag.DRAWN),
+    }  # fmt: skip
     assert "GPTQ g128" in built.done.out and "written: tables/spear/table1.tex" in built.done.out
     frame = pd.read_csv(built.place / dag.TARGET, dtype=str, keep_default_na=False)
     live = frame[frame["live"] == "live"]
-    assert set(live["row"]) == {"FP16", "RTN pc", "GPTQ g128"}
-    assert set(live["status"]) == {"ok"} and set(live["stand_in"]) == {dag.MODEL}
+    assert set(live["row"]) == {"FP16", "RTN pc", "GPTQ g128", "+SPEAR pc on RTN"}
+    assert set(live.loc[live["row"] != "+SPEAR pc on RTN", "status"]) == {"ok"}
+    assert set(live["stand_in"]) == {dag.MODEL}
+    assert {"Wiki", "C4", "KL", "BPW"} == set(live["col"])
     shown = {(c.row, c.col, c.model) for c in papers.printed("spear", "1")}
     assert shown <= set(zip(frame["row"], frame["col"], frame["model"]))  # nothing is dropped
+    drawn = pd.read_csv(built.place / "figures/spear/figure13.csv")
+    assert sorted(drawn["x"]) == [3, 4] and set(drawn["series"]) == {"pc"}
     assert not [p for p in built.place.rglob("*.tmp*")]
 
 
-def test_one_core_and_a_clean_folder_give_the_same_bytes(built, tmp_path):
-    dag.folder(tmp_path)
-    done = dag.run(dag.snakemake(built.place, "--cores", 1, dag.TARGET), tmp_path, built.place)
-    assert done.code == 0, done.text
-    assert dag.outputs(tmp_path) == built.tables
+def test_names_in_paths_run_nothing_and_every_job_has_its_log(built):
+    """The checkout lies in a folder with blanks, quotes and `$(…)`, the model too."""
+    assert not [p for p in built.place.parent.rglob("*") if p.name in ("x", "y", "x)", "y)")]
+    folders = built.observed
+    assert len(folders) == 11 and all(f"/{NAME}/" in folder for folder in folders if "/tokens/" not in folder)
+    for folder in folders:
+        name = folder.removeprefix("build/")
+        assert (built.place / "build" / "logs" / f"{name}.txt").is_file()
+        assert (built.place / "build" / "benchmarks" / f"{name}.tsv").is_file()
 
 
 def test_nothing_changed_and_nothing_runs(built):
-    before = {p: p.stat().st_mtime_ns for p in (built.place / "tables").rglob("*.*")}
+    before = {p: p.stat().st_mtime_ns for top in ("tables", "figures") for p in (built.place / top).rglob("*.*")}
     done = dag.run(["make", "CORES=2", f"PYTHON={sys.executable}", dag.TARGET], built.place, built.place)
     assert done.code == 0, done.text
     assert "Nothing to be done" in done.text and "GPTQ g128" in done.out
-    assert {p: p.stat().st_mtime_ns for p in (built.place / "tables").rglob("*.*")} == before
+    assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
-def test_a_touch_and_an_edit_of_plumbing_change_nothing(built):
-    for folder in ("repro", "baselines", "methods", "tables/spear", "config", dag.MODEL):
+def test_touches_comments_docstrings_plumbing_and_memory_change_nothing(built):
+    for folder in ("repro", "baselines", "methods", "tables/spear", "figures/spear", "config", dag.MODEL):
         for path in (built.place / folder).rglob("*.*"):
             if path.suffix in (".py", ".yaml", ".json", ".safetensors"):
                 os.utime(path)
-    plumbing = ("repro/recipe.py", "repro/pretrain.py", "baselines/__init__.py", "methods/__init__.py")
-    with edited(*(built.place / file for file in plumbing)):
-        assert dag.dry_run(built.place, built.place, dag.TARGET) == set()
+    comments = [built.place / f for f in ("baselines/gptq.py", "repro/models/lowbit.py", "repro/cells/perplexity.py")]
+    plumbing = ("repro/train/pretrain.py", "repro/jobs/pool.py", "repro/jobs/script.py", "repro/build.py")
+    with (
+        edited(*comments, add="\n# a comment\n", start='"""Another docstring."""\n'),
+        edited(*(built.place / file for file in plumbing), add="\nEDITED = 1\n"),
+    ):
+        assert planned(built) == []
+        assert matches(planned(built, "--config", "memory_mb=5000", "--"), [FIGURE, TABLE])
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         (["baselines/gptq.py"], [GPTQ, GPTQ, TABLE]),
-        (["repro/render.py", "repro/table.py"], [TABLE]),
-        (["repro/bits.py"], [*3 * ["perplexity build/runs/tiny-llama/"], TABLE]),
+        (["repro/render/content.py", "repro/spec/recipe.py", "repro/jobs/runner.py"], [TABLE, FIGURE]),
+        (["repro/models/bits.py"], [*5 * [rf"make build/compress/{NAME}/"], *4 * ["measure"], TABLE, FIGURE]),
     ],
-    ids=["method", "table", "measure"],
+    ids=["method", "drawing", "measure"],
 )
-def test_an_edit_rebuilds_its_own_runs_and_nothing_else(built, files, expected):
-    with edited(*(built.place / file for file in files)):
-        found = sorted(dag.dry_run(built.place, built.place, dag.TARGET))
-    assert len(found) == len(expected), found
-    for job, pattern in zip(found, sorted(expected)):
-        assert re.match(pattern, job), found
+def test_an_edit_rebuilds_its_own_jobs_and_nothing_else(built, files, expected):
+    with edited(*(built.place / file for file in files), add="\nEDITED = 1\n"):
+        found = planned(built)
+    assert matches(found, expected), found
+
+
+def test_a_renamed_model_folder_is_another_label_with_the_same_hash(built):
+    """What decides a result is hashed; the folder's name is only shown."""
+    other = built.place / "renamed"
+    (built.place / dag.MODEL).rename(other)
+    try:
+        words = yaml.safe_dump({"Llama-3.2-1B": "renamed"}, default_flow_style=True).strip()
+        found = planned(built, "--config", f"models={words}", "--")
+    finally:
+        other.rename(built.place / dag.MODEL)
+    files = [job.split()[1].removeprefix("build/") for job in found if " build/" in job and "/tokens/" not in job]
+    ids = {file.rsplit("/", 1)[0] for file in files}
+    known = {folder.removeprefix("build/") for folder in built.observed if "/tokens/" not in folder}
+    assert {name.replace("renamed", NAME) for name in ids} == known
 
 
 def test_everything_is_planned(built):
     found = dag.dry_run(built.place, built.place, "all")
-    tables = {f"table tables/{p}/table{n}.csv" for p in papers.PAPERS for n in papers.tables(p)} - {
-        "table tables/spear/table1.csv"  # built already
-    }
-    own = {"headline tables/table1.csv", "leaderboard tables/table2.csv", "audit tables/audit.csv"}
-    assert tables | own <= found and len(tables) == 44
+    printed = {f"table tables/{p}/table{n}.csv" for p in papers.PAPERS for n in papers.tables(p)}
+    own = {"table tables/table1.csv", "table tables/table2.csv", "table tables/audit.csv"}
+    assert printed - {f"table {dag.TARGET}"} | own <= found and len(printed) == 45  # that one is built already
 
 
-@pytest.mark.parametrize("name", profile.names())
-def test_every_profile_has_a_plan(name, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # else a profile for a GPU draws from results/
-    flow = Workflow(None, name)
-    needed = {*flow.headline_inputs(), *flow.leaderboard_inputs()}
-    runs = {f.split("/ppl-")[0].split("/zeroshot-")[0].removeprefix("build/runs/") for f in needed if "build/runs" in f}
-    assert runs and all(flow.perplexity_options(flow.the(run)) for run in runs)
-
-
-def test_a_profile_file_stands_for_a_profile(built, tmp_path):
-    dag.folder(tmp_path)
-    (tmp_path / "mine.yaml").write_text("base: tiny\nname: mine\nabout: the same with fewer windows\n")
-    words = dag.snakemake(built.place, "-n", "--configfile", "mine.yaml", "--", dag.TARGET)
-    done = dag.run(words, tmp_path, built.place)
-    assert done.code == 0, done.text
-    assert len(dag.jobs(done.text)) == 7
+@pytest.mark.parametrize("name", scale.names())
+def test_every_scale_has_a_plan(name):
+    flow = Workflow(scale.load(None, name), recorded=False)
+    cells = flow.table_cells("table2")
+    jobs = flow.every_job(cells)
+    assert jobs and len({job.id for job in jobs}) == len(jobs)
+    assert {job.kind for job in jobs} >= {"tokens", "compress", "perplexity"}
+    seen = set()
+    for job in jobs:  # needs come first
+        assert {need.id for _, need in job.needs} <= seen
+        seen.add(job.id)
 
 
 def test_the_report(built):
     done = dag.run(dag.snakemake(built.place, "--report", "build/report.html", dag.TARGET), built.place, built.place)
     assert done.code == 0, done.text
     assert "table1.tex" in (built.place / "build" / "report.html").read_text()
+
+
+# --- scales on the command line ---------------------------------------------------------------------------------------
+
+
+def test_one_key_by_config_and_a_file_by_configfile(built, tmp_path):
+    dag.folder(tmp_path)
+    done = dag.run(dag.snakemake(built.place, "-n", "--config", "threads=2", "--", dag.TARGET), tmp_path, built.place)
+    assert done.code == 0 and len(dag.jobs(done.text)) == 11, done.text
+    threads = {line.strip() for line in done.text.splitlines() if "threads:" in line}
+    assert threads == {"threads: 2"}
+    (tmp_path / "mine.yaml").write_text("base: tiny\nname: mine\nabout: the same with fewer windows\n")
+    words = dag.snakemake(built.place, "-n", "--configfile", "mine.yaml", "--", dag.TARGET)
+    done = dag.run(words, tmp_path, built.place)
+    assert done.code == 0 and len(dag.jobs(done.text)) == 11, done.text
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "env", "sentence"),
+    [
+        (["--configfile", "other.yaml"], "threads: 2\n", {}, "a scale is named like its file"),
+        ([], "", {"SCALE": "nope"}, "unknown scale 'nope'; choose from: "),
+    ],
+    ids=["another name", "SCALE"],
+)
+def test_a_bad_scale_is_one_sentence(built, tmp_path, words, text, env, sentence):
+    (tmp_path / "other.yaml").write_text(text)
+    make = dag.run(dag.repro("make", dag.TARGET, *words), tmp_path, built.place, **env)
+    assert make.code == 2 and make.err.strip().splitlines()[-1].startswith("error: "), make.text
+    assert sentence in make.err.strip().splitlines()[-1]
+    raw = dag.run(dag.snakemake(built.place, "-n", *words, "--", dag.TARGET), tmp_path, built.place, **env)
+    assert raw.code == 1 and "Traceback" not in raw.text, raw.text
+    (line,) = [line for line in raw.err.splitlines() if line.startswith("error: ")]
+    assert sentence in line
+
+
+def test_a_bad_key_is_the_last_line_of_make(built, tmp_path):
+    done = dag.run(dag.repro("make", dag.TARGET, "--config", "thread=2"), tmp_path, built.place)
+    assert done.code == 2 and "Traceback" not in done.text, done.text
+    assert "unknown key 'thread'; did you mean 'threads'?" in done.err.strip().splitlines()[-1]
+
+
+# --- what fails -------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_jobs_sentence_comes_last(built, tmp_path):
+    place = tmp_path / "work"
+    for name in (dag.MODEL, "build/tokens", "build/compress", "build/units"):  # with their times: nothing to do there
+        shutil.copytree(built.place / name, place / name)
+    config = {"base": "tiny", "name": "far", "about": "too far", "perplexity": {"length": 300}}
+    (place / "far.yaml").write_text(yaml.safe_dump(config))
+    done = dag.run(dag.repro("make", dag.TARGET, "--configfile", "far.yaml", "--cores", 1), place, built.place)
+    last = done.err.strip().splitlines()[-1]
+    assert done.code == 2 and last.startswith("error: ") and "256" in last and "Traceback" not in done.err, done.text
+    (log,) = (place / "build" / "logs" / "perplexity" / NAME).glob("*.txt")
+    assert last in log.read_text() and (place / "build" / "logs" / "snakemake.log").is_file()
+    assert not (place / dag.TARGET).exists()
+    assert not list((place / "build" / "perplexity").rglob("observations.parquet"))
 
 
 # --- the example of the README ----------------------------------------------------------------------------------------
@@ -140,17 +235,17 @@ def test_the_example_of_the_readme(built):
     with edited(built.place / made, add=steps[made]), edited(registry, add=""):
         after = before.replace("import ", f"import {name}, ", 1)
         registry.write_text(after.replace("BASELINES = {", "BASELINES = {" + steps["baselines/__init__.py"].strip(), 1))
-        assert dag.dry_run(built.place, built.place, dag.TARGET) == set()  # a new baseline alone rebuilds nothing
+        assert planned(built) == []  # a new baseline alone rebuilds nothing
         with edited(spec, add=steps["tables/spear/table1.yaml"]):
-            found = sorted(dag.dry_run(built.place, built.place, dag.TARGET))
-            assert [job.split()[0] for job in found] == ["compress", "perplexity", "table"]
-            assert all(f"{dag.MODEL}/{name}-" in job for job in found[:2])
+            found = planned(built)
+            assert [job.split()[0] for job in found] == ["make", "measure", "table"]
+            assert all(f"/{NAME}/{name}-" in job for job in found[:2])
             done = dag.run(dag.repro("make", dag.TARGET, "--cores", 2), built.place, built.place)
             assert done.code == 0, done.text
     frame = pd.read_csv(built.place / dag.TARGET, dtype=str)
     own = frame[frame["recipe"].fillna("").str.startswith(f"{name}-")]
     assert set(own["row"]) == set(own["recipe"]) and {"ok"} == set(own["status"])
-    assert {"Wiki", "C4", "KL", "Top-1", "BPW", "MB"} <= set(own["col"])
+    assert {"Wiki", "C4", "KL", "BPW"} <= set(own["col"])
     bits = pd.to_numeric(own.loc[own["col"] == "BPW", "value"]).item()
     assert 3 < bits < 3.5
 
@@ -162,19 +257,16 @@ def test_the_example_of_the_readme(built):
 def test_the_headline_table_takes_ten_minutes_on_two_cores():
     """On the checkout's own build, which `.ci/run` makes first; the sum is over one-thread jobs, two at a time."""
     assert (ROOT / "tables" / "table1.csv").is_file(), "run `make tables/table1.tex` first"
-    flow, seconds = Workflow(), {}
-    needed = [f.removeprefix("build/runs/") for f in flow.headline_inputs() if f.startswith("build/runs/")]
-    for file in needed:
-        run = flow.the("/".join(file.split("/")[:2]))
-        kind = "zeroshot" if flow.zs in file else "perplexity"
-        seconds |= dict.fromkeys([f"{kind}/{run.id}", *([f"compress/{run.id}"] if run.weights else [])])
-        texts = [*flow.texts, flow.profile.calibration.corpus]
-        places = [flow.tokens(run.model, text).removeprefix("build/tokens/") for text in texts]
-        seconds |= dict.fromkeys(f"tokens/{place.removesuffix('.safetensors').replace('/', '-')}" for place in places)
-    seconds |= dict.fromkeys([*(f"tables/{paper}-1" for paper in papers.PAPERS), "tables/headline"])
-    for job in seconds:
-        path = ROOT / "build" / "benchmarks" / f"{job}.tsv"
-        assert path.is_file(), f"{path.relative_to(ROOT)} is not there: another version or profile built the table"
-        seconds[job] = float(path.read_text().splitlines()[1].split("\t")[0])
+    flow = Workflow(scale.load())
+    firsts = [f"{paper}/table1" for paper in papers.PAPERS]
+    cells = [cell for name in ("table1", *firsts) for cell in flow.table_cells(name)]
+    names = [*(job.id for job in flow.every_job(cells)), *(f"tables/{name}" for name in ("table1", *firsts))]
+    seconds = {}
+    for name in names:
+        path = ROOT / "build" / "benchmarks" / f"{name}.tsv"
+        assert path.is_file(), f"{path.relative_to(ROOT)} is not there: another version or scale built the table"
+        seconds[name] = float(path.read_text().splitlines()[1].split("\t")[0])
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:5]
-    assert sum(seconds.values()) <= 2 * 600, f"{sum(seconds.values()):.0f} core seconds; the slowest are {slowest}"
+    assert len(seconds) > 20 and sum(seconds.values()) <= 2 * 600, (
+        f"{sum(seconds.values()):.0f} core seconds; the slowest are {slowest}"
+    )

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from repro import zeroshot
+from repro.data import tasks, zeroshot
 from repro.errors import UserError
 
 # What stands in a mirror's files, a few records of each format.
@@ -77,14 +77,14 @@ def data(request) -> Path:
 
 @pytest.fixture
 def prepared(data, tmp_path) -> Path:
-    zeroshot.prepare([name for name in zeroshot.TASKS if name != "mmlu"], data, tmp_path)
+    tasks.prepare([name for name in tasks.TASKS if name != "mmlu"], data, tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def small_prepared(small, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("prepared")
-    zeroshot.prepare(zeroshot.TASKS, small, out)
+    tasks.prepare(tasks.TASKS, small, out)
     return out
 
 
@@ -167,7 +167,7 @@ def requests(task: str, prepared: Path, limit: int) -> dict[str, list[list[tuple
     return asked
 
 
-@pytest.mark.parametrize("task", [name for name in zeroshot.TASKS if name != "mmlu"])
+@pytest.mark.parametrize("task", [name for name in tasks.TASKS if name != "mmlu"])
 def test_prompts_are_the_shipped_ones(task, data, prepared):
     want = by_hand(task, data)
     assert requests(task, prepared, len(want)) == {task: [pairs for pairs, _ in want]}
@@ -193,7 +193,7 @@ def test_mmlu_prompt_has_five_examples_of_its_subject(small_prepared):
 
 
 def test_mmlu_prompt_of_the_mirror(mirror, tmp_path):
-    zeroshot.prepare(["mmlu"], mirror, tmp_path)
+    tasks.prepare(["mmlu"], mirror, tmp_path)
     asked = requests("mmlu", tmp_path, 114)
     assert len(asked) == 57 and {len(items) for items in asked.values()} == {2}
     (prompt, answer), *_ = asked["mmlu_abstract_algebra"][0]
@@ -223,10 +223,10 @@ def slow_loglik(model, tokenizer, prompt: str, answer: str, bos: bool) -> tuple[
 @pytest.mark.parametrize("bos", [True, False])
 def test_scores_agree_with_a_slow_loop(bos, data, prepared, bytewise):
     model = llama()
-    tasks = [name for name in zeroshot.TASKS if name != "mmlu"]
-    frame = zeroshot.run(model, bytewise, tasks, prepared, limit=3, batch_size=4, add_bos=bos)
+    names = [name for name in tasks.TASKS if name != "mmlu"]
+    frame = zeroshot.run(model, bytewise, names, prepared, limit=3, batch_size=4, add_bos=bos)
     model = model.double()
-    assert (frame["bos"] == bos).all() and not frame["truncated"].any() and set(frame["task"]) == set(tasks)
+    assert (frame["bos"] == bos).all() and not frame["truncated"].any() and set(frame["task"]) == set(names)
     for row in frame.itertuples():
         pairs, gold = by_hand(row.task, data)[row.item]
         want, greedy = zip(*(slow_loglik(model, bytewise, *pair, bos) for pair in pairs))
@@ -260,7 +260,7 @@ def test_the_last_word_counts_when_it_is_the_greedy_one(tmp_path, bytewise):
     """A model that always says blank, and a text that ends with two of them after one that ends with a letter."""
     (tmp_path / "zeroshot/raw").mkdir(parents=True)
     (tmp_path / "zeroshot/raw/lambada_test.jsonl").write_text('{"text": "a b"}\n{"text": "a  "}\n')
-    zeroshot.prepare(["lambada_openai"], tmp_path, tmp_path)
+    tasks.prepare(["lambada_openai"], tmp_path, tmp_path)
     model = llama()
     model.lm_head = torch.nn.Linear(32, 258).requires_grad_(False)
     model.lm_head.weight.zero_()
@@ -278,8 +278,8 @@ def test_no_socket_and_the_same_bytes_twice(small, tmp_path, bytewise, monkeypat
     monkeypatch.setattr(socket.socket, "connect", refuse)
     before = dict(os.environ)
     for turn in ("one", "two"):
-        zeroshot.prepare(zeroshot.TASKS, small, tmp_path / turn)
-        frame = zeroshot.run(llama(), bytewise, zeroshot.TASKS, tmp_path / turn, limit=2)
+        tasks.prepare(tasks.TASKS, small, tmp_path / turn)
+        frame = zeroshot.run(llama(), bytewise, tasks.TASKS, tmp_path / turn, limit=2)
         frame.to_parquet(tmp_path / f"{turn}.parquet")
     assert dict(os.environ) == before
     assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
@@ -306,7 +306,7 @@ def test_a_head_of_its_own_stays(small_prepared, bytewise):
 
 def answers(task: str, right: int, n: int) -> pd.DataFrame:
     rows = {"item": range(n), "subject": "", "correct": [1] * right + [0] * (n - right), "truncated": False}
-    return pd.DataFrame({"task": task, "metric": zeroshot.TASKS[task].metric} | rows)
+    return pd.DataFrame({"task": task, "metric": tasks.TASKS[task].metric} | rows)
 
 
 @pytest.mark.parametrize(
@@ -342,9 +342,9 @@ def test_the_reference_decides_the_floor_and_the_average_is_plain():
 
 def test_what_is_missing_or_wrong_is_said(small, small_prepared, bytewise, tmp_path):
     with pytest.raises(UserError, match=r"arc_easy.jsonl.*REPRO_DATA.*hub: true"):
-        zeroshot.prepare(["arc_easy"], tmp_path, tmp_path / "out")
+        tasks.prepare(["arc_easy"], tmp_path, tmp_path / "out")
     with pytest.raises(UserError, match="did you mean 'hellaswag'"):
-        zeroshot.prepare(["helaswag"], small, tmp_path / "out")
+        tasks.prepare(["helaswag"], small, tmp_path / "out")
     with pytest.raises(UserError, match="prepare task piqa first"):
         zeroshot.run(llama(), bytewise, ["piqa"], tmp_path)
     with pytest.raises(UserError, match="limit"):
@@ -353,5 +353,5 @@ def test_what_is_missing_or_wrong_is_said(small, small_prepared, bytewise, tmp_p
     for text in ("not json\n", '{"other": 1}\n', '{"query": "x", "gold": 0}\n'):
         (tmp_path / "zeroshot/boolq.jsonl").write_text(text)
         with pytest.raises(UserError, match="not in the format of boolq"):
-            zeroshot.prepare(["boolq"], tmp_path, tmp_path / "out")
+            tasks.prepare(["boolq"], tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,85 @@
+"""A bare checkout runs, `pip install .` gives a package that works elsewhere, and what is imported is declared."""
+
+import ast
+import re
+import shutil
+import sys
+import tomllib
+
+import dag
+import pytest
+
+from repro import __version__
+from repro.files import ROOT
+
+PROVIDED_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "cuda": "cuda-core"}  # modules of another name
+LOCAL = ("repro", "conftest", "snakemake")
+# Peers of kernel times, in environments of their own.
+PEERS = {"bitblas", "cutlass", "flashinfer", "gemlite", "hqq", "marlin", "sgl_kernel", "torchao", "vllm", "tvm"}
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def imported(*folders: str) -> dict[str, set[str]]:
+    """Top-level module to the files that import it."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+                for name in names:
+                    found.setdefault(name.split(".")[0], set()).add(str(path.relative_to(ROOT)))
+    return {name: files for name, files in found.items() if name not in sys.stdlib_module_names and name not in LOCAL}
+
+
+def declared(words: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", word)[0].lower().replace("_", "-") for word in words}
+
+
+def test_declared_dependencies_are_those_imported():
+    at = project()
+    needed, extra = declared(at["dependencies"]), {k: declared(v) for k, v in at["optional-dependencies"].items()}
+    found = imported("repro", "baselines", "methods", "kernels")
+    names = {PROVIDED_BY.get(name, name).lower().replace("_", "-"): files for name, files in found.items()}
+    undeclared = {n: files for n, files in names.items() if n not in needed | set().union(*extra.values()) | PEERS}
+    assert not undeclared, f"imported, but not declared: {undeclared}"
+    for name in set(names) & (extra["dev"] - extra["train"]):
+        assert all("test" in file for file in names[name]), f"{name} is for tests alone"
+    assert needed - set(names) - {"snakemake"} == set(), "declared, but not imported"  # that one is a program
+    locked = (ROOT / "requirements.lock").read_text().lower().replace("_", "-")
+    assert all(f"\n{name}==" in locked for name in needed)
+
+
+def test_a_bare_checkout_runs(tmp_path):
+    place = dag.copy_checkout(tmp_path / "source", spec=None)
+    done = dag.run(dag.repro("list"), place, place)
+    assert done.code == 0 and done.err == "", done.text
+    assert re.search(r"^tables +spear/table1, ", done.out, re.MULTILINE) and "perplexity" in done.out
+    version = dag.run(dag.repro("--version"), place, place)
+    assert version.out == f"lowbit-repro {__version__}\n"
+
+
+@pytest.mark.timeout(300)
+def test_an_installed_package_works_elsewhere(tmp_path):
+    place = dag.copy_checkout(tmp_path / "source", spec=None)
+    (place / "config" / "tiny.yaml").unlink()
+    shutil.copytree(ROOT / "results", place / "results")
+    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    words = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--target", target, "."]
+    done = dag.run([sys.executable, "-m", "pip", "install", "--quiet", *words], place, place)
+    assert done.code == 0, done.text
+    shutil.rmtree(place)  # nothing is read from it
+    listed = dag.run(dag.repro("list"), elsewhere, target, SCALE="")
+    assert listed.code == 0, listed.text
+    assert (
+        "spear/table1, spear/table8, " in listed.out and "spear/figure13" in listed.out and "pocket-full" in listed.out
+    )
+    covered = dag.run(dag.repro("coverage"), elsewhere, target, SCALE="")
+    assert covered.code == 0 and "of 45 tables and" in covered.out, covered.text
+    for verb in (["coverage", "--scale", "nope"], ["show", "spear/table1"]):
+        refused = dag.run(dag.repro(*verb), elsewhere, target, SCALE="")
+        assert refused.code == 2 and refused.err.startswith("error: ") and "Traceback" not in refused.err

@@ -1,0 +1,148 @@
+"""`python -m repro run`: the results of Snakemake's build without Snakemake; what fails, resumes and is refused."""
+
+import io
+import itertools
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import dag
+import numpy as np
+import pandas as pd
+import pytest
+
+from repro.errors import Refused, UserError
+from repro.jobs import pool, runner
+from repro.jobs.job import distinct, from_json, make
+from repro.record import observations
+from repro.record.observations import Series
+
+RUN = ("run", "spear/table1", "spear/figure13", "--side-by-side", 2)
+
+
+# --- the tiny model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_bytes_as_snakemake_and_nothing_left_for_it_but_drawing(built, tmp_path):
+    place = dag.folder(tmp_path / "work")
+    done = dag.run(dag.repro(*RUN), place, built.twin)
+    assert done.code == 0 and "FAILED" not in done.text, done.text
+    assert dag.observed(place) == built.observed
+    again = dag.run(dag.repro(*RUN), place, built.twin)
+    assert again.code == 0 and again.out == "", again.text
+    assert dag.dry_run(place, built.twin, dag.TARGET, dag.PLOT) == {
+        f"table {dag.TARGET}", f"figure {dag.PLOT}"
+    }, "Snakemake takes what lies there"  # fmt: skip
+    for name in ("spear/table1", "spear/figure13"):
+        assert dag.run(dag.repro("table", name), place, built.twin).code == 0
+    assert dag.outputs(place) == built.tables
+
+
+def test_what_cannot_be_done_is_a_status_with_its_reason(built):
+    frame = pd.read_csv(io.BytesIO(built.tables[dag.TARGET]), dtype=str, keep_default_na=False)
+    rows = frame[(frame["row"] == "+SPEAR pc on RTN") & (frame["live"] == "live")]
+    assert set(rows["status"]) == {"unsupported"} and set(rows["value"]) == {""}
+    assert {"Wiki", "C4", "KL", "BPW"} == set(rows["col"])
+    (reason,) = set(rows["note"])
+    assert "budget" in reason and "rank" in reason
+    text = built.tables["tables/spear/table1.md"].decode()
+    assert "unsupported" in text and f"Not possible: {reason}" in text
+    noted = sorted(built.place.glob("build/*/*/*spear*/refused.json"))
+    assert [json.loads(path.read_text())["status"] for path in noted] == ["unsupported", "unsupported"]
+
+
+# --- jobs of the test's own -------------------------------------------------------------------------------------------
+
+
+def work(job, found, folder, origin):
+    given = job.given()
+    match given["do"]:
+        case "fail":
+            raise UserError("this cannot\nwork")
+        case "break":
+            raise ZeroDivisionError("a bug")
+        case "refuse":
+            raise Refused("diverged", "the loss is not finite")
+        case "die":
+            os._exit(9)
+    print("said by", job.label)
+    observations.save(folder / observations.FILE, {"x": Series(np.ones(3), "windows")}, origin)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Make jobs of a kind of the test's own, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    kind = SimpleNamespace(run=work, OUTPUTS=(observations.FILE,), __file__="repro/cells/setting.py")
+    monkeypatch.setitem(runner.JOBS, "fake", kind)
+
+    def made(label, do="work", needs=(), **options):
+        return make("fake", label, {"label": label}, {"do": do, **options}, {need.label: need for need in needs})
+
+    return made
+
+
+def test_a_failing_job_stops_what_needs_it_and_nothing_else(job, capfd):
+    bad, bug = job("bad", "fail"), job("bug", "break")
+    after, other = job("after", needs=[bad]), job("other")
+    top = job("top", needs=[other])
+    jobs = distinct([after, bug, top])
+    assert pool.run_all(jobs, 2) == 3
+    assert [runner.done(one) for one in (bad, after, bug, other, top)] == [False, False, False, True, True]
+    out, err = capfd.readouterr()
+    *_, count, last = err.strip().splitlines()
+    assert count == "3 of 5 jobs are not done; run again to resume" and last.startswith("error: fake/b")
+    assert "FAILED this cannot work" in out and "ZeroDivisionError: a bug; the traceback is in build/fake/bug" in out
+    assert "Traceback" not in out + err and "said by" not in out
+    assert "Traceback" in (bug.folder / "log.txt").read_text()
+    assert (top.folder / "log.txt").read_text() == "said by top\n"
+    assert pool.run_all(jobs) == 3, "what was done is not done again"
+    assert "fake/top" not in capfd.readouterr().out
+
+
+def test_what_needs_a_refused_job_is_refused_with_its_reason(job):
+    bad = job("bad", "refuse")
+    after = job("after", needs=[bad])
+    last = job("last", needs=[after])
+    assert pool.run_all(distinct([last, job("other")]), 2) == 0
+    for one in (bad, after, last):
+        with pytest.raises(Refused, match="^the loss is not finite$") as refused:
+            runner.check(one.folder)
+        assert refused.value.status == "diverged" and runner.done(one)
+    assert pool.run_all(distinct([last])) == 0
+
+
+def test_minutes_stop_starting(job, capfd, monkeypatch):
+    jobs = [job(f"{i}") for i in range(4)]
+    clock = itertools.count(0, 30)  # half a minute from one look to the next
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        assert pool.run_all(jobs, 1, minutes=1.2) == 2
+    assert [runner.done(one) for one in jobs] == [True, True, False, False]
+    assert "2 of 4 jobs are not done; run again to resume" in capfd.readouterr().err
+    assert pool.run_all(jobs, 2) == 0
+
+
+def test_a_worker_that_dies(job):
+    with pytest.raises(UserError, match="a worker died; run again to resume"):
+        pool.run_all([job("dead", "die"), job("other")], 1)
+
+
+@pytest.mark.parametrize(("workers", "gpus"), [(0, 0), (-3, 0), (1, -1)])
+def test_no_worker_is_refused(workers, gpus):
+    with pytest.raises(UserError, match="at least one worker"):
+        pool.run_all([], workers, gpus)
+
+
+def test_a_job_from_its_file_is_the_same_job(job):
+    need = job("need")
+    made = job("made", needs=[need])
+    pool.run_all(distinct([made]))
+    (read,) = runner.from_file(made.folder / "job.json")
+    assert read == made and read.id == made.id and read.needs == made.needs
+    assert from_json(made.to_json()) == made
+    Path("other.json").write_text('{"kind": "fake"}')
+    for name in ("other.json", "none.json"):
+        with pytest.raises(UserError, match=f"^{name}: not a file of jobs"):
+            runner.from_file(Path(name))

@@ -1,0 +1,267 @@
+"""Specs: templates over rows and columns, patterns, seeds and grids; what is wrong in one is a sentence."""
+
+import math
+
+import numpy as np
+import pytest
+import yaml
+from fake_jobs import CONFIG, fake, nll  # noqa: F401
+
+from repro import papers
+from repro.errors import UserError
+from repro.record import accepted, measure
+from repro.spec import figures, tables, templates
+from repro.spec import scale as scales
+from repro.spec.workflow import Workflow
+
+ONE = "Llama-3.2-1B"
+GAP = {
+    "title": "what is recovered",
+    "recipe": "rtn-w{bits}-pc + spear({options})",
+    "rows": {"SPEAR": {"options": ""}, "gate off": {"options": "gate=false"}},
+    "models": [ONE],
+    "over": {"bits": [4, 3]},
+    "seeds": [0, 1, 2],
+    "measure": {
+        "recovered": {
+            "kind": "derived",
+            "quantity": "100 * (b - s) / (b - f)",
+            "cells": {"s": "{recipe}", "b": "rtn-w{bits}-pc", "f": "fp16"},
+            "of": {"kind": "perplexity", "corpus": "wikitext2"},
+            "unit": "%",
+        },
+        "share": {"kind": "storage", "count": "share", "unit": "%"},
+    },
+}
+SHORT = {"title": "t", "rows": {"FP16": "fp16", "RTN pc": "rtn-w4-pc", "GPTQ pc": "gptq-w4-pc"}}
+
+
+@pytest.fixture
+def write(fake, monkeypatch, tmp_path):  # noqa: F811
+    """Specs of the test's own: write(name, keys) makes the only ones that there are."""
+    (tmp_path / "tables" / "spear").mkdir(parents=True)
+    for module in (tables, figures):
+        monkeypatch.setattr(module, "HOME", tmp_path)
+    monkeypatch.setattr(accepted, "RESULTS", tmp_path / "results")
+    tables.table.cache_clear()
+    tables.measures.cache_clear()
+
+    def add(name, keys):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(keys if isinstance(keys, str) else yaml.safe_dump(keys, sort_keys=False))
+        tables.table.cache_clear()
+
+    yield add
+    tables.table.cache_clear()
+    tables.measures.cache_clear()
+
+
+def flow(**changes):
+    return Workflow(scales.load(CONFIG | {"models": {ONE: "pocket-3m"}, "zeroshot": None} | changes))
+
+
+def cell(cells, row, col="Wiki", metric=None):
+    (found,) = [c for c in cells if (c.row, c.col, c.model) == (row, col, ONE) and metric in (None, c.metric)]
+    return found
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_are_jobs_of_what_is_drawn_and_of_nothing_else(write):
+    write("tables/spear/table1.yaml", SHORT)
+    alone = flow()
+    without = {c.row: alone.jobs(c) for c in alone.cells("spear", "1") if (c.col, c.model) == ("Wiki", ONE)}
+    write("tables/spear/table1.yaml", SHORT | {"seeds": [0, 1]})
+    at = flow()
+    for row, jobs in {c.row: at.jobs(c) for c in at.cells("spear", "1") if (c.col, c.model) == ("Wiki", ONE)}.items():
+        ids = [[job.id for job in each.values()] for each in jobs]
+        assert len(ids) == (2 if row == "GPTQ pc" else 1 if row in SHORT["rows"] else 0), row
+        assert ids[:1] == [[job.id for job in each.values()] for each in without[row]], (
+            "seed 0 is the job without seeds"
+        )
+    first, second = at.jobs(cell(at.cells("spear", "1"), "GPTQ pc"))
+    made = {
+        s: dict(each["scores"].needs)["weights"].declared()["calibration"]["seed"]
+        for s, each in enumerate((first, second))
+    }
+    assert made == {0: 7, 1: 8}, "a seed is the next draw of calibration text"
+    texts = [{role: job.id for role, job in each["scores"].needs if role != "weights"} for each in (first, second)]
+    assert texts[0] == texts[1], "tokens are shared"
+
+
+def test_the_interval_covers_windows_and_seeds(write, fake):  # noqa: F811
+    write("tables/spear/table1.yaml", SHORT | {"seeds": [0, 1, 2]})
+    at = flow()
+    cells = at.cells("spear", "1")
+    fake(at.every_job(cells))
+    drawn, plain = (measure.one(at, cell(cells, row)) for row in ("GPTQ pc", "RTN pc"))
+    assert (drawn.seeds, drawn.covers) == ("0 1 2", "windows and seeds")
+    assert (plain.seeds, plain.covers) == ("", "windows only")
+    jobs = [each["scores"] for each in at.jobs(cell(cells, "GPTQ pc"))]
+    values = [np.exp(nll("pocket-sample", job).mean()) for job in jobs]
+    assert drawn.value == pytest.approx(np.mean(values)) and drawn.lo < drawn.value < drawn.hi
+    write("tables/spear/table1.yaml", SHORT)
+    at = flow()
+    one = measure.one(at, cell(at.cells("spear", "1"), "GPTQ pc"))
+    assert (one.seeds, one.covers) == ("0", "windows only") and one.value == pytest.approx(values[0])
+    assert one.hi - one.lo < drawn.hi - drawn.lo, "seeds that differ widen the interval"
+
+
+def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
+    """Known answer: with the made-up shifts of `fake_jobs` every number can be written down."""
+    write("tables/spear/gap.yaml", GAP)
+    at = flow()
+    cells = at.cells("spear", "gap")
+    assert [c.place for c in cells] == [
+        (row, f"bits {bits}", ONE, metric)
+        for row in ("SPEAR", "gate off")
+        for bits in (4, 3)
+        for metric in GAP["measure"]
+    ]
+    assert {c.recipe for c in cells} == {
+        f"rtn-w{b}-pc + {s}" for b in (4, 3) for s in ("spear", "spear-gate=false")
+    }  # fmt: skip
+    fake(at.every_job(cells))
+    found = measure.measure(at, cells)
+    m = found["SPEAR", "bits 3", ONE, "recovered"]
+    assert (m.status, m.unit, m.seeds, m.covers) == ("ok", "%", "0 1 2", "windows and seeds")
+    jobs, values = at.jobs(cell(cells, "SPEAR", "bits 3", "recovered")), []
+    for each in jobs:
+        s, b, f = (math.exp(nll("pocket-sample", each[f"{n}:scores"]).mean()) for n in "sbf")
+        values.append(100 * (b - s) / (b - f))
+    assert m.value == pytest.approx(np.mean(values)) and m.lo < m.value < m.hi
+    assert len({each["b:scores"].id for each in jobs}) == 1 and len({each["s:scores"].id for each in jobs}) == 3
+    assert found["SPEAR", "bits 4", ONE, "share"].value == pytest.approx(0)
+    write("tables/spear/gap.yaml", GAP | {"scales": ["pocket-full"]})
+    assert flow().every_job(flow().cells("spear", "gap")) == [], "another scale's question"
+
+
+# --- templates over rows and columns ----------------------------------------------------------------------------------
+
+
+def test_patterns_in_labels_give_variables(write):
+    write("tables/spear/table8.yaml", {
+        "title": "t", "recipe": "{quantizer}-w{bits}-{group} + spear", "rows": {"RTN": {"quantizer": "rtn"}},
+        "columns": ["{bits}-bit {group} K%/r", "{bits}-bit {group} BPW"],
+    })  # fmt: skip
+    cells = tables.cells("spear", "8")
+    printed = papers.printed("spear", "8")
+    assert [c.place for c in cells] == [(c.row, c.col, c.model, c.metric) for c in printed], "nothing is dropped"
+    asked = {c.col: c.recipe for c in cells if c.row == "RTN" and c.model == ONE and c.recipe}
+    assert asked["4-bit pc K%/r"] == asked["4-bit pc BPW"] == "rtn-w4-pc + spear"
+    assert asked["3-bit g128 BPW"] == "rtn-w3-g128 + spear"
+    several = [c for c in cells if (c.row, c.col, c.model) == ("RTN", "4-bit pc K%/r", ONE)]
+    assert [(c.metric, c.measure, c.ask.show) for c in several] == [
+        ("k_percent", "placement", "share"), ("rank", "placement", "rank"),
+    ]  # fmt: skip
+    assert not [c for c in cells if c.row == "GPTQ" and c.recipe]
+
+
+@pytest.mark.parametrize(
+    ("label", "printed", "variables"),
+    [
+        ("tau={tau}", "tau=0.6", {"tau": "0.6"}),
+        ("{bits}-bit {group} BPW", "4-bit g128 BPW", {"bits": "4", "group": "g128"}),
+        ("RTN pc", "RTN pc", {}),
+        ("RTN pc", "RTN pc+", None),
+        ("{size}", "1B", {"size": "1B"}),
+        ("a.b", "axb", None),
+    ],
+)
+def test_a_label_matches_whole_labels(label, printed, variables):
+    assert tables.bind(label, printed) == variables
+
+
+def test_a_value_is_written_as_yaml_has_it():
+    values = {"x": 1e-6, "n": 4, "on": True, "word": "pc"}
+    assert tables.fill("rtn({x}, {n}, {on}, {word})", values, "here") == "rtn(1e-06, 4, true, pc)"
+    assert tables.fill({"a": ["{n}"], "b": 2.5}, values, "here") == {"a": ["4"], "b": 2.5}
+
+
+def test_rows_of_ones_own_and_what_is_beside(write):
+    beside = {"BPW": {"kind": "storage"}, "KL": {"kind": "perplexity", "corpus": "wikitext2", "show": "kl"}}
+    write("tables/spear/table1.yaml", SHORT | {"extra": ["rtn-w3-pc"], "beside": beside})
+    cells = tables.cells("spear", "1")
+    n = len(papers.printed("spear", "1"))
+    assert not [c for c in cells[:n] if c.row == "rtn-w3-pc"] and [c for c in cells[n:] if c.row == "rtn-w3-pc"]
+    extra = [c for c in cells if c.col in beside]
+    assert {c.row for c in extra} == {*SHORT["rows"], "rtn-w3-pc"} and all(not c.printed for c in extra)
+    assert len({c.place for c in cells}) == len(cells)
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "sentence"),
+    [
+        ("table1", SHORT | {"row": {}}, "tables/spear/table1.yaml: unknown key 'row'; did you mean 'rows'?"),
+        ("table1", SHORT | {"rows": {"RTN cp": "fp16"}}, "unknown printed row 'RTN cp'; did you mean 'RTN pc'?"),
+        ("table1", SHORT | {"columns": ["Wikki"]}, "unknown printed column 'Wikki'; did you mean 'Wiki'?"),
+        (
+            "table1",
+            SHORT | {"beside": {"X": {"kind": "storrage"}}},
+            "unknown kind of cell 'storrage'; did you mean 'storage'?",
+        ),
+        ("table1", SHORT | {"beside": {"X": {"kind": "storage", "cuont": "bpw"}}}, "storage: unknown key 'cuont'"),
+        ("table1", SHORT | {"beside": {"X": "storage"}}, "beside.X: expected a mapping"),
+        ("table1", SHORT | {"recipe": "{recip}"}, "'{recip}' names 'recip', which is no variable there"),
+        ("table1", SHORT | {"recipe": "{recipe"}, "which is no variable there"),
+        ("table1", SHORT | {"rows": {"RTN pc": "rnt-w4-pc"}}, "unknown step 'rnt'; did you mean 'rtn'?"),
+        ("table1", SHORT | {"seeds": []}, "seeds: []; name at least one"),
+        ("table1", SHORT | {"seeds": [1, 1]}, "seeds: [1, 1]; name at least one, each once"),
+        ("table1", SHORT | {"over": {"bits": [4]}}, "over belongs to a spec of our own"),
+        ("table1", "[1, 2]", "expected a mapping with keys of Spec"),
+        ("table1", "title: [", "not valid YAML"),
+        ("gap", {"title": "t", "rows": {"a": "fp16"}}, "a spec of our own needs rows, models and measure"),
+        ("gap", GAP | {"recipe": "{x}"}, "'{x}' names 'x', which is no variable there"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value)[:30],
+)
+def test_what_is_wrong_in_a_spec_is_named(write, name, keys, sentence):
+    write(f"tables/spear/{name}.yaml", keys)
+    with pytest.raises(UserError) as error:
+        tables.cells("spear", name.removeprefix("table"))
+    assert sentence in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
+def test_a_metric_that_the_paper_does_not_have(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(templates, "ROOT", tmp_path)
+    write("repro/papers/spear/measures.yaml", {"wikitxt2_ppl": {"kind": "perplexity", "corpus": "c4"}})
+    write("tables/spear/table1.yaml", SHORT)
+    with pytest.raises(UserError, match="measures.yaml: unknown metric 'wikitxt2_ppl'; did you mean 'wikitext2_ppl'"):
+        tables.cells("spear", "1")
+
+
+@pytest.mark.parametrize("name", ["spear/table99", "spaer/table1", "spear/memry", "", "spear/", "spear/table1/x"])
+def test_an_unknown_table(name):
+    with pytest.raises(UserError, match="^unknown table"):
+        tables.split(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [("spear/table1", ("spear", "1")), ("spear/1", ("spear", "1")), ("tables/spear/table1.csv", ("spear", "1")),
+     ("spear/memory", ("spear", "memory")), ("tables/spear/memory.tex", ("spear", "memory"))],
+)  # fmt: skip
+def test_a_table_by_any_of_its_names(name, split):
+    assert tables.split(name) == split
+
+
+def test_every_shipped_spec_has_cells_that_parse():
+    at = Workflow(scales.load(None, "pocket-full"), recorded=False)
+    for paper, number in tables.specified():
+        cells = at.cells(paper, number)
+        assert len({c.place for c in cells}) == len(cells) > 0, (paper, number)
+        wanted = tables.table(paper, number)
+        if number.isdecimal():
+            assert sum(bool(c.printed) for c in cells) == sum(bool(c.value) for c in papers.printed(paper, number))
+        elif wanted.over:
+            grid = math.prod(map(len, wanted.over.values()))
+            assert len(cells) == len(wanted.rows) * len(wanted.models) * grid * (
+                len(wanted.measure) + len(wanted.beside)
+            )
+    for paper, number in figures.specified():
+        assert at.cells(paper, number, "figure")

@@ -1,0 +1,168 @@
+"""A tiny table in this process: one scale, one spec, a random Llama; jobs built once, results of each test's own."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import dag
+import pytest
+
+from repro.errors import UserError
+from repro.jobs import runner
+from repro.jobs.job import distinct
+from repro.record import accept, accepted, measure, provenance
+from repro.record.measurement import to_csv
+from repro.spec import scale as scales
+from repro.spec import tables
+from repro.spec.workflow import Workflow
+
+COMMIT, UNKNOWN = "0123456789", "ffffffffff"
+MODEL = "Llama-3.2-1B"
+SPEC = tables.Spec(
+    "a tiny table",
+    rows={
+        "FP16": "fp16",
+        "RTN pc": "rtn-w4-pc",
+        "GPTQ g128": "gptq-w4-g128",
+        "+SPEAR pc on RTN": "rtn-w4-pc + spear(budget=1e-09, epochs1=0, epochs2=0, samples=2, tokens=16)",  # refused
+    },
+    beside={
+        "KL": {"kind": "perplexity", "corpus": "wikitext2", "show": "kl", "unit": "nats"},
+        "BPW": {"kind": "storage"},
+    },
+    seeds=(0, 1),
+)
+
+
+def scale(model: Path, **changes) -> scales.Scale:
+    """The tiny scale with a model of one's own."""
+    given = {
+        "name": "tiny",
+        "about": "a random Llama on embedded text",
+        "models": {MODEL: str(model)},
+        "corpora": {"wikitext2": "pydoc-topics", "c4": "pydoc-topics"},
+        "calibration": {"corpus": "pocket-sample-calib", "sequences": 4, "length": 64},
+        "perplexity": {"length": 32, "windows": 100, "kl_windows": 8},
+    }
+    return scales._build(given | changes, "the tiny scale")
+
+
+@dataclass
+class House:
+    """A working folder with built jobs, results and a scale of its own."""
+
+    place: Path
+    scale: scales.Scale
+
+    @property
+    def flow(self) -> Workflow:
+        """A fresh workflow: nothing is remembered."""
+        return Workflow(self.scale, recorded=False)
+
+    @property
+    def results(self) -> Path:
+        """Where accepted results are."""
+        return self.place / "results"
+
+    def cell(self, row="RTN pc", col="Wiki"):
+        """One cell."""
+        return next(cell for cell in self.flow.cells("spear", "1") if cell.place[:3] == (row, col, MODEL))
+
+    def job(self, row="RTN pc", col="Wiki"):
+        """The job of a cell's first seed."""
+        return next(iter(self.flow.jobs(self.cell(row, col))[0].values()))
+
+    def table(self, change=None, rows=None) -> Path:
+        """The built table as a CSV; `change` gets and returns its text."""
+        found = measure.measure(self.flow, self.flow.cells("spear", "1")).values()
+        text = to_csv([m for m in found if rows is None or m.row in rows])
+        path = self.place / "table1.csv"
+        path.write_text(change(text) if change else text, encoding="utf-8")
+        return path
+
+    def edited(self, row, col, **changes) -> Path:
+        """The built table with one row edited by hand."""
+        found = measure.measure(self.flow, self.flow.cells("spear", "1"))
+        place = self.cell(row, col).place
+        found[place] = measure.replace(found[place], **changes)
+        path = self.place / "table1.csv"
+        path.write_text(to_csv(found.values()), encoding="utf-8")
+        return path
+
+    def recorded(self, row="RTN pc", col="Wiki"):
+        """A cell as a machine shows it that takes everything from results/."""
+        return measure.one(Workflow(self.scale, recorded=True), self.cell(row, col))
+
+    def files(self) -> dict[str, bytes]:
+        """Everything under results/."""
+        found = sorted(path for path in self.results.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.results)): path.read_bytes() for path in found}
+
+
+def patch(patcher: pytest.MonkeyPatch, place: Path, at: scales.Scale) -> House:
+    """Make the tiny scale and spec those of this process, with `place` as its working folder."""
+    table, load, names = tables.table, scales.load, scales.names
+
+    def loaded(config=None, name=None, path=None):
+        return at if name == at.name else load(config, name, path)
+
+    patcher.setattr(
+        tables, "table", lambda paper, number: SPEC if (paper, number) == ("spear", "1") else table(paper, number)
+    )
+    patcher.setattr(scales, "load", loaded)
+    patcher.setattr(scales, "names", lambda: [*names(), at.name])
+    patcher.setenv("REPRO_COMMIT", COMMIT)
+    patcher.setattr(accept, "_is_known", lambda commit: commit != UNKNOWN)
+    patcher.setattr(accepted, "RESULTS", place / "results")
+    patcher.chdir(place)
+    provenance.commit.cache_clear()
+    accepted.forget()
+    return House(place, at)
+
+
+@pytest.fixture(scope="session")
+def tiny_jobs(tmp_path_factory) -> Path:
+    """A folder with the tiny model and every job of the tiny table."""
+    place = tmp_path_factory.mktemp("tiny")
+    dag.save_model(place / "tiny-llama")
+    with pytest.MonkeyPatch.context() as patcher:
+        flow = patch(patcher, place, scale(place / "tiny-llama")).flow
+        for job in distinct(flow.every_job(flow.cells("spear", "1"))):
+            runner.run(job)
+    provenance.commit.cache_clear()
+    return place
+
+
+@pytest.fixture
+def house(tiny_jobs, tmp_path, monkeypatch) -> House:
+    """A copy of what was built, with empty results."""
+    shutil.copytree(tiny_jobs / "build", tmp_path / "build")
+    yield patch(monkeypatch, tmp_path, scale(tiny_jobs / "tiny-llama"))
+    monkeypatch.undo()
+    provenance.commit.cache_clear()
+    accepted.forget()
+
+
+def refusal(function, *arguments) -> str:
+    """The one sentence with which bad input ends."""
+    with pytest.raises(UserError) as error:
+        function(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def rewrite(path: Path, **meta: str) -> None:
+    """Write a file of observations anew with other metadata and a checksum that fits."""
+    from repro.record import observations
+
+    held = observations.load(path)
+    facts = {key: value for key, value in (held.meta | meta).items() if key not in ("checksum", "made")}
+    observations.save(path, held.series, facts)
+
+
+def units_of(path: Path) -> dict[str, str]:
+    """Module to unit of the code that made a file of observations."""
+    from repro.record import observations
+
+    return json.loads(observations.load(path).meta["units"])
