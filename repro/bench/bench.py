@@ -138,7 +138,7 @@ def _first_launches(label: str, n: int, k: int, counts: Sequence[int]) -> None:
 
 
 class _Run:
-    """One call of `bench`: who is measured, how, and what stands beside every row."""
+    """One call of `bench`: who is measured, how, and the facts that every row carries."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ def _library_times(timings: Iterable[timing.Timing]) -> dict[tuple[int, int, int
 
 
 def _bridged(here: Mapping[tuple, float], about: dict[str, str]) -> list[Row]:
-    """Rows of the recorded peers, carried over by the library's times of this run."""
+    """Rows of the recorded peers, rescaled by the library's ratio in this run."""
     rows = []
     for provider, kernel, dtype, names in recorded.BRIDGED:
         best: dict[tuple, tuple[float, float, recorded.Record]] = {}
@@ -273,7 +273,7 @@ def this_gpu() -> Device:
 
 
 def origin() -> dict[str, str]:
-    """What stands beside a time: this GPU, the commit, the libraries and the date."""
+    """What is recorded with a time: this GPU, the commit, the libraries and the date."""
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "gemlite"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

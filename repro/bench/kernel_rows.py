@@ -44,7 +44,7 @@ PEAKS = {
 class Row:
     """One kernel or peer on one shape. `us`, `p20`, `p80`, `floor_us` are microseconds a launch.
 
-    `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, turn about),
+    `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, interleaved),
     `fraction` their ratio; `copy_fraction` is bytes over time over the device's own copy bandwidth; `relerr` the error
     against float32; `joule` a launch. `machine` is the digest of the machine code that ran (a library: `libraries`),
     `code` that of the sources. Status `bridged` is a time of another run, times the library's time here over then.

@@ -70,7 +70,7 @@ def bridge(
     peers: Iterable[str],
     library: str = "cublas_bf16",
 ) -> list[tuple[Record, float, float]]:
-    """Recorded peers carried over to this run by the library's ratio.
+    """Recorded peers rescaled by the library's ratio in this run.
 
     Args:
         here: microseconds of the bf16 matmul of this run by (N, K, M, mode).

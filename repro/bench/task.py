@@ -129,7 +129,7 @@ class Task:
 class Timing:
     """What the timer found: microseconds a launch (median, 20th and 80th percentile) and what they stand on.
 
-    `floor_us` is the read floor of `nbytes`, timed turn about in the same process; `relerr` the largest error of all
+    `floor_us` is the read floor of `nbytes`, timed in the same process, interleaved; `relerr` the largest error of all
     launches that were checked; `clock_mhz`, `throttle` and `joule` (a launch) are None where NVML cannot be read.
     """
 

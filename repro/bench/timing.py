@@ -180,7 +180,7 @@ def measure(
     joule_seconds: float = 0.0,
     failures: dict[str, Exception] | None = None,
 ) -> list[Timing]:
-    """Time tasks turn about.
+    """Time several tasks in interleaved rounds.
 
     Args:
         tasks: with different names.

@@ -57,7 +57,7 @@ def done(job: Job) -> bool:
 
 
 def origin(job: Job) -> dict[str, str]:
-    """What stands beside the results of a job, or beside its refusal (`observations.origin`); empty if it is not built.
+    """What is recorded with the results of a job or its refusal (`observations.origin`); empty if it is not built.
 
     Raises:
         UserError: damaged files, or those of another job.
