@@ -1,6 +1,6 @@
 """This project's kernels by name, and what each of them multiplies: a file appears here because somebody listed it.
 
-`KERNELS` are the modules of `kernels/`, imported on first use; `OURS` are the providers that are compared with the peers.
+`KERNELS` are the modules of `kernels/`, imported on first use; `OURS` are this project's providers.
 """
 
 import contextlib
