@@ -58,7 +58,7 @@ class Transformers:
     """Greedy decoding by Transformers with its own cache; what was decoded once is kept."""
 
     def __init__(self, name: str, device: str = "cpu") -> None:
-        self.model, self.known = models.load(name, device), {}
+        self.model, self.known, self.ties = models.load(name, device), {}, 0
 
     def tokens(self, ids: list[int], count: int) -> tuple[list[int], list[float]]:
         """The next tokens, and how far each was ahead of the second choice."""
@@ -84,6 +84,7 @@ class Transformers:
             tokens, gaps = self.tokens(ids, count)
             first = next((i for i, (ours, theirs) in enumerate(zip(text.tokens, tokens)) if ours != theirs), None)
             if first is not None and gaps[first] < 1e-5:
+                self.ties += 1
                 print(f"{engine.name}: {len(ids)} tokens, new token {first}: the logits are {gaps[first]:.2e} apart")
             elif first is not None or len(text.tokens) != count:
                 found.append(f"{len(ids)} prompt tokens, chunks of {engine.chunk}: new token {first}")

@@ -1,6 +1,8 @@
 """Token for token the engine decodes what Transformers does; every way to get a step wrong is seen."""
 
+import csv
 import dataclasses
+import os
 
 import engines
 import pytest
@@ -9,6 +11,8 @@ import torch
 from repro import models
 from repro.engine import Engine
 from repro.engine.step import tree_of
+from repro.files import ROOT
+from repro.record import provenance
 
 LENGTHS = (1, 17, 300, 1900)
 
@@ -39,18 +43,38 @@ def test_tokens_are_those_of_transformers(both):
 
 @pytest.mark.engine_full
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", [*models.pocket_names(), *engines.LAYOUTS])
-def test_tokens_of_the_whole_matrix(name, device, tmp_path):
-    """20 prompts, 128 tokens, chunks of 1, 7 and 256, batches of 1 and 5."""
+@pytest.mark.parametrize("layout", [*models.pocket_names(), *engines.LAYOUTS])
+def test_tokens_of_the_whole_matrix(layout, device, tmp_path):
+    """20 prompts, 128 tokens, chunks of 1, 7 and 256, batches of 1 and 5; a line of it goes to the file $MATRIX."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    name = name if name.startswith("pocket") else engines.save(name, tmp_path)
+    name = layout if layout.startswith("pocket") else engines.save(layout, tmp_path)
     engine, transformers = Engine.load(name, dtype="float32", device=device), engines.Transformers(name, device)
-    some = prompts(20, seed=1)
+    some, compared = prompts(20, seed=1), 0
     for engine.chunk in (1, 7, 256):
         for batch in (1, 5):
             for start in range(0, len(some), batch):
                 assert transformers.disagreements(engine, some[start : start + batch], 128) == []
+                compared += 128 * batch
+    if "MATRIX" in os.environ:
+        on = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        line = (layout, on, weights_of(layout), compared, transformers.ties, torch.__version__, provenance.commit())
+        with open(os.environ["MATRIX"], "a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow(line)
+
+
+def weights_of(layout):
+    """What a line of the matrix was measured on: a pocket model's fingerprint; the random ones come from a seed."""
+    return models.fingerprint(layout) if layout.startswith("pocket") else "seed 0"
+
+
+def test_the_accepted_matrix_has_every_model_on_both_devices():
+    """The last whole run, in results/: every token of today's weights alike, on a CPU and on a GPU."""
+    with open(ROOT / "results" / "engine-equal.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    wanted = {(name, gpu, weights_of(name)) for name in (*models.pocket_names(), *engines.LAYOUTS) for gpu in (0, 1)}
+    assert {(row["model"], row["device"] != "cpu", row["weights"]) for row in rows} == wanted
+    assert all(int(row["tokens"]) == 6 * 20 * 128 for row in rows)
 
 
 # --- every way to get a step wrong turns these red -------------------------------------------------------------------

@@ -124,6 +124,7 @@ def markdown(logs: dict[str, dict], facts: dict[str, dict]) -> str:
         every("tokens seen", lambda n: f"{logs[n]['tokens']:,}"),
         every("tokens per parameter", lambda n: logs[n]["tokens_per_parameter"]),
         every("Wikipedia documents in WikiText's layout", lambda n: _layout_share(logs[n])),
+        every("seed", lambda n: logs[n]["training"]["seed"]),
         every("epochs over the corpus", lambda n: f"{logs[n]['tokens'] / logs[n]['corpus_tokens']:.1f}"),
         every("seconds", lambda n: f"{logs[n]['seconds']:.0f}"),
         every("tokens/s", lambda n: f"{logs[n]['tokens_per_s']:,}"),
