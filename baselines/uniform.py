@@ -80,14 +80,12 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """
     ranks, training = low_rank.ranks(lm, config, "uniform"), config.training()
     teacher = lm.full_precision()
-    ids, ecs = spear.sequences(teacher, None, training), {}
-    for rank in sorted(set(ranks.values())):
-        names = [name for name in ranks if ranks[name] == rank]
-        ecs |= start(lm, names, rank, ids[: config.cka_samples], training)
+    ids = spear.sequences(teacher, None, training)
+    ecs = start(lm, ranks, ids[: config.cka_samples], training)
     plain = {name: lm.model.get_submodule(name) for name in ranks}
     for name in ranks:
         lm.model.set_submodule(name, CompensatedLinear(plain[name], ecs[name]))
-    calibrate(lm.model, teacher, [ecs[name] for name in ranks], ids[: training.sequences], training)
+    calibrate(lm.model, teacher, list(ecs.values()), ids[: training.sequences], training)
     for name in ranks:
         lm.model.set_submodule(name, plain[name])  # `attach` adds the correction as stored
         A, B = ecs[name].A.double(), ecs[name].B.double()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from dataclasses import replace
 
 import known
@@ -21,7 +22,7 @@ from repro.methods import spear
 from repro.methods.spear import selection
 from repro.methods.spear.calibration import calibrate, kl, self_sampled, teacher_logits
 from repro.methods.spear.compensator import GATE, Compensator, int8, pack, stored_bytes, unpack
-from repro.methods.spear.initial import DAMPING, truncated
+from repro.methods.spear.initial import DAMPING, removed_error, truncated
 from repro.models import bits
 from repro.models.lowbit import Attachment, LowBitModel
 from repro.spec import recipe
@@ -217,6 +218,43 @@ def test_the_rank_is_the_largest_that_fits(shapes, budget):
                 selection.rank(budget, shapes, hidden)
 
 
+def test_the_remainder_by_hand():
+    """Raises cost 18, 18 and 22 bytes without a gate, and 58 more, 2(8·3 + 4 + 1), from rank 1 to 2 with one."""
+    shapes, removed = [(4, 6), (4, 6), (8, 6)], [1.0, 2.0, 2.4]  # 0.056, 0.111 and 0.109 a byte
+    for left, want in ((17, [3, 3, 3]), (18, [3, 4, 3]), (39, [4, 4, 3]), (40, [3, 4, 4]), (58, [4, 4, 4])):
+        assert selection.raised(3, left, shapes, 0, removed) == want, left
+    for left, want in ((75, [1, 1, 1]), (76, [1, 2, 1]), (155, [1, 1, 2]), (156, [1, 2, 2])):
+        assert selection.raised(1, left, shapes, 4, removed) == want, left
+    assert selection.raised(4, 999, shapes, 0, removed) == [4, 4, 5], "a layer at its full rank stays there"
+    assert selection.raised(1, 18, shapes[:2], 0, [1.0, 1.0]) == [2, 1], "ties in model order"
+
+
+@settings(FAST, max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6),
+    st.integers(1, 20000),
+    st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0, 1e9]), min_size=6, max_size=6),
+    st.sampled_from([0, 1, 4]),
+)
+def test_the_remainder_is_spent_in_order_and_never_exceeded(shapes, budget, removed, hidden):
+    r = reference.rank(budget, shapes, hidden)
+    if not r:
+        return
+    left = budget - reference.memory(r, shapes, hidden)
+    got = selection.raised(r, left, shapes, hidden, removed[: len(shapes)])
+    each = [reference.memory(r + 1, [shape], hidden) - reference.memory(r, [shape], hidden) for shape in shapes]
+    up = [i for i, n in enumerate(got) if n == r + 1]
+    assert sum(reference.memory(n, [shape], hidden) for n, shape in zip(got, shapes)) <= budget
+    assert all(n in (r, r + 1) and n <= min(shape) for n, shape in zip(got, shapes))
+    unspent = left - sum(each[i] for i in up)
+    below = [i for i, n in enumerate(got) if n == r and r < min(shapes[i])]
+    for i in below:
+        assert unspent < each[i]
+        first = [j for j in up if (-removed[j] / each[j], j) < (-removed[i] / each[i], i)]
+        assert left - sum(each[j] for j in first) < each[i], "a raise that fitted was passed over"
+    assert below or r == min(map(min, shapes)), "every layer is raised only where a layer's full rank is the limit"
+
+
 LAYERS = {"1B": 16, "3B": 28, "7B": 32}
 TAU_EFF = [
     [word.strip() for word in line.strip("|\n").split("|")]
@@ -307,7 +345,7 @@ def test_alpha_only_scales():
 def test_phases_train_what_they_say_and_nothing_else():
     lm = quantized()
     teacher, names, config = lm.full_precision(), list(lm.weights)[:3], spear.Config(**SMALL)
-    ecs = spear.start(lm, names, 2, tiny.tokens(), config)
+    ecs = spear.start(lm, dict.fromkeys(names, 2), tiny.tokens(), config)
     for name, ec in ecs.items():
         lm.model.set_submodule(name, spear.CompensatedLinear(lm.model.get_submodule(name), ec))
     ids = tiny.tokens(8, 16)
@@ -393,7 +431,7 @@ DEVIATIONS = ["direction", "temperature", "clip", "schedule", "decay", "seed", "
 def calibrated():
     """Tensors of three layers before calibration, the sequences, and the same tensors after each phase."""
     lm, ids, after = quantized(), tiny.tokens(5, 12, seed=4), []
-    ecs = spear.start(lm, list(lm.weights)[2:12:4], 2, tiny.tokens(), TRAINED)
+    ecs = spear.start(lm, dict.fromkeys(list(lm.weights)[2:12:4], 2), tiny.tokens(), TRAINED)
     start = {name: {k: t.double().clone() for k, t in ec.named_buffers()} for name, ec in ecs.items()}
     lm.model.double()
     for name, ec in ecs.items():
@@ -469,8 +507,11 @@ def test_the_start_is_whitened_by_what_the_layers_read():
     ]
     logits_of = lm.model(ids).logits
     assert logits_of.isfinite().all() and [hook.remove() for hook in hooks]
-    starts = {init: spear.start(lm, names, 3, ids, spear.Config(init=init)) for init in ("whitened", "svd", "zero")}
-    default = spear.start(lm, names, 3, ids, spear.Config())
+    starts = {
+        init: spear.start(lm, dict.fromkeys(names, 3), ids, spear.Config(init=init))
+        for init in ("whitened", "svd", "zero")
+    }
+    default = spear.start(lm, dict.fromkeys(names, 3), ids, spear.Config())
     for name in names:
         read = torch.cat(x[name])
         E = lm.full[name].double() - lm.model.get_submodule(name).weight.double()
@@ -533,7 +574,68 @@ def test_memory_by_hand():
 @pytest.mark.parametrize("budget", [0.1, 0.2, 0.5])
 def test_memory_stays_within_the_budget(budget, gate):
     lm = compensated(budget=budget, gate=gate, epochs1=0, epochs2=0)
-    assert 0.5 * budget < lm.extra_bits["spear"] / (4 * bits.report(lm)["block_weights"]) <= budget
+    given, hidden = int(budget * bits.report(lm)["block_weights"] / 2), 4 * gate
+    ranks = {name: int(r) for name, r in zip(lm.weights, lm.facts["layers/rank"], strict=True) if r}
+    assert ranks.keys() == lm.attachments.keys()
+    shapes, low = {name: tuple(lm.weights[name].shape) for name in ranks}, min(ranks.values())
+    for name, r in ranks.items():  # what is stored is what was counted
+        tensors = lm.attachments[name][0].tensors
+        assert len(tensors["A"]) == r
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        assert size == reference.memory(r, [shapes[name]], hidden)
+    spent = sum(reference.memory(r, [shapes[name]], hidden) for name, r in ranks.items())
+    assert lm.extra_bits == {"spear": 8 * spent} and spent <= given
+    assert low == reference.rank(given, list(shapes.values()), hidden) and max(ranks.values()) <= low + 1
+    raises = [
+        reference.memory(low + 1, [shapes[name]], hidden) - reference.memory(low, [shapes[name]], hidden)
+        for name, r in ranks.items()
+        if r == low
+    ]
+    assert given - spent < min(raises)
+
+
+def test_an_unspent_remainder_is_one_rank(tmp_path):
+    unspent, layers = (
+        compensated(remainder=remainder, seed=3, placement="full") for remainder in ("unspent", "layers")
+    )
+    (r,) = set(unspent.facts["layers/rank"])
+    assert set(layers.facts["layers/rank"]) == {r, r + 1}
+    given = compensated(rank=r, seed=3, placement="full")
+    files = []
+    for lm in (unspent, given, layers):
+        lm.save(tmp_path / "model", {})
+        files.append((tmp_path / "model").read_bytes())
+    assert files[0] == files[1] != files[2], "a given rank has no remainder"
+
+
+@pytest.mark.parametrize("placement", ["cka", "full"])
+def test_the_remainder_goes_where_it_removes_the_most_error(placement):
+    lm = quantized()
+    names, config = list(lm.weights)[:: 1 + (placement == "cka")], spear.Config(**SMALL | {"placement": placement})
+    got, low = spear.layer_ranks(lm, names, config), min(spear.layer_ranks(lm, names, config).values())
+
+    def left(name: str, r: int) -> float:  # squared error that the best rank r leaves
+        E = lm.full[name].double() - lm.model.get_submodule(name).weight.double()
+        A, B = truncated(E, r)
+        return (E - B @ A).square().sum().item()
+
+    shapes = [tuple(lm.weights[name].shape) for name in names]
+    removed = [left(name, low) - left(name, low + 1) for name in names]
+    for name, want in zip(names, removed):
+        assert removed_error(lm, name, low) == pytest.approx(want, rel=1e-4)
+    rest = spear.budget_bytes(lm, config) - reference.memory(low, shapes, 4)
+    assert list(got.items()) == list(zip(names, selection.raised(low, rest, shapes, 4, removed)))
+    assert len(set(got.values())) == 2 and removed_error(lm, names[0], min(shapes[0])) == 0
+
+
+def test_the_ranks_are_said(capsys):
+    for options, said in (
+        ({"placement": "full"}, r"layers, rank (\d+) to (\d+), (\d+) bytes"),
+        ({"rank": 2}, r"layers, rank (2), (\d+) bytes"),
+    ):
+        lm = compensated(epochs1=0, epochs2=0, **options)
+        *ranks, size = map(int, re.search(said, capsys.readouterr().err).groups())
+        assert sorted(set(lm.facts["layers/rank"]) - {0}) == ranks and lm.extra_bits == {"spear": 8 * size}
 
 
 def test_placements():
@@ -580,8 +682,8 @@ def watched(monkeypatch):
         seen.update(placed=ids, compared=copy.deepcopy(teacher))
         return real(teacher, weights, ids)
 
-    def start(lm, names, r, ids, config, real=spear.start):
-        seen.update(whitened=ids, began=real(lm, names, r, ids, config))
+    def start(lm, ranks, ids, config, real=spear.start):
+        seen.update(whitened=ids, began=real(lm, ranks, ids, config))
         return copy.deepcopy(seen["began"])
 
     def calibrate(model, teacher, ecs, ids, config, real=spear.calibrate):
@@ -631,7 +733,7 @@ def test_another_seed_is_another_model_in_every_draw(watched):
     orders = []
     for seed in (0, 0, 1):  # the same start and sequences, shuffled otherwise
         config = spear.Config(**SMALL | {"batch": 2, "seed": seed, "epochs1": 2})
-        ecs = spear.start(lm, list(lm.weights)[:2], 2, tiny.tokens(), spear.Config(seed=0))
+        ecs = spear.start(lm, dict.fromkeys(list(lm.weights)[:2], 2), tiny.tokens(), spear.Config(seed=0))
         made = copy.deepcopy(lm.model)
         for name, ec in ecs.items():
             made.set_submodule(name, spear.CompensatedLinear(made.get_submodule(name), ec))
@@ -652,6 +754,8 @@ def test_calibration_tokens_are_used_where_a_corpus_is_asked_for():
 
 
 def test_a_recipe_names_it():
+    with pytest.raises(UserError, match="remainder"):
+        recipe.parse("rtn-w4-pc + spear(remainder=all)")
     step = recipe.parse("rtn-w4-pc + spear-budget=0.05-gate=false-r4-effort=0.1").steps[1]
     assert step.module is spear
     assert step.config == spear.Config(budget=0.05, gate=False, rank=4, effort=0.1)
@@ -662,6 +766,12 @@ def test_what_cannot_be_done(tmp_path):
         spear.apply(LowBitModel(tiny.model("llama")), None, spear.Config())
     with pytest.raises(UserError, match="rank 1 in .* layers takes"):
         spear.apply(quantized(), None, spear.Config(**SMALL | {"budget": 0.0}))
+    lm = quantized()
+    name = next(iter(lm.weights))
+    lm.full[name][0, 0] = torch.nan
+    for config in (spear.Config(**SMALL), spear.Config(**SMALL, rank=1)):
+        with pytest.raises(UserError, match=f"^{name}: the quantization error holds NaN or Inf"):
+            spear.start(lm, spear.layer_ranks(lm, [name], config), tiny.tokens(), config)
     with pytest.raises(UserError, match="rank 33 for a 32x64 layer"):
         compensated(rank=33, placement="full")
     for calibration in (None, tiny.tokens(9, 8), tiny.tokens(2, 16)):
@@ -702,7 +812,7 @@ def test_a_single_layer():
     linear = torch.nn.Linear(8, 4)
     lm = LowBitModel(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([linear])}))
     rtn.apply(lm, None, rtn.Config(bits=2))
-    ecs = spear.start(lm, ["layers.0"], 4, tiny.tokens(), spear.Config(gate=False, init="svd"))
+    ecs = spear.start(lm, {"layers.0": 4}, tiny.tokens(), spear.Config(gate=False, init="svd"))
     x = normal(1, 5, 8)
     full = lm.full_precision()["layers"][0]
     lm.attach("layers.0", Attachment("spear", pack(ecs["layers.0"]), {"alpha": 1.0}))

@@ -2,7 +2,7 @@
 
 Runs after a quantizer, as in `rtn-w4-pc + spear`. On sequences sampled from the full-precision model it measures what
 quantizing each layer alone does to the last hidden states (`selection.damages`), takes few or many layers by how
-concentrated that damage is, gives each a low-rank compensator with a gate (`compensator`) of the rank that a memory
+concentrated that damage is, gives each a low-rank compensator with a gate (`compensator`) of the ranks that a memory
 budget allows, trains these to the full-precision model's distributions (`calibration`), and stores them in INT8.
 """
 
@@ -17,7 +17,7 @@ from repro.methods.spear import selection
 from repro.methods.spear.calibration import calibrate, self_sampled
 from repro.methods.spear.compensator import CompensatedLinear, Compensator, pack, stored_bytes, unpack
 from repro.methods.spear.config import Config
-from repro.methods.spear.initial import start
+from repro.methods.spear.initial import removed_error, start
 from repro.models.attachments import Attachment, Beside
 from repro.models.lowbit import LowBitModel
 
@@ -46,15 +46,16 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     ids = sequences(teacher, calibration, config)
     damage: dict[str, float] = {}
     names = place(lm, teacher, ids[: config.cka_samples], config, damage)
-    shapes = [tuple(lm.weights[name].shape) for name in names]
-    r = config.rank or selection.rank(budget_bytes(lm, config), shapes, config.hidden)
-    ecs = start(lm, names, r, ids[: config.cka_samples], config)
+    ranks = layer_ranks(lm, names, config)
+    ecs = start(lm, ranks, ids[: config.cka_samples], config)
 
     trained, phases = ids[: config.sequences], config.phases
     steps = ", ".join(f"{phase.epochs} x {config.steps} steps at lr {phase.lr:.3g}" for phase in phases)
-    say(f"{len(names)} of {len(lm.weights)} layers, rank {r}, {stored_bytes(r, shapes, config.hidden)} bytes")
+    size = sum(stored_bytes(r, [tuple(lm.weights[name].shape)], config.hidden) for name, r in ranks.items())
+    shown = " to ".join(str(r) for r in sorted(set(ranks.values())))  # r, or "r to r + 1"
+    say(f"{len(names)} of {len(lm.weights)} layers, rank {shown}, {size} bytes")
     say(f"{len(trained)} sequences, {steps}")
-    lm.facts["layers/rank"] = [r if name in ecs else 0 for name in lm.weights]
+    lm.facts["layers/rank"] = [ranks.get(name, 0) for name in lm.weights]
     if damage:
         lm.facts["layers/damage"] = [damage[name] for name in lm.weights]
     plain = {name: lm.model.get_submodule(name) for name in ecs}
@@ -111,6 +112,24 @@ def place(lm: LowBitModel, teacher: nn.Module, ids: Tensor, config: Config, seen
     cost = [sum(lm.weights[name].shape) for name in names]
     p = math.ceil(config.protected * K)
     return [names[i] for i in selection.select(adjusted, cost, K, p, config.cost_weight)]
+
+
+def layer_ranks(lm: LowBitModel, names: list[str], config: Config) -> dict[str, int]:
+    """The rank of each of the chosen layers `names` (Algorithm 1, stage 4, and what `config.remainder` adds).
+
+    Raises:
+        UserError: a layer's error is not finite.
+        Refused: the budget does not buy rank 1 in all of them.
+    """
+    if config.rank:
+        return dict.fromkeys(names, config.rank)
+    shapes, budget = [tuple(lm.weights[name].shape) for name in names], budget_bytes(lm, config)
+    r = selection.rank(budget, shapes, config.hidden)
+    if config.remainder == "unspent":
+        return dict.fromkeys(names, r)
+    left = budget - stored_bytes(r, shapes, config.hidden)
+    removed = [removed_error(lm, name, r) for name in names]
+    return dict(zip(names, selection.raised(r, left, shapes, config.hidden, removed)))
 
 
 def budget_bytes(lm: LowBitModel, config: Config) -> int:

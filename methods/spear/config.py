@@ -42,6 +42,10 @@ class Config:
 
         budget: B, bytes of all compensators as a share of the 4-bit block weights. Not given; Table 2's 9.8 MB are
             2.0 % of Llama-3.2-1B, 24.9 MB 0.8 % of Llama-2-7B. Our models are small, hence the smallest's share.
+        remainder: what the budget does with what one rank in all chosen layers leaves. Not given; Algorithm 1 has one
+            rank. "layers" raises a layer's rank by one where that removes the most squared weight error per byte, as
+            long as it fits, as the static corrections do (`baselines/low_rank.py`), so that variants are compared at
+            equal bytes; "unspent" keeps one rank. A given `rank` has no remainder.
         tau_diffuse: tau_eff / tau at H_norm = 1. Not given; Tables 15 and 16 print K% ≈ tau/2 (see `tau_eff`).
         noise_floor: δ up to this is no damage, and it is subtracted. Not given; 2^-20 is what a relative change of one
             half-precision step, 2^-10, does to CKA, so that less cannot be told from computing in FP16.
@@ -63,7 +67,7 @@ class Config:
         placement: "random" takes as many layers as CKA would, "full" takes all (Table 4).
         k_share: a fixed share of layers instead of tau's (Table 14, where round(k_share·N) gives the printed K%); 0 is
             adaptive.
-        rank: a fixed rank instead of the budget's; 0 is the budget's.
+        rank: one fixed rank instead of the budget's; 0 is the budget's.
         source: "corpus" trains and measures on the recipe's calibration tokens instead (Table 17).
         effort: share of the sequences that are trained on. Learning rates are divided by it, so that steps × learning
             rate stay: a reduced-budget run for a small machine.
@@ -90,6 +94,7 @@ class Config:
     cka_samples: int = 64
 
     budget: float = 0.02
+    remainder: Literal["layers", "unspent"] = "layers"
     tau_diffuse: float = 0.5
     noise_floor: float = 2**-20
     protected: float = 0.5

@@ -9,6 +9,7 @@ apart. With S = I it is the best approximation of the weight alone, here with A 
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +23,25 @@ DAMPING = 1e-4  # share of the mean of diag(G) that is added to it
 SEEN_TOGETHER = 4  # sequences in one forward pass
 
 
-def start(lm: LowBitModel, names: list[str], r: int, ids: Tensor, config: Config) -> dict[str, Compensator]:
+def start(lm: LowBitModel, ranks: Mapping[str, int], ids: Tensor, config: Config) -> dict[str, Compensator]:
     """Initial compensators by layer; γ is exactly 1.
 
     Args:
         lm: a model after a quantizing step, with nothing attached yet.
-        names: the layers that get one.
-        r: rank.
+        ranks: of the layers that get one.
         ids: int64 token ids `[sequences, length]`, on which G is measured.
         config: `init`, `gate`, `hidden`, `alpha` and `seed` are used.
 
     Raises:
-        UserError: the rank is above a layer's, or a layer's inputs are all zero.
+        UserError: a rank is above its layer's, or a layer's inputs are all zero.
     """
-    G = second_moments(lm.model, names, ids) if config.init == "whitened" else {}
+    G = second_moments(lm.model, list(ranks), ids) if config.init == "whitened" else {}
     generator, ecs = torch.Generator().manual_seed(config.seed), {}
 
     def uniform(*shape: int) -> Tensor:  # as wide as nn.Linear's
         return (2 * torch.rand(*shape, generator=generator) - 1) / math.sqrt(shape[-1])
 
-    for name in names:
+    for name, r in ranks.items():
         W = lm.model.get_submodule(name).weight.data
         d_out, d_in = W.shape
         if r > min(d_out, d_in):
@@ -50,13 +50,37 @@ def start(lm: LowBitModel, names: list[str], r: int, ids: Tensor, config: Config
             A, B = uniform(r, d_in), torch.zeros(d_out, r)
         else:
             with in_layer(name):
-                A, B = truncated(lm.full[name].float() - W.float(), r, G.get(name))
+                A, B = truncated(error(lm, name), r, G.get(name))
         tensors, h = {"A": A, "B": B / config.alpha}, config.hidden * r
         if config.gate:
             tensors |= {"W1": uniform(h, r), "b1": torch.zeros(h), "W2": torch.zeros(r, h), "b2": torch.zeros(r)}
         tensors = {key: tensor.to(W.device, torch.float32).contiguous() for key, tensor in tensors.items()}
         ecs[name] = Compensator(tensors, config.alpha)
     return ecs
+
+
+def removed_error(lm: LowBitModel, name: str, r: int) -> float:
+    """Squared error of the weight of layer `name` that its best correction of rank `r + 1` removes and of `r` does not.
+
+    That is D² at index `r` of W - Ŵ = U D Vᵀ; 0 where `r` is the layer's full rank. Inputs do not weigh it.
+
+    Raises:
+        UserError: the error is not finite.
+    """
+    with in_layer(name):
+        return float(torch.linalg.svdvals(error(lm, name).double())[r : r + 1].square().sum())
+
+
+def error(lm: LowBitModel, name: str) -> Tensor:
+    """E = W - Ŵ of a quantized layer, float32 `[d_out, d_in]`.
+
+    Raises:
+        UserError: it is not finite.
+    """
+    E = lm.full[name].float() - lm.model.get_submodule(name).weight.data.float()
+    if not torch.isfinite(E).all():
+        raise UserError("the quantization error holds NaN or Inf; the model or its quantization is damaged")
+    return E
 
 
 def truncated(E: Tensor, r: int, G: Tensor | None = None) -> tuple[Tensor, Tensor]:

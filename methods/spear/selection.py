@@ -1,4 +1,4 @@
-"""Which layers get a compensator, and of which rank (section 3.2, Algorithm 1, appendix C.1)."""
+"""Which layers get a compensator, and of which ranks (section 3.2, Algorithm 1, appendix C.1)."""
 
 import math
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ def select(damage: Sequence[float], cost: Sequence[float], K: int, p: int, cost_
 
 
 def rank(budget: int, shapes: list[tuple[int, int]], hidden: int) -> int:
-    """The largest rank whose compensators, gates and scales included, take at most `budget` bytes (stage 4).
+    """The largest rank that all layers can have within `budget` bytes, gates and scales included (stage 4).
 
     Algorithm 1 divides the budget by the factors' bytes per rank; counting everything that is stored keeps within it.
 
@@ -113,3 +113,25 @@ def rank(budget: int, shapes: list[tuple[int, int]], hidden: int) -> int:
             f"rank 1 in {len(shapes)} layers takes {needed} bytes, the budget is {budget}; raise spear's budget",
         )
     return r
+
+
+def raised(r: int, left: int, shapes: list[tuple[int, int]], hidden: int, removed: Sequence[float]) -> list[int]:
+    """The rank of each layer, `r` or `r + 1`, when the bytes that rank `r` in all layers leaves are spent too.
+
+    One pass over the layers, most error removed per extra byte first, ties in model order; a layer whose raise does not
+    fit is passed over. A raise costs d_out + d_in + 8 bytes, with a gate the 2(2h(2r + 1) + h + 1) by which that grows.
+    After it no layer that is still at `r` can be raised.
+
+    Args:
+        r: rank that all layers have.
+        left: bytes of the budget above that.
+        shapes: `(d_out, d_in)` of the layers.
+        hidden: width of the gate as a multiple of the rank; 0 is without gate.
+        removed: squared error that rank `r + 1` removes from each layer and `r` does not.
+    """
+    cost = [stored_bytes(r + 1, [shape], hidden) - stored_bytes(r, [shape], hidden) for shape in shapes]
+    found = [r] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: -removed[i] / cost[i]):
+        if cost[i] <= left and r < min(shapes[i]):
+            found[i], left = r + 1, left - cost[i]
+    return found
