@@ -410,6 +410,17 @@ def test_gptq_without_calibration(calibration):
         gptq.apply(LowBitModel(tiny.model("llama")), calibration, Config())
 
 
+def test_the_hessian_counts_sequences_not_tokens():
+    torch.testing.assert_close(hessian().double(), 2 / 4 * X.double().T @ X.double(), rtol=1e-5, atol=1e-2)
+
+
+def test_activations_that_are_not_finite():
+    lm = LowBitModel(tiny.model("llama"))
+    lm.model.model.layers[1].post_attention_layernorm.weight.data[3] = torch.nan
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.gate_proj, .*up_proj: the 64x64 Hessian holds NaN or Inf"):
+        gptq.apply(lm, tiny.tokens(), Config())
+
+
 def test_hessian_errors():
     singular = torch.ones(8, 8)
     with pytest.raises(UserError, match="not positive definite with percdamp 0"):

@@ -56,7 +56,7 @@ class Inputs:
         return 2.0 ** (LOWEST + (found + 0.5) / BINS) if found else 0.0
 
     def add(self, x: Tensor, weights: Tensor) -> None:
-        """Add inputs `[B, L, K]` of the next B sequences; `weights` `[S]` adds up to 1."""
+        """Add inputs `[B, L, K]` of the next B sequences; `weights` `[S]`, on the CPU, add up to 1."""
         x, rows = x.to(torch.promote_types(x.dtype, torch.float32)), slice(self.seen, self.seen + len(x))
         self.seen += len(x)
         size, wide = x.abs(), {"dtype": torch.float64}
@@ -64,7 +64,7 @@ class Inputs:
         self.mean_square[rows] = x.square().mean(1, **wide)
         if self.second_moment is not None:
             ratio = (len(weights) * weights[rows]).sqrt().to(x.dtype)  # exactly 1 where all weigh the same
-            flat = (x * ratio[:, None, None]).flatten(0, 1)
+            flat = (x if (ratio == 1).all() else x * ratio.to(x.device)[:, None, None]).flatten(0, 1)
             self.second_moment.add_(flat.T @ flat, alpha=1 / (len(weights) * x.shape[1]))
         if self.powers is not None:
             powers = torch.stack([x.double().pow(n).mean((0, 1)) for n in (1, 2, 3, 4)])
@@ -101,7 +101,7 @@ def watching(
     """
     found: dict[str, Inputs] = {}
     recent: deque[tuple[Tensor, Inputs]] = deque(maxlen=READERS)
-    weights = torch.ones(sequences) if weights is None else weights
+    weights = torch.ones(sequences) if weights is None else weights.cpu()
     weights = weights.double() / weights.double().sum()
 
     def read(name: str, x: Tensor) -> None:
@@ -110,7 +110,7 @@ def watching(
             return
         if name not in found:
             found[name] = empty(sequences, x.shape[-1], extras, x.device)
-        found[name].add(x.detach(), weights.to(x.device))
+        found[name].add(x.detach(), weights)
         recent.append((x, found[name]))
 
     with contextlib.ExitStack() as stack:
