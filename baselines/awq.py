@@ -24,6 +24,7 @@ bits, on 16 x 512 tokens of WikiText-2 train and with the same s: all 25 clipped
 to 2.9 % per channel and by 0.6 to 1.9 % with group 128.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,8 +33,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from repro.baselines import grid
-from repro.baselines.gptq import watch
 from repro.errors import UserError, unknown
+from repro.models.activations import watching
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 
 CALIBRATED = True
@@ -199,8 +200,11 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             with in_layer(f"{prefix}.{name}"):
                 grid.check(linear.weight.data, config)
         folds = [fold for fold in FOLDS[kind] if fold.fits(block)]
-        hidden, inputs, calls = record(block, list(linears), [fold.inspect for fold in folds], hidden, kw)
-        scales = [_scale_of(fold, block, inputs, calls, prefix, config) for fold in folds]
+        first = {fold.linears[0]: linears[fold.linears[0]] for fold in folds}
+        with watching(first, len(calibration)) as found:
+            hidden, calls = record(block, [*linears, *(fold.inspect for fold in folds)], hidden, kw)
+        s_x = [found[name].mean_abs.mean(0).float() for name in first]
+        scales = [_scale_of(fold, block, s, calls, prefix, config) for fold, s in zip(folds, s_x, strict=True)]
         divisor = {name: s for fold, s in zip(folds, scales, strict=True) for name in fold.linears}
         for fold, s in zip(folds, scales, strict=True):
             fold.apply(block, s)
@@ -208,7 +212,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             W = linear.weight.data
             with in_layer(f"{prefix}.{name}"):
                 if config.search_clip and not name.endswith(UNCLIPPED):
-                    x = sample(inputs[name], config.clip_tokens) / divisor.get(name, 1)
+                    x = sample([args[0] for args, _ in calls[name]], config.clip_tokens) / divisor.get(name, 1)
                     m = search_clip(W, x, config)
                     W = grid.split(W, config).clamp(-m, m).flatten(1)
                 weight = grid.rtn(W, config)
@@ -220,23 +224,17 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
 
 def record(
-    block: nn.Module, linears: list[str], inspected: list[str], hidden: list[Tensor], kwargs: dict
-) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, list[tuple[tuple, dict]]]]:
-    """Run a block on all sequences: its outputs, each linear's inputs, and the arguments of each inspected module."""
-    inputs: dict[str, list[Tensor]] = {name: [] for name in linears}
-    calls: dict[str, list[tuple[tuple, dict]]] = {name: [] for name in inspected}
-    hooks = [
-        block.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, kw, seen=seen: seen.append((args, kw)), with_kwargs=True
-        )
-        for name, seen in calls.items()
-    ]
-    try:
-        with watch(block, linears, lambda name, x: inputs[name].append(x)):
-            return [block(h, **kwargs) for h in hidden], inputs, calls
-    finally:
-        for hook in hooks:
-            hook.remove()
+    block: nn.Module, names: list[str], hidden: list[Tensor], kwargs: dict
+) -> tuple[list[Tensor], dict[str, list[tuple[tuple, dict]]]]:
+    """Run a block on all sequences: its outputs, and the arguments of each named module inside it."""
+    calls: dict[str, list[tuple[tuple, dict]]] = {name: [] for name in names}
+    with contextlib.ExitStack() as stack:
+        for name, seen in calls.items():
+            see = block.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, kw, seen=seen: seen.append((args, kw)), with_kwargs=True
+            )
+            stack.callback(see.remove)
+        return [block(h, **kwargs) for h in hidden], calls
 
 
 def sample(inputs: list[Tensor], tokens: int) -> Tensor:
@@ -245,10 +243,8 @@ def sample(inputs: list[Tensor], tokens: int) -> Tensor:
     return x[:: max(1, len(x) // tokens)]
 
 
-def _scale_of(fold: Fold, block: nn.Module, inputs: dict, calls: dict, prefix: str, config: Config) -> Tensor:
-    """The scale of one fold, searched on the recorded inputs and calls."""
-    xs = inputs[fold.linears[0]]
-    s_x = sum(x.float().abs().flatten(0, -2).sum(0) for x in xs) / sum(x[..., 0].numel() for x in xs)
+def _scale_of(fold: Fold, block: nn.Module, s_x: Tensor, calls: dict, prefix: str, config: Config) -> Tensor:
+    """The scale of one fold with mean inputs `s_x`, searched on the recorded calls."""
     names = [f"{name}.weight".removeprefix(f"{fold.inspect}.") for name in fold.linears]
     with in_layer(f"{prefix}.{fold.inspect}".removesuffix(".")):
         return search_scale(block.get_submodule(fold.inspect), names, calls[fold.inspect], s_x, config)[0]

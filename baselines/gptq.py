@@ -23,7 +23,6 @@ As the rest of its row of H is 0, a dead column neither takes nor passes on erro
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +31,7 @@ from tqdm import tqdm
 
 from repro.baselines import grid
 from repro.errors import UserError
+from repro.models.activations import watching
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 from repro.models.quantized import QuantizedWeight
 
@@ -63,24 +63,6 @@ class Config(grid.Grid):
             raise UserError(f"percdamp is {self.percdamp}; it is a share of the mean of diag(H), 0 or more")
         if self.blocksize < 1:
             raise UserError(f"blocksize is {self.blocksize}; it is a number of columns, 1 or more")
-
-
-class Hessian:
-    """H = (2/N) Σ x xᵀ of a layer with `columns` inputs; N counts calibration sequences, not tokens."""
-
-    def __init__(self, columns: int, device: torch.device | str = "cpu") -> None:
-        self.sum = torch.zeros(columns, columns, device=device)
-        self.sequences = 0
-
-    def add(self, x: Tensor) -> None:
-        """Add the layer's inputs `[sequences, length, columns]`."""
-        self.sequences += x.shape[0]
-        x = x.flatten(0, 1).float()
-        self.sum.addmm_(x.T, x)
-
-    def value(self) -> Tensor:
-        """H, float32 `[columns, columns]`."""
-        return self.sum * (2 / self.sequences)
 
 
 def inverse_factor(H: Tensor, percdamp: float) -> Tensor:
@@ -178,38 +160,24 @@ def same_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[str]
     Raises:
         UserError: a linear of the block did not run, so that it cannot be calibrated.
     """
-    linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
-    readers: dict[int, tuple[Tensor, list[str]]] = {}
-
-    def read(name: str, x: Tensor) -> None:
-        readers.setdefault(id(x), (x, []))[1].append(name)
-
-    with watch(block, linears, read):
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    with watching(linears, 1) as found:
         block(hidden, **kwargs)
-    families = [names for _, names in readers.values()]
-    if idle := set(linears).difference(*families):
-        raise UserError(f"no calibration token reached {', '.join(sorted(idle))}; calibrate on more text")
-    return families
+    if idle := sorted(set(linears) - set(found)):
+        raise UserError(f"no calibration token reached {', '.join(idle)}; calibrate on more text")
+    readers: dict[int, list[str]] = {}
+    for name, inputs in found.items():
+        readers.setdefault(id(inputs), []).append(name)
+    return list(readers.values())
 
 
 def hessians(block: nn.Module, families: list[list[str]], hidden: list[Tensor], kwargs: dict) -> list[Tensor]:
-    """H of each family of linears, over all calibration sequences."""
-    first = {family[0]: block.get_submodule(family[0]) for family in families}
-    sums = {name: Hessian(linear.in_features, linear.weight.device) for name, linear in first.items()}
-    with watch(block, first, lambda name, x: sums[name].add(x)):
+    """H = (2/N) Σ x xᵀ of each family of linears, float32 `[K, K]`; N counts calibration sequences, not tokens."""
+    names = [family[0] for family in families]
+    with watching({name: block.get_submodule(name) for name in names}, len(hidden), ["second_moment"]) as found:
         for h in hidden:
             block(h, **kwargs)
-    return [H.value() for H in sums.values()]
-
-
-@contextlib.contextmanager
-def watch(block: nn.Module, names: Iterable[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call `see(name, input)` whenever one of the named linears of `block` runs."""
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            linear = block.get_submodule(name)
-            stack.enter_context(linear.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0])))
-        yield
+    return [found.pop(name).second_moment.mul_(2 * hidden[0].shape[1]).float() for name in names]
 
 
 def quantize_family(lm: LowBitModel, names: list[str], H: Tensor, config: Config) -> None:

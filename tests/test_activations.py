@@ -1,14 +1,16 @@
-"""Activation statistics in one pass against the same taken from every input at once."""
+"""Activation statistics in one pass against the same taken from every input at once, and who uses them."""
 
 import pytest
 import tiny
 import torch
 from known import X
 
+from repro.baselines import awq, gptq, rtn
 from repro.errors import UserError
+from repro.methods import spear
 from repro.models import activations
-from repro.models.activations import statistics, watching
-from repro.models.lowbit import block_linears
+from repro.models.activations import Inputs, statistics, watching
+from repro.models.lowbit import LowBitModel, block_linears
 
 EXTRAS = ["second_moment", "kurtosis", "quantiles"]
 
@@ -96,3 +98,47 @@ def test_a_layer_that_does_not_run_is_named():
     model.spare = torch.nn.Linear(4, 4)
     with pytest.raises(UserError, match="no calibration token reached spare"):
         statistics(model, ["spare"], tiny.tokens())
+
+
+def test_inputs_that_are_not_finite_are_named():
+    model = tiny.model("llama")
+    model.model.layers[1].post_attention_layernorm.weight.data[3] = torch.nan
+    with pytest.raises(UserError, match=r"^model\.layers\.1\.mlp\.gate_proj: its inputs hold NaN or Inf"):
+        statistics(model, list(block_linears(model)), tiny.tokens())
+
+
+def test_equal_weights_round_no_input():
+    """300 tokens: 1/300 has no exact root, so inputs that were multiplied by it would have been rounded."""
+    layer, x = torch.nn.Identity(), X[:300]
+    with watching({"x": layer}, 7, ["second_moment"]) as found:
+        for _ in range(7):
+            layer(x[None].clone())
+    torch.testing.assert_close(found["x"].second_moment, (x.T @ x).double() / 300, rtol=1e-14, atol=0)
+
+
+def gptq_codes() -> torch.Tensor:
+    lm = LowBitModel(tiny.model("llama"))
+    gptq.apply(lm, tiny.tokens(), gptq.Config(bits=3))
+    return lm.weights["model.layers.0.mlp.down_proj"].codes
+
+
+def awq_scales() -> torch.Tensor:
+    lm = LowBitModel(tiny.model("llama"))
+    awq.apply(lm, tiny.tokens(), awq.Config(bits=3))
+    return lm.dense["model.layers.0.input_layernorm.weight"]
+
+
+def spear_start() -> torch.Tensor:
+    lm, name = LowBitModel(tiny.model("llama")), "model.layers.0.mlp.down_proj"
+    rtn.apply(lm, None, rtn.Config())
+    activations._kept.clear()
+    return spear.start(lm, {name: 3}, tiny.tokens(), spear.Config(init="whitened"))[name].A
+
+
+@pytest.mark.parametrize("of", [gptq_codes, awq_scales, spear_start])
+def test_calibrated_methods_take_their_statistics_from_here(of, monkeypatch):
+    """Where inputs are measured with some channels louder than they are, the method's result follows."""
+    plain, real = of(), Inputs.add
+    assert torch.equal(plain, of())
+    monkeypatch.setattr(Inputs, "add", lambda self, x, w: real(self, x * torch.logspace(0, 2, x.shape[-1]), w))
+    assert not torch.equal(plain, of())

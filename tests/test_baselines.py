@@ -10,20 +10,21 @@ from hypothesis import strategies as st
 from known import W, X, errors
 
 from repro.baselines import BASELINES, gptq, grid, rtn
-from repro.baselines.gptq import Config, Hessian
+from repro.baselines.gptq import Config
 from repro.baselines.grid import Grid
 from repro.errors import UserError
 from repro.models.lowbit import LowBitModel, block_inputs, block_linears
 
 CLOSE = 1e-5
+SEQUENCES = X.view(4, 128, 256)
 QUANTIZERS = sorted(name for name, module in BASELINES.items() if not hasattr(module, "KIND"))
 
 
-def hessian() -> torch.Tensor:
-    H = Hessian(256)
-    for sequence in X.view(4, 1, 128, 256):
-        H.add(sequence)
-    return H.value()
+def hessian(x: torch.Tensor = SEQUENCES) -> torch.Tensor:
+    """H of a single linear that reads sequences `x` `[S, L, K]`."""
+    block = torch.nn.Sequential(torch.nn.Linear(x.shape[-1], 1))
+    with torch.no_grad():
+        return gptq.hessians(block, [["0"]], list(x[:, None]), {})[0]
 
 
 def test_known_inputs():
@@ -138,10 +139,8 @@ def correlated(seed: int, tokens: int = 200, columns: int = 48) -> torch.Tensor:
 )
 def test_gptq_is_better_than_rtn_on_its_calibration(options, seed):
     x, w = correlated(seed), W[:32, 48:96]
-    H = Hessian(48)
-    H.add(x[None])
     config = Config(**options)
-    plain, better = grid.rtn(w, config).dequantize(), gptq.gptq(w, H.value(), config).dequantize()
+    plain, better = grid.rtn(w, config).dequantize(), gptq.gptq(w, hessian(x[None]), config).dequantize()
     assert ((better - w) @ x.T).norm() < ((plain - w) @ x.T).norm()
 
 
@@ -409,6 +408,17 @@ def test_a_layer_that_cannot_be_quantized_is_named(baseline, damage, options, me
 def test_gptq_without_calibration(calibration):
     with pytest.raises(UserError, match="calibration"):
         gptq.apply(LowBitModel(tiny.model("llama")), calibration, Config())
+
+
+def test_the_hessian_counts_sequences_not_tokens():
+    torch.testing.assert_close(hessian().double(), 2 / 4 * X.double().T @ X.double(), rtol=1e-5, atol=1e-2)
+
+
+def test_activations_that_are_not_finite():
+    lm = LowBitModel(tiny.model("llama"))
+    lm.model.model.layers[1].post_attention_layernorm.weight.data[3] = torch.nan
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.gate_proj, .*up_proj: the 64x64 Hessian holds NaN or Inf"):
+        gptq.apply(lm, tiny.tokens(), Config())
 
 
 def test_hessian_errors():

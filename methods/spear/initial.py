@@ -12,15 +12,15 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from repro.errors import UserError
 from repro.methods.spear.compensator import Compensator
 from repro.methods.spear.config import Config
+from repro.models.activations import statistics
 from repro.models.lowbit import LowBitModel, in_layer
 
 DAMPING = 1e-4  # share of the mean of diag(G) that is added to it
-SEEN_TOGETHER = 4  # sequences in one forward pass
 
 
 def start(lm: LowBitModel, ranks: Mapping[str, int], ids: Tensor, config: Config) -> dict[str, Compensator]:
@@ -35,7 +35,8 @@ def start(lm: LowBitModel, ranks: Mapping[str, int], ids: Tensor, config: Config
     Raises:
         UserError: a rank is above its layer's, or a layer's inputs are all zero.
     """
-    G = second_moments(lm.model, list(ranks), ids) if config.init == "whitened" else {}
+    whitened = config.init == "whitened"
+    inputs = statistics(lm.model, list(ranks), ids, ["second_moment"]) if whitened else {}
     generator, ecs = torch.Generator().manual_seed(config.seed), {}
 
     def uniform(*shape: int) -> Tensor:  # as wide as nn.Linear's
@@ -50,7 +51,7 @@ def start(lm: LowBitModel, ranks: Mapping[str, int], ids: Tensor, config: Config
             A, B = uniform(r, d_in), torch.zeros(d_out, r)
         else:
             with in_layer(name):
-                A, B = truncated(error(lm, name), r, G.get(name))
+                A, B = truncated(error(lm, name), r, inputs[name].second_moment if whitened else None)
         tensors, h = {"A": A, "B": B / config.alpha}, config.hidden * r
         if config.gate:
             tensors |= {"W1": uniform(h, r), "b1": torch.zeros(h), "W2": torch.zeros(r, h), "b2": torch.zeros(r)}
@@ -94,25 +95,3 @@ def truncated(E: Tensor, r: int, G: Tensor | None = None) -> tuple[Tensor, Tenso
     S = torch.linalg.cholesky(G + DAMPING * G.diagonal().mean() * torch.eye(len(G), device=G.device))
     U, D, V = torch.linalg.svd(E.double() @ S, full_matrices=False)
     return torch.linalg.solve_triangular(S, V[:r], upper=False, left=False), U[:, :r] * D[:r]
-
-
-@torch.no_grad()
-def second_moments(model: nn.Module, names: list[str], ids: Tensor) -> dict[str, Tensor]:
-    """Mean x xᵀ of the inputs of each named layer, float64 `[d_in, d_in]`, on sequences `ids`."""
-    G: dict[str, Tensor] = {}
-
-    def add(name: str, x: Tensor) -> None:
-        x = x.flatten(0, -2).double()
-        G[name] = G.get(name, 0) + x.T @ x / ids.numel()
-
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
-        for name in names
-    ]
-    try:
-        for some in ids.split(SEEN_TOGETHER):
-            model.base_model(some, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return G

@@ -56,15 +56,16 @@ class Inputs:
         return 2.0 ** (LOWEST + (found + 0.5) / BINS) if found else 0.0
 
     def add(self, x: Tensor, weights: Tensor) -> None:
-        """Add inputs `[B, L, K]` of the next B sequences; `weights` `[S]` adds up to 1."""
+        """Add inputs `[B, L, K]` of the next B sequences; `weights` `[S]`, on the CPU, add up to 1."""
         x, rows = x.to(torch.promote_types(x.dtype, torch.float32)), slice(self.seen, self.seen + len(x))
         self.seen += len(x)
         size, wide = x.abs(), {"dtype": torch.float64}
         self.mean_abs[rows], self.max_abs[rows] = size.mean(1, **wide), size.amax(1).double()
         self.mean_square[rows] = x.square().mean(1, **wide)
         if self.second_moment is not None:
-            flat = (x * (weights[rows] / x.shape[1]).sqrt().to(x.dtype)[:, None, None]).flatten(0, 1)
-            self.second_moment += flat.T @ flat
+            ratio = (len(weights) * weights[rows]).sqrt().to(x.dtype)  # exactly 1 where all weigh the same
+            flat = (x if (ratio == 1).all() else x * ratio.to(x.device)[:, None, None]).flatten(0, 1)
+            self.second_moment.add_(flat.T @ flat, alpha=1 / (len(weights) * x.shape[1]))
         if self.powers is not None:
             powers = torch.stack([x.double().pow(n).mean((0, 1)) for n in (1, 2, 3, 4)])
             self.powers += len(x) / len(weights) * powers
@@ -96,12 +97,11 @@ def watching(
         extras: what is measured besides means and maxima; None in `Inputs` if not asked for.
         weights: `[sequences]`, how much each counts in the second moment; only their ratios matter. By default equal.
 
-    Raises:
-        UserError: an input is NaN or Inf; the message names the layer.
+    NaN and Inf are not looked for: they show in every statistic of the layer but the histogram.
     """
     found: dict[str, Inputs] = {}
     recent: deque[tuple[Tensor, Inputs]] = deque(maxlen=READERS)
-    weights = torch.ones(sequences) if weights is None else weights
+    weights = torch.ones(sequences) if weights is None else weights.cpu()
     weights = weights.double() / weights.double().sum()
 
     def read(name: str, x: Tensor) -> None:
@@ -110,7 +110,7 @@ def watching(
             return
         if name not in found:
             found[name] = empty(sequences, x.shape[-1], extras, x.device)
-        found[name].add(x.detach(), weights.to(x.device))
+        found[name].add(x.detach(), weights)
         recent.append((x, found[name]))
 
     with contextlib.ExitStack() as stack:
@@ -118,8 +118,6 @@ def watching(
             hook = layer.register_forward_pre_hook(lambda _, args, name=name: read(name, args[0]))
             stack.callback(hook.remove)
         yield found
-    if bad := next((name for name, inputs in found.items() if not inputs.mean_square.isfinite().all()), None):
-        raise UserError(f"{bad}: its inputs hold NaN or Inf: the model is damaged, or an activation overflowed")
 
 
 @torch.no_grad()
@@ -141,6 +139,8 @@ def statistics(
     with watching({name: model.get_submodule(name) for name in names}, len(ids), extras, weights) as found:
         for some in ids.to(model.device).split(TOGETHER):
             model.base_model(some, use_cache=False)
+    if bad := next((name for name, inputs in found.items() if not inputs.mean_square.isfinite().all()), None):
+        raise UserError(f"{bad}: its inputs hold NaN or Inf: the model is damaged, or an activation overflowed")
     if idle := sorted(set(names) - set(found)):
         raise UserError(f"no calibration token reached {', '.join(idle)}; calibrate on more text")
     _kept.clear()
