@@ -49,7 +49,7 @@ def test_captured_steps_outlive_the_engine_that_made_them(recipe):
     """Weights of a captured step are not freed with the engine: other tensors would take their memory."""
     engine = Engine.load("pocket-3m", recipe, dtype="float16", device="cuda")
     wanted, steps = texts(engine), engine.steps
-    engine.replace(0, down=torch.nn.Identity())
+    engine.replace(0, down=lambda x: torch.zeros_like(x[:, :256]))
     assert texts(engine) != wanted
     for name in list(vars(engine)):
         delattr(engine, name)
