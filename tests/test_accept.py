@@ -51,7 +51,7 @@ def test_round_trip(house):
 def test_what_the_hashes_stand_for_is_kept(house):
     accept(house.table())
     folder = stored(house).parent
-    inputs, units = (json.loads((folder / name).read_text()) for name in ("inputs.json", "units.json"))
+    inputs, units = (accepted._facts(folder / name) for name in ("inputs.json", "units.json"))
     rows = from_csv(stored(house))
     assert inputs.keys() == {row.inputs for row in rows} and units.keys() == {row.units for row in rows}
     row = next(row for row in rows if row.row == "RTN pc" and row.col == "Wiki")

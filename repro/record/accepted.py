@@ -25,7 +25,7 @@ from typing import Any
 
 from repro.errors import UserError
 from repro.files import atomic, write_text
-from repro.record import measurement, observations, provenance
+from repro.record import folded, measurement, observations, provenance
 from repro.record.measurement import Measurement, from_csv, slug, to_csv
 from repro.record.observations import Series
 from repro.spec.cell import Cell, Place
@@ -190,7 +190,8 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
         used = {getattr(row, column) for row in there}
         known = {hash: facts for hash, facts in _facts(path.with_name(file)).items() if hash in used}
         known |= {getattr(one.row, column): facts for one in rows if (facts := getattr(one, column))}
-        lines = [f"{json.dumps(hash)}: {json.dumps(facts, sort_keys=True)}" for hash, facts in sorted(known.items())]
+        said = sorted(folded.fold(dict(sorted(known.items()))).items())
+        lines = [f"{json.dumps(hash)}: {json.dumps(facts, sort_keys=True)}" for hash, facts in said]
         write_text(path.with_name(file), "{\n" + ",\n".join(lines) + "\n}\n")
     write_text(path, to_csv(one.row for one in rows))
     for pack in set(_packs(path.parent, path.stem)) - packs.keys():
@@ -200,7 +201,7 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
 def _facts(path: Path) -> dict[str, Any]:
     """What hashes stand for."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        return folded.unfold(dict(json.loads(path.read_text(encoding="utf-8")))) if path.is_file() else {}
     except (ValueError, TypeError):
         raise UserError(f"{path}: not a JSON mapping; check it out again") from None
 
