@@ -13,17 +13,26 @@ def test_from_spec_to_latex_there_are_at_most_twelve_files():
     assert [name for name in listed if not (ROOT / name).is_file()] == []
 
 
+WORDS = [
+    ("Wiki", "Wiki", "value"),
+    ("printed", "Wiki", "printed"),
+    ("C4", "C4", "value"),
+    ("held-out", "held-out", "value"),
+]
+
+
 def test_what_the_readme_says_is_measured_is_what_was_accepted():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     with open(ROOT / "results" / "nvidia-h200" / "spear-table1.csv", encoding="utf-8", newline="") as file:
-        rows = {(r["model"], r["row"], r["col"]): r for r in csv.DictReader(file) if r["status"] == "ok"}
-    shares = {"Wiki": [], "printed": [], "C4": [], "KL": []}
+        full = [r for r in csv.DictReader(file) if (r["status"], r["scale"]) == ("ok", "pocket-full")]
+    rows = {(r["model"], r["row"], r["col"]): r for r in full}
+    shares = {"Wiki": [], "printed": [], "C4": [], "held-out": [], "KL": []}
     ratios = {"bare": [], "spear": []}
     for model, row, column in rows:
         if column == "Wiki" and row.startswith("+SPEAR"):
             group, quantizer = row.removeprefix("+SPEAR ").split(" on ")
             bare = f"{quantizer} {group}"
-            for name, of, key in (("Wiki", "Wiki", "value"), ("printed", "Wiki", "printed"), ("C4", "C4", "value")):
+            for name, of, key in WORDS:
                 full, b, s = (float(rows[model, label, of][key]) for label in ("FP16", bare, row))
                 shares[name].append(100 * (b - s) / (b - full))
                 if name == "Wiki":
@@ -37,8 +46,19 @@ def test_what_the_readme_says_is_measured_is_what_was_accepted():
     assert min(shares["KL"]) > 0 and f"SPEAR recovers {span['KL']} of the KL divergence" in text
     assert f"from full precision, in {count} of {count} settings." in text
     assert f"falls from {times['bare']} that of full precision to {times['spear']}, which is {span['Wiki']}" in text
-    assert f"(printed for these: {span['printed']}); on C4 it is {span['C4']}" in text
+    assert (
+        f"(printed for these: {span['printed']}); on C4 it is {span['C4']}, on held-out text {span['held-out']}."
+        in text
+    )
+    tuned = {"+SPEAR pc on RTN": [], "RTN pc + SPEAR, tuned rates (ours)": []}
+    for model in {model for model, *_ in rows}:
+        for label, found in tuned.items():
+            full, b, s = (float(rows[model, of, "Wiki"]["value"]) for of in ("FP16", "RTN pc", label))
+            found.append(100 * (b - s) / (b - full))
+    paper, ours = (f"{min(found):.0f} to {max(found):.0f} %" for found in tuned.values())
+    assert f"RTN per channel gets back {ours} instead of {paper} (WikiText-2)" in text
     page = (ROOT / "docs" / "spear.md").read_text(encoding="utf-8")
     cases = [line.split(" | ") for line in page.splitlines() if re.match(r"\| pocket-\w+\* ", line)]
-    apart = {name: sum("≠" in case[i] for case in cases) for i, name in ((2, "KL"), (3, "C4"))}
-    assert len(cases) == count and f"in {apart['KL']} of the {count} settings, C4 in {apart['C4']};" in text
+    apart = {name: sum("≠" in case[i] for case in cases) for i, name in ((2, "KL"), (3, "C4"), (4, "held-out"))}
+    assert len(cases) == count and f"in {apart['KL']} of the {count} settings, C4 in {apart['C4']}," in text
+    assert f"held-out text in {apart['held-out']}." in text
