@@ -70,7 +70,7 @@ def weights_of(layout):
 
 
 def test_the_accepted_matrix_has_every_model_on_both_devices():
-    """The last whole run, in results/: every token of today's weights alike, on a CPU and on a GPU but for `MISSING`."""
+    """The last whole run, in results/: all tokens alike, with today's weights, on a CPU and a GPU but for `MISSING`."""
     with open(ROOT / "results" / "engine-equal.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     wanted = {(name, gpu) for name in (*models.pocket_names(), *engines.LAYOUTS) for gpu in (False, True)} - MISSING
