@@ -16,11 +16,10 @@ Online softmax (FlashAttention, arXiv 2205.14135, algorithm 1) over a context th
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, operator
+from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, new tokens of each, context before them, query and key heads, head size, tree or not, dtype, seed
     {"B": 2, "n": 3, "context": 37, "Hq": 3, "Hk": 1, "D": 64, "tree": True, "dtype": "float32", "seed": 6},

@@ -9,8 +9,8 @@ enable_fp_fusion=False, since a fused multiply-add rounds once. The torch functi
 """
 
 import torch
-import triton
-import triton.language as tl
+
+from repro.kernels.triton_language import tl, triton
 
 LOG2 = tl.constexpr(0.6931471805599453)
 LOG2_HIGH = tl.constexpr(0.693359375)  # 10 bits: its product with an exponent is exact

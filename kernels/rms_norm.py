@@ -9,11 +9,10 @@ Triton program normalizes one token, which stays in registers.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, operator
+from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, hidden size, residual or not, dtype, seed
     {"T": 3, "H": 257, "residual": True, "dtype": "float32", "seed": 0},

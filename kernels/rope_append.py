@@ -14,11 +14,10 @@ not checked on a GPU. Bytes moved, of element size s: 2 s T (Hq + 2 Hk) D + 8 T 
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, operator
+from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, query and key heads, head size, cache slots, context, padding tokens, dtype, seed
     {"T": 3, "Hq": 3, "Hk": 1, "D": 64, "B": 2, "L": 16, "padding": 1, "dtype": "float32", "seed": 0},

@@ -18,12 +18,11 @@ and the next launch adds that up. They read the logits again from L2 where k or 
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from repro.kernels import noise
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, operator
+from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, temperature, top k, top p, dtype, seed
     {"T": 3, "V": 1001, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "dtype": "float32", "seed": 0},

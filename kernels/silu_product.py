@@ -8,11 +8,10 @@ The SiLU is float32 and rounded to the dtype before the product. Bytes moved, of
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, operator
+from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, FFN size, dtype, seed
     {"T": 3, "F": 129, "dtype": "float32", "seed": 0},

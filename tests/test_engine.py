@@ -3,7 +3,9 @@
 import gc
 import io
 import itertools
+import json
 import math
+import subprocess
 import sys
 
 import engines
@@ -19,6 +21,7 @@ from repro.engine import Engine, decoding, step, weights
 from repro.engine import engine as engines_by_name
 from repro.engine.output import Stream
 from repro.errors import Refused, UserError
+from repro.files import ROOT
 from repro.jobs.target import Target
 from repro.kernels import packing
 from repro.models.lowbit import LowBitModel, block_linears
@@ -84,6 +87,16 @@ def test_the_end_of_text_ends_a_sequence_of_a_batch(engine, monkeypatch):
     assert cut.tokens == whole.tokens[: first + 1] and cut.ended == "eos" and whole.startswith(cut)
     assert same == other or end in other.tokens
     assert one(engine, eos=False) == whole
+
+
+def test_every_end_that_the_generation_settings_name_ends_a_text(tmp_path):
+    """Llama 3 and Qwen2 name more ends of a turn in generation_config.json than in config.json."""
+    name = engines.save("llama", tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [1, 17]}))
+    assert Engine.load(name, dtype="float32", device="cpu").ends == {1, 17}
+    path.unlink()
+    assert Engine.load(name, dtype="float32", device="cpu").ends == {1}
 
 
 @given(st.text(min_size=1, max_size=30), st.integers(0, 20))
@@ -182,6 +195,24 @@ def test_an_interrupted_iterator_leaves_the_engine_usable(engine):
     assert one(engine, count=7).ended == "length"
     del pieces  # ends after a later generation, whose stats stay
     assert engine.stats.new_tokens == 7
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from repro.engine import Engine
+from repro.kernels import rms_norm
+engine = Engine.load("pocket-3m", context=64, dtype="float32", device="cpu")
+print("".join(engine.generate("Once upon a time", 4, temperature=0.8)))
+assert rms_norm.unsupported("cuda")
+"""
+
+
+def test_a_machine_without_triton_generates(engine):
+    """On macOS, on Arm and with PyTorch for CPUs there is none; the operators' references need none."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(engine.generate("Once upon a time", 4, temperature=0.8)) + "\n"
 
 
 def test_a_thousand_tokens_take_no_more_memory(tiny):
