@@ -126,7 +126,7 @@ NAMES: list[Case] = [
     (("plan", "spear/table99"), ("unknown table 'spear/table99'",), None),
     (("verify", "spear/table99"), ("unknown table 'spear/table99'",), None),
     (("verify", "spear/table3"), ("unknown table with a spec 'spear/table3'",), None),
-    (("verify", "spear/table8"), ("nothing is recorded for spear/table8 at scale pocket",), None),
+    (("verify", "spear/table4"), ("nothing is recorded for spear/table4 at scale pocket",), None),
     (("coverage", "--scale", "nope"), ("unknown scale 'nope'", "pocket-real"), None),
     (("coverage", "--scale", "../config/pocket"), ("unknown scale '../config/pocket'",), None),
     (("attest", "--scale", "nope"), ("unknown scale 'nope'",), None),
