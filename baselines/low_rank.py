@@ -276,6 +276,8 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
 
 def rtn_grid(weight: QuantizedWeight, full: Tensor) -> grid.Grid | None:
     """The grid of a weight that RTN made of `full` `[N, K]`, to round another weight like it; None if RTN did not."""
+    if not isinstance(weight, QuantizedWeight):
+        return None
     options = {
         "bits": weight.bits,
         "group": weight.group,

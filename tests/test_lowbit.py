@@ -1,7 +1,7 @@
 """A compressed model on disk: what is read is bit for bit what was written, or an error that says so."""
 
 import copy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from repro.baselines import BASELINES, gptq, rtn
 from repro.errors import UserError
 from repro.methods import METHODS
-from repro.models import attachments, lowbit
+from repro.models import attachments, bits, lowbit
 from repro.models.attachments import Attachment, Beside
 from repro.models.lowbit import LowBitModel, block_linears, blocks
 from repro.models.quantized import QuantizedWeight
@@ -121,6 +121,60 @@ def test_files_of_another_kind(tmp_path):
     narrow = LowBitModel(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 1)])}))
     with pytest.raises(UserError, match=r"layers\.0: \[4, 8\] codes for a layer of \[1, 8\]"):
         narrow.load(path)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Signs of a tall weight times 0.01; only the first of the layers that share it stores the tall one."""
+
+    FORMAT = "signs"
+    TENSORS = ("signs",)
+    NUMBERS = ("start", "end", "first")
+
+    tall: torch.Tensor
+    start: int
+    end: int
+    first: str = ""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tall[self.start : self.end].shape
+
+    @property
+    def signs(self) -> torch.Tensor | None:
+        return None if self.first else self.tall
+
+    def dequantize(self) -> torch.Tensor:
+        return 0.01 * self.tall[self.start : self.end].float()
+
+    def stored_bits(self) -> dict[str, int]:
+        return {"codes": self.shape.numel()}
+
+    @classmethod
+    def restored(cls, tensors, numbers, earlier):
+        return cls(earlier[numbers["first"]].tall if numbers["first"] else tensors["signs"], **numbers)
+
+
+def test_a_format_of_another_kind_is_stored_under_its_name(tmp_path, monkeypatch):
+    first, second = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
+    monkeypatch.setitem(lowbit.FORMATS, "signs", Signs)
+    lm, path = LowBitModel(tiny.model("llama")), tmp_path / "signs.safetensors"
+    tall = torch.cat([lm.model.get_submodule(name).weight.data.sign().to(torch.int8) for name in (first, second)])
+    rows = len(tall) // 2
+    rtn.apply(lm, None, rtn.Config())
+    lm.set_weight(first, Signs(tall, 0, rows))
+    lm.set_weight(second, Signs(tall, rows, 2 * rows, first))
+    lm.save(path, META)
+    back = LowBitModel(tiny.model("llama"))
+    assert back.load(path) == META
+    for name in block_linears(lm.model):
+        assert torch.equal(lm.model.get_submodule(name).weight, back.model.get_submodule(name).weight), name
+    assert back.weights[second].tall is back.weights[first].tall
+    assert bits.report(back)["block"]["codes"] == bits.report(lm)["block"]["codes"]
+    assert isinstance(back.weights["model.layers.0.self_attn.k_proj"], QuantizedWeight)
+    monkeypatch.delitem(lowbit.FORMATS, "signs")
+    with pytest.raises(UserError, match="signs.safetensors: no compressed model that this version reads"):
+        LowBitModel(tiny.model("llama")).load(path)
 
 
 def test_a_weight_that_is_not_finite_is_refused():

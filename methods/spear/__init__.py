@@ -134,7 +134,7 @@ def layer_ranks(lm: LowBitModel, names: list[str], config: Config) -> dict[str, 
 
 def budget_bytes(lm: LowBitModel, config: Config) -> int:
     """B in bytes: a share of the quantized layers' weights at 4 bits each, whatever their width is."""
-    return int(config.budget * sum(weight.codes.numel() for weight in lm.weights.values()) / 2)
+    return int(config.budget * sum(weight.shape.numel() for weight in lm.weights.values()) / 2)
 
 
 def say(text: str) -> None:

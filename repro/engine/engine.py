@@ -133,6 +133,8 @@ def packed_bytes(lm: LowBitModel, dtype: torch.dtype) -> int:
     """About what the weights take on a GPU."""
     held = {id(p): p.numel() * dtype.itemsize for p in lm.model.parameters()}
     for name, weight in lm.weights.items():
+        if weight.FORMAT:
+            continue  # refused where it would be packed
         slot = weights.SLOTS.get(weight.bits, 8)
         held[id(lm.model.get_submodule(name).weight)] = weight.codes.numel() * slot // 8 + 4 * weight.scales.numel()
     return sum(held.values())

@@ -162,6 +162,8 @@ def _format(weight: QuantizedWeight | None) -> tuple | None:
     """(bits of a slot, group, whether zeros are the constant of a symmetric grid, column order) of a packed weight."""
     if weight is None:
         return None
+    if weight.FORMAT:
+        raise UserError(f"{weight.FORMAT} is no format that the engine packs; quantize it on a uniform grid")
     bits, columns = slot(weight.bits), weight.codes.shape[1]
     index = None if weight.group_index is None else weight.group_index.cpu().numpy().tobytes()
     return bits, weight.group % columns, bool((weight.zeros == 1 << (bits - 1)).all()), index

@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from repro.errors import UserError
 from repro.files import atomic
 from repro.models.attachments import Attachment
-from repro.models.quantized import QuantizedWeight
-
-TENSORS = ("codes", "scales", "zeros", "group_index")
-NUMBERS = ("bits", "group", "zero_bits", "scale_bits")
+from repro.models.quantized import FORMATS, QuantizedWeight
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -201,11 +198,12 @@ class LowBitModel:
         """
         tensors, layers = {name: value.contiguous() for name, value in self.dense.items()}, {}
         for name, weight in self.weights.items():
-            for key in TENSORS:
+            for key in weight.TENSORS:
                 tensor = getattr(weight, key)
                 if tensor is not None:
                     tensors[f"{name}/{key}"] = tensor.contiguous()
-            layers[name] = {key: getattr(weight, key) for key in NUMBERS}
+            layers[name] = {key: getattr(weight, key) for key in weight.NUMBERS}
+            layers[name] |= {"format": weight.FORMAT} if weight.FORMAT else {}
         for name, present in self.attachments.items():
             for a in present:  # each of another kind, so of another step: their keys differ
                 tensors |= {f"{name}/{a.step}.{key}": tensor.contiguous() for key, tensor in a.tensors.items()}
@@ -239,8 +237,9 @@ class LowBitModel:
             if facts.pop("sha256") != _digest(tensors, facts):
                 raise ValueError("its contents do not match its SHA-256")
             for name, numbers in facts["layers"].items():
-                parts = {key: tensors[f"{name}/{key}"] for key in TENSORS if f"{name}/{key}" in tensors}
-                self.set_weight(name, QuantizedWeight(**parts, **numbers))
+                form = FORMATS[numbers.pop("format", "")]
+                parts = {key: tensors[f"{name}/{key}"] for key in form.TENSORS if f"{name}/{key}" in tensors}
+                self.set_weight(name, form.restored(parts, numbers, self.weights))
                 if not keep_full:
                     del self.full[name]
             for name in facts["dense"]:

@@ -1,6 +1,13 @@
-"""A quantized weight: codes, scales and zeros, and the weight that they stand for."""
+"""A quantized weight: codes, scales and zeros, and the weight that they stand for; and formats that are no such grid.
 
+A format that is no uniform grid is a class of its own. It offers what `LowBitModel` needs of a weight: `FORMAT`, its
+name, `TENSORS` and `NUMBERS`, what is saved, `shape`, `dequantize`, `rows`, `stored_bits` and `restored`. Its module
+adds it to `FORMATS`.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +29,10 @@ class QuantizedWeight:
         scale_bits: stored bits of one scale.
         group_index: int32 `[K]` group of each column, only where columns were permuted (GPTQ act order), stored.
     """
+
+    FORMAT: ClassVar[str] = ""  # nothing is written for the grid, so that files are what they were before formats
+    TENSORS: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros", "group_index")
+    NUMBERS: ClassVar[tuple[str, ...]] = ("bits", "group", "zero_bits", "scale_bits")
 
     codes: Tensor
     scales: Tensor
@@ -74,3 +85,13 @@ class QuantizedWeight:
             "zeros": self.zeros.numel() * self.zero_bits,
             "indices": 0 if self.group_index is None else self.group_index.numel() * 32,
         }
+
+    @classmethod
+    def restored(
+        cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], earlier: Mapping[str, Any]
+    ) -> "QuantizedWeight":
+        """The weight that a file holds; `earlier` are the layers read before it, for formats that share tensors."""
+        return cls(**tensors, **numbers)
+
+
+FORMATS: dict[str, Any] = {QuantizedWeight.FORMAT: QuantizedWeight}
