@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     v = verb("attest", verbs.attest, about)
     v.add_argument("--cells", type=_number(1), default=3, help="cells replayed per group; default 3")
     v.add_argument("--scale", help="only results of this scale")
+    v.add_argument("--side-by-side", type=_number(0), default=0, metavar="N", help="workers; default by device")
     about = "run the jobs of tables and figures side by side, without Snakemake; resumes"
     v = verb("run", verbs.run, about, scale=True)
     v.add_argument("targets", nargs="+", help="spear/table1, spear/figure13, or a file of jobs")

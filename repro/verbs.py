@@ -182,7 +182,7 @@ def attest(args: Namespace) -> int:
     """Replay a few cells of every group whose code has changed."""
     if args.scale is not None:
         scales.file_of(args.scale)
-    return attestation.attest(args.cells, args.scale)
+    return attestation.attest(args.cells, args.scale, args.side_by_side)
 
 
 def plan(args: Namespace) -> None:

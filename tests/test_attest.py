@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_results import COMMIT, MODEL, refusal, rewrite, scale
 
+from repro.__main__ import main
 from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import distinct
@@ -30,7 +31,8 @@ def aged(house, tiny_jobs, monkeypatch):
     A replay is what today's code made of the same jobs before; the last tests of this file run them anew.
     """
 
-    def replay(jobs, folder):
+    def replay(jobs, folder, side_by_side):
+        assert side_by_side == 0
         for job in jobs:
             shutil.copytree(tiny_jobs / job.folder, attest.FOLDER / job.id)
 
@@ -109,14 +111,20 @@ def test_other_weights_with_equal_scores_are_a_difference(aged, capsys):
 
 
 def test_what_cannot_be_run_anew_is_no_success(aged, capsys, monkeypatch):
-    monkeypatch.setattr(attest.pool, "rebuild", lambda jobs, folder: shutil.rmtree(attest.FOLDER, ignore_errors=True))
+    monkeypatch.setattr(attest.pool, "rebuild", lambda *_: shutil.rmtree(attest.FOLDER, ignore_errors=True))
     assert attest.attest(cells=1) == 1
     assert "could not be run anew" in capsys.readouterr().out and not lines(aged)
 
 
+def test_a_replay_takes_as_many_workers_as_are_asked_for(aged, monkeypatch):
+    taken = []
+    monkeypatch.setattr(attest.pool, "rebuild", lambda jobs, folder, workers: taken.append(workers))
+    assert main(["attest", "--cells", "1", "--side-by-side", "7"]) == 1 and taken == [7]
+
+
 def test_the_commit_chooses_the_cells(aged, monkeypatch):
     chosen = []
-    monkeypatch.setattr(attest.pool, "rebuild", lambda jobs, folder: chosen.append([]))
+    monkeypatch.setattr(attest.pool, "rebuild", lambda *_: chosen.append([]))
     monkeypatch.setattr(attest, "_judge", lambda group, rows, *_: bool(chosen[-1].append(rows[0].name)))
     for commit in ("a" * 10, "a" * 10, "b" * 10, "c" * 10, "d" * 10):
         monkeypatch.setenv("REPRO_COMMIT", commit)

@@ -89,13 +89,16 @@ def run_all(jobs: Sequence[Job], side_by_side: int = 1, gpus: int = 0, minutes: 
     return left
 
 
-def rebuild(jobs: Sequence[Job], folder: Path) -> int:
-    """Run jobs from nothing under `folder`, on all GPUs or cores of this machine; returns how many are not done."""
+def rebuild(jobs: Sequence[Job], folder: Path, side_by_side: int = 0) -> int:
+    """Run jobs from nothing under `folder`, on all GPUs or cores of this machine; returns how many are not done.
+
+    `side_by_side` are the worker processes; 0 is one for each GPU, or as many as the cores carry.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     on_gpus = gpus() if any(job.given().get("device") == "cuda" for job in jobs) else 0
     threads = max((int(job.given().get("threads", 1)) for job in jobs), default=1)
     with built.built_under(folder):
-        return run_all(jobs, on_gpus or max(1, (os.cpu_count() or 1) // threads), on_gpus)
+        return run_all(jobs, side_by_side or on_gpus or max(1, (os.cpu_count() or 1) // threads), on_gpus)
 
 
 def run_here(jobs: Sequence[Job]) -> None:

@@ -59,12 +59,13 @@ class Group:
         return f"{len(self.rows)} rows on {self.device}, code {self.before} to {self.after}"
 
 
-def attest(cells: int = 3, scale: str | None = None) -> int:
+def attest(cells: int = 3, scale: str | None = None, side_by_side: int = 0) -> int:
     """Replay some cells of every group whose code has changed, and note the groups that are byte-equal.
 
     Args:
         cells: how many of each group are replayed.
         scale: only results of this scale, and only they are carried forward.
+        side_by_side: worker processes of the replay; 0 is one for each GPU, or as many as the cores carry.
 
     Returns:
         1 if a replayed cell differs or could not be run, else 0. A group of another device is not an error: the command
@@ -91,7 +92,7 @@ def attest(cells: int = 3, scale: str | None = None) -> int:
     if ready:
         replayed = [one for _, chosen in ready for one in chosen]
         jobs = [job for one in replayed for job in measure.jobs_behind(one.flow, one.cell)]
-        pool.rebuild(distinct(jobs), FOLDER)
+        pool.rebuild(distinct(jobs), FOLDER, side_by_side)
     equal = [_judge(group, chosen, commit, scale or "") for group, chosen in ready]
     if groups:
         print(f"{sum(equal)} of {len(groups)} groups attested, {len(groups) - len(ready)} belong to other machines")
