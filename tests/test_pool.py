@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,3 +174,17 @@ def test_a_job_from_its_file_is_the_same_job(job):
     for name in ("other.json", "none.json"):
         with pytest.raises(UserError, match=f"^{name}: not a file of jobs"):
             runner.from_file(Path(name))
+
+
+@pytest.mark.parametrize("visible, taken", [("3", ["3", "3", "3"]), ("1,0", ["1", "0", "1"]), ("", ["0", "1", "0"])])
+def test_workers_stay_on_the_gpus_that_are_visible(monkeypatch, visible, taken):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(pool.built, "BUILD", Path("build"))
+    found = []
+    for place in range(3):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        places = multiprocessing.SimpleQueue()
+        places.put(place)
+        pool._begin(places, 2, Path("build"))
+        found.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert found == taken

@@ -151,7 +151,8 @@ def _begin(places: "multiprocessing.SimpleQueue[int]", gpus: int, build: Path) -
     place = places.get()
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place % gpus]
+        some = visible.split(",")[:gpus]  # the driver lists all GPUs of a machine, also those that are not visible
+        os.environ["CUDA_VISIBLE_DEVICES"] = some[place % len(some)]
 
 
 @contextlib.contextmanager
