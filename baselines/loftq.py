@@ -10,7 +10,7 @@ the next: rounding W - B A is not bound to be as good as rounding W.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -83,10 +83,12 @@ def quantizer(lm: LowBitModel, name: str, config: Config) -> Callable[[Tensor], 
     Raises:
         Refused: there are several iterations and a quantizer other than RTN.
     """
-    weight = lm.weights[name]
+    full, stored = lm.full[name], lm.weights[name]
+    moved = {key: t.to(full.device) for key in stored.TENSORS if (t := getattr(stored, key)) is not None}
+    weight = replace(stored, **moved)  # what a file held is on the CPU
     if config.iterations == 1:
         return lambda rest: weight
-    found = low_rank.rtn_grid(weight, lm.full[name])
+    found = low_rank.rtn_grid(weight, full)
     if found is None:
         raise Refused(
             "unsupported",

@@ -154,16 +154,18 @@ def join_splits_kernel(acc_part, top_part, sum_part, y, COUNT, D: tl.constexpr, 
     tl.store(y + at * D + column, mean.to(y.dtype.element_ty))
 
 
-def plan(count: int, shape: tuple[int, ...], heads: int, wide: bool, sms: int) -> tuple[int, int, int]:
+def plan(count: int, shape: tuple[int, ...], heads: int, wide: bool, tree: bool, sms: int) -> tuple[int, int, int]:
     """(heads of a group as a power of two, tokens of a tile, programs that split a context) for `count` tokens.
 
-    `shape` is that of the cache, `heads` Hq: two programs for each SM, but no more than one for 128 slots. Tiles of
-    float32 (`wide`) have up to 32 rows: of 64, Triton 3.7.1 makes TF32 products for sm_100, whatever the precision.
+    `shape` is that of the cache, `heads` Hq: up to three programs for each SM in splits by a power of two, of at least
+    64 slots each. Tiles of float32 (`wide`) have up to 32 rows: of 64, Triton 3.7.1 makes TF32 products for sm_100,
+    whatever the precision. So have those of a tree, whose mask takes registers.
     """
     group = triton.next_power_of_2(heads // shape[1])
-    tokens = max(min(triton.next_power_of_2(triton.cdiv(count, shape[0])), (32 if wide else 64) // group), 1)
+    tokens = max(min(triton.next_power_of_2(triton.cdiv(count, shape[0])), (32 if wide or tree else 64) // group), 1)
     programs = triton.cdiv(count, tokens) * shape[1]
-    return group, tokens, max(min(triton.cdiv(2 * sms, programs), triton.cdiv(shape[2], 128), 64), 1)
+    split = max(min(triton.cdiv(3 * sms, programs), triton.cdiv(shape[2], 64), 64), 1)
+    return group, tokens, 1 << (split.bit_length() - 1)
 
 
 def launch(
@@ -174,7 +176,7 @@ def launch(
     (count, heads, size), length, wide = q.shape, keys.shape[2], q.dtype == torch.float32
     if tiling is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        tiling = plan(count, keys.shape, heads, wide, sms)
+        tiling = plan(count, keys.shape, heads, wide, mask is not None, sms)
     group, tokens, split = tiling
     y, parts = torch.empty_like(q), [None, None, None]
     if split > 1:
