@@ -11,7 +11,7 @@ whose error reconstruction alone would be QERA's is what W_o of a rank near r wo
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -75,13 +75,15 @@ def remove(lm: LowBitModel, name: str, channels: Tensor) -> None:
     Raises:
         Refused: a quantizer other than RTN made it.
     """
-    found = low_rank.rtn_grid(lm.weights[name], lm.full[name])
+    full, weight = lm.full[name], lm.weights[name]
+    moved = {key: t.to(full.device) for key in weight.TENSORS if (t := getattr(weight, key)) is not None}
+    found = low_rank.rtn_grid(replace(weight, **moved), full)  # what a file held is on the CPU
     if found is None:
         raise Refused(
             "unsupported",
             f"{name}: aser quantizes anew without the outlier channels, which would undo any quantizer but rtn; "
             "put rtn before it, or give outlier_share=0",
         )
-    kept = lm.full[name].clone()
+    kept = full.clone()
     kept[:, channels] = 0
     lm.set_weight(name, grid.rtn(kept, found))

@@ -84,6 +84,8 @@ def run(args: Namespace) -> int:
     if args.dry_run:
         print("\n".join(f"{'built' if runner.done(job) else 'to do'}  {job.id}" for job in jobs))
         return 0
+    if any(target.endswith(".json") for target in args.targets):
+        runner.check_here(jobs)
     return 1 if pool.run_all(jobs, args.side_by_side, args.gpus, args.minutes) else 0
 
 

@@ -19,6 +19,7 @@ from tiny_results import tiny_jobs  # noqa: F401
 from repro import files, models
 from repro.__main__ import main
 from repro.bench import kernel_rows
+from repro.data import corpora
 from repro.files import HOME, ROOT
 from repro.record import accepted
 from repro.record.measurement import COLUMNS
@@ -695,6 +696,24 @@ JOBS: list[tuple[str | bytes, str]] = [
 def test_files_of_jobs(here, capfd, text, said):
     write("mine.json", json.dumps(text) if isinstance(text, dict) else text)(here)
     refused(capfd, ("run", "mine.json"), "mine.json: not a file of jobs", said)
+
+
+def test_jobs_of_another_text_or_model_are_refused_before_any_runs(here, capfd):
+    """Another Python has other documentation; its numbers may not appear under the name of the declared text."""
+    assert main(["run", "spear/table8", "--save", "jobs.json"]) == 0
+    jobs = json.loads(Path("jobs.json").read_text())
+    text = next(job for job in jobs if job["kind"] == "tokens")
+    text["inputs"] = json.dumps(json.loads(text["inputs"]) | {"text": "0" * 16})
+    write("one.json", json.dumps([text]))(here)
+    label = corpora.identity(text["label"])["label"]
+    refused(capfd, ("run", "one.json"), f"tokens/{text['label']}.", f"{label} here is another text than where")
+    model = next(job for job in jobs if job["kind"] == "compress")
+    model["inputs"] = json.dumps(json.loads(model["inputs"]) | {"model": "0" * 8})
+    write("one.json", json.dumps(model | {"needs": []}))(here)
+    refused(capfd, ("run", "one.json"), "pocket-3m here is another model than where the jobs were written")
+    for hollow in (JOB, JOB | {"kind": "compress", "inputs": '{"model": "x"}'}):
+        write("one.json", json.dumps(hollow))(here)
+        refused(capfd, ("run", "one.json"))
 
 
 def test_files_of_jobs_that_are_none(here, capfd):

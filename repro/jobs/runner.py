@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from repro import models
 from repro.cells import KINDS
+from repro.data import corpora
 from repro.errors import Refused, UserError, logged, shortened, unknown
 from repro.files import atomic, write_text
 from repro.jobs import compress, requests, tokens
@@ -168,6 +170,24 @@ def from_file(path: Path) -> list[Job]:
         raise UserError(f"{path}: not a file of jobs (not JSON, or its keys are not those of jobs); {how}") from None
     except UserError as error:
         raise UserError(f"{path}: not a file of jobs ({error})") from None
+
+
+def check_here(jobs: Sequence[Job]) -> None:
+    """Raise unless the models and texts that jobs from a file declare are those that this machine has by these names.
+
+    Raises:
+        UserError: another model or text, or one that is not there. Jobs that are done are not looked at.
+    """
+    for job in jobs:
+        given, declared, where = job.given(), job.declared(), "than where the jobs were written"
+        if done(job):
+            continue
+        if "model" in declared and models.fingerprint(name := given.get("model", "")) != declared["model"]:
+            raise UserError(f"{job.id}: {name} here is another model {where}; bring that one, or write the jobs here")
+        text = given.get("corpus", ""), bool(given.get("hub"))
+        if job.kind == "tokens" and corpora.identifier(*text) != declared.get("text"):
+            label = corpora.identity(*text)["label"]
+            raise UserError(f"{job.id}: {label} here is another text {where}; bring that one, or write the jobs here")
 
 
 def _check(job: Job) -> None:
