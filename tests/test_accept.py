@@ -282,6 +282,14 @@ def test_a_flipped_bit_in_results_is_one_sentence(house):
         path.write_bytes(whole)
 
 
+def test_units_of_a_pack_are_stored_as_differences():
+    """Items of zero-shot tasks are zeros and ones; what numbers them may not take ten times as much as they do."""
+    rng = np.random.default_rng(0)
+    held = {("a", seed): {"right": Series(rng.integers(0, 2, 14_000).astype(float), "items")} for seed in range(5)}
+    ((_, data),) = observations.pack(held)
+    assert len(data) < 2 * 5 * 14_000 // 8
+
+
 def test_packed_files_with_another_name_or_gone(house):
     accept(house.table())
     (path,) = stored(house).parent.glob("observations/*-perplexity-*.parquet")
