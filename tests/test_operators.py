@@ -127,18 +127,19 @@ def test_decoding_token_by_token_is_the_prefill():
 
 
 @pytest.mark.parametrize(
-    "count, shape, heads, wide, want",
+    "count, shape, heads, wide, tree, want",
     [
-        (1, (1, 8, 8192, 128), 32, False, (4, 1, 33)),  # decode: two programs for each of 132 SMs
-        (1, (1, 8, 300, 128), 24, False, (4, 1, 3)),  # a short cache: a program for 128 slots
-        (64, (64, 8, 2048, 64), 64, False, (8, 1, 1)),  # a large batch fills the device
-        (256, (1, 8, 2048, 128), 32, False, (4, 16, 3)),  # prefill: tiles of 64 rows; of 32 for float32
-        (256, (1, 8, 2048, 128), 32, True, (4, 8, 2)),
-        (9, (2, 1, 64, 64), 32, True, (32, 1, 1)),
+        (1, (1, 8, 8192, 128), 32, False, False, (4, 1, 32)),  # decode: up to three programs for each of 132 SMs
+        (1, (1, 8, 300, 128), 24, False, False, (4, 1, 4)),  # a short cache: a program for 64 slots
+        (64, (64, 8, 2048, 64), 64, False, False, (8, 1, 1)),  # a large batch fills the device
+        (256, (1, 8, 2048, 128), 32, False, False, (4, 16, 4)),  # prefill: tiles of 64 rows
+        (256, (1, 8, 2048, 128), 32, True, False, (4, 8, 2)),  # of 32 for float32
+        (256, (1, 8, 2048, 128), 32, False, True, (4, 8, 2)),  # and for trees
+        (9, (2, 1, 64, 64), 32, True, False, (32, 1, 1)),
     ],
 )
-def test_tiles_and_splits_follow_the_shape(count, shape, heads, wide, want):
-    assert attention.plan(count, shape, heads, wide, 132) == want
+def test_tiles_and_splits_follow_the_shape(count, shape, heads, wide, tree, want):
+    assert attention.plan(count, shape, heads, wide, tree, 132) == want
 
 
 # --- sample -----------------------------------------------------------------------------------------------------------
