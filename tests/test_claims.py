@@ -232,6 +232,16 @@ def test_a_claim_about_every_case_is_not_seen_on_some_of_them():
     assert judge(at, dataclasses.replace(DAMAGE, cases=MODELS, holds="< 0.1")).verdict == "not seen"
 
 
+def test_cells_at_chance_are_counted_next_to_the_verdict(monkeypatch):
+    at, one = flow(), measure.one
+    observe(at)
+    assert judge(at, DAMAGE).why == ""
+    chance = lambda flow, cell: dataclasses.replace(one(flow, cell), status="floor" if cell.row == "FP16" else "ok")  # noqa: E731
+    monkeypatch.setattr(claims.measure, "one", chance)
+    judged = judge(at, DAMAGE)
+    assert judged.why == "1 of 2 cells at chance" and "; 1 of 2 cells at chance" in verdict_line(judged)
+
+
 def test_a_case_that_was_not_run_leaves_the_claim_to_the_printed_numbers():
     at = flow(models={ONE: "pocket-3m", TWO: "pocket-5m"})
     observe(at)

@@ -153,7 +153,9 @@ def _accepted(scale: str) -> Workflow:
 def _measured(claim: tables.ClaimSpec, cases: tuple[Case, ...], cells: tuple[Measurement, ...], scale: str) -> Judged:
     grade = max(m.grade for m in cells if m.status in MEASURED)  # A is the best letter
     missing = sum(case.verdict is None for case in cases)
-    why = f"{missing} of {len(cases)} cases have no stand-in" if missing else ""
+    chance = sum(m.status == "floor" for m in cells)  # where nothing can be lost or won: judged all the same, and said
+    said = [f"{missing} of {len(cases)} cases have no stand-in"] * bool(missing)
+    why = ", ".join(said + [f"{chance} of {len(cells)} cells at chance"] * bool(chance))
     word = WORDS.get(grade, PLAIN)[together([case.verdict for case in cases])]
     return Judged(claim, cases, grade, word, True, why, scale, cells)
 
