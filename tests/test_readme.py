@@ -62,3 +62,25 @@ def test_what_the_readme_says_is_measured_is_what_was_accepted():
     apart = {name: sum("≠" in case[i] for case in cases) for i, name in ((2, "KL"), (3, "C4"), (4, "held-out"))}
     assert len(cases) == count and f"in {apart['KL']} of the {count} settings, C4 in {apart['C4']}," in text
     assert f"held-out text in {apart['held-out']}." in text
+
+
+def recorded(number):
+    """What is accepted of a table of SPEAR at scale `pocket-full`."""
+    with open(ROOT / "results" / "nvidia-h200" / f"spear-table{number}.csv", encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row["scale"] == "pocket-full"]
+
+
+def test_what_the_readme_says_of_static_corrections_and_of_accuracies():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    found = {}  # by table and setting: the perplexity of each method
+    for number, setting, method in ((2, "model", "row"), (11, "model", "row"), (13, "row", "col")):
+        for row in recorded(number):
+            name = row[method].removesuffix(" pc on RTN")
+            if row["metric"] == "c4_ppl" and name in ("LoftQ", "LQER", "QERA", "EoRA", "SPEAR"):
+                found.setdefault((number, row[setting]), {})[name] = float(row["value"])
+    assert len(found) == 12 and all(len(methods) == 5 for methods in found.values())
+    lowest = sum(min(methods, key=methods.get) == "SPEAR" for methods in found.values())
+    said = f"Against LoftQ, LQER, QERA and EoRA of the paper's rank it has the lowest C4 perplexity in {lowest} of 12"
+    assert said in text
+    status = [row["status"] for number in range(19, 25) for row in recorded(number)]
+    assert f"Of the accuracies {status.count('floor')} of {len(status)} are at chance" in text
