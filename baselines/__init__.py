@@ -1,16 +1,18 @@
 """What the papers compare with, one file each: `Config`, `CALIBRATED`, `apply(lm, calibration, config)`.
 
-`CALIBRATED` says whether `apply` needs calibration tokens; `RESCALES`, if defined, that it changes weights before it
-quantizes them; `KIND` = "compensator" that it runs after a quantizer and adds something to its layers.
+`CALIBRATED` says whether `apply` needs calibration tokens, unless a property `calibrated` of the config does;
+`RESCALES`, if defined, that it changes weights before it quantizes them; `KIND` = "compensator" that it runs after a
+quantizer and adds something to its layers.
 """
 
-from repro.baselines import aser, awq, eora, gptq, loftq, lqer, omniquant, qera, rtn, uniform
+from repro.baselines import aser, awq, eora, gptq, loftq, lqer, omniquant, q4_k, qera, rtn, uniform
 
 BASELINES = {
     "rtn": rtn,
     "gptq": gptq,
     "awq": awq,
     "omniquant": omniquant,
+    "q4_k": q4_k,
     "lqer": lqer,
     "qera": qera,
     "eora": eora,

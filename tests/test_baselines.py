@@ -17,7 +17,7 @@ from repro.models.lowbit import LowBitModel, block_inputs, block_linears
 
 CLOSE = 1e-5
 SEQUENCES = X.view(4, 128, 256)
-QUANTIZERS = sorted(name for name, module in BASELINES.items() if not hasattr(module, "KIND"))
+QUANTIZERS = sorted(name for name, module in BASELINES.items() if issubclass(module.Config, Grid))  # on a grid
 
 
 def hessian(x: torch.Tensor = SEQUENCES) -> torch.Tensor:

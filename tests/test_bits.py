@@ -137,7 +137,7 @@ WIDTHS = {"A": 16, "B": 16, "W1": 16, "b1": 16, "W2": 16, "b2": 16, "A_scale": 3
 
 def test_every_method_is_packed():
     steps = {step.name for text in METHODS.values() for step in recipe.parse(text).steps}
-    assert steps == set(recipe.STEPS)
+    assert steps == set(recipe.STEPS) - {"q4_k"}, "which is no grid: test_q4_k.py packs it"
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -62,6 +62,7 @@ def test_steps_keep_their_order():
 def test_calibrated_when_any_step_is():
     assert not parse("rtn-w4").calibrated
     assert parse("gptq-w4").calibrated and parse("rtn-w8 + gptq-w4").calibrated
+    assert not parse("q4_k").calibrated and parse("q4_k-importance=mean_square").calibrated, "its config says"
 
 
 @pytest.mark.parametrize(

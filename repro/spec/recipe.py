@@ -47,6 +47,11 @@ class Step:
     config: Any
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs calibration sequences: its config says, else its module."""
+        return getattr(self.config, "calibrated", self.module.CALIBRATED)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -67,12 +72,12 @@ class Recipe:
     @property
     def calibrated(self) -> bool:
         """Whether any step needs calibration sequences."""
-        return any(step.module.CALIBRATED for step in self.steps)
+        return any(step.calibrated for step in self.steps)
 
     @property
     def seeded(self) -> bool:
         """Whether the result depends on a seed: a step is calibrated or has a field `seed`."""
-        return any(step.module.CALIBRATED or hasattr(step.config, "seed") for step in self.steps)
+        return any(step.calibrated or hasattr(step.config, "seed") for step in self.steps)
 
     @property
     def before(self) -> str:
