@@ -3,7 +3,8 @@
 from types import ModuleType
 
 from repro.methods import spear
+from repro.methods.spqt import sparsity as spqt
 from repro.models.attachments import REGISTRIES
 
-METHODS: dict[str, ModuleType] = {"spear": spear}
+METHODS: dict[str, ModuleType] = {"spear": spear, "spqt": spqt}
 REGISTRIES.append(METHODS)

@@ -121,7 +121,8 @@ def slot(bits: int) -> int:
 
 
 def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The product of layers that share their input; UserError, with the layer, for a format that cannot be packed."""
+    """The product of layers that share their input; UserError, with the layer, for a format that cannot be packed, or
+    inputs that a step makes sparse."""  # fmt: skip
     weights = [lm.weights.get(name) for name in names]
     with in_layer(names[0]):
         if len({_format(weight) for weight in weights}) > 1:
@@ -130,6 +131,8 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
         found = _product(linears, weights, device, dtype)
     corrections, start = [], 0
     for name, linear in zip(names, linears):
+        if sparse := next((a.step for a in lm.attachments.get(name, []) if a.kind == "sparsity"), ""):
+            raise UserError(f"{name}: the engine does not run the sparse inputs of {sparse}; leave that step out")
         corrections += [(start, a.build(Nothing(linear, device))) for a in lm.attachments.get(name, [])]
         start += linear.out_features
     return Corrected(found, corrections) if corrections else found

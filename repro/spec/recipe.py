@@ -112,6 +112,9 @@ def _parsed(text: str, steps: tuple[tuple[str, ModuleType], ...]) -> Recipe:
     kinds = Counter(step.module.KIND for step in found if hasattr(step.module, "KIND"))
     if twice := [kind for kind, count in kinds.items() if count > 1]:
         raise _error(text, f"a second {twice[0]} is refused; a layer takes one attachment of each kind")
+    for first, then in pairwise(found):
+        if getattr(first.module, "KIND", "") == "sparsity":
+            raise _error(text, f"{then.name} after {first.name} is refused; {first.name} is a recipe's last step")
     for first, then in pairwise(found[1:]):  # a compensator that comes first says itself that nothing is quantized
         if getattr(first.module, "KIND", "") == "compensator" and not hasattr(then.module, "KIND"):
             raise _error(

@@ -52,7 +52,8 @@ class Spec:
         columns: likewise; none is every printed column.
         recipe: template of the recipe over the variables of row, column and model.
         of_models: further variables by the paper's model, such as a rank.
-        extra: recipes of your own, one a row at the end of the table; the label is the recipe, or maps to it.
+        extra: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
+        also_on: models that the paper does not print, a column of our own each, for all rows.
         choice: the spec of our own whose chosen row gives variables to `extra`; until it has, these have no recipe.
         beside: further columns, label to what is measured, with the row's recipe; `scales` limits one to some scales.
         seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
@@ -70,7 +71,8 @@ class Spec:
     columns: Labels = ()
     recipe: str = "{recipe}"
     of_models: dict[str, Variables] = field(default_factory=dict)
-    extra: dict[str, str] | tuple[str, ...] = ()
+    extra: Labels = ()
+    also_on: tuple[str, ...] = ()
     choice: str = ""
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: dict[str, tuple[int, ...]] | tuple[int, ...] = (0,)
@@ -193,6 +195,9 @@ def table(paper: str, number: str) -> Spec:
         for label in spec.seeds if isinstance(spec.seeds, dict) else ():
             if not any(bind(label, row) is not None for row in rows):
                 raise UserError(f"{where}: seeds: {unknown('row', label, rows)}")
+        known = scale.pins().keys() - {cell.model for cell in cells}
+        if odd := set(spec.also_on) - known:
+            raise UserError(f"{where}: also_on: {unknown('model that is not printed', min(odd), known)}")
         if odd := spec.of_models.keys() - {cell.model for cell in cells}:
             raise UserError(f"{where}: of_models: {unknown('printed model', min(odd), {cell.model for cell in cells})}")
     elif not (spec.models and spec.measure and spec.rows):
@@ -237,6 +242,8 @@ def cells(paper: str, number: str) -> list[Cell]:
 def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
     where = str(path_of(paper, number).relative_to(HOME))
     printed, kinds = papers.printed(paper, number), measures(paper)
+    first = [c for c in printed if c.col == printed[0].col]
+    printed += [replace(c, col=f"{model} (ours)", model=model, value="") for model in spec.also_on for c in first]
     columns = {c.col: variables(spec.columns, c.col) if spec.columns else {} for c in printed}
     beside: dict[tuple[str, str], Cell] = {}
 
@@ -254,8 +261,9 @@ def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
         yield cell(c.row, c, variables(spec.rows, c.row), c.value)
     choice = _choice(spec)
     for label in spec.extra:
-        text = spec.extra[label] if isinstance(spec.extra, dict) else label
-        values = {"recipe": text} | {name: choice[name] for name in NAMED.findall(text) if name in choice}
+        given = spec.extra[label] if isinstance(spec.extra, dict) else label
+        values = {"recipe": given} if isinstance(given, str) else dict(given)
+        values |= {name: choice[name] for name in NAMED.findall(str(values.get("recipe"))) if name in choice}
         for c in {(c.col, c.model, c.metric): c for c in printed}.values():
             yield cell(label, c, None if None in values.values() else values, "")  # None: not chosen yet
     for made in list(beside.values()):
