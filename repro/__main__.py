@@ -117,6 +117,12 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--seed", type=_number(0), default=0)
     v.add_argument("--stop", nargs="+", default=(), metavar="TEXT", help="texts that end the answer")
 
+    v = verb("export", verbs.export, "write a Llama as a GGUF file that llama.cpp loads")
+    v.add_argument("model")
+    v.add_argument("--recipe", default="fp16", help="fp16 or q4_k")
+    v.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the file to write")
+    v.add_argument("--check", action="store_true", help="write nothing: does the file hold this model?")
+
     for name, module in {"compress": None, **{k: m for k, m in KINDS.items() if hasattr(m, "run")}}.items():
         about = "compress a model" if module is None else module.__doc__.partition("\n")[0]
         v = verb(name, verbs.measure if module else verbs.compress, about, scale=True)

@@ -107,6 +107,13 @@ def compress(args: Namespace) -> None:
     print(args.out or made)
 
 
+def export(args: Namespace) -> None:
+    """A model as a file of another program."""
+    from repro.export import export as work  # Transformers takes seconds
+
+    print(work(args.model, args.recipe, args.gguf, args.check))
+
+
 def generate(args: Namespace) -> None:
     """Stream a model's text, then one line of numbers."""
     from repro.engine import Engine  # Transformers takes seconds

@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import dag
 import pytest
@@ -380,6 +382,106 @@ def test_pocket_weights_with_a_flipped_bit(place, capfd, monkeypatch):
     content[-100] ^= 4
     checkpoint.write_bytes(content)
     refused(capfd, ("compress", MODEL, *MINE), "model.safetensors", "SHA256SUMS", "check it out again")
+
+
+# --- GGUF files -------------------------------------------------------------------------------------------------------
+
+OUT = ("--gguf", "x.gguf")
+GGUF = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
+
+
+class Writer:
+    """Takes what the gguf package's writer takes, and writes the beginning of a file."""
+
+    def __init__(self, path: None, architecture: str) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def write_header_to_file(self, path: Path) -> None:
+        """The one that writes."""
+        path.write_bytes(GGUF + bytes(100))
+
+
+def edited(name: str, *path: object, to: object) -> Callable[[Path], object]:
+    """Change one value of a JSON file of the model."""
+
+    def damage(model: Path) -> None:
+        changed = at = json.loads((model / name).read_text())
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = to
+        (model / name).write_text(json.dumps(changed))
+
+    return damage
+
+
+def cutting(*path: object, to: object) -> Callable[[Path], object]:
+    """Change one value of the tokenizer."""
+    return edited("tokenizer.json", *path, to=to)
+
+
+AROUND = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "a", "type_id": 0}}], "pair": [],
+          "special_tokens": {"a": {"id": "a", "ids": [66], "tokens": ["a"]}}}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+NO_PATTERN = ("llama.cpp has no pattern for the tokenizer", "gpt-2, smollm, llama-bpe")
+EXPORTS: list[tuple[tuple[object, ...], tuple[str, ...], Prepare]] = [
+    (("--recipe", "rtn-w4-pc", *OUT), ("unknown recipe for a GGUF 'rtn-w4-pc'", "fp16, q4_k"), None),
+    (("--recipe", "q4_K", *OUT), ("'q4_K'", "did you mean 'q4_k'"), None),
+    (("--recipe", LONG, *OUT), ("unknown recipe for a GGUF 'xxx", "choose from"), None),
+    (("--recipe", "q4_k", *OUT), ("q_proj.weight", "256", "128 columns", "256 would"), None),
+    ((), ("--gguf", "--help"), None),
+    (("--gguf", "x.bin"), ("--gguf x.bin", ".gguf"), None),
+    (("--gguf", f"{LONG}.bin"), ("--gguf xxx", ".gguf"), None),
+    (("--gguf", f"{LONG}.gguf"), ("name is too long",), None),
+    (("--gguf", f"{MODEL}/config.json/x.gguf"), ("x.gguf", "in its place"), None),
+    (OUT, ("mistral", "only llama"), edited("config.json", "model_type", to="mistral")),
+    (OUT, ("gelu", "silu"), edited("config.json", "hidden_act", to="gelu")),
+    (OUT, ("RoPE dynamic", "default or linear or llama3"), edited("config.json", "rope_parameters", to=DYNAMIC)),
+    (OUT, ("down_proj.weight", "65504"), changed(lambda tensor: tensor * 1e7)),
+    (OUT, (MODEL, "check its tokenizer.json"), cut("tokenizer.json")),
+    (OUT, NO_PATTERN, cutting("pre_tokenizer", to={"type": "Whitespace"})),
+    (OUT, NO_PATTERN, cutting("pre_tokenizer", to=None)),
+    (OUT, NO_PATTERN, cutting("normalizer", to={"type": "NFC"})),
+    (OUT, NO_PATTERN, cutting("model", "merges", to=[])),
+    (OUT, NO_PATTERN, cutting("model", to={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})),
+    (OUT, ("puts the ids [66] around a text",), cutting("post_processor", to=AROUND)),
+    (OUT, ("has an id 300, the model 257 ids",), cutting("model", "vocab", "zzz", to=300)),
+    ((*OUT, "--check"), ("x.gguf: cannot be read (No such file",), None),
+    ((*OUT, "--check"), ("x.gguf: cannot be read (Is a directory)",), lambda model: (model.parent / "x.gguf").mkdir()),
+    ((*OUT, "--check"), ("x.gguf: cut, 0 of 169 bytes",), b""),
+    ((*OUT, "--check"), ("x.gguf: cut, 40 of 169 bytes",), GGUF[:40]),
+    ((*OUT, "--check"), ("x.gguf: cut, 168 of 169 bytes", "export it again"), GGUF + bytes(99)),
+    ((*OUT, "--check"), ("x.gguf: not a GGUF file",), b"\xff" + GGUF + bytes(99)),
+    ((*OUT, "--check"), ("architecture is 'gemma', not 'llama'",), GGUF.replace(b"llama", b"gemma") + bytes(100)),
+    ((*OUT, "--check"), ("architecture is ''", "not 'llama'"), GGUF[:56] + bytes(8)),
+    ((*OUT, "--check"), ("its architecture is 'llama", "…', not"), GGUF[:56] + b"\xff" * 8 + b"llama" + b"\xff" * 5000),
+    ((*OUT, "--check"), ("x.gguf: another model, recipe or version",), GGUF + bytes(101)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "named", "prepare"), EXPORTS, ids=name_of)
+def test_exports(place, capfd, monkeypatch, words, named, prepare):
+    names = SimpleNamespace(get_name=lambda key, suffixes: key)
+    package = SimpleNamespace(GGUFWriter=Writer, get_tensor_name_map=lambda *_: names, GGML_QUANT_VERSION=2)
+    package.MODEL_ARCH = package.GGMLQuantizationType = SimpleNamespace(LLAMA=0, Q4_K=12)
+    monkeypatch.setitem(sys.modules, "gguf", package)
+    letters = json.loads((place / MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    merged = {"ab" if i == 256 else letter: i for letter, i in letters.items()}
+    for key, value in {"vocab": merged, "merges": [["a", "b"]]}.items():
+        cutting("model", key, to=value)(place / MODEL)
+    if isinstance(prepare, bytes):
+        (place / "x.gguf").write_bytes(prepare)
+    elif prepare:
+        prepare(place / MODEL)
+    refused(capfd, ("export", MODEL, *words), *named)
+
+
+def test_exports_without_the_package(place, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(capfd, ("export", MODEL, *OUT), "gguf package", "pip install gguf==0.19.0")
+    refused(capfd, ("export", "nope", *OUT), "gguf package")
 
 
 TEXTS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
@@ -818,5 +920,19 @@ def test_python_too_old(tmp_path):
 
 
 def test_there_are_sixty():
-    counted = (NAMES, CONFIG, SCALES, RECIPES, NO_MODELS, DAMAGE, TEXTS, SPECS, MEMORY_EDITS, CSV, MARKDOWN, JOBS)
+    counted = (
+        NAMES,
+        CONFIG,
+        SCALES,
+        RECIPES,
+        NO_MODELS,
+        DAMAGE,
+        EXPORTS,
+        TEXTS,
+        SPECS,
+        MEMORY_EDITS,
+        CSV,
+        MARKDOWN,
+        JOBS,
+    )
     assert sum(map(len, counted)) >= 200

@@ -25,6 +25,7 @@ from repro.cells import (
     decode,
     derived,
     kernel_time,
+    llamacpp,
     perplexity,
     placement,
     sensitivity,
@@ -38,6 +39,7 @@ from repro.cells import (
 
 KINDS: dict[str, ModuleType] = {
     "perplexity": perplexity,
+    "llamacpp": llamacpp,
     "zeroshot": zeroshot,
     "storage": storage,
     "placement": placement,
