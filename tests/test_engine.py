@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro import models
 from repro.__main__ import main
@@ -174,6 +175,39 @@ def test_logits_and_scores_are_those_of_transformers(engine):
         assert torch.allclose(engine.logits(ids), wanted, atol=1e-4)
         scores = wanted[:-1].log_softmax(1).gather(1, ids[1:, None])[:, 0]
         assert torch.allclose(engine.score(ids), scores, atol=1e-4)
+
+
+# --- what a step costs on a CPU ---------------------------------------------------------------------------------------
+
+
+def test_a_wide_weight_is_held_by_columns_once(engine):
+    """Products of one token with more outputs than inputs take half the time so; a tied head is the embedding."""
+    for block in engine.model.blocks:
+        assert [p.weight.stride() for p in (block.qkv, block.gate_up)] == [(1, 512), (1, 1536)]
+        assert block.out.weight.is_contiguous() and block.down.weight.is_contiguous()
+    assert engine.model.embedding is engine.model.head.weight and engine.model.embedding.stride() == (1, 4096)
+    x, weight, bias = torch.randn(3, 8), torch.randn(24, 8), torch.randn(24)
+    assert torch.allclose(weights.Dense(weight, bias)(x), x @ weight.T + bias, atol=1e-5)
+    assert weights.Dense(weight.bfloat16()).weight.is_contiguous()  # the library lays out 16-bit weights itself
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators of torch that are called."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_step_calls_few_operators(engine):
+    """At a small model their calls are half the time; views and conversions that do nothing count."""
+    cache, at = step.Cache(engine.model, 1), torch.tensor([20], dtype=torch.int32)
+    tokens = step.Tokens(torch.tensor([5]), torch.zeros(1, dtype=torch.int32), at, at, at + 1)
+    with Calls() as calls:
+        step.step(engine.model, cache, tokens)
+    assert calls.count <= 90 * len(engine.model.blocks)
 
 
 # --- one engine, many generations -------------------------------------------------------------------------------------
