@@ -66,6 +66,9 @@ class Engine(Core):
         at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if at.type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
+        for step in target.recipe.steps:
+            if hasattr(step.config, "group"):
+                weights.slot(step.config.bits)  # before it is built
         config = configuration(target)
         slots, kind = weights.check(model, config, context), activations(config, at, dtype)
         if model.startswith(SHAPE):
