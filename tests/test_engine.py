@@ -239,6 +239,7 @@ from repro.kernels import rms_norm
 engine = Engine.load("pocket-3m", context=64, dtype="float32", device="cpu")
 print("".join(engine.generate("Once upon a time", 4, temperature=0.8)))
 assert rms_norm.unsupported("cuda")
+assert not {"sklearn", "scipy.stats"} & set(sys.modules), "a second of every start"
 """
 
 

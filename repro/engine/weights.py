@@ -218,5 +218,4 @@ def decoder(lm: LowBitModel, context: int, device: torch.device, dtype: torch.dt
     """The decoder of a model on the CPU, compressed or not; UserError as `product`."""
     stored = counting.report(lm, float_bits=16)["bytes"]  # as everywhere, whatever it is computed in
     products = functools.partial(product, lm, device=device, dtype=dtype)
-    made = assemble(lm.model, context, products, lambda weight: weight.data.to(device, dtype))
-    return replace(made, stored_bytes=stored)
+    return replace(assemble(lm.model, context, products, lambda w: w.data.to(device, dtype)), stored_bytes=stored)
