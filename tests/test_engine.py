@@ -595,7 +595,6 @@ def test_the_command_streams_text_and_ends_with_numbers(engine, capsys, monkeypa
         (["x", "--recipe", "rtn-w4-pc", "--no-build"], "run python -m repro compress pocket-3m --recipe 'rtn-w4-pc'"),
         (["x", "--device", "cuda"], "this machine has no CUDA device"),
         (["x\udcff"], "give text in UTF-8"),
-        (["x", "--model", "shape/Llama-2-70B"], "shape/Llama-2-70B has random weights: they have speed and memory"),
     ],
 )
 def test_bad_words_are_one_sentence(capsys, tmp_path, monkeypatch, more, said):
@@ -603,6 +602,12 @@ def test_bad_words_are_one_sentence(capsys, tmp_path, monkeypatch, more, said):
     assert main(["generate", "--model", "pocket-3m", *more]) == 2
     out = capsys.readouterr()
     assert said in out.err and out.err.count("\n") == 1 and out.out == ""
+
+
+def test_a_shape_has_no_text_before_its_weights_are_made(monkeypatch, capsys):
+    monkeypatch.setattr(Engine, "load", lambda *given, **how: pytest.fail("its weights take minutes"))
+    assert main(["generate", "--model", "shape/Llama-2-70B", "x"]) == 2
+    assert "shape/Llama-2-70B has random weights: they have speed and memory" in capsys.readouterr().err
 
 
 def test_every_layer_of_a_block_is_in_a_product(tiny):
