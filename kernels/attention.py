@@ -15,6 +15,8 @@ Online softmax (FlashAttention, arXiv 2205.14135, algorithm 1) over a context th
 (Flash-Decoding, Dao et al., 2023): the split follows the lengths, and a second kernel joins the parts in one order.
 """
 
+import itertools
+
 import torch
 
 from repro.kernels.launch_config import lacks
@@ -55,22 +57,27 @@ def reference(
     mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y [T, Hq, D] in the dtype of q, row by row in float32; NaN past a token's length does no harm."""
-    y, owners = torch.zeros_like(q), rows.tolist()
-    for row in sorted({owner for owner in owners if owner >= 0}):
-        here = torch.tensor([t for t, owner in enumerate(owners) if owner == row], device=q.device)
-        ends = lengths.index_select(0, here)
-        slot = torch.arange(int(ends.max()), device=q.device)
-        unseen, (k, v) = slot >= ends[:, None], (cache[row, :, : len(slot)].float() for cache in (keys, values))
-        if mask is not None:
-            column = slot - start[here, None]
-            inside = mask[here].gather(1, column.clamp(0, mask.shape[1] - 1)) & (column < mask.shape[1])
-            unseen |= (column >= 0) & ~inside
-            v = v.masked_fill(unseen.all(0)[:, None], 0)  # what nobody sees may be anything
-        grouped = q.index_select(0, here).float().unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [Hk, Hq / Hk, t, D]
-        score = (grouped.flatten(1, 2) @ k.mT).view(*grouped.shape[:3], len(slot)) * scale
-        p = score.masked_fill(unseen, -torch.inf).softmax(3).masked_fill(unseen, 0)
-        mixed = (p.flatten(1, 2) @ v).view_as(grouped).permute(2, 0, 1, 3)
-        y.index_copy_(0, here, mixed.flatten(1, 2).to(q.dtype))
+    y, ends, stop, group = torch.zeros_like(q), lengths.tolist(), 0, q.shape[1] // keys.shape[1]
+    for row, run in itertools.groupby(rows.tolist()):  # neighbours that share a row
+        here = slice(stop, stop := stop + len(list(run)))
+        if row < 0:
+            continue
+        k, v = (cache[row, :, : max(ends[here])].float() for cache in (keys, values))
+        heads = q[here].float().view(-1, len(k), group, q.shape[2]).transpose(0, 1)
+        score = torch.bmm(heads.flatten(1, 2), k.mT) * scale  # [Hk, t Hq / Hk, n]
+        if mask is None and heads.shape[1] == 1:  # it sees all of them
+            p = score.softmax(2)
+        else:
+            slot = torch.arange(k.shape[1], device=q.device)
+            unseen = slot >= lengths[here, None]
+            if mask is not None:
+                column = slot - start[here, None]
+                inside = mask[here].gather(1, column.clamp(0, mask.shape[1] - 1)) & (column < mask.shape[1])
+                unseen |= (column >= 0) & ~inside
+                v = v.masked_fill(unseen.all(0)[:, None], 0)  # what nobody sees may be anything
+            unseen = unseen.repeat_interleave(group, 0)
+            p = score.masked_fill(unseen, -torch.inf).softmax(2).masked_fill(unseen, 0)
+        y[here] = torch.bmm(p, v).view_as(heads).transpose(0, 1).flatten(1, 2)
     return y
 
 

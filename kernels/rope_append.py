@@ -60,14 +60,16 @@ def reference(
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """q [T, Hq, D] in the dtype of qkv; writes to `keys` and `values`."""
-    live, new = (rows >= 0).nonzero()[:, 0], keys.shape[1]
-    heads, at = qkv.view(len(qkv), -1, keys.shape[3]).index_select(0, live), positions.index_select(0, live)
-    turned = rotate(heads[:, :-new], cos.index_select(0, at), sin.index_select(0, at))  # query heads, then key heads
-    place = rows.index_select(0, live).long(), slots.index_select(0, live).long()
-    for cache, written in ((keys, turned[:, -new:]), (values, heads[:, -new:])):
-        cache.transpose(1, 2).index_put_(place, written)
-    q = qkv.new_zeros(len(qkv), heads.shape[1] - 2 * new, keys.shape[3])
-    return q.index_copy_(0, live, turned[:, :-new])
+    heads, new = qkv.view(len(qkv), -1, keys.shape[3]), keys.shape[1]
+    if min(rows.tolist()) < 0:  # the others alone, then zeros between them
+        live, q = (rows >= 0).nonzero()[:, 0], torch.zeros_like(heads[:, : -2 * new])
+        here = [each.index_select(0, live) for each in (qkv, positions, rows, slots)]
+        return q.index_copy_(0, live, reference(here[0], cos, sin, *here[1:], keys, values)) if len(live) else q
+    turned = rotate(heads[:, :-new], cos.index_select(0, positions), sin.index_select(0, positions))  # queries, keys
+    place = rows.long(), slots.long()
+    keys.transpose(1, 2).index_put_(place, turned[:, -new:])
+    values.transpose(1, 2).index_put_(place, heads[:, -new:])
+    return turned[:, :-new].contiguous()
 
 
 def unsupported(device: torch.device | str) -> str | None:

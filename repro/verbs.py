@@ -117,7 +117,9 @@ def export(args: Namespace) -> None:
 def generate(args: Namespace) -> None:
     """Stream a model's text, then one line of numbers."""
     from repro.engine import Engine  # Transformers takes seconds
+    from repro.engine.core import needs_weights
 
+    needs_weights(args.model)  # a shape's would take minutes to make
     if args.prompt is not None and args.file is not None:
         raise UserError("a prompt and --file: give one of them")
     try:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro import models
 from repro.__main__ import main
@@ -176,6 +177,39 @@ def test_logits_and_scores_are_those_of_transformers(engine):
         assert torch.allclose(engine.score(ids), scores, atol=1e-4)
 
 
+# --- what a step costs on a CPU ---------------------------------------------------------------------------------------
+
+
+def test_a_wide_weight_is_held_by_columns_once(engine):
+    """Products of one token with more outputs than inputs take half the time so; a tied head is the embedding."""
+    for block in engine.model.blocks:
+        assert [p.weight.stride() for p in (block.qkv, block.gate_up)] == [(1, 512), (1, 1536)]
+        assert block.out.weight.is_contiguous() and block.down.weight.is_contiguous()
+    assert engine.model.embedding is engine.model.head.weight and engine.model.embedding.stride() == (1, 4096)
+    x, weight, bias = torch.randn(3, 8), torch.randn(24, 8), torch.randn(24)
+    assert torch.allclose(weights.Dense(weight, bias)(x), x @ weight.T + bias, atol=1e-5)
+    assert weights.Dense(weight.bfloat16()).weight.is_contiguous()  # the library lays out 16-bit weights itself
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators of torch that are called."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_step_calls_few_operators(engine):
+    """At a small model their calls are half the time; views and conversions that do nothing count."""
+    cache, at = step.Cache(engine.model, 1), torch.tensor([20], dtype=torch.int32)
+    tokens = step.Tokens(torch.tensor([5]), torch.zeros(1, dtype=torch.int32), at, at, at + 1)
+    with Calls() as calls:
+        step.step(engine.model, cache, tokens)
+    assert calls.count <= 90 * len(engine.model.blocks)
+
+
 # --- one engine, many generations -------------------------------------------------------------------------------------
 
 
@@ -205,6 +239,7 @@ from repro.kernels import rms_norm
 engine = Engine.load("pocket-3m", context=64, dtype="float32", device="cpu")
 print("".join(engine.generate("Once upon a time", 4, temperature=0.8)))
 assert rms_norm.unsupported("cuda")
+assert not {"sklearn", "scipy.stats"} & set(sys.modules), "a second of every start"
 """
 
 
@@ -435,6 +470,15 @@ def test_nothing_runs_beyond_the_context(engine):
         (lambda e: e.generate("x", 4, stop=""), "stop: an empty text"),
         (lambda e: e.generate(["x", "y"], 4, seed=[1]), "seed: 1 for 2 prompts"),
         (lambda e: e.generate([[1, 4096]], 4), "token 4096: pocket-3m has ids from 0 to 4,095"),
+        (lambda e: e.generate([[5, -3]], 4), "token -3: pocket-3m has ids from 0 to 4,095"),
+        (lambda e: e.generate([1, 2, 3], 4), "prompt 1: give text in UTF-8 or a list of token ids"),
+        (lambda e: e.generate("a\udcff", 4), r"prompt 'a.udcff': give text in UTF-8"),
+        (lambda e: e.logits([[1, 2]]), "prompt .*1, 2.*: give text"),
+        (lambda e: e.score([1.5, 2.0]), "prompt .*1.5, 2.0.: give text"),
+        (lambda e: e.tree(0, 510, torch.tensor([1, 2, 3]), [-1, 0, 1]), "3 nodes behind 510 slots of row 0: the cache"),
+        (lambda e: e.tree(99, 5, torch.tensor([1]), [-1]), "1 nodes behind 5 slots of row 99: the cache has"),
+        (lambda e: e.tree(0, 5, torch.tensor([1, 2]), [1, -1]), "parents .1, -1. of 2 nodes: one for each, an earlier"),
+        (lambda e: e.tree(0, 5, torch.tensor([1, 2]), [-1]), "parents .-1. of 2 nodes: one for each"),
         (lambda e: e.chat("x"), "its tokenizer has no chat template"),
     ],
 )
@@ -477,6 +521,29 @@ def test_a_grid_without_a_packed_format_names_its_layer(tiny, monkeypatch, shape
     text = "-".join(["rtn", *(f"{key[0]}{value}".replace("b", "w") for key, value in options.items())])
     with pytest.raises(UserError, match=said):
         Engine.load(shape, text, device="cpu")
+
+
+def test_bits_without_a_packed_format_are_refused_before_anything_is_built(monkeypatch):
+    built = []
+    monkeypatch.setattr(engines_by_name, "compressed", lambda *given: built.append(given))
+    for name in ("pocket-3m", "shape/Llama-3.2-1B"):
+        with pytest.raises(
+            UserError, match="codes of 5 bits have no packed format; choose 2, 3 .in 4-bit slots., 4 or 8"
+        ):
+            Engine.load(name, "rtn-w5-g128 + qera", device="cpu")
+    assert built == []
+
+
+def test_a_batch_of_64_unequal_prompts_is_64_single_ones(engine):
+    prompts = [[5 + i] * (1 + i * 37 % 300) for i in range(64)]
+    how = {"temperature": 0.8, "top_p": 0.95, "stop": "e"}
+    together = list(engine.generate(prompts, 4, seed=11, **how))
+    for i in (0, 17, 40, 63):
+        alone = one(engine, prompts[i], 4, seed=11 + i, **how)
+        assert (alone, alone.tokens, alone.ended) == (together[i], together[i].tokens, together[i].ended)
+    assert len({text.ended for text in together}) == 2
+    with pytest.raises(UserError, match="65 prompts; 1 to 64 are decoded together"):
+        engine.generate([*prompts, "x"])
 
 
 def test_a_dtype_that_the_processor_does_not_compute_in(monkeypatch):
@@ -527,6 +594,7 @@ def test_the_command_streams_text_and_ends_with_numbers(engine, capsys, monkeypa
         (["x", "--context", "9999"], "context 9999: pocket-3m has 1 to 2,048 tokens"),
         (["x", "--recipe", "rtn-w4-pc", "--no-build"], "run python -m repro compress pocket-3m --recipe 'rtn-w4-pc'"),
         (["x", "--device", "cuda"], "this machine has no CUDA device"),
+        (["x\udcff"], "give text in UTF-8"),
     ],
 )
 def test_bad_words_are_one_sentence(capsys, tmp_path, monkeypatch, more, said):
@@ -534,6 +602,12 @@ def test_bad_words_are_one_sentence(capsys, tmp_path, monkeypatch, more, said):
     assert main(["generate", "--model", "pocket-3m", *more]) == 2
     out = capsys.readouterr()
     assert said in out.err and out.err.count("\n") == 1 and out.out == ""
+
+
+def test_a_shape_has_no_text_before_its_weights_are_made(monkeypatch, capsys):
+    monkeypatch.setattr(Engine, "load", lambda *given, **how: pytest.fail("its weights take minutes"))
+    assert main(["generate", "--model", "shape/Llama-2-70B", "x"]) == 2
+    assert "shape/Llama-2-70B has random weights: they have speed and memory" in capsys.readouterr().err
 
 
 def test_every_layer_of_a_block_is_in_a_product(tiny):

@@ -111,6 +111,25 @@ def test_a_tree_sees_its_branches_and_nothing_unwritten():
     torch.testing.assert_close(attention.attention(**inputs).double(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_tokens_of_a_row_need_not_be_neighbours(tree):
+    inputs = small("attention", B=2, context=5, n=3, tree=tree)
+    want, order = attention.attention(**inputs), torch.tensor([0, 3, 1, 4, 5, 2])
+    mixed = {
+        n: t[order].contiguous() if n in ("q", "rows", "lengths", "mask", "start") else t for n, t in inputs.items()
+    }
+    torch.testing.assert_close(attention.attention(**mixed), want[order], rtol=1e-5, atol=1e-6)
+
+
+def test_padding_alone_writes_nothing_and_sees_nothing():
+    inputs = small("rope_append", T=3, padding=3)
+    before = inputs["keys"].clone(), inputs["values"].clone()
+    assert not rope_append.rope_append(**inputs).any()
+    assert torch.equal(inputs["keys"], before[0]) and torch.equal(inputs["values"], before[1])
+    inputs = small("attention", B=2, n=1, tree=False)
+    assert not attention.attention(**inputs | {"rows": torch.full((2,), -1, dtype=torch.int32)}).any()
+
+
 def test_decoding_token_by_token_is_the_prefill():
     inputs = small("attention", context=6, n=6, tree=False, Hq=4)
     inputs["q"][:, 1] = 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import torch
@@ -13,10 +14,16 @@ from repro.engine.decoding import Decoding, Sampling, Steps, prefill
 from repro.engine.output import Stats, Stream, Text, measured
 from repro.engine.step import Cache, Decoder, Operator, tree_of
 from repro.engine.step import step as plain_step
-from repro.errors import Refused, UserError
+from repro.errors import Refused, UserError, shortened
 
 MOST = 64  # sequences of a batch
 SHAPE = "shape/"  # begins the name of a model with random weights
+
+
+def needs_weights(name: str) -> None:
+    """UserError for a model that has no weights of its own, which is all that text and quality can come from."""
+    if name.startswith(SHAPE):
+        raise UserError(f"{name} has random weights: they have speed and memory, but no text and no quality")
 
 
 class Core:
@@ -56,19 +63,18 @@ class Core:
 
         Before anything runs: UserError for what means nothing, `Refused` for prompts beyond the context.
         """
-        self._needs_weights()
+        needs_weights(self.name)
         whole = not isinstance(prompts, str)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stop:
             raise UserError("stop: an empty text would end every sequence at once; name some characters")
-        given = prompts if whole else [prompts]
-        ids = [self.tokenizer(each)["input_ids"] if isinstance(each, str) else list(each) for each in given]
+        ids = [self._ids(each) for each in (prompts if whole else [prompts])]
         batch = self._decoding(ids, max_new_tokens, Sampling(temperature, top_k, top_p), seed)
         return self._texts(batch, whole, stop, self.ends if eos else frozenset(), logprobs)
 
     def chat(self, message: str) -> str:
         """A user's message in the tokenizer's chat template, up to the answer; UserError where it has no template."""
-        self._needs_weights()
+        needs_weights(self.name)
         if not self.tokenizer.chat_template:
             raise UserError(f"model {self.name!r}: its tokenizer has no chat template; leave out --chat")
         turn = {"role": "user", "content": message}
@@ -119,6 +125,11 @@ class Core:
 
     def tree(self, row: int, length: int, ids: Tensor, parents: Sequence[int]) -> Tensor:
         """Logits `[T, V]` of the nodes of a tree (`tree_of`) behind `length` slots of a row; then `cache.gather`."""
+        if len(parents) != len(ids) or not all(-1 <= parent < node for node, parent in enumerate(parents)):
+            raise UserError(f"parents {shortened(parents)} of {len(ids)} nodes: one for each, an earlier node or -1")
+        if not (0 <= row < len(self.cache.lengths) and 0 <= length <= self.context - len(ids)):
+            has = f"the cache has {len(self.cache.lengths)} rows of {self.context:,}"
+            raise Refused("too_long", f"{len(ids)} nodes behind {length:,} slots of row {row}: {has}")
         return self.model.head(plain_step(self.model, self.cache, tree_of(ids, list(parents), row, length)))
 
     def replace(self, block: int, **operators: Operator) -> None:
@@ -127,19 +138,22 @@ class Core:
         blocks[block] = replace(blocks[block], **operators)
         self.steps = Steps(replace(self.model, blocks=tuple(blocks)), len(self.cache.lengths))
 
-    def _needs_weights(self) -> None:
-        if self.name.startswith(SHAPE):
-            raise UserError(f"{self.name} has random weights: they have speed and memory, but no text and no quality")
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        try:
+            if isinstance(prompt, str):
+                return self.tokenizer(prompt.encode().decode())["input_ids"]
+            return [index(token) for token in prompt]
+        except (TypeError, ValueError):
+            raise UserError(f"prompt {shortened(ascii(prompt))}: give text in UTF-8 or a list of token ids") from None
 
-    def _check(self, ids: Sequence[int] | Tensor, new: int) -> None:
+    def _check(self, ids: Sequence[int], new: int) -> None:
         if len(ids) == 0:
             raise UserError("a prompt of no tokens: there is nothing to go on from; give it some text")
         if len(ids) + new > self.context:
             said = f"{len(ids):,} tokens and {new:,} new ones are more than the context of {self.context:,}"
             raise Refused("too_long", f"{said}; shorten the prompt or load with a larger context")
-        if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
-            most = self.model.config.vocab_size - 1
-            raise UserError(f"token {int(max(ids))}: {self.name} has ids from 0 to {most:,}")
+        if wrong := [token for token in ids if not 0 <= token < self.model.config.vocab_size]:
+            raise UserError(f"token {wrong[0]}: {self.name} has ids from 0 to {self.model.config.vocab_size - 1:,}")
 
     def _decoding(
         self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int]
@@ -205,8 +219,8 @@ class Core:
 
     def _chunks(self, ids: Sequence[int] | Tensor) -> Iterator[Tensor]:
         """float32 logits of tokens, chunk by chunk."""
-        self._needs_weights()
-        ids = torch.as_tensor(ids).tolist()
+        needs_weights(self.name)
+        ids = self._ids(torch.as_tensor(ids).tolist())
         self._check(ids, 0)
         self._turn = object()
         for hidden in prefill(self.steps, torch.tensor(ids, device=self.model.device), 0, self.chunk):

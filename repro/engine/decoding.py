@@ -111,9 +111,9 @@ class Steps:
 def prefill(steps: Steps, ids: Tensor, row: int, chunk: int) -> Iterator[Tensor]:
     """Put tokens `[T]` into an empty row of the cache; yields the last hidden states `[≤ chunk, H]` of each chunk."""
     for start in range(0, len(ids), chunk):
-        part = ids[start : start + chunk]
-        end = start + len(part)
-        yield step(steps.model, steps.cache, run_of(part, row, start), library_attention(row, end))
+        tokens = run_of(ids[start : start + chunk], row, start)
+        end = start + len(tokens.ids)
+        yield step(steps.model, steps.cache, tokens, library_attention(tokens, row, end))
         steps.cache.keep(row, end)
 
 

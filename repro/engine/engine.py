@@ -66,6 +66,8 @@ class Engine(Core):
         at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if at.type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
+        for bits in (step.config.bits for step in target.recipe.steps if hasattr(step.config, "group")):
+            weights.slot(bits)  # before it is built
         config = configuration(target)
         slots, kind = weights.check(model, config, context), activations(config, at, dtype)
         if model.startswith(SHAPE):
@@ -101,11 +103,13 @@ def compressed(target: Target, dtype: torch.dtype, build: bool) -> LowBitModel:
 
 def configuration(target: Target) -> Any:
     """Transformers' configuration of a model or shape."""
+    import transformers.utils
+
+    transformers.utils.is_sklearn_available = lambda: False  # as in `models.load`: a configuration imports it all
     from transformers import AutoConfig
 
     name = target.model
-    if name.startswith(SHAPE):
-        shape = name.removeprefix(SHAPE)
+    if (shape := name.removeprefix(SHAPE)) != name:
         if shape not in SHAPES:
             raise unknown("shape", shape, SHAPES)
         return AutoConfig.for_model(**SHAPES[shape])

@@ -187,11 +187,11 @@ def step(model: Decoder, cache: Cache, tokens: Tokens, attend: Operator | None =
     return model.blocks[0].norm(x, model.norm, eps, residual)[0]
 
 
-def library_attention(row: int, end: int) -> Operator:
+def library_attention(tokens: Tokens, row: int, end: int) -> Operator:
     """The library's attention for the last tokens of a row whose slots end at `end`: a prefill reads few bytes."""
+    seen = torch.arange(end, device=tokens.ids.device) < tokens.lengths[:, None]
 
     def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        seen = torch.ones(len(q), end, dtype=torch.bool, device=q.device).tril(end - len(q))
         k, v = (cache[row : row + 1, :, :end] for cache in (keys, values))
         y = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=seen, enable_gqa=True)
         return y[0].transpose(0, 1)
