@@ -125,8 +125,7 @@ def slot(bits: int) -> int:
 
 
 def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The product of layers that share their input; UserError, with the layer, for a format that cannot be packed, or
-    inputs that a step makes sparse."""  # fmt: skip
+    """The product of layers that share their input; UserError, with the layer, for one that cannot be packed or run."""
     weights = [lm.weights.get(name) for name in names]
     with in_layer(names[0]):
         if len({_format(weight) for weight in weights}) > 1:
