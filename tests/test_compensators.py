@@ -537,3 +537,23 @@ def test_a_second_moment_without_a_cholesky_factor():
     with pytest.raises(UserError, match="not positive definite with damping 0"):
         low_rank.cholesky(singular, 0.0)
     assert low_rank.cholesky(singular, 1e-6).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"factor_bits": 8}], ids=["fp16", "int8"])
+@pytest.mark.parametrize("name", sorted(name for name in BASELINES if hasattr(BASELINES[name], "attached")))
+def test_a_compensator_on_a_gpu_continues_from_a_file(tmp_path, name, options):
+    """What a file holds is read on the CPU; the full-precision weights and what is made of them are on the GPU."""
+    tokens, module, made = tiny.tokens().cuda(), BASELINES[name], {}
+    wanted = options | ({"effort": 0.01} if name == "uniform" else {"rank": 2})
+    for start in ("quantized here", "read from a file"):
+        lm = LowBitModel(tiny.model("llama").cuda())
+        rtn.apply(lm, None, rtn.Config(bits=3))
+        if start == "read from a file":
+            lm.save(tmp_path / "model.safetensors", {})
+            lm = LowBitModel(tiny.model("llama").cuda())
+            lm.load(tmp_path / "model.safetensors", keep_full=True)
+        module.apply(lm, tokens, module.Config(**wanted))
+        made[start] = lm.model(tokens[:1]).logits
+    assert torch.equal(*made.values()), name
