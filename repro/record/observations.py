@@ -8,9 +8,10 @@ The checksum covers values and metadata: it finds damage and slips of the hand, 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,24 @@ def to_table(series: Mapping[str, Series], schema: pa.Schema = SCHEMA, **place: 
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def from_frame(frame: Any) -> dict[str, Series]:
-    """The series of a data frame in the long form, in the order in which they were written.
+def from_table(table: pa.Table, place: Sequence[str] = ()) -> dict[tuple[Any, ...], dict[str, Series]]:
+    """The series of a table in the long form by its columns `place`, in the order in which they were written.
 
     Raises:
-        ValueError: a series in two groups, or with a unit that is missing, given twice or out of order.
+        ValueError: a series in two groups or places, or with a unit that is missing, given twice or out of order.
     """
-    found = {}
-    for (name, group, units), rows in frame.groupby(["name", "group", "units"], sort=False):
-        if name in found or not np.array_equal(rows["unit"], np.arange(len(rows))):
+    found: dict[tuple[Any, ...], dict[str, Series]] = {}
+    columns = [table[name].combine_chunks().dictionary_encode() for name in (*place, "name", "group", "units")]
+    codes = np.stack([column.indices.to_numpy() for column in columns])
+    words = [column.dictionary.to_pylist() for column in columns]
+    unit, value = table["unit"].to_numpy(), table["value"].to_numpy()
+    edges = [0, *(np.flatnonzero((codes[:, 1:] != codes[:, :-1]).any(0)) + 1).tolist(), len(unit)]
+    for start, end in pairwise(edges) if len(unit) else ():
+        *where, name, group, units = (known[i] for known, i in zip(words, codes[:, start]))
+        series = found.setdefault(tuple(where), {})
+        if name in series or not np.array_equal(unit[start:end], np.arange(end - start)):
             raise ValueError(f"the series {name!r} is not one value per unit")
-        found[name] = Series(rows["value"].to_numpy(), units, group)
+        series[name] = Series(value[start:end].copy(), units, group)
     return found
 
 
@@ -149,7 +157,8 @@ def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, st
         UserError: the file is missing, damaged or cut short, or has other columns.
     """
     try:
-        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read()
         meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; build it again") from None
@@ -169,7 +178,7 @@ def load(path: Path) -> Observations:
     """
     table, meta = read(path)
     try:
-        series = from_frame(table.to_pandas())
+        series = from_table(table).get((), {})
     except ValueError as error:
         raise UserError(f"{path}: {error}; delete it and build it again") from None
     if meta.get("checksum") != checksum(series, meta):
@@ -220,12 +229,10 @@ def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
         UserError: the file is damaged or does not match its checksum.
     """
     table, meta = read(path, PACKED)
-    found = {}
-    for (cell, seed), rows in table.to_pandas().groupby(["cell", "seed"], sort=False):
-        try:
-            found[cell, int(seed)] = from_frame(rows)
-        except ValueError as error:
-            raise UserError(f"{path}: {error}; check it out again") from None
+    try:
+        found = from_table(table, ("cell", "seed"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; check it out again") from None
     if meta.get("digest") != packed_digest(found):
         raise UserError(f"{path}: its values do not match its checksum; check it out again")
     return found, meta["digest"]
