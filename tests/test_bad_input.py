@@ -260,7 +260,7 @@ def place(here, saved):
 RECIPES = {
     LONG: ("5,000 characters", "at most 4,000"),
     "rtn(" + 3000 * "[": ("recipe 'rtn(", "nested more than 20 deep"),
-    "gpqt-w4": ("unknown step 'gpqt'", "did you mean 'gptq'"),
+    "gptg-w4": ("unknown step 'gptg'", "did you mean 'gptq'"),
     "rtn-w4-quick": ("rtn has no option 'quick'", "options: bits"),
     "rtn-w1": ("bits is 1",),
     "rtn(w=$(touch x))": ("bits: expected int",),
@@ -615,7 +615,7 @@ SPECS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     (TABLE, SHORT + "recipe: '{recipe.__class__}'\n", (TABLE, "which is no variable there")),
     (TABLE, SHORT + "beside: {X: {kind: storrage}}\n", (TABLE, "unknown kind of cell 'storrage'", "'storage'")),
     (TABLE, SHORT + "beside: {X: {kind: storage, cuont: 1}}\n", (TABLE, "storage: unknown key 'cuont'", "'count'")),
-    (TABLE, SHORT + "beside: {X: {kind: perplexity, corpus: c5}}\n", ("unknown corpus 'c5'", "choose from: c4")),
+    (TABLE, SHORT + "beside: {X: {kind: perplexity, corpus: c5}}\n", ("corpus 'c5'", "choose from: alpaca")),
     (TABLE, SHORT + "beside: {X: storage}\n", (TABLE, "beside.X: expected a mapping")),
     (TABLE, SHORT + "seeds: []\n", (TABLE, "seeds: []", "at least one")),
     (TABLE, SHORT + "seeds: [1, 1]\n", (TABLE, "seeds: [1, 1]", "each once")),

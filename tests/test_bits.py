@@ -131,8 +131,9 @@ METHODS = {
     "uniform": f"rtn-w3-pc + uniform({SHORT}, epochs=0)",
     "spear": f"rtn-w3-pc + spear({SHORT}, epochs1=0, epochs2=0, placement=full)",
     "spear gate=false": f"rtn-w3-pc + spear({SHORT}, epochs1=0, placement=full, gate=false)",
+    "spqt": "rtn-w4-g32 + spqt(tokens=192, search=48)",
 }
-WIDTHS = {"A": 16, "B": 16, "W1": 16, "b1": 16, "W2": 16, "b2": 16, "A_scale": 32, "B_scale": 32}
+WIDTHS = {"A": 16, "B": 16, "W1": 16, "b1": 16, "W2": 16, "b2": 16, "A_scale": 32, "B_scale": 32, "threshold": 32}
 
 
 def test_every_method_is_packed():

@@ -14,7 +14,7 @@ from repro.models.quantized import FORMATS
 Layout = Literal["row", "zigzag", "zigzag-planes"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Q4KWeight:
     """Rows `start … end - 1` of a stack of layers that are stored together; only the first of these stores the stack.
 
@@ -36,6 +36,15 @@ class Q4KWeight:
     start: int
     end: int
     first: str = ""
+
+    def __init__(
+        self, stack: tuple[Tensor, ...] = (), layout: Layout = "row", start: int = 0, end: int = 0, first: str = "",
+        **tensors: Tensor,
+    ) -> None:  # fmt: skip
+        """`tensors`, by the names of TENSORS, are the stack as a file holds it, in place of `stack`."""
+        stack = tuple(tensors[key] for key in self.TENSORS if key in tensors) or stack
+        for name, value in (("stack", stack), ("layout", layout), ("start", start), ("end", end), ("first", first)):
+            object.__setattr__(self, name, value)
 
     @property
     def shape(self) -> torch.Size:
@@ -90,8 +99,7 @@ class Q4KWeight:
         cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], earlier: Mapping[str, Any]
     ) -> "Q4KWeight":
         """The weight that a file holds; its stack may be that of an `earlier` layer."""
-        shared = earlier[numbers["first"]].stack if numbers["first"] else None
-        return cls(shared or tuple(tensors[key] for key in cls.TENSORS if key in tensors), **numbers)
+        return cls(earlier[numbers["first"]].stack if numbers["first"] else (), **numbers, **tensors)
 
 
 FORMATS[Q4KWeight.FORMAT] = Q4KWeight
