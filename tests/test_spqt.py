@@ -14,7 +14,6 @@ from known import X
 from repro.__main__ import main
 from repro.baselines import qera, rtn
 from repro.cells import sparsity as reached
-from repro.engine import weights as engine
 from repro.errors import UserError
 from repro.jobs import compress, runner
 from repro.jobs.target import Target
@@ -387,14 +386,6 @@ def test_thresholds_of_another_model_or_calibration_text_are_refused(tmp_path, m
         compress.load(jobs["pocket-5m"].given(), jobs["pocket-3m"].folder)
     held = observations.once(jobs["pocket-3m"].folder / observations.FILE, 0).series
     assert len(held["layers/threshold"].values) == 14 and (held["layers/sparsity"].values == 0.5).all()
-
-
-@pytest.mark.parametrize("quantizer", [None, 4])
-def test_the_engine_does_not_run_it_densely(quantizer):
-    with pytest.raises(
-        UserError, match="q_proj: the engine does not run the sparse inputs of spqt; leave that step out"
-    ):
-        engine.decoder(sparse(quantizer=quantizer), 16, torch.device("cpu"), torch.float32)
 
 
 def test_the_step_is_calibrated_and_its_name_says_what_differs():

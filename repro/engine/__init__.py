@@ -1,7 +1,7 @@
 """One decode engine: a model under a recipe generates text, on a CPU, or on a GPU from packed weights with CUDA graphs.
 
-Proofs: tests/test_engine.py and test_engine_equal.py on a CPU, test_engine_gpu.py on a GPU, and the last run of every
-prompt, chunk and batch on both in results/engine-equal.csv.
+Proofs: tests/test_engine.py and test_engine_equal.py on a CPU, test_engine_gpu.py on a GPU, test_engine_sparse.py on
+both, and the last run of every prompt, chunk and batch on both in results/engine-equal.csv.
 
 engine = Engine.load("pocket-10m", recipe="rtn-w4-g128", context=2048)
 for piece in engine.generate("Once upon", max_new_tokens=64):

@@ -93,17 +93,17 @@ class Core:
         return frozenset([found] if isinstance(found, int) else found or ())
 
     def logits(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """float32 `[T, V]`: what the model says after each of T tokens; UserError as `generate`."""
+        """float32 `[T, V]`: what the model says after each of T tokens; UserError as `generate`.
+
+        This is a prefill, and so dense: thresholds of SpQt hold for tokens that are decoded, in `generate` and `tree`.
+        """
         return torch.cat(list(self._chunks(ids)))
 
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """float32 `[T - 1]`: natural log probabilities of T tokens after those before them; UserError as `generate`."""
-        found, start, wanted = [], 1, torch.as_tensor(ids, device=self.model.device)
-        for logits in self._chunks(ids):
-            following = wanted[start : start + len(logits)]
-            found.append(logits[: len(following)].log_softmax(1).gather(1, following[:, None])[:, 0])
-            start += len(logits)
-        return torch.cat(found)
+        """float32 `[T - 1]`: natural log probabilities of T tokens after those before them, by dense `logits`."""
+        following = torch.as_tensor(ids, device=self.model.device)[1:, None].split(self.chunk)
+        pairs = zip(self._chunks(ids), following)
+        return torch.cat([logits[: len(each)].log_softmax(1).gather(1, each)[:, 0] for logits, each in pairs])
 
     def time(self, prompt: int, new: int, batch: int = 1) -> Stats:
         """Decode `new` tokens after random prompts: speed and memory of any model, also of a shape."""
@@ -197,15 +197,14 @@ class Core:
     ) -> Iterator[Text]:
         """Pieces of the only sequence, or whole texts in order, as soon as all before them are there."""
         streams = [Stream(self.tokenizer, prompt, stop) for prompt in batch.prompts]
-        count, done, following = [0] * len(streams), {}, 0
+        done, following = {}, 0
         texts, tokens, values = ([kind() for _ in streams] for kind in (str, list, list))
-        for found in self._run(batch):
+        for given, found in enumerate(self._run(batch), start=1):
             for i, token, logprob in found:
-                count[i] += 1
                 tokens[i].append(token)
                 values[i].append(logprob)
                 text, stopped = ("", False) if token in ends else streams[i].push(token)
-                last = count[i] == batch.limits[i]
+                last = given == batch.limits[i]
                 ended = "eos" if token in ends else "stop" if stopped else "length" if last else ""
                 if ended:
                     batch.end(i)

@@ -114,7 +114,7 @@ def prefill(steps: Steps, ids: Tensor, row: int, chunk: int) -> Iterator[Tensor]
         tokens = run_of(ids[start : start + chunk], row, start)
         end = start + len(tokens.ids)
         yield step(steps.model, steps.cache, tokens, library_attention(tokens, row, end))
-        steps.cache.keep(row, end)
+        steps.cache.lengths[row] = end
 
 
 class Decoding:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -73,7 +73,7 @@ class Stats:
         mbu: bytes that a median step reads (weights and valid cache slots), per second, over the bandwidth of a copy.
         peak_bytes: of memory; on a GPU of this generation and what was loaded, on a CPU of the process so far.
         stored_bytes: the model as it is stored; 3-bit codes take 3 bits.
-        read_bytes: weights that a step reads here; 3-bit codes take 4 bits, on a CPU all are dequantized.
+        read_bytes: weights that a step reads here; 3-bit codes take 4 bits, on a CPU all are dequantized, as Q4_K is.
     """
 
     prompt_tokens: int = 0
@@ -121,12 +121,7 @@ def peak_bytes(device: torch.device) -> int:
 @cache
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read and written, of the fastest of several copies on a device with its present threads."""
-    source, seconds = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device), []
+    source = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device)
     target, wait = torch.empty_like(source), torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for _ in range(5):
-        wait()
-        began = time.perf_counter()
-        target.copy_(source)
-        wait()
-        seconds.append(time.perf_counter() - began)
+    seconds = timeit.repeat(lambda: (target.copy_(source), wait()), setup=wait, repeat=5, number=1)
     return 2 * source.nbytes / min(seconds)

@@ -6,8 +6,8 @@ they are the references of `kernels/`, on a GPU its kernels. Everything that a s
 device: rows, positions and lengths, so that a captured step can be replayed for any of them.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -27,10 +27,7 @@ def on(device: torch.device, kernel: ModuleType) -> Operator:
 
 @dataclass(frozen=True)
 class Block:
-    """The operators of one transformer block: weights `[H]` of norms, products, and what `kernels/` has between them.
-
-    Products are `[T, K]` to `[T, N]`; layers that share their input are one.
-    """
+    """The operators of a transformer block: weights `[H]` of norms, products, and what `kernels/` has between them."""
 
     input_norm: Tensor
     qkv: nn.Module
@@ -49,6 +46,11 @@ class Block:
         names = {"norm": rms_norm, "rope": rope_append, "attention": attention, "product": silu_product}
         found = {name: on(input_norm.device, kernel) for name, kernel in names.items()}
         return cls(input_norm=input_norm, post_norm=post_norm, **products, **found)
+
+    @property
+    def dense(self) -> "Block":
+        """The block as a prefill runs it: without the thresholds of those products that have some (SpQt, section 5)."""
+        return replace(self, **{name: part.dense for name, part in vars(self).items() if hasattr(part, "dense")})
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,13 @@ class Decoder:
         """Where all tensors are."""
         return self.embedding.device
 
-    def read(self) -> Iterator[Tensor]:
-        """Every tensor that a step reads whole, once; of the embedding only rows are read, unless it is the head."""
-        found = {id(self.norm): self.norm, **{id(t): t for t in self.head.buffers()}}
-        for block in self.blocks:
-            for part in vars(block).values():
-                tensors = part.buffers() if isinstance(part, nn.Module) else [part] if isinstance(part, Tensor) else []
-                found |= {id(tensor): tensor for tensor in tensors}
-        yield from found.values()
-
     @property
     def read_bytes(self) -> int:
-        """Bytes of weights that a step must read."""
-        return sum(tensor.nbytes for tensor in self.read())
+        """Bytes of the tensors that a step reads whole, each once; an embedding only where it is the head as well."""
+        found = [self.norm, *self.head.buffers()]
+        for part in (part for block in self.blocks for part in vars(block).values()):
+            found += part.buffers() if isinstance(part, nn.Module) else [part] if isinstance(part, Tensor) else []
+        return sum({id(tensor): tensor.nbytes for tensor in found}.values())
 
 
 class Cache:
@@ -112,16 +108,12 @@ class Cache:
         """Bytes of one token's keys and values in all blocks."""
         return 2 * self.keys[:, 0, :, 0].nbytes
 
-    def keep(self, row: int, length: int) -> None:
-        """Drop every slot of a row from `length` on."""
-        self.lengths[row] = length
-
     def gather(self, row: int, length: int, slots: Tensor) -> None:
         """Move `slots` (int64, in order) of a row behind its first `length` slots and drop all others."""
         end = length + len(slots)
         for cache in (self.keys, self.values):
             cache[:, row, :, length:end] = cache[:, row].index_select(2, slots)
-        self.keep(row, end)
+        self.lengths[row] = end
 
 
 @dataclass(frozen=True)
@@ -169,11 +161,13 @@ def step(model: Decoder, cache: Cache, tokens: Tokens, attend: Operator | None =
     """The last hidden states `[T, H]` after the last norm, for `model.head`; `cache` gets the tokens' keys and values.
 
     Args:
-        attend: `(q, keys, values) -> [T, Hq, D]` in place of the blocks' own attention, for a prefill.
+        attend: `(q, keys, values) -> [T, Hq, D]` in place of the blocks' own attention, for a prefill, which is dense;
+            without it tokens are decoded, on sparse inputs where a layer has a threshold.
     """
     eps, scale = model.config.rms_norm_eps, model.cos.shape[1] ** -0.5
     x, residual = model.embedding[tokens.ids], None
-    for block, keys, values in zip(model.blocks, cache.keys, cache.values):
+    blocks = model.blocks if attend is None else [block.dense for block in model.blocks]
+    for block, keys, values in zip(blocks, cache.keys, cache.values):
         x, residual = block.norm(x, block.input_norm, eps, residual)
         qkv = block.qkv(x)
         q = block.rope(qkv, model.cos, model.sin, tokens.positions, tokens.rows, tokens.slots, keys, values)

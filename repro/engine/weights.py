@@ -1,7 +1,8 @@
 """From a model in Transformers' form to a `Decoder`: its layers as products `y = x W^T + b`, one launch if possible.
 
 Layers that share their input are one product. A compressed weight is packed once for `kernels.linear`. Where no kernel
-takes it (a CPU, float32), it is dequantized once and the library multiplies: the same numbers, more bytes.
+takes it (a CPU, float32, a format that is no uniform grid), it is dequantized once and the library multiplies: the same
+numbers, more bytes. Inputs that a layer takes as zero (SpQt) are multiplied like others.
 """
 
 import functools
@@ -18,6 +19,8 @@ from repro.engine.step import Block, Decoder
 from repro.errors import Refused, UserError
 from repro.kernels import linear as kernel
 from repro.kernels import packing
+from repro.kernels.packing import PackedWeight
+from repro.methods.spqt.thresholds import zeroed
 from repro.models import bits as counting
 from repro.models.lowbit import LowBitModel, blocks, in_layer
 from repro.models.quantized import QuantizedWeight
@@ -54,7 +57,7 @@ class Dense(nn.Module):
 class Packed(nn.Module):
     """A product with a packed weight on a GPU, of columns of x in the order of the weight's (GPTQ's act order)."""
 
-    def __init__(self, packed: packing.PackedWeight, bias: Tensor | None, order: Tensor | None) -> None:
+    def __init__(self, packed: PackedWeight, bias: Tensor | None, order: Tensor | None) -> None:
         super().__init__()
         self.packed = packed
         self.register_buffer("codes", packed.codes)
@@ -67,15 +70,27 @@ class Packed(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class Joined(nn.Module):
-    """Products of one input whose formats differ, so that they stay several launches."""
-
-    def __init__(self, products: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.products = nn.ModuleList(products)
+class Joined(nn.ModuleList):
+    """Products of one input whose formats or thresholds differ, so that they stay several launches."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([product(x) for product in self.products], 1)
+        return torch.cat([product(x) for product in self], 1)
+
+    @property
+    def dense(self) -> "Joined":
+        """The same without thresholds."""
+        return Joined(getattr(product, "dense", product) for product in self)
+
+
+class SparseInputs(nn.Module):
+    """A product that takes inputs up to a threshold as zero (SpQt), and the dense product, which a prefill runs."""
+
+    def __init__(self, dense: nn.Module, threshold: float) -> None:
+        super().__init__()
+        self.dense, self.threshold = dense, threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(zeroed(x, self.threshold))
 
 
 class Corrected(nn.Module):
@@ -104,9 +119,7 @@ class Nothing(nn.Linear):
         return x.new_zeros(len(x), self.out_features)
 
 
-def made(
-    packed: packing.PackedWeight, bias: Tensor | None, dtype: torch.dtype, order: Tensor | None = None
-) -> nn.Module:
+def made(packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype, order: Tensor | None = None) -> nn.Module:
     """The product with a packed weight on its device, its columns in an order; UserError if no kernel runs there."""
     device = packed.codes.device
     if device.type == "cpu" or dtype == torch.float32:
@@ -126,19 +139,19 @@ def slot(bits: int) -> int:
 
 def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The product of layers that share their input; UserError, with the layer, for one that cannot be packed or run."""
-    weights = [lm.weights.get(name) for name in names]
+    linears, weights = [lm.model.get_submodule(name) for name in names], [lm.weights.get(name) for name in names]
+    beside = [{a.kind: a for a in lm.attachments.get(name, [])} for name in names]
+    thresholds = [own.pop("sparsity").tensors["threshold"].item() if "sparsity" in own else None for own in beside]
     with in_layer(names[0]):
-        if len({_format(weight) for weight in weights}) > 1:
-            return Joined([product(lm, [name], device, dtype) for name in names])
-        linears = [lm.model.get_submodule(name) for name in names]
+        if len(set(zip(map(_format, weights), thresholds))) > 1:
+            return Joined(product(lm, [name], device, dtype) for name in names)
         found = _product(linears, weights, device, dtype)
     corrections, start = [], 0
-    for name, linear in zip(names, linears):
-        if sparse := next((a.step for a in lm.attachments.get(name, []) if a.kind == "sparsity"), ""):
-            raise UserError(f"{name}: the engine does not run the sparse inputs of {sparse}; leave that step out")
-        corrections += [(start, a.build(Nothing(linear, device))) for a in lm.attachments.get(name, [])]
+    for linear, own in zip(linears, beside):
+        corrections += [(start, a.build(Nothing(linear, device))) for a in own.values()]
         start += linear.out_features
-    return Corrected(found, corrections) if corrections else found
+    found = Corrected(found, corrections) if corrections else found  # on sparse inputs too: sparsity is the last step
+    return found if thresholds[0] is None else SparseInputs(found, thresholds[0])
 
 
 def _product(
@@ -146,7 +159,7 @@ def _product(
 ) -> nn.Module:
     biased = linears[0].bias is not None  # then all of them are
     bias = torch.cat([linear.bias.data for linear in linears]).to(device, dtype) if biased else None
-    if weights[0] is None:
+    if _format(weights[0]) is None:  # the layer has the weight in full precision or dequantized
         return Dense(torch.cat([linear.weight.data for linear in linears]).to(device, dtype), bias)
     keys = "codes", "scales", "zeros"
     codes, scales, zeros = (torch.cat([getattr(weight, key) for weight in weights]).to(device) for key in keys)
@@ -166,10 +179,8 @@ def _product(
 
 def _format(weight: QuantizedWeight | None) -> tuple | None:
     """(bits of a slot, group, whether zeros are the constant of a symmetric grid, column order) of a packed weight."""
-    if weight is None:
+    if weight is None or weight.FORMAT:
         return None
-    if weight.FORMAT:
-        raise UserError(f"{weight.FORMAT} is no format that the engine packs; quantize it on a uniform grid")
     bits, columns = slot(weight.bits), weight.codes.shape[1]
     index = None if weight.group_index is None else weight.group_index.cpu().numpy().tobytes()
     return bits, weight.group % columns, bool((weight.zeros == 1 << (bits - 1)).all()), index
