@@ -13,7 +13,7 @@ from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import distinct
 from repro.record import accept as accepting
-from repro.record import accepted, measure, observations, provenance
+from repro.record import accepted, measure, observations, provenance, recorded
 from repro.record.accept import accept
 from repro.record.measurement import COLUMNS, from_csv, text
 from repro.record.observations import FILE, Series
@@ -42,7 +42,8 @@ def test_round_trip(house):
         old, new = live[cell.place], measure.one(flow, cell)
         if old.live == "live":
             assert new == measure.replace(old, live="recorded")  # every number, exact
-            assert [observations.digest(seed) for seed in accepted.series("tiny", cell)] == old.observations.split()
+            seeds = accepted.series(accepted.find("tiny", cell))
+            assert [observations.digest(seed) for seed in seeds] == old.observations.split()
     statuses = {new.status for new in from_csv(stored(house))}
     assert statuses == {"ok", "unsupported"}
     assert {row.seeds for row in from_csv(stored(house)) if row.row == "GPTQ g128"} == {"0 1"}
@@ -56,7 +57,7 @@ def test_what_the_hashes_stand_for_is_kept(house):
     assert inputs.keys() == {row.inputs for row in rows} and units.keys() == {row.units for row in rows}
     row = next(row for row in rows if row.row == "RTN pc" and row.col == "Wiki")
     assert inputs[row.inputs]["recipe"][0][0][0] == "rtn"
-    assert accepted.units_of(row) == units[row.units] == measure.modules(house.flow, house.cell())
+    assert accepted.units_of(row) == units[row.units] == recorded.modules(house.flow, house.cell())
 
 
 def test_twice_gives_the_same_bytes_and_new_rows_replace_old_ones(house):
@@ -243,7 +244,7 @@ def test_rows_carry_the_units_that_made_them(house):
     assert (row.status, row.live, row.commit) == ("stale", "live", "9999999999") and row.value is not None
     accept(built)
     (row,) = [m for m in from_csv(stored(house)) if (m.row, m.col) == ("RTN pc", "Wiki")]
-    assert row.status == "ok" and row.units != measure.units(house.flow, house.cell())
+    assert row.status == "ok" and row.units != recorded.units(house.flow, house.cell())
     assert accepted.units_of(row)["baselines/grid.py"] == "0" * 12
     shown = house.recorded()
     assert (shown.status, shown.live) == ("stale", "recorded") and "attest" in shown.note
@@ -369,7 +370,7 @@ def test_nothing_is_half_taken(house, monkeypatch, broken):
         rows = from_csv(stored(house))
         assert rows == before or len(rows) == ROWS
         for row in rows:
-            seeds = accepted.series(row.scale, row)
+            seeds = accepted.series(row)
             assert " ".join(map(observations.digest, seeds)) == row.observations
             assert accepted.units_of(row) is not None
     assert count >= 1 and len(from_csv(stored(house))) == ROWS
@@ -388,7 +389,7 @@ def test_changed_series_leave_the_old_ones_until_their_row_is_written(house, mon
         accept(whole)
     accepted.forget()
     rows = {(row.row, row.col): row for row in from_csv(stored(house))}
-    (seed,) = accepted.series("tiny", rows["RTN pc", "Wiki"])
+    (seed,) = accepted.series(rows["RTN pc", "Wiki"])
     assert np.exp(seed["nll"].values.mean()) == before
 
 

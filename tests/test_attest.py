@@ -15,7 +15,7 @@ from repro.__main__ import main
 from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import distinct
-from repro.record import accepted, attest, measure, observations, provenance
+from repro.record import accepted, attest, measure, observations, provenance, recorded
 from repro.record.accept import accept
 from repro.record.measurement import from_csv
 from repro.record.observations import FILE, Series
@@ -75,7 +75,7 @@ def test_byte_equal_replays_carry_a_group_forward(aged, capsys):
     assert (aged.recorded().status, aged.recorded("FP16").live) == ("stale", "recorded")
     assert attest.attest(cells=1) == 0
     said = capsys.readouterr().out
-    groups = {(row.units, measure.units(aged.flow, measure.cell_of(aged.flow, row))) for row in accepted.every()}
+    groups = {(row.units, recorded.units(aged.flow, measure.cell_of(aged.flow, row))) for row in accepted.every()}
     moved = {(before, after) for before, after in groups if before != after}
     assert {(line["before"], line["after"]) for line in lines(aged)} == moved and len(moved) == 6
     for line in lines(aged):

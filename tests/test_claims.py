@@ -60,7 +60,7 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {}
     monkeypatch.setattr(accepted, "find", lambda scale, cell: found.get((scale, cell.place), (None, []))[0])
-    monkeypatch.setattr(accepted, "series", lambda scale, cell: found.get((scale, cell.place), (None, []))[1])
+    monkeypatch.setattr(accepted, "series", lambda row: found[row.scale, row.place][1])
     return found
 
 
@@ -588,6 +588,12 @@ def test_a_table_needs_the_tables_that_its_claims_name():
     numbers = {cell.number for cell in flow().table_cells("spear/table23")}
     assert numbers == {"23", "25"} and {cell.number for cell in flow().table_cells("spear/table24")} == {"24"}
     assert any(path.name == "table25.csv" for path in snake._sources("spear/table23"))
+
+
+def test_a_table_is_drawn_anew_where_any_table_accepts_results():
+    """One of its cells may take the row of another table."""
+    accepted_in = {path.name for path in snake._sources("spear/table4") if path.parent.parent.name == "results"}
+    assert {"spear-table1.csv", "spear-table22.csv"} <= accepted_in and "kernels.csv" not in accepted_in
 
 
 @pytest.mark.parametrize(("edge", "verdict"), [(2.9, "agree"), (3.1, "within rounding"), (3.3, "disagree")])

@@ -11,6 +11,7 @@ from repro.errors import UserError
 from repro.judge import coverage
 from repro.judge.coverage import HEADER, summary, to_csv, to_text
 from repro.record import accepted, measure
+from repro.record import recorded as of_record
 from repro.record.measurement import Measurement, inputs_hash
 from repro.spec import scale
 from repro.spec.workflow import Workflow
@@ -34,7 +35,8 @@ def at(flow, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(papers, "PAPERS", only)
             patch.setattr(accepted, "find", lambda scale, cell: kept.get((cell.table, cell.place, scale)))
-            patch.setattr(accepted, "series", lambda scale, cell: [])
+            patch.setattr(accepted, "series", lambda row: [])
+            patch.setattr(accepted, "equal", lambda scale, inputs: [])
             patch.setattr(Workflow, "is_live", lambda self, cell: (cell.table, cell.place) in built)
             blank = {"status": "not_run", "value": None, "live": ""}  # of a setting, which is live without any job
             patch.setattr(measure, "live", lambda f, c: built.get((c.table, c.place)) or row(f, c, **blank))
@@ -58,7 +60,7 @@ def row(flow, cell, **changes):
     names = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
     facts = {name: getattr(cell, name) for name in names}
     facts |= {"value": 1.0, "status": "ok", "grade": "C", "live": "live", "scale": flow.scale.name, "device": "a cpu"}
-    facts |= {"inputs": inputs_hash(flow.inputs(cell)), "units": measure.units(flow, cell)}
+    facts |= {"inputs": inputs_hash(flow.inputs(cell)), "units": of_record.units(flow, cell)}
     return Measurement(**facts | changes)
 
 

@@ -10,6 +10,8 @@ from repro.errors import UserError
 from repro.files import ROOT
 from repro.judge import claims
 from repro.judge.claims import Case, Judged, Reading
+from repro.record import recorded
+from repro.record.measurement import Measurement
 from repro.render import page
 from repro.spec import scale, tables
 from repro.spec.workflow import Workflow
@@ -76,6 +78,19 @@ def judged(*cases, **changes):
 
 def case(model, value, verdict, *also):
     return Case(model, ">= 0.5", 0.7, value, value - 0.1, value + 0.1, on=f"of {model}", also=also, verdict=verdict)
+
+
+def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flow, monkeypatch):
+    def measured(flow, cells):
+        blank = {cell.place: Measurement(**recorded.of_cell(cell)) for cell in cells}
+        facts = {"status": "ok", "value": 1.5, "live": "recorded", "device": "a GPU", "commit": "0123456"}
+        return {p: dataclasses.replace(m, **facts) if m.row == "LoftQ" else m for p, m in blank.items()}
+
+    monkeypatch.setattr(page.measure, "measure", measured)
+    text = "\n".join(page._questions(flow, "spear")).partition("## Memory")[2].partition("## ")[0]
+    assert "| LoftQ |" in text and "| LQER |" not in text and "Measured on a GPU, commit 0123456." in text
+    assert re.search(r"^Not measured yet: SPEAR; gate off; .*LQER", text, re.MULTILINE)
+    assert not re.search(r"^[. ]*\.$", text, re.MULTILINE), "no remark is empty: stored bits have no protocol"
 
 
 def test_readings_that_are_apart_are_marked_and_counted_by_model():

@@ -159,7 +159,7 @@ def test_a_recorded_row_with_some_of_the_seeds_stands_for_these(write, fake, mon
     old = measure.one(at, cell(at.cells("spear", "1"), "GPTQ pc"))
     kept = {"row": old, "series": at.quantity(cell(at.cells("spear", "1"), "GPTQ pc")).seeds}
     monkeypatch.setattr(accepted, "find", lambda scale, one: kept["row"] if one.row == "GPTQ pc" else None)
-    monkeypatch.setattr(accepted, "series", lambda scale, one: kept["series"])
+    monkeypatch.setattr(accepted, "series", lambda row: kept["series"])
     for seeds, status in (([0, 1, 2], "ok"), ([0], "ok"), ([1, 2], "stale")):
         write("tables/spear/table1.yaml", SHORT | {"seeds": seeds})
         recorded = Workflow(at.scale, recorded=True)

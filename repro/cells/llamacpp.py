@@ -24,8 +24,8 @@ from repro.cells import perplexity
 from repro.cells.sensitivity import token_nll
 from repro.data import corpora
 from repro.errors import UserError
-from repro.jobs import compress, tokens
-from repro.jobs.job import Job, make
+from repro.jobs import compress, on_text, tokens
+from repro.jobs.job import Job
 from repro.jobs.target import Target
 from repro.models.perplexity import check_context, windows
 from repro.record import observations
@@ -72,12 +72,9 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
         return None
     text = scale.text(ask.corpus)
     perplexity.job(target, [text], perplexity.Protocol())  # refuses a text that the recipe is calibrated on
-    needs = {"text": tokens.job(target, text)} | ({"weights": compress.job(target)} if target.recipe.steps else {})
     rule = {"context": protocol.context, "chunks": protocol.chunks}
-    calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
-    inputs = target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, scale.hub)}
-    options = target.options() | rule | {"label": protocol.label}
-    return {"scores": make("llamacpp", target.label, inputs | {"version": VERSION}, options, needs, target.steps)}
+    inputs, options = rule | {"version": VERSION}, rule | {"label": protocol.label}
+    return {"scores": on_text.job("llamacpp", target, text, inputs, options)}
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:

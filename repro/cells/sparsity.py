@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from repro.data import corpora
-from repro.jobs import compress, tokens
-from repro.jobs.job import Job, make
+from repro.jobs import compress, on_text, tokens
+from repro.jobs.job import Job
 from repro.jobs.target import Target
 from repro.methods.spqt.sparsity import Sparse
 from repro.models import perplexity as scoring
@@ -36,15 +36,9 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     protocol = target.scale.protocols["perplexity"]
     if protocol is None or not protocol.kl_windows:
         return None
-    text = target.scale.text(ask.corpus)
-    needs = {"text": tokens.job(target, text)}
-    if target.recipe.steps:
-        needs["weights"] = compress.job(target)
     rule = {"length": protocol.length, "windows": protocol.kl_windows}
-    calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
-    inputs = target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
-    options = target.options() | rule | {"label": protocol.label}
-    return {"zeros": make("sparsity", target.label, inputs, options, needs, target.steps)}
+    text, options = target.scale.text(ask.corpus), rule | {"label": protocol.label}
+    return {"zeros": on_text.job("sparsity", target, text, rule, options)}
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:

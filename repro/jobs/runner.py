@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,7 +44,12 @@ def code_file(job: Job) -> Path:
 
 def units(job: Job) -> dict[str, str]:
     """The units of code that decide a job's result, what it needs included: module to hash."""
-    return provenance.units(*dict.fromkeys(module for each in job.every() for module in modules(each)))
+    return dict(_units(tuple(dict.fromkeys(module for each in job.every() for module in modules(each)))))
+
+
+@cache
+def _units(modules: tuple[str, ...]) -> dict[str, str]:
+    return provenance.units(*modules)  # files are read once a process
 
 
 def outputs(job: Job) -> list[Path]:

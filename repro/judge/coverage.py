@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from repro import papers
 from repro.errors import UserError, unknown
 from repro.files import ROOT
-from repro.record import measure
+from repro.record import measure, recorded
 from repro.record.measurement import GRADES, MEASURED, Measurement
 from repro.spec import figures, tables
 from repro.spec.cell import Cell, table_name
@@ -195,7 +195,7 @@ def _wanted(flow: Workflow, cell: Cell, m: Measurement) -> str:
         return f"a protocol for {cell.measure}"
     if m.status not in ("not_run", "stale"):
         return f"another outcome than {m.status}"
-    if m.note == measure.CODE:
+    if m.note == recorded.CODE:
         return "python -m repro attest"
     return f"a run on {flow.targets(cell)[0].scale.device}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import Job, distinct
-from repro.record import accepted, measure, provenance
+from repro.record import accepted, measure, provenance, recorded
 from repro.record.accepted import Taken
 from repro.record.measurement import MEASURED, Measurement, from_csv, text
 from repro.spec import scale as scales
@@ -73,7 +73,7 @@ def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
     if built.floor is not None and built.value is not None and built.value < built.floor:
         raise UserError(f"{built.value} is less than the {built.floor} that the device allows; measure again")
     quantity = flow.quantity(cell) if built.status in MEASURED else None
-    units = measure.made_by(map(runner.origin, measure.jobs(flow, cell)))
+    units = measure.made_by(map(runner.origin, recorded.jobs(flow, cell)))
     return Taken(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell), units)
 
 

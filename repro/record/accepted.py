@@ -67,13 +67,32 @@ def find(scale: str, cell: Cell | Measurement) -> Measurement | None:
     return _rows(RESULTS, cell.table.replace("/", "-")).get((cell.place, scale))
 
 
+def equal(scale: str, inputs: str) -> Sequence[Measurement]:
+    """The accepted measurements of a hash of declared inputs, of all tables; the last by the folder's name first."""
+    return _by_inputs(RESULTS).get((scale, inputs), ())
+
+
+@cache
+def _by_inputs(results: Path) -> dict[tuple[str, str], list[Measurement]]:
+    """Scale and hash of declared inputs to rows, of all tables and devices."""
+    found: dict[tuple[str, str], list[Measurement]] = {}
+    for row in reversed(every()):
+        found.setdefault((row.scale, row.inputs), []).append(row)
+    return found
+
+
 def every() -> list[Measurement]:
     """All accepted measurements of cells, of all devices."""
-    return [row for folder in sorted(RESULTS.glob("*/")) for path in _files(folder) for row in _read(path)]
+    return [row for path in files() for row in _read(path)]
+
+
+def files() -> list[Path]:
+    """The files of measurements of cells, of all devices."""
+    return [path for folder in sorted(RESULTS.glob("*/")) for path in _files(folder)]
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of measurements of cells in a device's folder; peers' times and sanitizer results are others."""
+    """Those in a device's folder; peers' times and sanitizer results are others."""
     found = []
     for path in sorted(folder.glob("*-*.csv")):
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -102,17 +121,12 @@ def _packs(folder: Path, name: str) -> list[Path]:
     return [path for path in sorted(folder.glob("observations/*.parquet")) if ours.fullmatch(path.name)]
 
 
-def series(scale: str, cell: Cell | Measurement) -> list[dict[str, Series]]:
-    """The accepted series of a cell, a mapping a seed; empty where none are kept.
+def series(row: Measurement) -> list[dict[str, Series]]:
+    """The series of an accepted row, a mapping a seed; empty where none are kept.
 
     Raises:
-        UserError: a file that does not match its checksum, or without the series of the accepted row.
+        UserError: a file that does not match its checksum, or without the series of the row.
     """
-    row = find(scale, cell)
-    return _series(row) if row else []
-
-
-def _series(row: Measurement) -> list[dict[str, Series]]:
     path, wanted = path_of(row), row.observations.split()
     held = _packed(path.parent, path.stem)
     if not held.keys() >= set(wanted):
@@ -166,7 +180,7 @@ def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...],
     """What a file holds already besides the keys `new`, by key."""
     inputs, units = (_facts(path.with_name(file)) for file in FACTS.values())
     rows = [row for row in (_read(path) if path.is_file() else []) if row.key not in new]
-    return {row.key: Taken(row, _series(row), inputs.get(row.inputs, {}), units.get(row.units, {})) for row in rows}
+    return {row.key: Taken(row, series(row), inputs.get(row.inputs, {}), units.get(row.units, {})) for row in rows}
 
 
 def _write(path: Path, rows: Sequence[Taken]) -> None:
@@ -222,6 +236,7 @@ def units_of(row: Measurement) -> dict[str, str] | None:
 def forget() -> None:
     """Read results/ anew at the next question."""
     _rows.cache_clear()
+    _by_inputs.cache_clear()
     _packed.cache_clear()
     attested.cache_clear()
 

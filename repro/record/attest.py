@@ -17,7 +17,7 @@ from pathlib import Path
 from repro.errors import UserError
 from repro.jobs import pool
 from repro.jobs.job import built_under, distinct
-from repro.record import accepted, measure, provenance
+from repro.record import accepted, measure, provenance, recorded
 from repro.record.measurement import Measurement
 from repro.spec import scale as scales
 from repro.spec.cell import Cell
@@ -115,14 +115,14 @@ def _groups(scale: str | None) -> tuple[list[Group], dict[str, int]]:
             flows[row.scale] = Workflow(scales.load(name=row.scale), recorded=False) if known else None
         flow = flows[row.scale]
         cell = measure.asked(flow, row) if flow else None
-        stands = measure.standing(flow, cell, row) if cell else {"status": "stale", "note": ""}
-        if stands.get("note") == measure.CODE:
-            key = (row.units, measure.units(flow, cell), row.device_class, row.device)
+        stands = recorded.standing(flow, cell, row) if cell else {"status": "stale", "note": ""}
+        if stands.get("note") == recorded.CODE:
+            key = (row.units, recorded.units(flow, cell), row.device_class, row.device)
             groups.setdefault(key, Group(*key)).rows.append(Recorded(flow, cell, row))
             counts[CODE] += 1
         else:
             counts[OTHERWISE if "status" in stands else STANDS] += 1
-        counts[VERSION] += any(_versions(text) != today for text in row.environment.split(measure.JOIN))
+        counts[VERSION] += any(_versions(text) != today for text in row.environment.split(recorded.JOIN))
     return sorted(groups.values(), key=str), counts
 
 
@@ -142,14 +142,14 @@ def _versions(environment: str) -> dict[str, str]:
 
 def _elsewhere(row: Measurement) -> str:
     """Why a row cannot be replayed on this machine; empty if it can."""
-    classes = row.device_class.split(measure.JOIN)
+    classes = row.device_class.split(recorded.JOIN)
     if "cuda" in classes and not has_cuda():
         return "this machine has no CUDA device"
     here = {provenance.device_name(one) for one in classes}
-    if here != set(row.device.split(measure.JOIN)):
+    if here != set(row.device.split(recorded.JOIN)):
         return f"this machine is {' and '.join(sorted(here))}"
     today = _versions(provenance.environment())
-    was = [pair for text in row.environment.split(measure.JOIN) for pair in _versions(text).items()]
+    was = [pair for text in row.environment.split(recorded.JOIN) for pair in _versions(text).items()]
     other = next(((name, version) for name, version in was if today[name] != version), None)
     return f"{other[0]} is {today[other[0]]} here, and was {other[1]}" if other else ""
 
@@ -169,7 +169,7 @@ def _commands(rows: Iterable[Recorded]) -> list[str]:
 def _judge(group: Group, chosen: Sequence[Recorded], commit: str, scale: str) -> bool:
     """Whether the replayed cells of a group are what was accepted; then it is noted, else the differences printed."""
     known = accepted.units_of(group.rows[0].row)
-    today = measure.modules(group.rows[0].flow, group.rows[0].cell)
+    today = recorded.modules(group.rows[0].flow, group.rows[0].cell)
     changed = ", ".join(provenance.changed(known, today)) if known is not None else "unknown modules"
     differs = [found for one in chosen if (found := _difference(one))]
     for found in differs:

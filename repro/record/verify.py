@@ -6,7 +6,7 @@ from pathlib import Path
 from repro.errors import UserError, unknown
 from repro.jobs import pool
 from repro.jobs.job import built_under, distinct
-from repro.record import accepted, measure
+from repro.record import accepted, measure, recorded
 from repro.record.measurement import Measurement, inputs_hash
 from repro.spec import figures, tables
 from repro.spec.cell import table_name
@@ -51,7 +51,7 @@ def verify(flow: Workflow, names: list[str]) -> int:
     if not here:
         why = "need a CUDA device, and this machine has none" if cells else "are in no spec any more"
         raise UserError(f"verify: the recorded cells of scale {flow.scale.name} {why}")
-    failed = pool.rebuild(distinct([job for cell in here.values() for job in measure.jobs(flow, cell)]), FOLDER)
+    failed = pool.rebuild(distinct([job for cell in here.values() for job in recorded.jobs(flow, cell)]), FOLDER)
     with built_under(FOLDER):
         new = {key: measure.live(flow, cell) for key, cell in here.items()}
     verdicts: Counter[str] = Counter()

@@ -111,7 +111,8 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
         if covers:
             how = " (block jackknife)" * any("windows" in word or "items" in word for word in covers)
             read += f"Intervals are 95 %, over {'; '.join(covers)}{how}. "
-        out.append(read + "; ".join(sorted({part for m in ran for part in m.protocol.split("; ") if part})) + ".")
+        groups = "; ".join(sorted({part for m in ran for part in m.protocol.split("; ") if part}))
+        out += filter(None, [(read + groups + "." * bool(groups)).rstrip()])
         made = sorted({f"{m.device}, commit {m.commit}" for m in ran})
         out.append("Measured on " + "; ".join(made) + ".")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})

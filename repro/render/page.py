@@ -176,18 +176,20 @@ def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
 
 
 def _questions(flow: Workflow, paper: str) -> Iterator[str]:
-    """The specs of our own, such as what the paper leaves open; of one without any measured cell its rows."""
+    """The specs of our own, such as what the paper leaves open; of rows without any measured cell their names."""
     for one, name in tables.own():
         if one != paper:
             continue
         cells = flow.cells(paper, name)
         found = measure.measure(flow, cells)
         yield f"## {name[0].upper()}{name[1:]}"
-        if any(m.status in MEASURED for m in found.values()):
-            yield markdown(content.sheet(flow, f"{paper}/{name}", found, cells))
-        else:
-            rows = "; ".join(dict.fromkeys(cell.row for cell in cells))
-            yield f"{tables.table(paper, name).title}. Not measured yet: {rows}."
+        measured = {cell.row for cell in cells if found[cell.place].status in MEASURED}
+        if measured:
+            yield markdown(
+                content.sheet(flow, f"{paper}/{name}", found, [cell for cell in cells if cell.row in measured])
+            )
+        if rows := "; ".join(dict.fromkeys(cell.row for cell in cells if cell.row not in measured)):
+            yield f"{tables.table(paper, name).title}. " * (not measured) + f"Not measured yet: {rows}."
 
 
 def _findings(paper: str, shown: set[str]) -> Iterator[str]:

@@ -15,9 +15,8 @@ from repro.errors import UserError, sentence, unknown
 from repro.files import HOME, ROOT
 from repro.jobs import runner
 from repro.jobs.job import Job
-from repro.record import provenance
+from repro.record import accepted, provenance
 from repro.spec import figures, scale, tables
-from repro.spec.cell import table_name
 from repro.spec.workflow import FORMATS, OWN, Workflow, canonical
 
 __all__ = ["FORMATS", "Snake", "config_file"]
@@ -142,7 +141,7 @@ class Snake:
             raise unknown("page", wildcards.page, tables.pages())
         found = [path for top in ("tables", "figures") for path in (HOME / top / wildcards.page).glob("*.yaml")]
         found += (ROOT / "repro" / "papers" / wildcards.page).iterdir()
-        found += (HOME / "results").glob(f"*/{wildcards.page}-*.csv")
+        found += accepted.files()
         return [*self._drawing(), *map(str, sorted([HOME / "tables" / "table1.yaml", *found]))]
 
     def _drawing(self) -> list[str]:
@@ -159,10 +158,8 @@ def _sources(name: str) -> list[Path]:
         return [*sorted((HOME / "results").glob("*/*.csv")), HOME / "tables" / "table1.yaml"]
     drawn = figures.is_figure(name)
     paper, number = (figures if drawn else tables).split(name)
-    found = [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)
+    found = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)
     for one in [(paper, number)] if drawn else tables.behind(paper, number):
-        file = table_name(one[0], "figure" if drawn else "table", one[1]).replace("/", "-")
-        found += sorted((HOME / "results").glob(f"*/{file}.csv"))
         found += [(figures if drawn else tables).path_of(*one)]
         found += [ROOT / "repro" / "papers" / paper / f"table{one[1]}.csv"] * (not drawn)
     if drawn and (of := figures.figure(paper, number).table):

@@ -118,7 +118,7 @@ class Workflow:
         at, text = self.scale.calibrated_on(cell.calibration), cell.recipe
         if self.is_recorded(cell):
             at = at.on(at.recorded_on)
-        else:
+        elif at.reduced:
             text = recipe.with_options(text, at.reduced)
         parsed = recipe.parse(text)
         return [Target(at, cell.stand_in, parsed.name, seed) for seed in (cell.seeds if parsed.seeded else (0,))]

@@ -1,0 +1,228 @@
+"""A cell takes the accepted row of the same declared inputs, from any table; a derived one takes those of its parts."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from test_accept import older
+from tiny_results import MODEL, SPEC, refusal
+
+from repro.judge.quantity import compose
+from repro.record import accepted, measure, recorded
+from repro.record.accept import accept
+from repro.record.measurement import MEASURED, from_csv, to_csv
+from repro.record.recorded import CODE, ORIGIN
+from repro.render import tables as rendered
+from repro.render.content import here
+from repro.spec import tables
+from repro.spec.tables import Spec
+from repro.spec.workflow import Workflow
+
+GAIN = {"kind": "derived", "of": {"kind": "perplexity", "corpus": "wikitext2"}, "unit": "percent"}
+GAIN |= {"quantity": "100 * (b - s) / (b - f)", "cells": {"s": "{recipe}", "b": "rtn-w4-pc", "f": "fp16"}}
+QUESTION = Spec(
+    "the same cells again, and others",
+    rows={"full": "fp16", "ours": "rtn-w4-pc", "drawn": "gptq-w4-g128", "3 bits": "rtn-w3-pc"}
+    | {"refused": SPEC.rows["+SPEAR pc on RTN"]},
+    models=(MODEL,),
+    measure={
+        "wiki": {"kind": "perplexity", "corpus": "wikitext2"},
+        "kl": {"kind": "perplexity", "corpus": "c4", "show": "kl"},
+        "gain": GAIN,
+    },
+    seeds=(0, 1),
+)
+NAME = "memory"  # stands for any other table
+SAME = ("value", "lo", "hi", "covers", "n", "status", "grade", "recipe", "seeds", "protocol", "inputs", "observations")
+
+
+@pytest.fixture
+def asked(house, monkeypatch):
+    """`house` with a second table that asks for what Table 1 has, and more."""
+    known = tables.table
+    monkeypatch.setattr(tables, "table", lambda *both: QUESTION if both == ("spear", NAME) else known(*both))
+    return house
+
+
+def cell(house, row="ours", metric="wiki"):
+    return next(c for c in house.flow.cells("spear", NAME) if (c.row, c.metric) == (row, metric))
+
+
+def shown(house, row="ours", metric="wiki", **scale):
+    """A cell of the second table as a machine shows it that takes everything from results/."""
+    return measure.one(Workflow(replace(house.scale, **scale), recorded=True), cell(house, row, metric))
+
+
+def edit(house, name="table1", row="RTN pc", **changes):
+    """Edit the accepted rows of one label by hand."""
+    (path,) = house.results.glob(f"*/spear-{name}.csv")
+    path.write_text(to_csv(replace(m, **changes) if m.row == row else m for m in from_csv(path)))
+    accepted.forget()
+
+
+def accept_own(house, *rows):
+    """Accept the second table's own live rows."""
+    path = house.place / "own.csv"
+    found = measure.measure(house.flow, house.flow.cells("spear", NAME)).values()
+    path.write_text(to_csv(m for m in found if m.row in rows))
+    return accept(path)
+
+
+# --- equal inputs -----------------------------------------------------------------------------------------------------
+
+
+def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
+    accept(asked.table())
+    for row, twin in (("ours", "RTN pc"), ("drawn", "GPTQ g128"), ("full", "FP16")):
+        found, live, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.recorded(twin)
+        assert found == replace(live, live="recorded") and found.status == "ok" and found.note == ""
+        assert found.place == (row, "", MODEL, "wiki") and other.place == (twin, "Wiki", MODEL, "wikitext2_ppl")
+        assert here(found) == here(other) and "*" in here(found)
+        assert [getattr(found, name) for name in SAME] == [getattr(other, name) for name in SAME]
+    refused = shown(asked, "refused")
+    assert (refused.status, refused.value) == ("unsupported", None) and refused.note
+
+
+def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
+    accept(asked.table())
+    assert shown(asked).status == "ok"
+    assert shown(asked, metric="kl").status == "not_run", "Table 1 shows KL on another text"
+    assert shown(asked, "3 bits").status == "not_run", "another option of the recipe"
+    assert shown(asked, name="other").status == "not_run", "another scale"
+    assert shown(asked, dtype="bfloat16").status == "not_run"
+    fewer = replace(cell(asked, "drawn"), seeds=(0,))
+    assert measure.one(Workflow(asked.scale, recorded=True), fewer).status == "not_run", "other seeds"
+    monkeypatch.setattr("repro.models.fingerprint", lambda name: "abcdef01")
+    assert shown(asked).status == "not_run", "another model under the same name"
+
+
+def test_staleness_is_that_of_the_row(asked):
+    older(asked, "RTN pc")
+    accept(asked.table())
+    assert (shown(asked).status, shown(asked).live, shown(asked).note) == ("stale", "recorded", CODE)
+    assert shown(asked).value == asked.recorded().value and shown(asked, "full").status == "ok"
+    before, today = asked.recorded().units, recorded.units(asked.flow, cell(asked))
+    line = {"before": before, "after": today, "device": asked.recorded().device, "scale": "", "commit": "0" * 10}
+    accepted.attest(line | {"date": "2026-11-23", "replayed": "1 cells"})
+    assert (shown(asked).status, shown(asked).live) == ("ok", "carried")
+    assert shown(asked, grade="B").status == "stale"
+
+
+def test_its_own_row_wins_unless_only_the_other_stands(asked):
+    accept(asked.table())
+    accept_own(asked, "ours")
+    edit(asked, protocol="of Table 1")
+    edit(asked, NAME, "ours", protocol="its own")
+    assert shown(asked).protocol == "its own" and asked.recorded().protocol == "of Table 1"
+    edit(asked, NAME, "ours", units="0" * 12)
+    assert (shown(asked).protocol, shown(asked).status) == ("of Table 1", "ok")
+    edit(asked, NAME, "ours", inputs="0" * 8)
+    assert (shown(asked).protocol, shown(asked).status) == ("of Table 1", "ok")
+    edit(asked, units="0" * 12)
+    assert (shown(asked).protocol, shown(asked).status) == ("its own", "stale")
+
+
+def test_of_several_devices_the_last_by_the_folders_name_that_stands(asked):
+    accept(asked.table())
+    (folder,) = asked.results.iterdir()
+    for device in ("zz 1", "zz 2"):
+        copy = shutil.copytree(folder, asked.results / device.replace(" ", "-"))
+        path = copy / "spear-table1.csv"
+        path.write_text(to_csv(replace(m, device=device) for m in from_csv(path)))
+    accepted.forget()
+    assert shown(asked).device == asked.recorded().device == "zz 2"
+    path.write_text(to_csv(replace(m, units="0" * 12) for m in from_csv(path)))
+    accepted.forget()
+    assert (shown(asked).device, shown(asked).status) == ("zz 1", "ok")
+    assert (asked.recorded().device, asked.recorded().status) == ("zz 1", "ok")
+
+
+def test_an_edited_value_is_noticed_where_it_was_accepted(asked):
+    accept(asked.table())
+    edit(asked, value=10.0)
+    assert "spear-table1.csv: the value of spear table 1 / RTN pc" in refusal(shown, asked)
+
+
+# --- derived cells ----------------------------------------------------------------------------------------------------
+
+
+def test_a_derived_cell_is_composed_of_its_parts_series(asked):
+    live = measure.live(asked.flow, cell(asked, "drawn", "gain"))
+    assert live.status == "ok" and live.covers == "windows and seeds" and live.lo < live.value < live.hi
+    accept(asked.table())
+    found = shown(asked, "drawn", "gain")
+    assert [getattr(found, name) for name in (*SAME, *ORIGIN)] == [getattr(live, name) for name in (*SAME, *ORIGIN)]
+    assert (found.live, found.seeds, found.place) == ("recorded", "0 1", ("drawn", "", MODEL, "gain"))
+    assert set(found.units.split(" + ")) == {asked.recorded(row).units for row in ("FP16", "RTN pc", "GPTQ g128")}
+    assert shown(asked, "3 bits", "gain").status == "not_run", "one part is not accepted"
+    refused = shown(asked, "refused", "gain")
+    assert (refused.status, refused.value) == ("unsupported", None) and refused.note == shown(asked, "refused").note
+
+
+def test_a_composed_cell_is_stale_if_a_part_is_and_its_origins_are_joined(asked):
+    older(asked, "RTN pc")
+    accept(asked.table())
+    found = shown(asked, "drawn", "gain")
+    assert (found.status, found.note) == ("stale", CODE) and found.value is not None
+    assert set(found.commit.split(" + ")) == {"0123456789", "9999999999"}
+
+
+def test_an_accepted_derived_cell_is_shared_as_a_whole(asked):
+    accept(asked.table())
+    accept_own(asked, "drawn")
+    assert shown(asked, "drawn", "gain").status == "ok"
+    other = replace(cell(asked, "drawn", "gain"), row="again")
+    flow = Workflow(asked.scale, recorded=True)
+    assert measure.one(flow, other) == replace(shown(asked, "drawn", "gain"), row="again")
+    edit(asked, row="RTN pc", units="0" * 12)  # a part of it
+    assert measure.one(flow, other).status == "ok"
+
+
+# --- who sees it ------------------------------------------------------------------------------------------------------
+
+
+def test_quantities_pair_over_the_windows_of_shared_cells(asked):
+    live = {row: measure.one(asked.flow, cell(asked, row)) for row in ("ours", "full", "drawn")}
+    ratio = measure.against_full(asked.flow, cell(asked), live["ours"])
+    accept(asked.table())
+    flow = Workflow(asked.scale, recorded=True)
+    assert measure.against_full(flow, cell(asked), shown(asked)) == ratio
+    mine, theirs = cell(asked), asked.cell()
+    both = {"x": measure.quantity(flow, mine, shown(asked)), "y": measure.quantity(flow, theirs, asked.recorded())}
+    gap = compose("x - y", both).interval()
+    assert (gap.value, gap.lo, gap.hi) == (0, 0, 0)
+    gain = cell(asked, "drawn", "gain")
+    again = measure.quantity(flow, gain, measure.one(flow, gain)).interval()
+    assert again == measure.quantity(asked.flow, gain, measure.live(asked.flow, gain)).interval()
+
+
+def test_full_precision_is_found_for_a_table_without_its_row(asked, monkeypatch):
+    accept(asked.table())
+    before = measure.against_full(Workflow(asked.scale, recorded=True), cell(asked), shown(asked))
+    bare = replace(QUESTION, rows={"ours": "rtn-w4-pc"})
+    known = tables.table
+    monkeypatch.setattr(tables, "table", lambda *both: bare if both == ("spear", NAME) else known(*both))
+    assert measure.against_full(Workflow(asked.scale, recorded=True), cell(asked), shown(asked)) == before
+
+
+def test_nothing_is_written_for_a_shared_cell(asked):
+    accept(asked.table())
+    before = asked.files()
+    sheet = rendered.build(Workflow(asked.scale, recorded=True), f"spear/{NAME}", asked.place)
+    rows = from_csv(asked.place / "spear" / f"{NAME}.csv")
+    assert {(m.row, m.live) for m in rows if m.status in MEASURED and m.metric == "wiki"} == {
+        (row, "recorded") for row in ("full", "ours", "drawn")
+    }
+    assert any("recorded" in note for note in sheet.notes)
+    assert "no measured row to accept" in refusal(accept, asked.place / "spear" / f"{NAME}.csv")
+    assert asked.files() == before
+
+
+def test_what_is_accepted_next_is_seen(asked):
+    assert shown(asked).status == "not_run"
+    accept(asked.table())
+    assert shown(asked).status == "ok"
+    shutil.rmtree(asked.results)
+    assert shown(asked).status == "ok", "results/ is read once"
+    accepted.forget()
+    assert shown(asked).status == "not_run"
