@@ -70,7 +70,7 @@ def test_twice_gives_the_same_bytes_and_new_rows_replace_old_ones(house):
 
 
 def test_files_are_packed_by_kind_and_split(house, monkeypatch):
-    monkeypatch.setattr(observations, "MOST_ROWS", 300)
+    monkeypatch.setattr(observations, "MOST_ROWS", 100)
     accept(house.table())
     names = [path.name for path in stored(house).parent.glob("observations/*")]
     assert len(names) > 3 and {name.split("-")[2] for name in names} == {"perplexity", "storage"}
@@ -289,6 +289,16 @@ def test_units_of_a_pack_are_stored_as_differences():
     held = {("a", seed): {"right": Series(rng.integers(0, 2, 14_000).astype(float), "items")} for seed in range(5)}
     ((_, data),) = observations.pack(held)
     assert len(data) < 2 * 5 * 14_000 // 8
+
+
+def test_series_that_cells_share_are_stored_once():
+    """Two numbers of one job are two cells with the same series; each is found by its digest."""
+    rng = np.random.default_rng(0)
+    one, other = ({"x": Series(rng.normal(size=5_000), "windows")} for _ in range(2))
+    ((_, whole),) = observations.pack({("a", 0): one, ("a", 1): other})
+    ((name, data),) = observations.pack({("b", 0): one, ("a", 0): one, ("a", 1): other, ("c", 0): other})
+    assert len(data) < 1.01 * len(whole)
+    assert len(whole) < 0.97 * 2 * 5_000 * 8, "the first bytes of numbers repeat"
 
 
 def test_packed_files_with_another_name_or_gone(house):

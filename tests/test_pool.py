@@ -12,6 +12,7 @@ import dag
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from repro.errors import Refused, UserError
 from repro.jobs import plan, pool, runner
@@ -65,6 +66,8 @@ def work(job, found, folder, origin):
             raise ZeroDivisionError("a bug")
         case "refuse":
             raise Refused("diverged", "the loss is not finite")
+        case "exhaust":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore")
         case "die":
             os._exit(9)
     print("said by", job.label)
@@ -139,6 +142,25 @@ def test_what_needs_a_refused_job_is_refused_with_its_reason(job):
             runner.check(one.folder)
         assert refused.value.status == "diverged" and runner.done(one)
     assert pool.run_all(distinct([last])) == 0
+
+
+@pytest.mark.parametrize(("free", "own", "alone"), [(1, 77, True), (1, 40, False), (None, 0, True)])
+def test_too_little_memory_is_a_result_only_on_a_gpu_that_is_not_shared(job, monkeypatch, free, own, alone):
+    """Of 80 GiB: beside other programs the job may fit tomorrow, so it is no status and is run again."""
+    cuda = runner.torch.cuda
+    monkeypatch.setattr(cuda, "is_initialized", lambda: free is not None)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda: (free << 30, 80 << 30))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: own << 30)
+    one = job("large", "exhaust")
+    if alone:
+        runner.run(one)
+        with pytest.raises(Refused, match="^CUDA out of memory. Tried to allocate 2.00 MiB.$") as refused:
+            runner.check(one.folder)
+        assert refused.value.status == "oom" and runner.done(one)
+    else:
+        with pytest.raises(UserError, match="beside 39.0 GiB of other programs; run it again with fewer side by side"):
+            runner.run(one)
+        assert not runner.done(one) and not (one.folder / runner.REFUSED).exists()
 
 
 def test_minutes_stop_starting(job, capfd, monkeypatch):

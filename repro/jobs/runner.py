@@ -29,6 +29,7 @@ JOBS: dict[str, ModuleType] = {
 }
 PART = "(?![.])[A-Za-z0-9_.=-]{1,150}"  # of a job's label, a folder each
 REFUSED = "refused.json"  # in a job's folder: why it could not be done, with its status
+CONTEXTS = 2 << 30  # bytes of a GPU that are no program's data: what CUDA itself holds, of this process too
 
 
 def modules(job: Job) -> list[str]:
@@ -95,7 +96,7 @@ def run(job: Job) -> None:
     result too: it is noted with its status, and whatever needs the job is refused with the same reason.
 
     Raises:
-        UserError: bad input.
+        UserError: bad input, or too little memory of a GPU that other programs use too, which is no result.
     """
     found = {role: need.folder for role, need in job.needs}
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -114,8 +115,20 @@ def run(job: Job) -> None:
     except Exception as error:
         if "OutOfMemory" not in type(error).__name__:
             raise
+        if others := _of_others():
+            said = f"the GPU's memory did not suffice beside {others / 2**30:.1f} GiB of other programs"
+            raise UserError(f"{said}; run it again with fewer side by side") from None
         _refuse(job, Refused("oom", str(error).partition("\n")[0]), noted)
     write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
+
+
+def _of_others() -> int:
+    """Bytes of this process's GPU that other programs hold; 0 where they hold no more than their contexts do."""
+    if not torch.cuda.is_initialized():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    held = total - free - torch.cuda.memory_reserved()
+    return held if held > CONTEXTS else 0
 
 
 def run_logged(text: str, log: str) -> None:

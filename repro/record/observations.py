@@ -27,10 +27,12 @@ from repro.record import provenance
 FILE = "observations.parquet"
 ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "units", "environment")
 MOST_ROWS = 100_000  # of a packed file; a value takes 8 bytes, all else almost nothing
-COUNTED = {  # units count from 0 in every series: as differences they take a tenth of the file's bytes
-    "use_dictionary": ["cell", "seed", "name", "group", "units", "value"],
-    "column_encoding": {"unit": "DELTA_BINARY_PACKED"},
-}
+WORDS = ["cell", "seed", "name", "group", "units"]
+COUNTED = {"unit": "DELTA_BINARY_PACKED"}  # units count from 0 in every series: a tenth of the file's bytes
+ENCODINGS: tuple[dict[str, Any], ...] = (  # of values: few that repeat, such as 0 and 1; or many, whose first bytes do
+    {"use_dictionary": [*WORDS, "value"], "column_encoding": COUNTED},
+    {"use_dictionary": WORDS, "column_encoding": COUNTED | {"value": "BYTE_STREAM_SPLIT"}},
+)
 SCHEMA = pa.schema(
     [
         pa.field("name", pa.string(), nullable=False),
@@ -202,10 +204,16 @@ Held = Mapping[tuple[str, int], Mapping[str, Series]]  # by cell key and seed
 
 
 def pack(held: Held) -> list[tuple[str, bytes]]:
-    """Digest and content of Parquet files with a row per cell, seed, series and unit, each below about 1 MB."""
+    """Digest and content of Parquet files with a row per cell, seed, series and unit, each below about 1 MB.
+
+    Cells and seeds with the same series, such as two numbers of one job, are stored once, with the first of them.
+    """
+    once: dict[str, tuple[tuple[str, int], Mapping[str, Series]]] = {}
+    for place, seed in sorted(held.items()):
+        once.setdefault(digest(seed), (place, seed))
     parts: list[dict[tuple[str, int], Mapping[str, Series]]] = []
     free = 0
-    for place, seed in sorted(held.items()):
+    for place, seed in once.values():
         rows = sum(len(one.values) for one in seed.values())
         if rows > free:
             parts.append({})
@@ -215,11 +223,15 @@ def pack(held: Held) -> list[tuple[str, bytes]]:
     files = []
     for part in parts:
         table = pa.concat_tables(to_table(one, PACKED, cell=cell, seed=seed) for (cell, seed), one in part.items())
-        out = pa.BufferOutputStream()
         table = table.replace_schema_metadata({"digest": packed_digest(part)})
-        pq.write_table(table, out, compression="zstd", write_page_checksum=True, **COUNTED)
-        files.append((packed_digest(part), out.getvalue().to_pybytes()))
+        files.append((packed_digest(part), min((_written(table, encoding) for encoding in ENCODINGS), key=len)))
     return files
+
+
+def _written(table: pa.Table, encoding: Mapping[str, Any]) -> bytes:
+    out = pa.BufferOutputStream()
+    pq.write_table(table, out, compression="zstd", compression_level=19, write_page_checksum=True, **encoding)
+    return out.getvalue().to_pybytes()
 
 
 def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
