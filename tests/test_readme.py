@@ -4,6 +4,9 @@ import csv
 import re
 
 from repro.files import ROOT
+from repro.judge import coverage
+from repro.spec import scale
+from repro.spec.workflow import Workflow
 
 
 def test_from_spec_to_latex_there_are_at_most_twelve_files():
@@ -64,6 +67,9 @@ def test_what_the_readme_says_is_measured_is_what_was_accepted():
     assert f"held-out text in {apart['held-out']}." in text
 
 
+WHOLE_AND_PARTIAL = (("live", "recorded"), ("partial",))
+
+
 def recorded(number):
     """What is accepted of a table of SPEAR at scale `pocket-full`."""
     with open(ROOT / "results" / "nvidia-h200" / f"spear-table{number}.csv", encoding="utf-8", newline="") as file:
@@ -76,11 +82,21 @@ def test_what_the_readme_says_of_static_corrections_and_of_accuracies():
     for number, setting, method in ((2, "model", "row"), (11, "model", "row"), (13, "row", "col")):
         for row in recorded(number):
             name = row[method].removesuffix(" pc on RTN")
-            if row["metric"] == "c4_ppl" and name in ("LoftQ", "LQER", "QERA", "EoRA", "SPEAR"):
+            if row["metric"] == "c4_ppl" and name in ("LoftQ", "LQER", "QERA", "EoRA", "ASER", "SPEAR"):
                 found.setdefault((number, row[setting]), {})[name] = float(row["value"])
-    assert len(found) == 12 and all(len(methods) == 5 for methods in found.values())
+    assert len(found) == 12 and all(len(methods) == 6 for methods in found.values())
     lowest = sum(min(methods, key=methods.get) == "SPEAR" for methods in found.values())
-    said = f"Against LoftQ, LQER, QERA and EoRA of the paper's rank it has the lowest C4 perplexity in {lowest} of 12"
-    assert said in text
+    said = "Against LoftQ, LQER, QERA, EoRA and ASER of the paper's rank it has the lowest C4 perplexity"
+    assert f"{said} in {lowest} of 12 settings" in text
     status = [row["status"] for number in range(19, 25) for row in recorded(number)]
     assert f"Of the accuracies {status.count('floor')} of {len(status)} are at chance" in text
+
+
+def test_the_readme_counts_the_tables_that_are_measured():
+    lines = coverage.coverage(Workflow(scale.load(name="pocket-full"), recorded=True))
+    whole, partial = ({x.number for x in lines if x.kind == "table" and x.status in s} for s in WHOLE_AND_PARTIAL)
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(r"(\d+) of 45 tables, all SPEAR's \(([^)]*)\), and (\d+) more in part", text)
+    assert (int(said[1]), int(said[3])) == (len(whole), len(partial))
+    spans = [re.split(" to ", span) for span in said[2].split(", ")]
+    assert {str(n) for span in spans for n in range(int(span[0]), int(span[-1]) + 1)} == whole
