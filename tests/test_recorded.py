@@ -90,10 +90,21 @@ def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
     assert shown(asked, "3 bits").status == "not_run", "another option of the recipe"
     assert shown(asked, name="other").status == "not_run", "another scale"
     assert shown(asked, dtype="bfloat16").status == "not_run"
-    fewer = replace(cell(asked, "drawn"), seeds=(0,))
-    assert measure.one(Workflow(asked.scale, recorded=True), fewer).status == "not_run", "other seeds"
+    another = replace(cell(asked, "drawn"), seeds=(7,))
+    assert measure.one(Workflow(asked.scale, recorded=True), another).status == "not_run", "another seed"
     monkeypatch.setattr("repro.models.fingerprint", lambda name: "abcdef01")
     assert shown(asked).status == "not_run", "another model under the same name"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, seed):
+    accept(asked.table())
+    one = replace(cell(asked, "drawn"), seeds=(seed,))
+    flow, live = Workflow(asked.scale, recorded=True), measure.one(asked.flow, one)
+    found = measure.one(flow, one)
+    assert found == replace(live, live="recorded", artifacts=found.artifacts) and found.seeds == str(seed)
+    assert found.value != asked.recorded("GPTQ g128").value and "seeds" not in found.covers
+    assert measure.quantity(flow, one, found).interval() == measure.quantity(asked.flow, one, live).interval()
 
 
 def test_staleness_is_that_of_the_row(asked):

@@ -17,8 +17,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,17 +68,30 @@ def find(scale: str, cell: Cell | Measurement) -> Measurement | None:
 
 
 def equal(scale: str, inputs: str) -> Sequence[Measurement]:
-    """The accepted measurements of a hash of declared inputs, of all tables; the last by the folder's name first."""
+    """The accepted measurements of a hash of declared inputs, of all tables; the last by the folder's name first.
+
+    After whole rows come single seeds of rows with several, without a value: it is that of their series.
+    """
     return _by_inputs(RESULTS).get((scale, inputs), ())
 
 
 @cache
 def _by_inputs(results: Path) -> dict[tuple[str, str], list[Measurement]]:
-    """Scale and hash of declared inputs to rows, of all tables and devices."""
+    """Scale and hash of declared inputs to rows, and to single seeds of rows, of all tables and devices."""
+    rows = list(reversed(every()))
     found: dict[tuple[str, str], list[Measurement]] = {}
-    for row in reversed(every()):
-        found.setdefault((row.scale, row.inputs), []).append(row)
+    for one in [*rows, *(seed for row in rows for seed in _seeds(row))]:
+        found.setdefault((one.scale, one.inputs), []).append(one)
     return found
+
+
+def _seeds(row: Measurement) -> Iterator[Measurement]:
+    """Each seed of a row with several as a row of its own: its inputs and its series."""
+    seeds, held = row.seeds.split(), row.observations.split()
+    declared = _facts(path_of(row).with_name(FACTS["inputs"])).get(row.inputs) if len(held) > 1 else None
+    for i, (seed, digest) in enumerate(zip(seeds, held) if declared else ()):
+        hash = measurement.inputs_hash(declared | {name: declared[name][i : i + 1] for name in ("recipe", "jobs")})
+        yield replace(row, seeds=seed, observations=digest, inputs=hash, value=None, lo=None, hi=None, n=None)
 
 
 def every() -> list[Measurement]:
@@ -214,8 +227,13 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
 
 def _facts(path: Path) -> dict[str, Any]:
     """What hashes stand for."""
+    return _facts_of(path, path.stat().st_mtime_ns) if path.is_file() else {}
+
+
+@cache
+def _facts_of(path: Path, stamp: int) -> dict[str, Any]:
     try:
-        return folded.unfold(dict(json.loads(path.read_text(encoding="utf-8")))) if path.is_file() else {}
+        return folded.unfold(dict(json.loads(path.read_text(encoding="utf-8"))))
     except (ValueError, TypeError):
         raise UserError(f"{path}: not a JSON mapping; check it out again") from None
 
@@ -237,6 +255,7 @@ def forget() -> None:
     """Read results/ anew at the next question."""
     _rows.cache_clear()
     _by_inputs.cache_clear()
+    _facts_of.cache_clear()
     _packed.cache_clear()
     attested.cache_clear()
 

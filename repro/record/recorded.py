@@ -2,7 +2,8 @@
 
 A measurement is made and accepted once, in whichever table, and every cell that declares the same inputs at the same
 scale takes it, with its interval, status, origin and staleness. Nothing less than equality of all declared inputs
-counts. A cell that is arithmetic over others (`parts`) is composed of what is accepted of these, seed by seed.
+counts; one seed of a row with several stands for a cell of that seed. A cell that is arithmetic over others (`parts`)
+is composed of what is accepted of these, seed by seed.
 
 Of several rows the first that stands is taken, else the first: the cell's own; those of equal inputs, the last by the
 folder's name first; what the parts give.
@@ -141,7 +142,7 @@ def _recomputed(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
     if not seeds:
         return {}
     found = flow.of_series(cell, seeds).interval()
-    if text(found.value) != text(old.value):
+    if old.value is not None and text(found.value) != text(old.value):
         raise UserError(
             f"{accepted.path_of(old)}: the value of {old.where} is {text(old.value)}, but its observations give "
             f"{text(found.value)}; check the file out again"
