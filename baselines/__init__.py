@@ -5,13 +5,29 @@
 quantizer and adds something to its layers.
 """
 
-from repro.baselines import aser, awq, eora, gptq, loftq, lqer, omniquant, q4_k, qera, rtn, uniform
+from repro.baselines import (
+    aser,
+    awq,
+    e2e_qp,
+    efficientqat,
+    eora,
+    gptq,
+    loftq,
+    lqer,
+    omniquant,
+    q4_k,
+    qera,
+    rtn,
+    uniform,
+)
 
 BASELINES = {
     "rtn": rtn,
     "gptq": gptq,
     "awq": awq,
     "omniquant": omniquant,
+    "efficientqat": efficientqat,
+    "e2e_qp": e2e_qp,
     "q4_k": q4_k,
     "lqer": lqer,
     "qera": qera,

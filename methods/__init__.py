@@ -2,9 +2,15 @@
 
 from types import ModuleType
 
-from repro.methods import spear
+from repro.methods import bitbybit, spear
+from repro.methods.bitbybit import sliced
 from repro.methods.spqt import sparsity as spqt
 from repro.models.attachments import REGISTRIES
 
-METHODS: dict[str, ModuleType] = {"spear": spear, "spqt": spqt}
+METHODS: dict[str, ModuleType] = {
+    "spear": spear,
+    "spqt": spqt,
+    "bitbybit": bitbybit,
+    "sliced": sliced,
+}
 REGISTRIES.append(METHODS)

@@ -273,6 +273,12 @@ RECIPES = {
     "spear": ("there are none", "rtn-w4-pc + spear"),
     "spear + rtn-w4-pc": ("there are none", "rtn-w4-pc + spear"),
     "gptq(w=4, percdamp=-1)": ("percdamp is -1.0", "0 or more"),
+    "bitbybit(w=3, any_precision)": ("3 bits are not nested in a master of 8", "choose from: 8, 4, 2"),
+    "bitbybit(schedule=[w2a16, w4a16, w2a16])": ("rises from w2a16 to w4a16", "order=D"),
+    "bitbybit(g=96, tokens=64)": ("q_proj", "do not divide into groups of 96"),
+    "bitbybit-w2": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
+    "efficientqat-w2": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
+    "rtn-w4-pc + sliced-w2": ("put one before it", "bitbybit-any_precision + sliced-w4"),
 }
 
 

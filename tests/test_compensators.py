@@ -542,7 +542,7 @@ def test_a_second_moment_without_a_cholesky_factor():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"factor_bits": 8}], ids=["fp16", "int8"])
-@pytest.mark.parametrize("name", sorted(name for name in BASELINES if hasattr(BASELINES[name], "attached")))
+@pytest.mark.parametrize("name", COMPENSATORS)
 def test_a_compensator_on_a_gpu_continues_from_a_file(tmp_path, name, options):
     """What a file holds is read on the CPU; the full-precision weights and what is made of them are on the GPU."""
     tokens, module, made = tiny.tokens().cuda(), BASELINES[name], {}

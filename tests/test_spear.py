@@ -36,7 +36,7 @@ SCALES = st.sampled_from([1e-12, 1e-4, 1.0, 1e4, 1e9])
 
 def quantized(layout: str = "llama", bits: int = 3, baseline: str = "rtn") -> LowBitModel:
     lm, module = LowBitModel(tiny.model(layout)), BASELINES[baseline]
-    options = {"epochs": 1} if baseline == "omniquant" else {}
+    options = {"omniquant": {"epochs": 1}, "efficientqat": {"tokens": 144}}.get(baseline, {})
     module.apply(lm, tiny.tokens(), module.Config(bits=bits, **options))
     return lm
 

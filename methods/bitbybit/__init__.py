@@ -1,0 +1,199 @@
+"""Bit-by-Bit (Xu et al. 2026, arXiv 2604.07888): quantization-aware training that lowers precision step by step.
+
+Stage by stage (`schedule`) and block by block (`repro/train/blocks.py`) the weights of each block are trained so that
+the block, on inputs from blocks of the same precision, gives what two teachers give (section 3.2, as we read it):
+
+    L = ‖f(X_b; Ŵ) - f(X_fp; W)‖² + ‖f(X_b; Ŵ) - f(X_b'; W)‖²
+
+X_fp comes through full-precision blocks, X_b' through the blocks as the stage before left them, one precision higher;
+the first stage has no such blocks and one term. Biases, norms, embedding and head are not changed.
+
+With `any_precision` the weights of all widths are shifted codes of one 8-bit master: L is summed over them, X_b' of a
+width is the X_b of the next wider one, and what is stored is the master (`sliced` reads it at fewer bits).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from repro.methods.bitbybit import inputs, schedule
+from repro.methods.bitbybit.config import MASTER, Config
+from repro.methods.bitbybit.quantizer import fake_quantize, split
+from repro.methods.bitbybit.schedule import FULL, Precision
+from repro.methods.bitbybit.weight import pack
+from repro.models.activations import statistics
+from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
+from repro.train.blocks import BlockTask, BlockTrainer, checkpoint_folder, training_ids
+
+CALIBRATED = True
+COST = 100.0  # relative to RTN, for scheduling alone
+DOWN = ("down_proj", "fc2")  # the projections whose inputs have outliers (appendix B.2)
+WATCHED = 32  # sequences that kurtosis is measured on
+attached = inputs.attached
+
+
+@dataclass
+class TrainedBlock:
+    """A block of the full-precision model, and the weights that are trained in place of its linears'.
+
+    Attributes:
+        block: the block itself; not changed.
+        latent: float32 weights by the linears' names.
+        outliers: names of the linears whose inputs have outliers.
+        now: the precision that the block has reached.
+    """
+
+    block: nn.Module
+    latent: dict[str, Tensor]
+    outliers: frozenset[str]
+    config: Config
+    now: Precision = Precision()
+
+    def weights(self, bits: int) -> dict[str, Tensor]:
+        """Fake-quantized weights of a width, in the block's dtype, by parameter name."""
+        config, found = self.config, {}
+        for name, latent in self.latent.items():
+            if bits != FULL:
+                master = MASTER if config.any_precision else bits
+                latent = fake_quantize(latent, config.grid(master), master - bits, config.delta)
+            found[f"{name}.weight"] = latent.to(self.block.get_submodule(name).weight.dtype)
+        return found
+
+    def input_bits(self, bits: int) -> dict[str, int]:
+        """The width of every linear's inputs where the model's is `bits`."""
+        return {name: max(bits, self.config.outlier_bits) if name in self.outliers else bits for name in self.latent}
+
+    def run(self, precision: Precision, kwargs: dict, x: Tensor) -> Tensor:
+        """The block at a precision on hidden states `[B, L, H]`."""
+        widths = self.input_bits(precision.activations)
+        with inputs.quantized_inputs(self.block, widths, self.config.input_grid(MASTER)):
+            return torch.func.functional_call(self.block, self.weights(precision.weights), (x,), kwargs)
+
+
+def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
+    """Train and quantize every block linear of `lm`, from the weights that it has now.
+
+    `lm.facts` gets the loss curve, the tokens that were seen, and the kurtosis of down-projections' inputs.
+
+    Args:
+        lm: a decoder of Hugging Face form; edited. After a step that quantized its weights, training continues from
+            those, and the teacher is the model before that step.
+        calibration: int64 token ids `[sequences, length]`: the training text.
+        config: everything else.
+
+    Raises:
+        UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
+        Refused: the training diverged.
+    """
+    ids = training_ids(calibration, config.tokens, "bitbybit")
+    for name, linear in block_linears(lm.model).items():
+        with in_layer(name):
+            split(linear.weight, config.group)
+    teacher = lm.full_precision() if lm.weights else lm.model
+    kurtosis = input_kurtosis(teacher, ids[:WATCHED]) if config.act_bits != FULL else {}
+    with torch.no_grad():
+        states = trained_blocks(lm, teacher, kurtosis, config)
+    folder = checkpoint_folder(lm.model, ids, __file__, config)
+    trainer = BlockTrainer(teacher, ids, config.settings(), folder, "bitbybit")
+    shares = schedule.coverage(config.stages, config.rho)
+    for number, (stage, share) in enumerate(zip(config.stages, shares, strict=True)):
+        picked = schedule.chosen(share, len(states), config.alpha, config.sampling, config.seed, number)
+        wider = number > 0 or bool(lm.weights)
+        widths = sorted({s.weights for s in config.stages[: number + 1]}, reverse=True)
+        stages = [Precision(width) for width in widths] if config.any_precision else [stage]
+        lambdas = [config.lambdas.get(each.weights, 1.0) for each in stages]
+
+        def task(
+            block: nn.Module, kwargs: dict, index: int, picked: set = picked, stages: Sequence[Precision] = stages,
+            wider: bool = wider,
+        ) -> BlockTask:  # fmt: skip
+            return block_task(states[index], kwargs, index in picked, stages, wider)
+
+        trainer.run(str(stage), task, partial(loss, lambdas, config.second))
+    finish(lm, states, config)
+    trainer.finish()
+    lm.facts["training/loss"], lm.facts["training/tokens"] = trainer.losses, [float(trainer.tokens)]
+    if kurtosis:
+        lm.facts["layers/kurtosis"] = list(kurtosis.values())
+
+
+def block_task(state: TrainedBlock, kwargs: dict, picked: bool, stages: Sequence[Precision], wider: bool) -> BlockTask:
+    """What a block does in a pass; it reaches the last of `stages` where it is picked and stays as it is where not.
+
+    Args:
+        state: the block; its precision is set.
+        kwargs: its keyword arguments.
+        picked: whether this pass trains it.
+        stages: the precision of each student: one, or all widths that a master has so far.
+        wider: whether there was a pass before, whose model is the second teacher's.
+    """
+    config, before = state.config, state.now
+    state.now = stages[-1] if picked else before
+    reached = [state.now]
+    if config.any_precision:  # a block that is not there yet takes part at the narrowest width that it has
+        reached = [Precision(max(each.weights, state.now.weights)) for each in stages]
+    students = [partial(state.run, each, kwargs) for each in reached]
+    earlier = partial(state.run, before, kwargs) if wider and not config.any_precision else None
+    full = partial(_full, state.block, kwargs)
+    above = [earlier, *students[:-1]]
+    seconds = [source and (full if config.teacher == "full" else source) for source in above]
+    if not config.second:
+        seconds, earlier = [None] * len(students), None
+    tensors = state.latent if picked else {}
+    return BlockTask(students, seconds, earlier, tensors, dict.fromkeys(tensors, config.lr))
+
+
+def loss(
+    lambdas: Sequence[float], second: float, outputs: Sequence[Tensor], full: Tensor, seconds: Sequence[Tensor | None]
+) -> Tensor:
+    """Σ_b λ_b (‖y_b - y_fp‖² + second ‖y_b - y_b'‖²), float32."""
+    total = torch.zeros((), device=full.device)
+    for weight, y, other in zip(lambdas, outputs, seconds, strict=True):
+        total = total + weight * (y - full).float().square().sum()
+        if other is not None:
+            total = total + weight * second * (y - other).float().square().sum()
+    return total
+
+
+def trained_blocks(
+    lm: LowBitModel, teacher: nn.Module, kurtosis: dict[str, float], config: Config
+) -> list[TrainedBlock]:
+    """The teacher's blocks with the weights that `lm` has now."""
+    states = []
+    for prefix, block in blocks(teacher).items():
+        names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        latent = {name: lm.model.get_submodule(f"{prefix}.{name}").weight.detach().float().clone() for name in names}
+        outliers = frozenset(name for name in names if kurtosis.get(f"{prefix}.{name}", 0.0) > config.kurtosis)
+        states.append(TrainedBlock(block, latent, outliers, config))
+    return states
+
+
+def input_kurtosis(model: nn.Module, ids: Tensor) -> dict[str, float]:
+    """κ = E(x - μ)⁴ / σ⁴ of the inputs of each down-projection, over all tokens and channels (appendix B.2)."""
+    names = [name for name in block_linears(model) if name.endswith(DOWN)]
+    found = {}
+    for name, seen in statistics(model, names, ids, ("kurtosis",)).items():
+        pooled = replace(seen, powers=seen.powers.mean(1, keepdim=True))
+        found[name] = pooled.kurtosis().item() + 3
+    return {name: found[name] for name in names}
+
+
+@torch.no_grad()
+def finish(lm: LowBitModel, states: Sequence[TrainedBlock], config: Config) -> None:
+    """Store what was trained: codes, scales and zero points, and beside them the widths of the inputs."""
+    grid = config.grid(MASTER if config.any_precision else config.bits)
+    for prefix, state in zip(blocks(lm.model), states, strict=True):
+        for name, latent in state.latent.items():
+            with in_layer(f"{prefix}.{name}"):
+                lm.set_weight(f"{prefix}.{name}", pack(latent, grid, config.delta))
+        for name, bits in state.input_bits(config.act_bits).items():
+            if bits < FULL:
+                columns = state.latent[name].shape[1]
+                lm.attach(f"{prefix}.{name}", inputs.attachment("bitbybit", columns, config.input_grid(bits)))
+
+
+def _full(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:
+    return block(x, **kwargs)

@@ -1,0 +1,134 @@
+"""Bit-by-Bit's settings: section 4.1, and one field with its reason for each thing that the paper leaves open."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from repro.errors import UserError
+from repro.methods.bitbybit import schedule as plan
+from repro.methods.bitbybit.quantizer import GroupGrid, Levels, Offset, Scale
+from repro.methods.bitbybit.schedule import FULL, Order, Precision, Sampling
+from repro.methods.bitbybit.weight import check_nested
+from repro.train.blocks import BlockSettings
+from repro.train.streams import Dtype, Place
+
+MASTER = 8  # bits of the codes that any precision is read from (section 3.3)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Section 4.1, then what the paper leaves open, then where the work is done.
+
+    Attributes:
+        bits: of weights at the end (w2).
+        act_bits: of activations at the end; 16 leaves them alone.
+        group: weights, or activations, that share a scale (section 3.1).
+        order: A to D of appendix B.1.1; A is the paper's choice.
+        schedule: the stages themselves, such as [w8a16, w2a16], in place of those of `order`.
+        epochs: of each stage (section 4.1: two).
+        tokens: of an epoch (section 4.1: 4096 sequences; 2048 tokens each).
+        any_precision: one master of 8-bit codes, trained at 8, then 8 and 4, then 8, 4 and 2 bits (section 3.3).
+        scale: how group scales are stored (section 3.5).
+        levels: the asymmetric grid, or SEQ's levels (appendix B.4).
+
+        include_zero: every group's range includes 0, of weights and of activations. Not given; by default at low-bit
+            activations, whose kernel takes zero points that are codes.
+        delta: where a shifted code's value lies. Not given; "centred" has no bias, and on shifted 2-bit codes of W of
+            the known answers a quarter of the squared error of "zero".
+        lr: learning rate of the weights. Not given; that of EfficientQAT's 2-bit scripts, whose block training it is.
+        lr_final: the share of it at which its cosine ends. Not given; EfficientQAT's.
+        batch: sequences in a step. Not given; EfficientQAT's.
+        weight_decay: of AdamW. Not given; EfficientQAT's.
+        second: weight of the loss to the higher-precision teacher; the full-precision one has 1. Not given; the loss
+            is printed as a sum of both.
+        teacher: what computes on the higher-precision inputs: the block's full-precision weights, as printed in the
+            rebuilt loss, or those that it had before the stage. Not given; as printed, until swept.
+        lambdas: λ_b by width, 1 where not said. Not given; equal until swept.
+        rho: ρ_0, the share of the blocks that the first stage lowers; 1 lowers all at once. Not given; half lets a
+            model of two blocks go one by one.
+        alpha: α of the bias to early blocks. Not given; 1 is linear in depth, as its growth is said to be.
+        sampling: of the blocks of a stage: drawn, or the first ones (both in appendix B.1.2).
+        kurtosis: τ; inputs of down-projections above it get `outlier_bits`. Not given; on pocket-sample-calib the
+            pocket models have 100 to 2e5 there; 1000 marks the heaviest, 0 of 2, 1 of 5 and 3 of 11, 100 marks all.
+        outlier_bits: of activations of those. Not given, 4 or 8; 4 is the next step above 2.
+        streams: dtype of hidden states between blocks.
+        place: where they lie.
+        seed: of the order of sequences and of the blocks that are drawn.
+    """
+
+    bits: int = 2
+    act_bits: int = FULL
+    group: int = 32
+    order: Order = "A"
+    schedule: list[str] = field(default_factory=list)
+    epochs: int = 2
+    tokens: int = 4096 * 2048
+    any_precision: bool = False
+    scale: Scale = "e4m3"
+    levels: Levels = "asymmetric"
+
+    include_zero: bool | None = None
+    delta: Offset = "centred"
+    lr: float = 2e-5
+    lr_final: float = 0.05
+    batch: int = 2
+    weight_decay: float = 0.0
+    second: float = 1.0
+    teacher: Literal["full", "earlier"] = "full"
+    lambdas: dict[int, float] = field(default_factory=dict)
+    rho: float = 0.5
+    alpha: float = 1.0
+    sampling: Sampling = "biased"
+    kurtosis: float = 1000.0
+    outlier_bits: int = 4
+
+    streams: Dtype = "bfloat16"
+    place: Place = "device"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.grid(self.bits)
+        if self.act_bits != FULL:
+            self.grid(self.act_bits)
+        self.grid(self.outlier_bits)
+        for name in ("batch", "tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it is 1 or more")
+        for name in ("epochs", "lr", "weight_decay", "second", "alpha", "kurtosis", "seed"):
+            if getattr(self, name) < 0:
+                raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it is 0 or more")
+        if not 0 < self.rho <= 1 or not 0 <= self.lr_final <= 1:
+            raise UserError("bitbybit: rho is a share above 0 and at most 1, lr_final one from 0 to 1")
+        plan.check(self.stages, self.order, Precision(self.bits, self.act_bits))
+        if self.any_precision:
+            if any(stage.activations != FULL for stage in self.stages):
+                raise UserError("bitbybit: any_precision trains weights alone; leave act_bits at 16")
+            for stage in self.stages:
+                check_nested(stage.weights, MASTER)
+        if strange := sorted(set(self.lambdas) - {stage.weights for stage in self.stages}):
+            raise UserError(f"bitbybit: lambdas has {strange[0]}, a width that no stage of the schedule trains")
+
+    @property
+    def stages(self) -> list[Precision]:
+        """The precisions in the order in which they are trained."""
+        if self.schedule:
+            return [plan.read(text) for text in self.schedule]
+        return plan.precisions(self.order, Precision(self.bits, self.act_bits))
+
+    @property
+    def zero_included(self) -> bool:
+        """`include_zero`, or its default."""
+        return self.act_bits != FULL if self.include_zero is None else self.include_zero
+
+    def grid(self, bits: int) -> GroupGrid:
+        """The grid of weights of a width."""
+        return GroupGrid(bits, self.group, self.levels, self.zero_included, self.scale)
+
+    def input_grid(self, bits: int) -> GroupGrid:
+        """The grid of activations of a width; their scales are computed as they are needed and not stored."""
+        return GroupGrid(bits, self.group, include_zero=self.zero_included)
+
+    def settings(self) -> BlockSettings:
+        """The trainer's settings."""
+        return BlockSettings(
+            self.epochs, self.batch, self.lr_final, self.weight_decay, self.seed, self.streams, self.place
+        )

@@ -1,0 +1,281 @@
+"""Train a decoder one block at a time, so that each block reproduces what full precision gives (Li et al. 2021, BRECQ).
+
+A method says, for each pass over the blocks, what a block computes under fake quantization, which tensors are trained,
+and the loss between its outputs and its teachers': a `BlockTask` for every block and a function. This module does the
+rest. Streams hold the hidden states of all training sequences before a block: one of full precision, one for each
+student (through the blocks that are trained already), and one of the model as it was before the pass. A step is
+replayed as a CUDA graph on a GPU and plainly called on a CPU. Batches are a function of (seed, step).
+
+A block that is trained is written to a checkpoint, so that a run that was killed continues after it; streams are
+computed again, on a CPU bit for bit.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from repro.errors import Refused, UserError
+from repro.files import atomic
+from repro.jobs import job
+from repro.models import graphs
+from repro.models.lowbit import blocks
+from repro.record import provenance
+from repro.train.streams import Forward, Stream, embedded
+
+POINTS = 64  # of a block's loss curve in one pass
+QUIET = {"leave": False, "mininterval": 10, "delay": 10}
+Loss = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor | None]], Tensor]
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """How every block is trained.
+
+    Attributes:
+        epochs: passes over the sequences for each block.
+        batch: sequences in a step.
+        final: the share of a learning rate at which its cosine ends; 1 is a constant rate.
+        weight_decay: of AdamW.
+        seed: of the order of sequences.
+        streams: dtype of the hidden states between blocks.
+        place: where they lie: on the model's device, or in pinned host memory, moved a few sequences at a time.
+    """
+
+    epochs: int
+    batch: int
+    final: float = 1.0
+    weight_decay: float = 0.0
+    seed: int = 0
+    streams: Literal["bfloat16", "float32"] = "bfloat16"
+    place: Literal["device", "host"] = "device"
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """What one block does in one pass.
+
+    Attributes:
+        students: the block under fake quantization, one for each stream of the pass; differentiable in the tensors.
+        seconds: for each student what gives its second target, None for none. It reads the stream of the student
+            before, which is one precision higher; the first student's reads the stream that `earlier` advances.
+        earlier: the block as it was before this pass; None where no second target needs it.
+        tensors: what is trained, by name, float32; none where this pass leaves the block alone.
+        rates: learning rate of each tensor.
+    """
+
+    students: Sequence[Forward]
+    seconds: Sequence[Forward | None]
+    earlier: Forward | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+def training_ids(calibration: Tensor | None, tokens: int, who: str) -> Tensor:
+    """The sequences, int64 `[S, L]`, that hold the first `tokens` tokens, rounded down to whole sequences.
+
+    Raises:
+        UserError: there are fewer, or not one sequence was asked for.
+    """
+    there, length = (0, 1) if calibration is None else (calibration.numel(), calibration.shape[1])
+    if calibration is None or there < tokens:
+        raise UserError(
+            f"{who} trains on {tokens:,} tokens an epoch, the calibration text has {there:,}; "
+            f"raise the scale's calibration, or give tokens={there}"
+        )
+    if tokens < length:
+        raise UserError(f"{who}: tokens is {tokens}; one sequence of the calibration text has {length}")
+    return calibration[: tokens // calibration.shape[1]]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, sequences: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(sequences)
+
+
+class Batches(Protocol):
+    """What decides the sequences of a step."""
+
+    batch: int
+    seed: int
+
+
+def batch_rows(step: int, sequences: int, settings: Batches) -> Tensor:
+    """int64 `[batch]`: the sequences of a step; every epoch is a permutation, whose incomplete batch is left out."""
+    epoch, place = divmod(step, steps_per_epoch(sequences, settings))
+    order = _order(settings.seed, epoch, sequences)
+    return torch.from_numpy(order[place * settings.batch : (place + 1) * settings.batch])
+
+
+def steps_per_epoch(sequences: int, settings: Batches) -> int:
+    """Whole batches of an epoch.
+
+    Raises:
+        UserError: there is none.
+    """
+    if sequences < settings.batch:
+        raise UserError(f"a batch of {settings.batch} sequences from {sequences}; lower batch, or give more tokens")
+    return sequences // settings.batch
+
+
+def rate_at(done: float, rate: float, final: float) -> float:
+    """The learning rate when a share `done` of the steps is over: half a cosine down to `final` times the rate."""
+    return rate * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
+
+
+@torch.enable_grad()
+def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockSettings, first: int = 0) -> list[float]:
+    """Train the tensors of one block; returns the loss of every step.
+
+    Args:
+        task: the block and its tensors.
+        loss: a sum over elements, from the students' outputs, the first target and the second ones. The gradient of
+            the sum is divided by the elements of one output afterwards: that of a mean would underflow in 16 bits.
+        streams: each student's inputs, the first target, and the second targets that there are.
+        settings: optimizer and batches.
+        first: the number of the first step, which continues the order of sequences from pass to pass.
+
+    Raises:
+        Refused: a loss is not finite; the message names the step.
+    """
+    tensors = list(task.tensors.values())
+    by_rate: dict[float, list[Tensor]] = {}
+    for name, tensor in task.tensors.items():
+        by_rate.setdefault(task.rates[name], []).append(tensor.requires_grad_())
+    optimizers = {rate: graphs.adamw(some, rate, weight_decay=settings.weight_decay) for rate, some in by_rate.items()}
+    count, second = len(task.students), [forward is not None for forward in task.seconds]
+
+    def step(*rows: Tensor) -> Tensor:
+        wants = iter(rows[count + 1 :])
+        outputs = [forward(x) for forward, x in zip(task.students, rows[:count], strict=True)]
+        total = loss(outputs, rows[count], [next(wants) if there else None for there in second])
+        for tensor, gradient in zip(tensors, torch.autograd.grad(total, tensors), strict=True):
+            tensor.grad = gradient / outputs[0].numel()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        return total.detach() / outputs[0].numel()
+
+    def changed() -> list[Tensor]:
+        return [tensor for optimizer in optimizers.values() for tensor in graphs.changed(optimizer)]
+
+    replayed, losses = graphs.Replayed(step, changed), []
+    sequences, each = len(streams[0].hidden), steps_per_epoch(len(streams[0].hidden), settings)
+    for epoch in range(settings.epochs):
+        taken = [batch_rows(first + epoch * each + i, sequences, settings) for i in range(each)]
+        found = []
+        for i, rows in enumerate(torch.stack(taken).to(streams[0].hidden.device)):
+            for rate, optimizer in optimizers.items():
+                graphs.set_rate(optimizer, rate_at((epoch + i / each) / settings.epochs, rate, settings.final))
+            found.append(replayed(*(stream.take(rows) for stream in streams)).float().clone())
+        losses += torch.stack(found).tolist()
+        if bad := next((i for i, value in enumerate(losses) if not math.isfinite(value)), None):
+            raise Refused("diverged", f"the loss is not finite at step {bad + 1}")
+    for tensor in tensors:
+        tensor.requires_grad_(False).grad = None
+    return losses
+
+
+def checkpoint_folder(model: nn.Module, ids: Tensor, module: str, *facts: object) -> Path:
+    """Where the blocks of one training are kept: named by its model, tokens, code (of the file `module`) and facts."""
+    digest = hashlib.sha256(repr((facts, ids.shape, provenance.units_hash(provenance.units(module)))).encode())
+    for tensor in (ids, *model.parameters()):
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return job.BUILD / "training" / digest.hexdigest()[:16]
+
+
+class BlockTrainer:
+    """Runs passes over the blocks of a decoder, whose own weights stay those of full precision.
+
+    Attributes:
+        losses: the mean losses of `POINTS` stretches of steps, block after block and pass after pass.
+        tokens: that the model was trained on so far: sequences by length by epochs of every pass that trained a block.
+        seconds: spent in passes, what a checkpoint spared not included.
+    """
+
+    def __init__(self, model: nn.Module, ids: Tensor, settings: BlockSettings, folder: Path, who: str) -> None:
+        """`ids` int64 `[S, L]`, `folder` for checkpoints, `who` for messages."""
+        self.model, self.ids, self.settings, self.folder, self.who = model, ids, settings, folder, who
+        self.losses: list[float] = []
+        self.tokens, self.steps, self.passes, self.seconds = 0, 0, 0, 0.0
+        self.start, self.kwargs = embedded(model, ids, settings.streams, settings.place)
+
+    def run(self, name: str, tasks: Callable[[nn.Module, dict, int], BlockTask], loss: Loss) -> None:
+        """One pass: train block after block.
+
+        Args:
+            name: of the pass, for messages.
+            tasks: the task of a block, from the block, its keyword arguments and its number.
+            loss: see `fit`.
+
+        Raises:
+            Refused: a loss is not finite.
+        """
+        started, trained = time.perf_counter(), False
+        full, earlier, inputs = self.start.copy(), None, []
+        for index, (prefix, block) in enumerate(tqdm(blocks(self.model).items(), f"{self.who} {name}", **QUIET)):
+            task = tasks(block, self.kwargs[index], index)
+            if not index:
+                inputs = [self.start.copy() for _ in task.students]
+                earlier = self.start.copy() if task.earlier else None
+            targets = []
+            if task.tensors:
+                sources = zip([earlier, *inputs], task.seconds)
+                targets = [source.mapped(forward) for source, forward in sources if forward is not None]
+            full.advance(partial(_called, block, self.kwargs[index]))
+            if earlier is not None:
+                earlier.advance(task.earlier)
+            if task.tensors:
+                trained = True
+                self._train(f"{prefix} in {name}", index, task, loss, [*inputs, full, *targets])
+            for stream, forward in zip(inputs, task.students, strict=True):
+                stream.advance(forward)
+        self.passes += 1
+        self.steps += self.settings.epochs * steps_per_epoch(len(self.ids), self.settings)
+        if trained:  # a sequence counts once an epoch, whatever the number of blocks and students
+            used = steps_per_epoch(len(self.ids), self.settings) * self.settings.batch
+            self.tokens += self.settings.epochs * used * self.ids.shape[1]
+        self.seconds += time.perf_counter() - started
+        curve = " ".join(f"{value:.3g}" for value in self.losses[-POINTS :: POINTS // 4])
+        print(f"{self.who}: {name}, {self.tokens:,} tokens, {self.seconds:.1f} s, last block {curve}", file=sys.stderr)
+
+    def _train(self, where: str, index: int, task: BlockTask, loss: Loss, streams: list[Stream]) -> None:
+        """Train a block, or take what it was trained to from its checkpoint."""
+        path = self.folder / f"{self.passes}-{index}.safetensors"
+        if path.is_file():
+            with safe_open(path, "pt") as file:
+                for name, tensor in task.tensors.items():
+                    tensor.copy_(file.get_tensor(name))
+                self.losses += json.loads(file.metadata()["losses"])
+            return
+        try:
+            losses = fit(task, loss, streams, self.settings, self.steps)
+        except Refused as refused:
+            raise Refused(refused.status, f"{self.who}: {refused} of {where}; lower its learning rate") from None
+        parts = np.array_split(np.asarray(losses), min(POINTS, len(losses)) or 1)
+        curve = [float(part.mean()) for part in parts if len(part)]
+        self.losses += curve
+        with atomic(path) as temporary:
+            kept = {name: tensor.detach().cpu().contiguous() for name, tensor in task.tensors.items()}
+            save_file(kept, temporary, {"losses": json.dumps(curve)})
+
+    def finish(self) -> None:
+        """Delete the checkpoints: what was trained is about to be stored."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _called(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:
+    return block(x, **kwargs)
