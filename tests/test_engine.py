@@ -564,6 +564,15 @@ def test_a_gpu_with_too_little_memory_says_what_is_missing(tiny, shape, monkeypa
         assert refused.value.status == "oom"
 
 
+def test_weights_that_are_dequantized_take_their_bytes_in_full():
+    """In float32 no kernel takes packed weights, so that the memory that is needed is that of the whole model."""
+    lm = LowBitModel(models.load("pocket-3m"))
+    rtn.apply(lm, None, rtn.Config(bits=4, group=128))
+    count = sum(parameter.numel() for parameter in lm.model.parameters())
+    held = [engines_by_name.packed_bytes(lm, dtype) for dtype in (torch.float32, torch.float16)]
+    assert held[0] == 4 * count and held[1] < 1.5 * count
+
+
 def test_damaged_weights_are_seen_at_the_first_token(tiny, monkeypatch):
     engine = Engine.load(tiny, dtype="float32", device="cpu")
     engine.model.norm.fill_(math.nan)

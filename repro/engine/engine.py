@@ -136,7 +136,8 @@ def activations(config: Any, device: torch.device, name: str | None) -> torch.dt
 def packed_bytes(lm: LowBitModel, dtype: torch.dtype) -> int:
     """About what the weights take on a GPU."""
     held = {id(p): p.numel() * dtype.itemsize for p in lm.model.parameters()}
-    for name, weight in ((n, w) for n, w in lm.weights.items() if not w.FORMAT):  # others are dequantized
+    packed = {} if dtype == torch.float32 else {n: w for n, w in lm.weights.items() if not w.FORMAT}
+    for name, weight in packed.items():  # others are dequantized
         slot = weights.SLOTS.get(weight.bits, 8)
         held[id(lm.model.get_submodule(name).weight)] = weight.codes.numel() * slot // 8 + 4 * weight.scales.numel()
     return sum(held.values())
