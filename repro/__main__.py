@@ -92,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--gpus", type=_number(0), default=0, help=about)
     v.add_argument("--minutes", type=_number(0, float), default=0.0, help="start no job after that many; 0 is no limit")
     v.add_argument("--recorded", action="store_true", help="the cells that this scale takes from accepted results")
+    v.add_argument("--missing", action="store_true", help="only what no accepted result of the scale stands for")
     v.add_argument("--dry-run", action="store_true", help="print the jobs")
     v.add_argument("--save", type=Path, metavar="FILE", help="write the jobs to a file, for another machine")
     v = verb("table", verbs.table, "write a table or figure from what is built here, without Snakemake", scale=True)

@@ -22,6 +22,7 @@ from repro.jobs.target import Target
 from repro.judge import coverage as covered
 from repro.record import accept as acceptance
 from repro.record import attest as attestation
+from repro.record import measure as measurements
 from repro.record import verify as verification
 from repro.spec import figures, recipe, tables
 from repro.spec import scale as scales
@@ -69,13 +70,11 @@ def listed(args: Namespace) -> None:
 
 def run(args: Namespace) -> int:
     """Run the jobs of tables and figures, or of job files, side by side without Snakemake."""
-    jobs: list[Job] = []
-    for target in args.targets:
-        if target.endswith(".json"):
-            jobs += runner.from_file(Path(target))
-        else:
-            flow = _flow(args, recorded=False)
-            jobs += flow.every_job(flow.table_cells(canonical(target)), args.recorded)
+    jobs, turns = [], {}
+    for turn, target in enumerate(args.targets):
+        found = _jobs_of(args, target)
+        turns = dict.fromkeys((job.id for job in found), turn) | turns
+        jobs += found
     jobs = distinct(jobs)
     if args.save is not None:
         write_text(args.save, json.dumps([job.to_json() for job in jobs]) + "\n")
@@ -86,7 +85,16 @@ def run(args: Namespace) -> int:
         return 0
     if any(target.endswith(".json") for target in args.targets):
         runner.check_here(jobs)
-    return 1 if pool.run_all(jobs, args.side_by_side, args.gpus, args.minutes) else 0
+    return 1 if pool.run_all(jobs, args.side_by_side, args.gpus, args.minutes, turns) else 0
+
+
+def _jobs_of(args: Namespace, target: str) -> list[Job]:
+    """The jobs of a table, figure or job file."""
+    if target.endswith(".json"):
+        return runner.from_file(Path(target))
+    flow = _flow(args, recorded=False)
+    cells = flow.table_cells(canonical(target))
+    return measurements.missing(flow, cells) if args.missing else flow.every_job(cells, args.recorded)
 
 
 def _target(args: Namespace, flow: Workflow) -> Target:

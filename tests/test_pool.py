@@ -163,6 +163,16 @@ def test_too_little_memory_is_a_result_only_on_a_gpu_that_is_not_shared(job, mon
         assert not runner.done(one) and not (one.folder / runner.REFUSED).exists()
 
 
+def test_jobs_of_an_earlier_turn_start_first(job, capfd):
+    """So that a run that is cut off leaves whole tables; a need has the turn of the first that needs it."""
+    shared = job("shared")
+    one, other, third = job("one", needs=[shared]), job("other", needs=[shared]), job("third")
+    turns = {third.id: 0, shared.id: 1, other.id: 1, one.id: 2}
+    assert pool.run_all(distinct([one, other, third]), 1, turns=turns) == 0
+    ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().out.splitlines()]
+    assert ran == ["fake/third", "fake/shared", "fake/other", "fake/one"]
+
+
 def test_minutes_stop_starting(job, capfd, monkeypatch):
     jobs = [job(f"{i}") for i in range(4)]
     clock = itertools.count(0, 30)  # half a minute from one look to the next

@@ -7,6 +7,7 @@ import pytest
 from test_accept import older
 from tiny_results import MODEL, SPEC, refusal
 
+from repro.jobs.job import distinct
 from repro.judge.quantity import compose
 from repro.record import accepted, measure, recorded
 from repro.record.accept import accept
@@ -237,3 +238,19 @@ def test_what_is_accepted_next_is_seen(asked):
     assert shown(asked).status == "ok", "results/ is read once"
     accepted.forget()
     assert shown(asked).status == "not_run"
+
+
+# --- what is left to run ----------------------------------------------------------------------------------------------
+
+
+def test_missing_are_the_jobs_that_no_accepted_result_stands_for(asked):
+    flow, cells = asked.flow, asked.flow.cells("spear", NAME)
+    assert set(measure.missing(flow, cells)) == set(distinct([job for c in cells for job in recorded.jobs(flow, c)]))
+    accept(asked.table())
+    kl = [c for c in cells if c.metric == "kl"]
+    left = [job for c in cells if c.row == "3 bits" or c in kl for job in recorded.jobs(flow, c)]
+    part = measure.missing(flow, [cell(asked, "3 bits", "gain")])
+    assert set(measure.missing(flow, cells)) == set(distinct(left))
+    assert set(part) == set(distinct(recorded.jobs(flow, cell(asked, "3 bits")))), "not of the parts that are there"
+    edit(asked, "table1", "RTN pc", inputs="01234567")
+    assert set(recorded.jobs(flow, cell(asked))) < set(measure.missing(flow, [cell(asked)]))

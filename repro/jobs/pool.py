@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
@@ -33,7 +33,9 @@ from repro.jobs.job import Job
 from repro.spec.recipe import STEPS
 
 
-def run_all(jobs: Sequence[Job], side_by_side: int = 1, gpus: int = 0, minutes: float = 0.0) -> int:
+def run_all(
+    jobs: Sequence[Job], side_by_side: int = 1, gpus: int = 0, minutes: float = 0.0, turns: Mapping[str, int] = {}
+) -> int:
     """Run jobs whose needs come before them; returns how many are not done.
 
     Args:
@@ -41,6 +43,7 @@ def run_all(jobs: Sequence[Job], side_by_side: int = 1, gpus: int = 0, minutes: 
         side_by_side: worker processes.
         gpus: GPUs that the workers are spread over; 0 leaves them alone.
         minutes: start nothing after that many; 0 is no limit.
+        turns: by a job's id, what is started first: of jobs that are ready those of the least number.
 
     Raises:
         UserError: fewer than one worker.
@@ -67,7 +70,7 @@ def run_all(jobs: Sequence[Job], side_by_side: int = 1, gpus: int = 0, minutes: 
             missing = todo.keys() | {job.id for job in running.values()}
             ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
             ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
-            ready.sort(key=lambda job: (-needed_by[job.id], -weight(job), order[job.id]))
+            ready.sort(key=lambda job: (turns.get(job.id, 0), -needed_by[job.id], -weight(job), order[job.id]))
             for job in [] if late else ready[: side_by_side - len(running)]:
                 running[pool.submit(_run, job)] = todo.pop(job.id)
             if not running:

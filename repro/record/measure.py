@@ -128,6 +128,20 @@ def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:
     return recorded.jobs(flow, cell) + more
 
 
+def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
+    """The jobs of cells that no accepted result stands for, with all that they need; of a cell's parts only such.
+
+    Raises:
+        UserError: results/ is damaged.
+    """
+    found: list[Job] = []
+    for cell in filter(flow.is_measured, cells):
+        if not recorded.stands(flow, cell):
+            parts = [part for part in flow.parts(cell).values() if not recorded.stands(flow, part)]
+            found += [job for part in parts or [cell] for job in jobs_behind(flow, part)]
+    return distinct(found)
+
+
 def _blank(flow: Workflow, cell: Cell) -> Measurement:
     return Measurement(**recorded.of_cell(cell), scale=flow.scale.name)
 

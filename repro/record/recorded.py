@@ -39,6 +39,12 @@ def find(flow: Workflow, cell: Cell) -> Measurement | None:
     return _first(chain(_own(flow, cell), _equal(flow, cell)))
 
 
+def stands(flow: Workflow, cell: Cell) -> bool:
+    """Whether an accepted result stands for a cell, or for a part of one, which has no place of its own."""
+    found = find(flow, cell)
+    return found is not None and found.status != "stale"
+
+
 def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
     """The quantity of what `find` gave for a cell, from accepted series; None where none are kept.
 
