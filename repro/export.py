@@ -84,7 +84,7 @@ def shape(config: Any) -> dict[str, Any]:
 def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     """Tokens, merges, what cuts words and what surrounds a text; ids without a token are filled up to `size`."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {"type": "slow"}}
-    pre, model = pattern(definition), definition["model"]
+    pre, model, ids = pattern(definition), definition["model"], range(size)
     added = {token["id"]: token for token in definition["added_tokens"]}
     texts = {i: text for text, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     if max(texts) >= size:
@@ -95,11 +95,10 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     if len(around) > begins + ends:
         raise UserError(f"the tokenizer puts the ids {around} around a text; llama.cpp adds a BOS and an EOS alone")
     facts = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "add_bos_token": begins, "add_eos_token": ends}
-    facts |= {"token_list": [texts.get(i, f"[PAD{i}]") for i in range(size)]}
-    facts |= {"token_types": [types.get(i, 5) for i in range(size)]}
+    facts |= {"token_list": [texts.get(i, f"[PAD{i}]") for i in ids], "token_types": [types.get(i, 5) for i in ids]}
     facts |= {"token_merges": [" ".join(pair) for pair in model["merges"]]}
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return facts | {key: i for key, i in ids.items() if i is not None}
+    facts |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return {key: value for key, value in facts.items() if value is not None}
 
 
 def pattern(definition: dict[str, Any]) -> str:
@@ -107,13 +106,12 @@ def pattern(definition: dict[str, Any]) -> str:
     model, pre = definition["model"], definition.get("pre_tokenizer") or {"type": "no pre-tokenizer"}
     steps = [{k: v for k, v in step.items() if k != "trim_offsets"} for step in pre.get("pretokenizers", [pre])]
     if model["type"] == "BPE" and model["merges"] and not model["byte_fallback"] and not definition["normalizer"]:
-        for name, (known, whole) in PATTERNS.items():
-            if (steps, model["ignore_merges"]) == (known, whole):
+        for name, cut in PATTERNS.items():
+            if cut == (steps, model["ignore_merges"]):
                 return name
     found = shortened(" + ".join([model["type"], *(step["type"] for step in steps)]))
-    raise UserError(
-        f"llama.cpp has no pattern for the tokenizer ({found}); it needs merges, cut as {', '.join(PATTERNS)}"
-    )
+    known = f"it needs merges, cut as {', '.join(PATTERNS)}"
+    raise UserError(f"llama.cpp has no pattern for the tokenizer ({found}); {known}")
 
 
 def tensors(model: nn.Module, quantized: bool) -> Iterator[tuple[str, Tensor]]:

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from known import X
 
 from repro.__main__ import main
-from repro.baselines import qera, rtn
+from repro.baselines import qera, rtn, teal
+from repro.baselines.teal import greedy, histogram, zeroed
 from repro.cells import sparsity as reached
 from repro.errors import UserError
 from repro.jobs import compress, runner
 from repro.jobs.target import Target
 from repro.methods.spqt import sparsity as spqt
-from repro.methods.spqt import thresholds
 from repro.methods.spqt.sparsity import Config
-from repro.methods.spqt.thresholds import greedy, histogram, zeroed
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel, block_linears, blocks
 from repro.record import observations
@@ -142,7 +141,7 @@ def test_a_search_that_cannot_go_on_is_a_sentence():
 def test_the_error_is_that_of_the_whole_block():
     """Attention that is kept, and an MLP on the last positions alone, against the block run whole with masks."""
     lm, model = LowBitModel(tiny.model("llama")), tiny.model("llama")
-    made = list(thresholds.each_block(lm, IDS, 4))[1]
+    made = list(teal.each_block(lm, IDS, 4))[1]
     first, block = blocks(model).values()
     with torch.no_grad():
         seen = {}

@@ -6,7 +6,7 @@ share a scale than in rows. In two planes the codes of all super-blocks lie apar
 of a super-block are one aligned line of 128 bytes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -45,22 +45,16 @@ def stacked(weights: Iterable[Tensor]) -> Tensor:
 def stacks(heights: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Layers that are stacked with each other, by module path, in order; most are alone.
 
-    Args:
-        heights: rows of every layer. Where 256 divides those of all that share their input, nothing is stacked: the
-            bands, and so the bytes, would be the same.
+    `heights` are the rows of every layer. Where 256 divides those of all that share their input, nothing is stacked:
+    the bands, and so the bytes, would be the same.
     """
     found: list[tuple[str, ...]] = []
     for name in heights:
-        group = _readers(name, heights)
+        leaf = name.rpartition(".")[2]
+        kinds = next((kinds for kinds in SHARED if leaf in kinds), (leaf,))
+        group = tuple(path for kind in kinds if (path := name.removesuffix(leaf) + kind) in heights)
         if all(heights[reader] % BAND == 0 for reader in group):
             group = (name,)
         if group[0] == name:
             found.append(group)
     return found
-
-
-def _readers(name: str, names: Mapping[str, int]) -> Sequence[str]:
-    """The layers that read the input of layer `name`, itself among them."""
-    module, _, leaf = name.rpartition(".")
-    kinds = next((kinds for kinds in SHARED if leaf in kinds), (leaf,))
-    return tuple(path for kind in kinds if (path := f"{module}.{kind}".removeprefix(".")) in names)

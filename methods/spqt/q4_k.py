@@ -6,7 +6,7 @@ A super-block holds 256 weights in 144 bytes: 8 blocks of 32 codes q of 4 bits, 
     w = d · scale · q - dmin · min        bytes: d 2 | dmin 2 | scales and minima 12 | codes 128
 
 The encoder repeats ggml's search (the generic build, without fused multiply-add) in float32 and in ggml's order of
-operations, because the bytes depend on both: sums run one term after the other, every product is rounded before it is
+operations, because the bytes depend on both: `sum` adds one term after the other, every product is rounded before it is
 added, rounding is `_nearest`. It runs on many super-blocks at once, on the weight's device. Some float32 operations of
 PyTorch are not correctly rounded: `number / tensor`, on a GPU also `tensor / number`, and `sqrt` (`_over`, `_root`).
 """
@@ -49,8 +49,7 @@ def quantize(weight: Tensor, importance: Tensor | None = None) -> Tensor:
 def dequantize(blocks: Tensor, columns: int) -> Tensor:
     """float32 `[N, columns]`: the weights of Q4_K bytes uint8 `[N, columns // 256 * 144]`.
 
-    Raises:
-        UserError: 256 does not divide `columns`, or the bytes are not those of so many columns.
+    UserError if 256 does not divide `columns`, or the bytes are not those of so many columns.
     """
     check_columns(columns)
     if blocks.shape[1] != columns // SUPER * BYTES:
@@ -68,8 +67,7 @@ def check_columns(columns: int) -> None:
 def encode(x: Tensor, importance: Tensor | None = None) -> Tensor:
     """uint8 `[B, 144]` of super-blocks `[B, 256]`; `importance` `[B, 256]` weighs each weight's squared error.
 
-    Raises:
-        UserError: a weight is NaN or Inf.
+    UserError if a weight is NaN or Inf.
     """
     if not torch.isfinite(x).all():
         raise UserError("a weight is NaN or Inf; the model is damaged")
@@ -95,25 +93,22 @@ def _encode(x: Tensor, importance: Tensor | None) -> Tensor:
     """`encode` of one chunk; inside, the 32 weights of a block are the first axis, then 8 blocks, then B."""
     x = _split(x)
     if importance is None:
-        weights = _root(_total(x * x) * (1 / BLOCK)) + x.abs()
+        weights = _root(sum(x * x) * (1 / BLOCK)) + x.abs()
         scales, minima, codes = _search(x, weights, *PLAIN)
         (d, scales), (dmin, minima) = _rounded(scales), _rounded(minima)
     else:
         squares = x * x
-        mean = _total(squares.transpose(0, 1).reshape(SUPER, -1)) * 2 * (1 / SUPER)
+        mean = sum(squares.transpose(0, 1).reshape(SUPER, -1)) * 2 * (1 / SUPER)
         weights = _split(importance) * _root(mean + squares)
         scales, minima, codes = _search(x, weights, *WEIGHTED)
-        total = _total(weights)
+        total = sum(weights)
         (d, scales), (dmin, minima) = _fitted(scales, total), _fitted(minima, total)
-    packed = _packed(scales, minima)
-    d, dmin = d.half(), dmin.half()
-    scales, minima = _unpacked(packed)
-    step, offset = d.float() * scales, dmin.float() * minima
+    packed, factors = _packed(scales, minima), torch.stack([d, dmin]).half()
+    step, offset = (factor.float() * six for factor, six in zip(factors, _unpacked(packed)))
     codes = torch.where(step != 0, _nearest((x + offset) / step).clamp_(0, TOP), codes).to(torch.uint8)
     codes = codes.view(BLOCK, BLOCKS // 2, 2, -1)
     nibbles = (codes[:, :, 0] | codes[:, :, 1] << 4).permute(2, 1, 0).flatten(1)
-    halves = torch.stack([d, dmin], 1).view(torch.uint8)
-    return torch.cat([halves, packed.T.to(torch.uint8), nibbles], 1)
+    return torch.cat([factors.T.contiguous().view(torch.uint8), packed.T.to(torch.uint8), nibbles], 1)
 
 
 def _split(x: Tensor) -> Tensor:
@@ -129,21 +124,21 @@ def _search(x: Tensor, weights: Tensor, first: float, step: float, trials: int) 
     """
     low, high = x.amin(0).clamp_(max=0), x.amax(0)
     flat = low == high
-    sum_w, sum_x = _total(weights), _total(weights * x)
+    sum_w, sum_x = sum(weights), sum(weights * x)
     inverse = _over(TOP, high - low)
     codes, scale = _nearest(inverse * (x - low)).clamp_(0, TOP).float(), _over(1, inverse)
-    best = _total(weights * (scale * codes + low - x).square_())
+    best = sum(weights * (scale * codes + low - x).square_())
     for i in range(trials):
         factor = np.float32(first) + np.float32(step) * np.float32(i) + np.float32(TOP)
         q = _nearest(_over(factor, high - low) * (x - low)).clamp_(0, TOP).float()
         wq = weights * q
-        sum_q, sum_qq, sum_qx = _total(wq), _total(wq * q), _total(wq * x)
+        sum_q, sum_qq, sum_qx = sum(wq), sum(wq * q), sum(wq * x)
         determinant = sum_w * sum_qq - sum_q * sum_q
         slope = (sum_w * sum_qx - sum_x * sum_q) / determinant
         offset = (sum_qq * sum_x - sum_q * sum_qx) / determinant
         above = offset > 0
         slope, offset = torch.where(above, sum_qx / sum_qq, slope), offset.masked_fill(above, 0)
-        error = _total(weights * (slope * q + offset - x).square_())
+        error = sum(weights * (slope * q + offset - x).square_())
         better = (determinant > 0) & (error < best)
         best, scale, low = (torch.where(better, *two) for two in ((error, best), (slope, scale), (offset, low)))
         codes = torch.where(better, q, codes)
@@ -165,15 +160,15 @@ def _fitted(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     high = _highest(x)
     inverse = _over(TOP6, high)
     error = x - _over(1, inverse) * (_nearest(inverse * x) & 255)
-    best = _total(weights * error * error)
+    best = sum(weights * error * error)
     for i in (-4, -3, -2, -1, 1, 2, 3, 4):
         trial = _over(np.float32(0.1) * np.float32(i) + np.float32(TOP6), high)
         error = x - _over(1, trial) * _nearest(trial * x).clamp_(max=TOP6)
-        error = _total(weights * error * error)
+        error = sum(weights * error * error)
         best, inverse = torch.where(error < best, error, best), torch.where(error < best, trial, inverse)
     codes = _nearest(inverse * x).clamp_(max=TOP6)
     wx = weights * x
-    sum_qx, sum_qq = _total(wx * codes), _total(weights * codes * codes)
+    sum_qx, sum_qq = sum(wx * codes), sum(weights * codes * codes)
     codes &= 255
     for _ in range(5):
         for i in range(BLOCKS):
@@ -187,14 +182,6 @@ def _fitted(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
             sum_qx, sum_qq = torch.where(better, qx, sum_qx), torch.where(better, qq, sum_qq)
     factor = torch.where(sum_qq > 0, sum_qx / sum_qq, 0)
     return factor.masked_fill(high < TINY, 0), codes.masked_fill(high < TINY, 0)
-
-
-def _total(terms: Tensor) -> Tensor:
-    """The sum over the first axis, one term after the other."""
-    result = torch.zeros_like(terms[0])
-    for term in terms:
-        result += term
-    return result
 
 
 def _highest(x: Tensor) -> Tensor:

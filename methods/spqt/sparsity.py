@@ -2,7 +2,7 @@
 
     y ≈ Σ W[:, i] x_i over |x_i| > θ
 
-θ is a quantile of the layer's inputs on calibration text (`thresholds`). "unified" gives all layers one sparsity,
+θ is a quantile of the layer's inputs on calibration text (`baselines/teal`). "unified" gives all layers one sparsity,
 "teal" what TEAL's greedy search gives them, averaged among those that read one tensor, (q, k, v) and (gate, up), which
 so share one threshold and one list of indices. Comes last in a recipe: `q4_k(layout=zigzag) + spqt(sparsity=0.5)`.
 """
@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from repro.baselines.teal import each_block, greedy, zeroed
 from repro.data import alpaca  # noqa: F401  TEAL's calibration text gets its name
 from repro.errors import UserError
-from repro.methods.spqt.thresholds import each_block, greedy, zeroed
 from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel
 
@@ -59,20 +59,15 @@ class Config:
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
-    """Make every quantized layer of `lm` sparse, or every block linear of a model without any.
+    """Make every quantized layer of `lm`, a decoder of Hugging Face form, sparse; every block linear where none is.
 
-    `lm.facts` gets target and threshold of each, `layers/sparsity` and `layers/threshold`.
+    Thresholds come from `calibration`, int64 token ids `[sequences, length]`. `lm.facts` gets the target and threshold
+    of each layer, `layers/sparsity` and `layers/threshold`.
 
-    Args:
-        lm: a decoder of Hugging Face form; edited.
-        calibration: int64 token ids `[sequences, length]`.
-        config: the target.
-
-    Raises:
-        UserError: too few tokens, inputs that are not finite, or a block that the search does not know.
+    UserError for too few tokens, inputs that are not finite, or a block that the search does not know.
     """
     given = 0 if calibration is None else calibration.numel()
-    if calibration is None or given < config.tokens:
+    if given < config.tokens:
         raise UserError(
             f"spqt takes its thresholds from {config.tokens} calibration tokens and got {given}; "
             "raise the scale's calibration, or lower `tokens`"
@@ -94,11 +89,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
 
 class Sparse(nn.Linear):
-    """A linear layer whose inputs are zero where they are small; `weight` and `bias` are the layer's.
+    """A linear layer whose inputs up to `threshold` (θ) are zero; `weight` and `bias` are the layer's.
 
-    Attributes:
-        threshold: θ.
-        half: the first half of the positions stays dense.
+    With `half`, the first half of the positions stays dense.
     """
 
     def __init__(self, linear: nn.Linear, threshold: float, half: bool) -> None:
@@ -119,8 +112,7 @@ class Sparse(nn.Linear):
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
     """`linear` on sparse inputs: the module that `LowBitModel` runs, now and after loading.
 
-    Raises:
-        UserError: the threshold belongs to a layer with another number of inputs, as another model has.
+    UserError if the threshold belongs to a layer with another number of inputs, as another model has.
     """
     if (columns := numbers["columns"]) != linear.in_features:
         raise UserError(

@@ -14,37 +14,39 @@ from repro.models.quantized import FORMATS
 Layout = Literal["row", "zigzag", "zigzag-planes"]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Q4KWeight:
     """Rows `start … end - 1` of a stack of layers that are stored together; only the first of these stores the stack.
 
     Attributes:
-        stack: uint8 `[N, K // 256 * 144]` in rows; `[bands, K, 144]` in zigzag; codes `[bands, K, 128]` and scales
-            `[bands, K, 16]` in planes.
-        layout: which of these.
+        layout: which of the tensors store the stack.
         start: first row of the stack that is this layer's.
         end: the row after its last.
         first: the layer that stores the stack; "" is this one.
+        owner: that layer's weight, None where it is this one.
+        blocks: uint8 `[N, K // 256 * 144]` in rows; `[bands, K, 144]` in zigzag.
+        codes: uint8 `[bands, K, 128]` in planes.
+        scales: uint8 `[bands, K, 16]` in planes.
     """
 
     FORMAT: ClassVar[str] = "q4_k"
     TENSORS: ClassVar[tuple[str, ...]] = ("blocks", "codes", "scales")
     NUMBERS: ClassVar[tuple[str, ...]] = ("layout", "start", "end", "first")
 
-    stack: tuple[Tensor, ...]
     layout: Layout
     start: int
     end: int
     first: str = ""
+    owner: "Q4KWeight | None" = None
+    blocks: Tensor | None = None
+    codes: Tensor | None = None
+    scales: Tensor | None = None
 
-    def __init__(
-        self, stack: tuple[Tensor, ...] = (), layout: Layout = "row", start: int = 0, end: int = 0, first: str = "",
-        **tensors: Tensor,
-    ) -> None:  # fmt: skip
-        """`tensors`, by the names of TENSORS, are the stack as a file holds it, in place of `stack`."""
-        stack = tuple(tensors[key] for key in self.TENSORS if key in tensors) or stack
-        for name, value in (("stack", stack), ("layout", layout), ("start", start), ("end", end), ("first", first)):
-            object.__setattr__(self, name, value)
+    @property
+    def stack(self) -> tuple[Tensor, ...]:
+        """The tensors that store the stack, here or in `owner`."""
+        held = self.owner or self
+        return tuple(tensor for key in self.TENSORS if (tensor := getattr(held, key)) is not None)
 
     @property
     def shape(self) -> torch.Size:
@@ -53,28 +55,13 @@ class Q4KWeight:
         columns = one.shape[1] // q4_k.BYTES * q4_k.SUPER if self.layout == "row" else one.shape[1]
         return torch.Size((self.end - self.start, columns))
 
-    @property
-    def blocks(self) -> Tensor | None:
-        """The super-blocks, if they are stored here in one plane."""
-        return None if self.first or len(self.stack) > 1 else self.stack[0]
-
-    @property
-    def codes(self) -> Tensor | None:
-        """The plane of codes, if it is stored here."""
-        return None if self.first or len(self.stack) == 1 else self.stack[0]
-
-    @property
-    def scales(self) -> Tensor | None:
-        """The plane of scales, if it is stored here."""
-        return None if self.first or len(self.stack) == 1 else self.stack[1]
-
     def dequantize(self) -> Tensor:
         """float32 `[N, K]`: the weight that the super-blocks stand for."""
         rows, columns = self.shape
         if self.layout == "row":
             return q4_k.dequantize(self.stack[0][self.start : self.end], columns)
         own = self.rows(0, rows)
-        blocks = own.stack[0] if len(own.stack) == 1 else zigzag.from_planes(*own.stack)
+        blocks = own.blocks if self.layout == "zigzag" else zigzag.from_planes(own.codes, own.scales)
         bands = q4_k.decode(blocks.view(-1, q4_k.BYTES)).view(*blocks.shape[:2], zigzag.BAND)
         return zigzag.from_zigzag(bands)[own.start : own.end]
 
@@ -82,8 +69,9 @@ class Q4KWeight:
         """A copy of the output rows `start … end - 1`, with the whole bands of 256 rows that they lie in."""
         start, end, size = self.start + start, self.start + end, 1 if self.layout == "row" else zigzag.BAND
         first, last = start // size, -(-end // size)
-        stack = tuple(tensor[first:last].clone() for tensor in self.stack)
-        return replace(self, stack=stack, start=start - first * size, end=end - first * size, first="")
+        held = self.owner or self
+        stored = {key: t[first:last].clone() for key in self.TENSORS if (t := getattr(held, key)) is not None}
+        return replace(held, start=start - first * size, end=end - first * size, **stored)
 
     def stored_bits(self) -> dict[str, int]:
         """Bits by kind of what is stored here, padding rows and the layers that share the stack included.
@@ -99,7 +87,7 @@ class Q4KWeight:
         cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], earlier: Mapping[str, Any]
     ) -> "Q4KWeight":
         """The weight that a file holds; its stack may be that of an `earlier` layer."""
-        return cls(earlier[numbers["first"]].stack if numbers["first"] else (), **numbers, **tensors)
+        return cls(**numbers, **tensors, owner=earlier[numbers["first"]] if numbers["first"] else None)
 
 
 FORMATS[Q4KWeight.FORMAT] = Q4KWeight
@@ -118,15 +106,15 @@ def pack(weights: Mapping[str, Tensor], layout: Layout, importance: Tensor | Non
         UserError: K does not divide into super-blocks of a row, or a value is not finite.
     """
     if layout == "row":
-        return {name: Q4KWeight((q4_k.quantize(w, importance),), "row", 0, len(w)) for name, w in weights.items()}
+        return {name: Q4KWeight("row", 0, len(w), blocks=q4_k.quantize(w, importance)) for name, w in weights.items()}
     bands = zigzag.to_zigzag(zigzag.stacked(weights.values()))
     columns = bands.view(-1, zigzag.BAND)
     alike = None if importance is None else torch.ones_like(columns, dtype=torch.float32)
     blocks = q4_k.encode(columns, alike).view(*bands.shape[:2], q4_k.BYTES)
-    stack = (blocks,) if layout == "zigzag" else zigzag.to_planes(blocks)
-    found, end, first = {}, 0, ""
+    stored = {"blocks": blocks} if layout == "zigzag" else dict(zip(("codes", "scales"), zigzag.to_planes(blocks)))
+    found, end = {}, 0
     for name, weight in weights.items():
         start, end = end, end + len(weight)
-        found[name] = Q4KWeight(stack, layout, start, end, first)
-        first = first or name
+        found[name] = Q4KWeight(layout, start, end, **stored)
+        stored = stored if "first" in stored else {"first": name, "owner": found[name]}
     return found

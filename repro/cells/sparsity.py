@@ -14,6 +14,7 @@ from repro.jobs.job import Job
 from repro.jobs.target import Target
 from repro.methods.spqt.sparsity import Sparse
 from repro.models import perplexity as scoring
+from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, block_linears
 from repro.record import observations
 from repro.record.observations import Observations, Series
@@ -75,27 +76,19 @@ def zeros(lm: LowBitModel, windows: torch.Tensor) -> dict[str, float]:
         Name of each quantized layer (of each block linear where none is) to its share.
     """
     counts = {name: [0, 0] for name in (lm.weights or lm.attachments or block_linears(lm.model))}
-    hooks = []
+    layers = {name: lm.model.get_submodule(name) for name in counts}
+    inner = {name: layer.linear if isinstance(layer, Sparse) else layer for name, layer in layers.items()}
 
-    def count(name: str, first: int, x: torch.Tensor) -> None:
+    def count(name: str, x: torch.Tensor) -> None:
+        first = layers[name].first(x.shape[-2]) if isinstance(layers[name], Sparse) else 0
         part = x[..., first:, :]
         counts[name][0] += int((part == 0).sum())
         counts[name][1] += part.numel()
 
-    for name in counts:
-        layer = lm.model.get_submodule(name)
-        first = layer.first(windows.shape[1]) if isinstance(layer, Sparse) else 0
-        inner = layer.linear if isinstance(layer, Sparse) else layer
-        hooks.append(
-            inner.register_forward_pre_hook(lambda _, args, name=name, first=first: count(name, first, args[0]))
-        )
-    try:
-        scoring.check_context(lm.model, windows.shape[1])
+    scoring.check_context(lm.model, windows.shape[1])
+    with each_input(inner, count):
         for window in windows.to(lm.model.device):
             lm.model.base_model(window[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return {name: zero / total for name, (zero, total) in counts.items()}
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from repro.baselines.teal import zeroed
 from repro.engine.step import Block, Decoder
 from repro.errors import Refused, UserError
 from repro.kernels import linear as kernel
 from repro.kernels import packing
 from repro.kernels.packing import PackedWeight
-from repro.methods.spqt.thresholds import zeroed
 from repro.models import bits as counting
 from repro.models.lowbit import LowBitModel, blocks, in_layer
 from repro.models.quantized import QuantizedWeight

@@ -1,4 +1,4 @@
-"""Thresholds of TEAL (Liu et al. 2025, arXiv 2408.14690), which SpQt takes its own from.
+"""TEAL's thresholds and search (Liu et al. 2025, arXiv 2408.14690), which SpQt takes its own from.
 
 Calibration text runs densely through the full-precision model; each block has one histogram for each tensor that its
 layers read (q, k, v; o; gate, up; down). Read in the official code: it is one of the signed inputs, and the quantile at
@@ -6,7 +6,6 @@ layers read (q, k, v; o; gate, up; down). Read in the official code: it is one o
 is zeroed on the scored text. The greedy search is Algorithm 1 there.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.errors import UserError
+from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, block_inputs, block_linears, blocks, in_layer
 
 BINS, TAIL = 10_000, 0.01  # of a histogram; the share of the inputs in each of its two outer bins
@@ -40,8 +40,7 @@ class Histogram(NamedTuple):
 def histogram(x: Tensor) -> Histogram:
     """Of all entries of `x`, in any shape: BINS bins, the outer two hold the extreme TAIL on each side.
 
-    Raises:
-        UserError: an entry is not finite, or there are fewer than 1/TAIL.
+    UserError if an entry is not finite, or if there are fewer than 1/TAIL.
     """
     x = x.detach().flatten().to(torch.promote_types(x.dtype, torch.float32))
     if not (count := int(TAIL * len(x))):
@@ -65,21 +64,20 @@ def greedy(error: Callable[[Sparsities], float], sizes: Mapping[str, int], targe
         target: mean sparsity by parameters; of the states before and after reaching it the nearer one is taken.
         step: sparsity that a layer of q's size gets at a time; others get it divided by their size relative to q's.
 
-    Raises:
-        UserError: no layer can take another step.
+    UserError if no layer can take another step.
     """
     total, first = sum(sizes.values()), next(iter(sizes.values()))
-    found, reached = dict.fromkeys(sizes, 0.0), 0.0
-    before = found, reached
+    before = found = dict.fromkeys(sizes, 0.0)
+    before_reached = reached = 0.0
     while reached < target:
         tried = {name: found[name] + step * first / size for name, size in sizes.items()}
         errors = {name: error({**found, name: s}) for name, s in tried.items() if s < 1}
         if not errors:
             raise UserError(f"no layer takes another step of {step} towards a sparsity of {target}; lower `step`")
         best = min(errors, key=errors.__getitem__)
-        before, found = (found, reached), {**found, best: tried[best]}
-        reached = sum(found[name] * size for name, size in sizes.items()) / total
-    return before[0] if target - before[1] < reached - target else found
+        before, found = found, {**found, best: tried[best]}
+        before_reached, reached = reached, sum(found[name] * size for name, size in sizes.items()) / total
+    return before if target - before_reached < reached - target else found
 
 
 def zeroed(x: Tensor, threshold: float) -> Tensor:
@@ -88,8 +86,7 @@ def zeroed(x: Tensor, threshold: float) -> Tensor:
 
 
 class Block(NamedTuple):
-    """A block's layers that read one tensor, a list a tensor; by layer its size and the histogram of its inputs; and
-    the error of the block's output on the first sequences at given sparsities."""  # fmt: skip
+    """A block's layers by the tensor that they read, their sizes and inputs, and its error at given sparsities."""
 
     readers: list[list[str]]
     sizes: dict[str, int]
@@ -100,42 +97,27 @@ class Block(NamedTuple):
 @torch.no_grad()
 def each_block(lm: LowBitModel, ids: Tensor, search: int) -> Iterator[Block]:
     """Run token ids int64 `[S, L]` densely through the full-precision model (the model that is there, where a
-    compensator came before); `error` is taken on `search` of the sequences.
-
-    Raises:
-        UserError: inputs that are not finite.
+    compensator came before); `error` is taken on `search` of the sequences. UserError for inputs that are not finite.
     """  # fmt: skip
     model = lm.full_precision() if lm.full and not lm.attachments else lm.model
     hidden, kwargs = block_inputs(model, ids)
     names = list(lm.weights or block_linears(model))
     for (path, block), words in zip(blocks(model).items(), kwargs):
         layers = {name: model.get_submodule(name) for name in names if name.startswith(f"{path}.")}
-        inputs: dict[tuple[str, ...], list[Tensor]] = {}  # by the layers that read them
-        outputs: list[Tensor] = []
-        for x in hidden:
-            seen: dict[str, Tensor] = {}
-            with _before(layers, lambda name, x: seen.update({name: x})):  # noqa: B023
-                outputs.append(block(x, **words))
-            for tensor in {id(tensor): tensor for tensor in seen.values()}.values():
-                inputs.setdefault(tuple(name for name in layers if seen[name] is tensor), []).append(tensor)
+        inputs: dict[str, list[Tensor]] = {name: [] for name in layers}  # by layer, of each sequence
+        with each_input(layers, lambda name, x: inputs[name].append(x)):  # noqa: B023
+            outputs = [block(x, **words) for x in hidden]
+        readers: dict[int, list[str]] = {}  # by the tensor that they read
+        for name, (tensor, *_) in inputs.items():
+            readers.setdefault(id(tensor), []).append(name)
         histograms: dict[str, Histogram] = {}
-        for readers, parts in inputs.items():
-            with in_layer(readers[0]):
-                histograms |= dict.fromkeys(readers, histogram(torch.cat(parts)))
+        for group in readers.values():
+            with in_layer(group[0]):
+                histograms |= dict.fromkeys(group, histogram(torch.cat(inputs[group[0]])))
         sizes = {name: linear.weight.numel() for name, linear in layers.items()}
         error = _error(block, layers, histograms, torch.cat(hidden[:search]), words)
-        yield Block([*map(list, inputs)], sizes, histograms, error)
+        yield Block(list(readers.values()), sizes, histograms, error)
         hidden = outputs
-
-
-@contextlib.contextmanager
-def _before(layers: Mapping[str, nn.Linear], change: Callable[[str, Tensor], Any]) -> Iterator[None]:
-    """Within the block, each layer reads what `change(name, input)` returns, its input where that is None."""
-    with contextlib.ExitStack() as stack:
-        for name, linear in layers.items():
-            hook = linear.register_forward_pre_hook(lambda _, args, name=name: change(name, args[0]))
-            stack.callback(hook.remove)
-        yield
 
 
 def _error(
@@ -150,7 +132,7 @@ def _error(
     @torch.no_grad()
     def output(given: Sparsities) -> Tensor:
         at = {name: histograms[name].threshold(s) for name, s in given.items() if s}
-        with _before({name: layers[name] for name in at}, lambda name, x: zeroed(x, at[name])):
+        with each_input({name: layers[name] for name in at}, lambda name, x: zeroed(x, at[name])):
             key = tuple(s for name, s in given.items() if ".mlp." not in name)
             if key not in attention:
                 h = x + block.self_attn(hidden_states=block.input_layernorm(x), **words)[0]
