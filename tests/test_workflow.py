@@ -235,7 +235,7 @@ def test_the_example_of_the_readme(built):
     assert len(steps["tables/spear/table1.yaml"].strip().splitlines()) == 1  # one word in a spec
     before = registry.read_text()
     with edited(built.place / made, add=steps[made]), edited(registry, add=""):
-        after = before.replace("import ", f"import {name}, ", 1)
+        after = before.replace("from repro", f"from repro.baselines import {name}\nfrom repro", 1)
         registry.write_text(after.replace("BASELINES = {", "BASELINES = {" + steps["baselines/__init__.py"].strip(), 1))
         assert planned(built) == []  # a new baseline alone rebuilds nothing
         with edited(spec, add=steps["tables/spear/table1.yaml"]):
