@@ -325,6 +325,10 @@ def test_terminal_shows_all_within_its_width(sheet, width):
     assert text.count("20.46") == sum(text.startswith("20.46") for text in texts(sheet))
 
 
+EMPTY = Sheet("t", ["", "", ""], [["", *[Pair("", "1.119 [1.112, 1.126] 30.78")] * 2]])  # columns without any text
+
+
+@example(EMPTY, 60)
 @given(large_sheets(), st.integers(60, 200))
 @settings(deadline=None, max_examples=25)
 def test_terminal_keeps_its_width(sheet, width):

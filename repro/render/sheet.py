@@ -202,7 +202,7 @@ def terminal(sheet: Sheet, width: int | None = None) -> str:
 def _panel(plan: Plan, columns: list[int], rule: str, width: int) -> list[str]:
     """One panel's lines, from its head to its last row."""
     left = plan.grid.left
-    wide = {i: max(1, floor(w)) for i, w in enumerate(plan.widths)}
+    wide = {i: max(1, floor(w)) if w else 0 for i, w in enumerate(plan.widths)}  # 0: a column of empty texts
     shown = [*range(left), *columns]
 
     def lines(line: Sequence[str]) -> list[str]:
