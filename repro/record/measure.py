@@ -77,9 +77,11 @@ def cell_of(flow: Workflow, row: Measurement) -> Cell:
     if row.kind not in ("table", "figure"):
         raise unknown("kind of result", row.kind, ("table", "figure"))
     given = tables.split(row.table) if row.kind == "table" else figures.split(row.table)
-    for cell in flow.cells(*given, row.kind):
-        if cell.place == row.place and (flow.is_measured(cell) or flow.is_taken(cell)):
-            return recorded.as_drawn(cell, row)
+    for whole in flow.cells(*given, row.kind):
+        of_it = row.place[:3] == whole.place[:3] and row.metric.startswith(f"{whole.metric}: ")
+        for cell in [whole, *(flow.parts(whole).values() if of_it else ())]:
+            if cell.place == row.place and (flow.is_measured(cell) or flow.is_taken(cell)):
+                return recorded.as_drawn(cell, row)
     raise UserError(f"{row.table} has no cell {' / '.join(row.place)} that scale {flow.scale.name} measures")
 
 
@@ -142,6 +144,23 @@ def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
     return distinct(found)
 
 
+def parts(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
+    """The parts that are built here of cells of which other parts are not, such as those that `missing` leaves out.
+
+    Each has a place of its own, so that it can be accepted beside what is accepted of the others.
+
+    Raises:
+        UserError: as `built`.
+    """
+    found: dict[str, Measurement] = {}
+    for cell in filter(flow.is_live, cells):
+        inner = flow.parts(cell).values()
+        if inner and not all(map(runner.origin, recorded.jobs(flow, cell))):
+            rows = [live(flow, part) for part in inner if not recorded.stands(flow, part)]
+            found = {row.inputs: row for row in rows if row.live} | found
+    return list(found.values())
+
+
 def _blank(flow: Workflow, cell: Cell) -> Measurement:
     return Measurement(**recorded.of_cell(cell), scale=flow.scale.name)
 
@@ -171,6 +190,8 @@ def built(flow: Workflow, cell: Cell) -> Measurement:
             runner.check(need.folder)
         quantity = flow.quantity(cell)
     except Refused as refused:
+        if flow.parts(cell) and not all(origins):
+            return replace(_blank(flow, cell), note="not all of its parts are built")
         origins = [*filter(None, origins)] or [*filter(None, map(runner.origin, distinct(made)))]
         numbers: dict[str, Any] = {"status": refused.status, "note": str(refused)}
     else:

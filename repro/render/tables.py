@@ -35,7 +35,7 @@ def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:
         if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
             bare = [place for place, m in found.items() if m.status in ("not_run", "no_stand_in")]
             found |= {place: replace(found[place], status="other_device") for place in bare}
-        sheet, lines = content.sheet(flow, name, found, cells), to_csv(found.values())
+        sheet, lines = content.sheet(flow, name, found, cells), to_csv([*found.values(), *measure.parts(flow, cells)])
     stem = out / (name if name in OWN else table_name(paper, "table", number))
     write_text(stem.with_suffix(".csv"), lines)
     write_text(stem.with_suffix(".tex"), latex(sheet))

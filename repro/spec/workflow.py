@@ -96,14 +96,16 @@ class Workflow:
         return replace(cell, recipe="fp16", row="", printed="", seeds=(0,))
 
     def parts(self, cell: Cell) -> dict[str, Cell]:
-        """The cells that a derived one is arithmetic over; empty for all others."""
+        """The cells that a derived one is arithmetic over, `NAME` in the place `METRIC: NAME`; empty for all others."""
         module = KINDS.get(cell.measure)
         if not hasattr(module, "parts"):
             return {}
         found = {}
         for name, (text, measure) in module.parts(cell.ask).items():
             kind, asked = tables.ask(measure, dict(cell.variables), f"{cell.table}: {name}")
-            found[name] = replace(cell, measure=kind, ask=asked, recipe=recipe.parse(text).name if text else "")
+            place = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
+            text = recipe.parse(text).name if text else ""
+            found[name] = replace(cell, measure=kind, ask=asked, recipe=text, **place)
         return found
 
     def is_taken(self, cell: Cell) -> bool:
