@@ -10,7 +10,7 @@ from repro.errors import UserError
 from repro.files import ROOT
 from repro.judge import claims
 from repro.judge.claims import Case, Judged, Reading
-from repro.record import recorded
+from repro.record import accepted, recorded
 from repro.record.measurement import Measurement
 from repro.render import page
 from repro.spec import scale, tables
@@ -111,6 +111,31 @@ def test_readings_that_are_apart_are_marked_and_counted_by_model():
     assert "No case with a further reading is measured yet." in "\n".join(
         page._readings("spear", [judged(case(ONE, 0.7, 0))])
     )
+
+
+def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
+    """The table on the page against the accepted numbers by class, by arithmetic of its own; the mark at the largest."""
+    table = spear[0].partition("Which tokens make the difference")[2].partition("\n\n## ")[0]
+    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
+    head, rows = lines[0], lines[2:]
+    known = {m.place: m for m in accepted.every() if (m.paper, m.number) == ("spear", "tokens")}
+    names = {m.stand_in: m.model for m in known.values()}
+    assert len(rows) == 9 and head[2:] == list(dict.fromkeys(cell.row for cell in tables.cells("spear", "tokens")))
+
+    def points(model, text, damage, gain):
+        whole = sum(known[(name, text, model, damage)].value for name in head[2:])
+        return [100 * known[(name, text, model, gain)].value / whole for name in head[2:]]
+
+    for label, total, *classes in rows:
+        stand_in, _, what = label.partition("* ")
+        text, pair = ("corpus wikitext2", ("KL", "KL recovered")) if what == "KL" else (what, ("gap", "recovered"))
+        model = names[stand_in]
+        first = points(model, "corpus wikitext2", "gap", "recovered")
+        want = [x - y for x, y in zip(points(model, text, *pair), first)]
+        shown = [float(one.split()[0]) for one in classes]
+        assert shown == pytest.approx(want, rel=0.005, abs=0.001)
+        assert float(total.split()[0]) == pytest.approx(sum(want), rel=0.005, abs=0.001)
+        assert [one.endswith("←") for one in classes] == [abs(x) == max(map(abs, want)) for x in want], label
 
 
 def test_what_is_measured_in_part_is_said_and_printed_cells_alone_are_not():

@@ -11,6 +11,7 @@ from repro import papers
 from repro.files import write_text
 from repro.judge import claims
 from repro.judge.claims import Judged
+from repro.judge.quantity import compose
 from repro.record import measure
 from repro.record.measurement import MEASURED
 from repro.render import content, figures, plot
@@ -21,6 +22,7 @@ from repro.spec import tables
 from repro.spec.workflow import Workflow
 
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
+CLASSES = "tokens"  # tables/<paper>/tokens.yaml says which tokens make two measures disagree
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
@@ -41,6 +43,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         *_picture(flow, paper, out),
         *_verdicts(paper, judged),
         *_readings(paper, judged),
+        *_classes(flow, paper),
         *_questions(flow, paper),
         *_findings(paper, {part for one in judged for part in _numbers(one)}),
     ]
@@ -164,15 +167,50 @@ def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     by_model = (f"{name} on {on} in {claims.counted(found)}" for (on, name), found in count.items())
     yield f"≠: the 95 % interval of the difference to the claim's own value excludes 0: {'; '.join(by_model)}."
     if any(map(any, count.values())):
-        more = (
-            f"tables/{paper}/tokens.yaml asks it by token class"
-            if (paper, "tokens") in tables.own()
-            else "no spec asks it"
-        )
+        asked = (paper, CLASSES) in tables.own()
+        more = f"tables/{paper}/{CLASSES}.yaml asks it by token class" if asked else "no spec asks it"
         yield f"Windows do not say which tokens make the difference; {more}."
     bare = sorted({name for one in judged for name in one.spec.also} - {name for _, name in count})
     if bare:
         yield f"Not measured yet: {', '.join(bare)}."
+
+
+def _classes(flow: Workflow, paper: str) -> Iterator[str]:
+    """By model and reading, what each class of tokens adds to the difference of two recovered shares.
+
+    The spec CLASSES has a class a row, a text a column, and two pairs of measures, damage and what of it is recovered:
+    of the loss, and of KL. A share is recovered damage over damage, each summed over classes; the first text's loss is
+    what the readings are compared with.
+    """
+    if (paper, CLASSES) not in tables.own():
+        return
+    cells = flow.cells(paper, CLASSES)
+    found = measure.measure(flow, cells)
+    rows = []
+    for model in dict.fromkeys(cell.model for cell in cells):
+        mine = {cell.place: cell for cell in cells if cell.model == model}
+        if not all(found[place].status in MEASURED for place in mine):
+            continue
+        of = {place: measure.quantity(flow, cell, found[place]) for place, cell in mine.items()}
+        classes, texts, measures = (list(dict.fromkeys(place[i] for place in mine)) for i in (0, 1, 3))
+        readings = [(texts[0], *measures[2:]), *((text, *measures[:2]) for text in texts[1:])]
+        for text, damage, gain in readings:
+            first = (texts[0], measures[0]), (texts[0], measures[1])
+            compared = dict(zip("grhs", ((text, damage), (text, gain), *first)))
+            parts = {
+                f"{letter}{i}": of[(row, col, model, metric)]
+                for i, row in enumerate(classes)
+                for letter, (col, metric) in compared.items()
+            }
+            here, there = (" + ".join(f"{letter}{i}" for i in range(len(classes))) for letter in "gh")
+            terms = [f"100 * (r{i} / ({here}) - s{i} / ({there}))" for i in range(len(classes))]
+            values = [compose(term, parts).interval() for term in [" + ".join(terms), *terms]]
+            most = max(values[1:], key=lambda one: abs(one.value))
+            shown = [content.quantity(one.value, one.lo, one.hi) + " ←" * (one is most) for one in values]
+            rows.append([f"{next(iter(mine.values())).stand_in}* {measures[2] if text == texts[0] else text}", *shown])
+    if rows:
+        title = "Which tokens make the difference: points of the recovered share, by class; ← at the largest"
+        yield markdown(Sheet(title, [f"less that of {texts[0]}", "all tokens", *classes], rows, left=1))
 
 
 def _questions(flow: Workflow, paper: str) -> Iterator[str]:
