@@ -114,7 +114,7 @@ def test_readings_that_are_apart_are_marked_and_counted_by_model():
 
 
 def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
-    """The table on the page against the accepted numbers by class, by arithmetic of its own; the mark at the largest."""
+    """The table on the page against the accepted numbers by class, by its own arithmetic; the mark at the largest."""
     table = spear[0].partition("Which tokens make the difference")[2].partition("\n\n## ")[0]
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
     head, rows = lines[0], lines[2:]

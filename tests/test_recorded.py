@@ -7,6 +7,8 @@ import pytest
 from test_accept import older
 from tiny_results import MODEL, SPEC, refusal
 
+from repro.errors import UserError
+from repro.jobs import runner
 from repro.jobs.job import distinct
 from repro.judge.quantity import compose
 from repro.record import accepted, measure, recorded
@@ -188,6 +190,32 @@ def test_an_accepted_derived_cell_is_shared_as_a_whole(asked):
     assert measure.one(flow, other) == replace(shown(asked, "drawn", "gain"), row="again")
     edit(asked, row="RTN pc", units="0" * 12)  # a part of it
     assert measure.one(flow, other).status == "ok"
+
+
+def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its_own(asked, monkeypatch):
+    """What `run --missing` leaves out is not built: the other parts of a cell are taken, and the cell is composed."""
+    accept(asked.table(rows=["FP16", "RTN pc"]))
+    built_here, left_out = runner.origin, {job.id for row in ("FP16", "RTN pc") for job in [asked.job(row)]}
+    monkeypatch.setattr(runner, "origin", lambda job: {} if job.id in left_out else built_here(job))
+    assert measure.one(asked.flow, cell(asked, "drawn", "gain")).status == "not_run"
+    rendered.build(asked.flow, f"spear/{NAME}", asked.place)
+    path = asked.place / "spear" / f"{NAME}.csv"
+    rows = {(m.row, m.metric): m for m in from_csv(path)}
+    parts = {place for place in rows if ": " in place[1]}
+    assert parts == {("drawn", "gain: s"), ("refused", "gain: s")}, "others are accepted, not built, or another's twice"
+    accept(path)
+    twin = measure.one(asked.flow, cell(asked, "drawn"))
+    part = accepted.find(asked.scale.name, recorded.as_drawn(cell(asked, "drawn", "gain"), twin))
+    assert part is None, "the cell itself is not measured anew"
+    monkeypatch.setattr(runner, "origin", built_here)
+    live, found = measure.live(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
+    assert [getattr(found, name) for name in SAME] == [getattr(live, name) for name in SAME]
+    assert shown(asked, "refused", "gain").status == "unsupported"
+    row = next(m for m in accepted.every() if (m.row, m.metric) == ("drawn", "gain: s"))
+    assert measure.cell_of(asked.flow, row).recipe == "gptq-w4-g128" and (row.printed, row.unit) == ("", "")
+    assert measure.parts(asked.flow, [cell(asked, "drawn", "gain")]) == []
+    with pytest.raises(UserError, match="has no cell drawn /  / Llama-3.2-1B / gain: x"):
+        measure.cell_of(asked.flow, replace(row, metric="gain: x"))
 
 
 # --- who sees it ------------------------------------------------------------------------------------------------------
