@@ -1,8 +1,8 @@
 """What the papers compare with, one file each: `Config`, `CALIBRATED`, `apply(lm, calibration, config)`.
 
 `CALIBRATED` says whether `apply` needs calibration tokens, unless a property `calibrated` of the config does;
-`RESCALES`, if defined, that it changes weights before it quantizes them; `KIND` = "compensator" that it runs after a
-quantizer and adds something to its layers.
+`RESCALES`, if defined, that it changes weights before it quantizes them, and `PREPARES` that it only changes them, so
+that a quantizer must follow; `KIND` = "compensator" that it runs after a quantizer and adds something to its layers.
 """
 
 from repro.baselines import (
@@ -15,6 +15,7 @@ from repro.baselines import (
     loftq,
     lqer,
     omniquant,
+    planted,
     q4_k,
     qera,
     rtn,
@@ -35,4 +36,5 @@ BASELINES = {
     "aser": aser,
     "loftq": loftq,
     "uniform": uniform,
+    "planted": planted,
 }

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from repro.baselines import grid
 from repro.baselines.omniquant import straight_through
 from repro.errors import UserError
-from repro.methods.bitbybit import inputs
-from repro.methods.bitbybit.quantizer import GroupGrid
+from repro.models.groups import inputs
+from repro.models.groups.quantizer import GroupGrid
 from repro.models.lowbit import LowBitModel, blocks, in_layer
 from repro.train.blocks import BlockSettings, BlockTask, BlockTrainer, checkpoint_folder, training_ids
 from repro.train.streams import Dtype, Place

@@ -20,19 +20,20 @@ from repro.engine import weights
 from repro.errors import Refused, UserError
 from repro.jobs import job
 from repro.methods import bitbybit
-from repro.methods.bitbybit import inputs, schedule, sliced
+from repro.methods.bitbybit import schedule, sliced
 from repro.methods.bitbybit.config import Config
-from repro.methods.bitbybit.quantizer import GroupGrid, fake_quantize
 from repro.methods.bitbybit.schedule import Precision, chosen, coverage, precisions
-from repro.methods.bitbybit.weight import GroupWeight, nested, pack
 from repro.models import bits, perplexity
+from repro.models.groups import inputs
+from repro.models.groups.quantizer import GroupGrid, fake_quantize
+from repro.models.groups.weight import GroupWeight, nested, pack
 from repro.models.lowbit import LowBitModel, block_inputs, block_linears
 from repro.spec import recipe
 from repro.train import blocks as training
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
 IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
-SMALL = {"tokens": 96, "streams": "float32", "epochs": 1, "group": 16}
+SMALL = {"tokens": 96, "streams": "float32", "epochs": 1, "group": 16, "split": "none"}  # splits: test_splitting.py
 W8, W4, W2 = (Precision(each) for each in (8, 4, 2))
 
 
@@ -134,7 +135,7 @@ def test_at_8_bits_and_rate_0_it_is_rtn():
     """Perplexity of a pocket model to 1e-6, codes, zero points and scales."""
     ids = torch.from_numpy(corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:1024]).long()
     wins, found, plain = ids.view(2, 512), [], rtn.Config(bits=8, group=32, scale_dtype="float32")
-    ours = Config(bits=8, lr=0.0, scale="float32", include_zero=True, tokens=1024, epochs=1)
+    ours = Config(bits=8, lr=0.0, scale="float32", include_zero=True, tokens=1024, epochs=1, split="none")
     for module, config, text in ((bitbybit, ours, wins), (rtn, plain, None)):
         lm = LowBitModel(without_ties(models.load("pocket-3m"), plain, ours.grid(8)))
         module.apply(lm, text, config)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from known import W, X, errors
 
 from repro.errors import UserError
-from repro.methods.bitbybit import quantizer
-from repro.methods.bitbybit.quantizer import GroupGrid, decode, encode, fake_quantize, fit, restored, shifted, split
+from repro.models.groups import quantizer
+from repro.models.groups.quantizer import GroupGrid, decode, encode, fake_quantize, fit, restored, shifted, split
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True)
 CLOSE = 1e-5

@@ -421,5 +421,6 @@ def test_every_entry_has_the_interface_of_a_step(name):
     assert isinstance(module, ModuleType) and isinstance(module.CALIBRATED, bool) and callable(module.apply)
     assert dataclasses.is_dataclass(module.Config) and module.Config.__dataclass_params__.frozen
     assert module.__doc__ and module.apply.__doc__
-    assert only(name).config == module.Config()
+    follows = " + rtn" if hasattr(module, "PREPARES") else ""
+    assert parse(name + follows).steps[0].config == module.Config()
     assert "-" not in name and "+" not in name and " " not in name

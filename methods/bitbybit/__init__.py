@@ -8,6 +8,9 @@ the block, on inputs from blocks of the same precision, gives what two teachers 
 X_fp comes through full-precision blocks, X_b' through the blocks as the stage before left them, one precision higher;
 the first stage has no such blocks and one term. Biases, norms, embedding and head are not changed.
 
+Before that the most sensitive input channels of each layer are split into two columns (section 3.4, `splitting`); both
+have half of a channel's latent weight, and are quantized so that their errors do not add up (`branches`).
+
 With `any_precision` the weights of all widths are shifted codes of one 8-bit master: L is summed over them, X_b' of a
 width is the X_b of the next wider one, and what is stored is the master (`sliced` reads it at fewer bits).
 """
@@ -19,19 +22,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from repro.methods.bitbybit import inputs, schedule
+from repro.methods.bitbybit import branches, schedule, splitting
 from repro.methods.bitbybit.config import MASTER, Config
-from repro.methods.bitbybit.quantizer import fake_quantize, split
 from repro.methods.bitbybit.schedule import FULL, Precision
-from repro.methods.bitbybit.weight import pack
 from repro.models.activations import statistics
+from repro.models.groups import inputs
+from repro.models.groups.columns import Columns
+from repro.models.groups.quantizer import fake_quantize, split
+from repro.models.groups.weight import pack
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
 from repro.train.blocks import BlockTask, BlockTrainer, checkpoint_folder, training_ids
 
 CALIBRATED = True
 COST = 100.0  # relative to RTN, for scheduling alone
 DOWN = ("down_proj", "fc2")  # the projections whose inputs have outliers (appendix B.2)
-WATCHED = 32  # sequences that kurtosis is measured on
+WATCHED = 32  # sequences that kurtosis and the outlier metric are measured on
 attached = inputs.attached
 
 
@@ -43,12 +48,14 @@ class TrainedBlock:
         block: the block itself; not changed.
         latent: float32 weights by the linears' names.
         outliers: names of the linears whose inputs have outliers.
+        columns: of the linears by name, if channels are split.
         now: the precision that the block has reached.
     """
 
     block: nn.Module
     latent: dict[str, Tensor]
     outliers: frozenset[str]
+    columns: dict[str, Columns]
     config: Config
     now: Precision = Precision()
 
@@ -58,7 +65,11 @@ class TrainedBlock:
         for name, latent in self.latent.items():
             if bits != FULL:
                 master = MASTER if config.any_precision else bits
-                latent = fake_quantize(latent, config.grid(master), master - bits, config.delta)
+                if name in self.columns:
+                    how = self.columns[name], config.splitting(master)
+                    latent = branches.fake_quantize(latent, *how, master - bits, config.delta)
+                else:
+                    latent = fake_quantize(latent, config.grid(master), master - bits, config.delta)
             found[f"{name}.weight"] = latent.to(self.block.get_submodule(name).weight.dtype)
         return found
 
@@ -69,14 +80,15 @@ class TrainedBlock:
     def run(self, precision: Precision, kwargs: dict, x: Tensor) -> Tensor:
         """The block at a precision on hidden states `[B, L, H]`."""
         widths = self.input_bits(precision.activations)
-        with inputs.quantized_inputs(self.block, widths, self.config.input_grid(MASTER)):
+        with inputs.quantized_inputs(self.block, widths, self.config.input_grid(MASTER), self.columns):
             return torch.func.functional_call(self.block, self.weights(precision.weights), (x,), kwargs)
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Train and quantize every block linear of `lm`, from the weights that it has now.
 
-    `lm.facts` gets the loss curve, the tokens that were seen, and the kurtosis of down-projections' inputs.
+    `lm.facts` gets the loss curve, the tokens that were seen, the kurtosis of down-projections' inputs, and how many
+    channels of each layer are split.
 
     Args:
         lm: a decoder of Hugging Face form; edited. After a step that quantized its weights, training continues from
@@ -96,6 +108,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     kurtosis = input_kurtosis(teacher, ids[:WATCHED]) if config.act_bits != FULL else {}
     with torch.no_grad():
         states = trained_blocks(lm, teacher, kurtosis, config)
+        if config.split != "none":
+            lm.facts["layers/split"] = split_channels(teacher, states, ids[:WATCHED], config)
     folder = checkpoint_folder(lm.model, ids, __file__, config)
     trainer = BlockTrainer(teacher, ids, config.settings(), folder, "bitbybit")
     shares = schedule.coverage(config.stages, config.rho)
@@ -167,8 +181,26 @@ def trained_blocks(
         names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         latent = {name: lm.model.get_submodule(f"{prefix}.{name}").weight.detach().float().clone() for name in names}
         outliers = frozenset(name for name in names if kurtosis.get(f"{prefix}.{name}", 0.0) > config.kurtosis)
-        states.append(TrainedBlock(block, latent, outliers, config))
+        states.append(TrainedBlock(block, latent, outliers, {}, config))
     return states
+
+
+def split_channels(teacher: nn.Module, states: Sequence[TrainedBlock], ids: Tensor, config: Config) -> list[float]:
+    """Fix the columns of every layer of the blocks, from the weights before training; the number split of each layer.
+
+    Args:
+        teacher: the full-precision model, whose inputs decide with the weights.
+        states: its blocks; edited.
+        ids: calibration text, int64 `[S, L]`.
+        config: ratio, metric and group.
+    """
+    extras = ("kurtosis",) if config.split_metric == "kurtosis" else ()
+    seen = statistics(teacher, list(block_linears(teacher)), ids, extras)
+    for number, (prefix, state) in enumerate(zip(blocks(teacher), states, strict=True)):
+        share = splitting.ratio(number, len(states), config.split_first, config.split_last)
+        own = {name: seen[f"{prefix}.{name}"] for name in state.latent}
+        state.columns |= splitting.block_columns(state.latent, own, share, config.split_metric, config.group)
+    return [float((each.sign > 0).sum()) for state in states for each in state.columns.values()]
 
 
 def input_kurtosis(model: nn.Module, ids: Tensor) -> dict[str, float]:
@@ -184,15 +216,20 @@ def input_kurtosis(model: nn.Module, ids: Tensor) -> dict[str, float]:
 @torch.no_grad()
 def finish(lm: LowBitModel, states: Sequence[TrainedBlock], config: Config) -> None:
     """Store what was trained: codes, scales and zero points, and beside them the widths of the inputs."""
-    grid = config.grid(MASTER if config.any_precision else config.bits)
+    stored = MASTER if config.any_precision else config.bits
     for prefix, state in zip(blocks(lm.model), states, strict=True):
         for name, latent in state.latent.items():
+            own = state.columns.get(name)
             with in_layer(f"{prefix}.{name}"):
-                lm.set_weight(f"{prefix}.{name}", pack(latent, grid, config.delta))
+                if own is None:
+                    weight = pack(latent, config.grid(stored), config.delta)
+                else:
+                    weight = branches.pack(latent, own, config.splitting(stored), config.delta)
+                lm.set_weight(f"{prefix}.{name}", weight)
         for name, bits in state.input_bits(config.act_bits).items():
             if bits < FULL:
-                columns = state.latent[name].shape[1]
-                lm.attach(f"{prefix}.{name}", inputs.attachment("bitbybit", columns, config.input_grid(bits)))
+                width, own = state.latent[name].shape[1], state.columns.get(name)
+                lm.attach(f"{prefix}.{name}", inputs.attachment("bitbybit", width, config.input_grid(bits), own))
 
 
 def _full(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ from typing import Literal
 
 from repro.errors import UserError
 from repro.methods.bitbybit import schedule as plan
-from repro.methods.bitbybit.quantizer import GroupGrid, Levels, Offset, Scale
+from repro.methods.bitbybit.branches import QUARTER, Branches, Rounding
 from repro.methods.bitbybit.schedule import FULL, Order, Precision, Sampling
-from repro.methods.bitbybit.weight import check_nested
+from repro.methods.bitbybit.splitting import Metric
+from repro.models.groups.quantizer import GroupGrid, Levels, Offset, Scale
+from repro.models.groups.weight import check_nested
 from repro.train.blocks import BlockSettings
 from repro.train.streams import Dtype, Place
 
@@ -24,11 +26,14 @@ class Config:
         group: weights, or activations, that share a scale (section 3.1).
         order: A to D of appendix B.1.1; A is the paper's choice.
         schedule: the stages themselves, such as [w8a16, w2a16], in place of those of `order`.
-        epochs: of each stage (section 4.1: two).
+        epochs: of each stage (section 4.1: two); 0 only rounds, best in one stage (schedule=[w2a16]).
         tokens: of an epoch (section 4.1: 4096 sequences; 2048 tokens each).
         any_precision: one master of 8-bit codes, trained at 8, then 8 and 4, then 8, 4 and 2 bits (section 3.3).
         scale: how group scales are stored (section 3.5).
         levels: the asymmetric grid, or SEQ's levels (appendix B.4).
+        split: what the branches of a split input channel are (section 3.4 and appendix C, which compares with naive
+            ones); "none" splits no channel.
+        split_metric: by which channels are ranked (section 4.4); the paper's choice is the product.
 
         include_zero: every group's range includes 0, of weights and of activations. Not given; by default at low-bit
             activations, whose kernel takes zero points that are codes.
@@ -50,6 +55,10 @@ class Config:
         kurtosis: τ; inputs of down-projections above it get `outlier_bits`. Not given; on pocket-sample-calib the
             pocket models have 100 to 2e5 there; 1000 marks the heaviest, 0 of 2, 1 of 5 and 3 of 11, 100 marks all.
         outlier_bits: of activations of those. Not given, 4 or 8; 4 is the next step above 2.
+        split_first, split_last: r_l of the first and of the last block. Given is a ramp and 10 % (section 4.1), which
+            is its mean according to the memory of Table 3. Ends not given; these are as far from the mean as from none.
+        split_widths: at which widths a master's branches are rounding-aware; offsets are the sum of a quarter of their
+            steps. Not given; by default those of all stages, at each of which rounding is then nearly aware.
         streams: dtype of hidden states between blocks.
         place: where they lie.
         seed: of the order of sequences and of the blocks that are drawn.
@@ -65,6 +74,8 @@ class Config:
     any_precision: bool = False
     scale: Scale = "e4m3"
     levels: Levels = "asymmetric"
+    split: Branches | Literal["none"] = "rounding_aware"
+    split_metric: Metric = "product"
 
     include_zero: bool | None = None
     delta: Offset = "centred"
@@ -80,6 +91,9 @@ class Config:
     sampling: Sampling = "biased"
     kurtosis: float = 1000.0
     outlier_bits: int = 4
+    split_first: float = 0.05
+    split_last: float = 0.15
+    split_widths: list[int] = field(default_factory=list)
 
     streams: Dtype = "bfloat16"
     place: Place = "device"
@@ -98,6 +112,16 @@ class Config:
                 raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it is 0 or more")
         if not 0 < self.rho <= 1 or not 0 <= self.lr_final <= 1:
             raise UserError("bitbybit: rho is a share above 0 and at most 1, lr_final one from 0 to 1")
+        for name in ("split_first", "split_last"):
+            if not 0 < getattr(self, name) < 1:
+                wrong = f"{name} is {getattr(self, name)}; a share of the channels above 0 and below 1 is split"
+                raise UserError(f"bitbybit: {wrong} (split=none splits none)")
+        if self.split != "none" and self.group % 2:
+            raise UserError(f"bitbybit: group is {self.group}; both copies of a split channel take an even one")
+        if self.split_widths and not self.any_precision:
+            raise UserError("bitbybit: split_widths is for any_precision; other weights are read at one width")
+        for width in self.split_widths:
+            check_nested(width, MASTER)
         plan.check(self.stages, self.order, Precision(self.bits, self.act_bits))
         if self.any_precision:
             if any(stage.activations != FULL for stage in self.stages):
@@ -122,6 +146,12 @@ class Config:
     def grid(self, bits: int) -> GroupGrid:
         """The grid of weights of a width."""
         return GroupGrid(bits, self.group, self.levels, self.zero_included, self.scale)
+
+    def splitting(self, bits: int) -> Rounding:
+        """How split weights of a width are rounded."""
+        widths = self.split_widths or [stage.weights for stage in self.stages]
+        steps = sum(2 ** (MASTER - width) for width in set(widths)) if self.any_precision else 1
+        return Rounding(self.grid(bits), self.split, QUARTER * steps)
 
     def input_grid(self, bits: int) -> GroupGrid:
         """The grid of activations of a width; their scales are computed as they are needed and not stored."""

@@ -18,7 +18,7 @@ from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -115,6 +115,12 @@ def _parsed(text: str, steps: tuple[tuple[str, ModuleType], ...]) -> Recipe:
     for first, then in pairwise(found):
         if getattr(first.module, "KIND", "") == "sparsity":
             raise _error(text, f"{then.name} after {first.name} is refused; {first.name} is a recipe's last step")
+    for first, then in zip_longest(found, found[1:]):
+        if getattr(first.module, "PREPARES", False) and (then is None or hasattr(then.module, "KIND")):
+            raise _error(
+                text,
+                f"{first.name} stores no weights; put a quantizer after it: {first.name} + rtn-w4-g128",
+            )
     for first, then in pairwise(found[1:]):  # a compensator that comes first says itself that nothing is quantized
         if getattr(first.module, "KIND", "") == "compensator" and not hasattr(then.module, "KIND"):
             raise _error(
