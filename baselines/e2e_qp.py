@@ -7,15 +7,13 @@ end. Unlike in the authors' scripts AdamW's moments are float32 and not paged, a
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from repro.errors import UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 from repro.train.blocks import checkpoint_folder, training_ids
-from repro.train.end_to_end import EndToEndSettings, train
+from repro.train.end_to_end import EndToEndSettings, logits, next_token_loss, train
 
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
@@ -72,8 +70,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         made = {
             f"{name}.weight": (steps[name] * s[:, groups[name]]).to(steps[name].dtype) for name, s in scales.items()
         }
-        logits = torch.func.functional_call(model, made, (), {"input_ids": rows, "use_cache": False}).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten())
+        return next_token_loss(logits(model, made, rows), rows)
 
     settings = EndToEndSettings(
         config.lr, config.epochs, config.batch, config.warmup, 0.0, config.clip, 0.0, config.seed

@@ -278,6 +278,10 @@ RECIPES = {
     "bitbybit(g=96, tokens=64)": ("q_proj", "do not divide into groups of 96"),
     "bitbybit-w2": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
     "efficientqat-w2": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
+    "paretoq": ("trains on 16,777,216 tokens an epoch", "the calibration text has", "tokens="),
+    "matquant": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
+    "bitdistiller(data=text, g=16)": ("trains on 4,194,304 tokens an epoch", "the calibration text has", "tokens="),
+    "bitdistiller(tokens=640, g=16)": ("a batch of 128 sequences from",),
     "rtn-w4-pc + sliced-w2": ("put one before it", "bitbybit-any_precision + sliced-w4"),
 }
 

@@ -18,7 +18,7 @@ from repro.models.lowbit import LowBitModel, block_inputs, block_linears
 CLOSE = 1e-5
 SEQUENCES = X.view(4, 128, 256)
 QUANTIZERS = sorted(name for name, module in BASELINES.items() if issubclass(module.Config, Grid))  # on a grid
-SHORT = {"efficientqat": {"tokens": 144}}  # all that tiny.tokens() has
+SHORT = {"efficientqat": {"tokens": 144}, "bitdistiller": {"tokens": 144, "batch": 1, "group": 64}}  # tiny.tokens()
 
 
 def hessian(x: torch.Tensor = SEQUENCES) -> torch.Tensor:
@@ -300,7 +300,7 @@ def test_every_block_linear_changes_and_nothing_else(layout, baseline):
     module.apply(
         lm,
         tiny.tokens() if module.CALIBRATED else None,
-        module.Config(**{"bits": 3, "group": 32} | SHORT.get(baseline, {})),
+        module.Config(**SHORT.get(baseline, {}) | {"bits": 3, "group": 32}),
     )
     linears = {f"{name}.weight" for name in block_linears(lm.model)}
     after = lm.model.state_dict()
@@ -406,7 +406,7 @@ def test_a_layer_that_cannot_be_quantized_is_named(baseline, damage, options, me
     if damage is not None:
         lm.model.model.layers[1].mlp.up_proj.weight.data[3, 5] = damage
     with pytest.raises(UserError, match=message):
-        module.apply(lm, tiny.tokens(), module.Config(**options | SHORT.get(baseline, {})))
+        module.apply(lm, tiny.tokens(), module.Config(**SHORT.get(baseline, {}) | options))
 
 
 @pytest.mark.parametrize("calibration", [None, torch.empty(0, 16, dtype=torch.int64)])

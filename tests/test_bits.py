@@ -128,6 +128,8 @@ METHODS = {
     "omniquant": "omniquant(w=3, g=32, epochs=1)",
     "e2e_qp": "rtn-w3-g32 + e2e_qp(epochs=0, batch=1, tokens=192)",
     "efficientqat": "efficientqat(w=3, g=32, epochs=0, tokens=192)",
+    "paretoq": "paretoq(w=3, epochs=0, tokens=192)",
+    "bitdistiller": "bitdistiller(w=3, g=32, epochs=0, batch=1, tokens=192)",
     **{step: f"rtn-w3-pc + {step}(rank=2)" for step in ("lqer", "qera", "eora", "aser", "loftq")},
     **{f"{step} int8": f"rtn-w3-pc + {step}(rank=2, factor_bits=8)" for step in ("lqer", "loftq")},
     "uniform": f"rtn-w3-pc + uniform({SHORT}, epochs=0)",
@@ -140,8 +142,8 @@ WIDTHS = {"A": 16, "B": 16, "W1": 16, "b1": 16, "W2": 16, "b2": 16, "A_scale": 3
 
 def test_every_method_is_packed():
     steps = {step.name for text in METHODS.values() for step in recipe.parse(text).steps}
-    others = {"q4_k", "bitbybit", "sliced", "planted"}
-    assert steps == set(recipe.STEPS) - others, "formats of their own are packed in test_q4_k.py, test_bitbybit.py"
+    others = {"q4_k", "bitbybit", "sliced", "matquant", "planted"}
+    assert steps == set(recipe.STEPS) - others, "formats of their own: test_q4_k, test_bitbybit and test_qat pack them"
 
 
 @pytest.mark.parametrize("name", METHODS)

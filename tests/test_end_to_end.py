@@ -1,6 +1,7 @@
-"""The end-to-end trainer and E2E-QP: AdamW by hand, resuming, divergence, and that the scales alone change."""
+"""The end-to-end trainer and E2E-QP: AdamW by hand, parts, validation, resuming, divergence, only scales change."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from repro.models.lowbit import LowBitModel
 from repro.spec import recipe
 from repro.train import end_to_end
 from repro.train.blocks import batch_rows
-from repro.train.end_to_end import EndToEndSettings, train
+from repro.train.end_to_end import EndToEndSettings, Validation, fitting, train
 
 IDS = tiny.tokens(8, 16)
 SETTINGS = EndToEndSettings(1e-2, 3, 2, warmup=0.25, final=0.1, clip=0.5, weight_decay=0.1, seed=5)
@@ -101,6 +102,86 @@ def test_a_loss_that_is_not_finite_is_refused_with_its_step(tmp_path):
     with pytest.raises(Refused, match="test: the loss is not finite at step 7; lower its learning rate") as found:
         train(loss, tensors, IDS, SETTINGS, tmp_path, "test")
     assert found.value.status == "diverged"
+
+
+def test_a_tensor_that_is_not_finite_at_the_end_is_refused(tmp_path):
+    """The last step's loss is that of the tensors before it."""
+    tensors = embedding()
+    tensors["b"].requires_grad_().register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(Refused, match="test: b is not finite after the last step; lower its learning rate"):
+        train(loss_of(tensors), tensors, IDS[:2], EndToEndSettings(1e-2, 1, 2), tmp_path, "test")
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_parts_of_a_batch_add_up_to_it(tmp_path, together):
+    settings = EndToEndSettings(1e-2, 3, 4, clip=0.5, seed=1)
+    tensors, want, sizes = embedding(), embedding(), []
+
+    def loss(rows):
+        sizes.append(len(rows))
+        return loss_of(tensors)(rows)
+
+    losses = train(loss_of(want), want, IDS, settings, tmp_path / "whole", "test")
+    parted = train(loss, tensors, IDS, replace(settings, together=together), tmp_path / "parts", "test")
+    assert sizes == 6 * {1: [1, 1, 1, 1], 2: [2, 2], 3: [3, 1]}[together]
+    assert parted == pytest.approx(losses, rel=1e-5)
+    for name in want:
+        torch.testing.assert_close(tensors[name], want[name], rtol=1e-4, atol=1e-5)
+
+
+def walking(best: float):
+    """One number that every step lowers by the rate, and a loss of validation that is least at `best`."""
+    x = {"x": torch.zeros(1)}
+
+    def loss(rows):
+        return (x["x"] - best).square().sum() if len(rows) == 3 else -x["x"].sum() * (rows[0, 0] * 0 + 1)
+
+    return x, loss
+
+
+@pytest.mark.parametrize(("best", "kept"), [(0.0, 2), (0.55, 6), (0.85, 8), (9.0, 11)])
+def test_the_best_look_is_kept(tmp_path, best, kept):
+    """Adam's steps on a constant slope are the rate; looks after every second step and the last, of eleven."""
+    x, loss = walking(best)
+    validation = Validation(IDS[:3], 2)
+    train(loss, x, IDS[:1].repeat(11, 1), EndToEndSettings(0.1, 1, 1), tmp_path, "test", validation)
+    assert x["x"].item() == pytest.approx(0.1 * kept, rel=1e-3)
+    looks = [(0.1 * step - best) ** 2 for step in (2, 4, 6, 8, 10, 11)]
+    assert validation.losses == pytest.approx(looks, rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.parametrize("killed_at", [1, 5, 9])
+def test_a_killed_run_keeps_its_best_look(tmp_path, monkeypatch, killed_at):
+    monkeypatch.setattr(end_to_end, "SAVE_EVERY", 0.0)
+    settings, ids, calls = EndToEndSettings(0.1, 1, 1), IDS[:1].repeat(11, 1), []
+    want, loss = walking(0.3)
+    whole = Validation(IDS[:3], 2)
+    losses = train(loss, want, ids, settings, tmp_path / "whole", "test", whole)
+    x, plain = walking(0.3)
+
+    def killed(rows):
+        calls.append(len(rows))
+        if calls.count(1) == killed_at + 1:
+            raise KeyboardInterrupt
+        return plain(rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(killed, x, ids, settings, tmp_path / "killed", "test", Validation(IDS[:3], 2))
+    x, plain = walking(0.3)
+    again = Validation(IDS[:3], 2)
+    assert train(plain, x, ids, settings, tmp_path / "killed", "test", again) == losses
+    assert again.losses == whole.losses and torch.equal(x["x"], want["x"])
+
+
+def test_a_validation_that_is_not_finite_is_refused(tmp_path):
+    x, loss = walking(math.nan)
+    with pytest.raises(Refused, match="test: the validation loss is not finite at step 2"):
+        train(loss, x, IDS[:1].repeat(4, 1), EndToEndSettings(0.1, 1, 1), tmp_path, "test", Validation(IDS[:3], 2))
+
+
+def test_logits_that_fit():
+    model = tiny.model("llama")
+    assert fitting(model, 2**12) == 2**26 // (2**12 * 96) and fitting(model, 2**26) == 1
 
 
 # --- E2E-QP -----------------------------------------------------------------------------------------------------------

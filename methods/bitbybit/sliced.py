@@ -1,6 +1,7 @@
 """`sliced`: read Bit-by-Bit's master at fewer bits (section 3.3), as in `bitbybit-any_precision + sliced-w4`.
 
-No training and no second file: the codes lose their low bits, scales and zero points are the master's.
+No training and no second file: the codes lose their low bits, scales and zero points are the master's. A MatQuant
+master is read by its own rule, which rounds: `matquant + sliced-w2`.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,9 @@
 """Train tensors of a whole decoder with a loss that a method gives.
 
 As in `blocks`, a step is a replayed CUDA graph on a GPU, batches are a function of (seed, step), and a run that was
-killed continues from its checkpoint, on a CPU with the same bits.
+killed continues from its checkpoint, on a CPU with the same bits. A batch may be computed in parts, whose gradients
+are added up: logits of 131,072 tokens and their losses do not fit beside one another. With a `Validation` the tensors
+end as they were where its loss was least.
 """
 
 import json
@@ -9,8 +11,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from tqdm import tqdm
 
 from repro.errors import Refused
@@ -27,6 +30,7 @@ from repro.train.blocks import QUIET, batch_rows, rate_at, steps_per_epoch
 
 SAVE_EVERY = 30.0  # seconds of work that a killed run loses at most
 LOOKED_AT = 64  # steps between two looks at the losses, which wait for the GPU
+LOGITS = 2**26  # float32 values, 256 MiB; a loss holds some ten tensors of this size
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class EndToEndSettings:
         clip: largest norm of the gradient; 0 does not clip.
         weight_decay: of AdamW.
         seed: of the order of sequences.
+        together: sequences in one forward pass; 0 takes the whole batch. It changes the order of sums alone.
     """
 
     lr: float
@@ -52,6 +57,7 @@ class EndToEndSettings:
     clip: float = 0.0
     weight_decay: float = 0.0
     seed: int = 0
+    together: int = 0
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step of `steps`: up in a line, down in half a cosine."""
@@ -61,76 +67,151 @@ class EndToEndSettings:
         return rate_at((step - rising) / max(1, steps - rising), self.lr, self.final)
 
 
+@dataclass
+class Validation:
+    """Sequences that are not trained on, whose loss chooses the step that is kept: one of every few, and the last.
+
+    Attributes:
+        ids: int64 `[S, L]` on the tensors' device.
+        every: steps between two looks.
+        losses: of every look so far.
+        best: the tensors by name as they were at the least of them.
+    """
+
+    ids: Tensor
+    every: int = 4
+    losses: list[float] = field(default_factory=list)
+    best: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def look(self, value: float, tensors: Mapping[str, Tensor]) -> None:
+        """Note a loss, and the tensors where it is the least so far."""
+        if value < min(self.losses, default=math.inf):
+            self.best = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self.losses.append(value)
+
+
+def logits(model: nn.Module, weights: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+    """Logits `[B, L, vocabulary]` of token ids `[B, L]`, with `weights` in place of the parameters of their names."""
+    return torch.func.functional_call(model, dict(weights), (), {"input_ids": rows, "use_cache": False}).logits
+
+
+def next_token_loss(found: Tensor, rows: Tensor) -> Tensor:
+    """Mean cross entropy in nats of the logits of `rows` `[B, L]` and the token that follows each."""
+    return F.cross_entropy(found[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+def fitting(model: nn.Module, length: int) -> int:
+    """Sequences of a length whose logits fill `LOGITS`, 1 or more."""
+    return max(1, LOGITS // (length * model.get_output_embeddings().weight.shape[0]))
+
+
+def trained_tokens(ids: Tensor, settings: EndToEndSettings) -> int:
+    """Tokens that a whole training on `ids` sees."""
+    return settings.epochs * steps_per_epoch(len(ids), settings) * settings.batch * ids.shape[1]
+
+
 @torch.enable_grad()
 def train(
     loss: Callable[[Tensor], Tensor], tensors: Mapping[str, Tensor], ids: Tensor, settings: EndToEndSettings,
-    folder: Path, who: str,
+    folder: Path, who: str, validation: Validation | None = None,
 ) -> list[float]:  # fmt: skip
     """Train `tensors` in place; returns the loss of every step.
 
     Args:
-        loss: of token ids `[batch, L]`, a mean, differentiable in the tensors.
+        loss: of token ids `[batch, L]`, a mean over sequences, differentiable in the tensors.
         tensors: by name, float32.
         ids: int64 `[S, L]` on the tensors' device.
         settings: optimizer and batches.
         folder: for the checkpoint; deleted at the end.
         who: for messages.
+        validation: where given, the tensors end as they were at its best look, and it holds the losses of all.
 
     Raises:
         UserError: fewer sequences than a batch.
-        Refused: a loss is not finite; the message names the step.
+        Refused: a loss is not finite, whose step the message names, or at the end a tensor is not.
     """
     started = saved = time.perf_counter()
     trained = [tensor.requires_grad_() for tensor in tensors.values()]
     optimizer = graphs.adamw(trained, settings.lr, weight_decay=settings.weight_decay)
     path, losses = folder / "end-to-end.safetensors", []
     if path.is_file():
-        losses = _load(path, tensors, optimizer)
+        losses = _load(path, tensors, optimizer, validation)
+
+    def parts(rows: Tensor) -> Iterator[Tensor]:
+        for part in rows.split(settings.together or len(rows)):
+            yield loss(part) * (len(part) / len(rows))
 
     def step(rows: Tensor) -> Tensor:
-        value = loss(rows)
-        for tensor, gradient in zip(trained, torch.autograd.grad(value, trained), strict=True):
-            tensor.grad = gradient
+        total = torch.zeros((), device=rows.device)
+        for tensor in trained:
+            tensor.grad = None
+        for value in parts(rows):
+            for tensor, gradient in zip(trained, torch.autograd.grad(value, trained), strict=True):
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+            total = total + value.detach()
         if settings.clip:
             nn.utils.clip_grad_norm_(trained, settings.clip)
         optimizer.step()
-        return value.detach()
+        return total
+
+    @torch.no_grad()
+    def scored(rows: Tensor) -> Tensor:
+        return sum(parts(rows), torch.zeros((), device=rows.device))
 
     replayed, found = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
+    looked = graphs.Replayed(scored, list)
     steps = settings.epochs * steps_per_epoch(len(ids), settings)
     for number in tqdm(range(len(losses), steps), who, **QUIET):
         graphs.set_rate(optimizer, settings.rate(number, steps))
         found.append(replayed(ids[batch_rows(number, len(ids), settings).to(ids.device)]).float().clone())
+        if validation and ((number + 1) % validation.every == 0 or number + 1 == steps):
+            validation.look(_finite(looked(validation.ids).item(), number, f"{who}: the validation loss"), tensors)
         now = time.perf_counter()
         if len(found) == LOOKED_AT or number + 1 == steps or now - saved > SAVE_EVERY:
-            losses, found = losses + torch.stack(found).tolist(), []
-            if bad := next((i for i, value in enumerate(losses) if not math.isfinite(value)), None):
-                raise Refused("diverged", f"{who}: the loss is not finite at step {bad + 1}; lower its learning rate")
+            for value in torch.stack(found).tolist():
+                losses.append(_finite(value, len(losses), f"{who}: the loss"))
+            found = []
             if now - saved > SAVE_EVERY and number + 1 < steps:
-                _save(path, tensors, optimizer, losses)
+                _save(path, tensors, optimizer, losses, validation)
                 saved = now
-    for tensor in trained:
+    for name, tensor in tensors.items():
         tensor.requires_grad_(False).grad = None
+        if not torch.isfinite(tensor).all():
+            raise Refused("diverged", f"{who}: {name} is not finite after the last step; lower its learning rate")
+        if validation and validation.best:
+            tensor.copy_(validation.best[name])
     shutil.rmtree(folder, ignore_errors=True)
-    tokens = steps * settings.batch * ids.shape[1]
-    print(f"{who}: {tokens:,} tokens, {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    print(f"{who}: {trained_tokens(ids, settings):,} tokens, {time.perf_counter() - started:.1f} s", file=sys.stderr)
     return losses
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+def _finite(value: float, step: int, what: str) -> float:
+    if not math.isfinite(value):
+        raise Refused("diverged", f"{what} is not finite at step {step + 1}; lower its learning rate")
+    return value
+
+
+def _save(
+    path: Path, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, losses: list[float],
+    validation: Validation | None,
+) -> None:  # fmt: skip
     parts = {f"tensor/{name}": tensor for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         parts |= {f"{key}/{name}": value for key, value in optimizer.state[tensor].items()}
+    if validation:
+        parts |= {f"best/{name}": tensor for name, tensor in validation.best.items()}
     with atomic(path) as temporary:
         save_file(
             {key: part.detach().cpu().contiguous() for key, part in parts.items()},
             temporary,
-            {"losses": json.dumps(losses)},
+            {"losses": json.dumps([losses, validation.losses if validation else []])},
         )
 
 
 @torch.no_grad()
-def _load(path: Path, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
+def _load(
+    path: Path, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, validation: Validation | None
+) -> list[float]:
     with safe_open(path, "pt") as file:
         for name, tensor in tensors.items():
             tensor.copy_(file.get_tensor(f"tensor/{name}"))
@@ -138,4 +219,8 @@ def _load(path: Path, tensors: Mapping[str, Tensor], optimizer: torch.optim.Opti
             optimizer.state[tensor] = {
                 key: file.get_tensor(f"{key}/{name}").to(device) for key in ("step", "exp_avg", "exp_avg_sq")
             }
-        return json.loads(file.metadata()["losses"])
+        losses, looked = json.loads(file.metadata()["losses"])
+        if validation and looked:
+            validation.losses = looked
+            validation.best = {name: file.get_tensor(f"best/{name}").to(t.device) for name, t in tensors.items()}
+        return losses

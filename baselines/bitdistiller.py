@@ -1,0 +1,150 @@
+"""BitDistiller (Du et al. 2024, arXiv 2402.10631): a low-bit model taught by itself in full precision.
+
+1. The range of each row and group is cut at both ends (`asymmetric_clip`, section 3.1).
+2. The cut weights are trained as the grid rounds them: it is fitted anew to every step's weights, whose gradient is
+   that of the rounded ones. The loss is CAKLD, of the full-precision model P_T and this one, P_S, with P_T's mean
+   confidence β, summed over the tokens of a sequence: β KL(P_S ‖ P_T) + (1 - β) KL(P_T ‖ P_S).
+3. One step of every four is scored on sequences that are not trained on, and the best is kept.
+
+Unlike in the authors' code β is a mean (there one batch more is summed than it divides by), the grid's range includes 0
+and its scales are rounded as stored, 3-bit weights are integers (there NF3), and there is no prompt. Activations take
+dynamic asymmetric ranges of each token and group, as Bit-by-Bit extends this baseline (section 4.1), but not clipped.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from repro.baselines import grid, qat
+from repro.baselines.asymmetric_clip import clipped, round_to_grid
+from repro.errors import UserError
+from repro.methods.spear.calibration import self_sampled
+from repro.models.groups.quantizer import StraightThrough
+from repro.models.lowbit import LowBitModel, in_layer
+from repro.train.blocks import checkpoint_folder, steps_per_epoch, training_ids
+from repro.train.end_to_end import Validation, fitting, train
+
+CALIBRATED = True
+COST = 50.0  # relative to RTN, for scheduling alone
+attached = qat.attached
+
+
+@dataclass(frozen=True)
+class Config(grid.Grid):
+    """The grid, and the settings of the authors' 2-bit scripts: a constant rate, batches of 16 on each of 8 GPUs.
+
+    Attributes:
+        act_bits: of activations, in the groups of the weights; 16 leaves them alone.
+        clip_tokens: that clipping is searched on; 0 does not clip.
+        data: what is trained on: sequences that the teacher samples (the paper; Bit-by-Bit's section 4.1), or the
+            calibration text, which clipping reads in any case.
+        temperature: of that sampling. Not read; 1 is the teacher's own distribution.
+        length: tokens of a sequence, at most that of the calibration's, which are cut into pieces of it.
+        confidence: the teacher's largest probability (the authors' code), or that of the next token (the paper).
+        confidence_batches: batches that β is measured on, at most all. Not read; enough for two digits of a mean.
+        held_out, every: share of the sequences that choose the step (not read; EfficientQAT's, 64 of 4096), the last
+            ones; steps between two looks at them.
+        lr, batch: learning rate of all weights; sequences in a step.
+        epochs, tokens: passes over the data, and its tokens, those held out included. Bit-by-Bit (section 4.1) takes
+            4096 sequences, and gives its other baselines two passes.
+        max_norm: largest norm of the gradient. Not read in the script; the default of Hugging Face's trainer.
+        seed: of sampling and of the order of sequences.
+    """
+
+    bits: int = 2
+    group: int = 128
+    act_bits: int = qat.FULL
+    clip_tokens: int = 512
+    data: Literal["sampled", "text"] = "sampled"
+    temperature: float = 1.0
+    length: int = 1024
+    confidence: Literal["maximum", "label"] = "maximum"
+    confidence_batches: int = 10
+    held_out: float = 1 / 64
+    every: int = 4
+    lr: float = 8e-6
+    epochs: int = 2
+    batch: int = 128
+    tokens: int = 4096 * 1024
+    max_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        qat.check("bitdistiller", self, "length", "every", "confidence_batches")
+        qat.input_grid("bitdistiller", self.act_bits, self.group)
+        if self.symmetric or self.clip != "none":
+            raise UserError("bitdistiller clips an asymmetric grid by its own search; it takes neither sym nor clip")
+        if not (self.temperature > 0 and self.clip_tokens >= 0 and 0 <= self.held_out < 1):
+            raise UserError(
+                "bitdistiller: temperature is above 0, clip_tokens 0 or more, held_out 0 or more and below 1"
+            )
+
+
+def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) -> Tensor:
+    """What is trained on, int64 `[S, L]`.
+
+    Raises:
+        UserError: there is no calibration text, it has fewer tokens than asked for, or no batch is left to train on.
+    """
+    if calibration is None or not calibration.numel():
+        raise UserError("bitdistiller needs calibration tokens, there are none; name a calibration corpus")
+    length = min(config.length, calibration.shape[1])
+    if config.data == "sampled" and (count := config.tokens // length):
+        steps_per_epoch(count - math.ceil(config.held_out * count), config)  # sampling takes minutes
+        return self_sampled(teacher, count, length, config.temperature, config.seed)
+    whole = calibration[:, : calibration.shape[1] // length * length]
+    return training_ids(whole.reshape(-1, length), config.tokens, "bitdistiller")
+
+
+@torch.no_grad()
+def confidence(teacher: nn.Module, ids: Tensor, kind: str) -> float:
+    """β: the mean over tokens of the teacher's largest probability, or of that of the next token."""
+    found = []
+    for rows in ids.split(fitting(teacher, ids.shape[1])):
+        p = teacher(rows, use_cache=False).logits.float().softmax(-1)
+        found.append(p.amax(-1) if kind == "maximum" else p[:, :-1].gather(-1, rows[:, 1:, None]).squeeze(-1))
+    return torch.cat(found).mean().item()
+
+
+def cakld(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """β KL(student ‖ teacher) + (1 - β) KL(teacher ‖ student) in nats of logits `[B, L, V]`: sums over L, mean."""
+    log_s, log_t = (F.log_softmax(x.float(), -1) for x in (student, teacher))
+    return ((beta * log_s.exp() - (1 - beta) * log_t.exp()) * (log_s - log_t)).sum() / len(student)
+
+
+def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
+    """Train and quantize every block linear of `lm`; `calibration` int64 `[sequences, length]` is the text.
+
+    After a step that quantized its weights, those are trained on, and the teacher is the model before that step.
+
+    Raises:
+        UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
+        Refused: the training diverged.
+    """
+    model, teacher = lm.model, lm.full_precision() if lm.weights else lm.model
+    weights = qat.start(model, config.group)
+    ids = sequences(teacher, calibration, config).to(model.device)
+    weights = clipped(model, weights, calibration.to(model.device), config.clip_tokens, config)
+    taken = qat.input_grid("bitdistiller", config.act_bits, config.group)
+    beta = confidence(teacher, ids[: config.batch * config.confidence_batches], config.confidence)
+    held = math.ceil(config.held_out * len(ids))
+    ids, validation = ids[: len(ids) - held], Validation(ids[len(ids) - held :], config.every) if held else None
+
+    def loss(rows: Tensor) -> Tensor:
+        made = {f"{name}.weight": StraightThrough.apply(w, round_to_grid(w, config)) for name, w in weights.items()}
+        with torch.no_grad():
+            wanted = teacher(rows, use_cache=False).logits
+        return cakld(qat.logits(model, made, rows, taken), wanted, beta)
+
+    settings, folder = qat.settings(config, 1.0, model, ids.shape[1]), checkpoint_folder(model, ids, __file__, config)
+    losses = train(loss, weights, ids, settings, folder, "bitdistiller", validation)
+    for name, weight in weights.items():
+        with in_layer(name):
+            lm.set_weight(name, grid.rtn(weight, config))
+    qat.finish(lm, "bitdistiller", taken, losses, ids, settings, validation)
+    lm.facts["training/beta"] = [beta]
