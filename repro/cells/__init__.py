@@ -34,6 +34,7 @@ from repro.cells import (
     sparsity,
     storage,
     token_class,
+    training,
     zeroshot,
 )
 
@@ -49,6 +50,7 @@ KINDS: dict[str, ModuleType] = {
     "sparsity": sparsity,
     "by_error": by_error,
     "token_class": token_class,
+    "training": training,
     "setting": setting,
     "derived": derived,
     "kernel_time": kernel_time,

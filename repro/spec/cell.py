@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from repro.errors import UserError, shortened
+
 Place = tuple[str, str, str, str]  # row, column, model, metric
 
 
@@ -55,3 +57,13 @@ class Cell:
 def table_name(paper: str, kind: str, number: str) -> str:
     """The name that a user types for a table, figure or spec of our own."""
     return f"{paper}/{kind if number.isdecimal() else ''}{number}".removeprefix("/")
+
+
+def check_seeds(seeds: tuple[int, ...]) -> None:
+    """Raise unless seeds are distinct numbers that a generator takes.
+
+    Raises:
+        UserError: they are not.
+    """
+    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
+        raise UserError(f"seeds: {shortened(list(seeds))}; name at least one, each once, 0 or more")

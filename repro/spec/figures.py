@@ -19,7 +19,7 @@ from repro import papers
 from repro.errors import UserError, shortened, unknown
 from repro.files import HOME
 from repro.spec import tables
-from repro.spec.cell import Cell, table_name
+from repro.spec.cell import Cell, check_seeds, table_name
 from repro.spec.templates import fill_in
 from repro.strict import build, load_yaml
 
@@ -67,7 +67,7 @@ class FigureSpec:
             raise UserError("a figure of a table has `table` and two `metrics`, no series, models, measure or over")
         if self.table:
             return
-        tables.check_seeds(self.seeds)
+        check_seeds(self.seeds)
         steps = [value for values in self.over.values() for value in values]
         if not self.series or not self.models or (self.over and not steps):
             raise UserError("series, models and `over` need at least one entry each")

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from repro import papers
-from repro.errors import UserError, shortened, unknown
+from repro.errors import UserError, unknown
 from repro.files import HOME
 from repro.spec import scale
-from repro.spec.cell import Cell, table_name
+from repro.spec.cell import Cell, check_seeds, table_name
 from repro.spec.claims import ClaimSpec, HeadlineSpec
 from repro.spec.templates import (
     NAMED,
@@ -54,7 +54,7 @@ class Spec:
         of_models: further variables by the paper's model, such as a rank.
         extra: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
         also_on: models that the paper does not print, a column of our own each, for all rows.
-        choice: the spec of our own whose chosen row gives variables to `extra`; until it has, these have no recipe.
+        choice: the spec of our own whose chosen rows give variables to recipes; until they have, these are not run.
         beside: further columns, label to what is measured, with the row's recipe; `scales` limits one to some scales.
         seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
             or pattern, all others having one.
@@ -63,7 +63,7 @@ class Spec:
         over: of a question of our own: variable to values; a column is one combination of them.
         measure: of a question of our own: metric to what is measured.
         scales: of a question of our own: the scales that measure it; none is every scale.
-        chosen: of a question of our own: the row that is the answer, once it is known.
+        chosen: of a question of our own: the row that is the answer, once it is known, or several of other variables.
     """
 
     title: str
@@ -81,31 +81,26 @@ class Spec:
     over: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     measure: dict[str, dict[str, Any]] = field(default_factory=dict)
     scales: tuple[str, ...] = ()
-    chosen: str = ""
+    chosen: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for seeds in self.seeds.values() if isinstance(self.seeds, dict) else [self.seeds]:
             check_seeds(seeds)
-        if self.chosen and self.chosen not in self.rows:
-            raise UserError(f"chosen: {unknown('row', self.chosen, self.rows)}")
+        if odd := [row for row in self.answers if row not in self.rows]:
+            raise UserError(f"chosen: {unknown('row', odd[0], self.rows)}")
         if empty := [name for name, values in self.over.items() if not values]:
             raise UserError(f"over: {empty[0]} has no values; name at least one")
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The rows that are chosen."""
+        return tuple(filter(None, (self.chosen,) if isinstance(self.chosen, str) else self.chosen))
 
     def seeds_of(self, row: str) -> tuple[int, ...]:
         """The seeds of a row."""
         if not isinstance(self.seeds, dict):
             return self.seeds
         return next((seeds for label, seeds in self.seeds.items() if bind(label, row) is not None), (0,))
-
-
-def check_seeds(seeds: tuple[int, ...]) -> None:
-    """Raise unless seeds are distinct numbers that a generator takes.
-
-    Raises:
-        UserError: they are not.
-    """
-    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**31 for seed in seeds):
-        raise UserError(f"seeds: {shortened(list(seeds))}; name at least one, each once, 0 or more")
 
 
 # --- which tables there are -------------------------------------------------------------------------------------------
@@ -242,8 +237,8 @@ def cells(paper: str, number: str) -> list[Cell]:
 def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
     where = str(path_of(paper, number).relative_to(HOME))
     printed, kinds = papers.printed(paper, number), measures(paper)
-    first = [c for c in printed if c.col == printed[0].col]
-    printed += [replace(c, col=f"{model} (ours)", model=model, value="") for model in spec.also_on for c in first]
+    ours = ((model, c) for model in spec.also_on for c in printed if c.col == printed[0].col)
+    printed = [*printed, *(replace(c, col=f"{model} (ours)", model=model, value="") for model, c in ours)]
     columns = {c.col: variables(spec.columns, c.col) if spec.columns else {} for c in printed}
     beside: dict[tuple[str, str], Cell] = {}
 
@@ -257,26 +252,34 @@ def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
         beside.setdefault((row, c.model), made)
         return made
 
-    for c in printed:
-        yield cell(c.row, c, variables(spec.rows, c.row), c.value)
     choice = _choice(spec)
+
+    def bound(values: Variables) -> Variables | None:
+        """The variables with those that the recipe takes from the choice; None where one is not chosen yet."""
+        named = {*NAMED.findall(f"{values.get('recipe')} {spec.recipe}")} - {"recipe"}
+        values = {name: choice[name] for name in named & choice.keys()} | values
+        return None if None in values.values() else values
+
+    for c in printed:
+        values = variables(spec.rows, c.row)
+        yield cell(c.row, c, None if values is None else bound(values), c.value)
     for label in spec.extra:
         given = spec.extra[label] if isinstance(spec.extra, dict) else label
-        values = {"recipe": given} if isinstance(given, str) else dict(given)
-        values |= {name: choice[name] for name in NAMED.findall(str(values.get("recipe"))) if name in choice}
+        values = bound({"recipe": given} if isinstance(given, str) else dict(given))
         for c in {(c.col, c.model, c.metric): c for c in printed}.values():
-            yield cell(label, c, None if None in values.values() else values, "")  # None: not chosen yet
+            yield cell(label, c, values, "")
     for made in list(beside.values()):
         yield from _beside(made, spec, where)
 
 
 def _choice(spec: Spec) -> dict[str, Value | None]:
-    """The variables of the row that the spec's `choice` has chosen; None each until it has."""
+    """The variables of the rows that the spec's `choice` has chosen; None each until a row that has it is."""
     if not spec.choice:
         return {}
     other = table(*split(spec.choice))
-    rows = [variables(other.rows, label) or {} for label in other.rows if other.chosen in ("", label)]
-    return {name: value if other.chosen else None for row in rows for name, value in row.items()}
+    rows = {label: variables(other.rows, label) or {} for label in other.rows}
+    chosen = {name: value for label in other.answers for name, value in rows[label].items()}
+    return {name: chosen.get(name) for row in rows.values() for name in row}
 
 
 def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
@@ -287,14 +290,12 @@ def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
         col = ", ".join(f"{key} {plain(value)}" for key, value in point.items())
         for metric, measure in spec.measure.items():
             bare = Cell(paper, "table", name, row, col, model, metric, unit=str(measure.get("unit", "")))
-            made = fill_in(bare, spec.recipe, values, measure, spec.seeds_of(row), where)
-            yield made
+            yield (made := fill_in(bare, spec.recipe, values, measure, spec.seeds_of(row), where))
         yield from _beside(made, spec, where)
 
 
 def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
     for label, measure in spec.beside.items():
-        asked_for = {key: value for key, value in measure.items() if key != "scales"}
-        kind, asked = ask(asked_for, dict(made.variables), where)
+        kind, asked = ask({k: v for k, v in measure.items() if k != "scales"}, dict(made.variables), where)
         col = f"{label}, {made.col}" if spec.over else label
         yield replace(made, col=col, metric=label, printed="", unit=asked.unit, measure=kind, ask=asked)
