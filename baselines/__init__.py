@@ -22,6 +22,8 @@ from repro.baselines import (
     q4_k,
     qera,
     rtn,
+    smoothquant,
+    spinquant,
     uniform,
 )
 
@@ -30,6 +32,8 @@ BASELINES = {
     "gptq": gptq,
     "awq": awq,
     "omniquant": omniquant,
+    "smoothquant": smoothquant,
+    "spinquant": spinquant,
     "efficientqat": efficientqat,
     "e2e_qp": e2e_qp,
     "paretoq": paretoq,

@@ -128,6 +128,8 @@ METHODS = {
     "omniquant": "omniquant(w=3, g=32, epochs=1)",
     "e2e_qp": "rtn-w3-g32 + e2e_qp(epochs=0, batch=1, tokens=192)",
     "efficientqat": "efficientqat(w=3, g=32, epochs=0, tokens=192)",
+    "smoothquant": "smoothquant(w=3, a=4, g=32)",
+    "spinquant": "spinquant(w=3, a=4, g=32, tokens=192)",
     "paretoq": "paretoq(w=3, epochs=0, tokens=192)",
     "bitdistiller": "bitdistiller(w=3, g=32, epochs=0, batch=1, tokens=192)",
     **{step: f"rtn-w3-pc + {step}(rank=2)" for step in ("lqer", "qera", "eora", "aser", "loftq")},
@@ -190,7 +192,7 @@ TINY = scale.PublicShape(layers=2, hidden=64, ffn=128, kv=32, vocab=96, tied=Tru
     "text",
     [
         "fp16", "rtn-w4-g32", "rtn-w3-pc-sym-scale_dtype=float32", "gptq-w2-pc", "rtn-w4-pc + loftq(rank=3)",
-        "rtn-w3-g32 + lqer(rank=2, factor_bits=8)",
+        "rtn-w3-g32 + lqer(rank=2, factor_bits=8)", "smoothquant-w4-a4-g32",
     ],
 )  # fmt: skip
 def test_arithmetic_on_a_shape_is_what_a_model_of_that_shape_stores(text, count):
@@ -207,7 +209,9 @@ def test_arithmetic_on_a_shape_is_what_a_model_of_that_shape_stores(text, count)
     assert storage.exact(ask, recipe.parse(text).steps, TINY) == pytest.approx(storage.value(ask, mean), rel=1e-12)
 
 
-@pytest.mark.parametrize("text", ["rtn-w4-pc + spear", "rtn-w4-pc + lqer(budget=0.02)", "gptq-w4-g32-act_order"])
+@pytest.mark.parametrize(
+    "text", ["rtn-w4-pc + spear", "rtn-w4-pc + lqer(budget=0.02)", "gptq-w4-g32-act_order", "spinquant"]
+)
 def test_what_a_recipe_alone_does_not_fix_is_not_computed(text):
     assert storage.exact(storage.Ask(), recipe.parse(text).steps, TINY) is None
 

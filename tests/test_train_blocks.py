@@ -160,15 +160,17 @@ def test_training_is_adamw_with_a_cosine_by_hand(tmp_path):
     assert run.tokens == 2 * 6 * 16 and run.steps == 6
 
 
-def test_a_loss_that_is_not_finite_is_refused_with_its_step(tmp_path):
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_loss_that_is_not_finite_is_refused_with_its_step(tmp_path, step):
     run, latents = trainer(tmp_path)
     calls = []
 
     def broken(outputs, full, seconds):
         calls.append(None)
-        return squares(outputs, full, seconds) * (math.nan if len(calls) == 5 else 1)
+        return squares(outputs, full, seconds) * (math.nan if len(calls) == step else 1)
 
-    with pytest.raises(Refused, match="test: the loss is not finite at step 5 of model.layers.0 in w4; lower") as found:
+    where = f"test: the loss is not finite at step {step} of model.layers.0 in w4; lower"
+    with pytest.raises(Refused, match=where) as found:
         run.run("w4", task_of(latents), broken)
     assert found.value.status == "diverged" and not list(tmp_path.glob("*"))
 

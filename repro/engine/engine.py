@@ -159,8 +159,8 @@ def random_decoder(target: Target, config: Any, context: int, device: torch.devi
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     grid, stored = next((step.config for step in target.recipe.steps), None), 0
-    if len(target.recipe.steps) > 1 or (grid and not hasattr(grid, "group")):
-        raise UserError(f"recipe {target.text!r}: a shape has random weights; name one quantizer, or fp16")
+    if len(target.recipe.steps) > 1 or (grid and not hasattr(grid, "symmetric")) or getattr(grid, "act_bits", 16) < 16:
+        raise UserError(f"recipe {target.text!r}: a shape has random weights; name one weight quantizer, or fp16")
 
     def dense(weight: Tensor) -> Tensor:
         nonlocal stored

@@ -182,8 +182,8 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
                 graphs.set_rate(optimizer, rate_at((epoch + i / each) / settings.epochs, rate, settings.final))
             found.append(replayed(*(stream.take(rows) for stream in streams)).float().clone())
         losses += torch.stack(found).tolist()
-        if bad := next((i for i, value in enumerate(losses) if not math.isfinite(value)), None):
-            raise Refused("diverged", f"the loss is not finite at step {bad + 1}")
+        if bad := next((i for i, value in enumerate(losses, start=1) if not math.isfinite(value)), None):
+            raise Refused("diverged", f"the loss is not finite at step {bad}")
     for tensor in tensors:
         tensor.requires_grad_(False).grad = None
     return losses
