@@ -203,9 +203,10 @@ def show(target: str) -> None:
         raise UserError(f"{path}: not built yet; run make tables/{stem}.tex")
     print(terminal(read(path)))
     if stem == "table1":
-        print(terminal(read(Path("tables") / "spear" / "table1.md")))
+        print(terminal(read(Path("tables") / papers.LEADING / "table1.md")))
         for paper in papers.PAPERS:
-            print(f"{papers.ABOUT[paper].title[:60]}: tables/{paper}/table1.tex")
+            path = Path("tables") / paper / "table1.tex"
+            print(f"{papers.ABOUT[paper].title[:60]}: {'' if path.is_file() else 'make '}{path}")
     print(f"written: tables/{stem}.tex  tables/{stem}.csv  tables/{stem}.md")
 
 

@@ -166,7 +166,8 @@ def test_what_would_have_to_come(at, flow):
     assert wanted["spear table 1"] == {
         "a run on cpu": 38, "a run on cuda": 64, "a protocol for zeroshot": 51, "a stand-in for Llama-2-13B": 51
     }  # fmt: skip
-    assert wanted["bitbybit table 4"] == {"a spec": 20} and wanted["spear table 3"] == {"a kind and a spec": 36}
+    assert wanted["bitbybit table 6"] == {"a spec": 22} and wanted["spear table 3"] == {"a kind and a spec": 36}
+    assert wanted["bitbybit table 4"]["a spec"] == 12, "rows whose rates are not chosen have no recipe yet"
     assert wanted["spear table 25"] == {"a stand-in for Llama-2-13B": 153}
     assert wanted["spqt table 1"] == {"the machines that it names": 16}
     assert wanted["spear figure 13"] == {"a run on cpu": 2} and wanted["spear figure 8"] == {"a spec": 0}

@@ -1,6 +1,7 @@
 """Specs: templates over rows and columns, patterns, seeds and grids; what is wrong in one is a sentence."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import yaml
 from fake_jobs import CONFIG, fake, nll  # noqa: F401
 
 from repro import papers
+from repro.baselines import bitdistiller, e2e_qp, efficientqat, matquant, paretoq
 from repro.errors import UserError
-from repro.methods import spear
+from repro.methods import bitbybit, spear
 from repro.record import accepted, measure
 from repro.render import figures as rendered
 from repro.spec import figures, tables, templates
@@ -187,6 +189,67 @@ def test_a_row_of_a_choice_has_no_recipe_until_it_is_chosen(write):
     assert (shown.status, shown.value) == ("not_run", None)
     write("tables/spear/rates.yaml", RATES | {"chosen": "x 3"})
     assert {c.recipe for c in tables.cells("spear", "1") if c.row == "ours"} == {"rtn-w4-pc + spear-lr1=0.00015"}
+
+
+def test_printed_rows_take_from_a_choice_of_several_rows_each_what_they_name(write):
+    rows = {"FP16": "fp16", "RTN pc": "rtn-w4-pc + spear(lr1={lr1})", "GPTQ pc": "gptq-w4-pc + spear(lr2={lr2})"}
+    write("tables/spear/table1.yaml", SHORT | {"rows": rows, "choice": "spear/rates"})
+    two = RATES | {"recipe": "{recipe}"}
+    two["rows"] = {
+        f"lr{i} x {k}": {"recipe": f"rtn-w4-pc + spear(lr{i}={k * 1e-4})", f"lr{i}": k * 1e-4}
+        for i in (1, 2)
+        for k in (1, 3)
+    }
+
+    def recipes():
+        return [{c.row: c.recipe for c in tables.cells("spear", "1")}[row] for row in rows]
+
+    write("tables/spear/rates.yaml", two)
+    assert recipes() == ["fp16", "", ""]
+    write("tables/spear/rates.yaml", two | {"chosen": ["lr2 x 3"]})
+    assert recipes() == ["fp16", "", "gptq-w4-pc + spear-lr2=0.0003"]
+    write("tables/spear/rates.yaml", two | {"chosen": ["lr1 x 1", "lr2 x 3"]})
+    assert recipes() == ["fp16", "rtn-w4-pc + spear-lr1=0.0001", "gptq-w4-pc + spear-lr2=0.0003"]
+    write("tables/spear/rates.yaml", two | {"chosen": ["lr1 x 1", "lr3 x 1"]})
+    with pytest.raises(UserError, match="chosen: unknown row 'lr3 x 1'"):
+        recipes()
+
+
+def test_the_rates_of_bit_by_bit_and_its_baselines_are_five_multiples_of_the_official_ones():
+    """What is measured is what a chosen row gives to Tables 1, 3 and 4, which have every trained method's rate open."""
+    rates, official = tables.table("bitbybit", "rates"), {}
+    assert rates.models == ("Llama-3.2-3B",) and rates.scales == ("pocket-full",)
+    for label, row in rates.rows.items():
+        method, k = label.split(", x ")
+        given = {name: value for name, value in row.items() if name != "recipe"}
+        first = official.setdefault(method, given)
+        assert given == pytest.approx({name: int(k) * value for name, value in first.items()})
+        said = [float(x) for x in re.findall(r"(?:^|[(, ])(?:quant_)?lr=([0-9.e-]+)", row["recipe"])]
+        assert sorted(said) == pytest.approx(sorted(given.values())) and "tokens=2097152" in row["recipe"]
+    assert len(rates.rows) == 5 * len(official) == 25
+    configs = {
+        "Bit-by-Bit": {"bitbybit_lr": bitbybit.Config().lr},
+        "EfficientQAT": {
+            "efficientqat_lr": efficientqat.Config().lr,
+            "quant_lr": efficientqat.Config().quant_lr,
+            "e2e_lr": e2e_qp.Config().lr,
+        },
+        "ParetoQ": {"paretoq_lr": paretoq.Config().lr},
+        "BitDistiller": {"bitdistiller_lr": bitdistiller.Config().lr},
+        "MatQuant": {"matquant_lr": matquant.Config().lr},
+    }
+    assert official == configs
+    named = set()
+    for number in ("1", "3", "4"):
+        spec = tables.table("bitbybit", number)
+        assert spec.choice == "bitbybit/rates"
+        texts = [
+            row if isinstance(row, str) else row["recipe"] for row in [*spec.rows.values(), *dict(spec.extra).values()]
+        ]
+        trained = [text for text in texts if re.search("bitbybit|qat|paretoq|bitdistiller|matquant", text)]
+        assert trained and all("lr={" in text for text in trained)
+        named |= {name for text in trained for name in re.findall(r"{(\w+lr)}", text)}
+    assert named == {name for values in official.values() for name in values}
 
 
 def test_the_shipped_choice_feeds_three_tables():

@@ -44,6 +44,7 @@ ABOUT = {
     ),
 }
 PAPERS = tuple(ABOUT)
+LEADING = "spear"  # the paper whose Table 1 is printed under the headline table
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 

@@ -130,8 +130,9 @@ class Snake:
         name = canonical(wildcards[0])
         made = [runner.outputs(job)[-1] for job in self.flow.every_job(self.flow.table_cells(name))]
         found = [*self._drawing(), *map(str, filter(Path.is_file, _sources(name))), *map(str, made)]
-        if name == "table1":  # printed beneath it
-            found += [f"tables/{paper}/table1{form}" for paper in papers.PAPERS for form in FORMATS]
+        if name == "table1":  # one is printed beneath it, others are made beside it where that takes no job
+            free = (p for p in papers.PAPERS if p == papers.LEADING or not self.flow.every_job(self.flow.cells(p, "1")))
+            found += [f"tables/{paper}/table1{form}" for paper in free for form in FORMATS]
         return found
 
     @plainly
