@@ -104,7 +104,7 @@ NAMES: list[Case] = [
     (("make", "all", "--cores", LONG), ("--cores", "is not a whole number"), None),
     (("make", "tables/spear/table99.tex"), ("unknown target", "tables/spear/table99.tex", "did you mean"), None),
     (("make", LONG), ("unknown target", "choose from: all"), None),
-    (("make", "figures/spear/figure99.svg"), ("unknown target", "figures/spear/figure1.svg"), None),
+    (("make", "figures/spear/figure99.svg"), ("unknown target", "figures/leaderboard.svg"), None),
     (("make", "all", "--scale", "pockett"), ("unknown scale", "did you mean 'pocket'"), None),
     (("make", "all", *MINE), ("mine.yaml", "no such file"), None),
     (("make", "tables/table1.tex", "--config", "threads"), ("--config threads", "KEY=VALUE", "threads=2"), None),
