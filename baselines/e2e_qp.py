@@ -13,7 +13,7 @@ from repro.errors import UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 from repro.train.blocks import checkpoint_folder, training_ids
-from repro.train.end_to_end import EndToEndSettings, logits, next_token_loss, train
+from repro.train.end_to_end import EndToEndSettings, logits, next_token_loss, train, trained_tokens
 
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
@@ -80,4 +80,4 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     for name, weight in list(lm.weights.items()):
         with in_layer(name):
             lm.set_weight(name, replace(weight, scales=scales[name].to(weight.scales)))
-    lm.facts["training/end-to-end loss"] = losses
+    lm.facts |= {"training/end-to-end loss": losses, "training/tokens": [float(trained_tokens(ids, settings))]}

@@ -216,7 +216,7 @@ def test_printed_rows_take_from_a_choice_of_several_rows_each_what_they_name(wri
 
 
 def test_the_rates_of_bit_by_bit_and_its_baselines_are_five_multiples_of_the_official_ones():
-    """What is measured is what a chosen row gives to Tables 1 to 4 and 6, which have every trained method's rate open."""
+    """What is measured is what a chosen row gives to Tables 1 to 4 and 6, where every trained method's rate is open."""
     rates, official = tables.table("bitbybit", "rates"), {}
     assert rates.models == ("Llama-3.2-3B",) and rates.scales == ("pocket-full",)
     for label, row in rates.rows.items():
@@ -265,6 +265,30 @@ def test_the_shipped_choice_feeds_three_tables():
         spec = tables.table("spear", number)
         (label,) = [label for label, text in spec.extra.items() if "{lr1}" in text and "{lr2}" in text]
         assert spec.choice == "spear/rates" and spec.seeds_of(label) == (0, 1, 2) and label.endswith("(ours)")
+
+
+def test_seeds_share_a_pool_of_training_text_and_differ_in_what_is_drawn_from_it(write):
+    row = {"recipe": "bitbybit(tokens=256, lr=0.001)", "calibration": "redpajama"}
+    write("tables/spear/table1.yaml", SHORT | {"rows": {"RTN pc": row}, "seeds": {"RTN pc": [0, 1, 2]}})
+    pool = {"corpus": "held-out", "sequences": 9, "length": 32}
+
+    def drawn(**changes):
+        at = flow(calibration_texts={"redpajama": pool | changes})
+        asked = cell(at.cells("spear", "1"), "RTN pc")
+        return [dict(jobs["scores"].needs)["weights"].declared() for jobs in at.jobs(asked)]
+
+    first, other = drawn(), drawn(draw=1)
+    assert [job["steps"][0][1]["seed"] for job in first] == [0, 1, 2]
+    for jobs in (first, other):
+        (crops,) = {tuple(sorted(job["calibration"].items())) for job in jobs}
+        assert (dict(crops)["sequences"], dict(crops)["length"]) == (9, 32)
+    assert other[0]["calibration"]["seed"] == first[0]["calibration"]["seed"] + 1 > 2**20
+    with pytest.raises(UserError, match="unknown corpus 'held'; did you mean 'held-out'"):
+        drawn(corpus="held")
+    with pytest.raises(UserError, match="sequences is 0; it is 1 or more"):
+        drawn(sequences=0)
+    with pytest.raises(UserError, match="calibration_texts.redpajama: unknown key 'seed'"):
+        drawn(seed=3)
 
 
 # --- another calibration text -----------------------------------------------------------------------------------------

@@ -14,16 +14,22 @@ from repro.spec.snake import Snake
 from repro.spec.templates import build
 
 
-def value(show, **facts):
-    ask = training.Ask(show)
-    held = {name: Series(np.asarray(values, dtype=float), "layers") for name, values in facts.items()}
-    found = training.series(ask, {"training": Observations(held, {})}, None)
+def value(show, *before, **facts):
+    """Of a recipe whose last step left `facts`, and the steps before it those in `before`."""
+    ask, steps = training.Ask(show), {}
+    for i, one in enumerate((facts, *before)):
+        held = {name: Series(np.asarray(values, dtype=float), "layers") for name, values in one.items()}
+        steps[f"step {i}"] = Observations(held, {})
+    found = training.series(ask, steps, None)
     return training.value(ask, {name: one.values.mean() for name, one in found.items()}) if found else None
 
 
 def test_tokens_are_those_that_the_trainer_counted_and_none_without_training():
     assert value("tokens", **{"training/tokens": [50_331_648], "training/loss": [3, 2]}) == 50_331_648
     assert value("tokens", **{"bits/bpw": [2.5]}) == 0, "rounding saw none"
+    first, last = {"training/tokens": [16], "training/loss": [9.0]}, {"training/tokens": [32]}
+    assert value("tokens", first, {"bits/bpw": [2.5]}, **last) == 48, "those of all steps of a recipe"
+    assert value("loss", first, **last) is None
 
 
 @pytest.mark.parametrize(
@@ -39,10 +45,15 @@ def test_a_loss_is_not_shown_where_nothing_was_trained():
         build(training.Ask, {"show": "seconds"}, "a spec")
 
 
-def test_its_job_is_the_one_that_compresses():
-    target = Target(scales.load(name="pocket"), "pocket-3m", recipe.parse("gptq-w4-pc").name)
-    (job,) = training.jobs(training.Ask(), target).values()
-    assert job.kind == "compress" and KINDS["training"] is training
+def test_its_jobs_are_those_that_compress_step_by_step():
+    text = "efficientqat(tokens=64) + e2e_qp(tokens=64)"
+    target = Target(scales.load(name="pocket"), "pocket-3m", recipe.parse(text).name)
+    jobs = training.jobs(training.Ask(), target)
+    assert [(role, job.kind, job.steps[-1]) for role, job in jobs.items()] == [
+        ("step 0", "compress", "e2e_qp"),
+        ("step 1", "compress", "efficientqat"),
+    ]
+    assert KINDS["training"] is training
 
 
 def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():

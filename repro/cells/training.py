@@ -19,27 +19,30 @@ LAST = 1 / 16  # the share of a loss curve whose mean is where it ended
 @dataclass(frozen=True)
 class Ask:
     """`tokens`: all that the model was trained on, a sequence once an epoch whatever the number of blocks; 0 where
-    nothing was trained. `loss`: the mean of the last sixteenth of the curve, that of the last blocks where blocks are
-    trained one by one."""  # fmt: skip
+    nothing was trained. `loss`: the mean of the last sixteenth of the last step's curve, that of the last blocks where
+    blocks are trained one by one."""  # fmt: skip
 
     show: Literal["tokens", "loss"] = "tokens"
     unit: str = "tokens"
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job]:
-    """The job that compresses the model trains it."""
-    return {"training": compress.job(target)}
+    """The jobs that compress the model train it: one for each step of the recipe, `step 0` the last."""
+    found, job = {}, compress.job(target)
+    while job:
+        found[f"step {len(found)}"] = job
+        job = dict(job.needs).get("start")
+    return found
 
 
 def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The count, or the end of the curve; none where a curve is asked for and nothing was trained."""
-    held = found["training"].series
-    if ask.show == "loss":
-        if LOSS not in held:
-            return {}
-        values = held[LOSS].values
-        return {LOSS: Series(values[-math.ceil(len(values) * LAST) :], held[LOSS].units)}
-    return {TOKENS: held.get(TOKENS, Series(np.zeros(1), "layers"))}
+    """The count of all steps, or the end of the last one's curve; none where it is asked for and there is none."""
+    if ask.show == "tokens":
+        counts = [step.series[TOKENS].values.sum() for step in found.values() if TOKENS in step.series]
+        return {TOKENS: Series(np.asarray([sum(counts)], dtype=float), "model")}
+    if (curve := found["step 0"].series.get(LOSS)) is None:
+        return {}
+    return {LOSS: Series(curve.values[-math.ceil(len(curve.values) * LAST) :], curve.units)}
 
 
 def value(ask: Ask, mean: Mapping[str, Any]) -> Any:

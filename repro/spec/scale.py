@@ -19,6 +19,7 @@ from repro.files import HOME
 from repro.spec.recipe import STEPS, with_options
 from repro.strict import build, convert, load_yaml, shown
 
+POOLS = 2**20  # seeds from here on are draws of training pools
 OTHERS = ("pocket-models", "hub")  # files in config/ that are no scales
 
 
@@ -40,6 +41,24 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """A training text: one draw for every seed of a cell; seeds differ in order and random choices alone."""
+
+    corpus: str
+    sequences: int
+    length: int
+    draw: int = 0
+
+    def under(self, seed: int) -> Calibration:
+        """The calibration whose own seed and that of a cell add up to the pool's.
+
+        Raises:
+            UserError: as `Calibration`, or a seed above all pools.
+        """
+        return Calibration(self.corpus, self.sequences, self.length, POOLS + self.draw - seed)
+
+
+@dataclass(frozen=True)
 class Scale:
     """One configuration of the whole harness.
 
@@ -47,7 +66,7 @@ class Scale:
         models: what stands in for each of the papers' models: a pocket model, a local folder, `hub-id@revision`, or
             `hub` for the pin in config/hub.yaml. The papers' other spellings of a name are aliases there.
         corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
-        calibration_texts: likewise where a cell asks for its steps to be calibrated on one of them.
+        calibration_texts: likewise where a cell asks for its steps to be calibrated on one of them; or a pool of it.
         seeds: the most seeds of a cell that are drawn; None is all that a spec asks for.
         recorded: step to the stand-ins under which it is not run here but taken from accepted results of this scale,
             because it would take too long on this device.
@@ -67,7 +86,7 @@ class Scale:
     models: dict[str, str]
     corpora: dict[str, str]
     calibration: Calibration
-    calibration_texts: dict[str, str] = field(default_factory=dict)
+    calibration_texts: dict[str, str | Pool] = field(default_factory=dict)
     seeds: int | None = None
     recorded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     recorded_on: Literal["cpu", "cuda"] = "cuda"
@@ -89,7 +108,9 @@ class Scale:
             raise UserError(f"scale {self.name}: seeds is {self.seeds}; it is 1 or more, or null")
         for key in ("corpora", "calibration_texts"):
             for paper, text in getattr(self, key).items():
-                if text not in CORPORA:
+                if isinstance(text, Pool):
+                    text.under(0)
+                elif text not in CORPORA:
                     raise UserError(f"{key}: {paper}: {unknown('corpus', text, CORPORA)}")
         for step in (*self.recorded, *self.reduced):
             if step not in STEPS:
@@ -119,10 +140,11 @@ class Scale:
         """The same scale on another device class."""
         return replace(self, device=device)
 
-    def calibrated_on(self, corpus: str) -> "Scale":
-        """The same scale with a paper's corpus as calibration text; empty changes nothing."""
+    def calibrated_on(self, corpus: str, seed: int = 0) -> "Scale":
+        """The same scale with a paper's corpus as calibration text of a cell's seed; empty changes nothing."""
         text = self.calibration_texts[corpus] if corpus else self.calibration.corpus
-        return replace(self, calibration=replace(self.calibration, corpus=text))
+        drawn = text.under(seed) if isinstance(text, Pool) else replace(self.calibration, corpus=text)
+        return replace(self, calibration=drawn)
 
     def as_config(self) -> dict[str, Any]:
         """The keys of its file, nothing left out."""

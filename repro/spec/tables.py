@@ -166,8 +166,7 @@ def table(paper: str, number: str) -> Spec:
         return Spec(papers.index(paper)[number]["caption"])
     data = load_yaml(path)
     if isinstance(data, dict) and isinstance(data.get("claims"), list):
-        here = {"table": f"{paper}/{number}"}
-        data["claims"] = [here | claim if isinstance(claim, dict) else claim for claim in data["claims"]]
+        data["claims"] = [{"table": f"{paper}/{number}"} | c if isinstance(c, dict) else c for c in data["claims"]]
     spec = build(Spec, data, where)
     for claim in spec.claims:
         for name in (claim.table, *claim.more):
@@ -278,8 +277,8 @@ def _choice(spec: Spec) -> dict[str, Value | None]:
         return {}
     other = table(*split(spec.choice))
     rows = {label: variables(other.rows, label) or {} for label in other.rows}
-    chosen = {name: value for label in other.answers for name, value in rows[label].items()}
-    return {name: chosen.get(name) for row in rows.values() for name in row}
+    known = {name: value for label in other.answers for name, value in rows[label].items()}
+    return {name: known.get(name) for row in rows.values() for name in row}
 
 
 def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:

@@ -117,13 +117,14 @@ class Workflow:
 
     def targets(self, cell: Cell) -> list[Target]:
         """What a cell is measured on, one a seed; a single one where nothing is drawn."""
-        at, text = self.scale.calibrated_on(cell.calibration), cell.recipe
+        at, text = self.scale, cell.recipe
         if self.is_recorded(cell):
             at = at.on(at.recorded_on)
         elif at.reduced:
             text = recipe.with_options(text, at.reduced)
         parsed = recipe.parse(text)
-        return [Target(at, cell.stand_in, parsed.name, seed) for seed in (cell.seeds if parsed.seeded else (0,))]
+        seeds = cell.seeds if parsed.seeded else (0,)
+        return [Target(at.calibrated_on(cell.calibration, seed), cell.stand_in, parsed.name, seed) for seed in seeds]
 
     def jobs(self, cell: Cell) -> list[dict[str, Job]]:
         """Role to job, one mapping a seed; empty where this scale does not measure the cell.
