@@ -2,7 +2,7 @@
 
 Runs after a step that quantizes to a uniform grid, as in `efficientqat + e2e_qp`. Codes and zero points stay; the
 scales of all layers are trained to predict the next token of the training text, and rounded as they are stored at the
-end. Unlike in the authors' scripts AdamW's moments are float32 and not paged, and a step's batch is not accumulated.
+end. Unlike in the authors' scripts AdamW's moments are float32 and not paged.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from repro.errors import UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 from repro.train.blocks import checkpoint_folder, training_ids
-from repro.train.end_to_end import EndToEndSettings, logits, next_token_loss, train, trained_tokens
+from repro.train.end_to_end import EndToEndSettings, fitting, logits, next_token_loss, train, trained_tokens
 
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
@@ -73,8 +73,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         return next_token_loss(logits(model, made, rows), rows)
 
     settings = EndToEndSettings(
-        config.lr, config.epochs, config.batch, config.warmup, 0.0, config.clip, 0.0, config.seed
-    )
+        config.lr, config.epochs, config.batch, config.warmup, 0.0, config.clip, 0.0, config.seed,
+        fitting(model, ids.shape[1]),
+    )  # fmt: skip
     folder = checkpoint_folder(model, ids, __file__, config)
     losses = train(loss, scales, ids, settings, folder, "e2e_qp")
     for name, weight in list(lm.weights.items()):
