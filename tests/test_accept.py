@@ -10,6 +10,7 @@ import pytest
 from tiny_results import COMMIT, MODEL, SPEC, UNKNOWN, refusal, rewrite, scale
 
 from repro.errors import UserError
+from repro.files import ROOT
 from repro.jobs import runner
 from repro.jobs.job import distinct
 from repro.record import accept as accepting
@@ -533,3 +534,9 @@ def test_rows_out_of_order_are_noticed(tmp_path):
     assert "do not match its checksum" in refusal(observations.load, path)
     pq.write_table(table.drop_columns(["group"]), path)
     assert "its columns are not those of observations" in refusal(observations.load, path)
+
+
+def test_no_file_of_results_is_above_a_megabyte():
+    """Weights are the only larger files of the repository; what outgrows this is split or folded."""
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "results").rglob("*") if path.is_file()}
+    assert sizes and {name: size for name, size in sizes.items() if size > 2**20} == {}

@@ -218,7 +218,7 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
         known = {hash: facts for hash, facts in _facts(path.with_name(file)).items() if hash in used}
         known |= {getattr(one.row, column): facts for one in rows if (facts := getattr(one, column))}
         said = sorted(folded.fold(dict(sorted(known.items()))).items())
-        lines = [f"{json.dumps(hash)}: {json.dumps(facts, sort_keys=True)}" for hash, facts in said]
+        lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in said]
         write_text(path.with_name(file), "{\n" + ",\n".join(lines) + "\n}\n")
     write_text(path, to_csv(one.row for one in rows))
     for pack in set(_packs(path.parent, path.stem)) - packs.keys():

@@ -10,7 +10,7 @@ from typing import Any
 
 from repro.files import short_hash
 
-LONG = 100  # characters from which a repeated value is worth a name
+LONG = 30  # characters from which a repeated value is worth a name
 
 
 def fold(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,3 +53,8 @@ def unfold(facts: Mapping[str, Any]) -> dict[str, Any]:
         return [whole(part) for part in value] if isinstance(value, list) else value
 
     return {key: whole(value) for key, value in facts.items() if key not in shared}
+
+
+def text(value: Any) -> str:  # noqa: ANN401
+    """A value as JSON without blanks."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
