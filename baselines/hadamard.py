@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.errors import UserError
+from repro.models.groups.inputs import check_layer
 
 WIDEST = 128  # of a Sylvester factor: 8192 is rotated by 128 and by 64, not by a matrix as large as the layer's weight
 
@@ -120,13 +121,7 @@ class RotatedInputs(nn.Linear):
             UserError: the layer has not as many inputs as `columns`, or their number is no order of a Hadamard matrix;
                 or it has no weight, as where the decode engine asks for what an attachment adds to a layer's output.
         """
-        if linear.weight.dim() != 2:
-            raise UserError("the engine does not run layers on rotated inputs; say online=false")
-        if columns not in (None, linear.in_features):
-            raise UserError(
-                f"rotated inputs of a layer with {columns} inputs, and this one has {linear.in_features}: "
-                "they belong to another model"
-            )
+        check_layer(linear, "rotated", linear.in_features if columns is None else columns, "say online=false")
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias, self.linear = linear.weight, linear.bias, linear
         wide = torch.promote_types(linear.weight.dtype, torch.float32)

@@ -22,6 +22,7 @@ from repro.baselines import awq, grid
 from repro.errors import UserError, unknown
 from repro.models.activations import statistics
 from repro.models.attachments import Attachment
+from repro.models.groups.inputs import check_layer
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
 from repro.models.quantized import QuantizedWeight
 
@@ -103,13 +104,7 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
     Raises:
         UserError: the numbers belong to another layer; or the decode engine asks for what is added to its output.
     """
-    if linear.weight.dim() != 2:
-        raise UserError("the engine does not run layers on quantized inputs; leave act_bits at 16")
-    if (columns := numbers["columns"]) != linear.in_features:
-        raise UserError(
-            f"quantized inputs of a layer with {columns} inputs, and this one has {linear.in_features}: "
-            "they belong to another model"
-        )
+    check_layer(linear, "quantized", numbers["columns"], "leave act_bits at 16")
     return QuantizedInputs(linear, int(numbers["bits"]), int(numbers["group"]))
 
 

@@ -51,6 +51,22 @@ def quantized(x: Tensor, grid: GroupGrid, columns: Columns | None = None) -> Ten
     return fake_quantize(x, grid) if columns is None else columns.taken(fake_quantize(columns.gather(x), grid))
 
 
+def check_layer(linear: nn.Linear, what: str, columns: float, instead: str) -> None:
+    """Raise unless `linear` can run on inputs that are made to be `what` for a layer of so many columns.
+
+    Raises:
+        UserError: it has another number of inputs; or no weight, as where the decode engine asks for what an attachment
+            adds to a layer's output, and then what to do `instead`.
+    """
+    if linear.weight.dim() != 2:
+        raise UserError(f"the engine does not run layers on {what} inputs; {instead}")
+    if columns != linear.in_features:
+        raise UserError(
+            f"{what} inputs of a layer with {columns} inputs, and this one has {linear.in_features}: "
+            "they belong to another model"
+        )
+
+
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
     """`linear` on quantized inputs: the module that `LowBitModel` runs, now and after loading.
 
@@ -58,13 +74,7 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
         UserError: the numbers belong to a layer with another number of inputs, or the group does not divide them; or
             `linear` has no weight, as where the decode engine asks for what an attachment adds to a layer's output.
     """
-    if linear.weight.dim() != 2:
-        raise UserError("the engine does not run layers on quantized inputs; leave act_bits at 16")
-    if (columns := numbers["columns"]) != linear.in_features:
-        raise UserError(
-            f"quantized inputs of a layer with {columns} inputs, and this one has {linear.in_features}: "
-            "they belong to another model"
-        )
+    check_layer(linear, "quantized", numbers["columns"], "leave act_bits at 16")
     grid = GroupGrid(int(numbers["bits"]), int(numbers["group"]), include_zero=bool(numbers["include_zero"]))
     if "index" in tensors:
         columns = Columns.of(tensors["index"], linear.in_features, grid.group)
