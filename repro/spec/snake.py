@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from repro import models, papers
+from repro import models
 from repro.bench import kernel_rows
 from repro.cells import KINDS
 from repro.errors import UserError, sentence, unknown
@@ -130,9 +130,8 @@ class Snake:
         name = canonical(wildcards[0])
         made = [runner.outputs(job)[-1] for job in self.flow.every_job(self.flow.table_cells(name))]
         found = [*self._drawing(), *map(str, filter(Path.is_file, _sources(name))), *map(str, made)]
-        if name == "table1":  # one is printed beneath it, others are made beside it where that takes no job
-            free = (p for p in papers.PAPERS if p == papers.LEADING or not self.flow.every_job(self.flow.cells(p, "1")))
-            found += [f"tables/{paper}/table1{form}" for paper in free for form in FORMATS]
+        if name == "table1":
+            found += [f"tables/{paper}/table1{form}" for paper in self.flow.beside_headline() for form in FORMATS]
         return found
 
     @plainly

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
+from repro import papers
 from repro.cells import KINDS
 from repro.errors import UserError
 from repro.jobs.job import Job, distinct
@@ -226,6 +227,11 @@ class Workflow:
         if figures.is_figure(name):
             return self.cells(*figures.split(name), "figure")
         return [cell for both in tables.behind(*tables.split(name)) for cell in self.cells(*both)]
+
+    def beside_headline(self) -> list[str]:
+        """The papers whose Table 1 is made with the headline table: the one that is printed beneath it, and those whose
+        table takes no job."""  # fmt: skip
+        return [p for p in papers.PAPERS if p == papers.LEADING or not self.every_job(self.cells(p, "1"))]
 
     def judges(self, claim: tables.ClaimSpec) -> bool:
         """Whether a claim is judged on what this scale measures: not on printed cells, nor on another scale, as where
