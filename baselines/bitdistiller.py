@@ -27,6 +27,7 @@ from repro.models.groups.quantizer import StraightThrough
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.train.blocks import checkpoint_folder, steps_per_epoch, training_ids
 from repro.train.end_to_end import Validation, fitting, train
+from repro.train.streams import Dtype, computing
 
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
@@ -52,6 +53,7 @@ class Config(grid.Grid):
         epochs, tokens: passes over the data, and its tokens, those held out included. Bit-by-Bit (section 4.1) takes
             4096 sequences, and gives its other baselines two passes.
         max_norm: largest norm of the gradient. Not read in the script; the default of Hugging Face's trainer.
+        compute: dtype of the decoder; what is trained is float32 (the authors' scripts: bfloat16).
         seed: of sampling and of the order of sequences.
     """
 
@@ -71,6 +73,7 @@ class Config(grid.Grid):
     batch: int = 128
     tokens: int = 4096 * 1024
     max_norm: float = 1.0
+    compute: Dtype = "bfloat16"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -135,11 +138,13 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     held = math.ceil(config.held_out * len(ids))
     ids, validation = ids[: len(ids) - held], Validation(ids[len(ids) - held :], config.every) if held else None
 
+    student, teacher = qat.student(model, config.compute, taken), computing(teacher, config.compute)
+
     def loss(rows: Tensor) -> Tensor:
         made = {f"{name}.weight": StraightThrough.apply(w, round_to_grid(w, config)) for name, w in weights.items()}
         with torch.no_grad():
             wanted = teacher(rows, use_cache=False).logits
-        return cakld(qat.logits(model, made, rows, taken), wanted, beta)
+        return cakld(qat.logits(student, made, rows), wanted, beta)
 
     settings, folder = qat.settings(config, 1.0, model, ids.shape[1]), checkpoint_folder(model, ids, __file__, config)
     losses = train(loss, weights, ids, settings, folder, "bitdistiller", validation)

@@ -14,6 +14,7 @@ from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import EndToEndSettings, fitting, logits, next_token_loss, train, trained_tokens
+from repro.train.streams import Dtype, computing
 
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
@@ -30,6 +31,7 @@ class Config:
         tokens: of an epoch.
         warmup: share of the steps in which the rate rises; its cosine ends at 0.
         clip: largest norm of the gradient.
+        compute: dtype of the decoder; what is trained is float32 (the authors' scripts: bfloat16).
         seed: of the order of sequences.
     """
 
@@ -39,6 +41,7 @@ class Config:
     tokens: int = 4096 * 4096
     warmup: float = 0.03
     clip: float = 0.3
+    compute: Dtype = "bfloat16"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,7 +60,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """
     if not lm.weights or not all(isinstance(weight, QuantizedWeight) for weight in lm.weights.values()):
         raise UserError("e2e_qp trains the scales of a uniform grid; put one before it: efficientqat + e2e_qp")
-    model = lm.model
+    model = computing(lm.model, config.compute)
     ids = training_ids(calibration, config.tokens, "e2e_qp").to(model.device)
     scales = {name: weight.scales.float().to(model.device) for name, weight in lm.weights.items()}
     steps = {}  # code - zero: a scale times it is the weight

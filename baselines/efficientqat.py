@@ -15,7 +15,6 @@ Bit-by-Bit paper extends this baseline (section 4.1): scales of each token and g
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid
 from repro.models.lowbit import LowBitModel, blocks, in_layer
 from repro.train.blocks import BlockSettings, BlockTask, BlockTrainer, checkpoint_folder, training_ids
-from repro.train.streams import Dtype, Place
+from repro.train.streams import Dtype, Forward, Place, computing
 
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
@@ -45,6 +44,7 @@ class Config(grid.Grid):
         quant_lr: learning rate of s and z.
         lr_final: the share of both at which their cosine ends.
         epochs, batch, tokens: of each block; sequences in a step; tokens of an epoch.
+        compute: dtype of the blocks; what is trained is float32 (the authors' scripts: AMP).
         streams, place: dtype of hidden states between blocks, and where they lie.
         seed: of the order of sequences.
     """
@@ -58,6 +58,7 @@ class Config(grid.Grid):
     epochs: int = 2
     batch: int = 2
     tokens: int = 4096 * 2048
+    compute: Dtype = "bfloat16"
     streams: Dtype = "bfloat16"
     place: Place = "device"
     seed: int = 0
@@ -105,13 +106,16 @@ def linears(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tenso
     return {name: (tensors[f"{name}.weight"], tensors[f"{name}/s"], tensors[f"{name}/z"]) for name in names}
 
 
-def run(block: nn.Module, tensors: dict[str, Tensor], config: Config, kwargs: dict, x: Tensor) -> Tensor:
-    """The block with its trained tensors, fake-quantized, on hidden states `[B, L, H]`."""
+def quantized(block: nn.Module, tensors: dict[str, Tensor], config: Config, kwargs: dict) -> Forward:
+    """The block with its trained tensors, fake-quantized, a function of hidden states `[B, L, H]`."""
     parts = linears(tensors)
-    made = {f"{name}.weight": fake_quantize(*part, config).to(x.dtype) for name, part in parts.items()}
-    widths = dict.fromkeys(parts, config.act_bits)
-    with inputs.quantized_inputs(block, widths, GroupGrid(group=config.group or 1)):
+    block = inputs.on_quantized_inputs(block, dict.fromkeys(parts, config.act_bits), GroupGrid(group=config.group or 1))
+
+    def run(x: Tensor) -> Tensor:
+        made = {f"{name}.weight": fake_quantize(*part, config).to(x.dtype) for name, part in parts.items()}
         return torch.func.functional_call(block, made, (x,), kwargs)
+
+    return run
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
@@ -126,11 +130,12 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         config.epochs, config.batch, config.lr_final, 0.0, config.seed, config.streams, config.place
     )
     states = [start(block, prefix, config) for prefix, block in blocks(lm.model).items()]
-    trainer = BlockTrainer(lm.model, ids, settings, checkpoint_folder(lm.model, ids, __file__, config), "efficientqat")
+    teacher = computing(lm.model, config.compute)
+    trainer = BlockTrainer(teacher, ids, settings, checkpoint_folder(lm.model, ids, __file__, config), "efficientqat")
 
     def task(block: nn.Module, kwargs: dict, index: int) -> BlockTask:
         rates = {name: config.quant_lr if "/" in name else config.lr for name in states[index]}
-        return BlockTask([partial(run, block, states[index], config, kwargs)], [None], None, states[index], rates)
+        return BlockTask([quantized(block, states[index], config, kwargs)], [None], None, states[index], rates)
 
     trainer.run("Block-AP", task, lambda outputs, full, _: (outputs[0] - full).float().square().sum())
     for prefix, tensors in zip(blocks(lm.model), states, strict=True):

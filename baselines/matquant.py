@@ -26,6 +26,7 @@ from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import FORMATS
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
+from repro.train.streams import Dtype
 
 CALIBRATED = True
 COST = 150.0  # relative to RTN, for scheduling alone
@@ -45,6 +46,7 @@ class Config:
             an epoch. Not given; ParetoQ's rate and batch, which trains on the same loss, and the tokens and epochs to
             which Bit-by-Bit aligns its baselines (section 4.1).
         max_norm: largest norm of the gradient. Not given; as in the other baselines.
+        compute: dtype of the decoder; what is trained is float32. Not given; that of the baselines.
         seed: of the order of sequences.
     """
 
@@ -56,6 +58,7 @@ class Config:
     batch: int = 2
     tokens: int = 4096 * 2048
     max_norm: float = 1.0
+    compute: Dtype = "bfloat16"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -127,12 +130,14 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     grids = {name: config.grid(latent.shape[1]) for name, latent in latents.items()}
     widths = [width for width, share in config.lambdas.items() if share > 0]
 
+    student = qat.student(model, config.compute)
+
     def loss(rows: Tensor) -> Tensor:
         made = {name: fake_quantize(latent, grids[name], widths) for name, latent in latents.items()}
         total = torch.zeros((), device=rows.device)
         for width in widths:
             weights = {f"{name}.weight": each[width] for name, each in made.items()}
-            total = total + config.lambdas[width] * next_token_loss(qat.logits(model, weights, rows), rows)
+            total = total + config.lambdas[width] * next_token_loss(qat.logits(student, weights, rows), rows)
         return total
 
     settings, folder = qat.settings(config, 0.0, model, ids.shape[1]), checkpoint_folder(model, ids, __file__, config)

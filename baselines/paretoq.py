@@ -29,6 +29,7 @@ from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
+from repro.train.streams import Dtype
 
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
@@ -51,6 +52,7 @@ class Config:
         batch: sequences in a step: 2 in the script, on each GPU; Bit-by-Bit's baselines ran on one.
         tokens: of an epoch: 4096 sequences of RedPajama and 4096 of Alpaca (Bit-by-Bit, section 4.1), 2048 tokens each.
         max_norm: largest norm of the gradient. Not read in the script; the default of Hugging Face's trainer.
+        compute: dtype of the decoder; what is trained is float32 (the authors' scripts: bfloat16).
         seed: of the order of sequences.
     """
 
@@ -65,6 +67,7 @@ class Config:
     batch: int = 2
     tokens: int = 8192 * 2048
     max_norm: float = 1.0
+    compute: Dtype = "bfloat16"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,9 +135,11 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         names = [name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in weights]
         others = {name: model.get_parameter(name).detach().float().clone() for name in names}
 
+    student = qat.student(model, config.compute, taken)
+
     def loss(rows: Tensor) -> Tensor:
         made = {f"{name}.weight": fake_quantize(weight, scales[name], config) for name, weight in weights.items()}
-        return next_token_loss(qat.logits(model, made | others, rows, taken), rows)
+        return next_token_loss(qat.logits(student, made | others, rows), rows)
 
     settings, folder = qat.settings(config, 0.0, model, ids.shape[1]), checkpoint_folder(model, ids, __file__, config)
     tensors = {f"{name}.weight": w for name, w in weights.items()} | {f"{name}/a": a for name, a in scales.items()}

@@ -13,6 +13,7 @@ from repro.models.groups.quantizer import GroupGrid, Levels
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
 from repro.train import end_to_end
 from repro.train.end_to_end import EndToEndSettings, Validation, fitting, trained_tokens
+from repro.train.streams import Dtype, computing
 
 FULL = 16  # bits of activations that are left alone
 
@@ -83,12 +84,15 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
     return layer
 
 
-def logits(model: nn.Module, weights: Mapping[str, Tensor], rows: Tensor, taken: GroupGrid | None = None) -> Tensor:
-    """Logits of token ids with `weights` in place of the parameters of their names, on quantized inputs if `taken`."""
-    cast = {name: weight.to(model.get_parameter(name).dtype) for name, weight in weights.items()}
-    widths = dict.fromkeys(block_linears(model), taken.bits if taken else FULL)
-    with inputs.quantized_inputs(model, widths, taken or GroupGrid()):
-        return end_to_end.logits(model, cast, rows)
+def student(model: nn.Module, dtype: Dtype, taken: GroupGrid | None = None) -> nn.Module:
+    """The decoder that is trained: its parameters in a dtype, its block linears on quantized inputs if `taken`."""
+    model = computing(model, dtype)
+    return inputs.on_quantized_inputs(model, dict.fromkeys(block_linears(model), taken.bits), taken) if taken else model
+
+
+def logits(model: nn.Module, weights: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+    """Logits of token ids with `weights`, cast to the model's dtype, in place of the parameters of their names."""
+    return end_to_end.logits(model, {name: weight.to(model.dtype) for name, weight in weights.items()}, rows)
 
 
 def finish(

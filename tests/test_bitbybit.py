@@ -33,7 +33,7 @@ from repro.train import blocks as training
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
 IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
-SMALL = {"tokens": 96, "streams": "float32", "epochs": 1, "group": 16, "split": "none"}  # splits: test_splitting.py
+SMALL = {"tokens": 96, "compute": "float32", "streams": "float32", "epochs": 1, "group": 16, "split": "none"}  # splits: test_splitting.py
 W8, W4, W2 = (Precision(each) for each in (8, 4, 2))
 
 
@@ -251,13 +251,13 @@ def test_a_rate_that_is_too_high_ends_as_diverged():
 def test_a_stage_lowers_only_its_blocks(monkeypatch):
     """With ρ_0 = 1/2 and the first blocks first, the second block waits at full precision during stage w8."""
     seen = []
-    true_run = bitbybit.TrainedBlock.run
+    true_at = bitbybit.TrainedBlock.at
 
-    def noted(self, precision, kwargs, x):
-        seen.append((str(precision), self))
-        return true_run(self, precision, kwargs, x)
+    def noted(self, precision, kwargs):
+        run = true_at(self, precision, kwargs)
+        return lambda x: seen.append((str(precision), self)) or run(x)
 
-    monkeypatch.setattr(bitbybit.TrainedBlock, "run", noted)
+    monkeypatch.setattr(bitbybit.TrainedBlock, "at", noted)
     lm = made(sampling="first", lr=0.0)
     order = list(dict.fromkeys(id(state) for _, state in seen))
     found = [[p for p, state in seen if id(state) == one] for one in order]
@@ -356,14 +356,13 @@ def test_outlier_sites_get_more_bits():
 def test_what_is_stored_is_what_was_trained(monkeypatch, layout, tmp_path):
     """The model that is left computes what the last stage computed, and so does the file."""
     last = {}
-    true_run = bitbybit.TrainedBlock.run
+    true_at = bitbybit.TrainedBlock.at
 
-    def noted(self, precision, kwargs, x):
-        y = true_run(self, precision, kwargs, x)
-        last[id(self)] = (x.clone(), kwargs, y)
-        return y
+    def noted(self, precision, kwargs):
+        run = true_at(self, precision, kwargs)
+        return lambda x: last.update({id(self): (x.clone(), kwargs, run(x))}) or run(x)
 
-    monkeypatch.setattr(bitbybit.TrainedBlock, "run", noted)
+    monkeypatch.setattr(bitbybit.TrainedBlock, "at", noted)
     lm = made(layout, act_bits=4, lr=1e-3)
     for block, (x, kwargs, y) in zip(lm.model.base_model.layers, last.values(), strict=True):
         torch.testing.assert_close(block(x, **kwargs), y, rtol=1e-5, atol=1e-5)

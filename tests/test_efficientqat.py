@@ -18,7 +18,7 @@ from repro.models.lowbit import LowBitModel
 from repro.spec import recipe
 
 IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
-SMALL = {"tokens": 96, "streams": "float32", "epochs": 1, "group": 16}
+SMALL = {"tokens": 96, "compute": "float32", "streams": "float32", "epochs": 1, "group": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +111,13 @@ def test_rates_of_weights_and_of_steps(monkeypatch):
 @pytest.mark.parametrize("layout", ["llama", "qwen2", "mistral", "phi"])
 def test_what_is_stored_is_what_was_trained(monkeypatch, layout, tmp_path):
     last = {}
-    true_run = efficientqat.run
+    true_quantized = efficientqat.quantized
 
-    def noted(block, tensors, config, kwargs, x):
-        y = true_run(block, tensors, config, kwargs, x)
-        last[id(tensors)] = (x.clone(), kwargs, y)
-        return y
+    def noted(block, tensors, config, kwargs):
+        run = true_quantized(block, tensors, config, kwargs)
+        return lambda x: last.update({id(tensors): (x.clone(), kwargs, run(x))}) or run(x)
 
-    monkeypatch.setattr(efficientqat, "run", noted)
+    monkeypatch.setattr(efficientqat, "quantized", noted)
     lm = made(layout, act_bits=4, lr=1e-3)
     assert not lm.dense
     for block, (x, kwargs, y) in zip(lm.model.base_model.layers, last.values(), strict=True):

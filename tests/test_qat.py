@@ -30,7 +30,7 @@ from repro.train.blocks import batch_rows
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
 IDS, SCORED = tiny.tokens(8, 16), tiny.tokens(3, 20, seed=5)
-SHARED = {"tokens": 128, "batch": 2, "epochs": 4, "lr": 3e-3}
+SHARED = {"compute": "float32", "tokens": 128, "batch": 2, "epochs": 4, "lr": 3e-3}
 SMALL = {
     paretoq: {},
     bitdistiller: {"group": 16, "data": "text", "held_out": 0.25, "lr": 3e-4},

@@ -32,6 +32,7 @@ from repro.models.groups.quantizer import fake_quantize, split
 from repro.models.groups.weight import pack
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
 from repro.train.blocks import BlockTask, BlockTrainer, checkpoint_folder, training_ids
+from repro.train.streams import Forward, computing
 
 CALIBRATED = True
 COST = 100.0  # relative to RTN, for scheduling alone
@@ -77,11 +78,11 @@ class TrainedBlock:
         """The width of every linear's inputs where the model's is `bits`."""
         return {name: max(bits, self.config.outlier_bits) if name in self.outliers else bits for name in self.latent}
 
-    def run(self, precision: Precision, kwargs: dict, x: Tensor) -> Tensor:
-        """The block at a precision on hidden states `[B, L, H]`."""
+    def at(self, precision: Precision, kwargs: dict) -> Forward:
+        """The block at a precision, a function of hidden states `[B, L, H]`."""
         widths = self.input_bits(precision.activations)
-        with inputs.quantized_inputs(self.block, widths, self.config.input_grid(MASTER), self.columns):
-            return torch.func.functional_call(self.block, self.weights(precision.weights), (x,), kwargs)
+        block = inputs.on_quantized_inputs(self.block, widths, self.config.input_grid(MASTER), self.columns)
+        return lambda x: torch.func.functional_call(block, self.weights(precision.weights), (x,), kwargs)
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
@@ -104,12 +105,13 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     for name, linear in block_linears(lm.model).items():
         with in_layer(name):
             split(linear.weight, config.group)
-    teacher = lm.full_precision() if lm.weights else lm.model
-    kurtosis = input_kurtosis(teacher, ids[:WATCHED]) if config.act_bits != FULL else {}
+    full = lm.full_precision() if lm.weights else lm.model
+    teacher = computing(full, config.compute)
+    kurtosis = input_kurtosis(full, ids[:WATCHED]) if config.act_bits != FULL else {}
     with torch.no_grad():
         states = trained_blocks(lm, teacher, kurtosis, config)
         if config.split != "none":
-            lm.facts["layers/split"] = split_channels(teacher, states, ids[:WATCHED], config)
+            lm.facts["layers/split"] = split_channels(full, states, ids[:WATCHED], config)
     folder = checkpoint_folder(lm.model, ids, __file__, config)
     trainer = BlockTrainer(teacher, ids, config.settings(), folder, "bitbybit")
     shares = schedule.coverage(config.stages, config.rho)
@@ -149,8 +151,8 @@ def block_task(state: TrainedBlock, kwargs: dict, picked: bool, stages: Sequence
     reached = [state.now]
     if config.any_precision:  # a block that is not there yet takes part at the narrowest width that it has
         reached = [Precision(max(each.weights, state.now.weights)) for each in stages]
-    students = [partial(state.run, each, kwargs) for each in reached]
-    earlier = partial(state.run, before, kwargs) if wider and not config.any_precision else None
+    students = [state.at(each, kwargs) for each in reached]
+    earlier = state.at(before, kwargs) if wider and not config.any_precision else None
     full = partial(_full, state.block, kwargs)
     above = [earlier, *students[:-1]]
     seconds = [source and (full if config.teacher == "full" else source) for source in above]

@@ -59,6 +59,8 @@ class Config:
             is its mean according to the memory of Table 3. Ends not given; these are as far from the mean as from none.
         split_widths: at which widths a master's branches are rounding-aware; offsets are the sum of a quarter of their
             steps. Not given; by default those of all stages, at each of which rounding is then nearly aware.
+        compute: dtype of blocks, and of their inputs and outputs, while they are trained; trained weights and
+            moments are float32. Not given; the authors' GPUs and models suggest bfloat16.
         streams: dtype of hidden states between blocks.
         place: where they lie.
         seed: of the order of sequences and of the blocks that are drawn.
@@ -95,6 +97,7 @@ class Config:
     split_last: float = 0.15
     split_widths: list[int] = field(default_factory=list)
 
+    compute: Dtype = "bfloat16"
     streams: Dtype = "bfloat16"
     place: Place = "device"
     seed: int = 0

@@ -35,6 +35,7 @@ from repro.jobs import job
 from repro.models import graphs
 from repro.models.lowbit import blocks
 from repro.record import provenance
+from repro.train.compiled import compiled
 from repro.train.streams import Forward, Stream, embedded
 
 POINTS = 64  # of a block's loss curve in one pass
@@ -156,18 +157,26 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
     by_rate: dict[float, list[Tensor]] = {}
     for name, tensor in task.tensors.items():
         by_rate.setdefault(task.rates[name], []).append(tensor.requires_grad_())
-    optimizers = {rate: graphs.adamw(some, rate, weight_decay=settings.weight_decay) for rate, some in by_rate.items()}
+    device = streams[0].device
+    decay, fused = settings.weight_decay, device.type == "cuda"
+    optimizers = {rate: graphs.adamw(some, rate, weight_decay=decay, fused=fused) for rate, some in by_rate.items()}
     count, second = len(task.students), [forward is not None for forward in task.seconds]
 
-    def step(*rows: Tensor) -> Tensor:
+    def total(*rows: Tensor) -> Tensor:
         wants = iter(rows[count + 1 :])
         outputs = [forward(x) for forward, x in zip(task.students, rows[:count], strict=True)]
-        total = loss(outputs, rows[count], [next(wants) if there else None for there in second])
-        for tensor, gradient in zip(tensors, torch.autograd.grad(total, tensors), strict=True):
-            tensor.grad = gradient / outputs[0].numel()
+        return loss(outputs, rows[count], [next(wants) if there else None for there in second])
+
+    ahead = compiled(total, device)
+
+    def step(*rows: Tensor) -> Tensor:
+        value, share = ahead(*rows), 1 / rows[count].numel()  # the target is of an output's shape
+        gradients = torch._foreach_mul(torch.autograd.grad(value, tensors), share)
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
         for optimizer in optimizers.values():
             optimizer.step()
-        return total.detach() / outputs[0].numel()
+        return value.detach() * share
 
     def changed() -> list[Tensor]:
         return [tensor for optimizer in optimizers.values() for tensor in graphs.changed(optimizer)]

@@ -27,6 +27,7 @@ from repro.errors import Refused
 from repro.files import atomic
 from repro.models import graphs
 from repro.train.blocks import QUIET, batch_rows, rate_at, steps_per_epoch
+from repro.train.compiled import compiled
 
 SAVE_EVERY = 30.0  # seconds of work that a killed run loses at most
 LOOKED_AT = 64  # steps between two looks at the losses, which wait for the GPU
@@ -132,14 +133,16 @@ def train(
     """
     started = saved = time.perf_counter()
     trained = [tensor.requires_grad_() for tensor in tensors.values()]
-    optimizer = graphs.adamw(trained, settings.lr, weight_decay=settings.weight_decay)
+    fused = ids.is_cuda
+    optimizer = graphs.adamw(trained, settings.lr, weight_decay=settings.weight_decay, fused=fused)
+    part_loss = compiled(loss, ids.device)
     path, losses = folder / "end-to-end.safetensors", []
     if path.is_file():
         losses = _load(path, tensors, optimizer, validation)
 
     def parts(rows: Tensor) -> Iterator[Tensor]:
         for part in rows.split(settings.together or len(rows)):
-            yield loss(part) * (len(part) / len(rows))
+            yield part_loss(part) * (len(part) / len(rows))
 
     def step(rows: Tensor) -> Tensor:
         total = torch.zeros((), device=rows.device)

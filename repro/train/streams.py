@@ -1,5 +1,6 @@
 """Hidden states of many sequences between two blocks of a decoder, on its device or in host memory."""
 
+import copy
 from collections.abc import Callable
 from typing import Literal
 
@@ -45,6 +46,15 @@ class Stream:
     def advance(self, forward: Forward) -> None:
         """Put what `forward` gives in the place of the hidden states."""
         self.mapped(forward, into=self)
+
+
+def computing(model: nn.Module, dtype: Dtype) -> nn.Module:
+    """`model` with parameters of a dtype: itself where it has it, else a copy; buffers (of RoPE) stay as they are."""
+    wanted = getattr(torch, dtype)
+    if all(parameter.dtype == wanted for parameter in model.parameters()):
+        return model
+    memo = {id(parameter): nn.Parameter(parameter.detach().to(wanted), False) for parameter in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 def embedded(model: nn.Module, ids: Tensor, dtype: Dtype, place: Place) -> tuple[Stream, list[dict]]:

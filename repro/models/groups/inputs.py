@@ -5,8 +5,8 @@ has two columns for some channels quantizes inputs in the groups of those column
 that the product takes each channel once, with the sum of its columns.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -83,19 +83,20 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
     return QuantizedInputs(linear, grid)
 
 
-@contextlib.contextmanager
-def quantized_inputs(
+def on_quantized_inputs(
     block: nn.Module, widths: Mapping[str, int], grid: GroupGrid, columns: Mapping[str, Columns] = MappingProxyType({})
-) -> Iterator[None]:
-    """The named linears of a block run on inputs of their width inside; 16 leaves a layer's as they are.
+) -> nn.Module:
+    """A copy of a block, with the same parameters, whose named linears run on inputs of their width; 16 leaves them.
 
-    `columns` are those of the layers that have two for some channels.
+    `columns` are those of the layers that have two for some channels. Where nothing is quantized it is the block.
     """
-    with contextlib.ExitStack() as stack:
-        for name, bits in widths.items():
-            if bits < 16:
-                own = replace(grid, bits=bits), columns.get(name)
-                hook = lambda _, args, own=own: (quantized(args[0], *own), *args[1:])  # noqa: E731
-                handle = block.get_submodule(name).register_forward_pre_hook(hook)
-                stack.callback(handle.remove)
-        yield
+    if min(widths.values(), default=16) >= 16:
+        return block
+    made = copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
+    for name, bits in widths.items():
+        if bits < 16:
+            own = replace(grid, bits=bits), columns.get(name)
+            made.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, own=own: (quantized(args[0], *own), *args[1:])
+            )
+    return made
