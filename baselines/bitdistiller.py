@@ -43,18 +43,16 @@ class Config(grid.Grid):
         clip_tokens: that clipping is searched on; 0 does not clip.
         data: what is trained on: sequences that the teacher samples (the paper; Bit-by-Bit's section 4.1), or the
             calibration text, which clipping reads in any case.
-        temperature: of that sampling. Not read; 1 is the teacher's own distribution.
-        length: tokens of a sequence, at most that of the calibration's, which are cut into pieces of it.
-        confidence: the teacher's largest probability (the authors' code), or that of the next token (the paper).
-        confidence_batches: batches that β is measured on, at most all. Not read; enough for two digits of a mean.
-        held_out, every: share of the sequences that choose the step (not read; EfficientQAT's, 64 of 4096), the last
-            ones; steps between two looks at them.
+        temperature, length: of that sampling (not read; 1 is the teacher's own distribution); tokens of a sequence, at
+            most that of the calibration's, which are cut into pieces of it.
+        confidence, confidence_batches: the teacher's largest probability (the authors' code), or that of the next
+            token (the paper); batches that β is measured on (not read; enough for two digits of a mean).
+        held_out, every: share of the sequences, the last ones, that choose the step (not read; EfficientQAT's, 64 of
+            4096); steps between two looks at them.
         lr, batch: learning rate of all weights; sequences in a step.
-        epochs, tokens: passes over the data, and its tokens, those held out included. Bit-by-Bit (section 4.1) takes
-            4096 sequences, and gives its other baselines two passes.
-        max_norm: largest norm of the gradient. Not read in the script; the default of Hugging Face's trainer.
-        compute: dtype of the decoder; what is trained is float32 (the authors' scripts: bfloat16).
-        seed: of sampling and of the order of sequences.
+        epochs, tokens: passes over the data, and its tokens, those held out included (Bit-by-Bit, section 4.1).
+        max_norm: largest norm of the gradient. Not read; the default of Hugging Face's trainer.
+        compute, seed: dtype of both decoders, where what is trained is float32; of sampling and the order of sequences.
     """
 
     bits: int = 2
@@ -84,16 +82,12 @@ class Config(grid.Grid):
             raise UserError("bitdistiller clips an asymmetric grid by its own search; it takes neither sym nor clip")
         if not (self.temperature > 0 and self.clip_tokens >= 0 and 0 <= self.held_out < 1):
             raise UserError(
-                "bitdistiller: temperature is above 0, clip_tokens 0 or more, held_out 0 or more and below 1"
+                "bitdistiller takes held_out 0 or more and below 1, clip_tokens 0 or more, temperature above 0"
             )
 
 
 def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) -> Tensor:
-    """What is trained on, int64 `[S, L]`.
-
-    Raises:
-        UserError: there is no calibration text, it has fewer tokens than asked for, or no batch is left to train on.
-    """
+    """What is trained on, int64 `[S, L]`; UserError where there is no text, or too little of it."""
     if calibration is None or not calibration.numel():
         raise UserError("bitdistiller needs calibration tokens, there are none; name a calibration corpus")
     length = min(config.length, calibration.shape[1])

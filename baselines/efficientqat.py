@@ -44,9 +44,8 @@ class Config(grid.Grid):
         quant_lr: learning rate of s and z.
         lr_final: the share of both at which their cosine ends.
         epochs, batch, tokens: of each block; sequences in a step; tokens of an epoch.
-        compute: dtype of the blocks; what is trained is float32 (the authors' scripts: AMP).
-        streams, place: dtype of hidden states between blocks, and where they lie.
-        seed: of the order of sequences.
+        compute, streams: dtype of blocks, where trained tensors are float32 (AMP there); of hidden states.
+        place, seed: where those lie; of the order of sequences.
     """
 
     bits: int = 2

@@ -42,8 +42,7 @@ class Config:
     """The authors' script: AdamW at 2e-5, a cosine to 0 without warm-up, no weight decay, one epoch.
 
     Attributes:
-        bits: of weights, 2 to 4.
-        act_bits: of activations; 16 leaves them alone.
+        bits, act_bits: of weights, 2 to 4; of activations, 16 leaves them alone.
         act_group: channels of a token that share a scale. Not given; that of Bit-by-Bit's activations.
         act_levels: SEQ's levels around 0 (Bit-by-Bit, section 4.1), or the asymmetric ones of the other baselines.
         trained: all parameters as in the authors' code, or block linears and their scales alone.
@@ -52,8 +51,7 @@ class Config:
         batch: sequences in a step: 2 in the script, on each GPU; Bit-by-Bit's baselines ran on one.
         tokens: of an epoch: 4096 sequences of RedPajama and 4096 of Alpaca (Bit-by-Bit, section 4.1), 2048 tokens each.
         max_norm: largest norm of the gradient. Not read in the script; the default of Hugging Face's trainer.
-        compute: dtype of the decoder; what is trained is float32 (the authors' scripts: bfloat16).
-        seed: of the order of sequences.
+        compute, seed: dtype of the decoder, where what is trained is float32; of the order of sequences.
     """
 
     bits: int = 2

@@ -33,7 +33,8 @@ from repro.train import blocks as training
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
 IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
-SMALL = {"tokens": 96, "compute": "float32", "streams": "float32", "epochs": 1, "group": 16, "split": "none"}  # splits: test_splitting.py
+PLAIN = {"compute": "float32", "streams": "float32", "split": "none"}  # splits: test_splitting.py
+SMALL = PLAIN | {"tokens": 96, "epochs": 1, "group": 16}
 W8, W4, W2 = (Precision(each) for each in (8, 4, 2))
 
 
@@ -322,6 +323,30 @@ def test_continues_from_a_step_that_came_before():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert same.float().mean() > 0.8
         assert lm.attachments[name][0].numbers["bits"] == 2
+
+
+def test_blocks_compute_in_bfloat16_and_what_is_trained_is_float32(monkeypatch):
+    """The paper's GPUs; every step's loss is that of float32 but for its rounding."""
+    seen, true_fit = [], training.fit
+    noted = lambda task, *rest: seen.append((task.students[0], rest[1][0])) or true_fit(task, *rest)  # noqa: E731
+    monkeypatch.setattr(training, "fit", noted)
+    runs = [made(compute=compute, lr=1e-3) for compute in ("bfloat16", "float32")]
+    assert Config().compute == "bfloat16" and not runs[0].facts["training/loss"] == runs[1].facts["training/loss"]
+    assert runs[0].facts["training/loss"][-1] == pytest.approx(runs[1].facts["training/loss"][-1], rel=0.1)
+    dtypes = [student(stream.take(slice(0, 1))).dtype for student, stream in seen]
+    assert dtypes == [torch.bfloat16] * (len(dtypes) // 2) + [torch.float32] * (len(dtypes) // 2)
+    assert runs[0].model.dtype == torch.float32, "the model that is quantized stays in its own"
+
+
+def test_a_copy_on_quantized_inputs_has_the_blocks_parameters():
+    block = tiny.model("llama").model.layers[0].mlp
+    widths = {"gate_proj": 4, "up_proj": 4, "down_proj": 16}
+    copy = inputs.on_quantized_inputs(block, widths, GroupGrid(8, 16))
+    assert all(a is b for a, b in zip(copy.parameters(), block.parameters(), strict=True))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    want = block(x), block(inputs.quantized(x, GroupGrid(4, 16)))
+    assert torch.equal(block(x), want[0]) and torch.equal(copy(x), want[1]) and not torch.equal(*want)
+    assert inputs.on_quantized_inputs(block, dict.fromkeys(widths, 16), GroupGrid(8, 16)) is block
 
 
 # --- quantized inputs -------------------------------------------------------------------------------------------------

@@ -194,7 +194,8 @@ def made(**options) -> tuple[LowBitModel, LowBitModel]:
         lm = LowBitModel(tiny.model("llama"))
         rtn.apply(lm, None, rtn.Config(bits=2, group=16))
         if more:
-            e2e_qp.apply(lm, IDS, e2e_qp.Config(**{"compute": "float32", "tokens": 128, "batch": 2, "epochs": 4, "lr": 3e-3} | options))
+            small = {"compute": "float32", "tokens": 128, "batch": 2, "epochs": 4, "lr": 3e-3}
+            e2e_qp.apply(lm, IDS, e2e_qp.Config(**small | options))
         found.append(lm)
     return found[0], found[1]
 

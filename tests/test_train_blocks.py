@@ -1,6 +1,7 @@
 """The block-wise trainer: batches, slow references of step and streams, resuming, divergence, what it counts."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from repro.errors import Refused, UserError
 from repro.jobs import job
+from repro.methods import bitbybit
+from repro.methods.bitbybit import Config, Precision
 from repro.models import graphs
-from repro.models.lowbit import block_inputs, blocks
+from repro.models.lowbit import LowBitModel, block_inputs, blocks
 from repro.train import blocks as training
 from repro.train import streams
 from repro.train.blocks import BlockSettings, BlockTask, BlockTrainer, batch_rows, checkpoint_folder, fit, training_ids
@@ -255,6 +258,40 @@ def test_the_same_on_a_gpu_from_host_memory(tmp_path):
     for a, b in zip(latents, there):
         for name in NAMES:
             torch.testing.assert_close(a[name], b[name].cpu(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_compiled_step_takes_the_gradient_of_a_plain_one(monkeypatch, columns):
+    """Of fake-quantized weights, also of split channels, and of quantized inputs; sums are in another order."""
+    chosen = Config(compute="float32", tokens=96, group=16, act_bits=8, split="rounding_aware" if columns else "none")
+    made, found = tiny.model("llama").cuda(), []
+    for compiled in (training.compiled, lambda function, _: function):
+        monkeypatch.setattr(training, "compiled", compiled)
+        states = bitbybit.trained_blocks(LowBitModel(made), made, {}, chosen)
+        if columns:
+            bitbybit.split_channels(made, states, IDS, chosen)
+        start, kwargs = streams.embedded(made, IDS, "float32", "device")
+        task = bitbybit.block_task(states[0], kwargs[0], True, [Precision(4, 8)], False)
+        losses = fit(task, partial(bitbybit.loss, [1.0], 1.0), [start, start], chosen.settings())
+        found.append((losses, states[0].latent["mlp.up_proj"]))
+    (losses, latent), (plain_losses, plain) = found
+    assert losses == pytest.approx(plain_losses, rel=1e-3) and losses != plain_losses[::-1]
+    moved = (plain - made.model.layers[0].mlp.up_proj.weight).abs().mean()
+    assert (latent - plain).abs().mean() < 0.05 * moved
+
+
+# --- the dtype that is computed in ------------------------------------------------------------------------------------
+
+
+def test_parameters_are_cast_in_a_copy_and_buffers_are_not():
+    model = tiny.model("llama")
+    made = streams.computing(model, "bfloat16")
+    assert {p.dtype for p in made.parameters()} == {torch.bfloat16} and made.dtype == torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert made.model.rotary_emb.inv_freq.dtype == torch.float32, "positions would be rounded to 8 bits"
+    assert streams.computing(model, "float32") is model
+    assert made.lm_head.weight is made.model.embed_tokens.weight, "the copy ties what the model ties"
 
 
 # --- going on after a kill --------------------------------------------------------------------------------------------
