@@ -124,7 +124,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         Refused: the training diverged.
     """
     model, teacher = lm.model, lm.full_precision() if lm.weights else lm.model
-    weights = qat.start(model, config.group)
+    weights, teacher = qat.start(model, config.group), computing(teacher, config.compute)
     ids = sequences(teacher, calibration, config).to(model.device)
     weights = clipped(model, weights, calibration.to(model.device), config.clip_tokens, config)
     taken = qat.input_grid("bitdistiller", config.act_bits, config.group)
@@ -132,7 +132,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     held = math.ceil(config.held_out * len(ids))
     ids, validation = ids[: len(ids) - held], Validation(ids[len(ids) - held :], config.every) if held else None
 
-    student, teacher = qat.student(model, config.compute, taken), computing(teacher, config.compute)
+    student = qat.student(model, config.compute, taken)
 
     def loss(rows: Tensor) -> Tensor:
         made = {f"{name}.weight": StraightThrough.apply(w, round_to_grid(w, config)) for name, w in weights.items()}
