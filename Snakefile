@@ -49,7 +49,7 @@ rule make:
     params:
         job=flow.job_json,
     script:
-        flow.script("jobs")
+        flow.script("jobs/workers")
 
 
 use rule make as measure with:

@@ -22,6 +22,7 @@ from repro.baselines import (
     q4_k,
     qera,
     rtn,
+    saved,
     smoothquant,
     spinquant,
     uniform,
@@ -47,4 +48,5 @@ BASELINES = {
     "loftq": loftq,
     "uniform": uniform,
     "planted": planted,
+    "saved": saved,
 }

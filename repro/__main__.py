@@ -131,7 +131,15 @@ def parser() -> argparse.ArgumentParser:
         v.add_argument("--recipe", default="fp16", help="such as 'gptq-w4-g128' or 'rtn-w4-pc + spear'")
         v.add_argument("--seed", type=_number(0), default=0)
         if module is None:
-            v.add_argument("--out", type=Path, help="a copy of the compressed model (.safetensors)")
+            v.add_argument(
+                "--out", type=Path, help="a copy of the compressed model (.safetensors); with --text a folder"
+            )
+            about = "train or calibrate on this text (UTF-8), from its start, instead of the scale's"
+            v.add_argument("--text", type=Path, metavar="FILE", help=about)
+            about = "tokens of a sequence of it; default the model's context, at most 2048"
+            v.add_argument("--length", type=_number(0), default=0, metavar="N", help=about)
+            about = "go on with --out where an interrupted run stopped; starts it where there is none"
+            v.add_argument("--resume", action="store_true", help=about)
             continue
         hints = typing.get_type_hints(module.Ask)
         for field in dataclasses.fields(module.Ask):

@@ -14,7 +14,7 @@ from typing import Any
 from repro import papers
 from repro.errors import UserError, unknown
 from repro.files import HOME, writing
-from repro.jobs import fork_server
+from repro.jobs.workers import fork_server
 from repro.render.sheet import read_markdown, terminal
 from repro.spec import figures, scale, tables
 from repro.spec.workflow import FORMATS, OWN, canonical

@@ -15,10 +15,11 @@ from repro.cells import KINDS
 from repro.errors import UserError, shortened
 from repro.files import atomic, write_text
 from repro.jobs import compress as compression
+from repro.jobs import own_text, runner
 from repro.jobs import plan as plans
-from repro.jobs import pool, runner
 from repro.jobs.job import Job, distinct
 from repro.jobs.target import Target
+from repro.jobs.workers import pool
 from repro.judge import coverage as covered
 from repro.record import accept as acceptance
 from repro.record import attest as attestation
@@ -98,13 +99,23 @@ def _jobs_of(args: Namespace, target: str) -> list[Job]:
 
 
 def _target(args: Namespace, flow: Workflow) -> Target:
-    models.folder(args.model)
-    return Target(flow.scale, args.model, recipe.parse(args.recipe).name, args.seed)
+    model, text = own_text.opened(args.model, args.recipe)
+    models.folder(model)
+    return Target(flow.scale, model, recipe.parse(text).name, args.seed)
 
 
 def compress(args: Namespace) -> None:
-    """A model under a recipe, with the scale's calibration text."""
-    job = compression.job(_target(args, _flow(args, recorded=False)))
+    """A model under a recipe, with the scale's calibration text or one of the user's own."""
+    target = _target(args, _flow(args, recorded=False))
+    if args.text is not None:
+        if args.out is None or args.out.suffix == ".safetensors":
+            raise UserError("--text: name a folder for the result as well, --out FOLDER")
+        own_text.compress(target, own_text.Text(args.text, args.length), args.out, args.resume)
+        print(args.out)
+        return
+    if args.resume or args.length:
+        raise UserError("--resume and --length go with --text FILE")
+    job = compression.job(target)
     if args.out is not None and args.out.suffix != ".safetensors":
         raise UserError(f"--out {args.out}: a compressed model is a .safetensors file")
     _run_now([job])
@@ -136,7 +147,7 @@ def generate(args: Namespace) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"--file {args.file or '-'}: no text that can be read ({error})") from None
     where = {name: getattr(args, name) for name in ("context", "device", "dtype", "scale", "build")}
-    engine = Engine.load(args.model, args.recipe, **where)
+    engine = Engine.load(*own_text.opened(args.model, args.recipe), **where)
     how = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
     pieces = engine.generate(engine.chat(text) if args.chat else text, **{name: getattr(args, name) for name in how})
     for piece in pieces:
@@ -157,7 +168,7 @@ def measure(args: Namespace) -> None:
     target = _target(args, flow)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(KINDS[args.verb].Ask)}
     asked = KINDS[args.verb].Ask(**{name: value for name, value in given.items() if value is not None})
-    cell = Cell(*[""] * 5, args.model, "", measure=args.verb, ask=asked, recipe=target.text, stand_in=args.model,
+    cell = Cell(*[""] * 5, target.model, "", measure=args.verb, ask=asked, recipe=target.text, stand_in=target.model,
                 seeds=(args.seed,))  # fmt: skip
     if not flow.jobs(cell):
         raise UserError(
@@ -250,14 +261,14 @@ def bench(args: Namespace) -> None:
 
 def tune(args: Namespace) -> None:
     """Sweep a kernel's launch configurations."""
-    from repro.bench.tune import tune as work
+    from repro.bench.commands.tune import tune as work
 
     print(os.path.relpath(work(args.kernel)))
 
 
 def regress(args: Namespace) -> int:
     """Compare runs of benchmarks."""
-    from repro.bench.regress import regress as work
+    from repro.bench.commands.regress import regress as work
 
     code, lines = work(args.new, args.against, args.threshold, args.partial)
     print("\n".join(lines))

@@ -316,7 +316,7 @@ def test_comments_moved_files_and_new_entries_change_nothing(edited, at_first):
     grid = edited / "baselines" / "grid.py"
     grid.write_text(grid.read_text().replace('"""', '"""Another docstring. ', 1) + "\n\n# a comment\n")
     (edited / "repro" / "models" / "bits.py").rename(edited / "repro" / "data" / "bits.py")
-    for reader in (edited / "repro" / "jobs" / "compress.py", edited / "repro" / "engine" / "weights.py"):
+    for reader in (edited / "repro" / name for name in ("jobs/compress.py", "jobs/own_text.py", "engine/weights.py")):
         others = r"from repro.data import bits\1\nfrom repro.models import \2"
         pattern = r"^from repro\.models import bits( as \w+)?(?:, (.+))?$"
         text, count = re.subn(pattern, others, reader.read_text(), flags=re.MULTILINE)

@@ -258,6 +258,6 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
 
 
 def test_labels_of_peers_are_known_to_the_guard():
-    from repro.bench import regress
+    from repro.bench.commands import regress
 
     assert "/".join(regress.LIBRARY) in PEERS

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from repro.files import ROOT
-from repro.jobs import fork_server
+from repro.jobs.workers import fork_server
 
 TESTS = str(ROOT / "tests")
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), TESTS])}
@@ -31,7 +31,7 @@ def server():
 
 def ask(work: str, *arguments: object, **env: str) -> subprocess.Popen:
     """A process that hands over work, as Snakemake's scripts do."""
-    code = f"import sys; from repro.jobs.fork_server import call; call({work!r}, sys.argv[1:])"
+    code = f"import sys; from repro.jobs.workers.fork_server import call; call({work!r}, sys.argv[1:])"
     words = [sys.executable, "-c", code, *map(str, arguments)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(words, env=os.environ | PATH | env, **pipe)
@@ -55,7 +55,7 @@ def test_work_is_done_in_a_fork_with_the_askers_output_and_environment(server, t
     out, err = done.communicate()
     assert (done.returncode, out, err) == (0, "to the asker's output\n", "")
     parent, asked, folder, ready = (tmp_path / "told").read_text().split("\n")
-    assert psutil.Process(int(parent)).cmdline()[1:3] == ["-m", "repro.jobs.fork_server"]
+    assert psutil.Process(int(parent)).cmdline()[1:3] == ["-m", "repro.jobs.workers.fork_server"]
     assert (asked, folder, ready) == ("yes", os.getcwd(), "True")
     again = ask("fork_work:tell", tmp_path / "again", **server)
     assert again.wait() == 0 and (tmp_path / "again").read_text().split("\n")[:2] == [parent, ""]
@@ -93,7 +93,7 @@ def test_a_killed_fork_is_a_failure(server, tmp_path):
 
 @pytest.mark.parametrize("number", (0, signal.SIGKILL), ids=("block", "starter"))
 def test_the_server_ends_with_its_block_and_with_its_starter(number):
-    code = "import os, psutil\nfrom repro.jobs import fork_server\nwith fork_server.running():\n"
+    code = "import os, psutil\nfrom repro.jobs.workers import fork_server\nwith fork_server.running():\n"
     code += f"    print(psutil.Process().children()[0].pid, flush=True)\n    os.kill(os.getpid(), {int(number)})"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | PATH, capture_output=True, text=True)
     assert done.returncode == -number

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from repro.bench.regress import load
+from repro.bench.commands.regress import load
 from repro.files import ROOT
 
 CONFTEST = """

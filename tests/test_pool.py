@@ -3,8 +3,8 @@
 import io
 import itertools
 import json
-import multiprocessing
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from repro.errors import Refused, UserError
-from repro.jobs import plan, pool, runner
+from repro.jobs import plan, runner
 from repro.jobs.job import distinct, from_json, make
+from repro.jobs.workers import memory, pool
 from repro.record import observations
 from repro.record.observations import Series
 
@@ -70,6 +71,11 @@ def work(job, found, folder, origin):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore")
         case "die":
             os._exit(9)
+        case "hold":
+            began = time.monotonic()
+            time.sleep(0.2)
+            facts = [began, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), given["bytes"]]
+            (folder / "held.json").write_text(json.dumps(facts))
     print("said by", job.label)
     observations.save(folder / observations.FILE, {"x": Series(np.ones(3), "windows")}, origin)
 
@@ -215,8 +221,85 @@ def test_workers_stay_on_the_gpus_that_are_visible(monkeypatch, visible, taken):
     found = []
     for place in range(3):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        places = multiprocessing.SimpleQueue()
-        places.put(place)
-        pool._begin(places, 2, Path("build"))
+        pool._begin(place, 2, Path("build"))
         found.append(os.environ["CUDA_VISIBLE_DEVICES"])
     assert found == taken
+
+
+# --- memory of GPUs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def holding(job, monkeypatch):
+    """Run jobs that declare so many bytes on GPUs of some size; what each held: began, ended, GPU, bytes."""
+
+    def run(sizes, room, workers, gpus):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(memory, "gpu_bytes", lambda job: job.given()["bytes"])
+        monkeypatch.setattr(memory, "free", lambda count: room if count == gpus else pytest.fail("of other GPUs"))
+        jobs = [job(f"job{i}", "hold", bytes=size) for i, size in enumerate(sizes)]
+        assert pool.run_all(jobs, workers, gpus) == 0
+        return [json.loads((one.folder / "held.json").read_text()) for one in jobs]
+
+    return run
+
+
+def together(held, moment):
+    """Bytes that are held at a moment."""
+    return [size for began, ended, _, size in held if began <= moment < ended]
+
+
+def test_side_by_side_run_only_jobs_whose_bytes_fit(holding):
+    """A job that is too large for the GPU has it to itself; one that takes none of it waits for nobody."""
+    held = holding([60, 200, 50, 40, 30, 0, 0], {0: 100}, 4, 0)
+    moments = [began for began, *_ in held]
+    for some in (together(held, moment) for moment in moments):
+        assert sum(some) <= 100 or sum(size > 0 for size in some) == 1, some
+    assert max(len([size for size in together(held, moment) if size]) for moment in moments) >= 2
+    assert any(0 in together(held, moment) and sum(together(held, moment)) >= 60 for moment in moments)
+
+
+def test_each_gpu_has_its_own_room(holding):
+    held = holding([60] * 6, {0: 100, 1: 130}, 6, 2)
+    for gpu, most in (("0", 1), ("1", 2)):
+        own = [one for one in held if one[2] == gpu]
+        assert own and max(len(together(own, began)) for began, *_ in own) == most
+    assert max(len(together(held, began)) for began, *_ in held) == 3
+
+
+def test_without_a_word_of_the_driver_every_worker_works(holding):
+    held = holding([60] * 4, {}, 4, 1)
+    assert max(len(together(held, began)) for began, *_ in held) > 1
+
+
+def test_free_memory_is_that_of_the_visible_gpus(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-aa, 1000'\necho '1, GPU-bb, [N/A]'\necho '2, GPU-cc, 3000'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for visible, found in {"": {0: 1000}, "2,0": {0: 3000, 1: 1000}, "1,GPU-cc": {1: 3000}, "9": {}}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert memory.free(2) == {gpu: size * 2**20 for gpu, size in found.items()}
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert memory.free(2) == {}
+
+
+def test_a_job_declares_what_its_training_holds():
+    """Streams of hidden states above all: five in Bit-by-Bit's stages after the first, 4.3 GB each at full size."""
+    given = {"model": "pocket-3m", "dtype": "bfloat16", "device": "cuda", "hub": False}
+    crops = {"calibration": {"corpus": "x", "sequences": 4096, "length": 2048, "seed": 0}}
+
+    def declared(kind, recipe, needs=None, **more):
+        return memory.gpu_bytes(make(kind, "x", {"recipe": recipe}, given | {"recipe": recipe} | more, needs))
+
+    stream = 4096 * 2048 * 256 * 2
+    trained = declared("compress", "bitbybit-w2-g32", **crops)
+    assert 5 * stream < trained < 5 * stream + 2**31
+    first = make("compress", "y", {}, given | {"recipe": "bitbybit-w2-g32"} | crops)
+    both = "rtn-w4-g32 + bitbybit-w2-g32"
+    assert 5 * stream < declared("compress", both, {"start": first}, **crops) < 5 * stream + 2**31
+    plain = declared("perplexity", "bitbybit-w2-g32")
+    assert plain == declared("compress", "rtn-w4-pc") < 2**32 and plain > memory.ROOM
+    assert declared("compress", "bitbybit-w2-g32", device="cpu", **crops) == 0
+    assert declared("perplexity", "fp16", model="no such model") == declared("tokens", "", model="") == 0
+    assert declared("perplexity", "fp16", model="some/model@0123abc") == 0, "its configuration may be on the hub alone"

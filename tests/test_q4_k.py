@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from repro.baselines import aser, loftq, qera, rtn
 from repro.baselines import q4_k as step
-from repro.bench import quantize
+from repro.bench.commands import quantize
 from repro.errors import Refused, UserError
 from repro.methods.spqt import layout, q4_k
 from repro.methods.spqt.weight import Q4KWeight, pack

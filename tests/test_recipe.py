@@ -424,3 +424,33 @@ def test_every_entry_has_the_interface_of_a_step(name):
     follows = " + rtn" if hasattr(module, "PREPARES") else ""
     assert parse(name + follows).steps[0].config == module.Config()
     assert "-" not in name and "+" not in name and " " not in name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("bitbybit-w2a16", "bitbybit-w2-g32"),
+        ("bitbybit-w2a2", "bitbybit-w2-a2-g32"),
+        ("bitbybit(w2a8, g=64)", "bitbybit-w2-a8-g64"),
+        ("efficientqat-w3a16-g128", "efficientqat-w3-g128"),
+        ("gptq-w4a16-g128", "gptq-w4-g128"),
+    ],
+)
+def test_both_widths_in_one_word(text, name):
+    """As the papers write them; a16 is what a step without low-bit inputs does anyhow."""
+    assert parse(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("rtn-w4a8", "rtn has no option 'a8'"),
+        ("bitbybit-w2a16-w2", "bits of bitbybit is given twice"),
+        ("bitbybit-w2a16-a16", "act_bits of bitbybit is given twice"),
+        ("bitbybit-w2a", "no option 'w2a'"),
+        ("spear-w2a16", "spear has no option 'w2'"),
+    ],
+)
+def test_a_word_of_both_widths_that_does_not_fit(text, named):
+    with pytest.raises(UserError, match=named):
+        parse(text)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from repro.__main__ import main
-from repro.bench import regress
+from repro.bench.commands import regress
 from repro.errors import UserError
 from repro.files import ROOT
 

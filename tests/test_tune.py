@@ -7,10 +7,10 @@ import torch
 from fake_device import Fake
 
 from repro.__main__ import main
-from repro.bench import tune
+from repro.bench.commands import tune
+from repro.bench.commands.tune import TUNABLE
 from repro.bench.kernel_list import load
 from repro.bench.timing import Task
-from repro.bench.tune import TUNABLE
 from repro.errors import UserError
 
 COSTS = {1: 3e-6, 2: 2e-6, 4: 1e-6, 8: 0.5e-6, 16: 1.995e-6}  # 8 is the fastest, and wrong

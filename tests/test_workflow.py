@@ -91,10 +91,10 @@ def test_touches_comments_docstrings_plumbing_and_memory_change_nothing(built):
             if path.suffix in (".py", ".yaml", ".json", ".safetensors"):
                 os.utime(path)
     comments = [built.place / f for f in ("baselines/gptq.py", "repro/models/lowbit.py", "repro/cells/perplexity.py")]
-    plumbing = ("repro/train/pretrain.py", "repro/jobs/pool.py", "repro/jobs/script.py", "repro/build.py")
+    plumbing = ("train/pretrain.py", "jobs/workers/pool.py", "jobs/workers/script.py", "build.py")
     with (
         edited(*comments, add="\n# a comment\n", start='"""Another docstring."""\n'),
-        edited(*(built.place / file for file in plumbing), add="\nEDITED = 1\n"),
+        edited(*(built.place / "repro" / file for file in plumbing), add="\nEDITED = 1\n"),
     ):
         assert planned(built) == []
         assert matches(planned(built, "--config", "memory_mb=5000", "--"), [FIGURE, TABLE])

@@ -19,9 +19,10 @@ from repro.engine import weights
 from repro.engine.core import SHAPE, Core
 from repro.engine.step import Decoder
 from repro.errors import Refused, UserError, shortened, unknown
-from repro.jobs import compress, pool, runner
+from repro.jobs import compress, runner
 from repro.jobs.job import distinct
 from repro.jobs.target import Target
+from repro.jobs.workers import pool
 from repro.kernels.packing import TILE, PackedWeight, block_columns
 from repro.models.lowbit import LowBitModel
 from repro.spec import scale as scales

@@ -15,8 +15,8 @@ from datetime import date
 from pathlib import Path
 
 from repro.errors import UserError
-from repro.jobs import pool
 from repro.jobs.job import built_under, distinct
+from repro.jobs.workers import pool
 from repro.record import accepted, measure, provenance, recorded
 from repro.record.measurement import Measurement
 from repro.spec import scale as scales

@@ -4,8 +4,8 @@ from collections import Counter
 from pathlib import Path
 
 from repro.errors import UserError, unknown
-from repro.jobs import pool
 from repro.jobs.job import built_under, distinct
+from repro.jobs.workers import pool
 from repro.record import accepted, measure, recorded
 from repro.record.measurement import Measurement, inputs_hash
 from repro.spec import figures, tables

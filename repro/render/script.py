@@ -1,6 +1,6 @@
 """Snakemake's hand-over of a table or figure."""
 
-from repro.jobs.fork_server import call
+from repro.jobs.workers.fork_server import call
 
 if "snakemake" in globals():
     ((what, name),) = snakemake.wildcards.items()  # noqa: F821

@@ -5,7 +5,7 @@ A step is a baseline or method with fields of its `Config`. There are two forms,
     gptq-w4-g128-act_order-percdamp=5e-05        gptq(w=4, g=128, act_order, percdamp=5e-05)
 
     w4 → bits=4    a8 → act_bits=8    g128 → group=128    r8 → rank=8    pc → group=0    sym / asym → symmetric
-    act_order → act_order=True        percdamp=0.05 → percdamp=0.05
+    w2a16 → w2 and a16                act_order → act_order=True           percdamp=0.05 → percdamp=0.05
 
 Values are YAML, and `5e-05` is a float (YAML 1.1 reads it as text). `Recipe.name` is the canonical spelling, so that
 two spellings of a recipe have one name: the dash form unless a value needs the other (a list, null, text with a blank).
@@ -28,7 +28,7 @@ from repro.errors import UserError, unknown
 from repro.files import short_hash
 from repro.methods import METHODS
 from repro.models.attachments import REGISTRIES
-from repro.spec.recipe_text import cut, read_value, split, write_value
+from repro.spec.recipe_text import cut, read_value, split, widths, write_value
 
 STEPS: ChainMap[str, ModuleType] = ChainMap(METHODS, BASELINES)
 REGISTRIES.append(BASELINES)  # METHODS adds itself
@@ -180,7 +180,7 @@ def _read(text: str) -> list[tuple[str, dict[str, Any]]]:
             if name not in STEPS:
                 raise ValueError(unknown("step", cut(name), [*STEPS, "fp16"]))
             values: dict[str, Any] = {}
-            for word in words:
+            for word in widths(words, get_type_hints(STEPS[name].Config)):
                 key, value = _option(name, word, text)
                 if key in values:
                     raise ValueError(f"{key} of {name} is given twice")

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Container, Iterable
 from typing import Any
 
 import yaml
@@ -64,6 +65,17 @@ def split(text: str, separator: str) -> list[str]:
     if quote or closing:
         raise ValueError(f"unbalanced brackets or quotes: {(quote or closing[-1])!r} is missing")
     return [*parts, text[start:]]
+
+
+def widths(words: Iterable[str], fields: Container[str]) -> list[str]:
+    """The options of a step with `w2a16` as `w2` and `a16`; the latter only where a step quantizes its inputs."""
+    found = []
+    for word in words:
+        both = None if word in fields else re.fullmatch("(w[0-9]{1,9})(a[0-9]{1,9})", word)
+        found += [word] if both is None else [both[1], both[2]]
+        if both and both[2] == "a16" and "act_bits" not in fields:
+            found.pop()
+    return found
 
 
 def _in_number(text: str, i: int) -> bool:

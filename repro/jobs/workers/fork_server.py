@@ -63,7 +63,7 @@ def running() -> Iterator[dict[str, str]]:
         listening.listen(64)
         env = os.environ | dict.fromkeys(THREADS, "1")  # torch's are the job's own, set in the fork
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        words = [sys.executable, "-m", "repro.jobs.fork_server", str(listening.fileno())]
+        words = [sys.executable, "-m", "repro.jobs.workers.fork_server", str(listening.fileno())]
         given = {"stdin": subprocess.PIPE, "pass_fds": (listening.fileno(),), "start_new_session": True}
         with listening, subprocess.Popen(words, env=env, **given) as server:
             try:

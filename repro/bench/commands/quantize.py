@@ -1,6 +1,6 @@
 """How long Q4_K takes for a large model: one block is quantized, the whole extrapolated. SpQt: 70B under five minutes.
 
-    python -m repro.bench.quantize --device cuda
+    python -m repro.bench.commands.quantize --device cuda
 
 Random weights of the block's shapes are made on the device; reading and writing files is not in the time. The time of
 the model is that of one block times the number of blocks, which is arithmetic (grade D), not a measurement.
@@ -54,7 +54,9 @@ def seconds(shapes: Sequence[tuple[int, int]], layout: str, device: torch.device
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each layout."""
-    parser = argparse.ArgumentParser(prog="python -m repro.bench.quantize", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m repro.bench.commands.quantize", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", default="Llama-2-70B")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=3)

@@ -3,10 +3,12 @@
     python -m repro run spear/table1 --scale pocket-full --side-by-side 16 --gpus 2 --minutes 9
 
 That is what a GPU machine without the workflow's packages uses. Each result is written as it ends; a second call does
-only what is missing. Where NVIDIA's MPS daemon may be started, workers share a GPU through it.
+only what is missing. Where NVIDIA's MPS daemon may be started, workers share a GPU through it. Jobs are side by side on
+a GPU only while the bytes that they declare fit it (`memory`).
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import shutil
@@ -16,9 +18,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -30,7 +33,19 @@ from repro.files import write_text, writing
 from repro.jobs import job as built
 from repro.jobs import runner
 from repro.jobs.job import Job
+from repro.jobs.workers import memory
 from repro.spec.recipe import STEPS
+
+
+@dataclass
+class Worker:
+    """A process that runs one job after another, on one GPU where there are some; its job and the bytes of it there."""
+
+    process: BaseProcess
+    pipe: Connection
+    gpu: int
+    job: Job | None = None
+    held: int = 0
 
 
 def run_all(
@@ -58,31 +73,32 @@ def run_all(
     if any("model" in job.given() for job in todo.values()):
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  once, and not in every worker
     began, problems, total = time.monotonic(), [], len(todo)
-    side_by_side = min(side_by_side, max(1, total))
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")  # CUDA survives no fork
-    places = context.SimpleQueue()
-    for worker in range(side_by_side):
-        places.put(worker)
-    with _mps(gpus), ProcessPoolExecutor(side_by_side, context, _begin, (places, gpus, built.BUILD)) as pool:
-        running: dict[Future, Job] = {}
-        while todo or running:
+    declared = {job.id: memory.gpu_bytes(job) for job in todo.values()}
+    room = memory.free(gpus) if any(declared.values()) else {}
+    with _mps(gpus), _workers(min(side_by_side, max(1, total)), gpus) as workers:
+        while todo or any(worker.job for worker in workers):
             late = minutes and time.monotonic() - began > 60 * minutes
-            missing = todo.keys() | {job.id for job in running.values()}
+            missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
             ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
             ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
             ready.sort(key=lambda job: (turns.get(job.id, 0), -needed_by[job.id], -weight(job), order[job.id]))
-            for job in [] if late else ready[: side_by_side - len(running)]:
-                running[pool.submit(_run, job)] = todo.pop(job.id)
-            if not running:
+            for job in [] if late else ready:
+                if worker := _with_room(workers, declared[job.id], room):
+                    worker.job, worker.held = todo.pop(job.id), declared[job.id]
+                    worker.pipe.send(job)
+            busy = [worker for worker in workers if worker.job]
+            if not busy:
                 break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job = running.pop(future)
+            ended = wait([worker.pipe for worker in busy])
+            for worker in (worker for worker in busy if worker.pipe in ended):
+                job, worker.job, worker.held = worker.job, None, 0
                 try:
-                    seconds, problem = future.result()
-                except BrokenProcessPool:
+                    seconds, problem = worker.pipe.recv()
+                except (EOFError, OSError):
                     raise UserError(f"{job.id}: a worker died; run again to resume, with fewer side by side") from None
                 problems += [f"{job.id}: {problem}"] if problem else []
-                finished, failed = total - len(todo) - len(running), f" FAILED {problem}" if problem else ""
+                finished = total - len(todo) - sum(worker.job is not None for worker in workers)
+                failed = f" FAILED {problem}" if problem else ""
                 print(f"{finished}/{total} {job.id} {seconds:.1f} s{failed}", flush=True)
     left = len(todo) + len(problems)
     if left:
@@ -148,13 +164,59 @@ def _run(job: Job) -> tuple[float, str]:
     return seconds, problem
 
 
-def _begin(places: "multiprocessing.SimpleQueue[int]", gpus: int, build: Path) -> None:
+def _with_room(workers: Sequence[Worker], needed: int, room: Mapping[int, int]) -> Worker | None:
+    """An idle worker on the GPU with the most room for a job's bytes; one on a GPU without jobs takes any."""
+    held: Counter[int] = Counter()
+    for worker in workers:
+        held[worker.gpu] += worker.held
+    idle = [worker for worker in workers if worker.job is None]
+    left = {worker.gpu: room.get(worker.gpu, sys.maxsize) - held[worker.gpu] for worker in idle}
+    idle = [worker for worker in idle if needed <= left[worker.gpu] or not (needed and held[worker.gpu])]
+    return max(idle, key=lambda worker: left[worker.gpu], default=None)
+
+
+@contextlib.contextmanager
+def _workers(count: int, gpus: int) -> Iterator[list[Worker]]:
+    """Processes for the block, spread over GPUs; what they do is ended with it."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")  # CUDA survives no fork
+    workers: list[Worker] = []
+    for place in range(count):
+        pipe, theirs = context.Pipe()
+        inherited = [pipe, *(w.pipe for w in workers)] if context.get_start_method() == "fork" else []
+        words = (theirs, inherited, place, gpus, built.BUILD)
+        process = context.Process(target=_serve, args=words, daemon=True)
+        process.start()
+        theirs.close()
+        workers.append(Worker(process, pipe, place % len(memory.visible(gpus)) if gpus else 0))
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            if worker.job:
+                worker.process.terminate()
+            worker.pipe.close()  # an idle one ends
+        for worker in workers:
+            worker.process.join()
+
+
+def _serve(pipe: Connection, inherited: Sequence[Connection], place: int, gpus: int, build: Path) -> None:
+    """A worker: run what comes through the pipe until it is closed."""
+    for other in inherited:  # else it would stay open in here
+        other.close()
+    _begin(place, gpus, build)
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            pipe.send(_run(pipe.recv()))
+            if torch.cuda.is_initialized():
+                gc.collect()
+                torch.cuda.empty_cache()  # what a job held is the others' again
+
+
+def _begin(place: int, gpus: int, build: Path) -> None:
     """Give this worker its folder, and its GPU, one of those that are visible, before anything touches CUDA."""
     built.BUILD = build
-    place = places.get()
     if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        some = visible.split(",")[:gpus]  # the driver lists all GPUs of a machine, also those that are not visible
+        some = memory.visible(gpus)
         os.environ["CUDA_VISIBLE_DEVICES"] = some[place % len(some)]
 
 

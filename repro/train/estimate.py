@@ -1,0 +1,223 @@
+"""What training a recipe's steps takes: tokens, bytes of a GPU and of the host, passes through the model.
+
+Arithmetic on a configuration and a shape; nothing is loaded. Bytes are those of what `blocks`, `streams` and
+`end_to_end` hold at once, counted up: hidden states exactly, what autograd keeps by the tensors of a quantizer.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from repro import models
+from repro.errors import UserError, shortened
+from repro.methods.bitbybit import schedule
+from repro.models.lowbit import block_linears, blocks
+from repro.train.end_to_end import LOGITS
+
+CONTEXT = 2**30  # bytes that CUDA and its libraries take of a process
+KEPT = 6  # float32 tensors of a weight's (or an input's) size that autograd holds for a fake quantizer
+LOSS = 10 * 4 * LOGITS  # bytes of logits and of what a loss makes of them, where a model is trained end to end
+TRAINED = 5.0  # passes that a training step is worth: forward, backward twice that, quantizer and optimizer (CPU: 5)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's sizes.
+
+    Attributes:
+        parameters: of the whole model.
+        blocks: how many.
+        weights: of the linears of all blocks.
+        features: inputs and outputs of the linears of a block, together: values of a token that autograd holds.
+        hidden: size of a token between two blocks.
+        vocabulary: rows of the head.
+    """
+
+    parameters: int
+    blocks: int
+    weights: int
+    features: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step of a recipe does on a text.
+
+    Attributes:
+        sequences: that it trains on.
+        tokens: seen in training, a sequence once an epoch.
+        passes: of all sequences through all blocks, or what takes as long.
+        streams: of hidden states, at once.
+        students: block outputs, or models, in a training step.
+        latent: float32 copies of the trained weights, gradients and AdamW's averages not among them.
+        models: of full precision, in the model's dtype.
+        whole: whether all blocks are trained at once.
+    """
+
+    sequences: int = 0
+    tokens: int = 0
+    passes: float = 0.0
+    streams: int = 0
+    students: int = 1
+    latent: int = 0
+    models: int = 1
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a whole recipe takes: tokens of all its steps, the largest step's bytes, passes of sequences by blocks."""
+
+    tokens: int = 0
+    gpu: int = 0
+    host: int = 0
+    streams: int = 0
+    token_blocks: float = 0.0
+
+
+def configuration(name: str, hub: bool = False) -> Any:
+    """Transformers' configuration of a model.
+
+    Raises:
+        UserError: no such model, or a configuration that does not load.
+    """
+    from transformers import AutoConfig  # takes seconds
+
+    where = models._source(name, hub)
+    try:
+        return AutoConfig.from_pretrained(**where)
+    except Exception as error:  # what a damaged config.json leads to has many kinds
+        said = shortened(" ".join(str(error).split()), 200)
+        raise UserError(f"model {name!r} has no configuration that loads; check its config.json ({said})") from None
+
+
+@cache
+def shape(name: str, hub: bool = False) -> Shape:
+    """The shape of a model by its configuration.
+
+    Raises:
+        UserError: as `configuration`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration(name, hub))
+    linears, count = block_linears(model).values(), len(blocks(model))
+    features = sum(sum(linear.weight.shape) for linear in linears) // count
+    weights = sum(linear.weight.numel() for linear in linears)
+    size, head = model.get_input_embeddings().weight.shape[1], model.get_output_embeddings().weight.shape[0]
+    return Shape(sum(p.numel() for p in model.parameters()), count, weights, features, size, head)
+
+
+# --- the trained steps ------------------------------------------------------------------------------------------------
+
+
+def _progressive(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """Bit-by-Bit: its passes one by one."""
+    passes, streams, most, each = 0.0, 0, 1, max(1, sequences // config.batch) * config.batch / max(1, sequences)
+    widths: set[int] = set()
+    for number, (stage, share) in enumerate(
+        zip(config.stages, schedule.coverage(config.stages, config.rho), strict=True)
+    ):
+        widths |= {stage.weights}
+        students = len(widths) if config.any_precision else 1
+        earlier = int(bool(config.second) and not config.any_precision and (number > 0 or quantized))
+        targets = earlier + (students - 1 if config.second else 0)
+        streams, most = max(streams, 2 + students + earlier + targets), max(most, students)
+        picked = math.ceil(round(share * count, 9)) / count
+        passes += 1 + students + earlier + picked * (targets + config.epochs * each * students * TRAINED)
+    return Work(sequences, 0, passes, streams, most, 1, 1 + int(quantized))
+
+
+def _blocks(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """One pass of one student with one teacher."""
+    return Work(sequences, 0, 2 + config.epochs * TRAINED, 3, 1, 1)
+
+
+def _whole(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """All weights, end to end."""
+    return Work(sequences, 0, config.epochs * TRAINED, 0, 1, 1, whole=True)
+
+
+def _distilled(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """The same with a teacher, and a copy of the best weights."""
+    return replace(
+        _whole(config, sequences, quantized, count), passes=config.epochs * (TRAINED + 1), latent=2, models=2
+    )
+
+
+STEPS: Mapping[str, Callable[[Any, int, bool, int], Work]] = {
+    "bitbybit": _progressive,
+    "efficientqat": _blocks,
+    "e2e_qp": _whole,
+    "paretoq": _whole,
+    "matquant": _whole,
+    "bitdistiller": _distilled,
+    "spinquant": _whole,
+}
+
+
+def work(step: Any, sequences: int, length: int, quantized: bool, count: int) -> Work:
+    """What a step does on `sequences` of `length`; `quantized`: after a quantizer; `count` blocks."""
+    config = step.config
+    if step.name not in STEPS:
+        return Work(sequences, 0, 2.0 if step.calibrated else 0.0, 2 if step.calibrated else 0)
+    used = max(1, min(sequences, config.tokens // length))
+    found = STEPS[step.name](config, used, quantized, count)
+    passes = len(config.stages) if step.name == "bitbybit" else 1
+    return replace(found, tokens=passes * config.epochs * (used // config.batch) * config.batch * length)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def stream_bytes(config: Any, sequences: int, length: int, hidden: int) -> int:
+    """Of one stream of hidden states: 2 bytes a value, 4 where it is kept in float32."""
+    return sequences * length * hidden * (4 if getattr(config, "streams", "bfloat16") == "float32" else 2)
+
+
+def estimate(
+    steps: Sequence[Any], of: Shape, sequences: int, length: int, itemsize: int, device: str, quantized: bool = False
+) -> Estimate:
+    """What the steps of a recipe take on training text.
+
+    Args:
+        steps: of a parsed recipe.
+        of: the model's shape.
+        sequences, length: of the text.
+        itemsize: bytes of a value of the model's dtype.
+        device: `cpu`, where everything is the host's, or `cuda`.
+        quantized: whether a quantizer came before the first step.
+    """
+    total, head = Estimate(), of.vocabulary * of.hidden / of.weights
+    for step in steps:
+        found = work(step, sequences, length, quantized, of.blocks)
+        streams = found.streams * stream_bytes(step.config, found.sequences, length, of.hidden)
+        size = {"bfloat16": 2, "float32": 4}.get(getattr(step.config, "compute", ""), itemsize)
+        held = found.models * of.parameters * itemsize + found.latent * 4 * of.weights
+        held += of.parameters * size if size != itemsize else 0  # the copy that is computed with
+        if found.latent:
+            trained = of.weights if found.whole else of.weights // of.blocks
+            tokens = length * (1 if found.whole else step.config.batch)
+            kept = 2 * size + (4 * KEPT if getattr(step.config, "act_bits", 16) < 16 else 0)
+            held += 4 * trained * (4 + KEPT * found.students)  # two of a gradient, AdamW's two
+            held += found.students * tokens * of.features * (of.blocks if found.whole else 1) * kept
+            held += LOSS if found.whole else 0
+        away = getattr(step.config, "place", "device") == "host"
+        gpu, host = held + (0 if away else streams), of.parameters * itemsize + (streams if away else 0)
+        if device == "cpu":
+            gpu, host = 0, held + streams
+        total = Estimate(
+            total.tokens + found.tokens,
+            max(total.gpu, gpu + CONTEXT if device != "cpu" else 0),
+            max(total.host, host),
+            max(total.streams, streams),
+            total.token_blocks + found.passes * found.sequences * length * of.blocks * (1 + head * found.whole),
+        )
+        quantized = True
+    return total
