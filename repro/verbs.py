@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
     """Run the jobs of tables and figures, or of job files, side by side without Snakemake."""
     jobs, turns = [], {}
     for turn, target in enumerate(args.targets):
-        found = _jobs_of(args, target)
+        found = distinct(_jobs_of(args, target))  # a file may name results alone, and their needs have its turn
         turns = dict.fromkeys((job.id for job in found), turn) | turns
         jobs += found
     jobs = distinct(jobs)

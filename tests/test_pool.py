@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
+from repro.__main__ import main
 from repro.errors import Refused, UserError
 from repro.jobs import plan, runner
 from repro.jobs.job import distinct, from_json, make
@@ -177,6 +178,27 @@ def test_jobs_of_an_earlier_turn_start_first(job, capfd):
     assert pool.run_all(distinct([one, other, third]), 1, turns=turns) == 0
     ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().out.splitlines()]
     assert ran == ["fake/third", "fake/shared", "fake/other", "fake/one"]
+
+
+def test_what_is_compressed_is_measured_at_once(job, capfd):
+    """Not after all that is to be compressed: a run that is cut off leaves cells, not weights that nobody scored."""
+    first, second = job("first"), job("second")
+    results = [job("score-first", needs=[first]), job("score-second", needs=[second])]
+    assert pool.run_all([first, second, *results], 1) == 0
+    ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().out.splitlines()]
+    assert ran == ["fake/first", "fake/score-first", "fake/second", "fake/score-second"]
+
+
+def test_the_needs_of_a_file_of_results_have_its_turn(job, tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(pool, "run_all", lambda jobs, *rest: seen.update(rest[-1]) or 0)
+    monkeypatch.setattr(runner, "check_here", lambda jobs: None)
+    for i in range(2):
+        write = [job(f"score-{i}", needs=[job(f"weights-{i}")]).to_json()]
+        (tmp_path / f"{i}.json").write_text(json.dumps(write))
+    assert main(["run", str(tmp_path / "1.json"), str(tmp_path / "0.json")]) in (0, None)
+    turns = {name.partition(".")[0]: turn for name, turn in seen.items()}
+    assert turns == {"fake/score-1": 0, "fake/weights-1": 0, "fake/score-0": 1, "fake/weights-0": 1}
 
 
 def test_minutes_stop_starting(job, capfd, monkeypatch):

@@ -58,7 +58,8 @@ def run_all(
         side_by_side: worker processes.
         gpus: GPUs that the workers are spread over; 0 leaves them alone.
         minutes: start nothing after that many; 0 is no limit.
-        turns: by a job's id, what is started first: of jobs that are ready those of the least number.
+        turns: by a job's id, what is started first: of jobs that are ready those of the least number, and among them
+            what nothing else needs, so that what is compressed is measured at once and a run that is cut leaves numbers.
 
     Raises:
         UserError: fewer than one worker.
@@ -81,7 +82,7 @@ def run_all(
             missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
             ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
             ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
-            ready.sort(key=lambda job: (turns.get(job.id, 0), -needed_by[job.id], -weight(job), order[job.id]))
+            ready.sort(key=lambda job: (turns.get(job.id, 0), needed_by[job.id] > 0, -weight(job), order[job.id]))
             for job in [] if late else ready:
                 if worker := _with_room(workers, declared[job.id], room):
                     worker.job, worker.held = todo.pop(job.id), declared[job.id]
