@@ -59,7 +59,7 @@ def run_all(
         gpus: GPUs that the workers are spread over; 0 leaves them alone.
         minutes: start nothing after that many; 0 is no limit.
         turns: by a job's id, what is started first: of jobs that are ready those of the least number, and among them
-            what nothing else needs, so that what is compressed is measured at once and a run that is cut leaves numbers.
+            what nothing else needs, so that what is compressed is measured at once: a run that is cut leaves numbers.
 
     Raises:
         UserError: fewer than one worker.
