@@ -40,7 +40,7 @@ rule make:
     benchmark:
         "build/benchmarks/{kind}/{job}.tsv"
     wildcard_constraints:
-        kind="tokens|requests|compress",
+        kind="tokens|requests|questions|compress",
     threads: flow.threads
     resources:
         mem_mb=flow.memory,

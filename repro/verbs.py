@@ -171,6 +171,8 @@ def measure(args: Namespace) -> None:
     cell = Cell(*[""] * 5, target.model, "", measure=args.verb, ask=asked, recipe=target.text, stand_in=target.model,
                 seeds=(args.seed,))  # fmt: skip
     if not flow.jobs(cell):
+        if why := getattr(KINDS[args.verb], "lacking", lambda ask: "")(asked):
+            raise UserError(why)
         raise UserError(
             f"scale {flow.scale.name} has no protocol for {args.verb}; add the key {args.verb!r}, "
             "or choose another scale with --scale"

@@ -7,6 +7,7 @@ from repro import papers
 from repro.cells import KINDS, training
 from repro.errors import UserError
 from repro.jobs.target import Target
+from repro.record import observations
 from repro.record.observations import Observations, Series
 from repro.spec import recipe, tables
 from repro.spec import scale as scales
@@ -62,3 +63,10 @@ def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():
     beside = {path.split("/")[1] for path in made if path.startswith("tables/") and path.endswith("/table1.tex")}
     assert papers.LEADING in beside and "subspec" in beside and "bitbybit" not in beside
     assert ("bitbybit", "1") in tables.specified()
+
+
+def test_a_training_of_no_epochs_is_kept_without_a_curve(tmp_path):
+    """Rows are all that a file holds, so that a series without values could not be read back."""
+    path = tmp_path / "observations.parquet"
+    observations.save(path, {"training/loss": Series(np.asarray([]), "layers"), "a": Series(np.ones(2), "model")}, {})
+    assert set(observations.load(path).series) == {"a"}

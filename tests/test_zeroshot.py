@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -58,6 +59,10 @@ FILES = {
     "boolq.jsonl": [
         {"query": "Passage: Tin is a metal.\nQuestion: is tin a metal?", "choices": ["no", "yes"], "gold": 1},
         {"query": "Passage: A\nQuestion: B?\nQuestion: is tin tin?", "choices": ["no", "yes"], "gold": 0},
+    ],
+    "math_qa.jsonl": [
+        {"query": "Question: 2 and 2 ?\nA. 4\nB. 5 %\nC. none\nD. 1,0\nAnswer: ", "choices": [*"ABCD"], "gold": 0},
+        {"query": "Question: a\nor b ?\nA. a\nB. b\nC. c d\nD. 2\nAnswer: ", "choices": [*"ABCD"], "gold": 3},
     ],
     "raw/lambada_test.jsonl": [{"text": "He had a dog.\n\n“Come,” he said to the dog"}, {"text": "a b c"}],
 }
@@ -152,6 +157,10 @@ def by_hand(task: str, data: Path) -> list[tuple[list[tuple[str, str]], int | No
         for r in records(folder / "boolq.jsonl"):
             prompt = r["query"].removeprefix("Passage: ") + "\nAnswer:"
             items.append(([(prompt, " no"), (prompt, " yes")], r["gold"]))
+    elif task == "mathqa-4":
+        for r in records(folder / "math_qa.jsonl"):
+            question, *texts = re.split(r"\n[A-D]\. ", r["query"].removesuffix("\nAnswer: "))
+            items.append(([(f"{question}\nAnswer:", f" {text}") for text in texts], r["gold"]))
     elif task == "lambada_openai":
         for r in records(folder / "raw/lambada_test.jsonl"):
             head, _, last = r["text"].rpartition(" ")

@@ -13,6 +13,8 @@ A kind is a module with
     limits(ask)              optional: the least and the greatest value that there can be, where intervals end
     status(ask, full)        optional: `floor` or `ok`, from the series of full precision
     JOBLESS                  optional: it takes no job, and is live everywhere
+    FULL_FIRST               optional: a recipe is run only where the status of full precision is not `floor`
+    lacking(ask)             optional: why it cannot be measured here; empty if it can
     run(job, found, folder, origin), OUTPUTS     where the kind has a job of its own
     quantity(ask), several(ask), origin(asks)    instead of all but Ask, where results are the kind's own (kernel times)
 """
@@ -21,9 +23,13 @@ from types import ModuleType
 
 from repro.cells import (
     agreement,
+    block_error,
     by_error,
+    curve,
     decode,
     derived,
+    exam,
+    histogram,
     kernel_time,
     llamacpp,
     perplexity,
@@ -33,6 +39,7 @@ from repro.cells import (
     similarity,
     sparsity,
     storage,
+    surface,
     token_class,
     training,
     zeroshot,
@@ -42,6 +49,7 @@ KINDS: dict[str, ModuleType] = {
     "perplexity": perplexity,
     "llamacpp": llamacpp,
     "zeroshot": zeroshot,
+    "exam": exam,
     "storage": storage,
     "placement": placement,
     "sensitivity": sensitivity,
@@ -51,6 +59,10 @@ KINDS: dict[str, ModuleType] = {
     "by_error": by_error,
     "token_class": token_class,
     "training": training,
+    "curve": curve,
+    "block_error": block_error,
+    "histogram": histogram,
+    "surface": surface,
     "setting": setting,
     "derived": derived,
     "kernel_time": kernel_time,

@@ -15,7 +15,7 @@ from repro.cells import KINDS
 from repro.data import corpora
 from repro.errors import Refused, UserError, logged, shortened, unknown
 from repro.files import atomic, write_text
-from repro.jobs import compress, requests, tokens
+from repro.jobs import compress, questions, requests, tokens
 from repro.jobs.job import Job, distinct, from_json
 from repro.record import observations, provenance
 from repro.record.provenance import units_hash
@@ -24,6 +24,7 @@ from repro.spec.recipe import STEPS
 JOBS: dict[str, ModuleType] = {
     "tokens": tokens,
     "requests": requests,
+    "questions": questions,
     "compress": compress,
     **{name: kind for name, kind in KINDS.items() if hasattr(kind, "run")},
 }

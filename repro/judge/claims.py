@@ -230,7 +230,7 @@ def _case(
             f"claim {claim.claim}: {shortened(quantity)!r} of the printed cells is {printed}, no finite number"
         )
     case = Case(str(keys["model"]), claim.holds.format(**keys), printed)
-    missing = [m for m in here.values() if m.status not in MEASURED]
+    missing = [m for m in here.values() if m.status not in MEASURED or (m.value is None and not m.live)]
     if missing:
         return replace(case, missing=missing[0].status)
     own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})

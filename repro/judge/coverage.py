@@ -79,8 +79,8 @@ def coverage(flow: Workflow) -> list[Line]:
             due = [cell for cell in flow.cells(paper, number) if cell.printed not in NOTHING]
             lines.append(_line(flow, paper, "table", number, due, [cell.model for cell in due]))
         for drawn in papers.data_figures(paper):
-            has_spec = figures.path_of(paper, drawn.number).is_file()
-            due = flow.cells(paper, drawn.number, "figure") if has_spec else []
+            parts = [n for n in (drawn.number, *drawn.parts) if figures.path_of(paper, n).is_file()]
+            due = [cell for number in parts for cell in flow.cells(paper, number, "figure")]
             lines.append(_line(flow, paper, "figure", drawn.number, due, _models(drawn)))
     return lines
 

@@ -37,12 +37,16 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
         return arithmetic(cell, blank) or replace(blank, status="no_stand_in")
     if not flow.is_measured(cell):
         return blank
+    if flow.held_back(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
+        facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
+        return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
     if (flow.is_live(cell) or hasattr(KINDS[cell.measure], "JOBLESS")) and flow.jobs(cell):
         return live(flow, cell)
     if found := recorded.find(flow, cell):
         return found
     why = "does not measure it" if flow.is_live(cell) else "takes it from accepted results, and there is none"
-    return replace(blank, note=f"scale {flow.scale.name} {why}")
+    lacking = getattr(KINDS[cell.measure], "lacking", lambda ask: "")(cell.ask)
+    return replace(blank, note=lacking or f"scale {flow.scale.name} {why}")
 
 
 def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
@@ -138,6 +142,9 @@ def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
     """
     found: list[Job] = []
     for cell in filter(flow.is_measured, cells):
+        full = flow.full_precision(cell)
+        if flow.held_back(cell) and one(flow, full).status != "ok":
+            cell = full
         if not recorded.stands(flow, cell):
             parts = [part for part in flow.parts(cell).values() if not recorded.stands(flow, part)]
             found += [job for part in parts or [cell] for job in jobs_behind(flow, part)]

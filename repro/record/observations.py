@@ -106,7 +106,7 @@ def origin(job: Job, units: Mapping[str, str], found: Mapping[str, Path] | None 
 def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> None:
     """Write series and metadata, whole or not at all; the job's other results lie beside `path` already.
 
-    The metadata gets `made`, the digests of these results, and `checksum`.
+    The metadata gets `made`, the digests of these results, and `checksum`. A series without values is left out.
 
     Raises:
         UserError: a value that is not finite.
@@ -114,6 +114,7 @@ def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> N
     for name, one in series.items():
         if not np.isfinite(one.values).all():
             raise UserError(f"{path}: {name} has values that are not finite; a result without a number is a status")
+    series = {name: one for name, one in series.items() if len(one.values)}  # rows are all that a file holds
     made = {other.name: sha256(other)[:16] for other in sorted(path.parent.glob("*.safetensors"))}
     meta = {**meta, "made": json.dumps(made)}
     table = to_table(series).replace_schema_metadata({**meta, "checksum": checksum(series, meta)})

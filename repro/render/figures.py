@@ -13,7 +13,7 @@ from repro.record import measure
 from repro.record.measurement import SHOWN, Measurement, text
 from repro.render import content, plot, tables
 from repro.spec import figures
-from repro.spec.cell import Cell, Place
+from repro.spec.cell import Cell, Place, is_printed
 from repro.spec.figures import FigureSpec
 from repro.spec.tables import FOLDERS
 from repro.spec.workflow import Workflow, canonical
@@ -22,7 +22,7 @@ Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, 
 Panels = dict[str, dict[str, Points]]  # by model and series
 Drawn = tuple[Panels, dict[Place, Measurement], str]
 PLOTS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (plot.lines, plot.scatter, plot.loglog, plot.bars, plot.roofline)
+    f.__name__: f for f in (plot.lines, plot.scatter, plot.semilog, plot.loglog, plot.surface, plot.bars, plot.roofline)
 }
 
 
@@ -70,7 +70,7 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
     extra: dict[str, Any] = {"marked": marked} if spec.plot == "bars" else {}
     if spec.levels:
         extra["levels"] = {m.row: m.value for m in found.values() if m.metric == "level" and m.value is not None}
-    what = f"Figure {number}" if number.isdecimal() else number
+    what = f"Figure {number}" if is_printed("figure", number) else number
     at = f". Scale {flow.scale.name}" * (paper not in FOLDERS)
     title = f"{paper}, {what}: {spec.title}{at}"
     for path in paths:

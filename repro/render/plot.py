@@ -41,8 +41,9 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 
 def lines(
-    panels: Panels, title: str, x: str, y: str, path: Path, joined: bool = True, small: float | None = None
-) -> None:
+    panels: Panels, title: str, x: str, y: str, path: Path, joined: bool = True, small: float | None = None,
+    wide_range: bool = False,
+) -> None:  # fmt: skip
     """One panel a model, one line with markers a series, with intervals where there are any; the legend names all.
 
     Args:
@@ -53,6 +54,7 @@ def lines(
         path: of the SVG or PDF.
         joined: draw lines between the points of a series.
         small: make both axes logarithmic, y linear below this.
+        wide_range: make the x axis logarithmic.
     """
     series = list(dict.fromkeys(name for panel in panels.values() for name in panel))
     wide = min(3, max(1, len(panels)))
@@ -72,8 +74,9 @@ def lines(
                 axis.errorbar(at, height, ends, linewidth=0.9 if joined else 0, elinewidth=0.9, capsize=2, **style)
             if not any(panel.values()):
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.4")
-            if small:
+            if small or wide_range:
                 axis.set_xscale("log")
+            if small:
                 axis.set_yscale("symlog", linthresh=small)
             axis.set_title(model, fontsize=8)
             axis.set_xlabel(x)
@@ -100,11 +103,58 @@ def loglog(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
     lines(panels, title, x, y, path, joined=False, small=1e-4)
 
 
+def semilog(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
+    """As `lines`, x on a logarithmic axis."""
+    lines(panels, title, x, y, path, wide_range=True)
+
+
+def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
+    """Maps of a square grid, a row a panel and a column a series, on one colour scale a panel, over the middle's value.
+
+    Args:
+        panels: of series to points, whose second numbers are the grid row by row.
+        title, x, y, path: as of `lines`; both axes go from -1 to 1.
+    """
+    series = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    maps = {
+        (model, name): np.array([point[1] for point in points])
+        for model, panel in panels.items()
+        for name, points in panel.items()
+        if points
+    }
+    if not maps:
+        return nothing(f"{title}: not measured", path)
+    with plt.rc_context(STYLE | {"axes.grid": False}):
+        shape = max(1, len(panels)), max(1, len(series))
+        figure, axes = plt.subplots(*shape, figsize=(2.1 * shape[1] + 0.8, 2.0 * shape[0] + 0.9), squeeze=False)
+        for row, model in zip(axes, panels):
+            mine = {name: maps[model, name] for name in series if (model, name) in maps}
+            over = {name: losses - losses[len(losses) // 2] for name, losses in mine.items()}
+            low, high = (end(map(end, over.values()), default=0.0) for end in (min, max))
+            for axis, name in zip(row, series):
+                axis.set_title(name, fontsize=8)
+                if name not in over:
+                    axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.4")
+                    continue
+                side = round(len(over[name]) ** 0.5)
+                places = np.linspace(-1, 1, side)
+                square = over[name].reshape(side, side)
+                shown = axis.pcolormesh(places, places, square, vmin=low, vmax=high, shading="nearest", cmap="viridis")
+                axis.contour(places, places, square, levels=8, colors="white", linewidths=0.5)
+                axis.set_aspect("equal")
+                axis.set_xlabel(x)
+            row[0].set_ylabel(f"{model}\n{y}", fontsize=7)
+            if over:
+                figure.colorbar(shown, ax=list(row), shrink=0.9)
+        figure.suptitle(textwrap.fill(title, int(34 * shape[1])), fontsize=9)
+        save(figure, path)
+
+
 def nothing(text: str, path: Path) -> None:
     """A figure that says why it is empty."""
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(4.6, 1.2))
-        axis.text(0.5, 0.5, text, ha="center", va="center", color="0.4")
+        axis.text(0.5, 0.5, textwrap.fill(text, 60), ha="center", va="center", color="0.4")
         axis.set_axis_off()
         save(figure, path)
 

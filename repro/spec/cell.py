@@ -1,5 +1,6 @@
 """A cell: one row, column, model and metric of a table or figure, what was printed there, what would measure it."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,12 @@ class Cell:
 
 def table_name(paper: str, kind: str, number: str) -> str:
     """The name that a user types for a table, figure or spec of our own."""
-    return f"{paper}/{kind if number.isdecimal() else ''}{number}".removeprefix("/")
+    return f"{paper}/{kind if is_printed(kind, number) else ''}{number}".removeprefix("/")
+
+
+def is_printed(kind: str, number: str) -> bool:
+    """Whether a number is a printed table's or figure's; a figure's part has a letter behind it (`2c`)."""
+    return number.isdecimal() or (kind == "figure" and re.fullmatch("[0-9]+[a-h]", number) is not None)
 
 
 def check_seeds(seeds: tuple[int, ...]) -> None:

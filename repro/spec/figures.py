@@ -20,7 +20,7 @@ from repro.errors import UserError, shortened, unknown
 from repro.files import HOME
 from repro.spec import tables
 from repro.spec.cell import Cell, check_seeds, table_name
-from repro.spec.templates import fill_in
+from repro.spec.templates import bound, fill_in
 from repro.strict import build, load_yaml
 
 LEADERBOARD = "leaderboard"  # drawn from the cells of tables/table2, without a spec
@@ -40,6 +40,7 @@ class FigureSpec:
         across: what is measured on the x axis where that is no variable.
         levels: label to what is measured for a line across the plot, such as a ceiling.
         plot: how it is drawn, a key of `repro.render.figures.PLOTS`.
+        choice: as of a table: the spec whose chosen rows give variables to recipes.
         table: instead of series, models and measure: the table whose rows are the series.
         metrics: its metrics on the x and on the y axis.
         printed: what the paper prints about the figure in words or numbers, in our own words.
@@ -57,6 +58,7 @@ class FigureSpec:
     points: Literal["value", "units"] = "value"
     over: dict[str, tuple[tables.Value, ...]] = field(default_factory=dict)
     plot: str = "lines"
+    choice: str = ""
     seeds: tuple[int, ...] = (0,)
     printed: str = ""
     table: str = ""
@@ -85,8 +87,9 @@ def path_of(paper: str, number: str) -> Path:
 
 
 def specified() -> list[tuple[str, str]]:
-    """Paper and number of every figure that has a spec, then folder and name of those that are no printed one's."""
-    printed = [(p, f.number) for p in papers.PAPERS for f in papers.data_figures(p) if path_of(p, f.number).is_file()]
+    """Paper and number of every figure, or part of one, that has a spec, then folder and name of those of our own."""
+    known = [(p, number) for p in papers.PAPERS for f in papers.data_figures(p) for number in (f.number, *f.parts)]
+    printed = [both for both in known if path_of(*both).is_file()]
     own = [(f, p) for f in (*papers.PAPERS, *tables.FOLDERS) for p in sorted((HOME / "figures" / f).glob("*.yaml"))]
     return printed + [(folder, path.stem) for folder, path in own if not path.stem.startswith("figure")]
 
@@ -138,8 +141,13 @@ def cells(paper: str, number: str) -> list[Cell]:
                 raise UserError(f"{where}: {unknown(f'metric of {spec.table}', metric, known)}")
         return [cell for cell in found if cell.metric in spec.metrics]
 
-    def cell(metric: str, measure: Mapping[str, Any], label: str, step: object, values: tables.Variables) -> Cell:
-        bare = Cell(paper, "figure", number, label, str(step), str(values["model"]), metric)
+    choice = tables.choice_of(spec.choice)
+
+    def cell(metric: str, measure: Mapping[str, Any], label: str, step: object, given: tables.Variables) -> Cell:
+        bare = Cell(paper, "figure", number, label, str(step), str(given["model"]), metric)
+        values = bound(given, spec.recipe, choice)
+        if values is None:
+            return bare
         made = fill_in(bare, spec.recipe, values, measure, spec.seeds, where)
         return replace(made, unit=made.ask.unit)
 

@@ -26,12 +26,12 @@ from repro.spec import scale
 from repro.spec.cell import Cell, check_seeds, table_name
 from repro.spec.claims import ClaimSpec, HeadlineSpec
 from repro.spec.templates import (
-    NAMED,
     Labels,
     Value,
     Variables,
     ask,
     bind,
+    bound,
     check_pattern,
     fill_in,
     measures,
@@ -49,7 +49,7 @@ class Spec:
 
     Attributes:
         rows: label or pattern to a recipe, or to variables of the templates.
-        columns: likewise; none is every printed column.
+        columns: likewise; none is every printed column. Of a question of our own, `share 1/4` of `over` to variables.
         recipe: template of the recipe over the variables of row, column and model.
         of_models: further variables by the paper's model, such as a rank.
         extra: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
@@ -251,31 +251,24 @@ def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
         beside.setdefault((row, c.model), made)
         return made
 
-    choice = _choice(spec)
-
-    def bound(values: Variables) -> Variables | None:
-        """The variables with those that the recipe takes from the choice; None where one is not chosen yet."""
-        named = {*NAMED.findall(f"{values.get('recipe')} {spec.recipe}")} - {"recipe"}
-        values = {name: choice[name] for name in named & choice.keys()} | values
-        return None if None in values.values() else values
-
+    choice = choice_of(spec.choice)
     for c in printed:
         values = variables(spec.rows, c.row)
-        yield cell(c.row, c, None if values is None else bound(values), c.value)
+        yield cell(c.row, c, None if values is None else bound(values, spec.recipe, choice), c.value)
     for label in spec.extra:
         given = spec.extra[label] if isinstance(spec.extra, dict) else label
-        values = bound({"recipe": given} if isinstance(given, str) else dict(given))
+        values = bound({"recipe": given} if isinstance(given, str) else dict(given), spec.recipe, choice)
         for c in {(c.col, c.model, c.metric): c for c in printed}.values():
             yield cell(label, c, values, "")
     for made in list(beside.values()):
         yield from _beside(made, spec, where)
 
 
-def _choice(spec: Spec) -> dict[str, Value | None]:
-    """The variables of the rows that the spec's `choice` has chosen; None each until a row that has it is."""
-    if not spec.choice:
+def choice_of(name: str) -> dict[str, Value | None]:
+    """The variables of the rows that a spec has chosen; None each until a row that has it is. Of no spec none."""
+    if not name:
         return {}
-    other = table(*split(spec.choice))
+    other = table(*split(name))
     rows = {label: variables(other.rows, label) or {} for label in other.rows}
     known = {name: value for label in other.answers for name, value in rows[label].items()}
     return {name: known.get(name) for row in rows.values() for name in row}
@@ -283,14 +276,18 @@ def _choice(spec: Spec) -> dict[str, Value | None]:
 
 def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
     where = str(path_of(paper, name).relative_to(HOME))
-    points = [dict(zip(spec.over, values)) for values in product(*spec.over.values())]
+    points, choice = [dict(zip(spec.over, values)) for values in product(*spec.over.values())], choice_of(spec.choice)
     for model, row, point in product(spec.models, spec.rows, points):
-        values = spec.of_models.get(model, {}) | (variables(spec.rows, row) or {}) | point
         col = ", ".join(f"{key} {plain(value)}" for key, value in point.items())
+        more = point | (variables(spec.columns, col) or {})
+        values = bound(spec.of_models.get(model, {}) | (variables(spec.rows, row) or {}) | more, spec.recipe, choice)
+        made = []
         for metric, measure in spec.measure.items():
             bare = Cell(paper, "table", name, row, col, model, metric, unit=str(measure.get("unit", "")))
-            yield (made := fill_in(bare, spec.recipe, values, measure, spec.seeds_of(row), where))
-        yield from _beside(made, spec, where)
+            args = (spec.recipe, values, measure, spec.seeds_of(row), where)
+            made.append(bare if values is None else fill_in(bare, *args))
+        yield from made
+        yield from _beside(made[-1], spec, where) if values is not None else ()
 
 
 def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:

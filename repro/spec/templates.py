@@ -54,6 +54,13 @@ def variables(labels: Labels, printed: str) -> Variables | None:
     return None
 
 
+def bound(values: Variables, template: str, choice: Mapping[str, Value | None]) -> Variables | None:
+    """The variables with those of a choice that the recipe or its template names; None where one is not chosen yet."""
+    named = {*NAMED.findall(f"{values.get('recipe')} {template}")} - {"recipe"}
+    values = {name: choice[name] for name in named & choice.keys()} | values
+    return None if None in values.values() else values
+
+
 def fill(template: Any, values: Mapping[str, Any], where: str) -> Any:
     """`{name}`s of a text, or of every text in lists and mappings, filled in: a value alone keeps its type, within a
     text numbers are as YAML writes them.

@@ -96,6 +96,17 @@ class Workflow:
         """The same measure of the stand-in without any step."""
         return replace(cell, recipe="fp16", row="", printed="", seeds=(0,))
 
+    def held_back(self, cell: Cell) -> bool:
+        """Whether a cell is not run before full precision of the same measure is built here, above chance."""
+        module, full = KINDS.get(cell.measure), self.full_precision(cell)
+        if not getattr(module, "FULL_FIRST", False) or cell.recipe == full.recipe or not self.is_measured(cell):
+            return False
+        try:
+            found = self.quantity(full)
+        except UserError:  # damaged, or refused
+            found = None
+        return found is None or module.status(cell.ask, found.seeds[0]) == "floor"
+
     def parts(self, cell: Cell) -> dict[str, Cell]:
         """The cells that a derived one is arithmetic over, `NAME` in the place `METRIC: NAME`; empty for all others."""
         module = KINDS.get(cell.measure)
@@ -169,7 +180,8 @@ class Workflow:
         wanted: list[Job] = []
         for cell in cells:
             if self.is_measured(cell) and (self.is_recorded(cell) if recorded else self.is_live(cell)):
-                both = [cell] if self.parts(cell) else [cell, self.full_precision(cell)]
+                full = self.full_precision(cell)
+                both = [cell] if self.parts(cell) else [full] if self.held_back(cell) else [cell, full]
                 wanted += [job for one in both for each in self.jobs(one) for job in each.values()]
         return distinct(wanted)
 
