@@ -6,6 +6,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,7 +113,7 @@ def build(cls: type[T], data: Any, where: str) -> T:
     for key in data:
         if key not in fields:
             raise UserError(f"{where}: {unknown('key', key, fields)}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     values = {}
     for name, field in fields.items():
         if name in data:
@@ -123,6 +124,11 @@ def build(cls: type[T], data: Any, where: str) -> T:
         return cls(**values)
     except UserError as error:  # what the dataclass itself checks
         raise UserError(f"{where}: {error}") from None
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:

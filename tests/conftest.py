@@ -1,6 +1,7 @@
 """What several test files share: one thread, the data mirror where there is one, and a tiny random Llama."""
 
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -8,15 +9,26 @@ from dag import built, source  # noqa: F401
 from tiny_results import house, tiny_jobs  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from repro import models
 from repro.files import ROOT
 
 torch.set_num_threads(1)
-LONGEST = ("test_interrupt.py", "test_workflow.py", "test_package.py", "test_pool.py", "test_toy_kind.py")
+LONGEST = (  # of these only the first needs the build that workers share at once; the longest first
+    "test_workflow.py", "test_w4a16_gemm.py", "test_interrupt.py", "test_wna16_gemv.py", "test_kernels_triton.py",
+    "test_accept.py", "test_engine_sparse.py", "test_spinquant.py", "test_bad_input.py", "test_toy_kind.py",
+    "test_pool.py", "test_attest.py", "test_coverage.py", "test_package.py", "test_page.py", "test_plan_verify.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
-    """The files of whole builds come first: a worker that got one last would be waited for."""
+    """The longest files come first: a worker that got one last would be waited for."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+@pytest.fixture
+def pocket_models_stay(monkeypatch):
+    """For tests that ask for the jobs of thousands of cells: the models' tokenizers are hashed once."""
+    monkeypatch.setattr(models, "tokenizer_key", cache(models.tokenizer_key))
 
 
 @pytest.fixture

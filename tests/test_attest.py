@@ -283,7 +283,7 @@ def edited(tmp_path_factory):
     (place / "config" / "tasks.yaml").write_text(json.dumps(tasks))
     words = [["run", "spear/table1"], ["table", "spear/table1"], ["accept", dag.TARGET]]
     script = f"from repro.__main__ import main; print([main(words) for words in {words}])"
-    done = dag.run([sys.executable, "-c", script], place, place, REPRO_COMMIT=COMMIT)
+    done = dag.quick([sys.executable, "-c", script], place, place, REPRO_COMMIT=COMMIT)
     assert done.out.endswith("[0, 0, 0]\n"), done.text
     shutil.rmtree(place / "build")
     return place
@@ -297,7 +297,7 @@ def at_first(edited):
 
 def standing(place):
     """Every accepted row as a table shows it today, and the ids of all jobs of a scale with zero-shot tasks."""
-    done = dag.run([sys.executable, "-c", STANDING], place, place)
+    done = dag.quick([sys.executable, "-c", STANDING], place, place)
     assert done.code == 0, done.text
     return json.loads(done.out)
 
@@ -344,7 +344,7 @@ def test_comments_moved_files_and_new_entries_change_nothing(edited, at_first):
 def test_a_renamed_variable_is_carried_forward(edited, at_first):
     grid = edited / "baselines" / "grid.py"
     grid.write_text(re.sub(r"\bgroups\b", "parts", grid.read_text()))
-    done = dag.run(dag.repro("attest", "--cells", 1), edited, edited, REPRO_COMMIT="abcdef0123")
+    done = dag.quick(dag.repro("attest", "--cells", 1), edited, edited, REPRO_COMMIT="abcdef0123")
     assert "2 accepted rows stand; 2 accepted rows were made by other code\n" in done.out, done.text
     assert done.code == 0 and "2 of 2 groups attested" in done.out, done.text
     carried = standing(edited)["rows"]

@@ -26,7 +26,7 @@ def flow():
 
 
 @pytest.fixture
-def at(flow, monkeypatch):
+def at(flow, monkeypatch, pocket_models_stay):
     """`coverage` of scale pocket with the given accepted rows, and rows that the jobs of their cells would give."""
 
     def lines(recorded=(), live=(), on=flow, only=("spear",)):

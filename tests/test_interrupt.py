@@ -94,7 +94,7 @@ def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
     try:
         wait_for(lambda: locked(place), first, place)
         found = psutil.Process(first.pid).children(recursive=True)
-        second = dag.run(MAKE, place, built.twin)
+        second = dag.quick(MAKE, place, built.twin)
         assert second.code == 2
         assert second.err.strip() == f"error: {place}: {ANOTHER}; wait until it ends"
         assert first.poll() is None and locked(place)
@@ -104,7 +104,7 @@ def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
                 one.suspend()
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-        third = dag.run(MAKE, place, built.twin)
+        third = dag.quick(MAKE, place, built.twin)
         assert third.code == 2 and ANOTHER in third.err
     finally:
         for one in found:
@@ -120,7 +120,7 @@ def test_a_snakemake_that_a_user_started_is_a_build_too(built, tmp_path):
     first = dag.start(dag.snakemake(built.twin, dag.TARGET), place, built.twin, place / "log")
     try:
         wait_for(lambda: locked(place), first, place)
-        second = dag.run(MAKE, place, built.twin)
+        second = dag.quick(MAKE, place, built.twin)
         assert second.code == 2 and ANOTHER in second.err
     finally:
         dag.kill(first)

@@ -80,10 +80,10 @@ def test_an_installed_package_works_elsewhere(tmp_path):
     assert (
         "spear/table1, spear/table2, " in listed.out and "spear/figure13" in listed.out and "pocket-full" in listed.out
     )
-    covered = dag.run(dag.repro("coverage"), elsewhere, target, SCALE="")
+    covered = dag.quick(dag.repro("coverage"), elsewhere, target, SCALE="")
     assert covered.code == 0 and "of 45 tables and" in covered.out, covered.text
     for verb in (["coverage", "--scale", "nope"], ["show", "spear/table1"]):
-        refused = dag.run(dag.repro(*verb), elsewhere, target, SCALE="")
+        refused = dag.quick(dag.repro(*verb), elsewhere, target, SCALE="")
         assert refused.code == 2 and refused.err.startswith("error: ") and "Traceback" not in refused.err
 
 

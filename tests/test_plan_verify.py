@@ -146,7 +146,7 @@ def dry_run(*lines):
     return "Building DAG of jobs...\n" + "".join(f"rule x:\n    jobid: 1\n    wildcards: {line}\n" for line in lines)
 
 
-def test_the_jobs_are_those_of_the_dry_run(dry):
+def test_the_jobs_are_those_of_the_dry_run(dry, pocket_models_stay):
     flow = Workflow(dataclasses.replace(POCKET, threads=2), recorded=False)
     every = flow.every_job(flow.table_cells("spear/table1"))
     kinds = {one.kind: one for one in every}
@@ -169,7 +169,7 @@ def test_what_snakemake_refuses_is_one_sentence(dry):
         plan.to_do(flow, ["tables/spear/table1.tex"], [])
 
 
-def test_a_real_dry_run_wants_every_job(here):
+def test_a_real_dry_run_wants_every_job(here, pocket_models_stay):
     flow = Workflow(POCKET, recorded=False)
     found, written = plan.to_do(flow, ["tables/spear/table15.tex"], [])
     wanted = flow.every_job(flow.table_cells("spear/table15"))

@@ -404,10 +404,13 @@ def test_seeded_is_calibrated_or_has_a_seed(made):
     assert not parse("rtn-w4").seeded and not parse("fp16").seeded
 
 
-def test_registries_are_seen_live(made):
+def test_registries_are_seen_live(made, monkeypatch):
     assert STEPS["made"] is METHODS["made"] and "made" in list(STEPS)
     with pytest.raises(UserError, match="unknown step 'mode'.*made"):
         parse("mode")
+    assert parse("made").steps[0].module is METHODS["made"] and with_options("made", {}) == parse("made").name
+    monkeypatch.setitem(METHODS, "made", BASELINES["rtn"])  # under the same name, after it was read
+    assert parse("made").steps[0].module is BASELINES["rtn"]
 
 
 def test_no_name_is_in_both_registries():

@@ -128,10 +128,10 @@ def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
     assert drawn.groupby("series").size().to_dict() == {"FP16": 20, "RTN": int(small["n"])}
     assert (place / PLOT).stat().st_size > 1000
 
-    done = dag.run(dag.repro("accept", "tables/spear/toys.csv"), place, place)
+    done = dag.quick(dag.repro("accept", "tables/spear/toys.csv"), place, place)
     assert done.code == 0 and "4 rows into results/" in done.out, done.text
     (stored,) = place.glob("results/*/spear-toys.csv")
     kept = pd.read_csv(stored).set_index(["row", "metric"])
     assert kept["value"].to_dict() == frame["value"].to_dict()
-    done = dag.run(dag.repro("toy", dag.MODEL, "--recipe", "rtn-w4-pc", "--thousands"), place, place)
+    done = dag.quick(dag.repro("toy", dag.MODEL, "--recipe", "rtn-w4-pc", "--thousands"), place, place)
     assert done.code == 0 and done.out.split()[0] == f"{small['value'] / 1000:.7g}", done.text

@@ -42,10 +42,10 @@ SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT W
 
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
-def test_source_on_the_cpu(case, tmp_path, monkeypatch):
+def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: staged copies and their waits, swizzle, fragments, folds, ragged ends, clusters."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     packed = random_weight(rows, columns, bits, group, symmetric)
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
@@ -72,10 +72,10 @@ WGMMA_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; WGS MB K
 
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
-def test_wgmma_source_on_the_cpu(case, tmp_path, monkeypatch):
+def test_wgmma_source_on_the_cpu(case, monkeypatch):
     """Products of the tensor cores run as late as they may: a buffer that is written too early shows."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
     packed = random_weight(rows, columns, bits, group, symmetric)
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
     y = w4a16_gemm.launch_wgmma(x, packed, dict(zip(w4a16_gemm.WGMMA_CONSTANTS, numbers)))
@@ -86,9 +86,9 @@ def test_wgmma_source_on_the_cpu(case, tmp_path, monkeypatch):
 @pytest.mark.parametrize("bits, group, symmetric, dtype, rows, columns", [
     (4, 128, False, "float16", 40, 384), (2, 0, True, "bfloat16", 33, 301), (8, 64, False, "bfloat16", 16, 320),
 ])  # fmt: skip
-def test_dequantize_on_the_cpu(bits, group, symmetric, dtype, rows, columns, tmp_path, monkeypatch):
+def test_dequantize_on_the_cpu(bits, group, symmetric, dtype, rows, columns, monkeypatch):
     """The dense weight that the library multiplies with, also where a row ends inside eight columns."""
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
     packed = random_weight(rows, columns, bits, group, symmetric)
     want = packing.dequantize(packed).to(getattr(torch, dtype))
     assert torch.equal(dequantize.launch(packed, want.dtype), want)

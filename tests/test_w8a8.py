@@ -71,12 +71,12 @@ H200 = types.SimpleNamespace(shared_memory_per_block_optin=232448, major=9, mult
 
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
-def test_source_on_the_cpu(case, tmp_path, monkeypatch):
+def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: pieces and their stages, codes, fragments, sums in a cluster, ragged ends."""
     m, n, k, dtype, numbers = case
     device = types.SimpleNamespace(**vars(H200) | {"multi_processor_count": 9})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(tmp_path))
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
     inputs = w8a8_gemv.make_inputs({"M": m, "N": n, "K": k, "dtype": dtype, "seed": m})
     config = dict(zip(("warps", "segment", "stages", "cluster"), numbers))
     assert relative(w8a8_gemv.launch(*inputs, config), exact(*inputs)) < 5e-3

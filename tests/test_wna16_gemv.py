@@ -98,9 +98,9 @@ def test_arithmetic_of_the_fragments(bits, group, dtype):
         assert (emulate(x, packed) - want).norm() < 1e-6 * want.norm()
 
 
-def run_source(x, packed, config, folder, monkeypatch):
+def run_source(x, packed, config, monkeypatch):
     """The operator's own launch path, but the .cu file is compiled as C++ and runs on the CPU."""
-    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load(folder))
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
     monkeypatch.setattr(kernel, "unsupported", lambda device: None)
     kernel._plan.cache_clear()
     y = kernel.launch(x, packed, config)
@@ -133,17 +133,17 @@ def configurations_of_the_source():
 
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("case, dtype, config", configurations_of_the_source(), ids=str)
-def test_source_on_the_cpu(case, dtype, config, tmp_path, monkeypatch):
+def test_source_on_the_cpu(case, dtype, config, monkeypatch):
     """The .cu file itself: indices, copies and their waits, swizzles, chains, ragged ends, clusters."""
     x, packed = kernel.make_inputs(case, dtype=dtype)
-    y = run_source(x, packed, config | {"blocks": 1}, tmp_path, monkeypatch)
+    y = run_source(x, packed, config | {"blocks": 1}, monkeypatch)
     want = kernel.reference(x, packed)
     assert (y.float() - want).norm() < (1e-3 if dtype == torch.float16 else 4e-3) * want.norm()
 
 
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("scale", [1e-6, 1e5, 1e32])
-def test_bfloat16_that_float16_cannot_hold(scale, tmp_path, monkeypatch):
+def test_bfloat16_that_float16_cannot_hold(scale, monkeypatch):
     """One row of activations is computed as scaled float16: beyond its range, with outliers and zeros in a chunk."""
     case = {"rows": 40, "columns": 1024, "bits": 4, "group": 128, "symmetric": False, "seed": 0, "m": 1}
     x, packed = kernel.make_inputs(case, dtype=torch.bfloat16)
@@ -152,11 +152,11 @@ def test_bfloat16_that_float16_cannot_hold(scale, tmp_path, monkeypatch):
     x[:, 512:768] = 0
     x *= scale
     config = {"warps": 4, "tiles": 1, "chunk": 256, "stages": 1, "splits": 1, "blocks": 1}
-    y = run_source(x, packed, config, tmp_path, monkeypatch)
+    y = run_source(x, packed, config, monkeypatch)
     want = kernel.reference(x, packed)
     assert (y.double() - want.double()).norm() < 4e-3 * want.double().norm()
     x[0, 5] = float("nan")
-    assert run_source(x, packed, config, tmp_path, monkeypatch).isnan().all()
+    assert run_source(x, packed, config, monkeypatch).isnan().all()
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -139,7 +139,7 @@ def test_everything_is_planned(built):
 
 
 @pytest.mark.parametrize("name", scale.names())
-def test_every_scale_has_a_plan(name):
+def test_every_scale_has_a_plan(name, pocket_models_stay):
     flow = Workflow(scale.load(None, name), recorded=False)
     cells = flow.table_cells("table2")
     jobs = flow.every_job(cells)
@@ -152,7 +152,7 @@ def test_every_scale_has_a_plan(name):
 
 
 def test_the_report(built):
-    done = dag.run(dag.snakemake(built.place, "--report", "build/report.html", dag.TARGET), built.place, built.place)
+    done = dag.quick(dag.snakemake(built.place, "--report", "build/report.html", dag.TARGET), built.place, built.place)
     assert done.code == 0, done.text
     assert "table1.tex" in (built.place / "build" / "report.html").read_text()
 
@@ -162,13 +162,13 @@ def test_the_report(built):
 
 def test_one_key_by_config_and_a_file_by_configfile(built, tmp_path):
     dag.folder(tmp_path)
-    done = dag.run(dag.snakemake(built.place, "-n", "--config", "threads=2", "--", dag.TARGET), tmp_path, built.place)
+    done = dag.quick(dag.snakemake(built.place, "-n", "--config", "threads=2", "--", dag.TARGET), tmp_path, built.place)
     assert done.code == 0 and len(dag.jobs(done.text)) == 11, done.text
     threads = {line.strip() for line in done.text.splitlines() if "threads:" in line}
     assert threads == {"threads: 2"}
     (tmp_path / "mine.yaml").write_text("base: tiny\nname: mine\nabout: the same with fewer windows\n")
     words = dag.snakemake(built.place, "-n", "--configfile", "mine.yaml", "--", dag.TARGET)
-    done = dag.run(words, tmp_path, built.place)
+    done = dag.quick(words, tmp_path, built.place)
     assert done.code == 0 and len(dag.jobs(done.text)) == 11, done.text
 
 
@@ -182,17 +182,17 @@ def test_one_key_by_config_and_a_file_by_configfile(built, tmp_path):
 )
 def test_a_bad_scale_is_one_sentence(built, tmp_path, words, text, env, sentence):
     (tmp_path / "other.yaml").write_text(text)
-    make = dag.run(dag.repro("make", dag.TARGET, *words), tmp_path, built.place, **env)
+    make = dag.quick(dag.repro("make", dag.TARGET, *words), tmp_path, built.place, **env)
     assert make.code == 2 and make.err.strip().splitlines()[-1].startswith("error: "), make.text
     assert sentence in make.err.strip().splitlines()[-1]
-    raw = dag.run(dag.snakemake(built.place, "-n", *words, "--", dag.TARGET), tmp_path, built.place, **env)
+    raw = dag.quick(dag.snakemake(built.place, "-n", *words, "--", dag.TARGET), tmp_path, built.place, **env)
     assert raw.code == 1 and "Traceback" not in raw.text, raw.text
     (line,) = [line for line in raw.err.splitlines() if line.startswith("error: ")]
     assert sentence in line
 
 
 def test_a_bad_key_is_the_last_line_of_make(built, tmp_path):
-    done = dag.run(dag.repro("make", dag.TARGET, "--config", "thread=2"), tmp_path, built.place)
+    done = dag.quick(dag.repro("make", dag.TARGET, "--config", "thread=2"), tmp_path, built.place)
     assert done.code == 2 and "Traceback" not in done.text, done.text
     assert "unknown key 'thread'; did you mean 'threads'?" in done.err.strip().splitlines()[-1]
 
@@ -206,7 +206,7 @@ def test_a_failed_jobs_sentence_comes_last(built, tmp_path):
         shutil.copytree(built.place / name, place / name)
     config = {"base": "tiny", "name": "far", "about": "too far", "perplexity": {"length": 300}}
     (place / "far.yaml").write_text(yaml.safe_dump(config))
-    done = dag.run(dag.repro("make", dag.TARGET, "--configfile", "far.yaml", "--cores", 1), place, built.place)
+    done = dag.quick(dag.repro("make", dag.TARGET, "--configfile", "far.yaml", "--cores", 1), place, built.place)
     last = done.err.strip().splitlines()[-1]
     assert done.code == 2 and last.startswith("error: ") and "256" in last and "Traceback" not in done.err, done.text
     logs = [log.read_text() for log in (place / "build" / "logs" / "perplexity" / NAME).glob("*.txt")]
@@ -242,7 +242,7 @@ def test_the_example_of_the_readme(built):
             found = planned(built)
             assert [job.split()[0] for job in found] == ["make", "measure", "table"]
             assert all(f"/{NAME}/{name}-" in job for job in found[:2])
-            done = dag.run(dag.repro("make", dag.TARGET, "--cores", 2), built.place, built.place)
+            done = dag.quick(dag.repro("make", dag.TARGET, "--cores", 2), built.place, built.place)
             assert done.code == 0, done.text
     frame = pd.read_csv(built.place / dag.TARGET, dtype=str)
     own = frame[frame["recipe"].fillna("").str.startswith(f"{name}-")]

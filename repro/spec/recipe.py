@@ -36,6 +36,7 @@ SHORT = {"w": "bits", "a": "act_bits", "g": "group", "r": "rank"}
 WORDS = {"pc": ("group", 0), "sym": ("symmetric", True), "asym": ("symmetric", False)}
 ALWAYS = ("bits", "group")  # in every name, default or not: a table's reader looks for them first
 LONGEST, SLUG = 4000, 80
+_optioned: dict[tuple, str] = {}  # what `with_options` gave, by what it was asked
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def parse(text: str) -> Recipe:
     Raises:
         UserError: an unknown step or option, a value of the wrong type, or text that is not a recipe.
     """
-    return _parsed(str(text), tuple(STEPS.items()))
+    return _parsed(str(text), (*METHODS.items(), *BASELINES.items()))  # those of a ChainMap take ten times as long
 
 
 @cache
@@ -136,13 +137,15 @@ def with_options(text: str, options: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
         UserError: as `parse`, or an option that its step does not have.
     """
-    steps = []
-    for name, values in _read(str(text)):
-        more = options.get(name, {})
-        for key in more:
-            _check_option(name, key, key, str(text))
-        steps.append(_build(name, dict(more) | values, str(text)))
-    return " + ".join(_spell(step, step.given) for step in steps) or "fp16"
+    key = (str(text), repr(options), *METHODS.items(), *BASELINES.items())
+    if key not in _optioned:  # asked for by every change of a scale, thousands of times a table
+        steps = []
+        for name, values in _read(str(text)):
+            for option in (more := options.get(name, {})):
+                _check_option(name, option, option, str(text))
+            steps.append(_build(name, dict(more) | values, str(text)))
+        _optioned[key] = " + ".join(_spell(step, step.given) for step in steps) or "fp16"
+    return _optioned[key]
 
 
 def with_seed(recipe: Recipe, seed: int) -> Recipe:

@@ -1,0 +1,113 @@
+"""Runs `python -m …` and `python -c …` in forks of a process that has imported torch, transformers and Snakemake.
+
+As a script it is that process; `run` starts it once in a pytest process. It imports nothing of this project: each
+command is a process of its own with its own folder, environment and output, and imports the code that its PYTHONPATH
+names. Only the seconds of importing the libraries are shared, which are most of a short command.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+LIBRARIES = (
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto", "pandas", "scipy.stats",
+    "triton.language.extra.cuda.libdevice", "pyarrow.parquet", "safetensors.torch", "snakemake.api", "snakemake.cli",
+    "matplotlib.pyplot",
+)  # fmt: skip
+
+
+@cache
+def _server() -> subprocess.Popen:
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    server = subprocess.Popen([sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(server.communicate)  # closes its standard input, at which it ends
+    return server
+
+
+def run(words: Sequence[str], cwd: Path, env: Mapping[str, str], output: Path, timeout: float) -> int:
+    """The exit code of `python WORDS`, whose stdout and stderr go to the files `out` and `err` in the folder `output`.
+
+    Raises:
+        TimeoutError: it took longer than `timeout` seconds, and was killed.
+    """
+    asked = {"words": list(words), "cwd": str(cwd), "env": dict(env), "output": str(output), "timeout": timeout}
+    server = _server()
+    server.stdin.write(json.dumps(asked).encode() + b"\n")
+    server.stdin.flush()
+    code = json.loads(server.stdout.readline())
+    if code is None:
+        raise TimeoutError(f"{words} took longer than {timeout} seconds")
+    return code
+
+
+def serve() -> None:
+    """Fork for each line of standard input until it ends, and write the exit code of each."""
+    asking, telling, base = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w"), sys.path[1:]
+    os.dup2(2, 1)  # what libraries print
+    with contextlib.suppress(ImportError):  # triton is not everywhere
+        for name in LIBRARIES:
+            importlib.import_module(name)
+    assert "repro" not in sys.modules
+    gc.freeze()  # collections of a fork would copy the pages of all that was imported
+    for line in asking:
+        asked = json.loads(line)
+        if (pid := os.fork()) == 0:
+            asking.close()
+            os.close(telling.fileno())
+            os._exit(_fork(base, **asked))
+        done = select.select([watched := os.pidfd_open(pid)], [], [], asked["timeout"])[0]
+        os.close(watched)
+        if not done:
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps(code if done else None), file=telling, flush=True)
+
+
+def _fork(base: list[str], words: list[str], cwd: str, env: dict[str, str], output: str, timeout: float) -> int:
+    """What a fresh Python would do with its command line, to its exit code; tearing all modules down is left out."""
+    for to, name in enumerate((os.devnull, f"{output}/out", f"{output}/err")):
+        file = os.open(name, os.O_RDWR | os.O_CREAT)
+        os.dup2(file, to)
+        os.close(file)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
+    kind, what, *arguments = words
+    code: object = None
+    sys.path[:] = [cwd if kind == "-m" else "", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *base]
+    sys.argv = [kind, *arguments]
+    try:
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), vars(main))
+    except SystemExit as stop:
+        code = stop.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else int(code is not None)
+
+
+if __name__ == "__main__":
+    serve()
