@@ -101,5 +101,9 @@ def test_the_readme_counts_the_tables_that_are_measured():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = re.search(r"(\d+) of 45 tables, all SPEAR's \(([^)]*)\), and (\d+) more in part", text)
     assert (int(said[1]), int(said[3])) == (len(whole), len(partial))
+    cells = re.search(r"([\d,]+) of ([\d,]+) printed cells", text)
+    tables = [line for line in lines if line.kind == "table"]
+    wanted = (sum(line.measured for line in tables), sum(line.printed for line in tables))
+    assert tuple(int(number.replace(",", "")) for number in cells.groups()) == wanted
     spans = [re.split(" to ", span) for span in said[2].split(", ")]
     assert {str(n) for span in spans for n in range(int(span[0]), int(span[-1]) + 1)} == whole
