@@ -523,6 +523,14 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, layout):
     assert all(isinstance(weight, WideWeight) for weight in lm.weights.values())
 
 
+def test_channels_are_ranked_in_full_precision_whatever_blocks_compute_in(monkeypatch):
+    seen, true_channels = [], bitbybit.split_channels
+    noted = lambda model, *rest: seen.append(model.dtype) or true_channels(model, *rest)  # noqa: E731
+    monkeypatch.setattr(bitbybit, "split_channels", noted)
+    made(compute="bfloat16", epochs=0)
+    assert seen == [torch.float32]
+
+
 def test_training_beats_rounding():
     ids, errors = tiny.tokens(32, 24), []
     full = logits(tiny.model("llama"), ids)
