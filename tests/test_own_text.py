@@ -15,6 +15,7 @@ from repro import models
 from repro.__main__ import main
 from repro.baselines import e2e_qp
 from repro.data import corpora
+from repro.methods.spear.calibration import CACHE_BYTES
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel
 from repro.spec import recipe
@@ -319,6 +320,8 @@ def test_bytes_follow_where_hidden_states_live():
     steps = recipe.parse("bitbybit-w2a16").steps
     wide = estimate.estimate(steps, of, 4096, 2048, 4, "cuda").gpu
     assert wide - gpu == 4 * of.parameters, "two bytes more, and a copy in the dtype that training computes in"
+    sampled, read = bytes_of("bitdistiller"), bytes_of("bitdistiller-data=text")
+    assert sampled[0] > read[0] and sampled[0] >= 2 * CACHE_BYTES, "what a teacher samples has a cache and its copy"
     larger = estimate.estimate(recipe.parse("paretoq").steps, estimate.shape("pocket-10m"), 8192, 2048, 2, "cuda").gpu
     assert bytes_of("paretoq")[0] < larger < 2**33
 

@@ -19,6 +19,7 @@ from repro.train.end_to_end import LOGITS
 CONTEXT = 2**30  # bytes that CUDA and its libraries take of a process
 KEPT = 6  # float32 tensors of a weight's (or an input's) size that autograd holds for a fake quantizer
 LOSS = 10 * 4 * LOGITS  # bytes of logits and of what a loss makes of them, where a model is trained end to end
+SAMPLING = 2 * 2**32  # keys and values of what a teacher samples, and their longer copy (`CACHE_BYTES` of SPEAR's)
 TRAINED = 5.0  # passes that a training step is worth: forward, backward twice that, quantizer and optimizer (CPU: 5)
 
 
@@ -208,6 +209,7 @@ def estimate(
             held += 4 * trained * (4 + KEPT * found.students)  # two of a gradient, AdamW's two
             held += found.students * tokens * of.features * (of.blocks if found.whole else 1) * kept
             held += LOSS if found.whole else 0
+            held = max(held, SAMPLING) if getattr(step.config, "data", "") == "sampled" else held
         away = getattr(step.config, "place", "device") == "host"
         gpu, host = held + (0 if away else streams), of.parameters * itemsize + (streams if away else 0)
         if device == "cpu":
