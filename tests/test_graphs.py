@@ -49,5 +49,6 @@ def test_the_rate_is_the_one_that_was_set(device):
     graphs.set_rate(optimizer, 0.25)
     weight.grad = torch.tensor([1.0, -2.0, 3.0], device=device)
     optimizer.step()
-    assert weight.tolist() == pytest.approx([-0.25, 0.25, -0.25], rel=1e-5)  # 1 - 0.999 in float32 on a GPU
+    rel = 1e-6 if device == "cpu" else 1e-5  # a captured step has 1 - 0.999 in float32
+    assert weight.tolist() == pytest.approx([-0.25, 0.25, -0.25], rel=rel)
     assert {id(t) for t in graphs.changed(optimizer)} >= {id(weight)}
