@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,7 +76,7 @@ def work(job, found, folder, origin):
         case "hold":
             began = time.monotonic()
             time.sleep(0.2)
-            facts = [began, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), given["bytes"]]
+            facts = [began, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), given["bytes"], os.getpid()]
             (folder / "held.json").write_text(json.dumps(facts))
     print("said by", job.label)
     observations.save(folder / observations.FILE, {"x": Series(np.ones(3), "windows")}, origin)
@@ -189,6 +190,18 @@ def test_what_is_compressed_is_measured_at_once(job, capfd):
     assert ran == ["fake/first", "fake/score-first", "fake/second", "fake/score-second"]
 
 
+def test_a_worker_goes_on_with_the_steps_that_it_has_compiled(job):
+    """A training step takes 30 to 75 s to compile; two workers of two methods compile one each, not two."""
+    one, other = ("bitbybit",), ("paretoq",)
+    jobs = [job(f"{i}", "hold", bytes=0) for i in range(8)]
+    jobs = [replace(each, steps=other if i % 2 else one) for i, each in enumerate(jobs)]
+    assert pool.run_all(jobs, 2) == 0
+    ran = {each.steps: set() for each in jobs}
+    for each in jobs:
+        ran[each.steps] |= {json.loads((each.folder / "held.json").read_text())[-1]}
+    assert len(ran[one]) == len(ran[other]) == 1 and ran[one] != ran[other]
+
+
 def test_the_needs_of_a_file_of_results_have_its_turn(job, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(pool, "run_all", lambda jobs, *rest: seen.update(rest[-1]) or 0)
@@ -268,7 +281,7 @@ def holding(job, monkeypatch):
 
 def together(held, moment):
     """Bytes that are held at a moment."""
-    return [size for began, ended, _, size in held if began <= moment < ended]
+    return [size for began, ended, _, size, _ in held if began <= moment < ended]
 
 
 def test_side_by_side_run_only_jobs_whose_bytes_fit(holding):

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,13 +39,18 @@ from repro.spec.recipe import STEPS
 
 @dataclass
 class Worker:
-    """A process that runs one job after another, on one GPU where there are some; its job and the bytes of it there."""
+    """A process that runs one job after another, on one GPU where there are some; its job and the bytes of it there.
+
+    Attributes:
+        compiled: steps that it ran before, whose training steps it need not compile again (30 to 75 s each).
+    """
 
     process: BaseProcess
     pipe: Connection
     gpu: int
     job: Job | None = None
     held: int = 0
+    compiled: set[tuple[str, ...]] = field(default_factory=set)
 
 
 def run_all(
@@ -60,6 +65,7 @@ def run_all(
         minutes: start nothing after that many; 0 is no limit.
         turns: by a job's id, what is started first: of jobs that are ready those of the least number, and among them
             what nothing else needs, so that what is compressed is measured at once: a run that is cut leaves numbers.
+            Then steps that an idle worker ran before, steps that none ran, and the longest.
 
     Raises:
         UserError: fewer than one worker.
@@ -67,7 +73,6 @@ def run_all(
     if side_by_side < 1 or gpus < 0:
         raise UserError(f"run: {side_by_side} workers on {gpus} GPUs; at least one worker is needed")
     todo = {job.id: job for job in jobs if not runner.done(job)}
-    order = {job.id: place for place, job in enumerate(jobs)}
     needed_by = Counter(need.id for job in jobs for _, need in job.needs)
     for job in jobs:
         runner.code_file(job)  # older than the results, so that Snakemake takes them as they are
@@ -82,11 +87,13 @@ def run_all(
             missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
             ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
             ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
-            ready.sort(key=lambda job: (turns.get(job.id, 0), needed_by[job.id] > 0, -weight(job), order[job.id]))
-            for job in [] if late else ready:
-                if worker := _with_room(workers, declared[job.id], room):
-                    worker.job, worker.held = todo.pop(job.id), declared[job.id]
-                    worker.pipe.send(job)
+            key = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0) for job in ready}
+            while not late and (found := _next(workers, ready, key, declared, room)):
+                worker, job = found
+                ready.remove(job)
+                worker.job, worker.held = todo.pop(job.id), declared[job.id]
+                worker.compiled |= {job.steps}
+                worker.pipe.send(job)
             busy = [worker for worker in workers if worker.job]
             if not busy:
                 break
@@ -165,15 +172,27 @@ def _run(job: Job) -> tuple[float, str]:
     return seconds, problem
 
 
-def _with_room(workers: Sequence[Worker], needed: int, room: Mapping[int, int]) -> Worker | None:
-    """An idle worker on the GPU with the most room for a job's bytes; one on a GPU without jobs takes any."""
+def _next(
+    workers: Sequence[Worker], ready: Sequence[Job], key: Mapping[str, tuple], needed: Mapping[str, int],
+    room: Mapping[int, int],
+) -> tuple[Worker, Job] | None:  # fmt: skip
+    """What is started next, and where: a job that has room on the GPU of an idle worker, None if there is none."""
     held: Counter[int] = Counter()
     for worker in workers:
         held[worker.gpu] += worker.held
     idle = [worker for worker in workers if worker.job is None]
     left = {worker.gpu: room.get(worker.gpu, sys.maxsize) - held[worker.gpu] for worker in idle}
-    idle = [worker for worker in idle if needed <= left[worker.gpu] or not (needed and held[worker.gpu])]
-    return max(idle, key=lambda worker: left[worker.gpu], default=None)
+
+    def place(job: Job, worker: Worker) -> tuple:
+        known = job.steps in worker.compiled
+        new = not any(job.steps in other.compiled for other in workers)
+        return *key[job.id], not known, not new, -weight(job), bool(worker.compiled), -left[worker.gpu]
+
+    def fits(job: Job, worker: Worker) -> bool:  # a GPU without jobs takes any
+        return needed[job.id] <= left[worker.gpu] or not (needed[job.id] and held[worker.gpu])
+
+    pairs = [(worker, job) for job in ready for worker in idle if fits(job, worker)]
+    return min(pairs, key=lambda pair: place(pair[1], pair[0]), default=None)
 
 
 @contextlib.contextmanager
