@@ -5,7 +5,8 @@ The loss is a sum over widths r of the next-token loss under weights whose 8-bit
     L = Σ_r λ_r L(Ŵ_r),    Ŵ_r = s (2^(8-r) min(⌊q / 2^(8-r) + 1/2⌋, 2^r - 1) - z)
 
 so a slice takes the next lower bit to round half up, and saturates at the top, where Bit-by-Bit drops the bits. q, s
-and z are those of the min-max grid, fitted anew to every step's weights; rounding passes gradients straight through.
+and z are those of the min-max grid, fitted anew to every step's weights and constants of it. Rounding passes gradients
+straight through, and so does saturation (at 2 bits of the highest eighth of codes). Block linears alone are trained.
 
 What is stored is the master: `matquant + sliced-w2` reads it at 2 to 8 bits, also at those between the trained ones
 (the paper's interpolation). The loss is plain next-token loss; co-distillation and the OmniQuant variant are not here.
@@ -35,18 +36,18 @@ MASTER = 8
 
 @dataclass(frozen=True)
 class Config:
-    """The training; what is not given is that of the baselines that it is compared with.
+    """The training. "Ours" differs from the paper, whose models have 2B parameters and more, or is not known of it.
 
     Attributes:
-        group: columns that share a scale, 0 for one scale a row. Not given; that of Bit-by-Bit, so that the rows of
-            its Table 4 differ in training and slicing alone.
-        scale: how scales are stored. Not given; half precision, as the other baselines.
-        lambdas: λ_r by width: the widths that are trained, 8, 4 and 2 in the paper. Not given; equal until swept.
+        group: columns that share a scale, 0 for one scale a row. Ours: that of Bit-by-Bit, so that the rows of its
+            Table 4 differ in training and slicing alone.
+        scale: how scales are stored. Ours: half precision, as the other baselines.
+        lambdas: λ_r by width: the widths that are trained, 8, 4 and 2 in the paper. Ours: equal, as Bit-by-Bit's.
         lr, epochs, batch, tokens: learning rate of the weights, passes over the text, sequences in a step, tokens of
-            an epoch. Not given; ParetoQ's rate and batch, which trains on the same loss, and the tokens and epochs to
-            which Bit-by-Bit aligns its baselines (section 4.1).
-        max_norm: largest norm of the gradient. Not given; as in the other baselines.
-        compute: dtype of the decoder; what is trained is float32. Not given; that of the baselines.
+            an epoch, each counted once for all widths. Ours: ParetoQ's rate, which is swept, and batch, since it trains
+            on the same loss; tokens and epochs to which Bit-by-Bit aligns its baselines (section 4.1).
+        max_norm: largest norm of the gradient. Ours: as in the other baselines.
+        compute: dtype of the decoder; what is trained is float32. Ours: that of the baselines.
         seed: of the order of sequences.
     """
 

@@ -284,6 +284,7 @@ RECIPES = {
     "smoothquant-asym": ("takes no asym or clip",),
     "paretoq": ("trains on 16,777,216 tokens an epoch", "the calibration text has", "tokens="),
     "matquant": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
+    "group_qat": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
     "bitdistiller(data=text, g=16)": ("trains on 4,194,304 tokens an epoch", "the calibration text has", "tokens="),
     "bitdistiller(tokens=640, g=16)": ("a batch of 128 sequences from",),
     "rtn-w4-pc + sliced-w2": ("put one before it", "bitbybit-any_precision + sliced-w4"),

@@ -131,6 +131,46 @@ def test_every_mathqa_record_has_its_right_choice(mirror):
     assert min(counts) >= 4, "every letter is found"
 
 
+ANSWERS = [
+    (["punctuation:no_comma"], [{}], "No pause here", "Here, a pause"),
+    (["detectable_format:json_format"], [{}], '```json\n{"a": 1}\n```', "a: 1"),
+    (["change_case:english_lowercase"], [{}], "this is a small answer in english", "This is an answer in English"),
+    (["startend:quotation"], [{}], '"quoted"', "not quoted"),
+    (["keywords:existence"], [{"keywords": ["park", "lake"]}], "A park and a lake.", "A park."),
+    (["keywords:forbidden_words"], [{"forbidden_words": ["park"]}], "A lake.", "A park."),
+    (["length_constraints:number_words"], [{"num_words": 4, "relation": "at least"}], "one two three four", "one"),
+    (["punctuation:no_comma", "startend:quotation"], [{}, {}], '"both"', '"one, of two"'),
+]
+
+
+def test_ifeval_judges_generated_answers_by_lm_evals_own_checkers(monkeypatch):
+    """All instructions of an item, strictly; in the second place what chance gives: each answer to the next item."""
+    for package in generated.PACKAGES["instructions"]:
+        pytest.importorskip(package, reason="lm-eval's checkers of IFEval are the extra `ifeval`")
+    import nltk
+
+    monkeypatch.setattr(nltk, "download", lambda *names, **words: False)  # no test asks the network
+    items = [
+        {"key": i, "prompt": "Write.", "instruction_id_list": names, "kwargs": given}
+        for i, (names, given, _, _) in enumerate(ANSWERS)
+    ]
+    right, dealt = generated.graded("ifeval", [good for *_, good, _ in ANSWERS], items)
+    assert right.tolist() == [1.0] * len(items) and 0 < dealt.mean() < 1
+    wrong, _ = generated.graded("ifeval", [bad for *_, bad in ANSWERS], items)
+    assert wrong.tolist() == [0.0] * len(items)
+    empty, _ = generated.graded("ifeval", [""] * len(items), items)
+    assert empty.sum() == 0, "no answer follows nothing"
+
+
+def test_ifeval_without_nltks_data_is_not_run(monkeypatch):
+    monkeypatch.setattr(generated.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(generated, "_splits_sentences", lambda: False)
+    why = "ifeval: lm-eval's checkers need nltk's punkt_tab, not here (python -m nltk.downloader punkt_tab)"
+    assert exam.lacking(exam.Ask("ifeval")) == why and not exam.lacking(exam.Ask("gsm8k"))
+    monkeypatch.setattr(generated, "_splits_sentences", lambda: True)
+    assert exam.lacking(exam.Ask("ifeval")) == ""
+
+
 def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     monkeypatch.setattr(generated.importlib.util, "find_spec", lambda name: None if name == "langdetect" else object())
     why = "ifeval: lm-eval's checkers need langdetect, not installed here"

@@ -326,6 +326,20 @@ def test_bytes_follow_where_hidden_states_live():
     assert bytes_of("paretoq")[0] < larger < 2**33
 
 
+def test_a_master_is_trained_at_all_its_widths_at_once():
+    """Three widths keep three sets of activations and of logits, and pass three times; a width of no weight none."""
+    of = estimate.shape("pocket-10m")
+
+    def made(text):
+        return estimate.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, "cuda")
+
+    given = ("2: 1.0, 8: 0.0", "2: 1.0, 4: 1.0", "2: 1.0, 4: 1.0, 8: 1.0")
+    one, two, three = (made(f"matquant(lambdas={{{widths}}})") for widths in given)
+    assert made("matquant") == three and three.tokens == one.tokens
+    assert three.token_blocks == pytest.approx(3 * one.token_blocks)
+    assert three.gpu - two.gpu == two.gpu - one.gpu > estimate.LOSS + 4 * estimate.KEPT * of.weights
+
+
 def test_tokens_are_counted_as_the_trainer_counts_them():
     of = estimate.shape("pocket-3m")
 

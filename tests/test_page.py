@@ -31,12 +31,53 @@ def spear(flow, tmp_path_factory):
     return page.build(flow, "spear", folder), folder
 
 
+@pytest.fixture(scope="module")
+def bitbybit(flow, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    return page.build(flow, "bitbybit", folder), folder
+
+
 def test_the_committed_page_is_what_specs_and_results_give(spear):
     text, folder = spear
     for name in ("spear.md", "spear.svg"):
         same = (folder / name).read_bytes() == (ROOT / "docs" / name).read_bytes()
         assert same, f"docs/{name}: rebuild it with python -m repro make docs/spear.md and read what has changed"
     assert (folder / "spear.md").read_text(encoding="utf-8") == text
+
+
+def test_the_committed_page_of_bitbybit_is_what_specs_and_results_give(bitbybit):
+    text, folder = bitbybit
+    for name in ("bitbybit.md", "bitbybit.svg"):
+        same = (folder / name).read_bytes() == (ROOT / "docs" / name).read_bytes()
+        assert same, f"docs/{name}: rebuild it with python -m repro make docs/bitbybit.md and read what has changed"
+    written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
+    assert all(claim.says in text for claim in written)
+
+
+def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
+    """Those of the sections on kernels, hardware and others' papers belong to Tables 7 and 8, or to none."""
+    written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
+    named = set(re.findall(r"B\d{2}", " ".join(claim.claim for claim in written)))
+    about = {f"B{i:02}" for i in range(2, 18)} | {f"B{i}" for i in range(22, 30)}
+    assert about <= named
+    said = re.search(r"^Of these by arithmetic on printed numbers, grade D \(\d+\): (.*)\.$", bitbybit[0], re.MULTILINE)
+    assert {"B20", "B21"} <= set(re.findall(r"B\d{2}", said[1]))
+    audited = [one for one in papers.audit("bitbybit") if {"1", "4"} & set(one.table.split("; "))]
+    assert any("73.21" in f"{one.printed} {one.recomputed}" for one in audited), "the text's number for 4 bits"
+
+
+def test_a_claim_of_bitbybit_that_is_not_seen_names_what_was_run_to_find_the_cause(flow, monkeypatch, bitbybit):
+    at = Workflow(scale.load(name=flow.scale.judged_on), recorded=True)
+    for claim in page._claims("bitbybit"):
+        found = claims.judge(at, claim)
+        if found.measured and found.verdict == "not seen":
+            assert claim.causes, (
+                f"{claim.claim}, {claim.says}: run a cell that looks for the cause, name it in `causes`"
+            )
+        assert all(page._cause(text) in bitbybit[0] for text in claim.causes)
+    assert page._cause("bitbybit/choices | no split") == "no split (choices)"
+    with pytest.raises(UserError, match="causes: bitbybit/choices: unknown row 'no splitt'"):
+        page._cause("bitbybit/choices | no splitt")
 
 
 def test_every_predicate_has_its_line_and_every_other_claim_is_named(spear):

@@ -153,6 +153,20 @@ def test_seeds_of_some_rows_and_at_most_as_many_as_a_scale_draws(write):
         flow(seeds=0)
 
 
+def test_seeds_of_a_row_on_one_model(write):
+    """The first label that matches counts, so a row on a model stands before the row."""
+    of = {f"GPTQ {{group}} | {ONE}": [0, 1, 2, 3, 4], "GPTQ {group}": [0, 1, 2]}
+    write("tables/spear/table1.yaml", SHORT | {"seeds": of})
+    found = {(c.row, c.model): c.seeds for c in tables.cells("spear", "1")}
+    assert found["GPTQ pc", ONE] == (0, 1, 2, 3, 4) and found["RTN pc", ONE] == (0,)
+    assert {seeds for (row, model), seeds in found.items() if row == "GPTQ pc" and model != ONE} == {(0, 1, 2)}
+    write("tables/spear/table1.yaml", SHORT | {"seeds": dict(reversed(of.items()))})
+    assert {c.seeds for c in tables.cells("spear", "1") if c.row == "GPTQ pc"} == {(0, 1, 2)}
+    write("tables/spear/table1.yaml", SHORT | {"seeds": {"GPTQ pc | LLaMA-9": [0, 1]}})
+    with pytest.raises(UserError, match="seeds: unknown row 'GPTQ pc | LLaMA-9'"):
+        tables.cells("spear", "1")
+
+
 def test_a_recorded_row_with_some_of_the_seeds_stands_for_these(write, fake, monkeypatch):  # noqa: F811
     """More seeds in a spec make no accepted row stale; other seeds than the spec's do."""
     write("tables/spear/table1.yaml", SHORT)

@@ -12,6 +12,8 @@ A kind is a module with
     against(ask)             optional: how it is read against full precision, such as `q / f`
     limits(ask)              optional: the least and the greatest value that there can be, where intervals end
     status(ask, full)        optional: `floor` or `ok`, from the series of full precision
+    exact(ask, steps, shape) optional: the value by arithmetic on the public shape of a model that nothing stands in for
+    PUBLIC                   optional: always so, also where something stands in
     JOBLESS                  optional: it takes no job, and is live everywhere
     FULL_FIRST               optional: a recipe is run only where the status of full precision is not `floor`
     lacking(ask)             optional: why it cannot be measured here; empty if it can
@@ -32,6 +34,7 @@ from repro.cells import (
     histogram,
     kernel_time,
     llamacpp,
+    memory,
     perplexity,
     placement,
     sensitivity,
@@ -51,6 +54,7 @@ KINDS: dict[str, ModuleType] = {
     "zeroshot": zeroshot,
     "exam": exam,
     "storage": storage,
+    "memory": memory,
     "placement": placement,
     "sensitivity": sensitivity,
     "agreement": agreement,

@@ -113,7 +113,22 @@ GENERATED: dict[str, Generated] = {name: _entry(name, keys) for name, keys in lo
 def lacking(name: str) -> str:
     """Why a task's answers cannot be judged here; empty if they can."""
     absent = [one for one in PACKAGES.get(GENERATED[name].grade, ()) if importlib.util.find_spec(one) is None]
-    return f"{name}: lm-eval's checkers need {' and '.join(absent)}, not installed here" if absent else ""
+    if absent:
+        return f"{name}: lm-eval's checkers need {' and '.join(absent)}, not installed here"
+    if GENERATED[name].grade in PACKAGES and not _splits_sentences():
+        return f"{name}: lm-eval's checkers need nltk's punkt_tab, not here (python -m nltk.downloader punkt_tab)"
+    return ""
+
+
+def _splits_sentences() -> bool:
+    """Whether nltk's data is here; lm-eval would else ask the network for it as it is imported."""
+    import nltk  # of the extra `ifeval`
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        return False
+    return True
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
     blank = _blank(flow, cell)
     if flow.is_taken(cell):
         return taken(flow, cell)
-    if cell.model and not cell.stand_in:
-        return arithmetic(cell, blank) or replace(blank, status="no_stand_in")
+    if cell.model and (not cell.stand_in or hasattr(KINDS.get(cell.measure), "PUBLIC")):
+        return arithmetic(cell, blank) or replace(blank, status=blank.status if cell.stand_in else "no_stand_in")
     if not flow.is_measured(cell):
         return blank
     if flow.held_back(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
@@ -50,13 +50,13 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
-    """A cell of a model that nothing stands in for, where its kind can compute it from the model's public shapes."""
+    """A cell by arithmetic on public shapes: one without stand-in, or of a kind that always is, where it can be."""
     module, shape = KINDS.get(cell.measure), scale.shape(cell.model)
     if not (hasattr(module, "exact") and cell.recipe and shape):
         return None
     steps = recipe.parse(cell.recipe).steps
     value = module.exact(cell.ask, steps, shape)
-    facts = {"status": "ok", "grade": "D", "live": "arithmetic", "recipe": cell.recipe}
+    facts = {"status": "ok", "grade": "D", "live": "arithmetic", "recipe": cell.recipe, "stand_in": ""}
     return None if value is None else replace(blank, value=value, **facts)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from repro import papers
+from repro.errors import UserError, unknown
 from repro.files import write_text
 from repro.judge import claims
 from repro.judge.claims import Judged
@@ -23,6 +24,7 @@ from repro.spec.workflow import Workflow
 
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
 CLASSES = "tokens"  # tables/<paper>/tokens.yaml says which tokens make two measures disagree
+ARITHMETIC = ("bitbybit",)  # papers whose claims were recomputed one by one in `claims.csv`
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
@@ -82,6 +84,11 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     if bare:
         listed = (f"{line['id']} {line['statement']} ({line['where']})" for line in bare)
         yield f"Without a predicate ({len(bare)}): {'; '.join(listed)}."
+    known = [line for line in bare if line["consistent"] in ("yes", "no") and line["recomputed"]]
+    if paper in ARITHMETIC and known:
+        words = {"yes": "agree", "no": "disagree"}
+        lines = (f"{line['id']} {line['recomputed']} ({words[line['consistent']]})" for line in known)
+        yield f"Of these by arithmetic on printed numbers, grade D ({len(known)}): {'; '.join(lines)}."
 
 
 def _ids(one: Judged) -> str:
@@ -135,9 +142,23 @@ def _verdicts(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         here += f" ({len(found)} of {len(one.cases)} cases)" * (0 < len(found) < len(one.cases))
         word = "; ".join(filter(None, [f"{one.verdict} ({one.count})", "one seed" * one.one_seed, *content.also(one)]))
         word += f"; {one.why}" * bool(one.why)
+        word += f"; run to find the cause: {', '.join(map(_cause, one.spec.causes))}" * bool(one.spec.causes)
         rows.append([one.spec.claim, one.spec.says, one.spec.printed, here, word, one.grade or "–"])
     yield "## Verdicts"
     yield markdown(Sheet("One line a claim; 95 % intervals", HEAD, rows, left=len(HEAD)))
+
+
+def _cause(text: str) -> str:
+    """A row that was run to find a cause, with its table.
+
+    Raises:
+        UserError: there is no such table or row.
+    """
+    name, _, row = text.partition(" | ")
+    rows = {cell.row for cell in tables.cells(*tables.split(name))}
+    if row not in rows:
+        raise UserError(f"causes: {name}: {unknown('row', row, rows)}")
+    return f"{row} ({_title(tables.split(name)[1])})"
 
 
 def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:

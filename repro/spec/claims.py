@@ -30,6 +30,7 @@ class ClaimSpec:
             the named one in the same rows (`KL: KL`). The line says where they disagree; they never decide the verdict.
         more: further tables whose cells are meant, where a claim is about several (each task, each width of bits).
         judged_on_printed: why the verdict is on printed cells alone (grade D); empty for all other claims.
+        causes: cells that were run to find out why it is not seen, `table | row`; the paper's page names them.
     """
 
     claim: str
@@ -44,6 +45,7 @@ class ClaimSpec:
     also: dict[str, str] = field(default_factory=dict)
     more: tuple[str, ...] = ()
     judged_on_printed: str = ""
+    causes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         places = self.places()

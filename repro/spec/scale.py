@@ -191,8 +191,9 @@ def pins() -> dict[str, Pin]:
 
 
 def shape(model: str) -> PublicShape | None:
-    """The public shape of a paper's model; None where config/hub.yaml has none."""
-    return pins()[model].shape if model in pins() else None
+    """The public shape of a paper's model, in any spelling; None where config/hub.yaml has none."""
+    pin = pins().get(hub_models()[1].get(model, model))
+    return pin.shape if pin else None
 
 
 @cache

@@ -57,7 +57,7 @@ class Spec:
         choice: the spec of our own whose chosen rows give variables to recipes; until they have, these are not run.
         beside: further columns, label to what is measured, with the row's recipe; `scales` limits one to some scales.
         seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
-            or pattern, all others having one.
+            or pattern, or by `row | model`, of which the first that matches counts; all others have one.
         claims: what the paper says about this table, judged under it; their `table` is this one.
         models: of a question of our own: the papers' models whose stand-ins are measured.
         over: of a question of our own: variable to values; a column is one combination of them.
@@ -96,11 +96,12 @@ class Spec:
         """The rows that are chosen."""
         return tuple(filter(None, (self.chosen,) if isinstance(self.chosen, str) else self.chosen))
 
-    def seeds_of(self, row: str) -> tuple[int, ...]:
-        """The seeds of a row."""
+    def seeds_of(self, row: str, model: str = "") -> tuple[int, ...]:
+        """The seeds of a row on a model."""
         if not isinstance(self.seeds, dict):
             return self.seeds
-        return next((seeds for label, seeds in self.seeds.items() if bind(label, row) is not None), (0,))
+        both = (row, f"{row} | {model}")
+        return next((s for label, s in self.seeds.items() if any(bind(label, text) is not None for text in both)), (0,))
 
 
 # --- which tables there are -------------------------------------------------------------------------------------------
@@ -185,10 +186,11 @@ def table(paper: str, number: str) -> Spec:
                 if not any(bind(label, other) is not None for other in known):
                     hint = " (rows of your own go under `extra`)" if kind == "row" else ""
                     raise UserError(f"{where}: {unknown(f'printed {kind}', label, known)}{hint}")
-        rows = {cell.row for cell in cells} | {*spec.extra}
+        rows, shown = {cell.row for cell in cells} | {*spec.extra}, {cell.model for cell in cells} | {*spec.also_on}
+        both = {f"{row} | {model}" for row in rows for model in shown}
         for label in spec.seeds if isinstance(spec.seeds, dict) else ():
-            if not any(bind(label, row) is not None for row in rows):
-                raise UserError(f"{where}: seeds: {unknown('row', label, rows)}")
+            if not any(bind(label, text) is not None for text in rows | both):
+                raise UserError(f"{where}: seeds: {unknown('row', label, both if ' | ' in label else rows)}")
         known = scale.pins().keys() - {cell.model for cell in cells}
         if odd := set(spec.also_on) - known:
             raise UserError(f"{where}: also_on: {unknown('model that is not printed', min(odd), known)}")
@@ -247,7 +249,7 @@ def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
             return bare
         template = "{recipe}" if row in spec.extra else spec.recipe
         given = spec.of_models.get(c.model, {}) | values | columns[c.col]
-        made = fill_in(bare, template, given, kinds[c.metric], spec.seeds_of(row), where)
+        made = fill_in(bare, template, given, kinds[c.metric], spec.seeds_of(row, c.model), where)
         beside.setdefault((row, c.model), made)
         return made
 
@@ -284,7 +286,7 @@ def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
         made = []
         for metric, measure in spec.measure.items():
             bare = Cell(paper, "table", name, row, col, model, metric, unit=str(measure.get("unit", "")))
-            args = (spec.recipe, values, measure, spec.seeds_of(row), where)
+            args = (spec.recipe, values, measure, spec.seeds_of(row, model), where)
             made.append(bare if values is None else fill_in(bare, *args))
         yield from made
         yield from _beside(made[-1], spec, where) if values is not None else ()

@@ -145,6 +145,13 @@ def _whole(config: Any, sequences: int, quantized: bool, count: int) -> Work:
     return Work(sequences, 0, config.epochs * TRAINED, 0, 1, 1, whole=True)
 
 
+def _widths(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """The same with a forward pass, and a loss, of every width of a master in one step."""
+    students = sum(share > 0 for share in config.lambdas.values())
+    work = _whole(config, sequences, quantized, count)
+    return replace(work, passes=work.passes * students, students=students)
+
+
 def _distilled(config: Any, sequences: int, quantized: bool, count: int) -> Work:
     """The same with a teacher, and a copy of the best weights."""
     return replace(
@@ -157,7 +164,8 @@ STEPS: Mapping[str, Callable[[Any, int, bool, int], Work]] = {
     "efficientqat": _blocks,
     "e2e_qp": _whole,
     "paretoq": _whole,
-    "matquant": _whole,
+    "matquant": _widths,
+    "group_qat": _whole,
     "bitdistiller": _distilled,
     "spinquant": _whole,
 }
@@ -208,7 +216,7 @@ def estimate(
             kept = 2 * size + (4 * KEPT if getattr(step.config, "act_bits", 16) < 16 else 0)
             held += 4 * trained * (4 + KEPT * found.students)  # two of a gradient, AdamW's two
             held += found.students * tokens * of.features * (of.blocks if found.whole else 1) * kept
-            held += LOSS if found.whole else 0
+            held += LOSS * found.students if found.whole else 0
             held = max(held, SAMPLING) if getattr(step.config, "data", "") == "sampled" else held
         away = getattr(step.config, "place", "device") == "host"
         gpu, host = held + (0 if away else streams), of.parameters * itemsize + (streams if away else 0)
