@@ -6,6 +6,7 @@ import pytest
 from fake_jobs import fake  # noqa: F401
 from test_specs import write  # noqa: F401
 
+from repro.jobs import job
 from repro.judge import coverage
 from repro.record import measure
 from repro.render import figures as rendered
@@ -190,6 +191,7 @@ def test_a_figure_takes_a_choice_too(write):  # noqa: F811
 
 def test_every_figure_draws_before_anything_is_measured(at, tmp_path):
     for name in PARTS:
-        panels, _, text = rendered.draw(at(), f"bitbybit/{name}", [tmp_path / f"{name}.svg"])
+        with job.built_under(tmp_path / "build"):  # not what a run left in this checkout
+            panels, _, text = rendered.draw(at(), f"bitbybit/{name}", [tmp_path / f"{name}.svg"])
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000 and "not run" in text, name
         assert not any(points for of in panels.values() for points in of.values())
