@@ -22,6 +22,10 @@ class Refused(UserError):
         self.status = status
 
 
+class Crowded(UserError):
+    """Too little memory of a GPU that other programs use, too: no result, and to be run again with more room."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name that is not in a dict: says what was close, and what there is."""
     known = sorted(set(map(str, known)))

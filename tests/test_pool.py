@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from repro.__main__ import main
-from repro.errors import Refused, UserError
+from repro.errors import Crowded, Refused, UserError
 from repro.jobs import plan, runner
 from repro.jobs.job import distinct, from_json, make
 from repro.jobs.workers import memory, pool
@@ -73,6 +73,10 @@ def work(job, found, folder, origin):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore")
         case "die":
             os._exit(9)
+        case "crowd":
+            Path(given["tries"]).open("a").write("x")
+            if len(Path(given["tries"]).read_text()) <= given["times"]:
+                raise Crowded("the GPU's memory did not suffice beside 100 GiB of other programs")
         case "hold":
             began = time.monotonic()
             time.sleep(0.2)
@@ -169,6 +173,18 @@ def test_too_little_memory_is_a_result_only_on_a_gpu_that_is_not_shared(job, mon
         with pytest.raises(UserError, match="beside 39.0 GiB of other programs; run it again with fewer side by side"):
             runner.run(one)
         assert not runner.done(one) and not (one.folder / runner.REFUSED).exists()
+
+
+@pytest.mark.parametrize(("times", "room", "left"), [(1, {0: 100}, 0), (2, {0: 100}, 0), (9, {0: 100}, 1), (1, {}, 1)])
+def test_a_job_that_declared_too_little_waits_for_more_room(job, monkeypatch, capfd, tmp_path, times, room, left):
+    """Until it is alone on the GPU, where too little memory is the user's business; with no word of room, at once."""
+    monkeypatch.setattr(memory, "gpu_bytes", lambda job: 10)
+    monkeypatch.setattr(memory, "free", lambda gpus: room)
+    tries = tmp_path / "tries"
+    one = job("one", "crowd", tries=str(tries), times=times)
+    assert pool.run_all([one, job("other")], 2) == left and runner.done(one) == (not left)
+    assert len(tries.read_text()) == (times + 1 if not left else 3 if room else 1)
+    assert ("FAILED the GPU's memory" in capfd.readouterr().out) == bool(left)
 
 
 def test_jobs_of_an_earlier_turn_start_first(job, capfd):

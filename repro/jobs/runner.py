@@ -13,7 +13,7 @@ import torch
 from repro import models
 from repro.cells import KINDS
 from repro.data import corpora
-from repro.errors import Refused, UserError, logged, shortened, unknown
+from repro.errors import Crowded, Refused, UserError, logged, shortened, unknown
 from repro.files import atomic, write_text
 from repro.jobs import compress, questions, requests, tokens
 from repro.jobs.job import Job, distinct, from_json
@@ -97,7 +97,8 @@ def run(job: Job) -> None:
     result too: it is noted with its status, and whatever needs the job is refused with the same reason.
 
     Raises:
-        UserError: bad input, or too little memory of a GPU that other programs use too, which is no result.
+        UserError: bad input.
+        Crowded: too little memory of a GPU that other programs use, too, which is no result.
     """
     found = {role: need.folder for role, need in job.needs}
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ def run(job: Job) -> None:
             raise
         if others := _of_others():
             said = f"the GPU's memory did not suffice beside {others / 2**30:.1f} GiB of other programs"
-            raise UserError(f"{said}; run it again with fewer side by side") from None
+            raise Crowded(f"{said}; run it again with fewer side by side") from None
         _refuse(job, Refused("oom", str(error).partition("\n")[0]), noted)
     write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
 

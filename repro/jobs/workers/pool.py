@@ -28,7 +28,7 @@ import torch
 
 from repro import models
 from repro.build import gpus
-from repro.errors import UserError, shortened
+from repro.errors import Crowded, UserError, shortened
 from repro.files import write_text, writing
 from repro.jobs import job as built
 from repro.jobs import runner
@@ -101,9 +101,13 @@ def run_all(
             for worker in (worker for worker in busy if worker.pipe in ended):
                 job, worker.job, worker.held = worker.job, None, 0
                 try:
-                    seconds, problem = worker.pipe.recv()
+                    seconds, problem, crowded = worker.pipe.recv()
                 except (EOFError, OSError):
                     raise UserError(f"{job.id}: a worker died; run again to resume, with fewer side by side") from None
+                if crowded and declared[job.id] <= room.get(worker.gpu, -1):  # declared too little: it waits for more
+                    todo[job.id] = job
+                    declared[job.id] += max(declared[job.id], room[worker.gpu]) // 2
+                    continue
                 problems += [f"{job.id}: {problem}"] if problem else []
                 finished = total - len(todo) - sum(worker.job is not None for worker in workers)
                 failed = f" FAILED {problem}" if problem else ""
@@ -137,7 +141,7 @@ def run_here(jobs: Sequence[Job]) -> None:
     todo = [job for job in jobs if not runner.done(job)]
     for i, job in enumerate(todo, start=1):
         runner.code_file(job)
-        seconds, problem = _run(job)
+        seconds, problem, _ = _run(job)
         if problem:
             raise UserError(f"{job.id}: {problem}")
         print(f"{i}/{len(todo)} {job.id} {seconds:.1f} s", flush=True)
@@ -150,9 +154,14 @@ def weight(job: Job) -> float:
     return size * sum(getattr(STEPS[step], "COST", 1.0) for step in job.steps)
 
 
-def _run(job: Job) -> tuple[float, str]:
-    """Seconds that a job took, kept for `plan`, and what went wrong in one sentence; its output goes to its log."""
-    began, path, problem = time.monotonic(), job.folder / "log.txt", ""
+def _run(job: Job) -> tuple[float, str, bool]:
+    """Seconds that a job took, kept for `plan`; what went wrong in one sentence; whether it was others' GPU memory.
+
+    Its output goes to its log, with the most that it held of a GPU beside what it declared.
+    """
+    began, path, problem, crowded = time.monotonic(), job.folder / "log.txt", "", False
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     with writing(path):
         os.makedirs(job.folder, exist_ok=True)
         log = open(path, "w", encoding="utf-8")
@@ -160,8 +169,11 @@ def _run(job: Job) -> tuple[float, str]:
         try:
             with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
                 runner.run(job)
+                if torch.cuda.is_initialized():
+                    held, said = torch.cuda.max_memory_reserved() / 2**30, memory.gpu_bytes(job) / 2**30
+                    print(f"GPU memory at most {held:.1f} GiB, declared {said:.1f}")
         except UserError as error:
-            problem = " ".join(str(error).split())
+            problem, crowded = " ".join(str(error).split()), isinstance(error, Crowded)
         except Exception as error:
             traceback.print_exc(file=log)
             said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -169,7 +181,7 @@ def _run(job: Job) -> tuple[float, str]:
     seconds = time.monotonic() - began
     if not problem:
         write_text(job.benchmark, f"s\th:m:s\n{seconds:.4f}\t{timedelta(seconds=round(seconds))}\n")
-    return seconds, problem
+    return seconds, problem, crowded
 
 
 def _next(
