@@ -168,7 +168,7 @@ def test_what_would_have_to_come(at, flow):
     }  # fmt: skip
     assert wanted["bitbybit table 6"] == {"a spec": 14, "a run on cpu": 8}
     assert wanted["spear table 3"] == {"a kind and a spec": 36}
-    assert wanted["bitbybit table 4"]["a spec"] == 6, "rows whose rates are not chosen have no recipe yet"
+    assert wanted["bitbybit table 4"] == {"a protocol for zeroshot": 10, "a run on cpu": 1, "a run on cuda": 9}
     assert wanted["bitbybit table 5"]["a protocol for exam"] == 12
     assert wanted["spear table 25"] == {"a stand-in for Llama-2-13B": 153}
     assert wanted["spqt table 1"] == {"the machines that it names": 16}
