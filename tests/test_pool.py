@@ -64,6 +64,7 @@ def work(job, found, folder, origin):
     given = job.given()
     match given["do"]:
         case "fail":
+            Path(given.get("tries", os.devnull)).open("a").write("x")
             raise UserError("this cannot\nwork")
         case "break":
             raise ZeroDivisionError("a bug")
@@ -185,6 +186,13 @@ def test_a_job_that_declared_too_little_waits_for_more_room(job, monkeypatch, ca
     assert pool.run_all([one, job("other")], 2) == left and runner.done(one) == (not left)
     assert len(tries.read_text()) == (times + 1 if not left else 3 if room else 1)
     assert ("FAILED the GPU's memory" in capfd.readouterr().out) == bool(left)
+
+
+def test_bad_input_is_not_run_again(job, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "gpu_bytes", lambda job: 10)
+    monkeypatch.setattr(memory, "free", lambda gpus: {0: 100})
+    assert pool.run_all([job("bad", "fail", tries=str(tmp_path / "tries"))], 1) == 1
+    assert (tmp_path / "tries").read_text() == "x"
 
 
 def test_jobs_of_an_earlier_turn_start_first(job, capfd):
