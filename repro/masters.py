@@ -13,21 +13,23 @@ from pathlib import Path
 from safetensors import safe_open
 
 from repro import models
-from repro.errors import UserError
+from repro.errors import UserError, sentence
 from repro.files import HOME, atomic, sha256, write_text
 
 FOLDER, LIST, FILE = "masters", "SHA256SUMS", "data.safetensors"
 MOST = 3_500_000  # bytes; with the pocket models 40 MB of weights at most are in the repository
 DIGITS = 16  # of a file's SHA-256, that name it in a recipe
-TABLE = """# The committed master of {model} (made by: {recipe}), read at three widths: nothing is trained.
-# Written by python -m repro.masters.
-title: The committed master at 8, 4 and 2 bits
-rows:
+WIDTHS = """\
   16 bits: {{recipe: fp16}}
   8 bits: {{recipe: 'master(digest="{digest}")'}}
   4 bits: {{recipe: 'master(digest="{digest}") + sliced-w4'}}
   2 bits: {{recipe: 'master(digest="{digest}") + sliced-w2'}}
-models: [Llama-3.2-1B]
+"""
+TABLE = """# The committed master of {model} (made by: {recipe}), read at three widths: nothing is trained.
+# Written by python -m repro.masters.
+title: The committed master at 8, 4 and 2 bits
+rows:
+{widths}models: [Llama-3.2-1B]
 measure:
   perplexity: {{kind: perplexity, corpus: wikitext2, unit: ppl}}
 beside:
@@ -37,11 +39,7 @@ scales: [pocket, pocket-real, pocket-full]
 FIGURE = """# Figure 3 of the committed master of {model}, live wherever it is drawn. Written by repro.masters.
 title: Distribution of weights of the committed master at several widths
 series:
-  16 bits: {{recipe: fp16}}
-  8 bits: {{recipe: 'master(digest="{digest}")'}}
-  4 bits: {{recipe: 'master(digest="{digest}") + sliced-w4'}}
-  2 bits: {{recipe: 'master(digest="{digest}") + sliced-w2'}}
-models: [Llama-3.2-1B]
+{widths}models: [Llama-3.2-1B]
 measure: {{kind: histogram, show: weights, unit: "%"}}
 across: {{kind: histogram, show: bins}}
 points: units
@@ -109,6 +107,7 @@ def commit(artifact: Path) -> list[Path]:
     write_text(listed, "\n".join(sorted([*lines, f"{digest}  {name}"], key=lambda line: line[66:])) + "\n")
     given = {"model": meta["model"], "recipe": meta["recipe"], "digest": digest[:DIGITS]}
     specs = {kind: HOME / kind / "bitbybit" / "master.yaml" for kind in ("tables", "figures")}
+    given["widths"] = WIDTHS.format(**given)
     write_text(specs["tables"], TABLE.format(**given))
     write_text(specs["figures"], FIGURE.format(**given))
     return [target, listed, *specs.values()]
@@ -116,6 +115,9 @@ def commit(artifact: Path) -> list[Path]:
 
 if __name__ == "__main__":
     try:
-        print(*commit(Path(sys.argv[1] if len(sys.argv) == 2 else "")), sep="\n")
+        if len(sys.argv) != 2:
+            raise UserError("give the folder of a compress job: python -m repro.masters build/compress/MODEL/FOLDER")
+        print(*commit(Path(sys.argv[1])), sep="\n")
     except UserError as error:
-        sys.exit(str(error))
+        print(sentence(error), file=sys.stderr)
+        sys.exit(2)

@@ -1,6 +1,9 @@
 """A run's master becomes a committed file, which is read at 8, 4 and 2 bits without training."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,7 +37,7 @@ def artifact(tmp_path_factory):
     lm = LowBitModel(models.load("pocket-3m"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "BUILD", folder / "build")
-        bitbybit.apply(lm, windows(), dict(recipe.parse(TEXT).steps[0].__dict__)["config"])
+        bitbybit.apply(lm, windows(), recipe.parse(TEXT).steps[0].config)
     meta = {"model": "pocket-3m", "fingerprint": models.fingerprint("pocket-3m"), "recipe": recipe.parse(TEXT).name}
     lm.save(folder / masters.FILE, meta)
     return folder, lm, meta
@@ -120,6 +123,16 @@ def test_other_files_are_refused(house, artifact, tmp_path):
     refused("it holds model.norm.weight; a master is block codes", dense)
     with pytest.raises(UserError, match="no compressed model"):
         masters.commit(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("words", "said"), [([], "give the folder"), (["nowhere"], "no compressed model")])
+def test_its_command_ends_bad_input_with_a_sentence(words, said):
+    done = subprocess.run(
+        [sys.executable, "-m", "repro.masters", *words], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and said in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_master_of_another_model_or_digest_is_a_sentence(house, artifact):

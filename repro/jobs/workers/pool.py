@@ -78,6 +78,7 @@ def run_all(
         runner.code_file(job)  # older than the results, so that Snakemake takes them as they are
     if any("model" in job.given() for job in todo.values()):
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  once, and not in every worker
+    order = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0, -weight(job)) for job in todo.values()}
     began, problems, total = time.monotonic(), [], len(todo)
     declared = {job.id: memory.gpu_bytes(job) for job in todo.values()}
     room = memory.free(gpus) if any(declared.values()) else {}
@@ -87,8 +88,7 @@ def run_all(
             missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
             ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
             ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
-            key = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0) for job in ready}
-            while not late and (found := _next(workers, ready, key, declared, room)):
+            while not late and (found := _next(workers, ready, order, declared, room)):
                 worker, job = found
                 ready.remove(job)
                 worker.job, worker.held = todo.pop(job.id), declared[job.id]
@@ -185,7 +185,7 @@ def _run(job: Job) -> tuple[float, str, bool]:
 
 
 def _next(
-    workers: Sequence[Worker], ready: Sequence[Job], key: Mapping[str, tuple], needed: Mapping[str, int],
+    workers: Sequence[Worker], ready: Sequence[Job], order: Mapping[str, tuple], needed: Mapping[str, int],
     room: Mapping[int, int],
 ) -> tuple[Worker, Job] | None:  # fmt: skip
     """What is started next, and where: a job that has room on the GPU of an idle worker, None if there is none."""
@@ -198,7 +198,8 @@ def _next(
     def place(job: Job, worker: Worker) -> tuple:
         known = job.steps in worker.compiled
         new = not any(job.steps in other.compiled for other in workers)
-        return *key[job.id], not known, not new, -weight(job), bool(worker.compiled), -left[worker.gpu]
+        turn, need, size = order[job.id]
+        return turn, need, not known, not new, size, bool(worker.compiled), -left[worker.gpu]
 
     def fits(job: Job, worker: Worker) -> bool:  # a GPU without jobs takes any
         return needed[job.id] <= left[worker.gpu] or not (needed[job.id] and held[worker.gpu])
