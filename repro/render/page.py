@@ -24,7 +24,6 @@ from repro.spec.workflow import Workflow
 
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
 CLASSES = "tokens"  # tables/<paper>/tokens.yaml says which tokens make two measures disagree
-ARITHMETIC = ("bitbybit",)  # papers whose claims were recomputed one by one in `claims.csv`
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
@@ -85,7 +84,7 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         listed = (f"{line['id']} {line['statement']} ({line['where']})" for line in bare)
         yield f"Without a predicate ({len(bare)}): {'; '.join(listed)}."
     known = [line for line in bare if line["consistent"] in ("yes", "no") and line["recomputed"]]
-    if paper in ARITHMETIC and known:
+    if known:
         words = {"yes": "agree", "no": "disagree"}
         lines = (f"{line['id']} {line['recomputed']} ({words[line['consistent']]})" for line in known)
         yield f"Of these by arithmetic on printed numbers, grade D ({len(known)}): {'; '.join(lines)}."
