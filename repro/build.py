@@ -1,4 +1,4 @@
-"""`make TARGET`: check the targets, build them with Snakemake behind one progress line, print the tables."""
+"""Build targets with Snakemake behind one progress line."""
 
 import contextlib
 import fcntl
@@ -11,66 +11,38 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from repro import papers
-from repro.errors import UserError, unknown
+from repro.errors import UserError
 from repro.files import HOME, writing
 from repro.jobs.workers import fork_server
-from repro.render.sheet import read_markdown, terminal
-from repro.spec import figures, scale, tables
-from repro.spec.workflow import FORMATS, OWN, canonical
 
 LOG = Path("build") / "logs" / "snakemake.log"
 STEPS = re.compile(r"(\d+) of (\d+) steps \((\d+)%\) done")
 
 
-def known_targets() -> list[str]:
-    """Everything that can be built."""
-    written = [f"tables/{name}{form}" for name in (*OWN, *tables.names()) for form in FORMATS]
-    drawn = [f"figures/{name}{form}" for name in figures.names() for form in (".svg", ".pdf", ".csv", ".md")]
-    return ["all", *written, *drawn, *(f"docs/{paper}.md" for paper in tables.pages())]
-
-
-def check(targets: Sequence[str]) -> None:
-    """Raise unless every target is one that this project builds.
-
-    Raises:
-        UserError: it names the target and the nearest one.
-    """
-    known = known_targets()
-    for target in targets:
-        if target not in known:
-            raise unknown(
-                "target", target, [t for t in known if t.endswith((".tex", ".svg", "all")) or t[:5] == "docs/"]
-            )
-
-
 def build(
     targets: Sequence[str],
     cores: int,
-    name: str | None = None,
+    scale: str,
     configfile: Path | None = None,
     config: Sequence[str] = (),
 ) -> int:
-    """Run Snakemake on `targets` and print the tables among them; returns its exit code, 2 for bad input.
+    """Run Snakemake on `targets`, which exist; returns its exit code, 2 for bad input.
+
+    Args:
+        scale: its name.
+        configfile: a scale's file, in place of the one of that name in config/.
+        config: KEY=VALUE for single keys of it.
 
     Raises:
-        UserError: an unknown target or scale, or another build at work in this folder.
+        UserError: another build at work in this folder.
     """
-    check(targets)
-    at = scale.load(None, name, configfile)
     words = [sys.executable, "-m", "snakemake", "-s", str(HOME / "Snakefile"), "--cores", str(cores)]
     words += ["--rerun-incomplete", "--nocolor", "--resources", f"gpu={max(1, gpus())}"]
     words += ["--configfile", str(configfile)] if configfile else []
     words += ["--config", *config] if config else []
-    env = os.environ | ({} if configfile else {"SCALE": at.name})
+    env = os.environ | ({} if configfile else {"SCALE": scale})
     with _alone(Path.cwd()) as lock, fork_server.running() as server:
-        code = _watched([*words, "--", *targets], env | server, lock)
-    if code:
-        return code
-    for target in targets:
-        if target.startswith("tables/"):
-            show(target)
-    return 0
+        return _watched([*words, "--", *targets], env | server, lock)
 
 
 def gpus() -> int:
@@ -188,35 +160,3 @@ def _working(folder: Path) -> bool:
         if process.info["pid"] != os.getpid() and process.info["cwd"] == str(folder.resolve())
         for word in (process.info["cmdline"] or [])[:3]
     )
-
-
-def show(target: str) -> None:
-    """Print a built table and, under the project's own Table 1, SPEAR's and the paths of each paper's own.
-
-    Raises:
-        UserError: unknown, not built yet, or damaged.
-    """
-    stem = canonical(target) if "/" in target else target
-    check([f"tables/{stem}.tex"])
-    path = Path("tables") / f"{stem}.md"
-    if not path.is_file():
-        raise UserError(f"{path}: not built yet; run make tables/{stem}.tex")
-    print(terminal(read(path)))
-    if stem == "table1":
-        print(terminal(read(Path("tables") / papers.LEADING / "table1.md")))
-        for paper in papers.PAPERS:
-            path = Path("tables") / paper / "table1.tex"
-            print(f"{papers.ABOUT[paper].title[:60]}: {'' if path.is_file() else 'make '}{path}")
-    print(f"written: tables/{stem}.tex  tables/{stem}.csv  tables/{stem}.md")
-
-
-def read(path: Path) -> Any:
-    """The sheet of a built table.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        return read_markdown(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, IndexError, AttributeError):  # AttributeError: a head that is no head
-        raise UserError(f"{path}: damaged, not a table that was built here; delete it and build it again") from None

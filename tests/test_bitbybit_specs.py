@@ -13,7 +13,8 @@ from repro.render import figures as rendered
 from repro.spec import figures, recipe, tables
 from repro.spec import scale as scales
 from repro.spec.cell import is_printed, table_name
-from repro.spec.workflow import Workflow, canonical
+from repro.spec.names import canonical
+from repro.spec.workflow import Workflow
 
 PARTS = ("figure1", "figure2a", "figure2b", "figure2c", "figure3", "codes")
 

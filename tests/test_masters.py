@@ -18,7 +18,7 @@ from repro.methods import bitbybit
 from repro.methods.bitbybit import sliced
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel
-from repro.spec import figures, recipe, scale, tables
+from repro.spec import figures, names, recipe, scale, tables
 from repro.spec.workflow import Workflow
 
 TEXT = "bitbybit(any_precision=true, epochs=0, tokens=1024)"
@@ -88,7 +88,7 @@ def test_a_runs_master_is_committed_and_read_at_every_width(house, artifact):
 
 def test_its_specs_train_nothing(house, artifact, monkeypatch):
     masters.commit(artifact[0])
-    for where in (tables, figures):
+    for where in (tables, figures, names):
         monkeypatch.setattr(where, "HOME", house)
     tables.table.cache_clear()
     flow = Workflow(scale.load(name="pocket"), recorded=False)

@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 import tomllib
-from collections import Counter
 
 import dag
 import pytest
@@ -85,12 +84,3 @@ def test_an_installed_package_works_elsewhere(tmp_path):
     for verb in (["coverage", "--scale", "nope"], ["show", "spear/table1"]):
         refused = dag.quick(dag.repro(*verb), elsewhere, target, SCALE="")
         assert refused.code == 2 and refused.err.startswith("error: ") and "Traceback" not in refused.err
-
-
-def test_folders_have_at_most_ten_modules_of_at_most_300_lines():
-    """`repro/cells` may have more, a file for each kind; `baselines`, `kernels` and `methods` are links."""
-    files = [path for path in (ROOT / "repro").rglob("*.py") if not path.is_symlink()]
-    own = [path for path in files if path.resolve() == path and "checkout" not in path.parts]
-    counts = Counter(path.parent for path in own if path.name != "__init__.py" and path.parent.name != "cells")
-    assert {str(folder): count for folder, count in counts.items() if count > 10} == {}
-    assert [str(path) for path in own if len(path.read_text(encoding="utf-8").splitlines()) > 300] == []

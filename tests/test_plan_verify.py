@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 
-from repro import verbs
-from repro.__main__ import parser
+from repro import __main__ as command
 from repro.errors import UserError
 from repro.jobs import job as jobs
 from repro.jobs import plan, runner
@@ -222,13 +221,13 @@ def test_the_verb_takes_the_names_that_a_user_types(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(plan, "plan", lambda flow, files, cells: asked.append((files, len(cells))) or "a plan")
     for words in (["spear/1", "tables/spear/memory.tex", "table1.tex"], ["spear/figure13"], ["all"]):
-        verbs.plan(parser().parse_args(["plan", *words]))
+        command.run("plan", words)
     assert capsys.readouterr().out == "a plan\n" * 3
     files = ["tables/spear/table1.tex", "tables/spear/memory.tex", "tables/table1.tex"]
     assert [files for files, _ in asked] == [files, ["figures/spear/figure13.svg"], ["all"]]
     assert asked[1][1] == 2 and asked[2][1] > 3500
     with pytest.raises(UserError, match="unknown table 'spaer/table1'; did you mean 'spear/table1'"):
-        verbs.plan(parser().parse_args(["plan", "tables/spaer/table1.tex"]))
+        command.run("plan", ["tables/spaer/table1.tex"])
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from repro.errors import UserError
 from repro.methods import bitbybit, spear
 from repro.record import accepted, measure
 from repro.render import figures as rendered
-from repro.spec import figures, tables, templates
+from repro.spec import figures, names, tables, templates
 from repro.spec import scale as scales
 from repro.spec.workflow import Workflow
 
@@ -44,7 +44,7 @@ SHORT = {"title": "t", "rows": {"FP16": "fp16", "RTN pc": "rtn-w4-pc", "GPTQ pc"
 def write(fake, monkeypatch, tmp_path):  # noqa: F811
     """Specs of the test's own: write(name, keys) makes the only ones that there are."""
     (tmp_path / "tables" / "spear").mkdir(parents=True)
-    for module in (tables, figures):
+    for module in (tables, figures, names):
         monkeypatch.setattr(module, "HOME", tmp_path)
     monkeypatch.setattr(accepted, "RESULTS", tmp_path / "results")
     tables.table.cache_clear()

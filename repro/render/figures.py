@@ -15,8 +15,9 @@ from repro.render import content, plot, tables
 from repro.spec import figures
 from repro.spec.cell import Cell, Place, is_printed
 from repro.spec.figures import FigureSpec
+from repro.spec.names import canonical
 from repro.spec.tables import FOLDERS
-from repro.spec.workflow import Workflow, canonical
+from repro.spec.workflow import Workflow
 
 Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, y, interval of y, value of `over`
 Panels = dict[str, dict[str, Points]]  # by model and series

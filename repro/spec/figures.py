@@ -8,11 +8,9 @@ also draw cells of a table, and measures nothing itself:
     figures/spear/summary.yaml    table: spear/memory   metrics: [share, recovered]
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 from repro import papers
@@ -20,10 +18,13 @@ from repro.errors import UserError, shortened, unknown
 from repro.files import HOME
 from repro.spec import tables
 from repro.spec.cell import Cell, check_seeds, table_name
+from repro.spec.names import LEADERBOARD, is_figure  # noqa: F401  names are asked for here too
+from repro.spec.names import figure_spec as path_of
+from repro.spec.names import figures as names  # noqa: F401
+from repro.spec.names import specified_figures as specified  # noqa: F401
+from repro.spec.names import split_figure as split
 from repro.spec.templates import bound, fill_in
 from repro.strict import build, load_yaml
-
-LEADERBOARD = "leaderboard"  # drawn from the cells of tables/table2, without a spec
 
 
 @dataclass(frozen=True)
@@ -79,42 +80,6 @@ class FigureSpec:
                     raise UserError(f"over: {shortened(step)!r} is no number; only bars take names")
         if len(self.over) > 1 or (self.points == "value" and not self.over):
             raise UserError("a figure of values needs one variable in `over`, a figure of units at most one")
-
-
-def path_of(paper: str, number: str) -> Path:
-    """Where the spec of a figure is, or would be."""
-    return HOME / "figures" / f"{table_name(paper, 'figure', number)}.yaml"
-
-
-def specified() -> list[tuple[str, str]]:
-    """Paper and number of every figure, or part of one, that has a spec, then folder and name of those of our own."""
-    known = [(p, number) for p in papers.PAPERS for f in papers.data_figures(p) for number in (f.number, *f.parts)]
-    printed = [both for both in known if path_of(*both).is_file()]
-    own = [(f, p) for f in (*papers.PAPERS, *tables.FOLDERS) for p in sorted((HOME / "figures" / f).glob("*.yaml"))]
-    return printed + [(folder, path.stem) for folder, path in own if not path.stem.startswith("figure")]
-
-
-def names() -> list[str]:
-    """`spear/figure13`, `kernels/roofline`: every figure with a spec, and the leaderboard's."""
-    return [*(table_name(paper, "figure", number) for paper, number in specified()), LEADERBOARD]
-
-
-def is_figure(name: str) -> bool:
-    """Whether a name that a user types is meant as a figure's."""
-    return "/figure" in name or name in names()
-
-
-def split(name: str) -> tuple[str, str]:
-    """`spear/figure13` or `kernels/roofline`, also as a path of what is built, as paper and number or name.
-
-    Raises:
-        UserError: there is no such figure, or it has no spec.
-    """
-    text = re.sub(r"^figures/|\.\w+$", "", str(name))
-    found = {table_name(paper, "figure", number): (paper, number) for paper, number in specified()}
-    if text not in found:
-        raise unknown("figure with a spec", text, found)
-    return found[text]
 
 
 def figure(paper: str, number: str) -> FigureSpec:

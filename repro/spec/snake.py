@@ -17,7 +17,8 @@ from repro.jobs import runner
 from repro.jobs.job import Job
 from repro.record import accepted, provenance
 from repro.spec import figures, scale, tables
-from repro.spec.workflow import FORMATS, OWN, Workflow, canonical
+from repro.spec.names import FORMATS, OWN, canonical
+from repro.spec.workflow import Workflow
 
 __all__ = ["FORMATS", "Snake", "config_file"]
 HASHED = 20_000_000  # bytes; inputs up to that size are known by content where only their time has changed

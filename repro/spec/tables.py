@@ -11,20 +11,24 @@ is measured follows from the metric that the paper printed, by one map per paper
 A printed cell without recipe or measure is shown as not run: nothing is dropped.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from repro import papers
 from repro.errors import UserError, unknown
 from repro.files import HOME
 from repro.spec import scale
-from repro.spec.cell import Cell, check_seeds, table_name
+from repro.spec.cell import Cell, check_seeds
 from repro.spec.claims import ClaimSpec, HeadlineSpec
+from repro.spec.names import FOLDERS, pages  # noqa: F401  names are asked for here too
+from repro.spec.names import own_tables as own  # noqa: F401
+from repro.spec.names import specified_tables as specified  # noqa: F401
+from repro.spec.names import split_table as split
+from repro.spec.names import table_spec as path_of
+from repro.spec.names import tables as names  # noqa: F401
 from repro.spec.templates import (
     Labels,
     Value,
@@ -39,8 +43,6 @@ from repro.spec.templates import (
     variables,
 )
 from repro.strict import build, load_yaml
-
-FOLDERS = ("kernels",)  # of specs of our own that belong to no paper
 
 
 @dataclass(frozen=True)
@@ -104,53 +106,7 @@ class Spec:
         return next((s for label, s in self.seeds.items() if any(bind(label, text) is not None for text in both)), (0,))
 
 
-# --- which tables there are -------------------------------------------------------------------------------------------
-
-
-def split(name: str) -> tuple[str, str]:
-    """`spear/table1`, `spear/1` or `spear/memory` (also as a path of what is built) as paper and number or name.
-
-    Raises:
-        UserError: no such paper, table or spec.
-    """
-    text = re.sub(r"^tables/|\.(tex|csv|md|yaml)$", "", str(name))
-    paper, _, number = text.rpartition("/")
-    number = number.removeprefix("table") if number.removeprefix("table").isdecimal() else number
-    printed = paper in papers.PAPERS and number in papers.tables(paper)
-    if not printed and (paper, number) not in own():
-        raise unknown("table", text, names())
-    return paper, number
-
-
-def _printed_tables() -> list[tuple[str, str]]:
-    return [(paper, number) for paper in papers.PAPERS for number in papers.tables(paper)]
-
-
-def names() -> list[str]:
-    """`spear/table1`, `spear/memory`: every printed table, with or without a spec, and every spec of our own."""
-    return [table_name(paper, "table", number) for paper, number in [*_printed_tables(), *own()]]
-
-
-def path_of(paper: str, number: str) -> Path:
-    """Where the spec of a table is, or would be."""
-    return HOME / "tables" / f"{table_name(paper, 'table', number)}.yaml"
-
-
-def own() -> list[tuple[str, str]]:
-    """Paper and name of every spec that is of no printed table."""
-    folders = (*papers.PAPERS, *FOLDERS, "")  # the last is tables/ itself
-    found = ((paper, path.stem) for paper in folders for path in sorted((HOME / "tables" / paper).glob("*.yaml")))
-    return [(paper, name) for paper, name in found if not name.startswith("table")]
-
-
-def specified() -> list[tuple[str, str]]:
-    """Paper and number or name of everything that has a spec, in the papers' order."""
-    return [*(both for both in _printed_tables() if path_of(*both).is_file()), *own()]
-
-
-def pages() -> list[str]:
-    """The papers that have a page in docs/: those with a spec."""
-    return [paper for paper in papers.PAPERS if any(paper == one for one, _ in specified())]
+# --- specs -----------------------------------------------------------------------------------------------------------
 
 
 @cache

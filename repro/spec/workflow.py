@@ -5,7 +5,6 @@ Paths of what is built are relative to the working directory, sources are those 
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,24 +17,8 @@ from repro.jobs.target import Target
 from repro.judge.quantity import Quantity, compose
 from repro.record import observations
 from repro.spec import figures, recipe, scale, tables
-from repro.spec.cell import Cell, table_name
-
-FORMATS = (".csv", ".tex", ".md")
-OWN = ("table1", "table2", "audit")
-
-
-def canonical(name: str) -> str:
-    """The name of a table or figure, such as `spear/table1`, from `spear/1` or a file that is built of it.
-
-    Raises:
-        UserError: there is no such table, or no such figure with a spec.
-    """
-    stem = re.sub(r"^(tables|figures)/|\.(tex|csv|md|svg|pdf)$", "", name)
-    if stem in (*OWN, figures.LEADERBOARD):
-        return stem
-    kind, split = ("figure", figures.split) if figures.is_figure(stem) else ("table", tables.split)
-    paper, number = split(stem)
-    return table_name(paper, kind, number)
+from repro.spec.cell import Cell
+from repro.spec.names import OWN, canonical  # noqa: F401  asked for here too
 
 
 class Workflow:

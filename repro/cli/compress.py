@@ -1,0 +1,46 @@
+"""Compress a model."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from repro.cli import options as common
+from repro.errors import UserError
+from repro.files import atomic
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The model, its recipe, and a text of the user's own."""
+    common.add_target(parser)
+    about = "a copy of the compressed model (.safetensors); with --text a folder"
+    parser.add_argument("--out", type=Path, help=about)
+    about = "train or calibrate on this text (UTF-8), from its start, instead of the scale's"
+    parser.add_argument("--text", type=Path, metavar="FILE", help=about)
+    about = "tokens of a sequence of it; default the model's context, at most 2048"
+    parser.add_argument("--length", type=common.number(0), default=0, metavar="N", help=about)
+    about = "go on with --out where an interrupted run stopped; starts it where there is none"
+    parser.add_argument("--resume", action="store_true", help=about)
+
+
+def run(args: argparse.Namespace) -> None:
+    """A model under a recipe, with the scale's calibration text or one of the user's own."""
+    from repro.jobs import compress, own_text
+
+    target = common.target(args, common.workflow(args, recorded=False))
+    if args.text is not None:
+        if args.out is None or args.out.suffix == ".safetensors":
+            raise UserError("--text: name a folder for the result as well, --out FOLDER")
+        own_text.compress(target, own_text.Text(args.text, args.length), args.out, args.resume)
+        print(args.out)
+        return
+    if args.resume or args.length:
+        raise UserError("--resume and --length go with --text FILE")
+    job = compress.job(target)
+    if args.out is not None and args.out.suffix != ".safetensors":
+        raise UserError(f"--out {args.out}: a compressed model is a .safetensors file")
+    common.run_now([job])
+    made = job.folder / compress.OUTPUTS[0]
+    if args.out is not None:
+        with atomic(args.out) as temporary:
+            shutil.copyfile(made, temporary)
+    print(args.out or made)

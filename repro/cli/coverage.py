@@ -1,0 +1,19 @@
+"""Measured and printed cells of every table and data figure."""
+
+import argparse
+
+from repro.cli import options as common
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """A scale, and the form."""
+    common.add_scale(parser)
+    parser.add_argument("--csv", action="store_true")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print how much of the papers is measured: what this folder has built, and what is recorded."""
+    from repro.judge import coverage
+
+    lines = coverage.coverage(common.workflow(args))
+    print(coverage.to_csv(lines) if args.csv else coverage.to_text(lines), end="")

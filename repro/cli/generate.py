@@ -1,0 +1,59 @@
+"""Stream a model's text, then one line of numbers: tokens/s, ms, MBU, memory."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from repro.cli import options as common
+from repro.errors import UserError
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The model, the prompt, and how it goes on."""
+    add = parser.add_argument
+    add("prompt", nargs="?", help="the text to go on with; without it standard input")
+    add("--file", type=Path, help="a file with the prompt")
+    add("--model", required=True, help="pocket-10m, a local folder, hub-id@revision")
+    add("--recipe", default="fp16", help="such as 'rtn-w4-g128 + spear'; built now if it is not yet")
+    add("--no-build", dest="build", action="store_false", help="do not build a recipe; say the command")
+    add("--scale", help="whose calibration text a recipe is built with; default $SCALE, else pocket")
+    about = "tokens of prompt and answer; default the model's, at most 2048"
+    add("--context", type=common.number(1), help=about)
+    add("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    about = "default: the checkpoint's, float32 on a CPU without it"
+    add("--dtype", choices=["float32", "float16", "bfloat16"], help=about)
+    add("--chat", action="store_true", help="the prompt is a user's message in the tokenizer's template")
+    add("--max-new-tokens", type=common.number(1), metavar="N", help="default: until the context is full")
+    add("--temperature", type=common.number(0, float), default=0.0, help="0, the default, is greedy")
+    add("--top-k", type=common.number(0), default=0)
+    add("--top-p", type=common.number(0, float), default=1.0)
+    add("--seed", type=common.number(0), default=0)
+    add("--stop", nargs="+", default=(), metavar="TEXT", help="texts that end the answer")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Stream a model's text, then one line of numbers."""
+    if args.prompt is not None and args.file is not None:
+        raise UserError("a prompt and --file: give one of them")
+    from repro.engine import Engine
+    from repro.engine.core import needs_weights
+    from repro.jobs import own_text
+
+    needs_weights(args.model)  # a shape's would take minutes to make
+    text = _prompt(args)
+    where = {name: getattr(args, name) for name in ("context", "device", "dtype", "scale", "build")}
+    engine = Engine.load(*own_text.opened(args.model, args.recipe), **where)
+    how = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    pieces = engine.generate(engine.chat(text) if args.chat else text, **{name: getattr(args, name) for name in how})
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(f"\n{engine.stats}")
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """The text to go on with: the argument, a file's, or what comes by standard input."""
+    try:
+        given = sys.stdin if args.file is None else args.file.open(encoding="utf-8")
+        return given.read().removesuffix("\n") if args.prompt is None else args.prompt
+    except (OSError, ValueError) as error:
+        raise UserError(f"--file {args.file or '-'}: no text that can be read ({error})") from None

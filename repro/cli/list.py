@@ -1,0 +1,32 @@
+"""What can be built: tables, figures, scales, steps, models, kinds of cell."""
+
+import argparse
+
+from repro import papers
+from repro.spec import names
+from repro.spec.cell import table_name
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what can be built: tables and figures with a spec, scales, recipes' steps, models, kinds of cell."""
+    from repro import models
+    from repro.cells import KINDS
+    from repro.spec import recipe
+    from repro.spec import scale as scales
+
+    rows = {
+        "tables": [*(table_name(p, "table", n) for p, n in names.specified_tables()), *names.OWN],
+        "figures": names.figures(),
+        "pages": [f"docs/{paper}.md" for paper in names.pages()],
+        "scales": scales.names(),
+        "steps": sorted(recipe.STEPS),
+        "models": models.pocket_names(),
+        "kinds of cell": list(KINDS),
+        "papers": list(papers.PAPERS),
+    }
+    for title, found in rows.items():
+        print(f"{title:14} {', '.join(found)}")

@@ -1,0 +1,29 @@
+"""Build targets with Snakemake and print the tables among them."""
+
+import argparse
+import os
+
+from repro import build
+from repro.cli import options as common
+from repro.cli import show
+from repro.spec import names
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Targets and a scale."""
+    common.add_scale(parser)
+    parser.add_argument("targets", nargs="+")
+    parser.add_argument("--cores", type=common.number(1), default=os.cpu_count() or 1)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build targets, print the tables among them, then the paths of each paper's own Table 1."""
+    names.check_targets(args.targets)
+    flow = common.workflow(args, recorded=True)  # what is wrong with `--config` is said before Snakemake starts
+    code = build.build(args.targets, args.cores, flow.scale.name, args.configfile, args.config or ())
+    if code:
+        return code
+    for target in args.targets:
+        if target.startswith("tables/"):
+            show.show(target)
+    return 0

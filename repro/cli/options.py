@@ -1,0 +1,105 @@
+"""What several verbs share: options, how they are read, and the workflow of a scale that they name."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from repro.errors import UserError, shortened
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with the options, without the usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls when the options do not fit."""
+        raise UserError(f"{shortened(message, 300)}; {self.prog} --help lists the options")
+
+
+def shape(text: str) -> tuple[int, int]:
+    """`4096x14336` as (N, K)."""
+    rows, _, columns = text.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no shape; write rows and columns as 4096x14336")
+    return int(rows), int(columns)
+
+
+def number(least: int, kind: type = int) -> Callable[[str], int | float]:
+    """Reads a number of at least `least`, and at most what 31 bits hold."""
+
+    def read(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value < 2**31:  # also of NaN
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not {what} of {least} or more")
+        return value
+
+    return read
+
+
+def add_scale(parser: argparse.ArgumentParser) -> None:
+    """The options that name a scale and change keys of it."""
+    parser.add_argument("--scale", help="config/<name>.yaml; default $SCALE, else pocket")
+    parser.add_argument("--configfile", type=Path, help="a scale file instead of a name")
+    parser.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="single keys over the scale")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The options that name a model under a recipe, at a scale."""
+    add_scale(parser)
+    parser.add_argument("model")
+    parser.add_argument("--recipe", default="fp16", help="such as 'gptq-w4-g128' or 'rtn-w4-pc + spear'")
+    parser.add_argument("--seed", type=number(0), default=0)
+
+
+def workflow(args: argparse.Namespace, recorded: bool | None = None) -> Any:
+    """The `Workflow` of the scale that the options name.
+
+    Raises:
+        UserError: an unknown scale, key or value.
+    """
+    from repro.spec import scale
+    from repro.spec.workflow import Workflow
+    from repro.strict import parse_yaml
+
+    given = {}
+    for word in args.config or ():
+        key, sign, value = word.partition("=")
+        if not sign:
+            raise UserError(f"--config {shortened(word)}: write KEY=VALUE, such as threads=2")
+        given[key] = parse_yaml(value, f"--config {shortened(key)}")
+    return Workflow(scale.load(given, args.scale, args.configfile), recorded)
+
+
+def target(args: argparse.Namespace, flow: Any) -> Any:
+    """The `Target` that the options name.
+
+    Raises:
+        UserError: an unknown model or recipe.
+    """
+    from repro import models
+    from repro.jobs import own_text
+    from repro.jobs.target import Target
+    from repro.spec import recipe
+
+    model, text = own_text.opened(args.model, args.recipe)
+    models.folder(model)
+    return Target(flow.scale, model, recipe.parse(text).name, args.seed)
+
+
+def run_now(jobs: list[Any]) -> None:
+    """Run jobs and what they need, here.
+
+    Raises:
+        Refused: one of them cannot be done.
+    """
+    from repro.jobs import runner
+    from repro.jobs.job import distinct
+    from repro.jobs.workers import pool
+
+    pool.run_here(distinct(jobs))
+    for need in distinct(jobs):
+        runner.check(need.folder)

@@ -1,0 +1,70 @@
+"""Run the jobs of tables and figures side by side, without Snakemake; resumes."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from repro.cli import options as common
+from repro.files import write_text
+from repro.spec import names
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What is run, how widely, and for how long."""
+    common.add_scale(parser)
+    parser.add_argument("targets", nargs="+", help="spear/table1, spear/figure13, or a file of jobs")
+    parser.add_argument("--side-by-side", type=common.number(1), default=1, metavar="N", help="worker processes")
+    about = "GPUs that the workers are spread over, by MPS where allowed"
+    parser.add_argument("--gpus", type=common.number(0), default=0, help=about)
+    about = "start no job after that many; 0 is no limit"
+    parser.add_argument("--minutes", type=common.number(0, float), default=0.0, help=about)
+    about = "the cells that this scale takes from accepted results"
+    parser.add_argument("--recorded", action="store_true", help=about)
+    about = "only what no accepted result of the scale stands for"
+    parser.add_argument("--missing", action="store_true", help=about)
+    parser.add_argument("--dry-run", action="store_true", help="print the jobs")
+    about = "write the jobs to a file, for another machine"
+    parser.add_argument("--save", type=Path, metavar="FILE", help=about)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the jobs of tables and figures, or of job files, side by side without Snakemake."""
+    targets = [target if _is_file(target) else names.canonical(target) for target in args.targets]
+    from repro.jobs import runner
+    from repro.jobs.job import distinct
+    from repro.jobs.workers import pool
+
+    jobs, turns = [], {}
+    for turn, target in enumerate(targets):
+        found = distinct(_jobs_of(args, target))  # a file may name results alone, and their needs have its turn
+        turns = dict.fromkeys((job.id for job in found), turn) | turns
+        jobs += found
+    jobs = distinct(jobs)
+    if args.save is not None:
+        write_text(args.save, json.dumps([job.to_json() for job in jobs]) + "\n")
+        print(f"{len(jobs)} jobs in {args.save}; python -m repro run {args.save.name} runs them anywhere")
+        return 0
+    if args.dry_run:
+        print("\n".join(f"{'built' if runner.done(job) else 'to do'}  {job.id}" for job in jobs))
+        return 0
+    if any(map(_is_file, targets)):
+        runner.check_here(jobs)
+    return 1 if pool.run_all(jobs, args.side_by_side, args.gpus, args.minutes, turns) else 0
+
+
+def _is_file(target: str) -> bool:
+    """Whether a target is a file of jobs."""
+    return target.endswith(".json")
+
+
+def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
+    """The jobs of a table, figure or job file."""
+    from repro.jobs import runner
+    from repro.record import measure
+
+    if _is_file(target):
+        return runner.from_file(Path(target))
+    flow = common.workflow(args, recorded=False)
+    cells = flow.table_cells(target)
+    return measure.missing(flow, cells) if args.missing else flow.every_job(cells, args.recorded)

@@ -1,0 +1,82 @@
+"""The command line starts at once: help, a typo and `show` import nothing that takes time."""
+
+import json
+import sys
+
+import dag
+import pytest
+
+from repro import cli
+from repro.__main__ import main
+from repro.cells import KINDS
+from repro.files import ROOT
+
+SLOW = {"torch", "transformers", "pandas", "scipy", "numpy", "pyarrow", "matplotlib", "snakemake", "triton", "lm_eval"}
+TABLE = "**a title**\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n"
+SCRIPT = """
+import json, sys
+from repro.__main__ import main
+try:
+    code = main(sys.argv[2:])
+except SystemExit as stop:  # argparse, after --help
+    code = stop.code
+with open(sys.argv[1], "w") as file:
+    json.dump([code, sorted(sys.modules)], file)
+"""
+
+
+def loaded(tmp_path, *words) -> tuple[int, set[str], dag.Done]:
+    """Exit code of a command, what it has imported of `SLOW`, and what it said."""
+    noted = tmp_path / "modules.json"
+    done = dag.run([sys.executable, "-c", SCRIPT, noted, *words], tmp_path, ROOT, SCALE="")
+    assert done.code == 0, done.text
+    code, modules = json.loads(noted.read_text())
+    return code, SLOW & set(modules), done
+
+
+AT_ONCE = {
+    "help": (("--help",), 0, "accept"),
+    "no verb": ((), 0, "accept"),
+    "version": (("--version",), 0, "lowbit-repro"),
+    "a verb's help": (("generate", "--help"), 0, "--top-k"),
+    "a typo of a verb": (("mkae", "all"), 2, "did you mean 'make'"),
+    "a typo of an option": (("make", "all", "--coers", "2"), 2, "--coers 2"),
+    "a typo of a target": (("make", "tables/spear/tabel1.tex"), 2, "did you mean 'tables/spear/table1.tex'"),
+    "a typo of a job's target": (("run", "spear/tabel1"), 2, "did you mean 'spear/table1'"),
+    "show": (("show", "spear/table1"), 0, "a title"),
+    "show of a typo": (("show", "spear/tabel1"), 2, "did you mean 'spear/table1'"),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_it_starts_at_once(tmp_path, name):
+    words, code, said = AT_ONCE[name]
+    (tmp_path / "tables" / "spear").mkdir(parents=True)
+    (tmp_path / "tables" / "spear" / "table1.md").write_text(TABLE)
+    found, slow, done = loaded(tmp_path, *words)
+    assert found == code and said in done.text and slow == set()
+
+
+def test_what_takes_time_would_be_seen(tmp_path):
+    _, slow, _ = loaded(tmp_path, "list")
+    assert {"torch", "numpy", "pandas"} <= slow
+
+
+def test_every_verb_has_a_file_and_every_kind_with_jobs_is_a_verb():
+    shared = {"__init__", "options", "measure"}
+    assert {path.stem for path in cli.HERE.glob("*.py")} - shared == set(cli.VERBS)
+    assert set(cli.kinds()) == {name for name, module in KINDS.items() if hasattr(module, "run")}
+    assert not set(cli.kinds()) & set(cli.VERBS)
+    for name, path in cli.kinds().items():
+        first = KINDS[name].__doc__.partition("\n")[0]
+        assert cli.summary(path) == first and cli.verbs()[name] == first
+
+
+@pytest.mark.parametrize("verb", sorted(cli.verbs()))
+def test_every_verb_lists_its_options(capsys, verb):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert f"python -m repro {verb}" in said
+    assert " ".join(cli.verbs()[verb].split()) in " ".join(said.split())
