@@ -1,0 +1,313 @@
+"""Named prompt sets for everything that generates text: speculation's acceptance length, precision switching, demos.
+
+    for prompt in prompts.load("gsm8k", count=40):
+        engine.generate(prompt.text)
+
+A set is plain text, because the models here are base models without a chat template: `template` in prompts.yaml ends
+in the cue after which a base model answers. Sets whose licence allows it lie in this repository as compressed JSON
+Lines; the others are read from the folder in REPRO_DATA. Both are checked by hash, and nothing falls back.
+
+`python -m repro.data.prompts` writes the stored sets again from the folder in REPRO_DATA.
+"""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from repro.errors import UserError, unknown
+from repro.files import atomic
+from repro.strict import build, load_yaml
+
+ENTRIES = Path(__file__).with_name("prompts.yaml")
+FOLDER = Path(__file__).with_name("prompt_sets")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt as its data set has it, before any template.
+
+    Attributes:
+        id: its name in the data set.
+        turns: the user's messages; all sets but MT-Bench have one.
+        references: right answers, summaries or translations; empty where the set has none.
+        words: how many words the task asks for (LongBench-Write), else None.
+    """
+
+    id: str
+    turns: tuple[str, ...]
+    references: tuple[str, ...] = ()
+    words: int | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as a model sees it.
+
+    Attributes:
+        id: its name in the data set.
+        text: the first turn in the set's template.
+        turns: the user's messages without the template; those after the first are not asked.
+        references: right answers, summaries or translations; empty where the set has none.
+        words: how many words the task asks for (LongBench-Write), else None.
+    """
+
+    id: str
+    text: str
+    turns: tuple[str, ...]
+    references: tuple[str, ...]
+    words: int | None
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """An entry of prompts.yaml, whose head says what each key means."""
+
+    name: str
+    description: str
+    reader: str
+    source: str
+    origin: str
+    sha256: str
+    licence: str
+    template: str
+    prompts: int
+    rows_sha256: str
+    stored: bool = False
+    also: str = ""
+    also_sha256: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reader not in READERS:
+            raise unknown("reader", self.reader, READERS)
+        if "{text}" not in self.template:
+            raise UserError(f"template of {self.name}: it has no {{text}}, which the prompt replaces")
+
+
+# --- readers: the bytes of a source (and of a second one), to rows ----------------------------------------------------
+
+
+def _json_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.decode().split("\n"):
+        if line:
+            yield json.loads(line)
+
+
+def _questions(content: bytes, also: bytes) -> Iterator[Row]:
+    """Questions of EAGLE and Spec-Bench."""
+    for record in _json_lines(content):
+        references = tuple(map(str, record.get("reference", ())))
+        yield Row(str(record["question_id"]), tuple(record["turns"]), references)
+
+
+def _humaneval(content: bytes, also: bytes) -> Iterator[Row]:
+    for record in _json_lines(gzip.decompress(content)):
+        yield Row(record["task_id"], (record["prompt"],), (record["canonical_solution"],))
+
+
+def _gsm8k(content: bytes, also: bytes) -> Iterator[Row]:
+    for number, record in enumerate(_json_lines(content)):
+        yield Row(str(number), (record["question"],), (record["answer"],))
+
+
+def _math(content: bytes, also: bytes) -> Iterator[Row]:
+    """Problems whose reference is the final answer; the solutions, other people's prose, are left out."""
+    for number, record in enumerate(_json_lines(content)):
+        name = record.get("unique_id", record.get("id", number))
+        yield Row(str(name), (record["problem"],), (str(record["answer"]),))
+
+
+def _longwriter(content: bytes, also: bytes) -> Iterator[Row]:
+    for number, record in enumerate(_json_lines(content)):
+        yield Row(str(number), (record["prompt"],), words=record["length"])
+
+
+def _articles(content: bytes, also: bytes) -> Iterator[Row]:
+    for record in csv.DictReader(io.StringIO(content.decode(), newline="")):
+        yield Row(record["id"], (record["article"],), (record["highlights"],))
+
+
+def _dialogues(content: bytes, also: bytes) -> Iterator[Row]:
+    for record in _json_lines(content):
+        summaries = tuple(record[key] for key in sorted(record) if key.startswith("summary"))
+        yield Row(record["fname"], (record["dialogue"],), summaries)
+
+
+def _segments(content: bytes, also: bytes) -> Iterator[Row]:
+    """Segments of the TED test set of 2017: French in the first archive, the English reference in the second."""
+    french = _ted(content, "fr-en/IWSLT17.TED.tst2017.fr-en.fr.xml")
+    english = _ted(also, "en-fr/IWSLT17.TED.tst2017.en-fr.en.xml")
+    if list(french) != list(english):
+        raise ValueError("the segments of the two languages differ")
+    for name, text in french.items():
+        yield Row(name, (text,), (english[name],))
+
+
+def _ted(archive: bytes, member: str) -> dict[str, str]:
+    """Segments of a talk file by `document/segment`."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        text = files.extractfile(member).read().decode()
+    found = {}
+    document = ""
+    for line in text.splitlines():
+        if opened := re.search(r'<doc docid="(\d+)"', line):
+            document = opened[1]
+        elif segment := re.search(r'<seg id="(\d+)">(.*)</seg>', line):
+            found[f"{document}/{segment[1]}"] = unescape(segment[2]).strip()
+    return found
+
+
+READERS: dict[str, Callable[[bytes, bytes], Iterator[Row]]] = {
+    "questions": _questions,
+    "humaneval": _humaneval,
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "longwriter": _longwriter,
+    "articles": _articles,
+    "dialogues": _dialogues,
+    "segments": _segments,
+}
+
+
+# --- the sets ---------------------------------------------------------------------------------------------------------
+
+
+def _entries() -> dict[str, PromptSet]:
+    found = {}
+    for name, entry in load_yaml(ENTRIES).items():
+        found[name] = build(PromptSet, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
+    return found
+
+
+SETS = _entries()
+
+
+def load(name: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
+    """Prompts of a set: all in its order, or the first `count` of a shuffle.
+
+    The shuffle is that of the `datasets` library (a permutation by NumPy's default generator), with which SubSpec's
+    code draws its 20 samples by seed 0. A larger `count` therefore begins with the same prompts.
+
+    Args:
+        name: a key of `SETS`.
+        count: how many, 1 to the size of the set; None for all.
+        seed: of the shuffle.
+
+    Raises:
+        UserError: unknown name, more prompts than the set has, or a file that is missing, damaged or another one.
+    """
+    if name not in SETS:
+        raise unknown("prompt set", name, SETS)
+    entry, found = SETS[name], rows(name)
+    if count is not None:
+        if not 1 <= count <= len(found):
+            raise UserError(f"{count} prompts of {name!r}: the set has {len(found):,}; take 1 to {len(found):,}")
+        order = np.random.default_rng(seed).permutation(len(found))
+        found = tuple(found[i] for i in order[:count])
+    result = []
+    for row in found:
+        text = entry.template.replace("{text}", row.turns[0])
+        result.append(Prompt(row.id, text, row.turns, row.references, row.words))
+    return result
+
+
+def identifier(name: str) -> str:
+    """What fixes the prompts of a set in a job: a hash of its rows and its template, without reading them.
+
+    Raises:
+        UserError: unknown name.
+    """
+    if name not in SETS:
+        raise unknown("prompt set", name, SETS)
+    entry = SETS[name]
+    return hashlib.sha256(f"{entry.rows_sha256} {entry.template}".encode()).hexdigest()[:16]
+
+
+@cache
+def rows(name: str) -> tuple[Row, ...]:
+    """All rows of a set, from this repository or from the folder in REPRO_DATA.
+
+    Raises:
+        UserError: a file that is missing, damaged or another one.
+    """
+    entry = SETS[name]
+    if entry.stored:
+        path = FOLDER / f"{name}.jsonl.xz"
+        content = _stored(path)
+        where = f"{path}: not the rows that prompts.yaml lists; check both out again"
+    else:
+        content = _lines(_source_rows(entry))
+        where = f"prompt set {name!r}: {entry.source} gives other rows than prompts.yaml lists; copy it again"
+    if hashlib.sha256(content).hexdigest() != entry.rows_sha256:
+        raise UserError(where)
+    found = []
+    for record in _json_lines(content):
+        turns, references = tuple(record["turns"]), tuple(record["references"])
+        found.append(Row(record["id"], turns, references, record["words"]))
+    return tuple(found)
+
+
+def _stored(path: Path) -> bytes:
+    try:
+        return lzma.decompress(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path}: this file of the repository is missing; check it out again") from None
+    except lzma.LZMAError as error:
+        raise UserError(f"{path}: not readable ({error}); check it out again") from None
+
+
+def _source_rows(entry: PromptSet) -> list[Row]:
+    """The rows of a set from its source in REPRO_DATA."""
+    content = _source(entry.name, entry.source, entry.sha256)
+    also = _source(entry.name, entry.also, entry.also_sha256) if entry.also else b""
+    try:
+        return list(READERS[entry.reader](content, also))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, tarfile.TarError) as error:
+        raise UserError(f"prompt set {entry.name!r}: {entry.source} is not readable ({error!r})") from None
+
+
+def _source(name: str, source: str, sha256: str) -> bytes:
+    folder = os.environ.get("REPRO_DATA")
+    path = Path(folder or "") / source
+    if not folder or not path.is_file():
+        why = f"is not in REPRO_DATA={folder}" if folder else "is looked for in REPRO_DATA, which is not set"
+        raise UserError(
+            f"prompt set {name!r}: the file {source} {why}; set REPRO_DATA to the folder of the data mirror, "
+            "or name a set that this repository holds"
+        )
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{path}: not the file that prompt set {name!r} is made from; copy it again")
+    return content
+
+
+def _lines(found: list[Row]) -> bytes:
+    """Rows as JSON Lines."""
+    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in found).encode()
+
+
+def write() -> None:
+    """Write the stored sets again from their sources in REPRO_DATA, and print count and hash of every set."""
+    for name, entry in SETS.items():
+        content = _lines(_source_rows(entry))
+        if entry.stored:
+            with atomic(FOLDER / f"{name}.jsonl.xz") as temporary:
+                temporary.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
+        print(f"{name}: prompts: {content.count(10)}, rows_sha256: {hashlib.sha256(content).hexdigest()}")
+
+
+if __name__ == "__main__":
+    write()
