@@ -10,47 +10,24 @@ Lines; the others are read from the folder in REPRO_DATA. Both are checked by ha
 `python -m repro.data.prompts` writes the stored sets again from the folder in REPRO_DATA.
 """
 
-import csv
-import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
-import re
 import tarfile
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from html import unescape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from repro.data.prompt_readers import READERS, Row, json_lines
 from repro.errors import UserError, unknown
 from repro.files import atomic
 from repro.strict import build, load_yaml
 
 ENTRIES = Path(__file__).with_name("prompts.yaml")
 FOLDER = Path(__file__).with_name("prompt_sets")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A prompt as its data set has it, before any template.
-
-    Attributes:
-        id: its name in the data set.
-        turns: the user's messages; all sets but MT-Bench have one.
-        references: right answers, summaries or translations; empty where the set has none.
-        words: how many words the task asks for (LongBench-Write), else None.
-    """
-
-    id: str
-    turns: tuple[str, ...]
-    references: tuple[str, ...] = ()
-    words: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,91 +72,6 @@ class PromptSet:
             raise unknown("reader", self.reader, READERS)
         if "{text}" not in self.template:
             raise UserError(f"template of {self.name}: it has no {{text}}, which the prompt replaces")
-
-
-# --- readers: the bytes of a source (and of a second one), to rows ----------------------------------------------------
-
-
-def _json_lines(content: bytes) -> Iterator[dict[str, Any]]:
-    for line in content.decode().split("\n"):
-        if line:
-            yield json.loads(line)
-
-
-def _questions(content: bytes, also: bytes) -> Iterator[Row]:
-    """Questions of EAGLE and Spec-Bench."""
-    for record in _json_lines(content):
-        references = tuple(map(str, record.get("reference", ())))
-        yield Row(str(record["question_id"]), tuple(record["turns"]), references)
-
-
-def _humaneval(content: bytes, also: bytes) -> Iterator[Row]:
-    for record in _json_lines(gzip.decompress(content)):
-        yield Row(record["task_id"], (record["prompt"],), (record["canonical_solution"],))
-
-
-def _gsm8k(content: bytes, also: bytes) -> Iterator[Row]:
-    for number, record in enumerate(_json_lines(content)):
-        yield Row(str(number), (record["question"],), (record["answer"],))
-
-
-def _math(content: bytes, also: bytes) -> Iterator[Row]:
-    """Problems whose reference is the final answer; the solutions, other people's prose, are left out."""
-    for number, record in enumerate(_json_lines(content)):
-        name = record.get("unique_id", record.get("id", number))
-        yield Row(str(name), (record["problem"],), (str(record["answer"]),))
-
-
-def _longwriter(content: bytes, also: bytes) -> Iterator[Row]:
-    for number, record in enumerate(_json_lines(content)):
-        yield Row(str(number), (record["prompt"],), words=record["length"])
-
-
-def _articles(content: bytes, also: bytes) -> Iterator[Row]:
-    for record in csv.DictReader(io.StringIO(content.decode(), newline="")):
-        yield Row(record["id"], (record["article"],), (record["highlights"],))
-
-
-def _dialogues(content: bytes, also: bytes) -> Iterator[Row]:
-    for record in _json_lines(content):
-        summaries = tuple(record[key] for key in sorted(record) if key.startswith("summary"))
-        yield Row(record["fname"], (record["dialogue"],), summaries)
-
-
-def _segments(content: bytes, also: bytes) -> Iterator[Row]:
-    """Segments of the TED test set of 2017: French in the first archive, the English reference in the second."""
-    french = _ted(content, "fr-en/IWSLT17.TED.tst2017.fr-en.fr.xml")
-    english = _ted(also, "en-fr/IWSLT17.TED.tst2017.en-fr.en.xml")
-    if list(french) != list(english):
-        raise ValueError("the segments of the two languages differ")
-    for name, text in french.items():
-        yield Row(name, (text,), (english[name],))
-
-
-def _ted(archive: bytes, member: str) -> dict[str, str]:
-    """Segments of a talk file by `document/segment`."""
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        text = files.extractfile(member).read().decode()
-    found = {}
-    document = ""
-    for line in text.splitlines():
-        if opened := re.search(r'<doc docid="(\d+)"', line):
-            document = opened[1]
-        elif segment := re.search(r'<seg id="(\d+)">(.*)</seg>', line):
-            found[f"{document}/{segment[1]}"] = unescape(segment[2]).strip()
-    return found
-
-
-READERS: dict[str, Callable[[bytes, bytes], Iterator[Row]]] = {
-    "questions": _questions,
-    "humaneval": _humaneval,
-    "gsm8k": _gsm8k,
-    "math": _math,
-    "longwriter": _longwriter,
-    "articles": _articles,
-    "dialogues": _dialogues,
-    "segments": _segments,
-}
 
 
 # --- the sets ---------------------------------------------------------------------------------------------------------
@@ -254,7 +146,7 @@ def rows(name: str) -> tuple[Row, ...]:
     if hashlib.sha256(content).hexdigest() != entry.rows_sha256:
         raise UserError(where)
     found = []
-    for record in _json_lines(content):
+    for record in json_lines(content):
         turns, references = tuple(record["turns"]), tuple(record["references"])
         found.append(Row(record["id"], turns, references, record["words"]))
     return tuple(found)

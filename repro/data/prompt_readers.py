@@ -1,0 +1,115 @@
+"""Readers of the files that prompt sets are made from: each turns the bytes of a source into rows.
+
+The second argument is the content of a second source, which only the two languages of a translation need.
+"""
+
+import csv
+import gzip
+import io
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from html import unescape
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt as its data set has it, before any template.
+
+    Attributes:
+        id: its name in the data set.
+        turns: the user's messages; all sets but MT-Bench have one.
+        references: right answers, summaries or translations; empty where the set has none.
+        words: how many words the task asks for (LongBench-Write), else None.
+    """
+
+    id: str
+    turns: tuple[str, ...]
+    references: tuple[str, ...] = ()
+    words: int | None = None
+
+
+def json_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """The records of JSON Lines."""
+    for line in content.decode().split("\n"):
+        if line:
+            yield json.loads(line)
+
+
+def _questions(content: bytes, also: bytes) -> Iterator[Row]:
+    """Questions of EAGLE and Spec-Bench."""
+    for record in json_lines(content):
+        references = tuple(map(str, record.get("reference", ())))
+        yield Row(str(record["question_id"]), tuple(record["turns"]), references)
+
+
+def _humaneval(content: bytes, also: bytes) -> Iterator[Row]:
+    for record in json_lines(gzip.decompress(content)):
+        yield Row(record["task_id"], (record["prompt"],), (record["canonical_solution"],))
+
+
+def _gsm8k(content: bytes, also: bytes) -> Iterator[Row]:
+    for number, record in enumerate(json_lines(content)):
+        yield Row(str(number), (record["question"],), (record["answer"],))
+
+
+def _math(content: bytes, also: bytes) -> Iterator[Row]:
+    """Problems whose reference is the final answer; the solutions, other people's prose, are left out."""
+    for number, record in enumerate(json_lines(content)):
+        name = record.get("unique_id", record.get("id", number))
+        yield Row(str(name), (record["problem"],), (str(record["answer"]),))
+
+
+def _longwriter(content: bytes, also: bytes) -> Iterator[Row]:
+    for number, record in enumerate(json_lines(content)):
+        yield Row(str(number), (record["prompt"],), words=record["length"])
+
+
+def _articles(content: bytes, also: bytes) -> Iterator[Row]:
+    for record in csv.DictReader(io.StringIO(content.decode(), newline="")):
+        yield Row(record["id"], (record["article"],), (record["highlights"],))
+
+
+def _dialogues(content: bytes, also: bytes) -> Iterator[Row]:
+    for record in json_lines(content):
+        summaries = tuple(record[key] for key in sorted(record) if key.startswith("summary"))
+        yield Row(record["fname"], (record["dialogue"],), summaries)
+
+
+def _segments(content: bytes, also: bytes) -> Iterator[Row]:
+    """Segments of the TED test set of 2017: French in the first archive, the English reference in the second."""
+    french = _ted(content, "fr-en/IWSLT17.TED.tst2017.fr-en.fr.xml")
+    english = _ted(also, "en-fr/IWSLT17.TED.tst2017.en-fr.en.xml")
+    if list(french) != list(english):
+        raise ValueError("the segments of the two languages differ")
+    for name, text in french.items():
+        yield Row(name, (text,), (english[name],))
+
+
+def _ted(archive: bytes, member: str) -> dict[str, str]:
+    """Segments of a talk file by `document/segment`."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        text = files.extractfile(member).read().decode()
+    found = {}
+    document = ""
+    for line in text.splitlines():
+        if opened := re.search(r'<doc docid="(\d+)"', line):
+            document = opened[1]
+        elif segment := re.search(r'<seg id="(\d+)">(.*)</seg>', line):
+            found[f"{document}/{segment[1]}"] = unescape(segment[2]).strip()
+    return found
+
+
+READERS: dict[str, Callable[[bytes, bytes], Iterator[Row]]] = {
+    "questions": _questions,
+    "humaneval": _humaneval,
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "longwriter": _longwriter,
+    "articles": _articles,
+    "dialogues": _dialogues,
+    "segments": _segments,
+}
