@@ -21,7 +21,7 @@ from tiny_results import tiny_jobs  # noqa: F401
 from repro import files, models
 from repro.__main__ import main
 from repro.bench import kernel_rows
-from repro.data import corpora
+from repro.data import corpora, sources
 from repro.files import HOME, ROOT
 from repro.record import accepted
 from repro.record.measurement import COLUMNS
@@ -502,7 +502,7 @@ def test_exports_without_the_package(place, capfd, monkeypatch):
 TEXTS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     ("perplexity", ("--corpus", "wikitext3"), ("unknown corpus 'wikitext3'", "did you mean 'wikitext2'")),
     ("perplexity", ("--corpus", LONG), ("unknown corpus 'xxx",)),
-    ("perplexity", ("--corpus", "wikitext2-valid"), ("wikitext2-valid", "REPRO_DATA, which is not set", "hub: true")),
+    ("perplexity", ("--corpus", "wikitext2-valid"), ("wikitext2-valid", "REPRO_DATA is not set", "hub: true")),
     ("perplexity", ("--corpus", "c4-hub"), ("c4-hub", "hub: true")),
     (
         "perplexity",
@@ -534,7 +534,8 @@ TEXTS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("verb", "words", "named"), TEXTS, ids=lambda value: name_of(value))
-def test_texts_and_outputs(place, capfd, verb, words, named):
+def test_texts_and_outputs(place, capfd, monkeypatch, verb, words, named):
+    monkeypatch.setattr(sources, "EMBEDDED", {})
     refused(capfd, (verb, MODEL, *MINE, *words), *named)
 
 
@@ -546,11 +547,12 @@ def test_a_text_without_a_full_window(place, capfd):
 
 
 def test_data_folders_without_the_data(place, capfd, monkeypatch):
+    monkeypatch.setattr(sources, "EMBEDDED", {})
     monkeypatch.setenv("REPRO_DATA", str(place))
     text = ("perplexity", MODEL, *MINE, "--corpus", "wikitext2-valid")
     items = ("zeroshot", MODEL, *MINE, "--config", "zeroshot={tasks: [piqa]}")
     rows, task = "wikitext-2/wikitext-2-raw-v1.validation.rows.jsonl", "zeroshot/raw/piqa_valid.jsonl"
-    refused(capfd, text, rows, "is not in REPRO_DATA=")
+    refused(capfd, text, rows, "not in REPRO_DATA=")
     refused(capfd, items, task, "no such file", "REPRO_DATA")
     write(rows, '{"text": "another"}\n')(place)
     refused(capfd, text, "wikitext2-valid", "holds another text than this name stands for", "copy it again")

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from repro import models as pocket
 from repro.cells import perplexity
-from repro.data import corpora
+from repro.data import corpora, sources
 from repro.data.corpora import (
     CORPORA,
     calibration,
@@ -68,7 +68,8 @@ def pocket_text(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_mirror(tmp_path, monkeypatch):
-    """A mirror folder with a few rows in each file, whose hashes are made known."""
+    """A data folder with a few rows in each file, whose hashes are made known; the repository carries none of them."""
+    monkeypatch.setattr(sources, "EMBEDDED", {})
     rows = {
         "jsonl": [{"text": ""}, {"text": " = Title = \n"}, {"text": " Words\u2028and more. \n"}],
         "prefix": [{"prefix": "half of a wo", "gold_completion": "rd"}, {"prefix": "b", "gold_completion": ""}],
@@ -230,6 +231,7 @@ def test_small_mirror_is_joined(small_mirror):
     assert text("wikitext2") == "\n\n = Title = \n\n\n Words\u2028and more. \n"
     assert text("c4-local") == "  = Title = \n  Words\u2028and more. \n"
     assert text("c4-prefix") == "half of a word b"
+    assert text("wikitext2-raw") == " \n = Title = \n Words\u2028and more. \n"
     assert text("held-out") == "The text of held-out.\r\n\n"
     assert text("wikitext2-train-part") == "The text of wikitext2-train-part.\r\n\n"
 
@@ -279,6 +281,7 @@ def test_mirrored_text_that_was_changed(small_mirror, name):
 
 @pytest.mark.parametrize("name", MIRRORED)
 def test_missing_corpus_says_what_would_be_right(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "EMBEDDED", {})
     monkeypatch.delenv("REPRO_DATA", raising=False)
     for folder in (None, tmp_path):
         if folder:
@@ -287,9 +290,9 @@ def test_missing_corpus_says_what_would_be_right(tmp_path, monkeypatch, name):
             with pytest.raises(UserError) as caught:
                 text(name, hub)
             message = str(caught.value)
-            assert CORPORA[name].source in message and "set REPRO_DATA" in message
-            assert ("hub: true" in message and CORPORA[name].on_hub in message) or "no hub" in message
-            assert (str(folder) if folder else "not set") in message
+            assert f"no such file {CORPORA[name].source}" in message and "set REPRO_DATA" in message
+            assert ("hub: true" in message and CORPORA[name].on_hub in message) == bool(CORPORA[name].on_hub)
+            assert (f"REPRO_DATA={folder}" if folder else "REPRO_DATA is not set") in message
 
 
 @pytest.mark.parametrize("name", ON_HUB)
@@ -467,7 +470,8 @@ def test_no_scale_calibrates_on_what_it_evaluates(name):
 
 
 @pytest.mark.parametrize("name", MIRRORED)
-def test_mirror_holds_the_text(mirror, name):
+def test_mirror_holds_the_text(mirror, monkeypatch, name):
+    monkeypatch.setattr(sources, "EMBEDDED", {})
     assert identity(name)["corpus_sha256"] == CORPORA[name].sha256
 
 

@@ -478,7 +478,7 @@ def test_the_floor_of_several_tasks_is_that_of_their_plain_mean(right, floor):
 
 
 def test_what_is_missing_or_wrong_is_said(small, bytewise, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"arc_easy.jsonl: no such file.*REPRO_DATA"):
+    with pytest.raises(UserError, match=r"task arc_easy: no such file zeroshot/arc_easy.jsonl: .*set REPRO_DATA"):
         requests.build("arc_easy", tmp_path, bytewise)
     with pytest.raises(UserError, match="did you mean 'hellaswag-1916'"):
         requests.build("helaswag-1916", small, bytewise)

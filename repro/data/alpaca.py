@@ -6,10 +6,8 @@ they are read where they lie and are no part of this repository.
 """
 
 import json
-import os
-from pathlib import Path
 
-from repro.data import corpora
+from repro.data import corpora, sources
 from repro.data.corpora import Corpus
 from repro.errors import UserError
 
@@ -22,19 +20,12 @@ def documents(corpus: Corpus) -> list[str]:
     Raises:
         UserError: the file is not there, or holds no such records.
     """
-    folder = os.environ.get("REPRO_DATA")
-    path = Path(folder or "") / corpus.source
-    if not folder or not path.is_file():
-        why = f"is not in REPRO_DATA={folder}" if folder else "is looked for in REPRO_DATA, which is not set"
-        raise UserError(
-            f"corpus {corpus.name!r}: the file {corpus.source} {why}; set REPRO_DATA to the folder of the data mirror, "
-            "or name another calibration text"
-        )
+    content = sources.read(corpus.source, f"corpus {corpus.name!r}", "name another calibration text")
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = json.loads(content)
         return ["\n".join(filter(None, (record[field].strip() for field in FIELDS))) for record in records]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{corpus.source}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
 
 
 corpora.READERS["alpaca"] = documents

@@ -1,4 +1,4 @@
-"""Named texts and their token ids. A name always means the same text: what is embedded or mirrored is checked by hash.
+"""Named texts and their token ids. A name always means the same text: what is read from a file is checked by hash.
 
 A text is read whole, its rows or documents are joined as the corpus says, and the tokenizer sees it in one call; BOS is
 whatever that call adds (one at the very start, or none). Nothing falls back: a text that is not there is an error that
@@ -10,7 +10,6 @@ The hub corpora are fetched with the `datasets` library, at pinned commits, and 
 import hashlib
 import json
 import lzma
-import os
 import platform
 import random
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from repro.data import sources
 from repro.errors import UserError, unknown
 from repro.files import ROOT, atomic, short_hash
 from repro.strict import build, load_yaml
@@ -39,8 +39,10 @@ class Corpus:
     """A named text.
 
     Attributes:
-        source: the embedded file, the file in the mirror folder, or the hub data set with its configuration or file.
+        source: the sampled text's file, the data file (`repro.data.sources`), or the hub data set with its
+            configuration or file.
         joining: what stands between two documents (rows) of the text.
+        empty_row: what an empty row reads as.
         split: which part of the data set it is.
         reader: what reads the documents that are joined, key of `READERS`.
         sha256: of the joined text (UTF-8), where it is known beforehand.
@@ -61,6 +63,7 @@ class Corpus:
     max_documents: int | None = None
     max_tokens: int | None = None
     on_hub: str = ""
+    empty_row: str = ""
 
     def label(self) -> str:
         """The name that stands in results: with release and hash of the text where the name alone does not fix it."""
@@ -95,24 +98,17 @@ def _pydoc(corpus: Corpus) -> list[str]:
 
 
 def _mirrored(corpus: Corpus) -> list[str]:
-    folder = os.environ.get("REPRO_DATA")
-    path = Path(folder or "") / corpus.source
-    if not folder or not path.is_file():
-        why = f"is not in REPRO_DATA={folder}" if folder else "is looked for in REPRO_DATA, which is not set"
-        other = f"set `hub: true` in the scale and name {corpus.on_hub!r}" if corpus.on_hub else "no hub has this text"
-        raise UserError(
-            f"corpus {corpus.name!r}: the file {corpus.source} {why}; "
-            f"either set REPRO_DATA to the folder of the data mirror, or: {other}"
-        )
+    otherwise = f"set `hub: true` in the scale and name {corpus.on_hub!r}" if corpus.on_hub else ""
+    content = sources.read(corpus.source, f"corpus {corpus.name!r}", otherwise)
     try:
-        content = path.read_bytes()
-        lines = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
-        if path.suffix != ".jsonl":
+        lines = (lzma.decompress(content) if corpus.source.endswith(".xz") else content).decode()
+        if not corpus.source.endswith(".jsonl"):
             return [lines]
         rows = [json.loads(line) for line in lines.split("\n") if line]
-        return [row["text"] if "text" in row else row["prefix"] + row["gold_completion"] for row in rows]
-    except (lzma.LZMAError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
+        texts = [row["text"] if "text" in row else row["prefix"] + row["gold_completion"] for row in rows]
+    except (lzma.LZMAError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{corpus.source}: not readable as corpus {corpus.name!r} ({error!r}); copy it again") from None
+    return [one or corpus.empty_row for one in texts]
 
 
 def _fetched(corpus: Corpus) -> list[str]:

@@ -1,6 +1,6 @@
 """Tasks that a model answers by text (GSM8K, IFEval), and MathQA's records: prompts and judges of lm-eval 0.4.
 
-Prompts are lm-eval's own, from its shipped task files on the data mirror's records, as `repro.data.requests` makes
+Prompts are lm-eval's own, from its shipped task files on this project's records, as `repro.data.requests` makes
 those of tasks with given answers; GSM8K's five examples are drawn by lm-eval's own sampler with its default seed.
 
 An answer to GSM8K is right if its number is that of the solution: lm-eval's filter `strict-match` takes the first
@@ -77,19 +77,20 @@ class Questions:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def _gsm8k(test: Path, train: Path) -> Iterator[Record]:
-    yield from (record | {"split": "test"} for record in jsonl(test))
-    with lzma.open(train, "rt", encoding="utf-8") as lines:
-        yield from (json.loads(line) | {"split": "train"} for line in lines)
+def _gsm8k(test: bytes, train: bytes) -> Iterator[Record]:
+    for record in jsonl(test):
+        yield record | {"split": "test"}
+    for record in jsonl(lzma.decompress(train)):
+        yield record | {"split": "train"}
 
 
-def _ifeval(path: Path) -> Iterator[Record]:
-    yield from jsonl(path)
+def _ifeval(content: bytes) -> Iterator[Record]:
+    yield from jsonl(content)
 
 
-def _mathqa(path: Path) -> Iterator[Record]:
-    """The mirror's records name four choices by letters below the question; lm-eval reads them from one line."""
-    for record in jsonl(path):
+def _mathqa(content: bytes) -> Iterator[Record]:
+    """The records name four choices by letters below the question; lm-eval reads them from one line."""
+    for record in jsonl(content):
         *problem, _ = record["query"].removeprefix("Question: ").split("\n")
         count = len(record["choices"])
         texts = [line.partition(". ")[2] for line in problem[-count:]]
@@ -134,12 +135,12 @@ def _splits_sentences() -> bool:
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def build(name: str, data: Path, tokenizer: Callable[..., Any], limit: int | None = None) -> Questions:
+def build(name: str, data: Path | None, tokenizer: Callable[..., Any], limit: int | None = None) -> Questions:
     """The prompts of a task for a tokenizer.
 
     Args:
         name: a key of `GENERATED`.
-        data: the folder of the data mirror.
+        data: the data folder, for what the repository does not carry; None is the one of REPRO_DATA.
         tokenizer: a Hugging Face tokenizer, which adds a BOS or not.
         limit: so many items, the first ones; None is all.
 

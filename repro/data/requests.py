@@ -82,12 +82,12 @@ class Requests:
 ARRAYS = [field.name for field in fields(Requests) if field.name != "meta"]
 
 
-def load_shipped(task: Task, data: Path, limit: int | None = None) -> dict[str, tuple[str, list[int], Any]]:
+def load_shipped(task: Task, data: Path | None, limit: int | None = None) -> dict[str, tuple[str, list[int], Any]]:
     """lm-eval's task objects by its own name (`piqa`, `mmlu_anatomy`, …): subject, numbers of its items, the object.
 
     Args:
         task: an entry of `TASKS`.
-        data: the folder of the data mirror.
+        data: the data folder, for what the repository does not carry; None is the one of REPRO_DATA.
         limit: so many items, the first ones, evenly from the subjects; None is all.
 
     Raises:
@@ -141,13 +141,13 @@ def offline() -> Iterator[None]:
 
 
 def build(
-    name: str, data: Path, tokenizer: Callable[..., Any], limit: int | None = None, add_bos: bool | None = None
+    name: str, data: Path | None, tokenizer: Callable[..., Any], limit: int | None = None, add_bos: bool | None = None
 ) -> Requests:
     """The requests of a task for a tokenizer.
 
     Args:
         name: a key of `TASKS`.
-        data: the folder of the data mirror.
+        data: the data folder, for what the repository does not carry; None is the one of REPRO_DATA.
         tokenizer: a Hugging Face tokenizer.
         limit: as in `load_shipped`.
         add_bos: a BOS in front of every prompt or not; None is what the tokenizer does by itself.

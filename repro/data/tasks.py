@@ -1,4 +1,4 @@
-"""Zero-shot tasks: lm-eval's own, on files of the data mirror; what each is called, where its records are, its chance.
+"""Zero-shot tasks: lm-eval's own, on data files; what each is called, where its records are, its chance.
 
 Entries are data (`tasks.yaml`); a converter gives a file's records in the columns that lm-eval's shipped task expects.
 A name that is not lm-eval's says what the set is: `hellaswag-1916` are the records that the mirror has, `mmlu-10` ten
@@ -6,6 +6,7 @@ items of each subject.
 """
 
 import csv
+import hashlib
 import io
 import json
 import random
@@ -16,26 +17,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from repro.data import sources
 from repro.errors import UserError, unknown
-from repro.files import sha256, short_hash
+from repro.files import short_hash
 from repro.strict import build, load_yaml
 
 ENTRIES = Path(__file__).with_name("tasks.yaml")
 Record = dict[str, Any]
 
 
-def jsonl(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+def jsonl(content: bytes) -> Iterator[Record]:
+    """The records of a file with one JSON object a line."""
+    for line in io.StringIO(content.decode("utf-8"), newline=None):
+        yield json.loads(line)
 
 
-def _piqa(valid: Path, labels: Path) -> Iterator[Record]:
-    for record, label in zip(jsonl(valid), labels.read_text().split(), strict=True):
+def _piqa(valid: bytes, labels: bytes) -> Iterator[Record]:
+    for record, label in zip(jsonl(valid), labels.decode().split(), strict=True):
         yield {key: record[key] for key in ("goal", "sol1", "sol2")} | {"label": int(label)}
 
 
-def _arc(path: Path) -> Iterator[Record]:
-    for record in jsonl(path):
+def _arc(content: bytes) -> Iterator[Record]:
+    for record in jsonl(content):
         texts, gold = record["choices"], record["gold"]
         if texts[0] in texts[1:]:  # the source pads three choices to four with a copy in front
             texts, gold = texts[1:], texts[1:].index(texts[gold])
@@ -44,31 +47,31 @@ def _arc(path: Path) -> Iterator[Record]:
         yield {"question": question, "choices": {"text": texts, "label": labels}, "answerKey": labels[gold]}
 
 
-def _hellaswag(path: Path) -> Iterator[Record]:
-    for record in jsonl(path):
+def _hellaswag(content: bytes) -> Iterator[Record]:
+    for record in jsonl(content):
         yield {"query": record["query"], "choices": record["choices"], "label": record["gold"]}
 
 
-def _winogrande(path: Path) -> Iterator[Record]:
-    for record in jsonl(path):  # the blank in front: an option is then all that comes before the continuation
+def _winogrande(content: bytes) -> Iterator[Record]:
+    for record in jsonl(content):  # the blank in front: an option is then all that comes before the continuation
         one, two = record["context_options"]
         sentence = "_ " + record["continuation"]
         yield {"sentence": sentence, "option1": one, "option2": two, "answer": str(record["gold"] + 1)}
 
 
-def _boolq(path: Path) -> Iterator[Record]:
-    for record in jsonl(path):
+def _boolq(content: bytes) -> Iterator[Record]:
+    for record in jsonl(content):
         passage, question = re.fullmatch(r"Passage: (.*)\nQuestion: (.*)\?", record["query"], re.DOTALL).groups()
         yield {"passage": passage, "question": question, "label": record["gold"]}
 
 
-def _lambada(path: Path) -> Iterator[Record]:
-    for record in jsonl(path):
+def _lambada(content: bytes) -> Iterator[Record]:
+    for record in jsonl(content):
         yield {"text": record["text"]}
 
 
-def _mmlu(path: Path) -> Iterator[Record]:
-    with tarfile.open(path, "r:xz") as archive:
+def _mmlu(content: bytes) -> Iterator[Record]:
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:xz") as archive:
         for name in sorted(name for name in archive.getnames() if name.endswith(".csv")):
             subject, split = Path(name).stem.rsplit("_", 1)
             for row in csv.DictReader(io.StringIO(archive.extractfile(name).read().decode("utf-8"), newline="")):
@@ -81,10 +84,10 @@ def _mmlu(path: Path) -> Iterator[Record]:
 class Task:
     """One task: `task` is lm-eval's own name where ours differs, `folder` is where lm-eval/tasks keeps it.
 
-    `version` is lm-eval's of the task. `chance` is what an answer without reading gets. `files` of the mirror, each
-    with its SHA-256, go to the converter of that name in `CONVERT`, which yields records with the columns of the
-    shipped task. `form` says how the records differ from the original data set. `draw` items of each subject, chosen by
-    `seed`; 0 is all of them.
+    `version` is lm-eval's of the task. `chance` is what an answer without reading gets. `files` (`repro.data.sources`),
+    each with its SHA-256, go as bytes to the converter of that name in `CONVERT`, which yields records with the columns
+    of the shipped task. `form` says how the records differ from the original data set. `draw` items of each subject,
+    chosen by `seed`; 0 is all of them.
     """
 
     name: str
@@ -130,26 +133,27 @@ def chosen(tasks: Iterable[str]) -> list[Task]:
     return [TASKS[name] for name in dict.fromkeys(names)]
 
 
-def items(task: Task, data: Path) -> dict[str, dict[str, list[tuple[int, Record]]]]:
+def items(task: Task, data: Path | None = None) -> dict[str, dict[str, list[tuple[int, Record]]]]:
     """Subject ("" where a task has none) to split to its records, each with its number there; drawn where it says so.
 
+    Args:
+        task: an entry of `TASKS`.
+        data: the data folder, for what the repository does not carry; None is the one of REPRO_DATA.
+
     Raises:
-        UserError: a file that the mirror in `data` lacks, or one that is cut or of another version.
+        UserError: a file that is neither in the repository nor in `data`, or one that is cut or of another version.
     """
-    paths = [Path(data) / name for name in task.files]
-    for path, known in zip(paths, task.files.values()):
-        if not path.is_file():
+    contents = []
+    for name, known in task.files.items():
+        content = sources.read(name, f"task {task.name}", sha256=known, folder=data)
+        if (found := hashlib.sha256(content).hexdigest()) != known:
             raise UserError(
-                f"{path}: no such file, and task {task.name} needs it; point REPRO_DATA at a folder that has "
-                f"{path.relative_to(data)}"
-            )
-        if (found := sha256(path)) != known:
-            raise UserError(
-                f"{path}: not the file that task {task.name} stands for, but cut or of another version (SHA-256 "
+                f"{name}: not the file that task {task.name} stands for, but cut or of another version (SHA-256 "
                 f"{found[:12]}, not {known[:12]}); copy it again"
             )
+        contents.append(content)
     subjects: dict[str, dict[str, list[tuple[int, Record]]]] = {}
-    for record in CONVERT[task.convert](*paths):
+    for record in CONVERT[task.convert](*contents):
         splits = subjects.setdefault(record.pop("subject", ""), {})
         records = splits.setdefault(record.pop("split", task.split), [])
         records.append((len(records), record))

@@ -1,6 +1,5 @@
 """Prompts of a task with generated answers as token ids, with what judges them: made where lm-eval and the data are."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 
 from repro import models
 from repro.data import generated
-from repro.errors import UserError
 from repro.jobs.job import Job, make
 from repro.jobs.target import Target
 from repro.record import observations
@@ -26,16 +24,14 @@ def job(target: Target, task: str, limit: int | None) -> Job:
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Make and tokenize the prompts from the folder in `$REPRO_DATA`.
+    """Make and tokenize the prompts, from the repository's files or those of REPRO_DATA.
 
     Raises:
-        UserError: the folder is not set, or what `generated.build` says.
+        UserError: as `generated.build`.
     """
     given = job.given()
-    data = os.environ.get("REPRO_DATA")
-    if not data:
-        raise UserError(f"task {given['task']} needs its files: set REPRO_DATA to the data folder")
-    made = generated.build(given["task"], Path(data), models.tokenizer(given["model"], given["hub"]), given["limit"])
+    tokenizer = models.tokenizer(given["model"], given["hub"])
+    made = generated.build(given["task"], None, tokenizer, given["limit"])
     generated.save(folder / OUTPUTS[0], made)
     sizes = Series(np.asarray([len(one) for one in made.prompts], dtype=float), "model")
     observations.save(folder / OUTPUTS[1], {"tokens": sizes}, origin)

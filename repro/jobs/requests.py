@@ -1,6 +1,5 @@
 """Requests of a zero-shot task as token ids, with hashes: made where lm-eval and the data are, scored anywhere."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 
 from repro import models
 from repro.data import requests, tasks
-from repro.errors import UserError
 from repro.jobs.job import Job, make
 from repro.jobs.target import Target
 from repro.record import observations
@@ -30,17 +28,14 @@ def job(target: Target, task: str, limit: int | None) -> Job:
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Make and tokenize the requests from the folder in `$REPRO_DATA`.
+    """Make and tokenize the requests, from the repository's files or those of REPRO_DATA.
 
     Raises:
-        UserError: the folder is not set, or what `requests.build` says.
+        UserError: as `requests.build`.
     """
     given = job.given()
-    data = os.environ.get("REPRO_DATA")
-    if not data:
-        raise UserError(f"zero-shot tasks need their files: set REPRO_DATA to the data folder ({given['task']})")
     tokenizer = models.tokenizer(given["model"], given["hub"])
-    made = requests.build(given["task"], Path(data), tokenizer, given["limit"])
+    made = requests.build(given["task"], None, tokenizer, given["limit"])
     requests.save(folder / OUTPUTS[0], made)
     counts = {"items": len(made.number), "answers": len(made.answer_size)}
     series = {name: Series(np.asarray([count], dtype=float), "model") for name, count in counts.items()}

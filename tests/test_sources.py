@@ -1,0 +1,149 @@
+"""Data files of the repository: what the manifest lists is there, is used first, and changes no identity."""
+
+import hashlib
+import json
+import lzma
+
+import pandas as pd
+import pytest
+
+from repro import models
+from repro.data import corpora, sources, tasks
+from repro.errors import UserError
+from repro.files import HOME
+from repro.jobs import requests, tokens
+from repro.jobs.target import Target
+from repro.spec import scale as scales
+
+NAMES = sorted(sources.EMBEDDED)
+LIMIT, LIMIT_OF_ALL = 1_000_000, 5_000_000  # bytes
+TEXTS = [name for name, corpus in corpora.CORPORA.items() if corpus.source in sources.EMBEDDED]
+
+
+@pytest.fixture
+def without_mirror(monkeypatch):
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_listed_file_is_there_as_the_manifest_says(without_mirror, name):
+    entry = sources.EMBEDDED[name]
+    content = sources.read(name, "a test")
+    assert len(content) == entry.bytes and hashlib.sha256(content).hexdigest() == entry.sha256
+    assert entry.path.stat().st_size < LIMIT and entry.source and entry.licence
+
+
+def test_nothing_else_lies_there_and_all_is_small():
+    listed = {entry.path for entry in sources.EMBEDDED.values()} | {sources.MANIFEST}
+    there = {path for path in sources.TEXTS.rglob("*") if path.is_file()}
+    assert there == listed
+    assert sum(path.stat().st_size for path in there) <= LIMIT_OF_ALL
+
+
+def test_what_may_not_be_spread_is_not_carried():
+    """DialogSum, IWSLT and Alpaca are for non-commercial use or may not be changed."""
+    for name in NAMES:
+        licence = sources.EMBEDDED[name].licence
+        assert not {"dialogsum", "iwslt17", "alpaca"} & set(name.split("/"))
+        assert "NC" not in licence and "ND" not in licence
+
+
+def test_the_copy_of_the_repository_is_the_mirrors_file(mirror):
+    for name, entry in sources.EMBEDDED.items():
+        path = mirror / name
+        if path.is_file():
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256, name
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_carried_text_needs_no_folder(without_mirror, name):
+    assert corpora.identity(name)["corpus_sha256"] == corpora.CORPORA[name].sha256
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.TASKS if not name.startswith("mmlu")])
+def test_the_records_of_a_carried_task_need_no_folder(without_mirror, name):
+    assert sum(len(records) for splits in tasks.items(tasks.TASKS[name]).values() for records in splits.values()) > 1000
+
+
+def test_a_task_that_is_not_carried_says_where_its_file_would_be_found(without_mirror):
+    said = "task mmlu: no such file zeroshot/raw/mmlu.tar.xz: .* REPRO_DATA is not set; set REPRO_DATA to a folder"
+    with pytest.raises(UserError, match=said):
+        tasks.items(tasks.TASKS["mmlu"])
+
+
+def test_a_damaged_copy_is_named(tmp_path, monkeypatch):
+    name = "c4/c4_sample_200.jsonl"
+    whole = sources.EMBEDDED[name].path.read_bytes()
+    monkeypatch.setattr(sources, "TEXTS", tmp_path)
+    path = tmp_path / f"{name}.xz"
+    with pytest.raises(UserError, match=f"{path}: this file of the repository is missing; check it out again"):
+        sources.read(name, "a test")
+    path.parent.mkdir()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(UserError, match=f"{path}: not readable"):
+        sources.read(name, "a test")
+    path.write_bytes(lzma.compress(b"another text"))
+    with pytest.raises(UserError, match=f"{path}: not the file that manifest.yaml lists"):
+        sources.read(name, "a test")
+
+
+def test_a_file_of_another_hash_is_not_taken_from_the_repository(tmp_path, monkeypatch):
+    name = "zeroshot/boolq.jsonl"
+    (tmp_path / "zeroshot").mkdir()
+    (tmp_path / name).write_bytes(b"mine")
+    assert sources.read(name, "a test", sha256="0" * 64, folder=tmp_path) == b"mine"
+    known = sources.EMBEDDED[name].sha256
+    assert len(sources.read(name, "a test", sha256=known, folder=tmp_path)) == sources.EMBEDDED[name].bytes
+
+
+def declared(folder: str | None, monkeypatch) -> list[str]:
+    """The ids of every job that reads a text or a task of `pocket-full`, with or without the folder."""
+    corpora.identifier.cache_clear()
+    if folder is None:
+        monkeypatch.delenv("REPRO_DATA", raising=False)
+    else:
+        monkeypatch.setenv("REPRO_DATA", folder)
+    scale = scales.load(name="pocket-full")
+    target = Target(scale, "pocket-3m", "gptq-w4-g128")
+    drawn = [text if isinstance(text, str) else text.corpus for text in scale.calibration_texts.values()]
+    names = [*scale.corpora.values(), scale.calibration.corpus, *drawn]
+    found = [tokens.job(target, name).id for name in names]
+    found += [requests.job(target, name, None).id for name in scale.protocols["zeroshot"].tasks]
+    return found
+
+
+def test_what_a_job_declares_does_not_depend_on_where_its_text_comes_from(mirror, monkeypatch):
+    assert declared(None, monkeypatch) == declared(str(mirror), monkeypatch)
+
+
+def test_token_ids_are_the_same_from_both_places(mirror, monkeypatch):
+    tokenizer = models.tokenizer("pocket-3m")
+    monkeypatch.setattr(sources, "EMBEDDED", {})
+    from_folder = corpora.token_ids("c4-local", tokenizer)
+    monkeypatch.undo()
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    assert (corpora.token_ids("c4-local", tokenizer) == from_folder).all()
+
+
+def test_stored_results_on_carried_texts_name_the_texts_that_the_repository_has(without_mirror):
+    """Stored rows declare the first 16 digits of their text's hash: every one is a text of today."""
+    known = {corpora.CORPORA[name].sha256[:16] for name in corpora.CORPORA if corpora.CORPORA[name].sha256}
+    carried = {corpora.CORPORA[name].sha256[:16] for name in TEXTS}
+    stored = json.loads((HOME / "results" / "nvidia-h200" / "inputs.json").read_text(encoding="utf-8"))
+    named = set()
+    for facts in _mappings(stored):
+        if isinstance(facts.get("text"), str):
+            named.add(facts["text"])
+    assert carried & named and len(named & carried) >= 4
+    assert pd.Index(sorted(named - known)).size <= 2, "but for the sampled text and the help pages of the old default"
+
+
+def _mappings(value):
+    """Every mapping in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from _mappings(inner)
+    if isinstance(value, list):
+        for inner in value:
+            yield from _mappings(inner)
