@@ -17,6 +17,7 @@ from repro.train.end_to_end import EndToEndSettings, fitting, logits, next_token
 from repro.train.streams import Dtype, computing
 
 CALIBRATED = True
+READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 
 

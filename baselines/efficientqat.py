@@ -29,6 +29,7 @@ from repro.train.blocks import BlockSettings, BlockTask, BlockTrainer, checkpoin
 from repro.train.streams import Dtype, Forward, Place, computing
 
 CALIBRATED = True
+READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 FULL = 16  # bits of activations that are left alone
 attached = inputs.attached

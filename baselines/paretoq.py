@@ -32,6 +32,7 @@ from repro.train.end_to_end import next_token_loss, train
 from repro.train.streams import Dtype
 
 CALIBRATED = True
+READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 attached = qat.attached
 LEAST = 1e-5  # of α; the authors' code

@@ -1,19 +1,24 @@
 """Data files of the repository: what the manifest lists is there, is used first, and changes no identity."""
 
 import hashlib
+import inspect
 import json
 import lzma
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from repro import models
 from repro.data import corpora, sources, tasks
 from repro.errors import UserError
 from repro.files import HOME
-from repro.jobs import requests, tokens
+from repro.jobs import compress, requests, tokens
 from repro.jobs.target import Target
+from repro.spec import recipe
 from repro.spec import scale as scales
+from repro.train.blocks import training_ids
 
 NAMES = sorted(sources.EMBEDDED)
 LIMIT, LIMIT_OF_ALL = 1_000_000, 5_000_000  # bytes
@@ -147,3 +152,77 @@ def _mappings(value):
     if isinstance(value, list):
         for inner in value:
             yield from _mappings(inner)
+
+
+# --- the excerpt of the training pool ---------------------------------------------------------------------------------
+
+SIXTY_FOURTH = "bitbybit(w2a16, tokens=131072)"
+
+
+def trained(recipe: str, seed: int = 0) -> Target:
+    """A target that is trained on the pool."""
+    return Target(scales.load(name="pocket-full").calibrated_on("redpajama", seed), "pocket-3m", recipe, seed)
+
+
+def calibration_job(target: Target):
+    return dict(compress.job(target).needs)["calibration"]
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_sixty_fourth_of_the_tokens_is_in_the_repository(without_mirror, tmp_path, seed):
+    target = trained(SIXTY_FOURTH, seed)
+    job = calibration_job(target)
+    tokens.run(job, {}, tmp_path, {})
+    crops = compress.job(target).given()["calibration"]
+    data = compress.calibration_sequences(tmp_path, crops)
+    assert data.shape == (64, 2048) and data.dtype == torch.int64
+    assert len(training_ids(data, 131072, "a test")) == 64
+    words = models.tokenizer("pocket-3m").decode(data[0][:400])
+    assert words.count(" the ") > 5, "it is English text"
+
+
+def test_the_job_that_trains_is_the_same_with_and_without_the_folder(without_mirror, mirror, monkeypatch):
+    with_folder = compress.job(trained(SIXTY_FOURTH))
+    assert "excerpt" not in calibration_job(trained(SIXTY_FOURTH)).declared()
+    monkeypatch.delenv("REPRO_DATA")
+    without = compress.job(trained(SIXTY_FOURTH))
+    assert without.id == with_folder.id and without.declared() == with_folder.declared()
+    assert "excerpt" in calibration_job(trained(SIXTY_FOURTH)).declared()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["bitbybit(w2a16, tokens=133120)", "bitbybit(w2a16)", "bitdistiller(g=32, tokens=131072)", "gptq-w4-g128"],
+)
+def test_what_reads_more_than_the_excerpt_needs_the_whole_text(without_mirror, tmp_path, recipe):
+    """One sequence more; the paper's budget; and steps that read other parts of the text, too."""
+    job = calibration_job(trained(recipe))
+    assert "excerpt" not in job.declared()
+    with pytest.raises(UserError, match="no such file corpus/train-wiki-00.txt.xz: .* set REPRO_DATA to a folder"):
+        tokens.run(job, {}, tmp_path, {})
+
+
+def test_the_excerpt_is_of_one_tokenizer(without_mirror, monkeypatch):
+    monkeypatch.setattr(corpora, "tokenizer_sha256", lambda tokenizer: "0" * 64)
+    with pytest.raises(UserError, match="no such file corpus/train-wiki-00.txt.xz"):
+        corpora.excerpt_ids("training-wiki-part", models.tokenizer("pocket-3m"))
+
+
+@pytest.mark.slow
+def test_the_excerpt_is_the_beginning_of_the_pool(mirror):
+    """67 seconds: the whole text is tokenized."""
+    tokenizer = models.tokenizer("pocket-3m")
+    ids = corpora.token_ids("training-wiki-part", tokenizer)
+    whole = corpora.calibration(ids, 4096, 2048, scales.POOLS)
+    assert np.array_equal(whole[:64].numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer))
+    assert not np.array_equal(whole[1:65].numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer))
+
+
+@pytest.mark.parametrize("step", ["bitbybit", "paretoq", "efficientqat", "e2e_qp", "matquant", "group_qat"])
+def test_steps_that_say_so_hand_on_their_first_tokens_alone(step, monkeypatch):
+    """Whatever a step does with its text comes after `training_ids`, which is given all of it."""
+    module = recipe.STEPS[step]
+    assert module.READS_FIRST_TOKENS
+    source = inspect.getsource(module.apply)
+    assert source.count("calibration") - source.count("`calibration`") - source.count("calibration:") <= 2
+    assert "training_ids(calibration, config.tokens" in source

@@ -35,6 +35,7 @@ from repro.train.blocks import BlockTask, BlockTrainer, checkpoint_folder, train
 from repro.train.streams import Forward, computing
 
 CALIBRATED = True
+READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 100.0  # relative to RTN, for scheduling alone
 DOWN = ("down_proj", "fc2")  # the projections whose inputs have outliers (appendix B.2)
 WATCHED = 32  # sequences that kurtosis and the outlier metric are measured on

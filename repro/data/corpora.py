@@ -35,6 +35,24 @@ FIRST_IDS = 8
 
 
 @dataclass(frozen=True)
+class Excerpt:
+    """The first calibration sequences of one draw from a text that is too large for the repository.
+
+    Attributes:
+        file: their token ids one after the other, uint16 little-endian, a data file of the repository.
+        sequences, length: how many there are, and the tokens of each.
+        seed: of the draw, as `calibration` takes it.
+        tokenizer_sha256: of the tokenizer whose ids they are.
+    """
+
+    file: str
+    sequences: int
+    length: int
+    seed: int
+    tokenizer_sha256: str
+
+
+@dataclass(frozen=True)
 class Corpus:
     """A named text.
 
@@ -43,6 +61,7 @@ class Corpus:
             configuration or file.
         joining: what stands between two documents (rows) of the text.
         empty_row: what an empty row reads as.
+        excerpt: calibration sequences that the repository has although it does not have the whole text.
         split: which part of the data set it is.
         reader: what reads the documents that are joined, key of `READERS`.
         sha256: of the joined text (UTF-8), where it is known beforehand.
@@ -64,6 +83,7 @@ class Corpus:
     max_tokens: int | None = None
     on_hub: str = ""
     empty_row: str = ""
+    excerpt: Excerpt | None = None
 
     def label(self) -> str:
         """The name that stands in results: with release and hash of the text where the name alone does not fix it."""
@@ -214,6 +234,30 @@ def token_ids(name: str, tokenizer: Callable[..., Any], hub: bool = False) -> np
     """
     ids = tokenizer(text(name, hub), verbose=False)["input_ids"]
     return np.asarray(ids, dtype=np.int32)[: CORPORA[name].max_tokens]
+
+
+def excerpt_for(name: str, sequences: int, length: int, seed: int) -> Excerpt | None:
+    """The excerpt with the first `sequences` crops of a draw; None where there is none, or the whole text is here."""
+    corpus = CORPORA[name]
+    held = corpus.excerpt
+    if held is None or sources.available(corpus.source):
+        return None
+    fits = (length, seed) == (held.length, held.seed) and sequences <= held.sequences
+    return held if fits else None
+
+
+def excerpt_ids(name: str, tokenizer: Any) -> np.ndarray:
+    """Token ids int32 `[sequences, length]` of a corpus's excerpt.
+
+    Raises:
+        UserError: the ids are another tokenizer's; then the whole text is needed, and the sentence says how to get it.
+    """
+    held = CORPORA[name].excerpt
+    if held is None or tokenizer_sha256(tokenizer) != held.tokenizer_sha256:
+        text(name)
+        raise UserError(f"corpus {name!r}: its excerpt is of another tokenizer; build again from the whole text")
+    ids = np.frombuffer(sources.read(held.file, f"corpus {name!r}"), dtype="<u2")
+    return ids.astype(np.int32).reshape(held.sequences, held.length)
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from repro import models
 from repro.data import corpora
@@ -37,10 +39,41 @@ def job(target: Target) -> Job:
         text = corpora.identifier(given["corpus"], target.scale.hub)
         inputs["calibration"] = {key: value for key, value in crops.items() if key != "corpus"} | {"text": text}
         options["calibration"] = crops
-        needs["calibration"] = tokens.job(target, given["corpus"])
+        needs["calibration"] = _calibration_tokens(target, crops)
     if target.recipe.before:
         needs["start"] = job(target.under(target.recipe.before))
     return make("compress", target.label, inputs, options, needs, target.steps)
+
+
+def _calibration_tokens(target: Target, crops: Mapping[str, Any]) -> Job:
+    """The job whose token ids the crops are cut from: the whole text, or its excerpt where nothing else is here."""
+    corpus = crops["corpus"]
+    read = _sequences_read(target, crops)
+    excerpt = corpora.excerpt_for(corpus, read, crops["length"], crops["seed"])
+    return tokens.excerpt_job(target, corpus, excerpt) if excerpt else tokens.job(target, corpus)
+
+
+def _sequences_read(target: Target, crops: Mapping[str, Any]) -> int:
+    """How many of the crops the recipe's steps read: all, unless every calibrated step reads its first tokens alone."""
+    read = 0
+    for step in target.recipe.steps:
+        if step.calibrated and not getattr(step.module, "READS_FIRST_TOKENS", False):
+            return crops["sequences"]
+        if step.calibrated:
+            read = max(read, -(-step.config.tokens // crops["length"]))
+    return read
+
+
+def calibration_sequences(folder: Path, crops: Mapping[str, Any]) -> Tensor:
+    """The calibration sequences int64 `[S, L]` from the folder of a `tokens` job; of an excerpt those that it has.
+
+    Raises:
+        UserError: as `corpora.load_tokens` and `corpora.calibration`.
+    """
+    ids, meta = corpora.load_tokens(folder / tokens.OUTPUTS[0])
+    if "excerpt_length" in meta:
+        return torch.from_numpy(ids.astype(np.int64)).reshape(-1, int(meta["excerpt_length"]))
+    return corpora.calibration(ids, crops["sequences"], crops["length"], crops["seed"])
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -53,8 +86,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     parsed = recipe.parse(given["recipe"])
     steps, data = parsed.steps, None
     if crops := given.get("calibration"):
-        ids, _ = corpora.load_tokens(found["calibration"] / tokens.OUTPUTS[0])
-        data = corpora.calibration(ids, crops["sequences"], crops["length"], crops["seed"])
+        data = calibration_sequences(found["calibration"], crops)
     if "start" in found:
         lm, steps = load(given, found["start"], keep_full=True), steps[-1:]
     else:

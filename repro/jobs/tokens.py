@@ -1,6 +1,7 @@
 """Token ids of a named corpus, with hashes."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +27,32 @@ def job(target: Target, corpus: str) -> Job:
     return make("tokens", corpus, inputs, options)
 
 
+def excerpt_job(target: Target, corpus: str, excerpt: corpora.Excerpt) -> Job:
+    """The job that gives the calibration sequences which the repository has of a corpus, in place of the whole text.
+
+    Raises:
+        UserError: unknown model or corpus.
+    """
+    whole = job(target, corpus)
+    inputs = whole.declared() | {"excerpt": asdict(excerpt)}
+    return make("tokens", f"{corpus}-excerpt", inputs, whole.given() | {"excerpt": True})
+
+
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Tokenize the corpus in one call; write ids and identity.
+    """Tokenize the corpus in one call, or take the ids of its excerpt; write them with their identity.
 
     Raises:
         UserError: a corpus or tokenizer that is not there.
     """
     given = job.given()
     tokenizer = models.tokenizer(given["model"], given["hub"])
-    ids = corpora.token_ids(given["corpus"], tokenizer, given["hub"])
-    meta = corpora.identity(given["corpus"], given["hub"])
+    if given.get("excerpt"):
+        sequences = corpora.excerpt_ids(given["corpus"], tokenizer)
+        ids = sequences.ravel()
+        meta = {"corpus": given["corpus"], "excerpt_length": str(sequences.shape[1])}
+    else:
+        ids = corpora.token_ids(given["corpus"], tokenizer, given["hub"])
+        meta = corpora.identity(given["corpus"], given["hub"])
     meta |= {"tokenizer_sha256": corpora.tokenizer_sha256(tokenizer)}
     corpora.save_tokens(folder / OUTPUTS[0], ids, meta)
     count = {"tokens": Series(np.asarray([len(ids)], dtype=float), "model")}
