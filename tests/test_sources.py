@@ -1,7 +1,7 @@
 """Data files of the repository: what the manifest lists is there, is used first, and changes no identity."""
 
+import dataclasses
 import hashlib
-import inspect
 import json
 import lzma
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from repro import models
+from repro.baselines import rtn
 from repro.data import corpora, sources, tasks
 from repro.errors import UserError
 from repro.files import HOME
 from repro.jobs import compress, requests, tokens
 from repro.jobs.target import Target
+from repro.models.lowbit import LowBitModel
 from repro.spec import recipe
 from repro.spec import scale as scales
 from repro.train.blocks import training_ids
@@ -218,11 +220,30 @@ def test_the_excerpt_is_the_beginning_of_the_pool(mirror):
     assert not np.array_equal(whole[1:65].numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer))
 
 
+class Unread:
+    """Calibration text that only `training_ids` may read."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"the step read the calibration text itself ({name})")
+
+
 @pytest.mark.parametrize("step", ["bitbybit", "paretoq", "efficientqat", "e2e_qp", "matquant", "group_qat"])
-def test_steps_that_say_so_hand_on_their_first_tokens_alone(step, monkeypatch):
-    """Whatever a step does with its text comes after `training_ids`, which is given all of it."""
+def test_steps_that_say_so_read_their_first_tokens_alone(step, monkeypatch, tiny_llama):
     module = recipe.STEPS[step]
-    assert module.READS_FIRST_TOKENS
-    source = inspect.getsource(module.apply)
-    assert source.count("calibration") - source.count("`calibration`") - source.count("calibration:") <= 2
-    assert "training_ids(calibration, config.tokens" in source
+    text = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    asked = []
+
+    def first_tokens(calibration, tokens, who):
+        assert isinstance(calibration, Unread)
+        asked.append(tokens)
+        return text
+
+    monkeypatch.setattr(module, "training_ids", first_tokens)
+    small = {"tokens": 64, "batch": 1, "epochs": 1}
+    known = {field.name for field in dataclasses.fields(module.Config)}
+    config = dataclasses.replace(module.Config(), **{key: value for key, value in small.items() if key in known})
+    lm = LowBitModel(tiny_llama)
+    if step == "e2e_qp":
+        rtn.apply(lm, None, rtn.Config(bits=4, group=32))
+    module.apply(lm, Unread(), config)
+    assert module.READS_FIRST_TOKENS and asked == [64]
