@@ -133,8 +133,7 @@ def _quantized(given: Mapping[str, Any], found: Mapping[str, Path]) -> LowBitMod
         return compress.load(given, found["weights"], keep_full=True)
     lm, data = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"])), None
     if crops := given["calibration"]:
-        ids, _ = corpora.load_tokens(found["calibration"] / tokens.OUTPUTS[0])
-        data = corpora.calibration(ids, crops["sequences"], crops["length"], crops["seed"])
+        data = compress.calibration_sequences(found["calibration"], crops)
     for step in recipe.parse(given["recipe"]).steps:
         step.module.apply(lm, data, step.config)
     return lm
