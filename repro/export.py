@@ -108,7 +108,19 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     facts |= {"token_list": [texts.get(i, f"[PAD{i}]") for i in ids], "token_types": [types.get(i, 5) for i in ids]}
     facts |= {"token_merges": [" ".join(pair) for pair in model["merges"]]}
     facts |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    facts["chat_template"] = chat_template(tokenizer)
     return {key: value for key, value in facts.items() if value is not None}
+
+
+def chat_template(tokenizer: Any) -> str | None:
+    """The chat template that llama.cpp reads, of several by name the default; None where there is none."""
+    found = tokenizer.chat_template or None
+    if not isinstance(found, dict):
+        return found
+    if "default" not in found:
+        names = shortened(", ".join(sorted(found)))
+        raise UserError(f"the tokenizer has the chat templates {names} and none is the default; name one `default`")
+    return found["default"]
 
 
 def pattern(definition: dict[str, Any]) -> str:

@@ -213,8 +213,8 @@ def check_here(jobs: Sequence[Job]) -> None:
             continue
         if "model" in declared and models.fingerprint(name := given.get("model", "")) != declared["model"]:
             raise UserError(f"{job.id}: {name} here is another model {where}; bring that one, or write the jobs here")
-        if "tokenizer" in declared and models.tokenizer_key(given["model"]) != declared["tokenizer"]:
-            raise UserError(f"{job.id}: {given['model']} has another tokenizer here {where}; bring that one")
+        if "tokenizer" in declared and models.tokenizer_key(name := given.get("model", "")) != declared["tokenizer"]:
+            raise UserError(f"{job.id}: {name} has another tokenizer here {where}; bring that one")
         text = given.get("corpus", ""), bool(given.get("hub"))
         if job.kind == "tokens" and corpora.identifier(*text) != declared.get("text"):
             label = corpora.identity(*text)["label"]

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from repro.files import sha256, short_hash
+from repro.files import regular, sha256, short_hash
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 DECIDING = (  # names of files that can decide a number or a token id
@@ -33,12 +33,15 @@ def deciding_files(place: Path) -> list[Path]:
 
     Args:
         place: a Hugging Face folder.
+
+    Raises:
+        UserError: one of them is no regular file, such as a named pipe, which its reader would wait for.
     """
     found = []
     for path in place.iterdir():
         wanted = any(fnmatch(path.name, pattern) for pattern in DECIDING)
         unread = any(fnmatch(path.name, pattern) for pattern in DECIDES_NOTHING)
-        if wanted and not unread and path.is_file():
+        if wanted and not unread and regular(path).is_file():
             found.append(path)
     found += [path for path in (place / TEMPLATES).glob("*.jinja") if path.is_file()]
     return sorted(found)
