@@ -832,7 +832,11 @@ def test_outputs_below_proc(place, capfd, words):
 def test_a_compressed_model_over_something_else(place, capfd):
     """Not over the user's own weights, not over a link, not into the folder of another compressed model."""
     words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE, "--out")
-    refused(capfd, (*words, f"{MODEL}/model.safetensors"), "model.safetensors: is there and is not of this command")
+    for name in ("model.safetensors", "new.safetensors"):
+        refused(capfd, (*words, f"{MODEL}/{name}"), name, "model is the folder of a model; choose another folder")
+    (place / "copy").mkdir()
+    shutil.copy(place / MODEL / "model.safetensors", place / "copy")
+    refused(capfd, (*words, "copy/model.safetensors"), "model.safetensors: is there and is not of this command")
     (place / "words.safetensors").write_text("words")
     refused(capfd, (*words, "words.safetensors"), "is not of this command", "choose another name")
     (place / "link.safetensors").symlink_to("nowhere")

@@ -49,10 +49,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Raise where the file `out` is something that this command did not write, or a part of a compressed folder."""
+    """Raise where the file `out` is something that this command did not write, or would become part of a model."""
     from repro.jobs import own_text
     from repro.models.lowbit import is_compressed_file
 
+    if (out.parent / "config.json").is_file():  # where every safetensors file belongs to the model
+        raise UserError(f"--out {out}: {out.parent} is the folder of a model; choose another folder")
     if (out.parent / own_text.FACTS).is_file():
         raise UserError(f"--out {out}: {out.parent} is the folder of another compressed model; choose another folder")
     check_replaceable(out, "--out", is_compressed_file)
