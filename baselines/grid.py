@@ -141,14 +141,29 @@ def split(weight: Tensor, grid: Grid) -> Tensor:
     return weight.unflatten(1, (-1, grid.group or weight.shape[1]))
 
 
+def check_scale(scale: Tensor, shape: Sequence[int], scale_dtype: str) -> None:
+    """Raise where a scale overflowed when it was rounded as it is stored.
+
+    Args:
+        scale: scales of a weight `[N, K]`.
+        shape: N and K.
+        scale_dtype: `float16` or `float32`.
+
+    Raises:
+        UserError: it did; the message says what stores it.
+    """
+    if not torch.isfinite(scale).all():
+        hint = "; scale_dtype=float32 in the recipe stores it" if scale_dtype == "float16" else ""
+        raise UserError(f"a scale of a {shape[0]}x{shape[1]} weight is too large for {scale_dtype}{hint}")
+
+
 def pack(codes: Tensor, scale: Tensor, zero: Tensor, grid: Grid, group_index: Tensor | None = None) -> QuantizedWeight:
     """Codes `[N, K]`, scale and zero `[N, G, 1]` as they are stored.
 
     Raises:
         UserError: a scale does not fit its dtype.
     """
-    if not torch.isfinite(scale).all():
-        raise UserError(f"a scale of a {codes.shape[0]}x{codes.shape[1]} weight is too large for {grid.scale_dtype}")
+    check_scale(scale, codes.shape, grid.scale_dtype)
     dtype = getattr(torch, grid.scale_dtype)
     return QuantizedWeight(
         codes,

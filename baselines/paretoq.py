@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from repro.baselines import qat
+from repro.baselines.grid import check_scale
 from repro.errors import UserError
 from repro.models.groups.quantizer import SEQ_CLIP, Levels, StraightThrough
 from repro.models.groups.weight import GroupWeight
@@ -108,8 +109,13 @@ def fake_quantize(weight: Tensor, a: Tensor, config: Config) -> Tensor:
 
 @torch.no_grad()
 def pack(weight: Tensor, a: Tensor, config: Config) -> QuantizedWeight | GroupWeight:
-    """The codes of a trained weight, and α: the step of a symmetric grid, or twice the step of SEQ's levels."""
+    """The codes of a trained weight, and α: the step of a symmetric grid, or twice the step of SEQ's levels.
+
+    Raises:
+        UserError: α does not fit its dtype.
+    """
     a, dtype, half = stored_scale(a, config), getattr(torch, config.scale_dtype), 2 ** (config.bits - 1)
+    check_scale(a, weight.shape, config.scale_dtype)
     q = levels(weight, a, config.bits)
     if config.bits == 2:
         return GroupWeight((2 * q + 1.5).to(torch.uint8), (a / 2).to(dtype), None, None, 2, weight.shape[1])

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from repro import models
 from repro.cells.llamacpp import added_bos
 from repro.errors import UserError, shortened, unknown
-from repro.files import atomic
+from repro.files import atomic, check_replaceable, regular
 from repro.methods.spqt import q4_k
 from repro.models.lowbit import block_linears, in_layer
 
 MIXES = {"fp16": "all matrices F16, vectors F32", "q4_k": "block linears Q4_K, embedding and head F16, vectors F32"}
+HEAD = 4096  # bytes of a file in which its description stands
 Q4_K_S = 14  # the nearest of llama.cpp's named mixes
 ROPES = ("default", "linear", "llama3")  # these only scale frequencies, as llama.cpp's factors do
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
@@ -48,6 +49,8 @@ def export(name: str, recipe: str, out: Path, check: bool = False) -> str:
         import gguf
     except ImportError:
         raise UserError("the gguf package writes GGUF files, and is not installed; pip install gguf==0.19.0") from None
+    if not check:
+        check_replaceable(out, "--gguf", exported)
     model, writer = models.load(name), gguf.GGUFWriter(None, "llama")
     facts = {"name": Path(name).name, "description": MIXES[recipe], "file_type": 1 if recipe == "fp16" else Q4_K_S}
     facts |= shape(model.config) | vocabulary(models.tokenizer(name), model.config.vocab_size)
@@ -65,6 +68,13 @@ def export(name: str, recipe: str, out: Path, check: bool = False) -> str:
         if check:
             compare(out, path.read_bytes())
     return f"{out}: {MIXES[recipe]}; {out.stat().st_size:,} bytes"
+
+
+def exported(path: Path) -> bool:
+    """Whether a file is a GGUF that `export` wrote, perhaps cut since, by the description among its first keys."""
+    with path.open("rb") as file:
+        head = file.read(HEAD)
+    return head[:4] == b"GGUF" and any(description.encode() in head for description in MIXES.values())
 
 
 def shape(config: Any) -> dict[str, Any]:
@@ -98,7 +108,19 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     facts |= {"token_list": [texts.get(i, f"[PAD{i}]") for i in ids], "token_types": [types.get(i, 5) for i in ids]}
     facts |= {"token_merges": [" ".join(pair) for pair in model["merges"]]}
     facts |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    facts["chat_template"] = chat_template(tokenizer)
     return {key: value for key, value in facts.items() if value is not None}
+
+
+def chat_template(tokenizer: Any) -> str | None:
+    """The chat template that llama.cpp reads, of several by name the default; None where there is none."""
+    found = tokenizer.chat_template or None
+    if not isinstance(found, dict):
+        return found
+    if "default" not in found:
+        names = shortened(", ".join(sorted(found)))
+        raise UserError(f"the tokenizer has the chat templates {names} and none is the default; name one `default`")
+    return found["default"]
 
 
 def pattern(definition: dict[str, Any]) -> str:
@@ -137,7 +159,7 @@ def tensors(model: nn.Module, quantized: bool) -> Iterator[tuple[str, Tensor]]:
 def compare(path: Path, right: bytes) -> None:
     """Refuse a file that does not hold the bytes of a GGUF file, and say why; only its architecture is parsed."""
     try:
-        found = path.read_bytes()
+        found = regular(path, f"--gguf {path}").read_bytes()
     except OSError as error:
         raise UserError(f"{shortened(path)}: cannot be read ({error.strerror})") from None
     kind = found[64 : 64 + int.from_bytes(found[56:64], "little")]  # the value of the first key

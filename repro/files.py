@@ -7,8 +7,9 @@ import hashlib
 import io
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from repro.errors import UserError, shortened
@@ -29,8 +30,9 @@ def atomic(path: Path | str) -> Iterator[Path]:
     temporary = None
     try:
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp" + path.suffix, dir=path.parent)
+            with making(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp" + path.suffix, dir=path.parent)
             os.close(handle)
             temporary = Path(name)
             yield temporary
@@ -70,6 +72,64 @@ def writing(path: Path | str) -> Iterator[None]:
         raise UserError(said) from None
 
 
+@contextlib.contextmanager
+def making(path: Path | str) -> Iterator[None]:
+    """Where the block cannot create `path` or its folder, for whatever reason, say so in one sentence.
+
+    Only for a block that does nothing else: unlike `writing` it takes every error of the system for one of `path`.
+
+    Raises:
+        UserError: it cannot be created, such as below /proc.
+    """
+    try:
+        with writing(path):
+            yield
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise UserError(f"{shortened(path, 200)}: cannot be created ({why}); choose another place") from None
+
+
+def regular(path: Path | str, named: str = "") -> Path:
+    """The path of a file that is to be read, unless reading it could wait forever, as that of a named pipe.
+
+    A path that is not there or is a folder passes: whoever opens it says so.
+
+    Args:
+        path: the file.
+        named: how a message names it, such as `--text my.txt`; by default by its path.
+
+    Raises:
+        UserError: something else than a regular file is there.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return Path(path)
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise UserError(f"{shortened(named or path, 200)}: {kind}, not a regular file; name a file on a disk")
+    return Path(path)
+
+
+def check_replaceable(path: Path, named: str, is_ours: Callable[[Path], bool]) -> None:
+    """Raise where a command would replace a file that it did not write itself.
+
+    Args:
+        path: the file that the command is to write.
+        named: the option that names it, such as `--out`.
+        is_ours: whether a regular file is one that this command writes, by its contents.
+
+    Raises:
+        UserError: something else is there.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_dir() and not path.is_symlink():  # what writes the file says that a folder is in its place
+        return
+    if path.is_symlink() or not path.is_file() or not is_ours(path):
+        raise UserError(f"{named} {shortened(path, 200)}: is there and is not of this command; choose another name")
+
+
 def csv_text(lines: Iterable[Iterable[object]]) -> str:
     """Lines as CSV text, ended by newlines."""
     out = io.StringIO()
@@ -84,8 +144,12 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def sha256(path: Path | str) -> str:
-    """Hex SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
+    """Hex SHA-256 of a file's bytes.
+
+    Raises:
+        UserError: no regular file.
+    """
+    with open(regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

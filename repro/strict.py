@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from repro.errors import UserError, shortened, unknown
-from repro.files import HOME
+from repro.files import HOME, regular
 
 T = TypeVar("T")
 DEEPEST, LARGEST = 50, 100_000  # collections in one another, and values of a YAML text
@@ -71,7 +71,7 @@ def load_yaml(path: Path) -> Any:
         UserError: the file is missing, unreadable or not YAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular(path, shown(path)).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{shown(path)}: no such file") from None
     except OSError as error:

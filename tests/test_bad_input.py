@@ -756,6 +756,9 @@ CSV: list[tuple[str | bytes, tuple[str, ...]]] = [
     (rows(row=200_000 * "x"), ("not a CSV file",)),
     (rows(scale="nope"), ("unknown scale 'nope'",)),
     (rows(live="recorded"), ("no measured row",)),
+    (rows(seeds="a b"), ("line 2", "seeds is 'a b'", "whole numbers")),
+    (rows(seeds="0 -1"), ("line 2", "seeds is '0 -1'")),
+    (rows(seeds=LONG), ("line 2", "seeds is 'xxx")),
     (rows(), ("is not built here", "run it here")),
     (KERNELS + "x\n", ("line 2", "cut short")),
     (KERNELS + 200_000 * "x" + "\n", ("not a CSV file",)),
@@ -772,6 +775,103 @@ def test_accept_no_file(here, capfd):
     refused(capfd, ("accept", "none.csv"), "none.csv", "cannot be read (No such file or directory)")
     refused(capfd, ("accept", "."), "cannot be read (Is a directory)")
     refused(capfd, ("accept", LONG), "cannot be read (File name too long)")
+
+
+# --- what is no regular file, and files that a command did not write --------------------------------------------------
+
+PIPED: list[tuple[object, ...]] = [
+    ("regress", "p.json", "--against", "p.json"),
+    ("accept", "p.json"),
+    ("run", "p.json"),
+    ("coverage", "--configfile", "p.json"),
+    ("generate", "--model", "pocket-3m", "--file", "p.json"),
+    ("compress", "pocket-3m", "--recipe", "bitbybit-w2a16-tokens=64", "--text", "p.json", "--out", "made"),
+    ("run", "spear/table8", "--save", "p.json"),
+]
+
+
+@pytest.mark.parametrize("words", PIPED, ids=lambda words: " ".join(words[:3:2]))
+@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
+def test_what_is_no_regular_file(here, capfd, words, kind):
+    """Nothing is read from a pipe that nobody writes to, or from a device without an end."""
+    if kind == "a device":
+        Path("p.json").symlink_to("/dev/zero")
+    else:
+        os.mkfifo("p.json")
+    said = "is there and is not of this command" if "--save" in words else f"{kind}, not a regular file"
+    refused(capfd, words, "p.json", said)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_model_with_a_pipe_for_a_file(place, capfd, name):
+    (place / MODEL / name).unlink()
+    os.mkfifo(place / MODEL / name)
+    refused(capfd, ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE), "model", "no ")
+
+
+def test_a_tokenizer_that_is_a_pipe(place, capfd):
+    (place / MODEL / "tokenizer.json").unlink()
+    os.mkfifo(place / MODEL / "tokenizer.json")
+    words = ("perplexity", MODEL, *MINE, "--corpus", "wikitext2")
+    refused(capfd, words, "tokenizer.json: a named pipe, not a regular file")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE, "--out", "/proc/x.safetensors"),
+        ("run", "spear/table8", "--save", "/proc/x/y.json"),
+        ("compress", MODEL, "--recipe", "bitbybit-w2a16-tokens=64", "--length", "64", *MINE)
+        + ("--text", "words.txt", "--out", "/proc/x"),
+    ],
+    ids=["file", "jobs", "folder"],
+)
+def test_outputs_below_proc(place, capfd, words):
+    (place / "words.txt").write_text("the old town by the sea had a market and two mills. " * 50)
+    refused(capfd, words, "/proc/x", "cannot be ")
+
+
+def test_a_compressed_model_over_something_else(place, capfd):
+    """Not over the user's own weights, not over a link, not into the folder of another compressed model."""
+    words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE, "--out")
+    for name in ("model.safetensors", "new.safetensors"):
+        refused(capfd, (*words, f"{MODEL}/{name}"), name, "model is the folder of a model; choose another folder")
+    (place / "copy").mkdir()
+    shutil.copy(place / MODEL / "model.safetensors", place / "copy")
+    refused(capfd, (*words, "copy/model.safetensors"), "model.safetensors: is there and is not of this command")
+    (place / "words.safetensors").write_text("words")
+    refused(capfd, (*words, "words.safetensors"), "is not of this command", "choose another name")
+    (place / "link.safetensors").symlink_to("nowhere")
+    refused(capfd, (*words, "link.safetensors"), "is not of this command")
+    assert main([*map(str, words), "new.safetensors"]) == 0 == main([*map(str, words), "new.safetensors"])  # its own
+    (place / "mine").mkdir()
+    (place / "new.safetensors").rename(place / "mine" / "model.safetensors")
+    (place / "mine" / "compressed.json").write_text("{}")
+    refused(capfd, (*words, "mine/model.safetensors"), "mine is the folder of another compressed model")
+
+
+def test_jobs_over_something_else(here, capfd):
+    write("notes.json", '{"mine": 1}')(here)
+    refused(capfd, ("run", "spear/table8", "--save", "notes.json"), "--save notes.json: is there")
+    assert (
+        main(["run", "spear/table8", "--save", "jobs.json"])
+        == 0
+        == main(["run", "spear/table8", "--save", "jobs.json"])
+    )
+
+
+def test_times_over_something_else(here, capfd):
+    write("times.csv", "kernel,us\n")(here)
+    refused(capfd, ("bench", "--out", "times.csv"), "--out times.csv: is there and is not of this command")
+    write("times.csv", KERNELS)(here)
+    refused(capfd, ("bench", "--out", "times.csv"), "no CUDA device")
+
+
+def test_a_training_over_something_else(here, capfd, monkeypatch):
+    monkeypatch.setattr("repro.train.pretrain.cached_ids", lambda *_: pytest.fail("it goes on"))
+    words = ("pretrain", "pocket-3m", "--device", "cpu", "--corpus", "corpus", "--out", "out")
+    write("out/pocket-3m/model/model.safetensors", "mine")(here)
+    refused(capfd, words, "out/pocket-3m is there and holds no training of this command")
 
 
 SHOWN = "tables/spear/table1.md"

@@ -458,6 +458,8 @@ def test_config_errors(options, message):
 
 def test_a_scale_too_large_for_half_precision():
     huge = torch.tensor([[-1e7, 1e7]])
-    with pytest.raises(UserError, match="too large for float16"):
+    with pytest.raises(UserError, match="too large for float16; scale_dtype=float32 in the recipe stores it"):
         grid.rtn(huge, Grid())
+    with pytest.raises(UserError, match="too large for float32$"):
+        grid.rtn(torch.tensor([[-3e38, 3e38]]), Grid(scale_dtype="float32"))
     assert torch.allclose(grid.rtn(huge, Grid(bits=8, scale_dtype="float32")).dequantize(), huge, rtol=0.01)

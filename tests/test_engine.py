@@ -10,10 +10,12 @@ import sys
 
 import engines
 import pytest
+import small_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer
 
 from repro import models
 from repro.__main__ import main
@@ -141,7 +143,40 @@ def test_stop_texts_are_found_wherever_tokens_end(letters, stop):
 def test_a_chat_is_the_tokenizers_template(engine, monkeypatch):
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
-    assert engine.chat("Who?") == "[user] Who?[answer]"  # the tokenizer adds the first token itself
+    assert engine.chat("Who?") == "<s>[user] Who?[answer]"
+    assert engine._ids(engine.chat("Who?"))[:2] == [0, *engine.tokenizer("[", add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("template", [small_models.TEMPLATE, small_models.TEMPLATE.replace("bos_token + ", "")])
+def test_the_ids_of_a_chat_are_those_of_transformers(tmp_path, adds_bos, template):
+    """With or without BOS in the template, with or without BOS by the tokenizer."""
+    folder = small_models.write_tokenizer(tmp_path / "chat", adds_bos, chat_template=template)
+    small_models.llama(hidden_size=128).save_pretrained(folder)
+    engine = Engine.load(str(folder), device="cpu", dtype="float32")
+    turn = [{"role": "user", "content": "Once upon a time"}]
+    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
+    assert engine._ids(engine.chat("Once upon a time")) == wanted
+    assert wanted.count(0) == 2 * ("bos_token" in template)
+    text = "".join(engine.generate(engine.chat("Once upon a time"), 3))
+    assert text == "".join(str(piece) for piece in engine.generate([wanted], 3))
+    assert engine.stats.prompt_tokens == len(wanted)
+
+
+BROKEN = {
+    "{% for m in messages %}": "Unexpected end of template",
+    "{{ messages.content.text }}": "'list object' has no attribute 'content'",
+    "{{ raise_exception('only tools') }}": "only tools",
+    "{{ 1 / 0 }}": "division by zero",
+}
+
+
+@pytest.mark.parametrize("template", BROKEN)
+def test_a_broken_chat_template_is_a_sentence(engine, monkeypatch, template):
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    with pytest.raises(UserError, match="chat template of its tokenizer cannot be applied") as error:
+        engine.chat("Who?")
+    assert BROKEN[template] in str(error.value) and "\n" not in str(error.value)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ import datetime
 import importlib.metadata
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import small_models
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers import models as kinds
@@ -228,6 +230,46 @@ def test_the_file_holds_what_the_codec_made(package, tmp_path, capsys, kind, rec
     capsys.readouterr()
     assert main(["export", "pocket-3m", "--recipe", other, "--gguf", str(out), "--check"]) == 2
     assert "another model, recipe or version" in capsys.readouterr().err and out.read_bytes() == before
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_chat_template_is_in_the_file(package, tmp_path, several):
+    template = small_models.TEMPLATE
+    given = (
+        [{"name": "default", "template": template}, {"name": "tools", "template": "{{ 1 }}"}] if several else template
+    )
+    folder = small_models.write_tokenizer(tmp_path / "chat", chat_template=given)
+    small_models.llama().save_pretrained(folder)
+    out = tmp_path / "chat.gguf"
+    export(str(folder), "fp16", out)
+    assert package.GGUFReader(out).get_field("tokenizer.chat_template").contents() == template
+    export(str(folder), "fp16", out, check=True)
+    small_models.write_tokenizer(folder, chat_template=template.replace("role", "name"))
+    with pytest.raises(UserError, match="another model, recipe or version"):
+        export(str(folder), "fp16", out, check=True)
+
+
+def test_the_template_of_a_tokenizer():
+    def of(template):
+        return module.chat_template(SimpleNamespace(chat_template=template))
+
+    assert of(None) is None and of("") is None and of("x") == "x" and of({"default": "x", "rag": "y"}) == "x"
+    with pytest.raises(UserError, match="chat templates rag, tools and none is the default"):
+        of({"tools": "x", "rag": "y"})
+
+
+def test_a_file_of_somebody_else_is_not_replaced(package, tmp_path):
+    out = tmp_path / "mine.gguf"
+    export("pocket-3m", "fp16", out)
+    cut = out.read_bytes()[:100_000]
+    for content in (b"", b"words", b"GGUF" + bytes(100), cut.replace(b"all matrices F16", b"all matrices F61")):
+        out.write_bytes(content)
+        with pytest.raises(UserError, match="mine.gguf: is there and is not of this command"):
+            export("pocket-3m", "fp16", out)
+        assert out.read_bytes() == content
+    out.write_bytes(cut)  # its own, cut short
+    export("pocket-3m", "fp16", out)
+    assert len(out.read_bytes()) > len(cut)
 
 
 def weights(package, path, model):

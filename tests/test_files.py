@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,57 @@ def test_nothing_is_left_and_the_old_file_stays_when_the_block_raises(tmp_path, 
         temporary.write_text("half")
         raise error
     assert everything(tmp_path) == ["f"] and (tmp_path / "f").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["/proc/x", "/proc/x/y/z.txt", "/proc/self/fd/x"])
+def test_where_nothing_can_be_created(name):
+    with pytest.raises(UserError, match="^/proc/.*cannot be (created|written)"):
+        write_text(name, "x")
+
+
+def test_an_error_of_another_file_is_not_one_of_the_place(tmp_path):
+    """What the block itself opens and does not find is no matter of the file that is written."""
+    with pytest.raises(FileNotFoundError), atomic(tmp_path / "f") as temporary:
+        temporary.write_bytes((tmp_path / "absent").read_bytes())
+    assert everything(tmp_path) == []
+
+
+def test_regular_files(tmp_path):
+    (tmp_path / "f").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / "socket"))
+    for name in ("f", ".", "absent", "x" * 5000, "a\0b"):
+        assert files.regular(tmp_path / name) == tmp_path / name
+    (tmp_path / "link").symlink_to("pipe")
+    for name, kind in {"pipe": "a named pipe", "link": "a named pipe", "socket": "a socket"}.items():
+        with pytest.raises(UserError, match=f"{name}: {kind}, not a regular file; name a file"):
+            files.regular(tmp_path / name)
+    with pytest.raises(UserError, match="^--text x: a device"):
+        files.regular("/dev/null", "--text x")
+    with pytest.raises(UserError, match="a named pipe"):
+        sha256(tmp_path / "pipe")
+    server.close()
+
+
+def test_what_may_be_replaced(tmp_path):
+    def is_ours(path):
+        return path.read_text() == "ours"
+
+    def check(name):
+        files.check_replaceable(tmp_path / name, "--out", is_ours)
+
+    (tmp_path / "ours").write_text("ours")
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "folder").mkdir()
+    for link, target in {"link": "ours", "dangling": "nowhere", "to-folder": "folder"}.items():
+        (tmp_path / link).symlink_to(target)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("ours", "absent", "folder"):
+        check(name)
+    for name in ("theirs", "link", "dangling", "to-folder", "pipe"):
+        with pytest.raises(UserError, match=f"--out .*{name}: is there and is not of this command"):
+            check(name)
 
 
 def test_a_name_that_is_too_long(tmp_path):

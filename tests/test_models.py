@@ -256,7 +256,7 @@ def test_a_tensor_that_is_not_there(copy):
         ({"hidden_size": "wide"}, "cannot be loaded"),
         ({"num_attention_heads": 3}, "cannot be loaded"),
         ({"model_type": "nosuch", "auto_map": {"AutoModelForCausalLM": "code.Model"}}, "cannot be loaded"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "cannot be loaded"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "has a quantization_config (gptq)"),
     ],
 )
 def test_a_config_that_does_not_belong_to_the_weights(copy, change, reason):
@@ -320,6 +320,8 @@ def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch):
         asked.update(kwargs)
         raise OSError("We couldn't connect to the hub\nand more lines")
 
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", lambda *_, **__: ({}, {}))
+    monkeypatch.setattr("transformers.utils.find_adapter_config_file", lambda *_, **__: None)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
     text = refused("meta-llama/Llama-3.2-1B@4e20de3", hub=True)
     assert (
@@ -345,3 +347,44 @@ def test_a_model_without_a_tokenizer(saved, copy):
         (folder / "tokenizer.json").write_text(content)
         with pytest.raises(UserError, match="has no tokenizer that loads"):
             models.tokenizer(str(folder))
+
+
+# --- what lies in a folder and would change the numbers ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "left, method",
+    [({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bits"),
+     ({"load_in_8bit": True}, "")],
+)  # fmt: skip
+def test_float_weights_with_a_left_over_quantization_config(copy, left, method):
+    folder = copy("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": left}))
+    text = refused(folder)
+    assert "config.json has a quantization_config" in text and method in text and "remove the key" in text
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    assert not models.load(str(folder)).training
+
+
+@pytest.mark.parametrize("verb", [models.load, models.fingerprint])
+def test_a_lora_adapter_beside_a_whole_model(copy, verb):
+    folder = copy("llama")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+    with pytest.raises(UserError, match=r"adapter_config.json is a LoRA adapter beside the whole model"):
+        verb(str(folder))
+
+
+def test_a_lora_adapter_alone(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "holds a LoRA adapter alone" in refused(tmp_path)
+
+
+def test_what_lies_beside_a_model_on_the_hub(monkeypatch):
+    """The same two, of a model whose files are fetched only after its configuration was looked at."""
+    name, config = "someone/model@4e20de3", {"model_type": "llama"}
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", lambda *_, **__: (config, {}))
+    monkeypatch.setattr("transformers.utils.find_adapter_config_file", lambda *_, **__: "adapter_config.json")
+    assert "a LoRA adapter (adapter_config.json) lies beside it" in refused(name, hub=True)
+    config["quantization_config"] = {"quant_method": "awq"}
+    assert "config.json has a quantization_config (awq)" in refused(name, hub=True)

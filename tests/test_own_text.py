@@ -208,6 +208,38 @@ def test_what_is_refused_leaves_nothing(folders, here, capfd, words, named):
     assert sorted(here.rglob("*")) == before
 
 
+@pytest.mark.parametrize("others", [[], ["notes.txt"], ["notes.txt", "older/run.log"]])
+def test_a_resumed_run_that_fails_before_its_first_checkpoint_removes_only_its_own(folders, here, monkeypatch, others):
+    """What else lies in the folder stays; the folder goes where there is nothing."""
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    recipe_step = recipe.parse(SMALL).steps[0].module
+    monkeypatch.setattr(recipe_step, "apply", fails)
+    assert compress(folders["llama"]) == 130
+    assert not Path("made").exists()
+    Path("made/unfinished").mkdir(parents=True)
+    begun = {}
+    monkeypatch.setattr("repro.jobs.own_text.check_folder", lambda out, declared, resume: begun.update(declared))
+    for name in others:
+        (Path("made") / name).parent.mkdir(exist_ok=True)
+        (Path("made") / name).write_text("mine")
+    assert compress(folders["llama"], "made", SMALL, "--resume") == 130 and begun["recipe"]
+    assert sorted(str(path.relative_to("made")) for path in Path("made").rglob("*") if path.is_file()) == sorted(others)
+    assert Path("made").exists() == bool(others)
+
+
+def test_weights_of_somebody_else_in_an_interrupted_folder_stay(folders, here, capfd):
+    Path("made").mkdir()
+    declared = {"model": str(folders["llama"]), "fingerprint": models.fingerprint(str(folders["llama"])), "recipe": "x"}
+    Path("made/unfinished.json").write_text(json.dumps(declared))
+    Path("made/model.safetensors").write_bytes(b"mine")
+    assert compress(folders["llama"], "made", SMALL, "--resume") == 2
+    sentence(capfd, "--out made: model.safetensors in it is not of this command; move it away")
+    assert Path("made/model.safetensors").read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("words", [["--resume"], ["--length", "64"]])
 def test_options_of_a_text_need_one(here, capfd, words):
     assert main(["compress", "pocket-3m", "--recipe", "rtn-w4-pc", *words]) == 2

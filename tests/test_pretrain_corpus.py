@@ -37,6 +37,16 @@ def test_only_training_shards_are_read(tmp_path):
     assert room.documents(tmp_path / "train-00.txt.xz") == ["a\nb", "c"]
 
 
+def test_a_damaged_shard_is_a_sentence(tmp_path):
+    path, whole = tmp_path / "train-00.txt.xz", lzma.compress(b"a\n\nb" * 1000)
+    for content in (b"words", whole[:-20], lzma.compress(b"\xff\xfe")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="train-00.txt.xz: not a shard of UTF-8 text in xz"):
+            room.documents(path)
+    path.write_bytes(whole)
+    assert len(room.documents(path)) == 1001
+
+
 def test_documents_are_packed_between_bos_and_eos(tmp_path):
     path = tmp_path / "train-00.txt.xz"
     path.write_bytes(lzma.compress(b"One text, 42.\n\nAnother.\n\nA third.\n"))

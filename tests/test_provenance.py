@@ -409,6 +409,20 @@ def test_the_commit_says_whether_the_tree_differs_from_it(tree):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_commit_that_is_given_hides_no_difference(tree, monkeypatch):
+    root = tree({"a.py": "x = 1\n"})
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "one")
+    for given, clean, edited in [("0123456789",) * 2 + ("0123456789+",), ("0123456789+",) * 3]:
+        monkeypatch.setenv("REPRO_COMMIT", given)
+        for text, wanted in {"x = 1\n": clean, "x = 2\n": edited}.items():
+            (root / "a.py").write_text(text)
+            provenance.commit.cache_clear()
+            assert provenance.commit() == wanted
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_outside_a_checkout_the_commit_is_unknown(tree, monkeypatch):
     root = tree({"inside/a.py": ""})
     assert provenance.commit() == "unknown"

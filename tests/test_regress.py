@@ -5,11 +5,13 @@ import json
 import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 import yaml
 
 from repro.__main__ import main
+from repro.bench import devices, peers, task, timing
 from repro.bench.commands import regress
 from repro.errors import UserError
 from repro.files import ROOT
@@ -73,6 +75,33 @@ def test_one_slow_run_is_a_suspicion(tmp_path, base, capsys):
     assert main(["regress", str(slow), str(fine), *against]) == 0
     assert main(["regress", str(fine), *against]) == 0
     assert "no regression: 4 cells" in capsys.readouterr().out
+
+
+def without(path, benchmark):
+    """The same run without one benchmark."""
+    content = json.loads(path.read_text())
+    del content["benchmarks"][benchmark]
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("options", [[], ["--partial"]])
+def test_a_slow_cell_that_the_second_run_lacks_is_an_error(tmp_path, base, capsys, options):
+    slow = run(tmp_path / "slow.json", 2.0, (4096, 4096))
+    again = without(run(tmp_path / "again.json", seed=9), 2)
+    words = ["regress", str(slow), str(again), "--against", *map(str, base), *options]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {again}: wna16_gemv (w4-g128, fp16) at 4096 x 4096") and "slower in" in error
+    assert main(["regress", str(slow), str(run(again, seed=9)), *words[3:]]) == 0  # measured, and not slow
+
+
+def test_a_regression_is_said_beside_what_was_not_confirmed(tmp_path, base, capsys):
+    slow, again = run(tmp_path / "slow.json", 2.0), without(run(tmp_path / "again.json", 2.0, seed=9), 2)
+    assert main(["regress", str(slow), str(again), "--against", *map(str, base)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and sum(line.startswith("regression: ") for line in lines) == 3
+    assert lines[-1].startswith("not confirmed: wna16_gemv (w4-g128, fp16) at 4096 x 4096")
 
 
 def test_a_slower_machine_is_no_regression(tmp_path, base):
@@ -243,6 +272,11 @@ def spoiled(change):
         (spoiled(lambda b: [x["extra_info"].update(M=3) for x in b[1::2]]), "no time of torch.matmul in common"),
         (spoiled(lambda b: b.__setitem__(slice(None), b[::2])), "no time of torch.matmul"),
         (spoiled(lambda b: b[0]["stats"].update(data=[-1.0])), "a time is positive"),
+        (spoiled(lambda b: b[0]["stats"].update(data=[1e300])), "a time is positive and below"),
+        (spoiled(lambda b: b[0]["extra_info"].update(floor_us=math.inf)), "has a read floor of inf us; a time is"),
+        (spoiled(lambda b: b[0]["extra_info"].update(floor_us=-1.0)), "has a read floor of -1.0 us"),
+        (spoiled(lambda b: b[0]["extra_info"].update(floor_us="2")), "has no times that can be read"),
+        (spoiled(lambda b: b[0]["stats"].update(iqr=math.inf)), "has no times that can be read"),
     ],
 )
 def test_bad_input_is_a_sentence(tmp_path, base, spoil, said, capsys):
@@ -261,6 +295,22 @@ def test_too_many_runs_and_odd_thresholds(base):
         regress.regress(base, base)
     with pytest.raises(UserError, match="threshold of 3"):
         regress.regress(base[:1], base, threshold=3)
+
+
+def test_the_example_workflow_watches_files_that_exist():
+    """Every path of its filter exists, and what measures and judges is behind one of them."""
+    content = yaml.safe_load((ROOT / "docs" / "regress-workflow.yml").read_text())
+    watched = set()
+    for pattern in content[True]["pull_request"]["paths"]:  # YAML 1.1 reads the key `on` as true
+        folder = pattern.removesuffix("/**")
+        found = list((ROOT / folder).rglob("*")) if folder != pattern else list(ROOT.glob(pattern))
+        assert found, pattern
+        watched |= {path.resolve() for path in found}
+    for module in (timing, peers, devices, task, regress):
+        assert Path(module.__file__).resolve() in watched, module
+    assert {path.resolve() for path in (ROOT / "kernels").iterdir() if path.is_file()} <= watched
+    for file in content["jobs"]["regress"]["env"]["BASELINE"].split():
+        assert (ROOT / file).is_file(), file
 
 
 def test_the_example_workflow_asks_again_on_a_suspicion():

@@ -12,14 +12,24 @@ import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import lm_eval
 import numpy as np
 import pytest
+import small_models
 import torch
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from repro import models as known_models
 from repro.__main__ import main
@@ -343,6 +353,81 @@ def test_the_same_as_lm_evals_own_path(task, data, pocket, monkeypatch):
     assert len(frame) == len(logliks) > 0 and frame["correct"].tolist() == right
     for ours, theirs in zip(frame["logliks"], logliks):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-4)
+
+
+def windowed_models():
+    """A Mistral with a window in every layer, a Qwen2 with one in the second, a Llama of the newest layer types."""
+    torch.manual_seed(0)
+    shape = small_models.SHAPE
+    yield "mistral", small_models.mistral(32)
+    second = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+    yield "qwen2", Qwen2ForCausalLM(Qwen2Config(**shape, **second)).eval()
+    kinds = ["chunked_attention", "full_attention"]
+    llama4 = Llama4TextConfig(
+        **shape | {"intermediate_size_mlp": 128, "num_local_experts": 2, "head_dim": 32, "tie_word_embeddings": False},
+        layer_types=kinds, attention_chunk_size=32, no_rope_layers=[1, 0],
+    )  # fmt: skip
+    yield "llama4", Llama4ForCausalLM(llama4).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), windowed_models(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_window_shorter_than_prompt_and_answers(name, model):
+    """Long answers behind long prompts with a shared beginning: log likelihoods as lm-eval's HFLM gives them."""
+    drawn = np.random.default_rng(0)
+    prefix = drawn.integers(2, 4096, size=40)
+    rows, asked = [], []
+    for length, counts in ((5, (30, 1, 20)), (60, (8, 40, 25)), (25, (50,))):
+        prompt = drawn.integers(2, 4096, size=length)
+        for count in counts:
+            answer = drawn.integers(2, 4096, size=count)
+            for place, before in ((-1, []), (0, prefix.tolist())):
+                rows.append((place, np.concatenate([prompt, answer]).astype(np.int32), count))
+                asked.append((("", ""), before + prompt.tolist(), answer.tolist()))
+    tokenizer = known_models.tokenizer("pocket-3m")
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, backend="causal", softmax_dtype="float32")
+    wanted = harness._loglikelihood_tokens(asked, disable_tqdm=True)
+    for tokens in (64, 4096):
+        logliks, greedy, cut = loglikelihood.score(model, [prefix.astype(np.int32)], rows, tokens)
+        assert logliks == pytest.approx([loglik for loglik, _ in wanted], rel=1e-5, abs=1e-4)
+        assert greedy.tolist() == [same for _, same in wanted] and not cut.any()
+
+
+def test_answers_that_fit_the_window_are_still_packed(monkeypatch):
+    """What is shared is run once where no layer forgets: also by a model with a window."""
+    model, ran = small_models.mistral(128), []
+    forward = model.forward
+
+    def counted(*args, **words):
+        ran.append(words["input_ids"].numel())
+        return forward(*args, **words)
+
+    monkeypatch.setattr(model, "forward", counted)
+    prompt = np.arange(2, 52, dtype=np.int32)
+    rows = [(-1, np.concatenate([prompt, np.arange(100, 100 + n, dtype=np.int32)]), n) for n in (10, 5, 8)]
+    loglikelihood.score(model, [], rows)
+    assert sum(ran) == 50 + 9 + 4 + 7
+    model.config.sliding_window = 16
+    ran.clear()
+    loglikelihood.score(model, [], rows)
+    assert sum(ran) == (50 + 9) * 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "seen"),
+    [
+        ({}, math.inf),
+        ({"sliding_window": None}, math.inf),
+        ({"sliding_window": 64}, 64),
+        ({"sliding_window": 64, "layer_types": ["full_attention"]}, math.inf),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ({"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}, 8),
+        ({"layer_types": ["linear_attention", "full_attention"]}, 0),
+    ],
+)
+def test_how_many_ids_every_layer_sees(facts, seen):
+    assert loglikelihood.seen_by_every_layer(SimpleNamespace(**facts)) == seen
 
 
 def test_any_rows_in_any_batches(tiny_llama):

@@ -113,6 +113,7 @@ def patch(patcher: pytest.MonkeyPatch, place: Path, at: scales.Scale) -> House:
     patcher.setattr(scales, "load", loaded)
     patcher.setattr(scales, "names", lambda: [*names(), at.name])
     patcher.setenv("REPRO_COMMIT", COMMIT)
+    patcher.setattr(provenance, "_git", lambda *words: None)  # a tree without its history, whatever is edited here
     patcher.setattr(provenance, "has_commit", lambda commit: commit != UNKNOWN)
     patcher.setattr(accepted, "RESULTS", place / "results")
     patcher.chdir(place)

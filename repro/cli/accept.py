@@ -4,6 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
+from repro.files import regular
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What is accepted."""
@@ -15,6 +17,7 @@ def run(args: argparse.Namespace) -> None:
     from repro.bench import kernel_rows
     from repro.record import accept
 
+    regular(args.file)
     take = kernel_rows.accept if kernel_rows.is_kernel_rows(args.file) else accept.accept
     for file, count in take(args.file).items():
         print(f"{count} rows into {os.path.relpath(file)}")

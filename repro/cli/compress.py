@@ -6,7 +6,7 @@ from pathlib import Path
 
 from repro.cli import options as common
 from repro.errors import UserError
-from repro.files import atomic
+from repro.files import atomic, check_replaceable
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +38,23 @@ def run(args: argparse.Namespace) -> None:
     job = compress.job(target)
     if args.out is not None and args.out.suffix != ".safetensors":
         raise UserError(f"--out {args.out}: a compressed model is a .safetensors file")
+    if args.out is not None:
+        _check_out(args.out)
     common.run_now([job])
     made = job.folder / compress.OUTPUTS[0]
     if args.out is not None:
         with atomic(args.out) as temporary:
             shutil.copyfile(made, temporary)
     print(args.out or made)
+
+
+def _check_out(out: Path) -> None:
+    """Raise where the file `out` is something that this command did not write, or would become part of a model."""
+    from repro.jobs import own_text
+    from repro.models.lowbit import is_compressed_file
+
+    if (out.parent / "config.json").is_file():  # where every safetensors file belongs to the model
+        raise UserError(f"--out {out}: {out.parent} is the folder of a model; choose another folder")
+    if (out.parent / own_text.FACTS).is_file():
+        raise UserError(f"--out {out}: {out.parent} is the folder of another compressed model; choose another folder")
+    check_replaceable(out, "--out", is_compressed_file)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from repro.cli import options as common
 from repro.errors import UserError
+from repro.files import regular
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> None:
 def _prompt(args: argparse.Namespace) -> str:
     """The text to go on with: the argument, a file's, or what comes by standard input."""
     try:
-        given = sys.stdin if args.file is None else args.file.open(encoding="utf-8")
+        named = f"--file {args.file}"
+        given = sys.stdin if args.file is None else regular(args.file, named).open(encoding="utf-8")
         return given.read().removesuffix("\n") if args.prompt is None else args.prompt
     except (OSError, ValueError) as error:
         raise UserError(f"--file {args.file or '-'}: no text that can be read ({error})") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.cli import options as common
-from repro.files import write_text
+from repro.files import check_replaceable, write_text
 from repro.spec import names
 
 
@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         jobs += found
     jobs = distinct(jobs)
     if args.save is not None:
+        check_replaceable(args.save, "--save", runner.is_file_of_jobs)
         write_text(args.save, json.dumps([job.to_json() for job in jobs]) + "\n")
         print(f"{len(jobs)} jobs in {args.save}; python -m repro run {args.save.name} runs them anywhere")
         return 0

@@ -26,6 +26,10 @@ def needs_weights(name: str) -> None:
         raise UserError(f"{name} has random weights: they have speed and memory, but no text and no quality")
 
 
+class Templated(str):
+    """A prompt that a chat template has made: the special tokens are in it, and the tokenizer adds none."""
+
+
 class Core:
     """What decodes. One generation runs at a time; a new one, or `logits`, ends the one before.
 
@@ -72,14 +76,25 @@ class Core:
         batch = self._decoding(ids, max_new_tokens, Sampling(temperature, top_k, top_p), seed)
         return self._texts(batch, whole, stop, self.ends if eos else frozenset(), logprobs)
 
-    def chat(self, message: str) -> str:
-        """A user's message in the tokenizer's chat template, up to the answer; UserError where it has no template."""
+    def chat(self, message: str) -> Templated:
+        """A user's message in the tokenizer's chat template, up to the answer.
+
+        Its ids are those of Transformers' `apply_chat_template(tokenize=True)`, whatever the tokenizer adds to a text.
+
+        Raises:
+            UserError: the tokenizer has no template, or one that cannot be applied.
+        """
         needs_weights(self.name)
         if not self.tokenizer.chat_template:
             raise UserError(f"model {self.name!r}: its tokenizer has no chat template; leave out --chat")
         turn = {"role": "user", "content": message}
-        text = self.tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
-        return text.removeprefix(self.tokenizer.bos_token or "")  # the tokenizer adds its own
+        try:
+            text = self.tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program: what it may raise has many kinds
+            said = shortened(" ".join(str(error).split()), 150)
+            why = f"the chat template of its tokenizer cannot be applied ({said})"
+            raise UserError(f"model {self.name!r}: {why}; mend it, or leave out --chat") from None
+        return Templated(text)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -141,7 +156,8 @@ class Core:
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         try:
             if isinstance(prompt, str):
-                return self.tokenizer(prompt.encode().decode())["input_ids"]
+                special = not isinstance(prompt, Templated)
+                return self.tokenizer(prompt.encode().decode(), add_special_tokens=special)["input_ids"]
             return [index(token) for token in prompt]
         except (TypeError, ValueError):
             raise UserError(f"prompt {shortened(ascii(prompt))}: give text in UTF-8 or a list of token ids") from None

@@ -6,6 +6,7 @@ seen, loss curve. Checkpoints of trained blocks lie in it until the end, so that
 on a CPU with the same bits.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 from repro import models
 from repro.baselines import saved
 from repro.errors import UserError, shortened
-from repro.files import sha256, write_text, writing
+from repro.files import making, regular, sha256, write_text
 from repro.jobs.job import built_under
 from repro.jobs.target import Target
 from repro.models import bits, perplexity
-from repro.models.lowbit import LowBitModel, block_inputs, blocks
+from repro.models.lowbit import LowBitModel, block_inputs, blocks, is_compressed_file
 from repro.record import provenance
 from repro.spec.recipe import Step, parse
 from repro.spec.recipe_text import write_value
@@ -48,7 +49,7 @@ def token_ids(path: Path, model: str, hub: bool) -> np.ndarray:
         UserError: there is no such file, it is not UTF-8 or empty, or the model has no tokenizer.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular(path, f"--text {path}").read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--text {shortened(path, 200)}: {os.strerror(error.errno)}; name a text file") from None
     except UnicodeDecodeError as error:
@@ -138,6 +139,9 @@ def check_folder(out: Path, declared: dict[str, Any], resume: bool) -> bool:
         done = "is there already; remove it"
         how = done if begun.name == FACTS else "holds an interrupted run; add --resume to go on with it"
         raise UserError(f"--out {out} {how}, or choose another folder")
+    weights = out / saved.FILE
+    if begun.name == BEGUN and os.path.lexists(weights) and not is_compressed_file(weights):
+        raise UserError(f"--out {out}: {saved.FILE} in it is not of this command; move it away")
     found = _read(begun)
     for key, value in declared.items():
         if found.get(key) != value:
@@ -227,7 +231,7 @@ def compress(target: Target, text: Text, out: Path, resume: bool = False) -> Non
     found = estimate.estimate(steps, estimate.shape(name, scale.hub), *ids.shape, size, scale.device)
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if scale.device == "cuda" else None
     print(report(found, found.token_blocks * block_seconds(lm.model, steps, ids), free), flush=True)
-    with writing(out / BEGUN):
+    with making(out / BEGUN):
         (out / WORK).mkdir(parents=True, exist_ok=True)
     write_text(out / BEGUN, json.dumps(declared, indent=1) + "\n")
     try:
@@ -235,7 +239,7 @@ def compress(target: Target, text: Text, out: Path, resume: bool = False) -> Non
             facts = _apply(lm, steps, ids, scale.calibration.sequences, out / WORK)
     except BaseException as error:
         if not any(path.is_file() for path in (out / WORK).rglob("*")):
-            shutil.rmtree(out)  # nothing to go on from
+            _remove_begun(out)  # nothing to go on from
         elif isinstance(error, KeyboardInterrupt):
             print(f"{out}: --resume goes on from the last trained block", file=sys.stderr)
         if isinstance(error, torch.OutOfMemoryError):
@@ -252,6 +256,14 @@ def compress(target: Target, text: Text, out: Path, resume: bool = False) -> Non
     shutil.rmtree(out / WORK)
     saw = sum(step["tokens"] for step in facts["steps"])
     print(f"{counted['bytes']:,} bytes, {counted['bpw']:.3f} bits a block weight, {saw:,.0f} tokens of training")
+
+
+def _remove_begun(out: Path) -> None:
+    """Remove what an interrupted run made in its folder, and the folder where nothing else lies in it."""
+    (out / BEGUN).unlink(missing_ok=True)
+    shutil.rmtree(out / WORK, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: what else lies there stays
+        out.rmdir()
 
 
 def _apply(lm: LowBitModel, steps: tuple[Step, ...], ids: Tensor, sequences: int, work: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from repro import models
 from repro.cells import KINDS
 from repro.data import corpora
 from repro.errors import Crowded, Refused, UserError, logged, shortened, unknown
-from repro.files import atomic, write_text
+from repro.files import atomic, regular, write_text
 from repro.jobs import compress, questions, requests, tokens
 from repro.jobs.job import Job, distinct, from_json
 from repro.record import observations, provenance
@@ -180,7 +180,7 @@ def from_file(path: Path) -> list[Job]:
     """
     how = "write one with python -m repro run TARGET --save FILE.json"
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(regular(path).read_text(encoding="utf-8"))
         jobs = [from_json(one) for one in (facts if isinstance(facts, list) else [facts])]
         for job in distinct(jobs):
             _check(job)
@@ -191,6 +191,14 @@ def from_file(path: Path) -> list[Job]:
         raise UserError(f"{path}: not a file of jobs (not JSON, or its keys are not those of jobs); {how}") from None
     except UserError as error:
         raise UserError(f"{path}: not a file of jobs ({error})") from None
+
+
+def is_file_of_jobs(path: Path) -> bool:
+    """Whether a file is one that `from_file` reads."""
+    try:
+        return bool(from_file(path))
+    except UserError:
+        return False
 
 
 def check_here(jobs: Sequence[Job]) -> None:
@@ -205,6 +213,8 @@ def check_here(jobs: Sequence[Job]) -> None:
             continue
         if "model" in declared and models.fingerprint(name := given.get("model", "")) != declared["model"]:
             raise UserError(f"{job.id}: {name} here is another model {where}; bring that one, or write the jobs here")
+        if "tokenizer" in declared and models.tokenizer_key(name := given.get("model", "")) != declared["tokenizer"]:
+            raise UserError(f"{job.id}: {name} has another tokenizer here {where}; bring that one")
         text = given.get("corpus", ""), bool(given.get("hub"))
         if job.kind == "tokens" and corpora.identifier(*text) != declared.get("text"):
             label = corpora.identity(*text)["label"]

@@ -15,10 +15,13 @@ from typing import Any
 
 from repro.errors import UserError, shortened, unknown
 from repro.files import ROOT, sha256, short_hash
+from repro.models import identity
 
 POCKET = ROOT / "repro" / "pocket"
 LONGEST = 1000  # characters of a model's name
 DTYPES = ("F32", "F16", "BF16")  # as a safetensors header names them
+QUANTIZED = ("quantization_config", "compression_config")  # keys of a config.json whose weights are not plain
+ADAPTER = "adapter_config.json"  # which Transformers applies where peft is installed
 BUFFERS = re.compile(r"(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")  # in old checkpoints
 
 
@@ -47,42 +50,59 @@ def folder(name: str) -> Path | None:
                 f"model {name!r}: {revision!r} is no pinned revision; give the commit on the hub, 7 to 40 hex digits"
             )
         return None
+    if (path / ADAPTER).is_file():
+        raise UserError(f"model {name!r}: {path} holds a LoRA adapter alone ({ADAPTER}); merge it into its model first")
     if path.is_dir():
         raise UserError(f"model {name!r}: {path} has no config.json; name a Hugging Face folder")
     raise UserError(f"{unknown('model', name, pocket_names())}, or a local folder, or hub-id@revision")
 
 
 def weight_files(name: str) -> list[Path]:
-    """config.json, tokenizer and every safetensors file of a local model, in name order; empty for a hub id.
+    """What decides a local model, its tokenizer included, then its safetensors, each in name order; none of a hub id.
 
     Raises:
-        UserError: unknown model, only pickled weights, no weights, or a shard that its index names and that is absent.
+        UserError: unknown model, only pickled weights, no weights, a shard that its index names and that is absent, or
+            a LoRA adapter beside the weights.
     """
     place = folder(name)
     if place is None:
         return []
+    if (place / ADAPTER).is_file():
+        raise UserError(
+            f"model {name!r}: {place / ADAPTER} is a LoRA adapter beside the whole model, and only some installations "
+            "apply it; merge it into the weights, or move it away"
+        )
     found = sorted(path for path in place.glob("*.safetensors") if path.is_file())
     if not found:
         pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in place.glob(pattern)]
         why = f"only pickled weights ({pickled[0]}), which are never loaded" if pickled else "no *.safetensors"
         raise UserError(f"model {name!r}: {place} has {why}; save it with safetensors")
-    index = place / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{index}: not a safetensors index; save the model again") from None
-        if absent := sorted(named - {p.name for p in found}):
-            raise UserError(f"model {name!r}: the shard {absent[0]} that {index.name} names is missing; copy it again")
-    extra = [place / f for f in ("config.json", "tokenizer.json", "tokenizer_config.json") if (place / f).is_file()]
-    return extra + found
+    if absent := sorted(set(_indexed(place)) - {path.name for path in found}):
+        raise UserError(f"model {name!r}: the shard {absent[0]} that {identity.INDEX} names is missing; copy it again")
+    return identity.deciding_files(place) + found
+
+
+def _indexed(place: Path) -> list[str]:
+    """The names of the shards that a folder's index lists; none where it has no index."""
+    index = place / identity.INDEX
+    if not index.is_file():
+        return []
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{index}: not a safetensors index; save the model again") from None
+    return sorted(set(map(str, named)))
 
 
 @cache
 def fingerprint(name: str) -> str:
-    """Eight hex digits that fix the model: of its files' contents, or of the hub id and revision."""
-    files = weight_files(name)
-    return short_hash("\n".join(f"{p.name} {sha256(p)}" for p in files) if files else name)
+    """Eight hex digits that fix the model: of its files' contents, or of the hub id and revision.
+
+    Raises:
+        UserError: as `weight_files`.
+    """
+    files, place = weight_files(name), folder(name)
+    return short_hash(name) if place is None else identity.model_digest(place, files, _indexed(place))
 
 
 def check_fingerprint(name: str, found: str, where: Path) -> None:
@@ -127,26 +147,30 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     from transformers.utils import logging
 
     files = weight_files(name)
+    weights = [path for path in files if path.suffix == ".safetensors"]
     if device != "cpu" and not torch.cuda.is_available():
         raise UserError(f"device {device!r}: this machine has no CUDA device; choose a scale whose device is cpu")
     if files and files[0].is_relative_to(POCKET):
         check_pocket(name)
-    for path in files:
-        if path.suffix == ".safetensors":
-            try:
-                with safe_open(path, "pt") as file:  # reads the header only
-                    dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}
-            except Exception as error:  # safetensors has its own kinds
-                raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
-            for key, kind in dtypes.items():
-                if kind not in DTYPES and not BUFFERS.search(key):
-                    raise UserError(
-                        f"model {name!r}: {key} is stored as {kind}; weights must be float32, float16 or bfloat16 "
-                        "(F32, F16, BF16), so save an unquantized model"
-                    )
+    if place := folder(name):
+        _check_unquantized(name, identity.read_config(place))
+    for path in weights:
+        try:
+            with safe_open(path, "pt") as file:  # reads the header only
+                dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}
+        except Exception as error:  # safetensors has its own kinds
+            raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
+        for key, kind in dtypes.items():
+            if kind not in DTYPES and not BUFFERS.search(key):
+                raise UserError(
+                    f"model {name!r}: {key} is stored as {kind}; weights must be float32, float16 or bfloat16 "
+                    "(F32, F16, BF16), so save an unquantized model"
+                )
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
+        if place is None:
+            _check_hub(name, hub)
         model, report = AutoModelForCausalLM.from_pretrained(
             **_source(name, hub),
             dtype=getattr(torch, dtype),
@@ -172,6 +196,38 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     return model.to(device).eval()
 
 
+def _check_unquantized(name: str, config: dict[str, Any]) -> None:
+    """Raise where a model's configuration asks Transformers to treat its weights as quantized.
+
+    Raises:
+        UserError: it has a `quantization_config`.
+    """
+    for key in QUANTIZED:
+        if found := config.get(key):
+            method = found.get("quant_method", "") if isinstance(found, dict) else ""
+            said = f"{key} ({shortened(method)})" if method else key
+            raise UserError(
+                f"model {name!r}: its config.json has a {said}; full precision is needed, so remove the key where the "
+                "weights are float, or save an unquantized model"
+            )
+
+
+def _check_hub(name: str, hub: bool) -> None:
+    """Raise what `weight_files` and `load` raise of a folder, for a model on the hub, before its weights are fetched.
+
+    Raises:
+        UserError: a LoRA adapter lies beside the model, or its configuration is that of quantized weights.
+    """
+    from transformers import PreTrainedConfig
+    from transformers.utils import find_adapter_config_file
+
+    source = _source(name, hub)
+    hub_id, revision = source["pretrained_model_name_or_path"], source["revision"]
+    _check_unquantized(name, PreTrainedConfig.get_config_dict(hub_id, revision=revision)[0])
+    if find_adapter_config_file(hub_id, revision=revision):
+        raise UserError(f"model {name!r}: a LoRA adapter ({ADAPTER}) lies beside it; name a model without one")
+
+
 def tokenizer(name: str, hub: bool = False) -> Any:
     """The tokenizer that belongs to a model.
 
@@ -190,11 +246,12 @@ def tokenizer(name: str, hub: bool = False) -> Any:
 
 
 def tokenizer_key(name: str) -> str:
-    """A short name for the model's tokenizer, so that token ids are shared by models that share it."""
+    """A short name for the model's tokenizer, so that token ids are shared by models that share it.
+
+    It covers every file and setting that decides a token id, not `tokenizer.json` alone; a hub id is pinned.
+    """
     place = folder(name)
-    if place is None or not (place / "tokenizer.json").is_file():
-        return short_hash(name)
-    return short_hash(sha256(place / "tokenizer.json"))
+    return short_hash(name) if place is None else identity.tokenizer_digest(place)
 
 
 def _source(name: str, hub: bool) -> dict[str, Any]:

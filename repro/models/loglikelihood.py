@@ -9,10 +9,14 @@ prompt, behind which its answers lie side by side, each seeing the prompt and it
 Rows are padded on the right, which a causal model does not see. The head is applied only where an id is predicted.
 log-softmax is float32, sums are float64.
 
+A model whose layers see only a window of ids (or chunks, or a state) is run so only where every row fits the window.
+Else each answer is a row of its own behind its whole prompt, under the mask that the model itself makes.
+
 Source: EleutherAI/lm-evaluation-harness (`HFLM._loglikelihood_tokens`), with which a test compares.
 """
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +31,8 @@ CHUNK = 2**24  # logits that are widened to float32 at a time
 CONTEXT = 2048  # of a model whose config does not say it, as in lm-eval
 CACHED = 4  # times as many ids may lie in reused keys and values as a batch has
 PADDING = 16  # at most this part of a batch's ids is padding
+# Kinds of layers, as Transformers names them, and the key of a configuration that says how many ids they see.
+WINDOWS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 Row = tuple[int, np.ndarray, int]  # prefix (-1: none), ids after it, how many of them are the answer
 
@@ -55,7 +61,7 @@ class Prompt:
 def score(
     model: nn.Module, prefixes: Sequence[np.ndarray], rows: Sequence[Row], tokens: int = 4096
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Score the rows of a causal LM whose attention window, if it has one, is no shorter than they are.
+    """Score the rows of a causal LM.
 
     Args:
         model: a Hugging Face causal LM; it is put in evaluation mode.
@@ -73,7 +79,10 @@ def score(
     known = model.get_input_embeddings().num_embeddings
     if (most := max((int(ids.max()) for ids in [*prefixes, *(ids for _, ids, _ in rows)]), default=0)) >= known:
         raise UserError(f"id {most} is not among the model's {known}; use the tokenizer that belongs to the model")
-    prompts, cut = _prompts(prefixes, rows, getattr(model.config, "max_position_embeddings", None) or CONTEXT)
+    context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
+    longest = max((len(ids) + (len(prefixes[prefix]) if prefix >= 0 else 0) for prefix, ids, _ in rows), default=0)
+    shared = min(longest, context) <= seen_by_every_layer(model.config)
+    prompts, cut = _prompts(prefixes, rows, context) if shared else _alone(prefixes, rows, context)
     log_p, same, owner, cached, of = [], [], [], None, -1
     model.eval()
     for batch in _batches(prompts, prefixes, tokens):
@@ -107,6 +116,34 @@ def _prompts(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -
         prompt.places.append(place)
         prompt.answers.append(ids[-count:])
     return list(found.values()), cut
+
+
+def seen_by_every_layer(config: Any) -> float:
+    """The ids up to which every layer of a model sees all that is before: its shortest window; infinity without one.
+
+    0 where a layer is of a kind that this module does not know, such as one with a state in place of keys and values.
+
+    Args:
+        config: the model's configuration.
+    """
+    sizes = []
+    for kind in set(getattr(config, "layer_types", None) or ["sliding_attention"]):  # Mistral has a window and no list
+        if kind not in WINDOWS:
+            return 0
+        size = getattr(config, WINDOWS[kind], None) if WINDOWS[kind] else None
+        sizes += [] if size is None else [size]
+    return min(sizes, default=math.inf)
+
+
+def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[Prompt], np.ndarray]:
+    """As `_prompts`, but each row by itself, without a prefix or another answer."""
+    found, cut = [], np.zeros(len(rows), dtype=bool)
+    for place, (prefix, ids, count) in enumerate(rows):
+        whole = np.concatenate([prefixes[prefix], ids]) if prefix >= 0 else ids
+        (prompt,), cut[place : place + 1] = _prompts([], [(-1, whole, count)], window)
+        prompt.places = [place]
+        found.append(prompt)
+    return found, cut
 
 
 def _batches(prompts: list[Prompt], prefixes: Sequence[np.ndarray], tokens: int) -> Iterator[list[Prompt]]:

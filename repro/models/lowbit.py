@@ -259,6 +259,16 @@ class LowBitModel:
         return self.meta
 
 
+def is_compressed_file(path: Path) -> bool:
+    """Whether a file is one that `LowBitModel.save` wrote, by its header."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = json.loads((file.metadata() or {})["lowbit"])
+            return "recipe" in facts["meta"]
+    except Exception:  # safetensors has its own kinds
+        return False
+
+
 def _digest(tensors: dict[str, Tensor], facts: dict) -> str:
     """SHA-256 of every tensor's name, dtype, shape and bytes, and of `facts`."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())

@@ -4,13 +4,14 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError, shortened, unknown
-from repro.files import HOME, short_hash
+from repro.files import HOME, regular, short_hash
 from repro.spec.cell import Place, table_name
 
 STATUSES = (
@@ -96,6 +97,7 @@ class Measurement:
 
 
 COLUMNS = tuple(f.name for f in fields(Measurement))
+SEEDS = "([0-9]{1,10}( [0-9]{1,10})*)?"
 NUMBERS: dict[str, type] = {"value": float, "lo": float, "hi": float, "n": int, "floor": float}
 
 
@@ -136,7 +138,7 @@ def from_csv(path: Path) -> list[Measurement]:
         UserError: the file is missing, has other columns, a value that is no finite number, or an unknown word.
     """
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(regular(path), encoding="utf-8", newline="") as file:
             lines = list(csv.reader(file))
     except OSError as error:
         raise UserError(f"{shortened(path, 200)}: cannot be read ({error.strerror}); name a table's .csv") from None
@@ -161,6 +163,8 @@ def _row(line: Mapping[str, str], width: int, where: str) -> Measurement:
             raise UserError(f"{where}: {name} is {line[name]}; a number that is not finite is a status, never a value")
     if line["status"] not in STATUSES:
         raise UserError(f"{where}: {unknown('status', line['status'], STATUSES)}")
+    if not re.fullmatch(SEEDS, line["seeds"], re.ASCII):
+        raise UserError(f"{where}: seeds is {shortened(line['seeds'])!r}, not whole numbers with blanks between them")
     return Measurement(**values)  # type: ignore[arg-type]
 
 

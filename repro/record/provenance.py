@@ -238,12 +238,14 @@ def _digits(text: str) -> str:
 def commit() -> str:
     """The short commit of the checkout, `+` behind it when tracked files differ from it.
 
-    Where the tree came without its history, `$REPRO_COMMIT` says it and goes before git; else `unknown` outside git.
+    Where the tree came without its history, `$REPRO_COMMIT` says it, and it goes before git's own; but it hides no
+    difference that git sees. Else `unknown` outside git.
     """
-    if named := os.environ.get("REPRO_COMMIT"):
-        return named
-    head = _git("rev-parse", "--short=10", "HEAD")
-    return head + "+" * bool(_git("status", "-s", "-uno")) if head else "unknown"
+    named = os.environ.get("REPRO_COMMIT") or _git("rev-parse", "--short=10", "HEAD")
+    if not named:
+        return "unknown"
+    differs = bool(_git("status", "-s", "-uno"))
+    return named if named.endswith("+") or not differs else f"{named}+"
 
 
 @cache

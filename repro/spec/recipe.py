@@ -5,6 +5,7 @@ A step is a baseline or method with fields of its `Config`. There are two forms,
     gptq-w4-g128-act_order-percdamp=5e-05        gptq(w=4, g=128, act_order, percdamp=5e-05)
 
     w4 → bits=4    a8 → act_bits=8    g128 → group=128    r8 → rank=8    pc → group=0    sym / asym → symmetric
+    g-1, g=-1 → group=0 (as GPTQ's own code spells it)
     w2a16 → w2 and a16                act_order → act_order=True           percdamp=0.05 → percdamp=0.05
 
 Values are YAML, and `5e-05` is a float (YAML 1.1 reads it as text). `Recipe.name` is the canonical spelling, so that
@@ -35,6 +36,7 @@ REGISTRIES.append(BASELINES)  # METHODS adds itself
 SHORT = {"w": "bits", "a": "act_bits", "g": "group", "r": "rank"}
 WORDS = {"pc": ("group", 0), "sym": ("symmetric", True), "asym": ("symmetric", False)}
 ALWAYS = ("bits", "group")  # in every name, default or not: a table's reader looks for them first
+PER_CHANNEL = -1  # a group elsewhere, such as in GPTQ's own code; here it is 0
 LONGEST, SLUG = 4000, 80
 _optioned: dict[tuple, str] = {}  # what `with_options` gave, by what it was asked
 
@@ -199,11 +201,22 @@ def _words(part: str) -> tuple[str, list[str]]:
     call = re.match(r"([^-=()\[\]{}'\"]*)\(", part)
     if call is None:
         name, *words = split(part, "-")
-        return name, words
+        return name, _signed(words)
     if not part.endswith(")"):
         raise ValueError(f"{cut(part[part.rindex(')') + 1 :])!r} follows the closing bracket of {cut(call[1])!r}")
     inside = part[call.end() : -1]
     return call[1].strip(), [word.strip() for word in split(inside, ",")] if inside.strip() else []
+
+
+def _signed(words: list[str]) -> list[str]:
+    """The words of a dash form, those that a minus sign has cut put together again: `g`, `1` of `g-1` as `g=-1`."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] in SHORT and re.fullmatch("[0-9]{1,9}", word):
+            found[-1] += f"=-{word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _option(step: str, word: str, text: str) -> tuple[str, Any]:
@@ -214,7 +227,8 @@ def _option(step: str, word: str, text: str) -> tuple[str, Any]:
     if equals:
         name = key if key in hints else SHORT.get(key, key)
         _check_option(step, name, key, text)
-        return name, read_value(raw, name, step)
+        value = read_value(raw, name, step)
+        return name, 0 if name == "group" and type(value) is int and value == PER_CHANNEL else value
     if word in WORDS and word not in hints:
         name, value = WORDS[word]
     elif short and short[1] in SHORT and word not in hints:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tqdm import tqdm
 
 from repro.errors import UserError
-from repro.files import ROOT, atomic, sha256, short_hash
+from repro.files import ROOT, atomic, regular, sha256, short_hash
 from repro.train import wikitext_layout
 from repro.train.config import TokenizerArgs, load_config
 
@@ -44,8 +44,17 @@ def shards(corpus: Path) -> list[Path]:
 
 
 def documents(path: Path) -> list[str]:
-    """The documents of one shard: blocks of lines between blank lines."""
-    text = lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text(encoding="utf-8")
+    """The documents of one shard: blocks of lines between blank lines.
+
+    Raises:
+        UserError: no regular file, not xz, cut short, or not UTF-8.
+    """
+    opened = lzma.open if path.suffix == ".xz" else open
+    try:
+        with opened(regular(path), "rt", encoding="utf-8") as file:
+            text = file.read()
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a shard of UTF-8 text in xz ({error}); copy it again") from None
     return [d.strip("\n") for d in text.split("\n\n") if d.strip()]
 
 

@@ -229,6 +229,17 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
         return json.loads(file.metadata()["state"])
 
 
+def check_folder(folder: Path) -> None:
+    """Raise where the folder of a training holds something, but neither a checkpoint nor a log of one.
+
+    Raises:
+        UserError: it does; nothing in it is overwritten.
+    """
+    ours = any((folder / name).is_file() for name in ("checkpoint.safetensors", "log.json"))
+    if os.path.lexists(folder) and not ours and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--out: {folder} is there and holds no training of this command; choose another folder")
+
+
 def install(out: Path | str, folder: Path = POCKET) -> list[str]:
     """Copy the trained models of `out` to `folder`: weights, training log, tokenizer links, hashes.
 
@@ -284,5 +295,6 @@ def command(
         raise UserError("pretrain: name the folder of the training shards with --corpus, or set REPRO_DATA")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("pretrain: this machine has no CUDA device; --device cpu trains, slowly")
+    check_folder(out / name)
     ids = torch.from_numpy(cached_ids(corpus, out, config.training.wikitext_every))
     return pretrain(name, ids, config, out, device, stop_after_s)

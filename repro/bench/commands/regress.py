@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError
+from repro.files import regular
 
 THRESHOLD = 0.03  # a smaller slowdown of one cell is never called one
 SIGMAS = 3.0  # nor one within so many standard errors
@@ -25,6 +26,7 @@ FINE, REGRESSION, SUSPICION = 0, 1, 3
 PLACE = ("kernel", "dtype", "provider", "N", "K", "M", "mode")
 LIBRARY = ("bf16", "bf16", "torch.matmul")  # kernel, dtype, provider of the library's reference
 RANGE = {2: 1.128, 3: 1.693, 4: 2.059, 5: 2.326, 6: 2.534, 7: 2.704, 8: 2.847}  # of n values, in standard deviations
+SHORTEST, LONGEST = 1e-6, 1e12  # microseconds that a kernel can take
 MORE = 2.97  # of nine or more
 
 
@@ -82,7 +84,7 @@ def load(path: Path) -> Run:
         UserError: missing, not such a file, without kernels, or without one of the references.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
         benchmarks = [(dict(one["extra_info"]), dict(one["stats"])) for one in content["benchmarks"]]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
@@ -100,9 +102,12 @@ def load(path: Path) -> Run:
         try:
             samples = stats.get("data")
             us = (statistics.median(samples) if samples else stats["median"]) * 1e6
-            if not (math.isfinite(us) and us > 0 and info["floor_us"] > 0):
-                raise UserError(f"{path}: {name} took {us} us; a time is positive")
+            for what, time in {"took": us, "has a read floor of": info["floor_us"]}.items():
+                if not SHORTEST < time < LONGEST:  # also of NaN and Infinity, which JSON may hold
+                    raise UserError(f"{path}: {name} {what} {time} us; a time is positive and below {LONGEST:.0e} us")
             error = 1.2533 * stats["iqr"] * 1e6 / us / 1.349 / math.sqrt(max(1, stats["rounds"]))
+            if not 0 <= error < math.inf:
+                raise ValueError
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{path}: {name} has no times that can be read; measure again") from None
         library = tuple(info[key] for key in PLACE[:3]) == LIBRARY
@@ -159,7 +164,8 @@ def regress(
         0, 1 or 3 and sentences to print.
 
     Raises:
-        UserError: a file that cannot be used, other devices, or nothing in common.
+        UserError: a file that cannot be used, other devices, nothing in common, or a second run without a cell that is
+            slow in the first.
     """
     if len(new) > 2:
         raise UserError(f"regress: {len(new)} new runs; give one, and a second one to confirm a suspicion")
@@ -186,8 +192,16 @@ def regress(
                 f"{100 * one.change:.1f} % and {100 * two.change:.1f} % in two runs, "
                 f"where {100 * max(one.allowed, two.allowed):.1f} % is noise"
             )
+    unconfirmed = sorted(name for name in suspects if again and name not in again[0])
     if lines:
+        lines += [f"not confirmed: {name} is slow in {new[0]} and was not measured in {new[1]}" for name in unconfirmed]
         return REGRESSION, lines
+    if unconfirmed:
+        name = unconfirmed[0]
+        raise UserError(
+            f"{new[1]}: {name} was not measured in it, and is {100 * suspects[name].change:.1f} % slower in {new[0]}; "
+            "measure it again"
+        )
     if suspects and not again:
         worst = sorted(suspects.items(), key=lambda item: item[1].allowed - item[1].change)
         return SUSPICION, [
