@@ -20,7 +20,7 @@ import itertools
 import torch
 
 from repro.kernels.launch_config import lacks
-from repro.kernels.operators import FLOATS, operator
+from repro.kernels.operators import FLOATS, Argument, operator
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, new tokens of each, context before them, query and key heads, head size, tree or not, dtype, seed
@@ -201,22 +201,33 @@ def launch(
     return y
 
 
-def limit(sizes: dict[str, int], given: dict) -> str | None:
-    """What is wrong with the sizes of the arguments, or None."""
-    heads, groups, size = sizes["Hq"], sizes["Hk"], sizes["D"]
-    if (given.get("mask") is None) != (given.get("start") is None):
+def limit(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scale: float,
+    mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """What is wrong with checked arguments, or None."""
+    (_, heads, size), groups = q.shape, keys.shape[1]
+    if (mask is None) != (start is None):
         return "mask and start belong to a tree; give both or neither"
     if size in (64, 128) and heads % groups == 0 and heads <= 32 * groups:
         return None
     return f"D must be 64 or 128, not {size}, and Hq = {heads} a multiple of Hk = {groups}, at most 32 Hk"
 
 
-CACHE, WHOLE = ("q", "B Hk L D"), (torch.int32, "T")
+CACHE, WHOLE = Argument("q", "B Hk L D"), Argument((torch.int32,), "T")
 attention = operator(
+    "attention",
     reference,
     launch,
-    {"q": (FLOATS, "T Hq D"), "keys": CACHE, "values": CACHE, "rows": WHOLE, "lengths": WHOLE}
-    | {"mask": (torch.bool, "T N"), "start": WHOLE},
+    {
+        "q": Argument(FLOATS, "T Hq D"),
+        "keys": CACHE,
+        "values": CACHE,
+        "rows": WHOLE,
+        "lengths": WHOLE,
+        "mask": Argument((torch.bool,), "T N"),
+        "start": WHOLE,
+    },
     empty=lambda q, *rest, **more: torch.empty_like(q),
     limit=limit,
 )

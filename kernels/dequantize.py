@@ -12,7 +12,8 @@ from torch import Tensor
 
 from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import lacks
-from repro.kernels.w4a16_gemm import SOURCE, check_weight, format_defines, random_weight
+from repro.kernels.operators import HALVES, operator, plain
+from repro.kernels.w4a16_gemm import SOURCE, format_defines, random_weight
 
 CASES = [  # rows, columns (Llama 3.2 1B, 3.1 8B and ragged ones), bits, group, symmetric, dtype, seed
     {"N": 2048, "K": 2048, "bits": 4, "group": 128, "symmetric": False, "dtype": "bfloat16", "seed": 0},
@@ -48,31 +49,39 @@ def launch(packed: packing.PackedWeight, dtype: torch.dtype) -> Tensor:
     return w
 
 
-@torch.library.custom_op("lowbit::dequantize", mutates_args=())
-def dequantize(
-    codes: Tensor,
-    scale_zero: Tensor,
-    bits: int,
-    group: int,
-    rows: int,
-    columns: int,
-    symmetric: bool,
+def on_cpu(
+    codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool,
     dtype: torch.dtype,
-) -> Tensor:
-    """w `[rows, columns]` in `dtype`, float16 or bfloat16; the packed arguments are those of `packing.PackedWeight`.
-
-    Raises:
-        ValueError: tensors that do not fit `rows` x `columns`, or another dtype.
-    """
-    return launch(check_weight("dequantize", codes, scale_zero, bits, group, rows, columns, symmetric, dtype), dtype)
+) -> Tensor:  # fmt: skip
+    """w [N, K] of the operator by the reference."""
+    return reference(packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)).to(dtype)
 
 
-@dequantize.register_kernel("cpu")
-def _(codes, scale_zero, bits, group, rows, columns, symmetric, dtype):  # noqa: ANN001, ANN202
-    packed = check_weight("dequantize", codes, scale_zero, bits, group, rows, columns, symmetric, dtype)
-    return packing.dequantize(packed).to(dtype)
+def on_cuda(
+    codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """w [N, K] of the operator by the kernel."""
+    return launch(packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric), dtype)
 
 
-@dequantize.register_fake
-def _(codes, scale_zero, bits, group, rows, columns, symmetric, dtype):  # noqa: ANN001, ANN202
-    return codes.new_empty((rows, columns), dtype=dtype)
+def limit(
+    codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool,
+    dtype: torch.dtype,
+) -> str | None:  # fmt: skip
+    """What is wrong with checked arguments, or None."""
+    if dtype not in HALVES:
+        return f"dtype is {plain(dtype)} for a weight of {rows} x {columns}, expected float16 or bfloat16"
+    return packing.misfit(codes.shape, scale_zero.shape, bits, group, rows, columns, symmetric)
+
+
+dequantize = operator(
+    "dequantize",
+    on_cpu,
+    on_cuda,
+    packing.TENSORS,
+    empty=lambda codes, scale_zero, bits, group, rows, columns, symmetric, dtype: codes.new_empty(
+        (rows, columns), dtype=dtype
+    ),
+    limit=limit,
+)

@@ -10,15 +10,14 @@ The largest M for which each of the first two paths is used is data: `kernels/co
 "NxK" (measured with 4 bits, groups of 128), or "default". `LIMITS`: the largest M each path supports.
 """
 
-from math import prod
-
 import torch
 from torch import Tensor
 
 from repro.kernels import dequantize as dense
 from repro.kernels import w4a16_gemm, wna16_gemv
 from repro.kernels.launch_config import launch_config
-from repro.kernels.packing import PackedWeight
+from repro.kernels.operators import HALVES, Argument, operator
+from repro.kernels.packing import TENSORS, PackedWeight, misfit
 
 CASES = w4a16_gemm.CASES  # the number of tokens selects the path
 LIMITS = {"decode": 16, "gemm": 2048}
@@ -46,9 +45,14 @@ def path(x: Tensor, packed: PackedWeight) -> str:
     Raises:
         ValueError: x `[..., K]` does not fit the weight.
     """
+    return path_of(_tokens(x, packed).shape[0], packed.rows, packed.columns, packed.codes.device)
+
+
+def _tokens(x: Tensor, packed: PackedWeight) -> Tensor:
+    """x `[..., K]` as tokens `[M, K]`, contiguous; ValueError if it does not fit the weight."""
     if x.ndim == 0 or x.shape[-1] != packed.columns:
-        raise ValueError(f"linear: x {list(x.shape)} does not fit a weight of {packed.rows} x {packed.columns}")
-    return path_of(prod(x.shape[:-1]), packed.rows, packed.columns, packed.codes.device)
+        raise ValueError(f"wna16: x {list(x.shape)} does not fit a weight of {packed.rows} x {packed.columns}")
+    return x.reshape(-1, packed.columns).contiguous()
 
 
 def path_of(tokens: int, rows: int, columns: int, device: torch.device | str) -> str:
@@ -60,30 +64,61 @@ def path_of(tokens: int, rows: int, columns: int, device: torch.device | str) ->
     return "dequantize"
 
 
+def on_cpu(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Tensor:
+    """y [M, N] of the operator by the reference."""
+    return reference(x, PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)).to(x.dtype)
+
+
+def on_cuda(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Tensor:
+    """y [M, N] of the operator by the kernel of its code path, or by the library on the dense weight."""
+    weight = codes, scale_zero, bits, group, rows, columns, symmetric
+    chosen = path_of(x.shape[0], rows, columns, x.device)
+    if chosen == "decode":
+        return wna16_gemv.on_cuda(x, *weight)
+    if chosen == "gemm":
+        return w4a16_gemm.on_cuda(x, *weight)
+    return x @ dense.on_cuda(*weight, x.dtype).T
+
+
+def limit(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    if x.shape[1] != columns:
+        return f"x {list(x.shape)} does not fit a weight of {rows} x {columns}"
+    return misfit(codes.shape, scale_zero.shape, bits, group, rows, columns, symmetric)
+
+
+# One operator around the choice, so that a graph that `torch.compile` makes holds for any number of tokens.
+OPERATOR = operator(
+    "wna16",
+    on_cpu,
+    on_cuda,
+    {"x": Argument(HALVES, "M K"), **TENSORS},
+    empty=lambda x, codes, scale_zero, bits, group, rows, *_: x.new_empty(x.shape[0], rows),
+    limit=limit,
+)
+
+
 def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
-    """y `[..., N]` = x W^T in x's type.
+    """y `[..., N]` = x W^T in x's type; none for no tokens.
 
     Args:
-        x: float16 or bfloat16 `[..., K]`.
-        packed: the weight `[N, K]`, 2, 4 or 8 bits.
+        x: float16 or bfloat16 `[..., K]` in any layout.
+        packed: the weight `[N, K]`, 2, 4 or 8 bits, on the device of x.
 
     Raises:
         ValueError: shapes, types or devices that do not fit.
     """
-    chosen = path(x, packed)
-    weight = (
-        packed.codes, packed.scale_zero, packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
-    )  # fmt: skip
-    tokens = x.reshape(-1, packed.columns)
+    tokens = _tokens(x, packed)
     if tokens.shape[0] == 0:
-        y = x.new_empty(0, packed.rows)
-    elif chosen == "decode":
-        y = torch.ops.lowbit.wna16_gemv(tokens, *weight)
-    elif chosen == "gemm":
-        y = torch.ops.lowbit.w4a16_gemm(tokens, *weight)
-    else:
-        y = tokens @ dense.dequantize(*weight, x.dtype).T
-    return y.view(*x.shape[:-1], packed.rows)
+        return x.new_empty(*x.shape[:-1], packed.rows)
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    return OPERATOR(tokens, packed.codes, packed.scale_zero, *form).view(*x.shape[:-1], packed.rows)
 
 
 w2a16 = w4a16 = w8a16 = wna16  # the bits are those of the packed weight

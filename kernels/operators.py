@@ -1,67 +1,223 @@
-"""Registers operators `lowbit::<name>`: a kernel on a GPU, its reference on a CPU, one check of arguments in front."""
+"""The one way to register an operator `lowbit::<name>`: a kernel on a GPU, its reference on a CPU, one check in front.
+
+The check runs before the kernel, before the reference, and before tracing, where one tensor on `meta` beside others
+elsewhere would otherwise return memory that nobody wrote. It looks at every tensor: dtype, sizes, device, layout,
+address, emptiness. A wrong input is a ValueError of one sentence, which names operator and argument.
+
+PyTorch's dispatcher calls the functions here directly. `torch.library.custom_op` would put a Python layer for autograd
+in between, which takes 7 us a call; these operators have no gradient, and the dispatcher warns at a backward pass.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-Arguments = Mapping[str, tuple[tuple[torch.dtype, ...] | torch.dtype | str, str]]
+HALVES = (torch.float16, torch.bfloat16)
+VECTOR = 16  # bytes of one load in CUDA C++
+LIBRARY = torch.library.Library("lowbit", "FRAGMENT")  # its registrations live as long as it does
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that an operator takes; it is contiguous and not empty.
+
+    Attributes:
+        dtypes: those that it may have, or the name of an argument before it whose dtype it shares.
+        sizes: the names of its sizes, with blanks between; equal names are equal sizes, digits are that size, and `...`
+            leaves them to `limit`.
+        aligned: what its address is a multiple of, in bytes. Triton loads from any address, CUDA C++ by `VECTOR`.
+    """
+
+    dtypes: tuple[torch.dtype, ...] | str
+    sizes: str
+    aligned: int = 1
 
 
 def operator(
-    reference: Callable, launch: Callable, arguments: Arguments, empty: Callable,
-    limit: Callable[[dict[str, int], dict[str, Any]], str | None] | None = None, mutates: tuple[str, ...] = (),
-) -> torch.library.CustomOpDef:  # fmt: skip
-    """The operator named like the module of `reference`, with its signature; `empty` gives its results for tracing.
+    name: str,
+    reference: Callable,
+    launch: Callable,
+    arguments: Mapping[str, Argument],
+    empty: Callable,
+    limit: Callable[..., str | None] | None = None,
+    mutates: Sequence[str] = (),
+) -> torch._ops.OpOverload:
+    """Register `lowbit::<name>` and return it.
 
     Args:
-        arguments: for each tensor its dtype, dtypes, or the name of an argument before it that has the same one; and
-            the names of its sizes ("T H"), which must agree.
-        limit: from the sizes by name and the arguments to a sentence that says what is wrong, or None.
+        name: of the operator, which begins every message.
+        reference: computes it on a CPU; its annotated signature is the operator's.
+        launch: computes it on a GPU; takes what `reference` takes.
+        arguments: its tensors by name.
+        empty: results of the right shape and dtype, for tracing; takes what `reference` takes.
+        limit: takes what `reference` takes, already checked by `arguments`; says what is wrong in a sentence, or None.
         mutates: names of the arguments that it writes to.
 
-    Calls raise ValueError, naming kernel, argument and what was given, for a tensor that is empty, not contiguous, of
-    another dtype or shape, or on another device than the first, and for what `limit` says.
+    Raises (the operator, at a call):
+        ValueError: a tensor or number that does not fit; the sentence names operator, argument, and what was given.
+        RuntimeError: a kernel that is launched for the first time inside a CUDA graph capture.
     """
-    name, signature = reference.__module__.rpartition(".")[2], inspect.signature(reference)
+    check = checker(name, inspect.signature(reference), arguments, limit)
 
-    def checked(compute: Callable) -> Callable:
-        def call(*values: Any) -> Any:  # noqa: ANN401
-            given = signature.bind(*values).arguments
-            sizes = check(name, given, arguments)
-            if wrong := limit(sizes, given) if limit else None:
-                raise ValueError(f"{name}: {wrong}")
-            return compute(*values)
+    def on_cpu(*values: Any) -> Any:  # noqa: ANN401
+        check(values)
+        return reference(*values)
 
-        return call
+    def on_cuda(*values: Any) -> Any:  # noqa: ANN401
+        check(values)
+        try:
+            return launch(*values)
+        except Exception as error:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(first_in_capture(name)) from error
+            raise
 
-    schema = torch.library.infer_schema(reference, mutates_args=mutates)
-    made = torch.library.custom_op(f"lowbit::{name}", checked(launch), mutates_args=mutates, schema=schema)
-    made.register_kernel("cpu")(checked(reference))
-    made.register_fake(empty)
-    return made
+    def traced(*values: Any, **more: Any) -> Any:  # noqa: ANN401
+        check(values, traced=True)
+        return empty(*values, **more)
+
+    LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=tuple(mutates)))
+    LIBRARY.impl(name, on_cpu, "CPU")
+    LIBRARY.impl(name, on_cuda, "CUDA")
+    torch.library.register_fake(f"lowbit::{name}", traced, lib=LIBRARY)
+    return getattr(torch.ops.lowbit, name).default
 
 
-def check(name: str, given: Mapping[str, Any], arguments: Arguments) -> dict[str, int]:
-    """Sizes by name (`{"T": 8, "H": 4096}`) of the tensors; ValueError as above."""
-    sizes: dict[str, int] = {}
-    device = given[next(iter(arguments))].device
-    for argument, (dtypes, shape) in arguments.items():
-        if (tensor := given.get(argument)) is None:
-            continue
-        allowed = given[dtypes].dtype if isinstance(dtypes, str) else dtypes
-        allowed, names = allowed if isinstance(allowed, tuple) else (allowed,), shape.split()
-        fits = tensor.dim() == len(names) and all(sizes.setdefault(n, s) == s for n, s in zip(names, tensor.shape))
-        if not (fits and tensor.dtype in allowed and tensor.device == device and tensor.is_contiguous()):
-            wanted = ", ".join(f"{n} = {sizes[n]}" if n in sizes else n for n in names)
-            types = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-            given_type, layout = str(tensor.dtype).removeprefix("torch."), "" if tensor.is_contiguous() else "strided "
-            raise ValueError(
-                f"{name}: {argument} must be a contiguous {types} tensor [{wanted}] on {device}, not a "
-                f"{layout}{given_type} tensor {list(tensor.shape)} on {tensor.device}"
+def first_in_capture(name: str) -> str:
+    """What to do where a kernel would be compiled or loaded while a CUDA graph is captured, which CUDA forbids."""
+    return (
+        f"{name}: its first launch is inside a CUDA graph capture, where no kernel can be loaded; "
+        f"call it once before, or repro.kernels.warm.warm(model or weights)"
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """An argument at its position, with what its check compares.
+
+    Attributes:
+        shares: the position of the argument whose dtype it shares, or -1.
+        equal: (its dimension, position, dimension of the argument before it whose size is the same).
+        fixed: (its dimension, the size that it must have).
+        rank: its number of dimensions, or -1 for any.
+    """
+
+    position: int
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shares: int
+    rank: int
+    equal: tuple[tuple[int, int, int], ...]
+    fixed: tuple[tuple[int, int], ...]
+    aligned: int
+
+
+def checker(
+    name: str,
+    signature: inspect.Signature,
+    arguments: Mapping[str, Argument],
+    limit: Callable[..., str | None] | None,
+) -> Callable[..., None]:
+    """The check of an operator's arguments, given as a tuple in order; it raises ValueError.
+
+    The dispatcher leaves out arguments at the end that have their default, so a tuple may be short.
+    """
+    places = placed(list(signature.parameters), arguments)
+    first = places[0].position
+
+    def check(values: Sequence[Any], traced: bool = False) -> None:
+        device, count = values[first].device, len(values)
+        for place in places:
+            if place.position >= count:
+                break
+            tensor = values[place.position]
+            if tensor is None:
+                continue
+            dtype, shape = tensor.dtype, tensor.shape
+            fits = (
+                (dtype in place.dtypes if place.shares < 0 else dtype is values[place.shares].dtype)
+                and (place.rank < 0 or len(shape) == place.rank)
+                and tensor.device == device
+                and tensor.is_contiguous()
             )
-        if tensor.numel() == 0:
-            raise ValueError(f"{name}: {argument} of shape {list(tensor.shape)} is empty")
-    return sizes
+            if fits:
+                for dimension, other, there in place.equal:
+                    if shape[dimension] != values[other].shape[there]:
+                        fits = False
+                for dimension, size in place.fixed:
+                    if shape[dimension] != size:
+                        fits = False
+            if not fits or 0 in shape or (not traced and tensor.data_ptr() % place.aligned):
+                raise ValueError(f"{name}: {wrong(tensor, place, arguments, places, values)}")
+        if limit is not None and (sentence := limit(*values)):
+            raise ValueError(f"{name}: {sentence}")
+
+    return check
+
+
+def placed(parameters: list[str], arguments: Mapping[str, Argument]) -> list[Place]:
+    """Arguments in the order of a signature, each with where its sizes appeared before."""
+    places: list[Place] = []
+    seen: dict[str, tuple[int, int]] = {}  # the position and dimension where a size is named first
+    for name in sorted(arguments, key=parameters.index):
+        argument, position = arguments[name], parameters.index(name)
+        equal, fixed, names = [], [], argument.sizes.split()
+        for dimension, size in enumerate(names):
+            if size == "...":
+                continue
+            if size.isdecimal():
+                fixed.append((dimension, int(size)))
+            elif size in seen and seen[size][0] != position:
+                equal.append((dimension, *seen[size]))
+            else:
+                seen.setdefault(size, (position, dimension))
+        shared = isinstance(argument.dtypes, str)
+        place = Place(
+            position=position,
+            name=name,
+            dtypes=() if shared else argument.dtypes,
+            shares=parameters.index(argument.dtypes) if shared else -1,
+            rank=-1 if "..." in names else len(names),
+            equal=tuple(equal),
+            fixed=tuple(fixed),
+            aligned=argument.aligned,
+        )
+        places.append(place)
+    return places
+
+
+def wrong(
+    tensor: Tensor,
+    place: Place,
+    arguments: Mapping[str, Argument],
+    places: Sequence[Place],
+    values: Sequence[Any],
+) -> str:
+    """The sentence about a tensor that does not fit."""
+    shape, device = list(tensor.shape), values[places[0].position].device
+    if tensor.numel() == 0:
+        return f"{place.name} of shape {shape} is empty"
+    allowed = place.dtypes or (values[place.shares].dtype,)
+    types = " or ".join(map(plain, allowed))
+    required = {dimension: size for dimension, size in place.fixed}
+    required |= {dimension: values[other].shape[there] for dimension, other, there in place.equal}
+    names = [
+        name if name.isdecimal() or dimension not in required else f"{name} = {required[dimension]}"
+        for dimension, name in enumerate(arguments[place.name].sizes.split())
+    ]
+    layout = "" if tensor.is_contiguous() else "strided "
+    wanted = f"{place.name} must be a contiguous {types} tensor [{', '.join(names)}] on {device}"
+    given = f"a {layout}{plain(tensor.dtype)} tensor {shape} on {tensor.device}"
+    if place.aligned > 1 and tensor.device.type != "meta" and tensor.data_ptr() % place.aligned:
+        return f"{wanted} at a multiple of {place.aligned} bytes, not {given} {tensor.data_ptr() % place.aligned} off"
+    return f"{wanted}, not {given}"
+
+
+def plain(dtype: torch.dtype) -> str:
+    """`float16` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")

@@ -23,9 +23,12 @@ b / 8 + 4 / group (2 / group if symmetric).
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from repro.kernels.operators import VECTOR, Argument
 
 BITS = (2, 4, 8)
 GROUPS = (0, 32, 64, 128)
@@ -61,16 +64,12 @@ class PackedWeight:
     symmetric: bool
 
     def __post_init__(self) -> None:
-        _check_grid(self.rows, self.columns, self.bits, self.group)
-        tiles, groups = -(-self.rows // TILE), self.groups
-        codes = (tiles, -(-self.columns // block_columns(self.bits)), 32, 4)
-        scales = (tiles, groups, 8, 2) if self.symmetric else (tiles, groups, 8, 2, 2)
-        for name, tensor, shape, dtype in (
-            ("codes", self.codes, codes, torch.int32),
-            ("scale_zero", self.scale_zero, scales, torch.float16),
-        ):
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}")
+        form = self.bits, self.group, self.rows, self.columns, self.symmetric
+        if sentence := misfit(self.codes.shape, self.scale_zero.shape, *form):
+            raise ValueError(sentence)
+        for name, tensor, dtype in (("codes", self.codes, torch.int32), ("scale_zero", self.scale_zero, torch.float16)):
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
 
     @property
     def groups(self) -> int:
@@ -95,13 +94,47 @@ class PackedWeight:
         )
 
 
-def _check_grid(rows: int, columns: int, bits: int, group: int) -> None:
+def misfit(
+    codes: torch.Size, scale_zero: torch.Size, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> str | None:
+    """What is wrong with the shapes of a packed weight's tensors, or with its grid, in a sentence; None if nothing."""
+    sizes = (*codes, *scale_zero, rows, columns)
+    if all(type(size) is int for size in sizes):
+        return _misfit(codes, scale_zero, bits, group, rows, columns, symmetric)
+    # A graph that is traced has symbols for sizes, which are no key of a cache.
+    whole = torch.Size(map(int, codes)), torch.Size(map(int, scale_zero))
+    return _misfit(*whole, int(bits), int(group), int(rows), int(columns), bool(symmetric))
+
+
+@lru_cache(maxsize=4096)
+def _misfit(
+    codes: torch.Size, scale_zero: torch.Size, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> str | None:
+    if sentence := _no_grid(rows, columns, bits, group):
+        return sentence
+    tiles, groups = -(-rows // TILE), columns // group if group else 1
+    want_codes = (tiles, -(-columns // block_columns(bits)), 32, 4)
+    want_scales = (tiles, groups, 8, 2) if symmetric else (tiles, groups, 8, 2, 2)
+    for name, shape, want in (("codes", codes, want_codes), ("scale_zero", scale_zero, want_scales)):
+        if tuple(shape) != want:
+            return f"{name} {list(shape)} must be {list(want)} for a weight of {rows} x {columns}"
+    return None
+
+
+def _no_grid(rows: int, columns: int, bits: int, group: int) -> str | None:
     if bits not in BITS:
-        raise ValueError(f"codes of {bits} bits: expected one of {BITS}")
+        return f"codes of {bits} bits: expected one of {BITS}"
     if group not in GROUPS:
-        raise ValueError(f"groups of {group} columns: expected one of {GROUPS}, 0 for one group a row")
+        return f"groups of {group} columns: expected one of {GROUPS}, 0 for one group a row"
     if rows < 1 or columns < 1 or (group and columns % group):
-        raise ValueError(f"a weight of {rows} x {columns} does not divide into groups of {group} columns")
+        return f"a weight of {rows} x {columns} does not divide into groups of {group} columns"
+    return None
+
+
+TENSORS = {  # of a packed weight, as arguments of an operator
+    "codes": Argument((torch.int32,), "N/16 K/KB 32 4", VECTOR),
+    "scale_zero": Argument((torch.float16,), "N/16 ...", VECTOR),
+}
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> PackedWeight:
@@ -120,7 +153,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: 
     if codes.ndim != 2:
         raise ValueError(f"codes are {list(codes.shape)}, expected [N, K]")
     rows, columns = codes.shape
-    _check_grid(rows, columns, bits, group)
+    if sentence := _no_grid(rows, columns, bits, group):
+        raise ValueError(sentence)
     groups = columns // group if group else 1
     for name, tensor in (("scales", scales), ("zeros", zeros)):
         if tensor is not None and tuple(tensor.shape) != (rows, groups):

@@ -4,7 +4,8 @@
 
 x: fp16 or bf16 [M, K] row-major. q: int8 [M, K]. s: float32 [M]. Rounding is half to even; the quotient is the exact
 product with 127 / max |x| in float32, in `w8a8_gemv` too, so that both compute the same codes. Tokens with max |x|
-below 1e-30 quantize to zeros. Bytes moved: 3 M K + 4 M. One Triton program quantizes one token, which stays in
+below 1e-30 quantize to zeros. A token with a NaN or an infinite activation has the scale NaN, and so NaN in every
+product; its codes mean nothing. Bytes moved: 3 M K + 4 M. One Triton program quantizes one token, which stays in
 registers between the two passes, in pieces of BLOCK columns.
 """
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from repro.kernels.launch_config import lacks
+from repro.kernels.operators import HALVES, Argument, operator
 
 CASES = [  # tokens, columns (hidden and FFN sizes of Llama layers, then ragged ones), dtype, seed
     {"M": 1, "K": 4096, "dtype": "float16", "seed": 0},
@@ -36,16 +38,28 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> torch.Tensor:
 def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes int8 [M, K], scales float32 [M]); the products in float64, where they are exact."""
     x = x.float()
-    largest = x.abs().amax(dim=1)
+    largest = x.abs().amax(dim=1)  # NaN if any is
     # Tensor / tensor: on a GPU torch computes number / tensor as a product with the reciprocal.
     inverse = torch.where(largest > 1e-30, torch.full_like(largest, 127) / largest, 0)
-    codes = torch.round(x.double() * inverse.double()[:, None])
-    return codes.to(torch.int8), largest / torch.full_like(largest, 127)
+    codes = torch.round(x.double() * inverse.double()[:, None]).nan_to_num(0)
+    return codes.to(torch.int8), torch.where(largest.isfinite(), largest / torch.full_like(largest, 127), torch.nan)
 
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None if it can."""
     return lacks("quantize_activation", device, (7, 0))
+
+
+@triton.jit
+def magnitude_bits(x):  # noqa: ANN001, ANN201
+    """The bits of |x| of float32 as int32: ordered like |x|, with NaN above all, so that a maximum keeps it."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def activation_scale(largest):  # noqa: ANN001, ANN201
+    """largest / 127; NaN where that is no number."""
+    return tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
 
 
 @triton.jit
@@ -69,15 +83,15 @@ def quantize_activation_kernel(x, q, s, K, BLOCK: tl.constexpr, PIECES: tl.const
     pieces = ()
     for i in tl.static_range(PIECES):
         pieces += (tl.load(x + token * K + i * BLOCK + block, mask=i * BLOCK + block < K, other=0.0),)
-    size = tl.zeros((BLOCK,), dtype=tl.float32)
+    size = tl.zeros((BLOCK,), dtype=tl.int32)
     for i in tl.static_range(PIECES):
-        size = tl.maximum(size, tl.abs(pieces[i].to(tl.float32)))
-    largest = tl.max(size, axis=0)
+        size = tl.maximum(size, magnitude_bits(pieces[i].to(tl.float32)))
+    largest = tl.max(size, axis=0).to(tl.float32, bitcast=True)
     inverse = tl.zeros((BLOCK,), dtype=tl.float32) + inverse_scale(largest)
     for i in tl.static_range(PIECES):
         codes = code_bits(pieces[i].to(tl.float32), inverse).to(tl.int8)
         tl.store(q + token * K + i * BLOCK + block, codes, mask=i * BLOCK + block < K)
-    tl.store(s + token, tl.div_rn(largest, 127.0))
+    tl.store(s + token, activation_scale(largest))
 
 
 def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,28 +105,13 @@ def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, s
 
 
-@torch.library.custom_op("lowbit::quantize_activation", mutates_args=())
-def quantize_activation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes int8 [M, K], scales float32 [M]) of fp16 or bf16 activations [M, K]; ValueError for anything else."""
-    check(x)
-    return launch(x)
-
-
-@quantize_activation.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@quantize_activation.register_kernel("cpu")
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    check(x)
-    return reference(x)
-
-
-def check(x: torch.Tensor) -> None:
-    """ValueError unless `x` is a contiguous, non-empty fp16 or bf16 matrix."""
-    if x.dim() != 2 or x.dtype not in (torch.float16, torch.bfloat16) or not x.is_contiguous() or x.numel() == 0:
-        raise ValueError(f"activations must be a contiguous fp16 or bf16 matrix, not {x.dtype} {tuple(x.shape)}")
+quantize_activation = operator(
+    "quantize_activation",
+    reference,
+    launch,
+    {"x": Argument(HALVES, "M K")},
+    empty=lambda x: (torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)),
+)
 
 
 def aligned(*matrices: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from repro.kernels.launch_config import configurations, device_slug, lacks
+from repro.kernels.operators import FLOATS, Argument, operator
 
 CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged ends
     {"bytes": 512 * 2048, "seed": 0},
@@ -73,27 +74,44 @@ def launch(x: torch.Tensor, out: torch.Tensor, config: dict) -> None:
     """Launches the kernel with one configuration of SPACE. `x` and `out` as in the operator."""
     words = x.numel() * x.element_size() // 4
     blocks = triton.cdiv(words, config["block"])
-    if x.numel() * x.element_size() % 4 or not x.is_contiguous() or words == 0:
-        raise ValueError(
-            f"read_floor: x of shape {tuple(x.shape)} must be contiguous, its bytes a multiple of 4 and not 0"
-        )
-    if out.dtype != torch.int32 or out.numel() < blocks:
-        raise ValueError(f"read_floor: out {out.dtype} of {out.numel()} entries must be int32 with {blocks} or more")
+    if out.numel() < blocks:
+        raise ValueError(f"read_floor: out has {out.numel()} entries, {blocks} blocks are read")
     read_floor_kernel[(blocks,)](
         x.view(-1).view(torch.int32), out, words, BLOCK=config["block"], num_warps=config["warps"]
     )
 
 
-@torch.library.custom_op("lowbit::read_floor", mutates_args=("out",))
-def read_floor(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Reads every byte of `x` (contiguous, 4n bytes) and writes one word per block into `out` (int32).
+def on_cpu(x: torch.Tensor, out: torch.Tensor) -> None:
+    """The operator by the reference: the xor of all in the first entry of `out`."""
+    out.zero_()
+    out[0] = reference(x)
 
-    ceil(n / 512) entries of `out` always suffice. Raises ValueError when the shapes do not fit.
-    """
+
+def on_cuda(x: torch.Tensor, out: torch.Tensor) -> None:
+    """The operator by the kernel, with its recorded configuration."""
     launch(x, out, configuration(x.numel() * x.element_size(), x.device))
 
 
-@read_floor.register_kernel("cpu")
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.zero_()
-    out[0] = reference(x)
+def limit(x: torch.Tensor, out: torch.Tensor) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    nbytes = x.numel() * x.element_size()
+    if nbytes % 4:
+        return f"x of {nbytes} bytes must have a multiple of 4"
+    if out.numel() < -(-nbytes // 4 // MIN_BLOCK):
+        return f"out has {out.numel()} entries; one for each {4 * MIN_BLOCK} of {nbytes} bytes always suffices"
+    return None
+
+
+# Reads every byte of `x` and writes one word per block into `out`.
+read_floor = operator(
+    "read_floor",
+    on_cpu,
+    on_cuda,
+    {
+        "x": Argument((torch.uint8, torch.int8, torch.int32, *FLOATS), "...", 4),
+        "out": Argument((torch.int32,), "blocks"),
+    },
+    empty=lambda x, out: None,
+    limit=limit,
+    mutates=("out",),
+)

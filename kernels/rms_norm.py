@@ -11,7 +11,7 @@ Triton program normalizes one token, which stays in registers.
 import torch
 
 from repro.kernels.launch_config import lacks
-from repro.kernels.operators import FLOATS, operator
+from repro.kernels.operators import FLOATS, Argument, operator
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, hidden size, residual or not, dtype, seed
@@ -74,10 +74,16 @@ def launch(
     return y, total
 
 
+def limit(x: torch.Tensor, *_: object) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    return f"x has {x.shape[1]} columns; a program holds 65536" if x.shape[1] > 65536 else None
+
+
 rms_norm = operator(
+    "rms_norm",
     reference,
     launch,
-    {"x": (FLOATS, "T H"), "weight": ("x", "H"), "residual": ("x", "T H")},
+    {"x": Argument(FLOATS, "T H"), "weight": Argument("x", "H"), "residual": Argument("x", "T H")},
     empty=lambda x, weight, eps, residual=None: (torch.empty_like(x), torch.empty_like(x)),
-    limit=lambda sizes, _: f"x has {sizes['H']} columns; a program holds 65536" if sizes["H"] > 65536 else None,
+    limit=limit,
 )

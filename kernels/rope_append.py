@@ -16,7 +16,7 @@ not checked on a GPU. Bytes moved, of element size s: 2 s T (Hq + 2 Hk) D + 8 T 
 import torch
 
 from repro.kernels.launch_config import lacks
-from repro.kernels.operators import FLOATS, operator
+from repro.kernels.operators import FLOATS, Argument, operator
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, query and key heads, head size, cache slots, context, padding tokens, dtype, seed
@@ -132,20 +132,32 @@ def launch(
     return q
 
 
-def limit(sizes: dict[str, int], _: dict) -> str | None:
-    """What the sizes of the arguments do to the kernel, or None."""
-    width, heads, size = sizes["(Hq+2Hk)D"], sizes["Hk"], sizes["D"]
+def limit(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+    slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+) -> str | None:  # fmt: skip
+    """What is wrong with checked arguments, or None."""
+    width, (_, heads, _, size) = qkv.shape[1], keys.shape
     if size in (64, 128) and width % (heads * size) == 0 and width >= 3 * heads * size:
         return None
     return f"qkv of {width} columns must be (Hq + 2 Hk) D, Hq a multiple of Hk = {heads}, D 64 or 128, not {size}"
 
 
-WHOLE, TABLE, CACHE = (torch.int32, "T"), (torch.float32, "L' D"), ("qkv", "B Hk L D")
+WHOLE, TABLE, CACHE = Argument((torch.int32,), "T"), Argument((torch.float32,), "L' D"), Argument("qkv", "B Hk L D")
 rope_append = operator(
+    "rope_append",
     reference,
     launch,
-    {"qkv": (FLOATS, "T (Hq+2Hk)D"), "keys": CACHE, "values": CACHE, "cos": TABLE, "sin": TABLE}
-    | {"positions": WHOLE, "rows": WHOLE, "slots": WHOLE},
+    {
+        "qkv": Argument(FLOATS, "T (Hq+2Hk)D"),
+        "cos": TABLE,
+        "sin": TABLE,
+        "positions": WHOLE,
+        "rows": WHOLE,
+        "slots": WHOLE,
+        "keys": CACHE,
+        "values": CACHE,
+    },
     empty=lambda qkv, cos, sin, positions, rows, slots, keys, values: qkv.new_empty(
         qkv.shape[0], qkv.shape[1] // keys.shape[3] - 2 * keys.shape[1], keys.shape[3]
     ),

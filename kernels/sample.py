@@ -21,7 +21,7 @@ import torch
 
 from repro.kernels import noise
 from repro.kernels.launch_config import lacks
-from repro.kernels.operators import FLOATS, operator
+from repro.kernels.operators import FLOATS, Argument, operator
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, temperature, top k, top p, dtype, seed
@@ -235,12 +235,23 @@ def launch(
     return tokens
 
 
-ROW = {name: (torch.int64, "T") for name in ("seeds", "positions")}
-RULE = {"temperature": (torch.float32, "T"), "top_k": (torch.int32, "T"), "top_p": (torch.float32, "T")}
+def limit(logits: torch.Tensor, *_: object) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    return f"logits of {logits.shape[1]} tokens; V is at most 2^19" if logits.shape[1] > 1 << 19 else None
+
+
 sample = operator(
+    "sample",
     reference,
     launch,
-    {"logits": (FLOATS, "T V"), **ROW, **RULE},
+    {
+        "logits": Argument(FLOATS, "T V"),
+        "seeds": Argument((torch.int64,), "T"),
+        "positions": Argument((torch.int64,), "T"),
+        "temperature": Argument((torch.float32,), "T"),
+        "top_k": Argument((torch.int32,), "T"),
+        "top_p": Argument((torch.float32,), "T"),
+    },
     empty=lambda logits, seeds, *rest: torch.empty_like(seeds),
-    limit=lambda sizes, _: f"logits of {sizes['V']} tokens; V is at most 2^19" if sizes["V"] > 1 << 19 else None,
+    limit=limit,
 )

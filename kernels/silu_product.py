@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from repro.kernels.launch_config import lacks
-from repro.kernels.operators import FLOATS, operator
+from repro.kernels.operators import FLOATS, Argument, operator
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, FFN size, dtype, seed
@@ -60,10 +60,16 @@ def launch(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def limit(x: torch.Tensor) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    return f"x has an odd number of columns, {x.shape[1]}" if x.shape[1] % 2 else None
+
+
 silu_product = operator(
+    "silu_product",
     reference,
     launch,
-    {"x": (FLOATS, "T 2F")},
+    {"x": Argument(FLOATS, "T 2F")},
     empty=lambda x: x.new_empty(x.shape[0], x.shape[1] // 2),
-    limit=lambda sizes, _: f"x has an odd number of columns, {sizes['2F']}" if sizes["2F"] % 2 else None,
+    limit=limit,
 )

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import lacks, launch_config
+from repro.kernels.operators import HALVES, Argument, operator
 
 SOURCE = Path(__file__).with_suffix(".cu")
 WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
+MAX_ROWS = 2048
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
     {"M": 16, "N": 2048, "K": 8192, "bits": 4, "group": 128, "symmetric": False, "dtype": "float16", "seed": 0},
@@ -149,22 +151,6 @@ def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
     return stages + sums + 8 if config["SPLIT"] > 1 else max(stages, sums)
 
 
-def check_weight(
-    name: str, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool,
-    dtype: torch.dtype,
-) -> packing.PackedWeight:  # fmt: skip
-    """The packed weight of an operator's arguments; ValueError if they, or the activations' type, do not fit."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{name}: {dtype} for a weight of {rows} x {columns}, expected float16 or bfloat16")
-    packed = packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)
-    if scale_zero.device != codes.device or not codes.is_contiguous() or not scale_zero.is_contiguous():
-        raise ValueError(
-            f"{name}: codes {list(codes.shape)} on {codes.device} and scales {list(scale_zero.shape)} on "
-            f"{scale_zero.device} must be contiguous on one device"
-        )
-    return packed
-
-
 def format_defines(packed: packing.PackedWeight, dtype: torch.dtype) -> dict[str, int]:
     """The compile-time constants of `w4a16_gemm.cu` that depend on the weight and the activations' type."""
     return {
@@ -242,41 +228,35 @@ def launch_wgmma(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tenso
     return y
 
 
-@torch.library.custom_op("lowbit::w4a16_gemm", mutates_args=())
-def w4a16_gemm(
+def on_cpu(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Tensor:
-    """y `[M, rows]` = x W^T in x's type.
+    """y [M, N] of the operator by the reference."""
+    return reference(x, packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)).to(x.dtype)
 
-    Args:
-        x: float16 or bfloat16 `[M, columns]`.
-        codes, scale_zero, bits, group, rows, columns, symmetric: as in `packing.PackedWeight`.
 
-    Raises:
-        ValueError: tensors that do not fit each other.
-    """
-    packed = check(x, codes, scale_zero, bits, group, rows, columns, symmetric)
-    if x.shape[0] == 0:
-        return x.new_empty(0, rows)
+def on_cuda(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Tensor:
+    """y [M, N] of the operator by the kernel, with its recorded configuration."""
+    packed = packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)
     return launch(x, packed, configuration(x.shape[0], rows, columns, x.device))
 
 
-def check(x: Tensor, codes: Tensor, *weight: object) -> packing.PackedWeight:
-    """The packed weight of the operator's arguments; ValueError if x or they do not fit."""
-    packed = check_weight("w4a16_gemm", codes, *weight, x.dtype)
-    if x.ndim != 2 or x.shape[1] != packed.columns or x.device != codes.device:
-        raise ValueError(
-            f"w4a16_gemm: x {list(x.shape)} on {x.device} does not fit a weight of "
-            f"{packed.rows} x {packed.columns} on {codes.device}"
-        )
-    return packed
+def limit(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    if x.shape[1] != columns or x.shape[0] > MAX_ROWS:
+        return f"x is {list(x.shape)}, expected [1 to {MAX_ROWS}, {columns}]"
+    return packing.misfit(codes.shape, scale_zero.shape, bits, group, rows, columns, symmetric)
 
 
-@w4a16_gemm.register_kernel("cpu")
-def _(x, codes, scale_zero, bits, group, rows, columns, symmetric):  # noqa: ANN001, ANN202
-    return reference(x, check(x, codes, scale_zero, bits, group, rows, columns, symmetric)).to(x.dtype)
-
-
-@w4a16_gemm.register_fake
-def _(x, codes, scale_zero, bits, group, rows, columns, symmetric):  # noqa: ANN001, ANN202
-    return x.new_empty((x.shape[0], rows))
+w4a16_gemm = operator(
+    "w4a16_gemm",
+    on_cpu,
+    on_cuda,
+    {"x": Argument(HALVES, "M K"), **packing.TENSORS},
+    empty=lambda x, codes, scale_zero, bits, group, rows, *_: x.new_empty(x.shape[0], rows),
+    limit=limit,
+)

@@ -6,35 +6,71 @@
     gemm     more, or a shape that `w8a8_gemv` does not support: `quantize_activation.py`, then `w8a8_gemm.py`
 
 Both read the same weights: int8 [N, K] row-major with one float32 scale per output channel. On an H200 the decode path
-is faster at 8 tokens for every layer shape that was measured, the gemm path at 16 tokens for the large ones.
+is faster at 8 tokens for every layer shape that was measured, the gemm path at 16 tokens for the large ones. A token
+with a NaN or an infinite activation gives NaN in every channel.
 """
 
-from math import prod
-
 import torch
+from torch import Tensor
 
-from repro.kernels import quantize_activation, w8a8_gemm, w8a8_gemv  # noqa: F401  (they register the operators)
+from repro.kernels import quantize_activation, w8a8_gemm, w8a8_gemv
+from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 
 
-def quantize_weight(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
     """(codes int8 [N, K], scales float32 [N]) of a weight [N, K]: symmetric, one scale per output channel."""
     return quantize_activation.reference(w)
 
 
-def path(x: torch.Tensor, w_q: torch.Tensor) -> str:
+def path(x: Tensor, w_q: Tensor) -> str:
     """The code path of `w8a8(x, w_q, ...)`: "decode" or "gemm"."""
-    return "decode" if w8a8_gemv.takes(prod(x.shape[:-1]), *w_q.shape, w_q.device) else "gemm"
+    return path_of(x.numel() // x.shape[-1], w_q)
 
 
-def w8a8(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
+def path_of(tokens: int, w_q: Tensor) -> str:
+    """The code path for a number of tokens and codes `[N, K]`."""
+    return "decode" if w8a8_gemv.takes(tokens, *w_q.shape, w_q.device) and w_q.data_ptr() % VECTOR == 0 else "gemm"
+
+
+def on_cpu(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
+    """y [M, N] of the operator by the reference."""
+    return w8a8_gemv.reference(x, w_q, s_w).to(x.dtype)
+
+
+def on_cuda(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
+    """y [M, N] of the operator by the kernels of its code path."""
+    if path_of(x.shape[0], w_q) == "decode":
+        return w8a8_gemv.on_cuda(x.clone() if x.data_ptr() % VECTOR else x, w_q, s_w)
+    return w8a8_gemm.on_cuda(*quantize_activation.launch(x), w_q, s_w, x.dtype)
+
+
+def limit(x: Tensor, w_q: Tensor, s_w: Tensor) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    return w8a8_gemm.too_many_columns(x.shape[1])
+
+
+OPERATOR = operator(  # one around the choice, as in linear.py
+    "w8a8",
+    on_cpu,
+    on_cuda,
+    {
+        "x": Argument(HALVES, "M K"),
+        "w_q": Argument((torch.int8,), "N K"),
+        "s_w": Argument((torch.float32,), "N"),
+    },
+    empty=lambda x, w_q, s_w: x.new_empty(x.shape[0], w_q.shape[0]),
+    limit=limit,
+)
+
+
+def w8a8(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
     """y [..., N] like x of fp16 or bf16 activations x [..., K], int8 codes w_q [N, K] and float32 scales s_w [N].
 
-    Raises ValueError when shapes or dtypes do not fit.
+    x may have any layout, and no tokens. Raises ValueError when shapes, dtypes or devices do not fit.
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    w8a8_gemv.check(tokens, w_q, s_w)
-    if path(x, w_q) == "decode":
-        y = torch.ops.lowbit.w8a8_gemv(tokens, w_q, s_w)
-    else:
-        y = torch.ops.lowbit.w8a8_gemm(*torch.ops.lowbit.quantize_activation(tokens), w_q, s_w, x.dtype)
-    return y.view(*x.shape[:-1], w_q.shape[0])
+    if x.ndim == 0 or w_q.ndim != 2 or x.shape[-1] != w_q.shape[1]:
+        raise ValueError(f"w8a8: x {list(x.shape)} does not fit codes w_q {list(w_q.shape)}; the last sizes are equal")
+    tokens = x.reshape(-1, w_q.shape[1]).contiguous()
+    if tokens.shape[0] == 0:
+        return x.new_empty(*x.shape[:-1], w_q.shape[0])
+    return OPERATOR(tokens, w_q, s_w).view(*x.shape[:-1], w_q.shape[0])

@@ -18,7 +18,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from repro.kernels.launch_config import lacks, launch_config
+from repro.kernels.operators import HALVES, Argument, operator, plain
 from repro.kernels.quantize_activation import aligned
+
+MAX_COLUMNS = 133_000  # 127 * 127 * K stays below 2^31
 
 CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), dtype, seed
     {"M": 128, "N": 4096, "K": 4096, "dtype": "bfloat16", "seed": 0},
@@ -177,39 +180,42 @@ def launch(
     return y
 
 
-def check(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> None:
-    """ValueError, with the shapes, unless the operands fit together."""
-    shapes = f"x_q {tuple(x_q.shape)}, s_x {tuple(s_x.shape)}, w_q {tuple(w_q.shape)}, s_w {tuple(s_w.shape)}"
-    if x_q.dim() != 2 or w_q.dim() != 2 or x_q.shape[1] != w_q.shape[1]:
-        raise ValueError(f"w8a8_gemm: x_q must be [M, K] and w_q [N, K]: {shapes}")
-    if s_x.shape != x_q.shape[:1] or s_w.shape != w_q.shape[:1]:
-        raise ValueError(f"w8a8_gemm: s_x must be [M] and s_w [N]: {shapes}")
-    if x_q.dtype != torch.int8 or w_q.dtype != torch.int8 or s_x.dtype != torch.float32 or s_w.dtype != torch.float32:
-        raise ValueError(f"w8a8_gemm: codes must be int8, scales float32: {shapes}")
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"w8a8_gemm: the output is fp16 or bf16, not {dtype}: {shapes}")
-    if 0 in (*x_q.shape, *w_q.shape) or not (x_q.is_contiguous() and w_q.is_contiguous()):
-        raise ValueError(f"w8a8_gemm: x_q and w_q must be contiguous and not empty: {shapes}")
-
-
-@torch.library.custom_op("lowbit::w8a8_gemm", mutates_args=())
-def w8a8_gemm(
+def on_cpu(
     x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """y [M, N] in fp16 or bf16 (`dtype`) of int8 codes x_q [M, K], w_q [N, K] and float32 scales s_x [M], s_w [N].
+    """y [M, N] of the operator by the reference."""
+    return reference(x_q, s_x, w_q, s_w).to(dtype)
 
-    Raises ValueError when shapes or dtypes do not fit.
-    """
-    check(x_q, s_x, w_q, s_w, dtype)
+
+def on_cuda(
+    x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """y [M, N] of the operator by the kernel, with its recorded configuration."""
     return launch(x_q, s_x, w_q, s_w, configuration(x_q.shape[0], *w_q.shape, x_q.device), dtype)
 
 
-@w8a8_gemm.register_fake
-def _(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x_q.new_empty((x_q.shape[0], w_q.shape[0]), dtype=dtype)
+def limit(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    if dtype not in HALVES:
+        return f"dtype is {plain(dtype)}; the output is float16 or bfloat16"
+    return too_many_columns(x_q.shape[1])
 
 
-@w8a8_gemm.register_kernel("cpu")
-def _(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    check(x_q, s_x, w_q, s_w, dtype)
-    return reference(x_q, s_x, w_q, s_w).to(dtype)
+def too_many_columns(columns: int) -> str | None:
+    """Why int32 does not hold the sums of so many products, or None if it does."""
+    return f"sums of {columns} products may leave int32; at most {MAX_COLUMNS}" if columns > MAX_COLUMNS else None
+
+
+w8a8_gemm = operator(
+    "w8a8_gemm",
+    on_cpu,
+    on_cuda,
+    {
+        "x_q": Argument((torch.int8,), "M K"),
+        "s_x": Argument((torch.float32,), "M"),
+        "w_q": Argument((torch.int8,), "N K"),
+        "s_w": Argument((torch.float32,), "N"),
+    },
+    empty=lambda x_q, s_x, w_q, s_w, dtype: x_q.new_empty((x_q.shape[0], w_q.shape[0]), dtype=dtype),
+    limit=limit,
+)

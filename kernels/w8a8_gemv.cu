@@ -111,7 +111,8 @@ w8a8_gemv(const u16 *__restrict__ x, const signed char *__restrict__ w, const fl
         UNROLL for (int i = 0; i < CLUSTER; i++) largest = max(largest, slice_maxima[i][lane]);
 #endif
     const float absmax = to_float<BF16>(largest), quotient = absmax > 1e-30f ? __fdiv_rn(127.0f, absmax) : 0;
-    if (thread < TOKENS) s_x[thread] = __fdiv_rn(absmax, 127.0f);
+    const float infinity = __uint_as_float(0x7F800000), nan = __uint_as_float(0x7FFFFFFF);
+    if (thread < TOKENS) s_x[thread] = absmax < infinity ? __fdiv_rn(absmax, 127.0f) : nan;
     UNROLL for (int m = 0; m < TOKENS; m++) {
         const float inverse = __shfl_sync(~0u, quotient, m, 32);
         UNROLL for (int i = 0; i < PARTS; i++) {

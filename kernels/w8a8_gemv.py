@@ -28,11 +28,12 @@ import triton.language as tl
 from repro.kernels import nvrtc
 from repro.kernels import quantize_activation as quantizer
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.quantize_activation import code_bits, inverse_scale
+from repro.kernels.operators import HALVES, VECTOR, Argument, operator
+from repro.kernels.quantize_activation import activation_scale, code_bits, inverse_scale, magnitude_bits
+from repro.kernels.w8a8_gemm import too_many_columns
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MAX_TOKENS = 8
-MAX_COLUMNS = 133_000  # 127 * 127 * K stays below 2^31
 
 CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), dtype, seed
     {"M": 1, "N": 4096, "K": 4096, "dtype": "bfloat16", "seed": 0},
@@ -115,17 +116,17 @@ def w8a8_gemv_kernel(  # noqa: ANN201
         tiles += (tl.load(w + at, mask=mask, other=0, eviction_policy="evict_first"),)
     scale = tl.load(s_w + row, mask=row < N, other=0.0)
 
-    size = tl.zeros((CHUNK, 4), dtype=tl.float32)
+    size = tl.zeros((CHUNK, 4), dtype=tl.int32)
     for c in tl.static_range(CHUNKS):
-        size = tl.maximum(size, tl.abs(token[c].to(tl.float32)))
-    largest = tl.max(tl.max(size, axis=1), axis=0)
+        size = tl.maximum(size, magnitude_bits(token[c].to(tl.float32)))
+    largest = tl.max(tl.max(size, axis=1), axis=0).to(tl.float32, bitcast=True)
     inverse = tl.zeros((CHUNK, 4), dtype=tl.float32) + inverse_scale(largest)
     acc = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
     for c in tl.static_range(CHUNKS):
         code = code_bits(token[c].to(tl.float32), inverse) & 255
         packed = tl.sum(code << (8 * byte)[None, :], axis=1)
         acc = dp4a(tiles[c], packed[None, :], acc, PLAIN)
-    total = tl.sum(acc, axis=1).to(tl.float32) * scale * (largest / 127.0)
+    total = tl.sum(acc, axis=1).to(tl.float32) * scale * activation_scale(largest)
     tl.store(y + row, total.to(y.dtype.element_ty), mask=row < N)
 
 
@@ -233,44 +234,34 @@ def takes(m: int, n: int, k: int, device: torch.device) -> bool:
     )
 
 
-def check(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> None:
-    """ValueError, with the shapes, unless the operands fit together."""
-    quantizer.check(x)
-    shapes = f"x {tuple(x.shape)}, w_q {w_q.dtype} {tuple(w_q.shape)}, s_w {s_w.dtype} {tuple(s_w.shape)}"
-    if w_q.dim() != 2 or w_q.shape[1] != x.shape[1] or s_w.shape != w_q.shape[:1] or w_q.numel() == 0:
-        raise ValueError(f"w8a8: x must be [M, K], w_q [N, K] and s_w [N]: {shapes}")
-    if w_q.dtype != torch.int8 or s_w.dtype != torch.float32 or not w_q.is_contiguous() or not s_w.is_contiguous():
-        raise ValueError(f"w8a8: w_q must be int8, s_w float32, both contiguous: {shapes}")
-    if x.shape[1] > MAX_COLUMNS:
-        raise ValueError(f"w8a8: sums of more than {MAX_COLUMNS} products may leave int32: {shapes}")
-    if len({x.device, w_q.device, s_w.device}) > 1:
-        raise ValueError(f"w8a8: tensors on {x.device}, {w_q.device}, {s_w.device}: {shapes}")
+def on_cpu(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
+    """y [M, N] of the operator by the reference."""
+    return reference(x, w_q, s_w).to(x.dtype)
 
 
-@torch.library.custom_op("lowbit::w8a8_gemv", mutates_args=())
-def w8a8_gemv(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
-    """y [M, N] like x of fp16 or bf16 tokens x [M, K] (M = 1..8), int8 codes w_q [N, K], float32 scales s_w [N].
-
-    Raises ValueError when shapes or dtypes do not fit.
-    """
-    check_few(x, w_q, s_w)
+def on_cuda(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
+    """y [M, N] of the operator by the kernel, with its recorded configuration."""
     return launch(x, w_q, s_w, configuration(x.shape[0], *w_q.shape, x.device))
 
 
-def check_few(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> None:
-    """`check`, and ValueError for a shape that this kernel does not support."""
-    check(x, w_q, s_w)
-    if x.shape[0] > MAX_TOKENS or x.shape[1] % 16:
-        shapes = f"x {tuple(x.shape)}, w_q {tuple(w_q.shape)}"
-        raise ValueError(f"w8a8_gemv: at most {MAX_TOKENS} tokens, columns a multiple of 16; use w8a8 for {shapes}")
+def limit(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    (m, k), rows = x.shape, w_q.shape[0]
+    if m > MAX_TOKENS or k % 16:
+        most = f"x of 1 to {MAX_TOKENS} tokens and a multiple of 16 columns"
+        return f"takes {most}, not x {[m, k]} for w_q {[rows, k]}; w8a8 takes any"
+    return too_many_columns(k)
 
 
-@w8a8_gemv.register_fake
-def _(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], w_q.shape[0]))
-
-
-@w8a8_gemv.register_kernel("cpu")
-def _(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
-    check_few(x, w_q, s_w)
-    return reference(x, w_q, s_w).to(x.dtype)
+w8a8_gemv = operator(
+    "w8a8_gemv",
+    on_cpu,
+    on_cuda,
+    {
+        "x": Argument(HALVES, "M K", VECTOR),
+        "w_q": Argument((torch.int8,), "N K", VECTOR),
+        "s_w": Argument((torch.float32,), "N"),
+    },
+    empty=lambda x, w_q, s_w: x.new_empty((x.shape[0], w_q.shape[0])),
+    limit=limit,
+)

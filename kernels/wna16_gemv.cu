@@ -154,7 +154,7 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
 
     // Copies the warp's next chunk, if any, into a slot: activations, then weights. Columns beyond K are zeros.
     auto load = [&](u32 slot) {
-        const bool more = CHUNKS == WORKERS || next < CHUNKS;
+        const bool more = CHUNKS == WORKERS && STAGES == 1 || next < CHUNKS; // later stages have no chunk of their own
         UNROLL for (u32 i = 0; i < COLUMNS * PIECES; i += 32) {
             u32 row = lane / PIECES + i / PIECES, piece = lane % PIECES + i % PIECES;
             u32 swizzled = COLUMNS > 1 ? piece ^ (row & 1) << 2 : piece; // rows read together use different banks

@@ -31,7 +31,8 @@ from torch.nn.functional import pad
 
 from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.packing import TILE, PackedWeight, dequantize, pack
+from repro.kernels.operators import HALVES, Argument, operator
+from repro.kernels.packing import TENSORS, TILE, PackedWeight, dequantize, misfit, pack
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MAX_ROWS = 16
@@ -187,36 +188,53 @@ def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, **confi
 
 def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple) -> Tensor:
     function, grid, block, rows, columns = plan
-    x = pad(x, (0, columns - x.shape[1])) if columns != x.shape[1] else x.contiguous()
-    if x.data_ptr() % 16:
+    if columns != x.shape[1]:
+        x = pad(x, (0, columns - x.shape[1]))
+    elif x.data_ptr() % 16:
         x = x.clone()
     y = x.new_empty(x.shape[0], rows)
     function(grid, block, codes, scale_zero, x, y, rows, x.shape[0])
     return y
 
 
-@torch.library.custom_op("lowbit::wna16_gemv", mutates_args=())
-def _operator(
+def on_cpu(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Tensor:
-    if x.device.type != "cuda":
-        packed = PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)
-        return reference(x, packed).to(x.dtype)
+    """y [M, N] of the operator by the reference."""
+    return reference(x, PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)).to(x.dtype)
+
+
+def on_cuda(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Tensor:
+    """y [M, N] of the operator by the kernel, with its recorded configuration."""
     return _run(x, codes, scale_zero, _plan((bits, group, rows, columns, symmetric), x.dtype, x.shape[0], x.device))
 
 
-@_operator.register_fake
-def _(
+def limit(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
-) -> Tensor:
-    return x.new_empty(x.shape[0], rows)
+) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    if x.shape[1] != columns or x.shape[0] > MAX_ROWS:
+        return f"x is {list(x.shape)}, expected [1 to {MAX_ROWS}, {columns}]"
+    return misfit(codes.shape, scale_zero.shape, bits, group, rows, columns, symmetric)
+
+
+OPERATOR = operator(
+    "wna16_gemv",
+    on_cpu,
+    on_cuda,
+    {"x": Argument(HALVES, "M K"), **TENSORS},
+    empty=lambda x, codes, scale_zero, bits, group, rows, *_: x.new_empty(x.shape[0], rows),
+    limit=limit,
+)
 
 
 def wna16_gemv(x: Tensor, packed: PackedWeight) -> Tensor:
     """x W^T for at most 16 rows.
 
     Args:
-        x: float16 or bfloat16 `[M, K]`, M = 1 ... 16.
+        x: float16 or bfloat16 `[M, K]`, M = 1 ... 16, contiguous.
         packed: the weight `[N, K]`, on the device of x.
 
     Returns:
@@ -225,10 +243,4 @@ def wna16_gemv(x: Tensor, packed: PackedWeight) -> Tensor:
     Raises:
         ValueError: shapes, types or devices that do not fit together.
     """
-    if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_ROWS or x.shape[1] != packed.columns:
-        raise ValueError(f"x is {list(x.shape)}, expected [1 to {MAX_ROWS}, {packed.columns}]")
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"x of shape {list(x.shape)} is {x.dtype}, expected float16 or bfloat16")
-    if x.device != packed.codes.device:
-        raise ValueError(f"x of shape {list(x.shape)} is on {x.device}, the weight on {packed.codes.device}")
-    return _operator(x, packed.codes, packed.scale_zero, *_form(packed))
+    return OPERATOR(x, packed.codes, packed.scale_zero, *_form(packed))

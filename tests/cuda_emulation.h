@@ -87,6 +87,15 @@ struct Cluster {
     int threads = 0;
     std::vector<Member> members;
 };
+// Every read of global memory is checked against the tensors that the kernel was given.
+struct Tensor { const char *from, *to; };
+inline std::vector<Tensor> tensors;
+inline std::atomic<int> outside{0}; // reads of something else
+inline void check_read(const void *p, int bytes) {
+    for (const Tensor &t : tensors)
+        if ((const char *)p >= t.from && (const char *)p + bytes <= t.to) return;
+    outside++;
+}
 inline thread_local Block *block;
 inline thread_local Cluster *cluster;
 inline thread_local u32 rank_here;
@@ -146,7 +155,7 @@ inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int atomicAdd(int *to, int v) { int old = *to; *to += v; return old; } // fibers of one thread
-template <class T> T __ldg(const T *p) { return *p; }
+template <class T> T __ldg(const T *p) { check_read(p, sizeof(T)); return *p; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     unsigned r = 0;
@@ -170,14 +179,16 @@ template <int BYTES> void copy_few(unsigned to, const void *from, bool when, boo
 inline void copy_past_l1(unsigned to, const void *from, bool zero) { copy(to, from, true, zero); }
 inline u64 evict_first() { return 0; }
 inline u64 evict_normal() { return 0; }
-inline uint4 load_past_l1(const void *p, u64) { return *(const uint4 *)p; }
-inline uint4 load_early(const void *p) { return *(const uint4 *)p; }
+inline uint4 load_past_l1(const void *p, u64) { check_read(p, 16); return *(const uint4 *)p; }
+inline uint4 load_early(const void *p) { check_read(p, 16); return *(const uint4 *)p; }
 inline void end_of_copies() { block->fibers[threadIdx.x]->groups.emplace_back(); }
 template <int PENDING> void wait_for_copies() {
     auto &groups = block->fibers[threadIdx.x]->groups;
     while ((int)groups.size() - 1 > PENDING) {
-        for (const Copy &c : groups.front())
+        for (const Copy &c : groups.front()) {
+            if (!c.zero) check_read(c.from, c.bytes);
             c.zero ? memset(shared + c.to, 0, c.bytes) : memcpy(shared + c.to, c.from, c.bytes);
+        }
         groups.pop_front();
     }
 }

@@ -39,8 +39,12 @@ def _launcher(path: Path, name: str, cluster: int, macros: tuple[tuple[str, obje
     stub = _header().with_name(f"{name}-{next(COUNT)}.cpp")  # a library that is loaded cannot be written over
     stub.write_text(
         f'#include "{path}"\n'
-        'extern "C" void launch(u32 grid, u32 threads, void **at) '
-        f"{{ launch_kernel({name}, grid, threads, {cluster}, at); }}\n"
+        'extern "C" int launch(u32 grid, u32 threads, void **at, u32 count, void **starts, u64 *sizes) {\n'
+        "    tensors.clear(), outside = 0;\n"
+        "    for (u32 i = 0; i < count; i++)\n"
+        "        tensors.push_back({(const char *)starts[i], (const char *)starts[i] + sizes[i]});\n"
+        f"    launch_kernel({name}, grid, threads, {cluster}, at);\n"
+        "    return outside;\n}\n"
     )
     flags, library = [f"-D{key}={value}" for key, value in macros], stub.with_suffix(".so")
     subprocess.run([*COMPILER, "-shared", *flags, "-include", _header(), "-o", library, stub], check=True)
@@ -54,6 +58,10 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
     function = _launcher(path, name, cluster, tuple(macros.items()))
 
     def launch(grid: int, block: int, *arguments: torch.Tensor | int) -> None:
-        function(grid, block, nvrtc.pointers(arguments))
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        starts = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        sizes = (ctypes.c_uint64 * len(tensors))(*(tensor.nbytes for tensor in tensors))
+        outside = function(grid, block, nvrtc.pointers(arguments), len(tensors), starts, sizes)
+        assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
 
     return launch

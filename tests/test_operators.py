@@ -1,6 +1,7 @@
 """The operators of a decode step on a CPU: against Transformers, torch and plain loops; the kernels are in
 `test_kernels_triton.py`."""
 
+import inspect
 import math
 
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("triton")
 from repro.bench import operators, timing  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import attention, noise, rms_norm, rope_append, sample, silu_product  # noqa: E402
-from repro.kernels.operators import check  # noqa: E402
+from repro.kernels.operators import Argument, checker  # noqa: E402
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 PAGES = {m.__name__.rpartition(".")[2]: m for m in (rms_norm, rope_append, attention, silu_product, sample)}
@@ -307,9 +308,13 @@ def test_wrong_arguments_are_refused_by_name(name, argument, change, said):
 
 
 def test_tensors_on_two_devices_are_refused():
-    x, weight = torch.ones(2, 3), torch.ones(3, device="meta")
-    with pytest.raises(ValueError, match=r"^it: weight must be .* on cpu, not a float32 tensor \[3\] on meta"):
-        check("it", {"x": x, "weight": weight}, {"x": (torch.float32, "T H"), "weight": ("x", "H")})
+    def signature(x, weight): ...
+
+    places = {"x": Argument((torch.float32,), "T H"), "weight": Argument("x", "H")}
+    check = checker("it", inspect.signature(signature), places, None)
+    said = r"^it: weight must be .* \[H = 3\] on cpu, not a float32 tensor \[3\] on meta"
+    with pytest.raises(ValueError, match=said):
+        check((torch.ones(2, 3), torch.ones(3, device="meta")))
 
 
 def test_head_sizes_that_no_kernel_has_are_refused():

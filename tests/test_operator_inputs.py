@@ -1,0 +1,267 @@
+"""What every operator does with every wrong tensor: one table over all of them, on a CPU and on a GPU.
+
+A wrong dtype, device, layout, address, size or number of elements is a ValueError of one sentence that names operator
+and argument. Nothing is computed from it: not by a kernel, not by a reference, not by tracing.
+"""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from repro.bench import kernel_list  # noqa: E402
+from repro.bench.task import tensors  # noqa: E402
+from repro.kernels import linear, operators, packing, w8a8  # noqa: E402
+from repro.kernels.operators import VECTOR, Argument  # noqa: E402
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+DEVICES = ["cpu", GPU]
+WEIGHT = {"N": 48, "K": 256, "bits": 4, "group": 64, "symmetric": False, "dtype": "float16", "seed": 0}
+INT8 = {"M": 4, "N": 24, "K": 64, "dtype": "float16", "seed": 0}
+SMALL = {  # an operator to the changes of its first case that make it small
+    "rms_norm": {"H": 256},
+    "silu_product": {"F": 128},
+    "rope_append": {},
+    "attention": {},
+    "sample": {"V": 1024},
+}
+NAMES = (
+    *("rms_norm", "silu_product", "rope_append", "attention", "sample"),
+    *("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"),
+    *("w8a8", "w8a8_gemv", "w8a8_gemm", "quantize_activation", "read_floor"),
+)
+
+
+def overload(name):
+    return getattr(torch.ops.lowbit, name).default
+
+
+def right(name, device="cpu"):
+    """Keywords of an operator that it takes."""
+    if name in SMALL:
+        module = kernel_list.load(name)
+        return module.make_inputs(module.CASES[0] | SMALL[name], device)
+    if name in ("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"):
+        packed = kernel_list.load("w4a16_gemm").random_weight(WEIGHT).to(device)
+        x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(device, torch.float16)
+        form = {n: getattr(packed, n) for n in ("codes", "scale_zero", "bits", "group", "rows", "columns", "symmetric")}
+        return form | {"dtype": torch.float16} if name == "dequantize" else {"x": x} | form
+    if name == "read_floor":
+        x, out = kernel_list.load(name).make_inputs({"bytes": 8192, "seed": 0}, device)
+        return {"x": x, "out": out}
+    if name == "quantize_activation":
+        return {"x": kernel_list.load(name).make_inputs(INT8, device)}
+    if name == "w8a8_gemm":
+        x_q, s_x, w_q, s_w = kernel_list.load(name).make_inputs(INT8, device)
+        return {"x_q": x_q, "s_x": s_x, "w_q": w_q, "s_w": s_w, "dtype": torch.float16}
+    return dict(zip(("x", "w_q", "s_w"), kernel_list.load("w8a8_gemv").make_inputs(INT8, device)))
+
+
+def called(name, inputs):
+    """The outputs of an operator, those that it writes to among them."""
+    inputs = {n: v.clone() if torch.is_tensor(v) and is_written(name, n) else v for n, v in inputs.items()}
+    results = tensors(overload(name)(**inputs))
+    return results + [v for n, v in inputs.items() if is_written(name, n)]
+
+
+def is_written(name, argument):
+    return (name, argument) in (("rope_append", "keys"), ("rope_append", "values"), ("read_floor", "out"))
+
+
+def arguments(name):
+    return [argument for argument, value in right(name).items() if torch.is_tensor(value)]
+
+
+TENSORS = [(name, argument) for name in NAMES for argument in arguments(name)]
+
+
+def strided(x):
+    """The same values in every second place."""
+    wide = torch.stack([x, x], -1)
+    return wide[..., 0]
+
+
+def shifted(x, nbytes):
+    """The same values at an address so many bytes past a multiple of 256."""
+    room = torch.zeros(x.nbytes + 512, dtype=torch.uint8, device=x.device)
+    start = -room.data_ptr() % 256 + nbytes
+    there = room[start : start + x.nbytes].view(x.dtype).view(x.shape)
+    return there.copy_(x)
+
+
+def of_another_dtype(x):
+    return x.to(torch.float64 if x.dtype.is_floating_point else torch.int16)
+
+
+def other_devices(device):
+    return ["meta"] if device == "cpu" else ["meta", "cpu"]
+
+
+def refused(name, inputs, argument, *words):
+    with pytest.raises(ValueError) as caught:
+        overload(name)(**inputs)
+    said = str(caught.value)
+    assert said.startswith(f"{name}: ") and "\n" not in said, said
+    assert argument in said and all(word in said for word in words), said
+
+
+def test_the_table_has_every_operator():
+    there = {name for name in dir(torch.ops.lowbit)} & set(NAMES)
+    defined = {
+        str(o).partition("::")[2].partition(".")[0] for o in torch._C._dispatch_get_all_op_names() if "lowbit" in o
+    }
+    assert defined == set(NAMES) == there
+    for name in kernel_list.KERNELS:
+        assert name in NAMES or name == "linear"  # whose operator is wna16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_right_inputs_are_taken(name, device):
+    assert all(t.numel() > 0 for t in called(name, right(name, device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, argument", TENSORS)
+def test_every_wrong_tensor_is_refused_by_name(name, argument, device):
+    inputs = right(name, device)
+    tensor = inputs[argument]
+    refused(name, inputs | {argument: of_another_dtype(tensor)}, argument)
+    refused(name, inputs | {argument: strided(tensor)}, argument, "strided")
+    refused(name, inputs | {argument: tensor[:0]}, argument, "empty")
+    if (name, argument) != ("read_floor", "x"):  # which takes any shape
+        refused(name, inputs | {argument: tensor[None]}, "[1, ")
+    for elsewhere in other_devices(device):
+        moved = inputs | {argument: tensor.to(elsewhere)}
+        if len(arguments(name)) == 1:  # then it is computed, or traced, there
+            assert all(result.device.type == elsewhere for result in called(name, moved))
+            continue
+        with pytest.raises(ValueError, match=f"^{name}: .* on .* on "):
+            overload(name)(**moved)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, argument", TENSORS)
+def test_a_tensor_off_its_alignment_is_refused_or_computed_right(name, argument, device):
+    """CUDA C++ loads 16 bytes at once and says so; Triton and `pad` take any address that a dtype can have."""
+    inputs = right(name, device)
+    tensor = inputs[argument]
+    moved = inputs | {argument: shifted(tensor, max(4, tensor.element_size()))}
+    if argument in ("codes", "scale_zero") or (name, argument) in (("w8a8_gemv", "x"), ("w8a8_gemv", "w_q")):
+        refused(name, moved, argument, f"multiple of {VECTOR} bytes", "4 off")
+        return
+    for got, want in zip(called(name, moved), called(name, inputs)):
+        torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3, equal_nan=True)
+
+
+LIMITS = [  # an operator, what is changed, and what is said: more tokens than it takes, or numbers that do not fit
+    ("wna16_gemv", {"x": torch.ones(20, 256).half()}, r"x is \[20, 256\], expected \[1 to 16, 256\]"),
+    ("w4a16_gemm", {"x": torch.ones(2049, 256).half()}, r"x is \[2049, 256\], expected \[1 to 2048, 256\]"),
+    ("wna16", {"x": torch.ones(3, 128).half()}, r"x \[3, 128\] does not fit a weight of 48 x 256"),
+    ("wna16_gemv", {"columns": 128}, r"x is \[5, 256\], expected \[1 to 16, 128\]"),
+    ("wna16", {"rows": 64}, r"codes \[3, 4, 32, 4\] must be \[4, 4, 32, 4\] for a weight of 64 x 256"),
+    ("w4a16_gemm", {"bits": 8}, r"codes \[3, 4, 32, 4\] must be \[3, 8, 32, 4\]"),
+    ("dequantize", {"group": 0}, r"scale_zero \[3, 4, 8, 2, 2\] must be \[3, 1, 8, 2, 2\]"),
+    ("dequantize", {"symmetric": True}, r"scale_zero \[3, 4, 8, 2, 2\] must be \[3, 4, 8, 2\]"),
+    ("dequantize", {"bits": 3}, "codes of 3 bits"),
+    ("dequantize", {"group": 48}, "groups of 48 columns"),
+    ("dequantize", {"dtype": torch.float32}, "dtype is float32"),
+    ("w8a8_gemm", {"dtype": torch.float32}, "dtype is float32"),
+    ("w8a8_gemv", {"x": torch.ones(9, 64).half()}, "1 to 8 tokens"),
+    ("read_floor", {"x": torch.ones(6, dtype=torch.uint8)}, "x of 6 bytes"),
+    ("read_floor", {"x": torch.ones(16384, dtype=torch.uint8)}, "out has 4 entries"),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, change, said", LIMITS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(LIMITS)])
+def test_numbers_that_do_not_fit_are_refused(name, change, said, device):
+    change = {n: v.to(device) if torch.is_tensor(v) else v for n, v in change.items()}
+    with pytest.raises(ValueError, match=f"^{name}: .*{said}"):
+        overload(name)(**right(name, device) | change)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_take_any_layout_any_address_and_no_tokens(device):
+    packed = kernel_list.load("w4a16_gemm").random_weight(WEIGHT).to(device)
+    inputs = right("w8a8", device)
+    layers = [
+        (lambda x: linear.wna16(x, packed), 48, 256),
+        (lambda x: w8a8.w8a8(x, inputs["w_q"], inputs["s_w"]), 24, 64),
+    ]
+    for layer, rows, columns in layers:
+        x = torch.randn(2, 3, columns, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+        want = layer(x)
+        assert want.shape == (2, 3, rows) and want.is_contiguous()
+        for same in (strided(x), x.transpose(0, 1).contiguous().transpose(0, 1), shifted(x, 2)):
+            assert torch.equal(layer(same), want)
+        assert layer(x[:0]).shape == (0, 3, rows) and layer(x[:, :0]).shape == (2, 0, rows)
+        assert layer(x[0, 0]).shape == (rows,)
+        with pytest.raises(ValueError, match="does not fit"):
+            layer(x[..., :-1])
+        with pytest.raises(ValueError, match=r"x must be a contiguous float16 or bfloat16 .* not a float32"):
+            layer(x.float())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_compile_into_one_graph_at_every_number_of_tokens(device):
+    """`fullgraph`: nothing falls back to Python; 17 and 2049 tokens take other code paths than 1."""
+    torch._dynamo.reset()
+    packed = kernel_list.load("w4a16_gemm").random_weight(WEIGHT).to(device)
+    inputs = right("w8a8", device)
+
+    @torch.compile(fullgraph=True, backend="eager" if device == "cpu" else "inductor")
+    def both(x, y):
+        return linear.wna16(x, packed) * 2, w8a8.w8a8(y, inputs["w_q"], inputs["s_w"]) + 1
+
+    for count in (1, 2, 7, 8, 9, 16, 17, 40, 129, 300, 2048, 2049):
+        x, y = (torch.randn(count, k, device=device, dtype=torch.float16) for k in (256, 64))
+        got, want = both(x, y), (linear.wna16(x, packed) * 2, w8a8.w8a8(y, inputs["w_q"], inputs["s_w"]) + 1)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_no_number_is_never_swallowed(bad, dtype, device):
+    """A token with a NaN, or under int8 with an infinity, has NaN in every channel; the others are as before."""
+    packed = kernel_list.load("w4a16_gemm").random_weight(WEIGHT).to(device)
+    inputs = right("w8a8", device)
+    for count in (1, 2, 8, 17, 64, 200):
+        for columns, layer in (
+            (256, lambda x: linear.wna16(x, packed)),
+            (64, lambda x: w8a8.w8a8(x, inputs["w_q"], inputs["s_w"])),
+        ):
+            x = torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(device, dtype)
+            want, token = layer(x), count // 2
+            x[token, columns - 3] = bad
+            got = layer(x)
+            assert not got[token].isfinite().any() and (columns == 256 or got[token].isnan().all())
+            others = torch.arange(count, device=device) != token
+            torch.testing.assert_close(got[others], want[others], rtol=4e-3, atol=4e-3)
+    _, scales = torch.ops.lowbit.quantize_activation(torch.tensor([[1.0, bad], [1.0, 2.0]], dtype=dtype, device=device))
+    assert scales[0].isnan() and scales[1] == torch.tensor(2.0) / 127
+
+
+def test_sizes_that_share_a_name_are_equal_and_digits_are_that_size():
+    def signature(a, b): ...
+
+    places = {"a": Argument((torch.float32,), "T 4"), "b": Argument("a", "T ...")}
+    check = operators.checker("it", operators.inspect.signature(signature), places, None)
+    check((torch.ones(3, 4), torch.ones(3, 5, 6)))
+    with pytest.raises(ValueError, match=r"^it: b must be .* \[T = 3, ...\] on cpu, not a float32 tensor \[2, 5\]"):
+        check((torch.ones(3, 4), torch.ones(2, 5)))
+    with pytest.raises(ValueError, match=r"^it: a must be .* \[T, 4\] on cpu, not a float32 tensor \[3, 5\]"):
+        check((torch.ones(3, 5), torch.ones(3, 5)))
+
+
+def test_a_weight_is_checked_once_for_all_its_calls():
+    packed = packing._misfit
+    packed.cache_clear()
+    inputs = right("wna16")
+    for _ in range(3):
+        overload("wna16")(**inputs)
+    assert packed.cache_info().misses <= 1 + 1  # the operator's, and the reference's PackedWeight has the same key
