@@ -243,12 +243,54 @@ def processes(place: Path) -> list[int]:
     return found
 
 
-def start(words: Sequence[object], cwd: Path, source: Path, log: Path) -> subprocess.Popen:
-    """Start a command in a process group of its own."""
+# What every Python of a held build runs first: its first job of the kind $HOLD_KIND announces itself by the file
+# $HOLD_FILE, and then waits for its end.
+HOLD = """
+import json, os, pkgutil, time
+true = pkgutil.resolve_name
+
+def resolve_name(name):
+    found = true(name)
+    if name != "repro.jobs.runner:run_logged":
+        return found
+    def held(text, log):
+        if json.loads(text)["kind"] == os.environ["HOLD_KIND"]:
+            open(os.environ["HOLD_FILE"], "w").close()
+            time.sleep(3600)
+        found(text, log)
+    return held
+
+pkgutil.resolve_name = resolve_name
+"""
+
+
+def start(words: Sequence[object], cwd: Path, source: Path, log: Path, **env: str) -> subprocess.Popen:
+    """Start a command in a process group of its own, which Ctrl-C ends also where these tests run in the background."""
+
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it starts in the background ignore it
+
+    words, env = [str(w) for w in words], environment(source) | env
     with log.open("ab") as file:
         return subprocess.Popen(
-            [str(w) for w in words], cwd=cwd, env=environment(source), stdout=file, stderr=file, start_new_session=True
+            words, cwd=cwd, env=env, stdout=file, stderr=file, start_new_session=True, preexec_fn=listen
         )
+
+
+def start_held(words: Sequence[object], cwd: Path, source: Path, log: Path, kind: str) -> subprocess.Popen:
+    """Start a build, and return when a job of a kind has announced that it runs; the job waits to be ended.
+
+    So the build is at work, at a known point, and cannot end by itself.
+    """
+    place = Path(tempfile.mkdtemp(dir=cwd.parent))
+    (place / "sitecustomize.py").write_text(HOLD)
+    announced = place / "announced"
+    path = os.pathsep.join([str(place), str(source)])
+    process = start(words, cwd, source, log, PYTHONPATH=path, HOLD_KIND=kind, HOLD_FILE=str(announced))
+    while not announced.is_file():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.02)
+    return process
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -230,17 +230,17 @@ def test_loss_is_the_sum_of_both_terms_over_the_widths():
 
 
 def test_training_beats_rounding_and_the_seed_decides_every_bit():
-    """Four times as many tokens as parameters of a block's q_proj, a rate that moves the weights."""
+    """On the text that it trains on: on another one, how much is gained hangs on the last bits of a processor."""
     ids = tiny.tokens(32, 24)
-    strong = {"tokens": 768, "lr": 3e-3, "epochs": 6, "scale": "e4m3"}
+    strong = {"tokens": 768, "lr": 1e-3, "epochs": 3, "scale": "e4m3"}
     errors = {}
-    full = logits(tiny.model("llama"))
+    full = logits(tiny.model("llama"), ids)
     for name, options in {"trained": {}, "again": {}, "seed": {"seed": 1}, "rate 0": {"lr": 0.0}}.items():
         lm = made(ids=ids, **strong | options)
-        errors[name] = (logits(lm.model) - full).square().mean().item()
-        assert lm.facts["training/tokens"] == [3 * 6 * 768]
+        errors[name] = (logits(lm.model, ids) - full).square().mean().item()
+        assert lm.facts["training/tokens"] == [3 * 3 * 768]
     assert errors["trained"] == errors["again"] != errors["seed"]
-    assert max(errors["trained"], errors["seed"]) < 0.8 * errors["rate 0"], errors
+    assert max(errors["trained"], errors["seed"]) < 0.7 * errors["rate 0"], errors  # 0.35 of it
 
 
 def test_a_rate_that_is_too_high_ends_as_diverged():
@@ -284,12 +284,13 @@ def test_every_order_runs_its_stages_to_the_end(monkeypatch, order):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_models_and_streams_train_too(dtype):
     """Latent weights are float32, so that steps below the 16-bit resolution add up."""
-    ids, full = tiny.tokens(16, 24), logits(tiny.model("llama"))
+    ids = tiny.tokens(16, 24)
+    full = logits(tiny.model("llama"), ids)
     options, found = {"tokens": 384, "epochs": 6, "streams": "bfloat16", "schedule": ["w2a16"]}, []
-    for rate in (2e-3, 0.0):
+    for rate in (1e-3, 0.0):
         lm = made(ids=ids, dtype=dtype, lr=rate, **options)
-        found.append((logits(lm.model).float() - full).square().mean().item())
-    assert found[0] < 0.8 * found[1], found
+        found.append((logits(lm.model, ids).float() - full).square().mean().item())
+    assert found[0] < 0.6 * found[1], found  # 0.24 of it
 
 
 def test_streams_in_host_memory_change_nothing():

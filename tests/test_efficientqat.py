@@ -129,13 +129,14 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, layout, tmp_path):
 
 
 def test_training_beats_rounding():
-    ids, full = tiny.tokens(32, 24), logits(tiny.model("llama"))
-    found = {}
+    """On the text that it trains on."""
+    ids, found = tiny.tokens(32, 24), {}
+    full = logits(tiny.model("llama"), ids)
     for name, options in {"trained": {"lr": 3e-3, "quant_lr": 1e-3}, "rate 0": {"lr": 0.0, "quant_lr": 0.0}}.items():
         lm = made(ids=ids, tokens=768, epochs=8, **options)
-        found[name] = (logits(lm.model) - full).square().mean().item()
+        found[name] = (logits(lm.model, ids) - full).square().mean().item()
         assert lm.facts["training/tokens"] == [8 * 768]
-    assert found["trained"] < 0.8 * found["rate 0"], found
+    assert found["trained"] < 0.6 * found["rate 0"], found  # 0.2 of it
 
 
 def test_official_settings_are_the_defaults():

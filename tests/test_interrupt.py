@@ -20,13 +20,6 @@ MAKE = dag.repro("make", dag.TARGET, dag.PLOT, "--cores", 1)
 ANOTHER = "another build is running here"
 
 
-def wait_for(condition, process, place) -> None:
-    """Wait until something is so, as long as the build lives."""
-    while not condition():
-        assert process.poll() is None, (place / "log").read_text()
-        time.sleep(0.05)
-
-
 def locked(place) -> list:
     """The locks of Snakemake in `place`."""
     return list((place / ".snakemake" / "locks").glob("*.lock"))
@@ -55,8 +48,7 @@ def kill(process, place) -> None:
 @pytest.mark.timeout(600 * (KILLS + 1))
 def test_an_interrupted_and_a_killed_build_resume(built, tmp_path):
     place = dag.folder(tmp_path / "work")
-    process = dag.start(MAKE, place, built.twin, place / "log")
-    wait_for(lambda: list((place / "build").glob("tokens/*/job.json")), process, place)  # a job is done, others are not
+    process = dag.start_held(MAKE, place, built.twin, place / "log", "perplexity")  # which needs others that are done
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert (place / "log").read_text().strip().splitlines()[-1] == "interrupted; run again to resume"
@@ -89,10 +81,10 @@ def test_an_interrupted_and_a_killed_build_resume(built, tmp_path):
 def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
     """A second build is refused while the first lives, and while only the Snakemake that it started does."""
     place = dag.folder(tmp_path / "work")
-    first = dag.start(MAKE, place, built.twin, place / "log")
+    first = dag.start_held(MAKE, place, built.twin, place / "log", "compress")
     found = []
     try:
-        wait_for(lambda: locked(place), first, place)
+        assert locked(place)
         found = psutil.Process(first.pid).children(recursive=True)
         second = dag.quick(MAKE, place, built.twin)
         assert second.code == 2
@@ -117,9 +109,9 @@ def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
 
 def test_a_snakemake_that_a_user_started_is_a_build_too(built, tmp_path):
     place = dag.folder(tmp_path / "work")
-    first = dag.start(dag.snakemake(built.twin, dag.TARGET), place, built.twin, place / "log")
+    first = dag.start_held(dag.snakemake(built.twin, dag.TARGET), place, built.twin, place / "log", "compress")
     try:
-        wait_for(lambda: locked(place), first, place)
+        assert locked(place)
         second = dag.quick(MAKE, place, built.twin)
         assert second.code == 2 and ANOTHER in second.err
     finally:

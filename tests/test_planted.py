@@ -122,7 +122,7 @@ def test_a_quantizer_after_it_stores_the_whole_model(layout, tmp_path):
     again.load(tmp_path / "model.safetensors")
     assert torch.equal(logits(again.model), logits(lm.model))
     off = (logits(again.model) - logits(tiny.model(layout))).abs().max()
-    assert 0 < off < 0.25
+    assert 0 < off < 0.4  # 0.08 to 0.17
     full = LowBitModel(lm.full_precision()).model
     assert torch.equal(logits(full), logits(tiny.model(layout))), "the teacher of a step that comes after"
 

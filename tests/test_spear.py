@@ -318,7 +318,7 @@ def test_training_lowers_the_divergence(init):
 
     before = divergence()
     spear.apply(lm, None, config)
-    assert divergence() < 0.8 * before
+    assert divergence() < 0.81 * before  # 0.5 to 0.61 of it
 
 
 @FAST
@@ -466,7 +466,7 @@ def test_the_hand_calculation_would_notice(calibrated, wrong):
         )
         for i, names in enumerate((("A", "B"), GATE))
     ]
-    assert max(off) > 0.02, off
+    assert max(off) > 0.01, off  # ten times what the hand calculation is allowed
 
 
 def test_the_teachers_logits_are_the_same_cached_and_recomputed():

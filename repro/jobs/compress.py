@@ -84,7 +84,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """
     given = job.given()
     parsed = recipe.parse(given["recipe"])
-    steps, data = parsed.steps, None
+    steps, data = recipe.on_device(parsed.steps, given["device"]), None
     if crops := given.get("calibration"):
         data = calibration_sequences(found["calibration"], crops)
     if "start" in found:

@@ -29,7 +29,7 @@ from repro.jobs.target import Target
 from repro.models import bits, perplexity
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, is_compressed_file
 from repro.record import provenance
-from repro.spec.recipe import Step, parse
+from repro.spec.recipe import Step, computed_in, on_device, parse
 from repro.spec.recipe_text import write_value
 from repro.train import estimate
 from repro.train.streams import computing
@@ -205,7 +205,7 @@ def compress(target: Target, text: Text, out: Path, resume: bool = False) -> Non
     Raises:
         UserError: the text, the folder, the recipe or the model does not fit; what was trained so far is kept.
     """
-    scale, steps = target.scale, target.recipe.steps
+    scale, steps = target.scale, on_device(target.recipe.steps, target.scale.device)
     if not any(step.calibrated for step in steps):
         raise UserError(f"recipe {target.recipe.name!r} takes no text; leave --text out")
     place = models.folder(target.model)
@@ -251,6 +251,8 @@ def compress(target: Target, text: Text, out: Path, resume: bool = False) -> Non
     facts |= {"bits per block weight": counted["bpw"], "bytes": counted["bytes"]}
     facts |= {"digest": sha256(out / saved.FILE)[: saved.DIGITS], "commit": provenance.commit()}
     facts["environment"] = json.loads(provenance.environment())
+    if computed := computed_in(steps, scale.device):
+        facts["environment"]["compute"] = computed
     write_text(out / FACTS, json.dumps(declared | facts, indent=1) + "\n")
     (out / BEGUN).unlink()
     shutil.rmtree(out / WORK)

@@ -19,6 +19,7 @@ from repro.jobs import compress, questions, requests, tokens
 from repro.jobs.job import Job, distinct, from_json
 from repro.record import observations, provenance
 from repro.record.provenance import units_hash
+from repro.spec import recipe
 from repro.spec.recipe import STEPS
 
 JOBS: dict[str, ModuleType] = {
@@ -107,6 +108,7 @@ def run(job: Job) -> None:
         if not done(need):
             raise UserError(f"{need.id}: not built by today's code; build it first")
     noted = observations.origin(job, units(job), found)
+    noted["environment"] = _environment(job, noted["environment"])
     try:
         for folder in found.values():
             check(folder)
@@ -122,6 +124,14 @@ def run(job: Job) -> None:
             raise Crowded(f"{said}; run it again with fewer side by side") from None
         _refuse(job, Refused("oom", str(error).partition("\n")[0]), noted)
     write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
+
+
+def _environment(job: Job, known: str) -> str:
+    """The JSON of an environment, with the dtype that the trained steps of the job's recipe compute in here."""
+    given = job.given()
+    steps = recipe.parse(given["recipe"]).steps if "recipe" in given else ()
+    computed = recipe.computed_in(steps, given.get("device", "cpu"))
+    return json.dumps(json.loads(known) | {"compute": computed}, sort_keys=True) if computed else known
 
 
 def _of_others() -> int:
