@@ -85,6 +85,18 @@ def test_nothing_changed_and_nothing_runs(built):
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
+def test_a_copied_and_a_moved_checkout_rebuild_nothing(built, tmp_path):
+    """As CI caches and containers have them: another place, and all files as new as their copy."""
+    for name, copy in (("dated", shutil.copy2), ("new", shutil.copyfile)):
+        place = tmp_path / name / "a checkout"
+        shutil.copytree(built.place, place, symlinks=True, copy_function=copy)
+        assert dag.dry_run(place, place, *TARGETS) == set(), name
+    moved = place.rename(tmp_path / "moved")
+    assert dag.dry_run(moved, moved, *TARGETS) == set()
+    (moved / dag.MODEL / "config.json").write_text((moved / dag.MODEL / "config.json").read_text() + " ")
+    assert dag.dry_run(moved, moved, *TARGETS) != set(), "another model is seen there as well"
+
+
 def test_touches_comments_docstrings_plumbing_and_memory_change_nothing(built):
     for folder in ("repro", "baselines", "methods", "tables/spear", "figures/spear", "config", dag.MODEL):
         for path in (built.place / folder).rglob("*.*"):

@@ -3,7 +3,7 @@
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Snake:
         job = self._job(wildcards)
         weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
         needed = [path for _, need in job.needs for path in runner.outputs(need)]
-        return [str(path) for path in (runner.code_file(job), *weights, *needed)]
+        return _known_as([runner.code_file(job), *weights, *needed])
 
     @plainly
     def job_json(self, wildcards: Any) -> str:
@@ -130,10 +130,11 @@ class Snake:
         """What a table or figure is made from: specs, printed cells, results, observations, the code that draws it."""
         name = canonical(wildcards[0])
         made = [runner.outputs(job)[-1] for job in self.flow.every_job(self.flow.table_cells(name))]
-        found = [*self._drawing(), *map(str, filter(Path.is_file, _sources(name))), *map(str, made)]
+        found = [*self._drawing(), *filter(Path.is_file, _sources(name)), *made]
         if name == "table1":
-            found += [f"tables/{paper}/table1{form}" for paper in self.flow.beside_headline() for form in FORMATS]
-        return found
+            beside = self.flow.beside_headline()
+            found += [Path("tables") / paper / f"table1{form}" for paper in beside for form in FORMATS]
+        return _known_as(found)
 
     @plainly
     def page_inputs(self, wildcards: Any) -> list[str]:
@@ -143,14 +144,24 @@ class Snake:
         found = [path for top in ("tables", "figures") for path in (HOME / top / wildcards.page).glob("*.yaml")]
         found += (ROOT / "repro" / "papers" / wildcards.page).iterdir()
         found += accepted.files()
-        return [*self._drawing(), *map(str, sorted([HOME / "tables" / "table1.yaml", *found]))]
+        return _known_as([*self._drawing(), *sorted([HOME / "tables" / "table1.yaml", *found])])
 
-    def _drawing(self) -> list[str]:
+    def _drawing(self) -> list[Path]:
         """The file of hashes of the code that draws, and what replays carry forward."""
         self._settle()
         units = provenance.units("repro/render/draw.py", leave_out=provenance.REGISTRIES)
         carried = sorted((HOME / "results").glob("*/attested.csv"))
-        return [str(provenance.unit_file("render", provenance.units_hash(units))), *map(str, carried)]
+        return [provenance.unit_file("render", provenance.units_hash(units)), *carried]
+
+
+def _known_as(paths: Iterable[Path]) -> list[str]:
+    """Inputs by the names that Snakemake remembers: relative where they lie below the working directory.
+
+    A checkout that is copied or moved with what it built (CI caches, containers) has the same inputs there.
+    """
+    here = Path.cwd()
+    wholes = [path.absolute() for path in paths]
+    return [str(whole.relative_to(here) if whole.is_relative_to(here) else whole) for whole in wholes]
 
 
 def _sources(name: str) -> list[Path]:
