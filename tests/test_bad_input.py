@@ -926,6 +926,9 @@ def test_jobs_of_another_text_or_model_are_refused_before_any_runs(here, capfd):
     write("one.json", json.dumps([text]))(here)
     label = corpora.identity(text["label"])["label"]
     refused(capfd, ("run", "one.json"), f"tokens/{text['label']}.", f"{label} here is another text than where")
+    text["inputs"] = json.dumps(json.loads(text["inputs"]) | {"tokenizer": "0" * 8})
+    write("one.json", json.dumps([text]))(here)
+    refused(capfd, ("run", "one.json"), "pocket-3m has another tokenizer here than where the jobs were written")
     model = next(job for job in jobs if job["kind"] == "compress")
     model["inputs"] = json.dumps(json.loads(model["inputs"]) | {"model": "0" * 8})
     write("one.json", json.dumps(model | {"needs": []}))(here)
