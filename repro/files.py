@@ -127,7 +127,8 @@ def check_replaceable(path: Path, named: str, is_ours: Callable[[Path], bool]) -
     if path.is_dir() and not path.is_symlink():  # what writes the file says that a folder is in its place
         return
     if path.is_symlink() or not path.is_file() or not is_ours(path):
-        raise UserError(f"{named} {shortened(path, 200)}: is there and is not of this command; choose another name")
+        said = f"{named} {shortened(path, 200)}: exists, and this command did not write it"
+        raise UserError(f"{said}; choose another name")
 
 
 def csv_text(lines: Iterable[Iterable[object]]) -> str:

@@ -798,7 +798,7 @@ def test_what_is_no_regular_file(here, capfd, words, kind):
         Path("p.json").symlink_to("/dev/zero")
     else:
         os.mkfifo("p.json")
-    said = "is there and is not of this command" if "--save" in words else f"{kind}, not a regular file"
+    said = "exists, and this command did not write it" if "--save" in words else f"{kind}, not a regular file"
     refused(capfd, words, "p.json", said)
 
 
@@ -838,11 +838,11 @@ def test_a_compressed_model_over_something_else(place, capfd):
         refused(capfd, (*words, f"{MODEL}/{name}"), name, "model is the folder of a model; choose another folder")
     (place / "copy").mkdir()
     shutil.copy(place / MODEL / "model.safetensors", place / "copy")
-    refused(capfd, (*words, "copy/model.safetensors"), "model.safetensors: is there and is not of this command")
+    refused(capfd, (*words, "copy/model.safetensors"), "model.safetensors: exists, and this command did not write it")
     (place / "words.safetensors").write_text("words")
-    refused(capfd, (*words, "words.safetensors"), "is not of this command", "choose another name")
+    refused(capfd, (*words, "words.safetensors"), "this command did not write it", "choose another name")
     (place / "link.safetensors").symlink_to("nowhere")
-    refused(capfd, (*words, "link.safetensors"), "is not of this command")
+    refused(capfd, (*words, "link.safetensors"), "this command did not write it")
     assert main([*map(str, words), "new.safetensors"]) == 0 == main([*map(str, words), "new.safetensors"])  # its own
     (place / "mine").mkdir()
     (place / "new.safetensors").rename(place / "mine" / "model.safetensors")
@@ -852,7 +852,7 @@ def test_a_compressed_model_over_something_else(place, capfd):
 
 def test_jobs_over_something_else(here, capfd):
     write("notes.json", '{"mine": 1}')(here)
-    refused(capfd, ("run", "spear/table8", "--save", "notes.json"), "--save notes.json: is there")
+    refused(capfd, ("run", "spear/table8", "--save", "notes.json"), "--save notes.json: exists")
     assert (
         main(["run", "spear/table8", "--save", "jobs.json"])
         == 0
@@ -862,7 +862,7 @@ def test_jobs_over_something_else(here, capfd):
 
 def test_times_over_something_else(here, capfd):
     write("times.csv", "kernel,us\n")(here)
-    refused(capfd, ("bench", "--out", "times.csv"), "--out times.csv: is there and is not of this command")
+    refused(capfd, ("bench", "--out", "times.csv"), "--out times.csv: exists, and this command did not write it")
     write("times.csv", KERNELS)(here)
     refused(capfd, ("bench", "--out", "times.csv"), "no CUDA device")
 
@@ -871,7 +871,7 @@ def test_a_training_over_something_else(here, capfd, monkeypatch):
     monkeypatch.setattr("repro.train.pretrain.cached_ids", lambda *_: pytest.fail("it goes on"))
     words = ("pretrain", "pocket-3m", "--device", "cpu", "--corpus", "corpus", "--out", "out")
     write("out/pocket-3m/model/model.safetensors", "mine")(here)
-    refused(capfd, words, "out/pocket-3m is there and holds no training of this command")
+    refused(capfd, words, "out/pocket-3m exists and holds no training of this command")
 
 
 SHOWN = "tables/spear/table1.md"
@@ -926,6 +926,9 @@ def test_jobs_of_another_text_or_model_are_refused_before_any_runs(here, capfd):
     write("one.json", json.dumps([text]))(here)
     label = corpora.identity(text["label"])["label"]
     refused(capfd, ("run", "one.json"), f"tokens/{text['label']}.", f"{label} here is another text than where")
+    text["inputs"] = json.dumps(json.loads(text["inputs"]) | {"tokenizer": "0" * 8})
+    write("one.json", json.dumps([text]))(here)
+    refused(capfd, ("run", "one.json"), "pocket-3m has another tokenizer here than where the jobs were written")
     model = next(job for job in jobs if job["kind"] == "compress")
     model["inputs"] = json.dumps(json.loads(model["inputs"]) | {"model": "0" * 8})
     write("one.json", json.dumps(model | {"needs": []}))(here)

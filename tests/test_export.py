@@ -264,7 +264,7 @@ def test_a_file_of_somebody_else_is_not_replaced(package, tmp_path):
     cut = out.read_bytes()[:100_000]
     for content in (b"", b"words", b"GGUF" + bytes(100), cut.replace(b"all matrices F16", b"all matrices F61")):
         out.write_bytes(content)
-        with pytest.raises(UserError, match="mine.gguf: is there and is not of this command"):
+        with pytest.raises(UserError, match="mine.gguf: exists, and this command did not write it"):
             export("pocket-3m", "fp16", out)
         assert out.read_bytes() == content
     out.write_bytes(cut)  # its own, cut short

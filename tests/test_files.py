@@ -100,7 +100,7 @@ def test_what_may_be_replaced(tmp_path):
     for name in ("ours", "absent", "folder"):
         check(name)
     for name in ("theirs", "link", "dangling", "to-folder", "pipe"):
-        with pytest.raises(UserError, match=f"--out .*{name}: is there and is not of this command"):
+        with pytest.raises(UserError, match=f"--out .*{name}: exists, and this command did not write it"):
             check(name)
 
 

@@ -236,7 +236,7 @@ def test_weights_of_somebody_else_in_an_interrupted_folder_stay(folders, here, c
     Path("made/unfinished.json").write_text(json.dumps(declared))
     Path("made/model.safetensors").write_bytes(b"mine")
     assert compress(folders["llama"], "made", SMALL, "--resume") == 2
-    sentence(capfd, "--out made: model.safetensors in it is not of this command; move it away")
+    sentence(capfd, "--out made: this command did not write the model.safetensors in it; move it away")
     assert Path("made/model.safetensors").read_bytes() == b"mine"
 
 

@@ -414,6 +414,21 @@ def test_answers_that_fit_the_window_are_still_packed(monkeypatch):
     assert sum(ran) == (50 + 9) * 3
 
 
+def test_packed_answers_longer_than_a_window_that_each_fits():
+    """Side by side they are longer than the window; each sees its prompt as if it were alone."""
+    model, drawn = small_models.mistral(128), np.random.default_rng(1)
+    prefix = drawn.integers(2, 4096, size=40).astype(np.int32)
+    prompt = drawn.integers(2, 4096, size=30)
+    rows = [(0, np.concatenate([prompt, drawn.integers(2, 4096, size=n)]).astype(np.int32), n) for n in (50, 40, 57, 1)]
+    wanted = []
+    with torch.no_grad():
+        for _, ids, count in rows:
+            whole = torch.from_numpy(np.concatenate([prefix, ids]).astype(np.int64))[None]
+            scores = model(whole[:, :-1]).logits[0, -count:].log_softmax(-1)
+            wanted.append(scores.gather(1, whole[0, -count:, None]).sum().item())
+    assert loglikelihood.score(model, [prefix], rows)[0] == pytest.approx(wanted, rel=1e-5, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("facts", "seen"),
     [

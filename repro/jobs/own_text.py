@@ -141,7 +141,7 @@ def check_folder(out: Path, declared: dict[str, Any], resume: bool) -> bool:
         raise UserError(f"--out {out} {how}, or choose another folder")
     weights = out / saved.FILE
     if begun.name == BEGUN and os.path.lexists(weights) and not is_compressed_file(weights):
-        raise UserError(f"--out {out}: {saved.FILE} in it is not of this command; move it away")
+        raise UserError(f"--out {out}: this command did not write the {saved.FILE} in it; move it away")
     found = _read(begun)
     for key, value in declared.items():
         if found.get(key) != value:

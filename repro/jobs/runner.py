@@ -206,9 +206,10 @@ def from_file(path: Path) -> list[Job]:
 def is_file_of_jobs(path: Path) -> bool:
     """Whether a file is one that `from_file` reads."""
     try:
-        return bool(from_file(path))
+        from_file(path)
     except UserError:
         return False
+    return True
 
 
 def check_here(jobs: Sequence[Job]) -> None:

@@ -237,7 +237,7 @@ def check_folder(folder: Path) -> None:
     """
     ours = any((folder / name).is_file() for name in ("checkpoint.safetensors", "log.json"))
     if os.path.lexists(folder) and not ours and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"--out: {folder} is there and holds no training of this command; choose another folder")
+        raise UserError(f"--out: {folder} exists and holds no training of this command; choose another folder")
 
 
 def install(out: Path | str, folder: Path = POCKET) -> list[str]:
