@@ -249,6 +249,14 @@ def test_a_chat_template_is_in_the_file(package, tmp_path, several):
         export(str(folder), "fp16", out, check=True)
 
 
+def test_a_chat_template_is_among_what_is_written(tmp_path):
+    """The same without the package: the facts of the vocabulary that the writer is given."""
+    folder = small_models.write_tokenizer(tmp_path / "chat", chat_template=small_models.TEMPLATE)
+    small_models.llama().save_pretrained(folder)
+    assert vocabulary(models.tokenizer(str(folder)), 4096)["chat_template"] == small_models.TEMPLATE
+    assert "chat_template" not in vocabulary(models.tokenizer("pocket-3m"), 4096)
+
+
 def test_the_template_of_a_tokenizer():
     def of(template):
         return module.chat_template(SimpleNamespace(chat_template=template))

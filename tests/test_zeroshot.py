@@ -355,27 +355,29 @@ def test_the_same_as_lm_evals_own_path(task, data, pocket, monkeypatch):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-4)
 
 
-def windowed_models():
-    """A Mistral with a window in every layer, a Qwen2 with one in the second, a Llama of the newest layer types."""
-    torch.manual_seed(0)
-    shape = small_models.SHAPE
-    yield "mistral", small_models.mistral(32)
-    second = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
-    yield "qwen2", Qwen2ForCausalLM(Qwen2Config(**shape, **second)).eval()
-    kinds = ["chunked_attention", "full_attention"]
-    llama4 = Llama4TextConfig(
-        **shape | {"intermediate_size_mlp": 128, "num_local_experts": 2, "head_dim": 32, "tie_word_embeddings": False},
-        layer_types=kinds, attention_chunk_size=32, no_rope_layers=[1, 0],
-    )  # fmt: skip
-    yield "llama4", Llama4ForCausalLM(llama4).eval()
+def qwen2():
+    """A Qwen2 with a window of 32 ids in the second layer."""
+    window = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+    return Qwen2ForCausalLM(Qwen2Config(**small_models.SHAPE, **window))
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), windowed_models(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_a_window_shorter_than_prompt_and_answers(name, model):
+def llama4():
+    """A Llama 4 whose first layer sees chunks of 32 ids."""
+    kinds = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 32}
+    experts = {"intermediate_size_mlp": 128, "num_local_experts": 2, "head_dim": 32, "no_rope_layers": [1, 0]}
+    return Llama4ForCausalLM(
+        Llama4TextConfig(**small_models.SHAPE | {"tie_word_embeddings": False}, **experts, **kinds)
+    )
+
+
+WINDOWED = {"mistral": lambda: small_models.mistral(32), "qwen2": qwen2, "llama4": llama4}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_shorter_than_prompt_and_answers(name):
     """Long answers behind long prompts with a shared beginning: log likelihoods as lm-eval's HFLM gives them."""
-    drawn = np.random.default_rng(0)
+    torch.manual_seed(0)
+    model, drawn = WINDOWED[name]().eval(), np.random.default_rng(0)
     prefix = drawn.integers(2, 4096, size=40)
     rows, asked = [], []
     for length, counts in ((5, (30, 1, 20)), (60, (8, 40, 25)), (25, (50,))):
