@@ -463,6 +463,8 @@ EXPORTS: list[tuple[tuple[object, ...], tuple[str, ...], Prepare]] = [
     (OUT, NO_PATTERN, cutting("model", to={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})),
     (OUT, ("puts the ids [66] around a text",), cutting("post_processor", to=AROUND)),
     (OUT, ("has an id 300, the model 257 ids",), cutting("model", "vocab", "zzz", to=300)),
+    (OUT, ("--gguf x.gguf: exists, and this command did not write it", "choose another name"), b"words"),
+    (OUT, ("--gguf x.gguf: exists, and this command did not write it",), GGUF + bytes(99)),
     ((*OUT, "--check"), ("x.gguf: cannot be read (No such file",), None),
     ((*OUT, "--check"), ("x.gguf: cannot be read (Is a directory)",), lambda model: (model.parent / "x.gguf").mkdir()),
     ((*OUT, "--check"), ("x.gguf: cut, 0 of 169 bytes",), b""),
