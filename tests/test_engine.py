@@ -245,6 +245,24 @@ def test_a_step_calls_few_operators(engine):
     assert calls.count <= 90 * len(engine.model.blocks)
 
 
+def test_a_step_takes_its_blocks_one_after_another_from_the_decoder(engine):
+    class Reported(step.Decoder):
+        """Says which block a step is given, and that the one before has been computed by then."""
+
+        def in_turn(self):
+            for index, block in enumerate(self.blocks):
+                taken.append((index, bool(cache.keys[index - 1].any())))
+                yield block
+
+    taken = []
+    reported = Reported(**vars(engine.model))
+    cache = step.Cache(reported, 1)
+    ids = torch.tensor([5, 6, 7])
+    hidden = step.step(reported, cache, step.run_of(ids, 0, 0))
+    assert taken == [(0, False), *((index, True) for index in range(1, len(engine.model.blocks)))]
+    assert torch.equal(hidden, step.step(engine.model, step.Cache(engine.model, 1), step.run_of(ids, 0, 0)))
+
+
 # --- one engine, many generations -------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ they are the references of `kernels/`, on a GPU its kernels. Everything that a s
 device: rows, positions and lengths, so that a captured step can be replayed for any of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -74,6 +74,10 @@ class Decoder:
     cos: Tensor
     sin: Tensor
     stored_bytes: int = 0
+
+    def in_turn(self) -> Iterator[Block]:
+        """The blocks as a step runs them, one after another; where weights are streamed, each is waited for here."""
+        yield from self.blocks
 
     @property
     def device(self) -> torch.device:
@@ -166,8 +170,9 @@ def step(model: Decoder, cache: Cache, tokens: Tokens, attend: Operator | None =
     """
     eps, scale = model.config.rms_norm_eps, model.cos.shape[1] ** -0.5
     x, residual = model.embedding[tokens.ids], None
-    blocks = model.blocks if attend is None else [block.dense for block in model.blocks]
-    for block, keys, values in zip(blocks, cache.keys, cache.values):
+    for index, layer in enumerate(model.in_turn()):
+        block = layer if attend is None else layer.dense
+        keys, values = cache.keys[index], cache.values[index]
         x, residual = block.norm(x, block.input_norm, eps, residual)
         qkv = block.qkv(x)
         q = block.rope(qkv, model.cos, model.sin, tokens.positions, tokens.rows, tokens.slots, keys, values)
