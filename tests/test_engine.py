@@ -202,6 +202,17 @@ def test_log_probabilities_are_scores(engine):
     assert sum((piece.logprobs for piece in pieces), []) == pytest.approx(text.logprobs, abs=1e-4)
 
 
+def test_no_log_probability_is_computed_that_nobody_asked_for(engine, monkeypatch):
+    """It reads the logits several times more: 8.6 % of a step of 1B shapes in W4 on an H100."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda *given: asked.append(given) or given[0].float())
+    for how in ({}, {"temperature": 0.8}):
+        one(engine, count=3, **how)
+    assert not asked
+    one(engine, count=3, logprobs=True)
+    assert len(asked) == 3
+
+
 def test_logits_and_scores_are_those_of_transformers(engine):
     ids = torch.randint(4096, (40,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -698,4 +709,6 @@ def test_the_launchers_take_what_the_step_gives_them(tiny, monkeypatch):
     engine = Engine.load(tiny, dtype="float32", device="cpu")
     assert [text.tokens for text in engine.generate(prompts, 5, **how)] == wanted
     assert called == {"rms_norm", "rope_append", "attention", "silu_product", "sample"}
+    list(engine.generate(prompts, 2, eos=False))
+    assert "argmax" in called
     engine.tree(0, 3, torch.tensor([4, 5, 6]), [-1, 0, 0])

@@ -57,7 +57,7 @@ def test_captured_steps_outlive_the_engine_that_made_them(recipe):
     gc.collect()
     torch.cuda.empty_cache()
     dirt = [torch.full((2**20,), math.nan, device="cuda") for _ in range(64)]
-    batch = decoding.Decoding(PROMPTS, [48] * len(PROMPTS), decoding.Sampling(), [0] * len(PROMPTS))
+    batch = decoding.Decoding(PROMPTS, [48] * len(PROMPTS), decoding.Sampling(), [0] * len(PROMPTS), True)
     found = [[] for _ in PROMPTS]
     for step in batch.run(steps, 256):
         for i, token, _ in step:

@@ -138,6 +138,25 @@ def interpret_sample(case: dict) -> float:
     return wrong + int((kernel.launch(**{n: v[1:2] for n, v in inputs.items()}, size=2048) != want[1:2]).sum())
 
 
+def interpret_argmax(case: dict) -> float:
+    """Wrong tokens: equal largest logits in one block and in two, infinities, NaN before and after the largest."""
+    from repro.kernels import argmax as kernel
+
+    logits = kernel.make_inputs(case | {"T": 9})["logits"]
+    last = case["V"] - 1
+    logits[1, [3, 7, last]] = 50.0
+    logits[2, last] = 50.0
+    logits[3, 0] = float("nan")
+    logits[4, last] = float("nan")
+    logits[5, 2] = float("inf")
+    logits[6] = float("-inf")
+    logits[7, ::2] = float("-inf")
+    logits[8] = -3.0
+    want = kernel.reference(logits)
+    assert want[[1, 2]].tolist() == [3, last] and want[3:7].tolist() == [-1] * 4 and want[8] == 0 and want[7] % 2 == 1
+    return int((kernel.launch(logits) != want).sum())
+
+
 @triton.jit
 def noise_kernel(x, out, seed, position, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
@@ -218,6 +237,11 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         [{"V": v, "dtype": d, "seed": v} for v, d in ((1030, "bfloat16"), (254, "float32"))],
         0,
     ),
+    "argmax": (
+        interpret_argmax,
+        [{"V": v, "dtype": d, "seed": v} for v, d in ((40_000, "bfloat16"), (1001, "float16"), (254, "float32"))],
+        0,
+    ),
     "noise": (interpret_noise, [{"key": -3, "position": 5}, {"key": 1 << 40, "position": (1 << 33) + 1}], 0),
 }
 
@@ -288,7 +312,7 @@ def variants():
 
 def decode_variants():
     """The kernels of a decode step; where fusion is off no multiply-add may be, and float32 is never TF32."""
-    from repro.kernels import attention, rms_norm, rope_append, sample, silu_product
+    from repro.kernels import argmax, attention, rms_norm, rope_append, sample, silu_product
 
     exact, wide, indices = {"num_warps": 4, "enable_fp_fusion": False}, dict.fromkeys((80, 90, 100), "v4.b32"), "*i32"
     yield (
@@ -324,6 +348,10 @@ def decode_variants():
         "attention joined splits", attention.join_splits_kernel,
         dict.fromkeys(("acc_part", "top_part", "sum_part"), "*fp32") | {"y": "*bf16", "COUNT": "i32"},
         {"D": 128, "SPLIT": 3, "PAD": 4}, ("acc_part", "y"), {"num_warps": 4}, {},
+    )  # fmt: skip
+    yield (
+        "argmax", argmax.argmax_kernel, {"logits": "*bf16", "tokens": "*i64", "V": "i32"},
+        {"BLOCK": argmax.BLOCK, "UNROLLED": argmax.UNROLLED}, ("logits", "V"), {"num_warps": 32}, wide,
     )  # fmt: skip
     types = {"logits": "*bf16", "temperature": "*fp32", "top_k": indices, "top_p": "*fp32", "peak": "*fp32", "V": "i32"}
     types |= {

@@ -26,9 +26,10 @@ SMALL = {  # an operator to the changes of its first case that make it small
     "rope_append": {},
     "attention": {},
     "sample": {"V": 1024},
+    "argmax": {},
 }
 NAMES = (
-    *("rms_norm", "silu_product", "rope_append", "attention", "sample"),
+    *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax"),
     *("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"),
     *("w8a8", "w8a8_gemv", "w8a8_gemm", "quantize_activation", "read_floor"),
 )

@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 
 from repro.bench import operators, timing  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
-from repro.kernels import attention, noise, rms_norm, rope_append, sample, silu_product  # noqa: E402
+from repro.kernels import argmax, attention, noise, rms_norm, rope_append, sample, silu_product  # noqa: E402
 from repro.kernels.operators import Argument, checker  # noqa: E402
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-PAGES = {m.__name__.rpartition(".")[2]: m for m in (rms_norm, rope_append, attention, silu_product, sample)}
+PAGES = {m.__name__.rpartition(".")[2]: m for m in (rms_norm, rope_append, attention, silu_product, sample, argmax)}
 
 
 def small(name, **changes):
@@ -275,6 +275,16 @@ def test_kernels_that_round_like_torch_are_launched_without_fused_multiply_adds(
     assert set(launches) == {False} and len(launches) >= len(kernels)
 
 
+# --- argmax -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=typed)
+def test_the_greedy_choice_is_the_first_of_the_largest_and_none_where_it_is_not_finite(dtype):
+    inf = math.inf
+    rows = [[1, 5, 5, 2], [5, 1, 2, 5], [-inf, -4, -3, -inf], [1, inf, 2, 3], [-inf] * 4, [math.nan, 1, 2, 3]]
+    assert argmax.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [1, 0, 2, -1, -1, -1]
+
+
 # --- what all of them share -------------------------------------------------------------------------------------------
 
 WRONG = [
@@ -293,6 +303,7 @@ WRONG = [
     ("attention", "mask", lambda x: x.to(torch.uint8), "mask must be a contiguous bool"),
     ("attention", "lengths", lambda x: x[:-1], "lengths must be"),
     ("attention", "q", lambda x: x.repeat(1, 11, 1), "Hq = 33 a multiple of Hk = 1, at most 32 Hk"),
+    ("argmax", "logits", lambda x: x.double(), "logits must be a contiguous float16"),
     ("sample", "seeds", lambda x: x.int(), "seeds must be a contiguous int64"),
     ("sample", "top_p", lambda x: x.double(), "top_p must be a contiguous float32"),
     ("sample", "logits", lambda x: torch.zeros(3, (1 << 19) + 1), "logits of 524289 tokens"),
@@ -340,6 +351,7 @@ BYTES = {  # of the first cases, by hand from the formulas of the files
     "attention": 2 * 4 * 64 * (40 + 22) + 2 * 4 * 6 * 3 * 64,  # rows of 37 + 3 and 19 + 3 slots
     "silu_product": 4 * 3 * 129 * 3,
     "sample": 4 * 3 * 1001 + 8 * 3,
+    "argmax": 4 * 3 * 1001 + 8 * 3,
 }
 
 

@@ -34,6 +34,7 @@ KERNELS = (  # this project's own, by module of kernels/
     "attention",
     "silu_product",
     "sample",
+    "argmax",
 )
 BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
 STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")

@@ -64,7 +64,10 @@ OPERATORS: Mapping[str, dict[str, Provider]] = {  # its peers; `torch` is PyTorc
     "attention": {"torch.scaled_dot_product_attention": _sdpa},
     "silu_product": {"torch": _reference("silu_product"), "torch.compile": _compiled(_reference("silu_product"))},
     "sample": {"torch": _reference("sample")},  # a compiled one fuses multiply-adds, which changes noise and tokens
+    "argmax": {"torch": _reference("argmax"), "torch.compile": _compiled(_reference("argmax"))},
 }
+TOKENS = ("sample", "argmax")  # operators whose outputs are tokens
+
 CACHE = ("keys", "values")
 DATA = ("x", "residual", "weight", "qkv", "q", "logits")  # what the timer may turn around; not indices
 
@@ -84,7 +87,7 @@ def moved(name: str, inputs: Mapping[str, Any], results: Any) -> int:  # noqa: A
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
     """Relative error that is allowed: one rounding to the dtype, or some of float32; none for tokens."""
-    return 0.0 if name == "sample" else torch.finfo(dtype).eps + 1e-6
+    return 0.0 if name in TOKENS else torch.finfo(dtype).eps + 1e-6
 
 
 def task(name: str, case: dict[str, Any], provider: str, device: str = "cuda") -> Task:

@@ -73,7 +73,7 @@ class Core:
         if "" in stop:
             raise UserError("stop: an empty text would end every sequence at once; name some characters")
         ids = [self._ids(each) for each in (prompts if whole else [prompts])]
-        batch = self._decoding(ids, max_new_tokens, Sampling(temperature, top_k, top_p), seed)
+        batch = self._decoding(ids, max_new_tokens, Sampling(temperature, top_k, top_p), seed, logprobs)
         return self._texts(batch, whole, stop, self.ends if eos else frozenset(), logprobs)
 
     def chat(self, message: str) -> Templated:
@@ -172,7 +172,7 @@ class Core:
             raise UserError(f"token {wrong[0]}: {self.name} has ids from 0 to {self.model.config.vocab_size - 1:,}")
 
     def _decoding(
-        self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int]
+        self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int], scored: bool = False
     ) -> Decoding:
         """A batch that fits, not yet begun."""
         if not 1 <= len(ids) <= MOST:
@@ -184,7 +184,7 @@ class Core:
             raise UserError(f"seed: {len(seeds)} for {len(ids)} prompts; give one, or one for each, 0 or more")
         for prompt in ids:
             self._check(prompt, new or 1)
-        return Decoding(ids, [new or self.context - len(prompt) for prompt in ids], sampling, seeds)
+        return Decoding(ids, [new or self.context - len(prompt) for prompt in ids], sampling, seeds, scored)
 
     def _run(self, batch: Decoding) -> Iterator[list[tuple[int, int, float]]]:
         """The steps of a generation, and its stats when it ends, also early."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from repro.engine.step import Cache, Decoder, Tokens, library_attention, on, run_of, step
 from repro.errors import UserError
-from repro.kernels import sample
+from repro.kernels import argmax, sample
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,17 @@ class State:
         ids: int64 `[T]`, each sequence's last token, not yet in the cache; -1 where the logits were not finite.
         rows: int32 `[T]`, its row of the cache, -1 where it has ended.
         drawn: whether tokens are drawn; else every one is the first of the largest logits.
-        logprobs: float32 `[T]`, of the last tokens.
+        scored: whether a step computes `logprobs`, which reads the logits several times more.
+        logprobs: float32 `[T]`, of the last tokens; NaN unless scored.
     """
 
-    def __init__(self, size: int, drawn: bool, device: torch.device) -> None:
-        self.drawn = drawn
+    def __init__(self, size: int, drawn: bool, scored: bool, device: torch.device) -> None:
+        self.drawn, self.scored = drawn, scored
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.rows = torch.full((size,), -1, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
-        self.temperature, self.top_p, self.logprobs = torch.zeros(3, size, device=device).unbind()
+        self.temperature, self.top_p = torch.zeros(2, size, device=device).unbind()
+        self.logprobs = torch.full((size,), math.nan, device=device)
         self.top_k = torch.zeros(size, dtype=torch.int32, device=device)
 
     def choose(self, logits: Tensor, lengths: Tensor) -> None:
@@ -51,9 +53,9 @@ class State:
             how = self.seeds, lengths.long(), self.temperature, self.top_k, self.top_p
             self.ids.copy_(on(logits.device, sample)(logits, *how))
         else:
-            largest, first = logits.max(1)
-            self.ids.copy_(first.where(largest.isfinite(), -1))
-        self.logprobs.copy_(logits.float().log_softmax(1).gather(1, self.ids.clamp(min=0)[:, None])[:, 0])
+            self.ids.copy_(on(logits.device, argmax)(logits))
+        if self.scored:
+            self.logprobs.copy_(logits.float().log_softmax(1).gather(1, self.ids.clamp(min=0)[:, None])[:, 0])
 
 
 @torch.inference_mode()
@@ -73,13 +75,13 @@ class Steps:
 
     def __init__(self, model: Decoder, rows: int) -> None:
         self.model, self.cache, self.graphed = model, Cache(model, rows), model.device.type == "cuda"
-        self.states: dict[tuple[int, bool], State] = {}
+        self.states: dict[tuple[int, bool, bool], State] = {}
         self.graphs: dict[State, torch.cuda.CUDAGraph] = {}
 
-    def state(self, sequences: int, drawn: bool) -> State:
+    def state(self, sequences: int, drawn: bool, scored: bool) -> State:
         """The state of a number of sequences: on a GPU padded to a power of two, so that few graphs are captured."""
         size = 1 << (sequences - 1).bit_length() if self.graphed else sequences
-        state = self.states.setdefault((size, drawn), State(size, drawn, self.model.device))
+        state = self.states.setdefault((size, drawn, scored), State(size, drawn, scored, self.model.device))
         state.rows.fill_(-1)
         return state
 
@@ -120,6 +122,8 @@ def prefill(steps: Steps, ids: Tensor, row: int, chunk: int) -> Iterator[Tensor]
 class Decoding:
     """A batch of sequences: token ids, the number of new tokens of each (one or more), sampling, and seeds.
 
+    `scored` asks for log probabilities, which are NaN else.
+
     Attributes:
         running: the sequences that go on.
         prefill_s: seconds until every sequence had its first token.
@@ -128,15 +132,16 @@ class Decoding:
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> None:
-        self.prompts, self.limits, self.sampling, self.seeds = prompts, limits, sampling, seeds
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], sampling: Sampling, seeds: Sequence[int],
+        scored: bool = False,
+    ) -> None:  # fmt: skip
+        self.prompts, self.limits, self.sampling, self.seeds, self.scored = prompts, limits, sampling, seeds, scored
         self.running, self.prefill_s, self.seconds, self.slots = set(range(len(prompts))), math.nan, [], 0
 
     def run(self, steps: Steps, chunk: int) -> Iterator[list[tuple[int, int, float]]]:
         """(sequence, token, log probability) of those that go on, step by step; the next step is launched before."""
         began = time.perf_counter()
-        self.state = steps.state(len(self.prompts), self.sampling.temperature > 0)
+        self.state = steps.state(len(self.prompts), self.sampling.temperature > 0, self.scored)
         self._prefill(steps, chunk)
         waiting, given = self._fetch(), 0
         while self.running:
