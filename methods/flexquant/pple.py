@@ -12,7 +12,7 @@ from torch import Tensor
 
 def pple(logits: Tensor) -> Tensor:
     """PPLE float32 `[T]` of logits `[T, V]`, in any dtype; NaN where they are not finite enough to have a softmax."""
-    return torch.special.entr(logits.bfloat16().softmax(-1)).sum(-1).exp()
+    return torch.special.entr(logits.float().softmax(-1)).sum(-1).exp()
 
 
 def fault_tolerance(logits: Tensor) -> Tensor:
