@@ -139,10 +139,10 @@ __cluster_dims__(SPLIT)
                                 matrix(stages + i * X) + ((column + k) / 64 * MT + m) * 8 + (column + k) % 64 / 8);
                 wgmma_end();
                 wgmma_wait<BUFFERS - 1>();  // the next buffer of `a` is free; before the last step, the previous stage
-                if (column == (BUFFERS - 2) * STEP && slab > begin) {
-                    __syncwarp();  // an arrival releases what its own lane has done: the others must have met it
-                    if (lane == 0) signal_arrive(free + (i == 0 ? STAGES - 1 : i - 1) * 8);
-                }
+                // All lanes of the warp have waited (`.sync`), so one arrives for them. No `__syncwarp()` here: ptxas
+                // would take it for the end of the pipeline of products and let each product wait (C7513).
+                if (column == (BUFFERS - 2) * STEP && slab > begin && lane == 0)
+                    signal_arrive(free + (i == 0 ? STAGES - 1 : i - 1) * 8);
             }
             if (++i == STAGES) i = 0, phase++;
         }

@@ -283,6 +283,7 @@ template <int PENDING> void wgmma_wait() {
     auto &groups = block->fibers[threadIdx.x]->products;
     for (; (int)groups.size() - 1 > PENDING; groups.pop_front())
         for (auto &product : groups.front()) product();
+    __syncwarp(); // `.sync`: no lane goes on before every lane of its warp has waited
 }
 inline void show_matrix_unit() {}
 inline void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) {

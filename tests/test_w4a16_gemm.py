@@ -136,13 +136,16 @@ def test_operator_is_traceable():
 def test_misuse():
     packed = random_weight(32, 128, 4, 32)
     for x, words in (
-        (torch.zeros(4, 64), "float32"),
-        (torch.zeros(4, 64, dtype=torch.float16), r"\[4, 64\] .* 32 x 128"),
-        (torch.zeros(128, dtype=torch.float16), r"\[128\] .* 32 x 128"),
+        (
+            torch.zeros(4, 64),
+            r"x must be a contiguous float16 or bfloat16 tensor .*, not a float32 tensor",
+        ),
+        (torch.zeros(4, 64, dtype=torch.float16), r"x is \[4, 64\], expected \[1 to 2048, 128\]"),
+        (torch.zeros(128, dtype=torch.float16), r"x must be .* \[M, K\] on cpu, not a float16 tensor \[128\]"),
     ):
         with pytest.raises(ValueError, match=words):
             torch.ops.lowbit.w4a16_gemm(x, *weight(packed))
-    with pytest.raises(ValueError, match="codes is"):
+    with pytest.raises(ValueError, match="codes .* must be .* for a weight of 32 x 64"):
         torch.ops.lowbit.w4a16_gemm(torch.zeros(4, 64, dtype=torch.float16), *weight(packed)[:5], 64, False)
 
 

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from snakemake.io import ancient
+
 from repro import models
 from repro.bench import kernel_rows
 from repro.cells import KINDS
@@ -21,7 +23,7 @@ from repro.spec.names import FORMATS, OWN, canonical
 from repro.spec.workflow import Workflow
 
 __all__ = ["FORMATS", "Snake", "config_file"]
-HASHED = 20_000_000  # bytes; inputs up to that size are known by content where only their time has changed
+HASHED = 200_000_000  # bytes; inputs up to that size are known by content where only their time has changed
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +78,10 @@ class Snake:
         settings = self.workflow and self.workflow.dag_settings
         if settings:
             settings.rerun_triggers = {one for one in settings.rerun_triggers if one.name != "CODE"}
-            settings.max_checksum_file_size = max(HASHED, settings.max_checksum_file_size)
+            # Who compares the hashes of inputs, and who keeps them when a job ends, has copied Snakemake's own limit of
+            # 1 MB by now: larger inputs would be taken for changed where a copied checkout has made them new.
+            for holder in (settings, self.workflow.dag, self.workflow.persistence):
+                holder.max_checksum_file_size = max(HASHED, holder.max_checksum_file_size)
 
     def script(self, folder: str) -> str:
         """What a rule runs: the `script.py` of a folder of the package, wherever that is installed."""
@@ -105,12 +110,15 @@ class Snake:
 
     @plainly
     def job_inputs(self, wildcards: Any) -> list[str]:
-        """What a job reads: a local model's files, outputs of the jobs it needs, and the hash of the code behind it."""
+        """What a job reads: a local model's files, outputs of the jobs it needs, and the hash of the code behind it.
+
+        The times of a model's files decide nothing: its fingerprint is part of the job's id.
+        """
         self._settle()
         job = self._job(wildcards)
         weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
         needed = [path for _, need in job.needs for path in runner.outputs(need)]
-        return _known_as([runner.code_file(job), *weights, *needed])
+        return [*_known_as([runner.code_file(job), *needed]), *map(ancient, _known_as(weights))]
 
     @plainly
     def job_json(self, wildcards: Any) -> str:
