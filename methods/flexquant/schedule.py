@@ -154,12 +154,12 @@ def bits_by_step(log: Iterable[Switch], sizes: Mapping[str, int], high: int, ste
         steps: how many decode steps there were.
     """
     total = sum(sizes.values())
-    bits, change = dict.fromkeys(sizes, high), np.zeros(steps + 1)
+    bits, change = dict.fromkeys(sizes, high), np.zeros(steps + 1, dtype=np.int64)  # of all weights together
     for switch in sorted(log, key=lambda switch: switch.step):
         if switch.step <= steps:
-            change[switch.step - 1] += sizes[switch.layer] * (switch.bits - bits[switch.layer]) / total
+            change[switch.step - 1] += sizes[switch.layer] * (switch.bits - bits[switch.layer])
         bits[switch.layer] = switch.bits
-    return high + change[:steps].cumsum()
+    return (high * total + change[:steps].cumsum()) / total
 
 
 def mean_bits(

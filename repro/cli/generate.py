@@ -3,10 +3,14 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from repro.cli import options as common
 from repro.errors import UserError
 from repro.files import regular
+
+if TYPE_CHECKING:
+    from repro.engine.precision import SwitchingEngine
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +20,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--file", type=Path, help="a file with the prompt")
     add("--model", required=True, help="pocket-10m, a local folder, hub-id@revision")
     add("--recipe", default="fp16", help="such as 'rtn-w4-g128 + spear'; built now if it is not yet")
+    about = "flexquant, or 'flexquant(threshold=2.0, layers=4)': layers go to fewer bits while it decodes"
+    add("--precision", metavar="SCHEDULE", help=about)
     add("--no-build", dest="build", action="store_false", help="do not build a recipe; say the command")
     add("--scale", help="whose calibration text a recipe is built with; default $SCALE, else pocket")
     about = "tokens of prompt and answer; default the model's, at most 2048"
@@ -38,17 +44,36 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("a prompt and --file: give one of them")
     from repro.engine import Engine
     from repro.engine.core import needs_weights
+    from repro.engine.precision import SwitchingEngine
     from repro.jobs import own_text
 
     needs_weights(args.model)  # a shape's would take minutes to make
     text = _prompt(args)
     where = {name: getattr(args, name) for name in ("context", "device", "dtype", "scale", "build")}
-    engine = Engine.load(*own_text.opened(args.model, args.recipe), **where)
+    named = own_text.opened(args.model, args.recipe)
+    if args.precision is None:
+        engine = Engine.load(*named, **where)
+    else:
+        engine = SwitchingEngine.load(*named, precision=args.precision, **where)
     how = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
-    pieces = engine.generate(engine.chat(text) if args.chat else text, **{name: getattr(args, name) for name in how})
-    for piece in pieces:
+    given = {name: getattr(args, name) for name in how}
+    prompt = engine.chat(text) if args.chat else text
+    for piece in engine.generate(prompt, **given):
         print(piece, end="", flush=True)
     print(f"\n{engine.stats}")
+    if args.precision is not None:
+        print(_switched(engine, prompt, given))
+
+
+def _switched(engine: "SwitchingEngine", prompt: str, given: dict[str, Any]) -> str:
+    """What became of the precision, and the speed next to that of the first width alone on as many tokens."""
+    switching, speed, high = engine.switching, engine.stats.tokens_per_s, engine.config.path[0]
+    engine.hold(high)
+    for _ in engine.generate(prompt, **given | {"max_new_tokens": engine.stats.new_tokens, "stop": ()}, eos=False):
+        pass
+    static = engine.stats.tokens_per_s
+    said = f"{speed:.1f} tokens/s, {speed / static:.2f} times static {high} bits ({static:.1f} tokens/s)"
+    return f"{switching} | {said}"
 
 
 def _prompt(args: argparse.Namespace) -> str:

@@ -11,6 +11,7 @@ print(engine.stats)
 engine.py    models by name, recipes, shapes (shapes.yaml)   core.py    what an engine can be asked
 weights.py   packed and dense products, decoders             step.py    the plain step, its blocks and its cache
 decoding.py  batches: prefill, steps, CUDA graphs            output.py  characters, stop strings, statistics
+copies.py    layers with a copy at each of several widths    precision.py  switching between them while decoding
 """
 
 from typing import Any

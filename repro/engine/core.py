@@ -36,8 +36,10 @@ class Core:
     `context` is the slots of a sequence, `stats` those of the last generation, `chunk` tokens of a prefill at a time.
     """
 
+    STEPS = Steps
+
     def __init__(self, name: str, model: Decoder, hub: bool = False) -> None:
-        self.name, self.hub, self.steps, self.context = name, hub, Steps(model, 1), len(model.cos)
+        self.name, self.hub, self.steps, self.context = name, hub, self.STEPS(model, 1), len(model.cos)
         self.stats, self.chunk = Stats(stored_bytes=model.stored_bytes, read_bytes=model.read_bytes), 256
         self._turn = object()  # of the generation that may go on
 
@@ -151,7 +153,7 @@ class Core:
         """Put other operators into a block; captured steps are dropped with the operators that they read."""
         blocks = list(self.model.blocks)
         blocks[block] = replace(blocks[block], **operators)
-        self.steps = Steps(replace(self.model, blocks=tuple(blocks)), len(self.cache.lengths))
+        self.steps = self.STEPS(replace(self.model, blocks=tuple(blocks)), len(self.cache.lengths))
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         try:
@@ -191,7 +193,7 @@ class Core:
         self._turn = turn = object()
         count, device, given = len(batch.prompts), self.model.device, 0
         if count > len(self.cache.lengths):
-            self.steps = Steps(self.model, count)
+            self.steps = self.STEPS(self.model, count)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         try:

@@ -73,6 +73,8 @@ def advance(model: Decoder, cache: Cache, state: State) -> None:
 class Steps:
     """`advance`, on a GPU as one CUDA graph for each number of tokens; it owns whatever a captured step reads."""
 
+    STATE = State
+
     def __init__(self, model: Decoder, rows: int) -> None:
         self.model, self.cache, self.graphed = model, Cache(model, rows), model.device.type == "cuda"
         self.states: dict[tuple[int, bool, bool], State] = {}
@@ -81,7 +83,7 @@ class Steps:
     def state(self, sequences: int, drawn: bool, scored: bool) -> State:
         """The state of a number of sequences: on a GPU padded to a power of two, so that few graphs are captured."""
         size = 1 << (sequences - 1).bit_length() if self.graphed else sequences
-        state = self.states.setdefault((size, drawn, scored), State(size, drawn, scored, self.model.device))
+        state = self.states.setdefault((size, drawn, scored), self.STATE(size, drawn, scored, self.model.device))
         state.rows.fill_(-1)
         return state
 
@@ -180,11 +182,16 @@ class Decoding:
         for name in ("temperature", "top_k", "top_p"):
             getattr(state, name).fill_(getattr(self.sampling, name))
         for row, ids in enumerate(self.prompts):
-            *_, last = prefill(steps, torch.tensor(ids, device=device), row, chunk)
-            logits.append(steps.model.head(last[-1:]))
+            chunks = prefill(steps, torch.tensor(ids, device=device), row, chunk)
+            logits.append(steps.model.head(self._last(steps, row, chunks)))
         padding = len(state.ids) - count
         lengths = torch.tensor([*map(len, self.prompts), *[0] * padding], device=device)
         state.choose(torch.cat([*logits, logits[-1].expand(padding, -1)]), lengths)
+
+    def _last(self, steps: Steps, row: int, chunks: Iterator[Tensor]) -> Tensor:
+        """Run a prompt's prefill; the hidden state `[1, H]` of its last token."""
+        *_, last = chunks
+        return last[-1:]
 
     def _fetch(self) -> Callable[[], tuple[list[int], list[float], float]]:
         """Start copying the last tokens to the host; the function waits for them and says when they were there."""

@@ -1,0 +1,194 @@
+"""Layers with a copy of their weights at each of several widths, all in device memory; one copy of each computes.
+
+`Copies` takes the place of a product of layers that share their input. While its layers have one width it is one
+launch, as in a static model of that width; where their widths differ, each layer is a launch of its own, exactly as a
+model that was quantized to that mixture from the start. In a batch whose sequences are in different states, every copy
+computes and each row takes the one of its own sequence.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from repro.engine.step import Block, Decoder
+from repro.engine.weights import LAYERS, Dense, Joined, Packed
+from repro.errors import UserError
+from repro.kernels import w8a8
+from repro.kernels.packing import TILE, PackedWeight
+
+
+class Copies(nn.Module):
+    """A product, x `[T, K]` to y `[T, N]`, of layers whose widths change one by one.
+
+    Attributes:
+        names, sizes: the layers, and how many outputs each has.
+        at: width to the product of all layers at that width; the first is the one that decoding begins with.
+        bits: the width of each layer now.
+        levels: int8 `[rows, layers]` on the device where rows have states of their own: which of the widths each has.
+    """
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], at: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.names, self.sizes, self.levels = list(names), list(sizes), None
+        self.at = dict(at)  # a plain mapping: `buffers` counts what a step reads, not all that is there
+        self.high = next(iter(at))
+        self.prefill = self.at[self.high]
+        layer_of_column = torch.arange(len(sizes)).repeat_interleave(torch.tensor(self.sizes))
+        self.layer_of_column = layer_of_column.to(next(self.prefill.buffers()).device)
+        self.bits = [self.high] * len(self.names)
+        self._running = [self.prefill]
+
+    @property
+    def dense(self) -> nn.Module:
+        """The product that a prefill runs."""
+        return self.prefill
+
+    def set(self, bits: Sequence[int]) -> None:
+        """Let each layer compute with the copy of a width."""
+        self.bits = list(bits)
+        if len(set(bits)) == 1:
+            self._running = [self.at[bits[0]]]
+        else:
+            self._running = [self._part(i, width) for i, width in enumerate(bits)]
+
+    def _part(self, layer: int, bits: int) -> nn.Module:
+        """The product of one layer at a width; on a GPU its weight is a view of the joint one."""
+        whole = self.at[bits]
+        if isinstance(whole, Joined):
+            return whole[layer]
+        start = sum(self.sizes[:layer])
+        return rows_of(whole, start, start + self.sizes[layer])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.levels is None:
+            results = [product(x) for product in self._running]
+            return results[0] if len(results) == 1 else torch.cat(results, 1)
+        level = self.levels[: len(x)][:, self.layer_of_column]
+        first, *others = self.at.values()
+        y = first(x)
+        for number, product in enumerate(others, start=1):
+            y = torch.where(level == number, product(x), y)
+        return y
+
+    __call__ = forward  # as `Dense`
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The tensors that a step reads in the present state."""
+        for product in self._running:
+            yield from product.buffers(recurse)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(tensor.nbytes for product in self.at.values() for tensor in product.buffers())
+
+
+class Int8(nn.Module):
+    """A product with int8 weights and int8 activations, for a prefill (`kernels/w8a8.py`)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        codes, scales = w8a8.quantize_weight(weight.float())
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cuda":
+            y = w8a8.w8a8(x, self.codes, self.scales)
+        else:
+            y = w8a8.on_cpu(x, self.codes, self.scales)
+        return y if self.bias is None else y + self.bias
+
+
+def rows_of(product: nn.Module, start: int, end: int) -> nn.Module:
+    """The product of some of the outputs of another, without copying a weight on a GPU.
+
+    Raises:
+        UserError: a product that has no plain weight, or packed rows that are not divided where the layers are.
+    """
+    bias = getattr(product, "bias", None)
+    bias = None if bias is None else bias[start:end]
+    if isinstance(product, Dense):
+        return Dense(product.weight[start:end].contiguous(), bias)
+    if not isinstance(product, Packed):
+        raise UserError(
+            "flexquant switches plain quantized weights; name a recipe of one quantizer, such as gptq-w4-g128"
+        )
+    packed = product.packed
+    if start % TILE or (end % TILE and end != packed.rows):
+        raise UserError(f"outputs {start} to {end} of a product are not divided by {TILE}, which packed rows come in")
+    tiles = slice(start // TILE, -(-end // TILE))
+    form = packed.bits, packed.group, end - start, packed.columns, packed.symmetric
+    part = PackedWeight(packed.codes[tiles], packed.scale_zero[tiles], *form)
+    return Packed(part, bias, product.order)
+
+
+def joined(decoders: Mapping[int, Decoder], int8_prefill: bool) -> Decoder:
+    """One decoder whose block products have the copies of all given ones, by width; it begins with the first width.
+
+    Args:
+        decoders: width to a decoder of the model at that width; all but the blocks' products comes from the first.
+        int8_prefill: the prompt runs with 8-bit weights and activations (W8A8).
+
+    Raises:
+        UserError: W8A8 of weights that the first decoder has no plain copy of.
+    """
+    first = next(iter(decoders.values()))
+    blocks = []
+    for number in range(len(first.blocks)):
+        products = {}
+        for product, layers in LAYERS.items():
+            at = {bits: getattr(decoder.blocks[number], product) for bits, decoder in decoders.items()}
+            names = [f"{number}.{layer}" for layer in layers]
+            products[product] = Copies(names, sizes(product, first.config), at)
+            if int8_prefill:
+                products[product].prefill = _int8(products[product].prefill)
+        blocks.append(replace(first.blocks[number], **products))
+    stored = first.stored_bytes + sum(
+        copies.nbytes - sum(tensor.nbytes for tensor in copies.at[copies.high].buffers())
+        for block in blocks
+        for copies in copies_of(block)
+    )
+    return replace(first, blocks=tuple(blocks), stored_bytes=stored)
+
+
+def _int8(product: nn.Module) -> Int8:
+    if not isinstance(product, Dense):
+        raise UserError("a W8A8 prefill is made of 16-bit weights; begin the path with 16 bits, or prefill with high")
+    return Int8(product.weight, product.bias)
+
+
+def copies_of(block: Block) -> list[Copies]:
+    """The products of a block that have copies, in order."""
+    return [getattr(block, product) for product in LAYERS if isinstance(getattr(block, product), Copies)]
+
+
+def sizes(product: str, config: object) -> list[int]:
+    """The outputs of each layer of a product, by Transformers' configuration."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+    return {
+        "qkv": [query, key, key],
+        "out": [config.hidden_size],
+        "gate_up": [config.intermediate_size] * 2,
+        "down": [config.hidden_size],
+    }[product]
+
+
+def weights_of(model: Decoder) -> dict[str, int]:
+    """How many weights each layer with copies has."""
+    config, found = model.config, {}
+    inputs = {
+        "qkv": config.hidden_size,
+        "out": sizes("qkv", config)[0],
+        "gate_up": config.hidden_size,
+        "down": config.intermediate_size,
+    }
+    for block in model.blocks:
+        for product, columns in inputs.items():
+            copies = getattr(block, product)
+            found |= {name: size * columns for name, size in zip(copies.names, copies.sizes)}
+    return found

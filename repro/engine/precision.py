@@ -1,0 +1,337 @@
+"""Decoding that switches layers to fewer bits as it goes on (FlexQuant): a controller a sequence, and who obeys it.
+
+    engine = SwitchingEngine.load("pocket-10m", precision="flexquant(threshold=2.0, layers=4)")
+    for piece in engine.generate("Once upon", 200):
+        print(piece, end="")
+    print(engine.switching)
+
+The signal of a token is read while the next one is computed, so that decoding never waits (`schedule.BEHIND`). A single
+sequence runs the products of its present state; on a GPU the captured step is brought up to date between two replays
+(`repro/engine/graph.py`). In a batch each sequence has a state of its own, and every copy computes (`copies.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.engine import copies, weights
+from repro.engine.core import Core
+from repro.engine.decoding import Decoding, Sampling, State, Steps
+from repro.engine.engine import activations, compressed, configuration, random_decoder
+from repro.engine.step import Decoder
+from repro.errors import UserError
+from repro.jobs.target import Target
+from repro.methods.flexquant import order, schedule
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.order import Move
+from repro.methods.flexquant.pple import pple
+from repro.methods.flexquant.schedule import Controller, Rule, Switch
+from repro.models.lowbit import LowBitModel, block_linears
+from repro.spec import precision as named
+from repro.spec import scale as scales
+
+
+class SignalState(State):
+    """A state whose steps also say how uncertain they were.
+
+    Attributes:
+        pple: float32 `[T]`, perplexity entropy of every last token's distribution.
+    """
+
+    def __init__(self, size: int, drawn: bool, scored: bool, device: torch.device) -> None:
+        super().__init__(size, drawn, scored, device)
+        self.pple = torch.zeros(size, device=device)
+
+    def choose(self, logits: Tensor, lengths: Tensor) -> None:
+        """Sample every sequence's next token, and keep the signal of its distribution."""
+        super().choose(logits, lengths)
+        self.pple.copy_(pple(logits))
+
+
+class SwitchingSteps(Steps):
+    """Steps of a decoder whose products have copies: one state for a single sequence, one a row for a batch."""
+
+    STATE = SignalState
+
+    def __init__(self, model: Decoder, rows: int) -> None:
+        super().__init__(model, rows)
+        self.copies = [each for block in model.blocks for each in copies.copies_of(block)]
+        self.where = {name: (each, i) for each in self.copies for i, name in enumerate(each.names)}
+        self.widths = list(self.copies[0].at)
+        self.levels: Tensor | None = (
+            None  # int8 [rows, layers] on the host; the copies' own are views of one on a device
+        )
+        self._on_device: Tensor | None = None
+
+    def state(self, sequences: int, drawn: bool, scored: bool) -> State:
+        """The state of a number of sequences, each of which begins with the first width."""
+        state = super().state(sequences, drawn, scored)
+        if sequences == 1:
+            self.levels = None
+            for each in self.copies:
+                each.levels = None
+            self.set_bits(dict.fromkeys(self.where, self.widths[0]))
+            return state
+        size = len(state.ids)
+        if self._on_device is None or len(self._on_device) < size:
+            self._on_device = torch.zeros(size, len(self.where), dtype=torch.int8, device=self.model.device)
+            self.graphs.clear()  # captured steps read the tensor before
+        self.levels = torch.zeros(self._on_device.shape, dtype=torch.int8)
+        start = 0
+        for each in self.copies:
+            each.levels = self._on_device[:, start : start + len(each.names)]
+            start += len(each.names)
+        self._on_device.zero_()
+        return state
+
+    def set_bits(self, bits: Mapping[str, int]) -> None:
+        """Give layers their widths, of a single sequence."""
+        changed = []
+        for each in self.copies:
+            wanted = [bits.get(name, now) for name, now in zip(each.names, each.bits)]
+            if wanted != each.bits:
+                each.set(wanted)
+                changed.append(each)
+        if changed:
+            self.graphs.clear()
+
+    def switch(self, sequence: int, switches: Sequence[Switch]) -> None:
+        """Make a sequence's switches, for the next step that is launched."""
+        if self.levels is None:
+            self.set_bits({switch.layer: switch.bits for switch in switches})
+            return
+        for number, layer in enumerate(self.where):
+            for switch in switches:
+                if switch.layer == layer:
+                    self.levels[sequence, number] = self.widths.index(switch.bits)
+        self._on_device.copy_(self.levels)
+
+
+class SwitchingDecoding(Decoding):
+    """A batch of sequences with a controller each.
+
+    Attributes:
+        signal: the PPLE of every token of each sequence.
+    """
+
+    def __init__(self, *given: Any, controllers: Sequence[Controller], held: Mapping[str, int] | None = None) -> None:  # noqa: ANN401
+        super().__init__(*given)
+        self.controllers, self.held = controllers, held
+        self.signal: list[list[float]] = [[] for _ in self.prompts]
+        self._fetched = 0
+
+    def run(self, steps: SwitchingSteps, chunk: int) -> Iterator[list[tuple[int, int, float]]]:
+        """As `Decoding.run`; a switch is made as soon as the signal that asks for it is read."""
+        self._steps = steps
+        yield from super().run(steps, chunk)
+
+    def _prefill(self, steps: SwitchingSteps, chunk: int) -> None:
+        if self.held:
+            steps.set_bits(self.held)
+        super()._prefill(steps, chunk)
+
+    def _last(self, steps: SwitchingSteps, row: int, chunks: Iterator[Tensor]) -> Tensor:
+        controller, tail = self.controllers[row], None
+        for hidden in chunks:
+            tail = hidden if tail is None else torch.cat([tail, hidden])
+            tail = tail[-controller.config.prompt_tokens :]
+        made = controller.start(pple(steps.model.head(tail)).tolist())
+        if made:
+            steps.switch(row, made)
+        return tail[-1:]
+
+    def _fetch(self) -> Callable[[], tuple[list[int], list[float], float]]:
+        token, state = self._fetched, self.state
+        self._fetched += 1
+        if state.pple.device.type == "cuda":  # before the event that the other copies wait for
+            host = torch.empty(state.pple.shape, pin_memory=True).copy_(state.pple, non_blocking=True)
+        else:
+            host = state.pple.clone()
+        wait = super()._fetch()
+
+        def observed() -> tuple[list[int], list[float], float]:
+            arrived = wait()
+            values = host.tolist()
+            for sequence in sorted(self.running):
+                self.signal[sequence].append(values[sequence])
+                if made := self.controllers[sequence].observe(values[sequence], token):
+                    self._steps.switch(sequence, made)
+            return arrived
+
+        return observed
+
+
+@dataclass(frozen=True)
+class Switching:
+    """What became of a generation's precision; every list has an entry a sequence.
+
+    Attributes:
+        logs: the switches.
+        signal: the PPLE of every token.
+        thresholds: below which the window's mean asked for a switch.
+        bits: mean bits of a weight over the decode steps.
+        bits_with_prefill: the prefill counted as one more step.
+    """
+
+    logs: list[list[Switch]] = field(default_factory=list)
+    signal: list[list[float]] = field(default_factory=list)
+    thresholds: list[float] = field(default_factory=list)
+    bits: list[float] = field(default_factory=list)
+    bits_with_prefill: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = []
+        for log, bits, threshold in zip(self.logs, self.bits, self.thresholds):
+            steps = sorted({switch.step for switch in log})
+            when = f", the first before token {steps[0]}, the last before {steps[-1]}" if steps else ""
+            lines.append(f"{bits:.3f} bits a weight | {len(log)} layers switched{when} | threshold {threshold:.3f}")
+        return "\n".join(lines)
+
+
+class SwitchingEngine(Core):
+    """An engine whose layers have copies at several widths; `Core` says what it can be asked.
+
+    Attributes:
+        config: of FlexQuant.
+        ahead: every switch in the order in which they are made.
+        rule: which layers are switched, and when; None is the paper's.
+        switching: of the last generation.
+    """
+
+    STEPS = SwitchingSteps
+
+    def __init__(
+        self,
+        name: str,
+        model: Decoder,
+        config: Config,
+        ahead: Sequence[Move],
+        hub: bool = False,
+        rule: Rule | None = None,
+    ) -> None:
+        super().__init__(name, model, hub)
+        self.config, self.ahead, self.rule, self.switching = config, list(ahead), rule, Switching()
+        self.weights, self._held = copies.weights_of(model), None
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        recipe: str = named.DEFAULT,
+        context: int | None = None,
+        *,
+        precision: str | Config = "flexquant",
+        rule: Rule | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        scale: str | None = None,
+        seed: int = 0,
+        build: bool = True,
+    ) -> "SwitchingEngine":
+        """A model with copies of its layers at every width of a schedule's path.
+
+        Args:
+            model, context, device, dtype, scale, seed, build: as `Engine.load`.
+            recipe: the quantizer of the copies, at any width.
+            precision: the schedule, such as `flexquant(threshold=2.0, layers=4)`.
+            rule: which layers are switched after a token: `(pple, step, state) -> layers`.
+
+        UserError, `Refused`: as `Engine.load`, and for a schedule or recipe that means nothing.
+        """
+        config = named.read(precision) if isinstance(precision, str) else precision
+        recipe = named.DEFAULT if recipe == "fp16" else recipe
+        at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if at.type == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
+        targets = {
+            bits: Target(scales.load(name=scale), model, named.recipe_at(recipe, bits), seed) for bits in config.path
+        }
+        first = targets[config.path[0]]
+        shape = configuration(first)
+        slots, kind = weights.check(model, shape, context), activations(shape, at, dtype)
+        for bits in config.path[1:]:
+            weights.slot(bits)
+        if model.startswith("shape/"):
+            decoders = {bits: random_decoder(target, shape, slots, at, kind) for bits, target in targets.items()}
+            layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
+            if config.order in ("kl", "reversed"):
+                raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")
+            ahead = order.moves({}, layers, config)
+            return cls(model, copies.joined(decoders, config.prefill == "w8a8"), config, ahead, rule=rule)
+        models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
+        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        models: Mapping[int, LowBitModel],
+        config: Config,
+        context: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        rule: Rule | None = None,
+        hub: bool = False,
+    ) -> "SwitchingEngine":
+        """An engine of a model that is there at every width of the path, on the CPU."""
+        decoders = {bits: weights.decoder(lm, context, device, dtype) for bits, lm in models.items()}
+        whole = copies.joined(decoders, config.prefill == "w8a8")
+        ahead = order.moves(divergences(models, config), list(copies.weights_of(whole)), config)
+        return cls(name, whole, config, ahead, hub, rule)
+
+    def hold(self, bits: Mapping[str, int] | int | None) -> None:
+        """Let layers keep these widths in every following single generation, whose rule is not asked; None ends it."""
+        self._held = dict.fromkeys(self.weights, bits) if isinstance(bits, int) else bits
+
+    def _decoding(
+        self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int], scored: bool = False
+    ) -> Decoding:
+        plain = super()._decoding(ids, new, sampling, seed, scored)
+        rule = self.rule if self._held is None else (lambda pple, step, state: [])
+        controllers = [Controller(self.config, self.ahead, rule) for _ in ids]
+        given = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
+        return SwitchingDecoding(*given, controllers=controllers, held=self._held)
+
+    def _run(self, batch: SwitchingDecoding) -> Iterator[list[tuple[int, int, float]]]:
+        try:
+            yield from super()._run(batch)
+        finally:
+            self.switching = self._became(batch)
+
+    def _became(self, batch: SwitchingDecoding) -> Switching:
+        """The record of a batch that has ended, of the switches that took effect."""
+        high, found = self.config.path[0], Switching(signal=batch.signal)
+        first = 8 if self.config.prefill == "w8a8" else high
+        held = [Switch(1, layer, bits) for layer, bits in (self._held or {}).items()]
+        for controller, signal in zip(batch.controllers, batch.signal):
+            steps = max(len(signal) - 1, 0)
+            log = [switch for switch in controller.log if switch.step <= steps]
+            found.logs.append(log)
+            found.thresholds.append(controller.state.threshold)
+            found.bits.append(schedule.mean_bits(held + log, self.weights, high, steps))
+            found.bits_with_prefill.append(schedule.mean_bits(held + log, self.weights, high, steps, first))
+        return found
+
+
+def layer_names(block: int) -> list[str]:
+    """The layers of a block as schedules name them, `0.self_attn.q_proj`."""
+    return [f"{block}.{layer}" for layers in weights.LAYERS.values() for layer in layers]
+
+
+def divergences(models: Mapping[int, LowBitModel], config: Config) -> dict[int, dict[str, float]]:
+    """Width to layer to the divergence of its weights from those of the first width, in the schedules' names."""
+    first, *others = models.items()
+    full = block_linears(first[1].model)
+    found: dict[int, dict[str, float]] = {}
+    for bits, lm in others:
+        quantized = block_linears(lm.model)
+        found[bits] = {
+            name.partition("layers.")[2]: order.weight_divergence(
+                full[name].weight.detach(), quantized[name].weight.detach(), config
+            )
+            for name in full
+        }
+    return found

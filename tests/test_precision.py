@@ -1,0 +1,257 @@
+"""Decoding that switches layers to fewer bits: the same tokens as models built at each state from scratch."""
+
+import engines
+import pytest
+import torch
+from torch import nn
+
+from repro import models
+from repro.__main__ import main
+from repro.baselines import rtn
+from repro.engine import copies, weights
+from repro.engine.core import Core
+from repro.engine.decoding import Steps, prefill
+from repro.engine.precision import SwitchingEngine
+from repro.engine.step import Tokens, step
+from repro.errors import UserError
+from repro.kernels import w8a8
+from repro.methods.flexquant import schedule
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.pple import pple
+from repro.models.lowbit import LowBitModel
+from repro.spec import precision as named
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DTYPE = {"cpu": torch.float32, "cuda": torch.float16}
+PROMPT = list(range(40, 70))
+QUICK = {"window": 3, "layers": 3, "threshold": 1e30, "prompt_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def name(tmp_path_factory):
+    """A random Llama of two blocks by name, whose key-value heads are shared."""
+    return engines.save("llama", tmp_path_factory.mktemp("precision"))
+
+
+def at_width(name, bits):
+    """The model with all layers rounded to a width, on the CPU."""
+    lm = LowBitModel(models.load(name))
+    if bits < 16:
+        rtn.apply(lm, None, rtn.Config(bits=bits, group=64))
+    return lm
+
+
+def make(name, device, rule=None, **how):
+    """A switching engine of the model."""
+    config = Config(**how)
+    every = {bits: at_width(name, bits) for bits in config.path}
+    return SwitchingEngine.of(name, every, config, 256, torch.device(device), DTYPE[device], rule)
+
+
+def scratch(name, device, bits):
+    """A decoder with every layer at its own width, made by the loader of mixed models."""
+    lm = LowBitModel(models.load(name))
+    for layer, width in bits.items():
+        if width < 16:
+            linear = lm.model.get_submodule(f"model.layers.{layer}")
+            lm.set_weight(f"model.layers.{layer}", rtn.grid.rtn(linear.weight.data, rtn.Config(bits=width, group=64)))
+    return weights.decoder(lm, 256, torch.device(device), DTYPE[device])
+
+
+def tokens_of(engine, count, prompts=(PROMPT,), **how):
+    """Tokens and log probabilities of each prompt."""
+    return [(t.tokens, t.logprobs) for t in engine.generate(list(prompts), count, eos=False, logprobs=True, **how)]
+
+
+@torch.inference_mode()
+def replayed(name, device, log, high, count):
+    """Greedy tokens and log probabilities by models built from scratch at every state of a log, over one cache."""
+    bits = dict.fromkeys((move for move in copies_names(name)), high)
+    decoder = scratch(name, device, bits)
+    steps = Steps(decoder, 1)
+    *_, hidden = prefill(steps, torch.tensor(PROMPT, device=device), 0, 256)
+    logits, found, scores = decoder.head(hidden[-1:]), [], []
+    for token in range(count):
+        if token:
+            due = {switch.layer: switch.bits for switch in log if switch.step == token}
+            if due:
+                bits |= due
+                decoder = scratch(name, device, bits)
+            at = torch.tensor([len(PROMPT) + token - 1], dtype=torch.int32, device=device)
+            given = torch.tensor([found[-1]], device=device)
+            row = torch.zeros(1, dtype=torch.int32, device=device)
+            logits = decoder.head(step(decoder, steps.cache, Tokens(given, row, at, at, at + 1)))
+        found.append(int(logits[0].argmax()))
+        scores.append(float(logits.float().log_softmax(1)[0, found[-1]]))
+    return found, scores
+
+
+def copies_names(name):
+    """The layers of a model as schedules name them."""
+    count = models.load(name).config.num_hidden_layers
+    return [f"{block}.{layer}" for block in range(count) for layers in weights.LAYERS.values() for layer in layers]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_token_is_that_of_a_model_built_from_scratch_at_its_state(name, device):
+    """Logits bit for bit: their log probabilities are equal, not near."""
+    engine = make(name, device, **QUICK)
+    found = tokens_of(engine, 50)[0]
+    (log,) = engine.switching.logs
+    assert len({switch.step for switch in log}) == 10 and {switch.bits for switch in log} == {8, 4}
+    assert found == replayed(name, device, log, 16, 50)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_threshold_of_1_is_the_high_precision_token_for_token(name, device):
+    engine = make(name, device, threshold=1.0, window=1)
+    static = Core(name, scratch(name, device, dict.fromkeys(copies_names(name), 16)))
+    assert tokens_of(engine, 60) == tokens_of(static, 60)
+    assert engine.switching.logs == [[]] and engine.switching.bits == [16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_infinite_threshold_at_once_is_the_low_precision_after_the_first_token(name, device):
+    engine = make(name, device, threshold=1e30, window=0, layers=1000)
+    assert tokens_of(engine, 40)[0] == replayed(name, device, engine.switching.logs[0], 16, 40)
+    assert {switch.step for switch in engine.switching.logs[0]} == {1} and engine.switching.bits == [4]
+    assert engine.switching.bits_with_prefill == pytest.approx([(39 * 4 + 16) / 40])
+
+
+def test_mean_bits_are_those_of_the_log(name):
+    engine = make(name, "cpu", **QUICK)
+    tokens_of(engine, 50)
+    sizes = {layer: 0 for layer in copies_names(name)}
+    for layer in sizes:
+        sizes[layer] = models.load(name).get_submodule(f"model.layers.{layer}").weight.numel()
+    by_hand = []
+    for at in range(1, 50):
+        bits = dict.fromkeys(sizes, 16)
+        bits |= {switch.layer: switch.bits for switch in engine.switching.logs[0] if switch.step <= at}
+        by_hand.append(sum(sizes[layer] * bits[layer] for layer in sizes) / sum(sizes.values()))
+    assert engine.switching.bits[0] == pytest.approx(sum(by_hand) / 49)
+    assert "bits a weight | " in str(engine.switching)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_signal_and_the_threshold_are_those_of_the_logits(name, device):
+    engine = make(name, device, window=3, multiple=1.5, prompt_tokens=5)
+    found, _ = tokens_of(engine, 12)[0]
+    static = Core(name, scratch(name, device, dict.fromkeys(copies_names(name), 16)))
+    expected = pple(static.logits(PROMPT + found)).tolist()
+    assert engine.switching.thresholds[0] == pytest.approx(1.5 * sum(expected[25:30]) / 5, rel=1e-2)
+    first = min((switch.step for switch in engine.switching.logs[0]), default=12)
+    assert engine.switching.signal[0][:first] == pytest.approx(expected[29 : 29 + first], rel=1e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_a_batch_each_sequence_has_a_state_of_its_own(name, device):
+    """Prompts with other thresholds switch at other tokens; each is what it is alone."""
+    prompts = [PROMPT, [9], list(range(500, 560)), [7, 7, 7]]
+    engine = make(name, device, window=4, layers=2, multiple=1.1)
+    together, record = tokens_of(engine, 40, prompts), engine.switching
+    assert len({len(log) for log in record.logs}) > 1
+    if device == "cuda":
+        return  # half precision in another order of sums: the tokens may differ
+    for number, prompt in enumerate(prompts):
+        (alone,) = tokens_of(engine, 40, [prompt])
+        assert engine.switching.logs[0] == record.logs[number]
+        assert alone[0] == together[number][0] and alone[1] == pytest.approx(together[number][1], abs=1e-3)
+
+
+def test_the_same_generation_twice_and_piece_by_piece_has_the_same_log(name):
+    engine = make(name, "cpu", **QUICK)
+    whole, log = tokens_of(engine, 30), engine.switching.logs
+    pieces = list(engine.generate("Once upon a time", 30, eos=False))
+    assert tokens_of(engine, 30) == whole and engine.switching.logs == log
+    assert sum(len(piece.tokens) for piece in pieces) == 30
+    assert tokens_of(engine, 20)[0][0] == whole[0][0][:20]
+    assert engine.switching.logs[0] == [switch for switch in log[0] if switch.step < 20]
+
+
+def test_held_widths_stay_and_a_rule_of_ones_own_decides(name):
+    engine = make(name, "cpu", **QUICK)
+    engine.hold(8)
+    at_once = [schedule.Switch(1, layer, 8) for layer in copies_names(name)]
+    assert tokens_of(engine, 20)[0] == replayed(name, "cpu", at_once, 16, 20)
+    assert engine.switching.logs == [[]] and engine.switching.bits == [8]
+    engine.hold(None)
+    engine.rule = lambda signal, token, state: [state.ahead[-1].layer] if token == 5 else []
+    tokens_of(engine, 20)
+    last = engine.ahead[-1].layer
+    assert engine.switching.logs == [[schedule.Switch(7, last, 8)]]
+
+
+def test_a_w8a8_prefill_has_8_bit_weights_and_activations(name):
+    engine = make(name, "cpu", prefill="w8a8", threshold=1.0)
+    lm = LowBitModel(models.load(name))
+
+    class Wanted(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.weight = w8a8.quantize_weight(linear.weight.data)
+
+        def forward(self, x):
+            return w8a8.on_cpu(x.flatten(0, -2), *self.weight).unflatten(0, x.shape[:-1])
+
+    for path in copies_names(name):
+        lm.model.set_submodule(f"model.layers.{path}", Wanted(lm.model.get_submodule(f"model.layers.{path}")))
+    with torch.no_grad():
+        wanted = lm.model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    assert torch.allclose(engine.logits(PROMPT), wanted, atol=2e-3)
+    tokens_of(engine, 10)
+    assert engine.switching.bits == [16] and engine.switching.bits_with_prefill == pytest.approx([(9 * 16 + 8) / 10])
+
+
+def test_copies_count_what_is_stored_and_what_a_step_reads(name):
+    engine = make(name, "cpu", threshold=1e30, window=0, layers=1000)
+    before = engine.model.read_bytes
+    tokens_of(engine, 3)
+    assert engine.model.read_bytes == before  # on a CPU every copy is dequantized
+    assert isinstance(engine.model.blocks[0].qkv, copies.Copies)
+
+
+# --- for users --------------------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_and_says_what_was_switched(capsys):
+    given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--max-new-tokens", "30", "--device", "cpu"]
+    options = "flexquant(window=3, layers=20, threshold=1000)"
+    assert main([*given, "--precision", options, "Once upon a time"]) == 0
+    out = capsys.readouterr().out
+    assert "bits a weight | " in out and "layers switched" in out and "tokens/s" in out
+    assert "times static 16 bits" in out
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("pmpd", "write flexquant, or flexquant(threshold=2.0, layers=4)"),
+        ("flexquant(treshold=2)", "unknown option of flexquant 'treshold'; did you mean 'threshold'?"),
+        ("flexquant(path=[4, 8])", "path is [4, 8]; it goes down only"),
+        ("flexquant(threshold=0.5)", "PPLE is never below 1"),
+        ("flexquant(threshold)", "needs a value"),
+        ("flexquant(path=[16, 8)", "unbalanced"),
+    ],
+)
+def test_a_schedule_that_means_nothing_is_a_sentence(text, said):
+    with pytest.raises(UserError) as error:
+        named.read(text)
+    assert said in str(error.value)
+
+
+def test_both_spellings_of_a_schedule_mean_the_same():
+    assert named.read("flexquant") == Config()
+    assert named.read("flexquant=threshold=2.0,path=[4, 3]") == named.read("flexquant(threshold=2, path=[4, 3])")
+    assert named.recipe_at("gptq-w4-g128-sym", 8) == "gptq-w8-g128-sym" and named.recipe_at("rtn-w4-pc", 16) == "fp16"
+
+
+@pytest.mark.parametrize("recipe", ["rtn-w4-g128 + qera(rank=4)", "spqt(sparsity=0.5)", "q4_k"])
+def test_copies_need_one_quantizer(recipe):
+    with pytest.raises(UserError, match="name one quantizer of weights for the copies"):
+        SwitchingEngine.load("pocket-3m", recipe, device="cpu")
+
+
+def test_shapes_have_no_order_by_divergence():
+    with pytest.raises(UserError, match="has random weights, and so no order by divergence; say order=model or random"):
+        SwitchingEngine.load("shape/Llama-2-7B", "rtn-w4-g128", 64, device="meta", precision="flexquant")
