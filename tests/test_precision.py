@@ -211,6 +211,41 @@ def test_copies_count_what_is_stored_and_what_a_step_reads(name):
     assert isinstance(engine.model.blocks[0].qkv, copies.Copies)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_along_given_outputs_the_divergence_is_that_of_the_states_of_the_log(name, device):
+    """With outputs of other lengths; each state's logits come from a model built from scratch."""
+    prompts, outputs = [PROMPT, [9, 8]], [list(range(100, 120)), list(range(300, 312))]
+    engine = make(name, device, **QUICK)
+    full = scratch(name, device, dict.fromkeys(copies_names(name), 16))
+    kl, record = engine.forced(prompts, outputs, full)
+    assert [len(each) for each in kl] == [20, 12] and [len(each) for each in record.signal] == [20, 12]
+    assert max(switch.step for switch in record.logs[1]) < 12 <= max(switch.step for switch in record.logs[0])
+    for prompt, output, found, log in zip(prompts, outputs, kl, record.logs):
+        assert found[:4] == pytest.approx([0.0] * 4, abs=1e-5) and min(found[6:]) > 1e-5
+        logits = states_along(name, device, prompt, output, log)
+        exact = Core(name, full).logits(prompt + output)[len(prompt) - 1 : -1]
+        p, q = exact.log_softmax(-1), logits.log_softmax(-1)
+        assert found == pytest.approx((p.exp() * (p - q)).sum(-1).tolist(), rel=2e-2, abs={"cpu": 1e-5, "cuda": 2e-3}[device])
+
+
+@torch.inference_mode()
+def states_along(name, device, prompt, output, log):
+    """Logits float32 `[T, V]` of an output's tokens by models from scratch at the states of a log."""
+    bits = dict.fromkeys(copies_names(name), 16)
+    decoder = scratch(name, device, bits)
+    steps = Steps(decoder, 1)
+    *_, hidden = prefill(steps, torch.tensor(prompt, device=device), 0, 256)
+    found = [decoder.head(hidden[-1:])]
+    for token in range(1, len(output)):
+        if due := {switch.layer: switch.bits for switch in log if switch.step == token}:
+            bits |= due
+            decoder = scratch(name, device, bits)
+        at = torch.tensor([len(prompt) + token - 1], dtype=torch.int32, device=device)
+        row, given = torch.zeros(1, dtype=torch.int32, device=device), torch.tensor([output[token - 1]], device=device)
+        found.append(decoder.head(step(decoder, steps.cache, Tokens(given, row, at, at, at + 1))))
+    return torch.cat(found).float()
+
+
 # --- for users --------------------------------------------------------------------------------------------------------
 
 

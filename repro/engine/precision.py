@@ -19,9 +19,9 @@ from torch import Tensor
 
 from repro.engine import copies, weights
 from repro.engine.core import Core
-from repro.engine.decoding import Decoding, Sampling, State, Steps
+from repro.engine.decoding import Decoding, Sampling, State, Steps, prefill
 from repro.engine.engine import activations, compressed, configuration, random_decoder
-from repro.engine.step import Decoder
+from repro.engine.step import Decoder, Tokens, step
 from repro.errors import UserError
 from repro.jobs.target import Target
 from repro.methods.flexquant import order, schedule
@@ -100,6 +100,8 @@ class SwitchingSteps(Steps):
 
     def switch(self, sequence: int, switches: Sequence[Switch]) -> None:
         """Make a sequence's switches, for the next step that is launched."""
+        if not switches:
+            return
         if self.levels is None:
             self.set_bits({switch.layer: switch.bits for switch in switches})
             return
@@ -128,37 +130,41 @@ class SwitchingDecoding(Decoding):
         self._steps = steps
         yield from super().run(steps, chunk)
 
+    def start(self, steps: SwitchingSteps, row: int, chunks: Iterator[Tensor]) -> Tensor:
+        """Run a prompt's prefill and set its controller's threshold; the hidden state `[1, H]` of the last token."""
+        controller, tail = self.controllers[row], None
+        for hidden in chunks:
+            tail = hidden if tail is None else torch.cat([tail, hidden])
+            tail = tail[-controller.config.prompt_tokens :]
+        steps.switch(row, controller.start(pple(steps.model.head(tail)).tolist()))
+        return tail[-1:]
+
+    def observe(self, token: int, signal: Sequence[float], steps: SwitchingSteps) -> None:
+        """Make the switches that the signals of the sequences that go on lead to."""
+        for row in sorted(self.running):
+            steps.switch(row, self.controllers[row].observe(signal[row], token))
+
     def _prefill(self, steps: SwitchingSteps, chunk: int) -> None:
         if self.held:
             steps.set_bits(self.held)
         super()._prefill(steps, chunk)
 
     def _last(self, steps: SwitchingSteps, row: int, chunks: Iterator[Tensor]) -> Tensor:
-        controller, tail = self.controllers[row], None
-        for hidden in chunks:
-            tail = hidden if tail is None else torch.cat([tail, hidden])
-            tail = tail[-controller.config.prompt_tokens :]
-        made = controller.start(pple(steps.model.head(tail)).tolist())
-        if made:
-            steps.switch(row, made)
-        return tail[-1:]
+        return self.start(steps, row, chunks)
 
     def _fetch(self) -> Callable[[], tuple[list[int], list[float], float]]:
-        token, state = self._fetched, self.state
+        token, pinned = self._fetched, self.state.pple.device.type == "cuda"
         self._fetched += 1
-        if state.pple.device.type == "cuda":  # before the event that the other copies wait for
-            host = torch.empty(state.pple.shape, pin_memory=True).copy_(state.pple, non_blocking=True)
-        else:
-            host = state.pple.clone()
+        host = torch.empty(self.state.pple.shape, pin_memory=pinned)
+        host.copy_(self.state.pple, non_blocking=pinned)  # before the event that the other copies wait for
         wait = super()._fetch()
 
         def observed() -> tuple[list[int], list[float], float]:
             arrived = wait()
-            values = host.tolist()
-            for sequence in sorted(self.running):
-                self.signal[sequence].append(values[sequence])
-                if made := self.controllers[sequence].observe(values[sequence], token):
-                    self._steps.switch(sequence, made)
+            signal = host.tolist()
+            for row in self.running:
+                self.signal[row].append(signal[row])
+            self.observe(token, signal, self._steps)
             return arrived
 
         return observed
@@ -197,8 +203,9 @@ class SwitchingEngine(Core):
     Attributes:
         config: of FlexQuant.
         ahead: every switch in the order in which they are made.
-        rule: which layers are switched, and when; None is the paper's.
+        rule: which layers are switched, and when; one for each sequence of a batch, or None for the paper's.
         switching: of the last generation.
+        high: the width that every layer begins with.
     """
 
     STEPS = SwitchingSteps
@@ -210,11 +217,11 @@ class SwitchingEngine(Core):
         config: Config,
         ahead: Sequence[Move],
         hub: bool = False,
-        rule: Rule | None = None,
+        rule: Rule | Sequence[Rule] | None = None,
     ) -> None:
         super().__init__(name, model, hub)
         self.config, self.ahead, self.rule, self.switching = config, list(ahead), rule, Switching()
-        self.weights, self._held = copies.weights_of(model), None
+        self.weights, self.high, self._held = copies.weights_of(model), self.steps.widths[0], None
 
     @classmethod
     def load(
@@ -290,10 +297,50 @@ class SwitchingEngine(Core):
         self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int], scored: bool = False
     ) -> Decoding:
         plain = super()._decoding(ids, new, sampling, seed, scored)
-        rule = self.rule if self._held is None else (lambda pple, step, state: [])
-        controllers = [Controller(self.config, self.ahead, rule) for _ in ids]
         given = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
-        return SwitchingDecoding(*given, controllers=controllers, held=self._held)
+        return SwitchingDecoding(*given, controllers=self._controllers(len(ids)), held=self._held)
+
+    def _controllers(self, count: int) -> list[Controller]:
+        """A controller for each sequence; one that never switches while widths are held."""
+        rules = self.rule if isinstance(self.rule, Sequence) else [self.rule] * count
+        if self._held is not None:
+            rules = [lambda pple, step, state: []] * count
+        return [Controller(self.config, self.ahead, rule) for rule in rules]
+
+    @torch.inference_mode()
+    def forced(
+        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], full: Decoder
+    ) -> tuple[list[list[float]], "Switching"]:
+        """KL divergence in nats from another decoder, token by token along given outputs, and what was switched.
+
+        The rule sees the signal of this engine on those outputs. Token 0 is the prefill's.
+
+        Args:
+            prompts: token ids of each sequence.
+            outputs: the tokens that follow, at least one of each.
+            full: the decoder that the divergence is from, such as that of full precision; on the same device.
+        """
+        count = len(prompts)
+        steps, theirs = self.STEPS(self.model, count), Steps(full, count)
+        batch = SwitchingDecoding(
+            prompts, list(map(len, outputs)), Sampling(), [0] * count, controllers=self._controllers(count)
+        )
+        steps.state(count, drawn=False, scored=False)
+        ours = _first_logits(steps, prompts, self.chunk, batch.start)
+        reference = _first_logits(theirs, prompts, self.chunk)
+        kl: list[list[float]] = [[] for _ in prompts]
+        signal: list[float] = []
+        for token in range(max(map(len, outputs))):
+            if token:
+                ours = _next_logits(steps, prompts, outputs, token)
+                reference = _next_logits(theirs, prompts, outputs, token)
+                batch.observe(token - 1, signal, steps)  # one token behind, as in a generation
+            batch.running = {row for row in range(count) if token < len(outputs[row])}
+            signal, divergence = pple(ours).tolist(), kl_divergence(reference, ours).tolist()
+            for row in batch.running:
+                kl[row].append(divergence[row])
+                batch.signal[row].append(signal[row])
+        return kl, self._became(batch)
 
     def _run(self, batch: SwitchingDecoding) -> Iterator[list[tuple[int, int, float]]]:
         try:
@@ -303,7 +350,7 @@ class SwitchingEngine(Core):
 
     def _became(self, batch: SwitchingDecoding) -> Switching:
         """The record of a batch that has ended, of the switches that took effect."""
-        high, found = self.config.path[0], Switching(signal=batch.signal)
+        high, found = self.high, Switching(signal=batch.signal)
         first = 8 if self.config.prefill == "w8a8" else high
         held = [Switch(1, layer, bits) for layer, bits in (self._held or {}).items()]
         for controller, signal in zip(batch.controllers, batch.signal):
@@ -314,6 +361,38 @@ class SwitchingEngine(Core):
             found.bits.append(schedule.mean_bits(held + log, self.weights, high, steps))
             found.bits_with_prefill.append(schedule.mean_bits(held + log, self.weights, high, steps, first))
         return found
+
+
+def _first_logits(
+    steps: Steps, prompts: Sequence[Sequence[int]], chunk: int, last: Callable[..., Tensor] | None = None
+) -> Tensor:
+    """Logits `[T, V]` of each prompt's next token; `last` runs a prefill and gives its last hidden state."""
+    found = []
+    for row, ids in enumerate(prompts):
+        chunks = prefill(steps, torch.tensor(ids, device=steps.model.device), row, chunk)
+        hidden = [*chunks][-1][-1:] if last is None else last(steps, row, chunks)
+        found.append(steps.model.head(hidden))
+    return torch.cat(found)
+
+
+def _next_logits(
+    steps: Steps, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], token: int
+) -> Tensor:
+    """Logits `[T, V]` of token `token` of each output after the one before it; of an ended one they mean nothing."""
+    device, int32 = steps.model.device, torch.int32
+    live = [token < len(output) for output in outputs]
+    ids = torch.tensor([output[token - 1] if on else 0 for output, on in zip(outputs, live)], device=device)
+    rows = torch.tensor([row if on else -1 for row, on in enumerate(live)], dtype=int32, device=device)
+    at = [len(prompt) + token - 1 if on else 0 for prompt, on in zip(prompts, live)]
+    positions = torch.tensor(at, dtype=int32, device=device)
+    tokens = Tokens(ids, rows, positions, positions, positions + 1)
+    return steps.model.head(step(steps.model, steps.cache, tokens))
+
+
+def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """KL divergence in nats, float32 `[T]`, of the second distribution from the first, of logits `[T, V]` each."""
+    p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def layer_names(block: int) -> list[str]:

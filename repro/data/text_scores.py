@@ -1,0 +1,82 @@
+"""Scores of a text against others: ROUGE-L by `rouge-score`, BLEU by `sacrebleu`, and how far two token lists agree."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from repro.errors import UserError
+
+PACKAGES = {"rougeL": "rouge_score", "bleu": "sacrebleu"}
+ORDERS = 4  # of n-grams in BLEU
+
+
+def lacking(score: str) -> str:
+    """Why a score cannot be computed here; empty if it can."""
+    package = PACKAGES.get(score)
+    if package is None or importlib.util.find_spec(package):
+        return ""
+    return f"{score} needs the package {package}, which is not installed here; install requirements.lock"
+
+
+def rouge_l(text: str, references: Sequence[str]) -> float:
+    """ROUGE-L, the F1 of the longest common subsequence of words, times 100; of several references the best.
+
+    Words are the package's own, lower-case letters and digits, without a stemmer.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    scorer = _scorer()
+    return 100 * max(scorer.score(reference, text)["rougeL"].fmeasure for reference in references)
+
+
+@cache
+def _scorer() -> Any:
+    if why := lacking("rougeL"):
+        raise UserError(why)
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rougeL"], use_stemmer=False)
+
+
+def bleu_counts(text: str, references: Sequence[str]) -> dict[str, float]:
+    """What BLEU sums over a corpus, of one text: matching and all n-grams of each order, and both lengths.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    if why := lacking("bleu"):
+        raise UserError(why)
+    from sacrebleu.metrics import BLEU
+
+    found = BLEU(effective_order=True).sentence_score(text, list(references))
+    counts = {"length": found.sys_len, "reference length": found.ref_len}
+    for n in range(ORDERS):
+        counts |= {f"matches {n + 1}": found.counts[n], f"n-grams {n + 1}": found.totals[n]}
+    return {name: float(count) for name, count in counts.items()}
+
+
+def bleu(counts: Mapping[str, Any]) -> Any:
+    """Corpus BLEU times 100 (Papineni et al. 2002, section 2.3) from the sums of `bleu_counts`, or from their means.
+
+    Without smoothing: 0 where an order has no match. Counts may be arrays, of resampled corpora.
+    """
+    logs = 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for n in range(1, ORDERS + 1):
+            matches, grams = np.asarray(counts[f"matches {n}"], float), np.asarray(counts[f"n-grams {n}"], float)
+            logs = logs + np.log(np.where(grams > 0, matches / grams, 0.0)) / ORDERS
+        length, wanted = np.asarray(counts["length"], float), np.asarray(counts["reference length"], float)
+        brevity = np.where(length > 0, np.minimum(1 - wanted / length, 0.0), -np.inf)
+        return 100 * np.exp(brevity + logs)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    for length, (a, b) in enumerate(zip(one, other)):
+        if a != b:
+            return length
+    return min(len(one), len(other))
