@@ -93,7 +93,7 @@ use rule figure as page with:
     input:
         flow.page_inputs,
     output:
-        expand("docs/{{page}}{format}", format=[".md", ".svg"]),
+        "docs/{page}.md",
     log:
         "build/logs/docs/{page}.txt",
     benchmark:

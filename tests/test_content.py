@@ -331,7 +331,7 @@ def test_the_ratio_to_full_precision_comes_first(world):
     ratio = np.exp((nll("pocket-sample", job) - nll("pocket-sample", full)).mean())
     first, full = (dict(zip(sheet.head, row)) for row in (first, rows["FP16"]))
     assert first["Wiki"].printed == "20.46" and first["Wiki"].here.startswith(f"×{ratio:.3f} [")
-    assert "; " in first["Wiki"].here and first["ZS"].here.startswith("+0.000 [") and first["BPW"].here == "4.12"
+    assert "; " in first["Wiki"].here and first["ZS"].here.startswith("+0.000; ") and first["BPW"].here == "4.12"
     assert full["Wiki"].here.count("×") == 0
     text = markdown(sheet)
     assert "nan" not in text.lower() and "None" not in text

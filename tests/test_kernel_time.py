@@ -15,6 +15,7 @@ from repro.files import ROOT
 from repro.judge import claims
 from repro.judge.quantity import compose
 from repro.record import measure
+from repro.render import content
 from repro.render import figures as drawn
 from repro.render import tables as written
 from repro.spec import figures, scale, tables
@@ -232,6 +233,18 @@ def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
         moved = {f"{r.N}x{r.K}": us for r, _, us in recorded.bridge(times, recorded.recorded(), ["tinygemm_g128"])}
         ratios = [moved[layer] / row.us for layer, row in here.items() if layer in moved]
         assert len(ratios) > 10 and statistics.geometric_mean(ratios) == pytest.approx(mean, abs=0.005)
+
+
+def test_targets_and_verdicts_stand_next_to_what_was_measured(flow, accepted):
+    cells = flow.cells("kernels", "targets")
+    sheet = content.sheet(flow, "kernels/targets", measure.measure(flow, cells), cells)
+    assert list(sheet.head) == ["", "target", "verdict"]
+    by_row = {row[0]: row[1:] for row in sheet.rows}
+    value, said = by_row["W4A16 g128 fp16, M = 1, over AWQ's gemv"]
+    assert value.printed == "≥ 1.2 / ≥ 1.1" and value.here.startswith("1.20") and said.printed.count(" / ") == 1
+    value, said = by_row["W4A16 g128 fp16, M = 1, smaller layers, share of the read floor"]
+    assert (value.printed, said.printed) == ("≥ 0.78 / ≥ 0.7", "holds / holds")
+    assert by_row["W4A16 g128 bf16, M = 1, relative error in 10^-3"][0].printed == "–", "it is not judged"
 
 
 def test_what_docs_shows_is_built_from_the_accepted_rows(flow, tmp_path):

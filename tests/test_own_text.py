@@ -14,11 +14,13 @@ import torch
 from repro import models
 from repro.__main__ import main
 from repro.baselines import e2e_qp
+from repro.cli import compress as cli_compress
 from repro.data import corpora
+from repro.jobs.target import Target
 from repro.methods.spear.calibration import CACHE_BYTES
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel
-from repro.spec import recipe
+from repro.spec import recipe, scale
 from repro.train import blocks as training
 from repro.train import estimate, streams
 
@@ -52,6 +54,18 @@ def compress(model, out="made", text=SMALL, *more) -> int:
 def sentence(capfd, *named) -> None:
     line = capfd.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("error: ") and len(line) < 400 and all(word in line for word in named), line
+
+
+@pytest.mark.parametrize(
+    "recipe_text, changes, why",
+    [("rtn-w4-g64", {}, ""), ("rtn-w3-g64", {}, ""), ("rtn-w4-g64", {"head_dim": 48}, "heads of size 48"),
+     ("rtn-w5-g64", {}, "codes of 5 bits have no packed format")],
+)  # fmt: skip
+def test_what_the_engine_cannot_run_is_said_before_it_is_compressed(here, recipe_text, changes, why):
+    model = engines.save("llama", here / "model", **changes)
+    target = Target(scale.load(name="pocket"), model, recipe.parse(recipe_text).name, 0)
+    said = cli_compress._not_run_by_the_engine(target)
+    assert why in said and bool(said) == bool(why)
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ SLOWER = {  # percent by which each format was slower in the runs with worse lau
 
 def test_a_kernel_that_really_was_slower_is_named(tmp_path, capsys):
     """Worse launch configurations of the decode kernel: every slow cell is named, and no other."""
-    base, slow = recorded(tmp_path, "noise")[1:], recorded(tmp_path, "slow")
+    (first, *base), slow = recorded(tmp_path, "noise"), recorded(tmp_path, "slow")
     words = ["--against", *map(str, base), "--partial"]
     assert main(["regress", str(slow[0]), *words]) == regress.SUSPICION
     capsys.readouterr()
@@ -248,7 +248,18 @@ def test_a_kernel_that_really_was_slower_is_named(tmp_path, capsys):
     for (kernel, dtype, rows), percent in SLOWER.items():
         (line,) = [line for line in lines if f"wna16_gemv ({kernel}, {dtype}) at {rows} x " in line]
         assert float(line.split(" is ")[1].split(" %")[0]) == pytest.approx(percent, abs=0.3)
-    assert main(["regress", str(base[0]), str(base[1]), "--against", str(base[1])]) == regress.FINE
+    assert main(["regress", str(base[0]), str(base[1]), "--against", str(first)]) == regress.FINE
+
+
+def test_one_run_is_not_two(tmp_path, base, capsys):
+    """A file that is given twice, or copied, confirms nothing and is no baseline of itself."""
+    new, copied = run(tmp_path / "new.json", 1.1, (4096, 4096)), tmp_path / "copied.json"
+    copied.write_bytes(new.read_bytes())
+    for words in ([new, new, "--against", *base], [new, copied, "--against", *base], [new, "--against", new, *base]):
+        assert main(["regress", *map(str, words)]) == 2
+        said = capsys.readouterr().err
+        assert "new.json" in said and "every file has to be a run of its own" in said
+    assert main(["regress", str(new), "--against", *map(str, base)]) == regress.SUSPICION
 
 
 def spoiled(change):

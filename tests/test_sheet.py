@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from repro import papers
-from repro.render.latex import UNICODE, latex, layout, text_width
+from repro.render import content
+from repro.render.latex import GHOSTS, UNICODE, _of_ghost, align, latex, layout, text_width
 from repro.render.sheet import Measured, Pair, Sheet, markdown, read_markdown, terminal, under
 
 HERE = "1.119 [1.112, 1.126] 30.78"
@@ -118,9 +119,8 @@ def test_under_folds_at_the_interval():
     lines = under(PAIRS, folded=True, short=True).body
     assert lines[2] == [
         ["RTN", "20.46", "31.34", ""],
-        ["here", "1.119", "", ""],
+        ["here", "1.119 30.78", "", ""],
         ["", "[1.112, 1.126]", "", ""],
-        ["", "30.78", "", ""],
     ]
     assert lines[3][0] == ["mine", "-0.5", "", "0.012"], "a row of one's own needs no empty printed line"
 
@@ -155,7 +155,9 @@ def structure(text):
             rows += [] if line.endswith(r"\kill") else [cells]
     shown = text.split(r"\begin{document}")[1]
     for special in "%#_^~":
-        assert not re.search(rf"(?<!\\){re.escape(special)}", re.sub(r"\$\^\d\$|\\textascii\w+", "", shown)), special
+        assert not re.search(rf"(?<!\\){re.escape(special)}", re.sub(r"\$\^(\d|\\circ)\$|\\textascii\w+", "", shown)), (
+            special
+        )
     math = {name for name, _ in UNICODE.values() if name.startswith("$")}
     assert not re.sub(r"\\\$|\$[^$]*\$", lambda m: "" if m[0] in math | {r"\$"} else m[0], shown).count("$")
     assert set(text) <= set(string.printable), "a character that LaTeX does not draw"
@@ -188,6 +190,34 @@ def test_latex_pairs():
     ] in rows  # fmt: skip
 
 
+def test_every_mark_is_drawn():
+    for mark in content.MARKS.values():
+        text = latex(Sheet(f"t{mark}", ["", "a"], [["x", Pair("1", f"2{mark}")]], [f"{mark} {content.LEGEND[mark]}"]))
+        assert "U+" not in text and text.count(UNICODE[mark][0] if mark in UNICODE else mark) == 3, mark
+        structure(text)
+
+
+def test_a_ratio_is_bold():
+    assert r"\textbf{$\times$1.114} [1.109, 1.118]; 20.16*" in latex(
+        Sheet("t", ["", "a"], [["x", Pair("20.46", "×1.114 [1.109, 1.118]; 20.16*")]])
+    )
+
+
+def test_values_of_a_column_align_at_their_points():
+    here = ["9.5*", "113.25", "×1.114 [1.109, 1.118]; 20.16*", "×1.2 [-0.109, 11.118]; 2.5*", "not run", "[1, 2]"]
+    sheet = Sheet("t", ["", "a"], [["x", Pair("", text)] for text in here])
+    column = [line[1] for block in align(under(sheet, short=True)).body for line in block]
+    shown = _plain_latex(column)
+    assert shown[0] == r"9.5\phantom{0}*" and shown[1] == r"113.25\phantom{*}"
+    assert shown[2] == r"×1.114 [\phantom{+}1.109, \phantom{0}1.118]; 20.16*"
+    assert shown[3] == r"×1.2\phantom{00} [-0.109, 11.118]; \phantom{0}2.5\phantom{0}*"
+    assert shown[4:] == ["not run", "[1, 2]"]
+
+
+def _plain_latex(column):
+    return [GHOSTS.sub(lambda run: "\\phantom{" + "".join(map(_of_ghost, run[0])) + "}", text) for text in column]
+
+
 def test_structure_sees_what_is_broken():
     """The checker itself: each of these would stop a compiler."""
     good = latex(PLAIN)
@@ -211,7 +241,7 @@ def test_latex_loses_no_text(sheet):
     text = re.sub(
         r"\\(textbf|textit|multicolumn\{\d+\})(\{(@\{\})?c(@\{\})?\})?", "", latex(sheet).split("ragged", 1)[1]
     )
-    text = text.replace(r"\allowbreak{}", "").replace("$-$", "-")
+    text = re.sub(r"\\phantom\{[^}]*\}|\\allowbreak\{\}", "", text).replace("$-$", "-")
     text = re.sub(r"\\(text\w+)\{\}", lambda m: {**names, "textgreater": ">"}[m[1]].replace("\\", "\\\\"), text)
     squeezed = re.sub(r"[\\{}\s]", "", text)
     for word in (word for text in texts(sheet) for word in text.split()):

@@ -2,7 +2,9 @@
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 from repro.cli import options as common
 from repro.errors import UserError
@@ -27,6 +29,8 @@ def run(args: argparse.Namespace) -> None:
     from repro.jobs import compress, own_text
 
     target = common.target(args, common.workflow(args, recorded=False))
+    if why := _not_run_by_the_engine(target):
+        print(f"note: {why}; it can be compressed and measured, but generate cannot run it", file=sys.stderr)
     if args.text is not None:
         if args.out is None or args.out.suffix == ".safetensors":
             raise UserError("--text: name a folder for the result as well, --out FOLDER")
@@ -46,6 +50,21 @@ def run(args: argparse.Namespace) -> None:
         with atomic(args.out) as temporary:
             shutil.copyfile(made, temporary)
     print(args.out or made)
+
+
+def _not_run_by_the_engine(target: Any) -> str:
+    """Why the decode engine will not run what is compressed, said before hours go into it; empty where it will."""
+    from repro.engine import weights
+    from repro.engine.engine import configuration
+
+    try:
+        for step in target.recipe.steps:
+            if hasattr(step.config, "group"):
+                weights.slot(step.config.bits)
+        weights.check(target.model, configuration(target), None)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _check_out(out: Path) -> None:

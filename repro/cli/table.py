@@ -18,9 +18,14 @@ def run(args: argparse.Namespace) -> None:
     name = names.canonical(args.table)
     if names.is_figure(name):
         from repro.render import figures as writer
+
+        folder, endings = "figures", names.DRAWN
     else:
         from repro.render import tables as writer
+
+        folder, endings = "tables", (".tex", ".csv", ".md")
 
     flow = common.workflow(args, recorded=False if args.built else None)
     flow.built = args.built
     writer.build(flow, name)
+    print("written:", *(f"{folder}/{name}{ending}" for ending in endings))

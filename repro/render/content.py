@@ -51,7 +51,30 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
         for row in dict.fromkeys(cell.row for cell in mine):
             at = {col: [cell for cell in mine if (cell.row, cell.col) == (row, col)] for col in used}
             rows.append([row, *(_pair(flow, at.get(col, ()), found) for col in columns)])
+    if paper in tables.FOLDERS and columns == [""]:
+        columns, rows = ["target", "verdict"], _with_targets(flow, tables.table(paper, number), rows)
     return Sheet(title, ["", *columns], rows, remarks(flow, paper, number, list(found.values())))
+
+
+def _with_targets(flow: Workflow, spec: tables.Spec, rows: list[Sequence[str | Pair]]) -> list[Sequence[str | Pair]]:
+    """Rows of one column with the target of each of its metrics where the printed value stands, and the verdicts."""
+    targets: dict[str, dict[str, tuple[str, str]]] = {}  # by row and metric
+    for claim in spec.claims:
+        for (_, named), case in zip(claim.places(), claims.judge(flow, claim).cases):
+            if list(named) == [claim.quantity]:
+                ((row, _, _, metric),) = named.values()
+                word = "–" if case.verdict is None else claims.PLAIN[case.verdict]
+                targets.setdefault(row, {})[metric] = (case.holds.replace(">=", "≥").replace("<=", "≤"), word)
+    out: list[Sequence[str | Pair]] = []
+    for row in rows:
+        if len(row) == 1:
+            out.append(row)
+            continue
+        label, pair = row
+        mine = [targets.get(label, {}).get(metric, ("–", "–")) for metric in spec.measure]
+        asked, said = (" / ".join(both[k] for both in mine) if label in targets else "–" for k in (0, 1))
+        out.append([label, Pair(asked, pair.here), Pair(said, "")])
+    return out
 
 
 def _compares(cell: Cell) -> bool:
@@ -95,10 +118,17 @@ def here(m: Measurement, against: Interval | None = None) -> str:
     marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
     if against is not None:
         show = "×{:.3f}" if against.value > 0.5 and m.unit == "ppl" else "{:+.3f}"
-        ends = f" [{against.lo:.3f}, {against.hi:.3f}]" if against.lo is not None else ""
+        ends = _ends(
+            f"{against.value:.3f}", *(None if end is None else f"{end:.3f}" for end in (against.lo, against.hi))
+        )
         return f"{show.format(against.value)}{ends}; {number(m.value)}{marks}"
-    ends = f" [{number(m.lo)}, {number(m.hi)}]" if m.lo is not None else ""
-    return f"{number(m.value)}{marks}{ends}"
+    shown = [None if x is None else number(x) for x in (m.value, m.lo, m.hi)]
+    return f"{shown[0]}{marks}{_ends(*shown)}"
+
+
+def _ends(value: str | None, lo: str | None, hi: str | None) -> str:
+    """An interval in brackets; nothing where it is not known, or shows the value alone."""
+    return "" if lo is None or lo == hi == value else f" [{lo}, {hi}]"
 
 
 def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measurement]) -> list[str]:
@@ -175,5 +205,5 @@ def quantity(x: float | None, lo: float | None = None, hi: float | None = None, 
     def show(value: float) -> str:
         return _rounded(100 * value if percent else value, whole=100, tenths=10)
 
-    ends = f" [{show(lo)}, {show(hi)}]" if lo is not None and hi is not None and lo != hi else ""
-    return show(x) + (" %" if percent else "") + ends
+    shown = [None if end is None else show(end) for end in (x, lo, hi)]
+    return show(x) + (" %" if percent else "") + _ends(*shown)

@@ -69,6 +69,12 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
             marked[cell.row, cell.col] = m.note
     panels = {", ".join(filter(None, (group, at))): one for group, of_ in drawn.items() for at, one in of_.items()}
     extra: dict[str, Any] = {"marked": marked} if spec.plot == "bars" else {}
+    names = {label for panel in panels.values() for label in panel}
+    for label in spec.lead:
+        if label not in names:
+            raise UserError(f"figures/{name}.yaml: lead: {unknown('series', label, names)}")
+    if spec.lead or spec.broken:
+        extra |= {"lead": spec.lead, "broken": spec.broken}
     if spec.levels:
         extra["levels"] = {m.row: m.value for m in found.values() if m.metric == "level" and m.value is not None}
     what = f"Figure {number}" if is_printed("figure", number) else number
@@ -126,6 +132,7 @@ def _markdown(title: str, spec: FigureSpec, found: Mapping[object, Measurement])
     lines = [f"**{title}**", "", f"Printed: {spec.printed or 'no numbers'}.", ""]
     for m in found.values():
         place = ", ".join(filter(None, (m.row, m.model, m.col)))
-        lines.append(f"- {place}: {content.here(m)} {m.unit}".rstrip())
+        unit = m.unit if m.value is not None else ""
+        lines.append(f"- {place}: {content.here(m)} {unit}".rstrip())
     origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in found.values() if m.live)
     return "\n".join([*lines, "", f"Measured on {'; '.join(origin) or 'nothing yet'}.", ""])

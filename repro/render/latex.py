@@ -1,6 +1,7 @@
 """A table as a LaTeX document that compiles alone and fits its page; needs texlive-latex-base and -recommended only.
 
-Widths are estimated from the characters of Computer Modern: 0 to 5 % too wide, most for `tiny`.
+Widths are estimated from the characters of Computer Modern: 0 to 5 % too wide. Values of a column align at their
+decimal points: what a value lacks beside the widest of its column is set as a phantom; no package is needed for it.
 """
 
 import re
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from repro.render.columns import Measured, Plan, fit
+from repro.render.columns import Grid, Measured, Plan, fit
 from repro.render.sheet import Sheet, grids
 
 # Points at 10 pt, from cmr10.tfm.
@@ -25,7 +26,7 @@ WIDTHS = {
 }  # fmt: skip
 BOLD = 1.2  # cmbx over cmr, for digits
 # Each size as (command, its characters over those at 10 pt, points between columns); footnotesize is cmr8.
-SIZES = (("footnotesize", 0.851, 8.0), ("scriptsize", 0.816, 6.0), ("tiny", 0.726, 5.0))
+SIZES = (("footnotesize", 0.851, 8.0), ("scriptsize", 0.816, 6.0))
 MARGIN = 42.7  # points; 15 mm
 A4 = (597.5, 845.0)
 
@@ -43,7 +44,7 @@ MATH = {
     7.3: r"Σ \Sigma",
     5.4: "² ^2 ³ ^3",
     5.1: r"‖ \Vert",
-    4.6: r"† \dagger ‡ \ddagger § \S",
+    4.6: r"† \dagger ‡ \ddagger § \S ° ^\circ",
     3.2: r"· \cdot",
 }
 UNICODE = {c: (f"${name}$", w) for w, names in MATH.items() for c, name in zip(names.split()[::2], names.split()[1::2])}
@@ -66,18 +67,80 @@ class Layout:
 
 
 def layout(sheet: Sheet) -> Layout:
-    """The largest readable setting in which the sheet fits its page; panels only where even `tiny` is too wide."""
+    """The largest readable setting in which the sheet fits its page; panels where even the smallest is too wide."""
     tried = []
-    for landscape, sizes in ((False, SIZES[:2]), (True, SIZES)):
+    every_grid = [align(grid) for grid in grids(sheet, short=True)]
+    for landscape in (False, True):
         page = A4[landscape] - 2 * MARGIN
-        for size, scale, gap in sizes:
-            for grid in grids(sheet, short=True):
+        for size, scale, gap in SIZES:
+            for grid in every_grid:
                 plan = fit(grid, lambda text, scale=scale: scale * text_width(text), page, gap)
                 tried.append(Layout(size, scale, gap, landscape, page, plan))
                 if len(plan.panels) == 1:
                     return tried[-1]
     panels = [made for made in tried if made.size == SIZES[1][0]]
     return min(panels, key=lambda made: (len(made.plan.panels), made.landscape))
+
+
+# --- decimal points in one line -------------------------------------------------------------------------------------
+
+GHOST = (
+    0xE000  # of Unicode's private use area: where it begins, every character of ASCII stands once more, as a phantom
+)
+GHOSTS = re.compile(rf"[{chr(GHOST + 33)}-{chr(GHOST + 126)}]+")
+NUMERAL = re.compile(r"(?<![\w.])[-−+×]?(?:\d+(?:,\d{3})*)?\.?\d+(?![\w.])")
+MARK = r"[*°†‡§‖]+"  # what may follow a number without a blank
+
+
+def align(grid: Grid) -> Grid:
+    """The grid whose values have, column by column, as many characters on either side of each decimal point.
+
+    A value is the numbers in it with what stands between and after them; values of other shapes are aligned among
+    themselves, words and intervals on a line of their own are not.
+    """
+    body = [[list(line) for line in block] for block in grid.body]
+    lines = [line for block in body for line in block if len(line) > 1]
+    for i in range(grid.left, len(grid.head)):
+        shapes: dict[str, list[list[str]]] = {}
+        for line in lines:
+            if NUMERAL.search(line[i]) and not line[i].startswith("["):
+                shape = NUMERAL.sub("0", re.sub(MARK, "", line[i]))
+                shapes.setdefault(shape, []).append(line)
+        for same in shapes.values():
+            for line, text in zip(same, _aligned([line[i] for line in same])):
+                line[i] = type(line[i])(text)
+    return Grid(grid.head, body, grid.left)
+
+
+def _aligned(texts: Sequence[str]) -> list[str]:
+    """Texts of one shape, filled with phantoms so that their numbers stand below each other."""
+    split = [re.split(rf"({NUMERAL.pattern}(?:{MARK})?)", text) for text in texts]
+    for n in range(1, len(split[0]), 2):
+        pieces = []
+        for parts in split:
+            number, marks = re.fullmatch(rf"(.*?)({MARK})?", parts[n]).groups()
+            whole, point, decimals = number.partition(".")
+            pieces.append((whole, point + decimals, marks or ""))
+        most = [max((piece[k] for piece in pieces), key=len) for k in range(3)]
+        for parts, (whole, decimals, marks) in zip(split, pieces):
+            before = _ghosts(most[0][: len(most[0]) - len(whole)].replace("-", "+")) if n > 1 else ""
+            after = _ghosts(most[1][len(decimals) :])
+            parts[n] = before + whole + decimals + after + marks + _ghosts(most[2][len(marks) :])
+    return ["".join(parts) for parts in split]
+
+
+def _ghosts(text: str) -> str:
+    """Phantoms of a text; digits are all of one width, and marks nearly."""
+    text = re.sub(r"\d", "0", text)
+    return "".join(chr(GHOST + (ord(c) if ord(c) < 128 else ord("*"))) for c in text)
+
+
+def _of_ghost(c: str) -> str:
+    """The character whose phantom this one is, or nothing."""
+    return chr(ord(c) - GHOST) if GHOST + 32 < ord(c) < GHOST + 127 else ""
+
+
+# --- LaTeX ----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(100_000, typed=True)  # typed: a Measured equals its text
@@ -170,12 +233,14 @@ def _cell(cell: str, made: Layout, text_column: int | None) -> str:
 
 def _number(text: str) -> str:
     """The leading number of a measured value with its unit, empty for a word."""
-    found = re.match(r"[-−+]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?", text)
+    found = re.match(rf"[-−+×]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?({GHOSTS.pattern})?", text)
     return found[0] if found else ""
 
 
 @cache
 def _char_width(c: str) -> float:
+    if shown := _of_ghost(c):
+        return WIDTHS[shown]
     return sum(UNICODE[p][1] if p in UNICODE else WIDTHS[p] for p in _plain(c))
 
 
@@ -183,6 +248,8 @@ def _char_width(c: str) -> float:
 def _plain(c: str) -> str:
     """The character as characters that LaTeX can typeset: itself, its base letter, or its code point."""
     if c in UNICODE or c in WIDTHS:
+        return c
+    if _of_ghost(c):
         return c
     parts = [p for p in unicodedata.normalize("NFKD", c) if not unicodedata.combining(p)]
     known = parts and all(p in UNICODE or p in WIDTHS for p in parts)
@@ -197,4 +264,4 @@ def _tex(text: str, width: float | None = None) -> str:
         for n, pair in enumerate(zip(word, word[1:])):
             parts[n] += "{}" if "".join(pair) in LIGATURES else ""
         words.append((r"\allowbreak{}" if width is not None and text_width(word) > width else "").join(parts))
-    return " ".join(words)
+    return GHOSTS.sub(lambda run: rf"\phantom{{{''.join(map(_of_ghost, run[0]))}}}", " ".join(words))

@@ -15,7 +15,7 @@ from repro.judge.claims import Judged
 from repro.judge.quantity import compose
 from repro.record import measure
 from repro.record.measurement import MEASURED
-from repro.render import content, figures, plot
+from repro.render import content, figures
 from repro.render.sheet import Sheet, markdown
 from repro.spec import figures as drawn
 from repro.spec import scale as scales
@@ -28,7 +28,7 @@ HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
 def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
-    """Write a paper's page and its picture, and return the page.
+    """Write a paper's page, and its picture where figures/<paper>/summary.yaml asks for one; return the page.
 
     Raises:
         UserError: there is no such paper, or what a spec says wrongly.
@@ -116,8 +116,6 @@ def _picture(flow: Workflow, paper: str, out: Path) -> Iterator[str]:
         spec = drawn.figure(paper, PICTURE)
         yield f"![{spec.title}]({path.name})"
         yield f"{spec.title}. Printed: {spec.printed or 'no numbers'}."
-    else:
-        plot.nothing(f"figures/{paper}/{PICTURE}.yaml is not written yet", path)
 
 
 def _numbers(one: Judged) -> list[str]:

@@ -4,13 +4,18 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import matplotlib
 import numpy as np
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.artist import Artist  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.gridspec import SubplotSpec  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.ticker import FixedLocator, MaxNLocator  # noqa: E402
 
 from repro.files import atomic  # noqa: E402
 
@@ -25,8 +30,11 @@ STYLE = {
     "figure.constrained_layout.use": True,
 }
 MARKERS = "osD^v<>pPX*"
+CHARACTERS = 13  # of a title in an inch
+FEW_TICKS = 8  # places that all get a tick
 DENSE = 60  # points of a line that are drawn without markers
 PALETTE = "#0b3c8c #e07b00 #2a9d4e #b3261e #7a7a7a #8e44ad #00a3a3 #c2185b #8d6e00 #5d4037 #4a6fa5 #222222".split()
+COLOURED = [colour for colour in PALETTE if colour not in ("#7a7a7a", "#222222")]  # beside lines in grey
 Point = tuple[float, float, float | None, float | None]  # x, y, low, high
 Panels = Mapping[str, Mapping[str, Sequence[Point]]]
 
@@ -42,7 +50,7 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 def lines(
     panels: Panels, title: str, x: str, y: str, path: Path, joined: bool = True, small: float | None = None,
-    wide_range: bool = False,
+    wide_range: bool = False, lead: Sequence[str] = (), broken: bool = False,
 ) -> None:  # fmt: skip
     """One panel a model, one line with markers a series, with intervals where there are any; the legend names all.
 
@@ -55,57 +63,139 @@ def lines(
         joined: draw lines between the points of a series.
         small: make both axes logarithmic, y linear below this.
         wide_range: make the x axis logarithmic.
+        lead: series that stand out in colour, the first one thick; all others are grey.
+        broken: leave out the empty part of a y axis whose few lowest series lie far below all others.
     """
     series = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    if not any(points for panel in panels.values() for points in panel.values()):
+        return nothing(f"{title}: not measured", path)
+    looks = {name: _look(series, name, lead) for name in series}
     wide = min(3, max(1, len(panels)))
     high = -(-max(1, len(panels)) // wide)
     with plt.rc_context(STYLE):
         width = max(5.2, 3.4 * wide)
-        figure, axes = plt.subplots(high, wide, figsize=(width, 2.8 * high + 0.4), squeeze=False)
-        for axis, (model, panel) in zip(axes.flat, panels.items()):
-            for name in panel:
-                i, points = series.index(name), sorted(panel[name], key=lambda point: point[0])
-                marker = "" if joined and len(points) > DENSE else MARKERS[i % len(MARKERS)]
-                style = {"color": PALETTE[i % len(PALETTE)], "marker": marker, "markersize": 4, "label": name}
-                at, height = [point[0] for point in points], [point[1] for point in points]
-                ends = [[abs(p[1] - (p[k] if p[k] is not None else p[1])) for p in points] for k in (2, 3)]
-                if all(point[2] is None for point in points):
-                    ends = None
-                axis.errorbar(at, height, ends, linewidth=0.9 if joined else 0, elinewidth=0.9, capsize=2, **style)
+        figure = plt.figure(figsize=(width, 2.8 * high + 0.4))
+        grid = figure.add_gridspec(high, wide)
+        drawn: dict[str, Artist] = {}
+        for n, (model, panel) in enumerate(panels.items()):
+            gap = _gap([point[1] for points in panel.values() for point in points]) if broken else None
+            axes = _axes(figure, grid[n // wide, n % wide], gap)
+            for axis in axes:
+                for name, points in panel.items():
+                    drawn.setdefault(name, _series(axis, points, joined, looks[name]))
+                if small or wide_range:
+                    axis.set_xscale("log")
+                if small:
+                    axis.set_yscale("symlog", linthresh=small)
+            if gap:
+                axes[0].set_ylim(bottom=gap[1])
+                axes[-1].set_ylim(top=gap[0])
+            axes[0].set_title(textwrap.fill(model, CHARACTERS * 3, break_on_hyphens=False), fontsize=8)
+            axes[-1].set_xlabel(textwrap.fill(x, CHARACTERS * 3, break_on_hyphens=False))
             if not any(panel.values()):
-                axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.4")
-            if small or wide_range:
-                axis.set_xscale("log")
-            if small:
-                axis.set_yscale("symlog", linthresh=small)
-            axis.set_title(model, fontsize=8)
-            axis.set_xlabel(x)
-        for axis in axes.flat[len(panels) :]:
-            axis.set_visible(False)
-        for axis in axes[:, 0]:
-            axis.set_ylabel(y)
-        if series:
-            found = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
-            figure.legend(
-                found.values(), found, loc="outside lower center", ncols=max(1, int(width / 1.5)), frameon=False
-            )
-        figure.suptitle(textwrap.fill(title, int(16 * width)), fontsize=9)
+                _not_measured(axes[0])
+            elif not (small or wide_range):
+                _whole_ticks(axes[-1], [point[0] for points in panel.values() for point in points])
+            if n % wide == 0:
+                axes[0].set_ylabel(y)
+        shown = {name: drawn[name] for name in series if name in drawn}
+        columns = max(1, int(width / 1.5))
+        figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns, frameon=False)
+        _head(figure, title)
         save(figure, path)
 
 
-def scatter(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
+def _look(series: Sequence[str], name: str, lead: Sequence[str]) -> dict[str, Any]:
+    """Colour, marker and width of a series; with leading ones the first of them is thick, and all others are grey."""
+    place = series.index(name)
+    look = {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)], "linewidth": 0.9}
+    if not lead:
+        return look
+    if name not in lead:
+        return look | {"color": "0.65", "linewidth": 0.7, "zorder": 1}
+    rank = list(lead).index(name)
+    return look | {
+        "color": COLOURED[rank % len(COLOURED)],
+        "linewidth": 1.2 if rank else 2.4,
+        "zorder": 3 if rank else 4,
+    }
+
+
+def _series(axis: Axes, points: Sequence[Point], joined: bool, look: Mapping[str, Any]) -> Artist:
+    """Draw one series with its intervals, where it has any; returns what stands for it in a legend."""
+    points = sorted(points, key=lambda point: point[0])
+    style = {**look, "markersize": 4, "elinewidth": 0.9, "capsize": 2}
+    if not joined:
+        style["linewidth"] = 0
+    elif len(points) > DENSE:
+        style["marker"] = ""
+    ends = None
+    if any(point[2] is not None for point in points):
+        ends = [[abs(p[1] - (p[k] if p[k] is not None else p[1])) for p in points] for k in (2, 3)]
+    return axis.errorbar([point[0] for point in points], [point[1] for point in points], ends, **style)
+
+
+def _axes(figure: plt.Figure, place: SubplotSpec, gap: tuple[float, float] | None) -> list[Axes]:
+    """The axes of a panel, from top to bottom: one, or two where its y axis has a gap."""
+    if gap is None:
+        return [figure.add_subplot(place)]
+    inner = place.subgridspec(2, 1, height_ratios=(4, 1), hspace=0.06)
+    above = figure.add_subplot(inner[0])
+    below = figure.add_subplot(inner[1], sharex=above)
+    above.spines["bottom"].set_visible(False)
+    above.tick_params(axis="x", length=0, labelbottom=False)
+    slash = {"marker": [(-1, -0.5), (1, 0.5)], "markersize": 7, "linestyle": "none", "color": "k", "clip_on": False}
+    above.plot([0], [0], transform=above.transAxes, **slash)
+    below.plot([0], [1], transform=below.transAxes, **slash)
+    return [above, below]
+
+
+def _gap(heights: Sequence[float]) -> tuple[float, float] | None:
+    """The ends of the empty part between a few low values and all others, a quarter of the range at least, or none."""
+    order = sorted(heights)
+    steps = [(high - low, low, high) for low, high in zip(order, order[1:])]
+    if not steps:
+        return None
+    size, low, high = max(steps)
+    few = order.index(high) <= len(order) / 4
+    margin = 0.04 * (order[-1] - order[0])
+    return (low + margin, high - margin) if few and size > 0.25 * (order[-1] - order[0]) else None
+
+
+def _not_measured(axis: Axes) -> None:
+    """An empty panel says so, and has no ticks, which would be of no measurement."""
+    axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.4")
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
+def _whole_ticks(axis: Axes, at: Sequence[float]) -> None:
+    """Ticks at whole numbers alone, where every point is at one."""
+    places = sorted(set(at))
+    if all(float(place).is_integer() for place in places):
+        few = len(places) <= FEW_TICKS
+        axis.xaxis.set_major_locator(FixedLocator(places) if few else MaxNLocator(integer=True))
+
+
+def _head(figure: plt.Figure, title: str) -> None:
+    """The title above all panels, broken between words so that no side cuts it."""
+    columns = int(CHARACTERS * figure.get_size_inches()[0])
+    figure.suptitle(textwrap.fill(title, columns, break_on_hyphens=False), fontsize=9)
+
+
+def scatter(panels: Panels, title: str, x: str, y: str, path: Path, **more: Any) -> None:
     """As `lines`, markers alone."""
-    lines(panels, title, x, y, path, joined=False)
+    lines(panels, title, x, y, path, joined=False, **more)
 
 
-def loglog(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
+def loglog(panels: Panels, title: str, x: str, y: str, path: Path, **more: Any) -> None:
     """As `scatter`, on logarithmic axes; a y below 1e-4, also a negative one, has its place on a linear part."""
-    lines(panels, title, x, y, path, joined=False, small=1e-4)
+    lines(panels, title, x, y, path, joined=False, small=1e-4, **more)
 
 
-def semilog(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
+def semilog(panels: Panels, title: str, x: str, y: str, path: Path, **more: Any) -> None:
     """As `lines`, x on a logarithmic axis."""
-    lines(panels, title, x, y, path, wide_range=True)
+    lines(panels, title, x, y, path, wide_range=True, **more)
 
 
 def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
@@ -134,7 +224,7 @@ def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
             for axis, name in zip(row, series):
                 axis.set_title(name, fontsize=8)
                 if name not in over:
-                    axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.4")
+                    _not_measured(axis)
                     continue
                 side = round(len(over[name]) ** 0.5)
                 places = np.linspace(-1, 1, side)
@@ -146,7 +236,7 @@ def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
             row[0].set_ylabel(f"{model}\n{y}", fontsize=7)
             if over:
                 figure.colorbar(shown, ax=list(row), shrink=0.9)
-        figure.suptitle(textwrap.fill(title, int(34 * shape[1])), fontsize=9)
+        _head(figure, title)
         save(figure, path)
 
 
@@ -154,7 +244,7 @@ def nothing(text: str, path: Path) -> None:
     """A figure that says why it is empty."""
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(4.6, 1.2))
-        axis.text(0.5, 0.5, textwrap.fill(text, 60), ha="center", va="center", color="0.4")
+        axis.text(0.5, 0.5, textwrap.fill(text, 60, break_on_hyphens=False), ha="center", va="center", color="0.4")
         axis.set_axis_off()
         save(figure, path)
 
@@ -213,7 +303,7 @@ def bars(
         figure.supylabel(y, fontsize=9)
         axes[-1][0].set_xlabel(x)
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=1.2)
-        figure.suptitle(title, fontsize=9)
+        _head(figure, title)
         save(figure, path)
 
 
@@ -263,5 +353,5 @@ def roofline(
         axis.set_xlabel(x)
         axis.set_ylabel(y)
         figure.legend(frameon=False, loc="outside lower center", ncols=4)
-        figure.suptitle(title, fontsize=9)
+        _head(figure, title)
         save(figure, path)

@@ -101,7 +101,7 @@ def under(sheet: Sheet, folded: bool = False, short: bool = False) -> Grid:
     """Measured values on a second line, labelled `here`.
 
     Args:
-        folded: break a measured value before and after its interval.
+        folded: break a measured value before its interval; what follows the interval stays on the first line.
         short: one line for a row without printed values.
     """
     body = []
@@ -110,7 +110,7 @@ def under(sheet: Sheet, folded: bool = False, short: bool = False) -> Grid:
         if len(row) == 1 or not sheet.paired or not any(pair.here for pair in pairs):
             body.append([[c.printed if isinstance(c, Pair) else c for c in row]])
             continue
-        cells = [re.split(r" (?=\[)|(?<=\]) ", pair.here) if folded else [pair.here] for pair in pairs]
+        cells = [_folded(pair.here) if folded else [pair.here] for pair in pairs]
         first, *more = zip_longest(*cells, fillvalue="")
         blank, measured = [""] * (sheet.left - 1), [Measured(text) for text in first]
         if short and not any(pair.printed for pair in pairs):
@@ -119,6 +119,12 @@ def under(sheet: Sheet, folded: bool = False, short: bool = False) -> Grid:
             lines = [[*label, *(pair.printed for pair in pairs)], [Measured(HERE), *blank, *measured]]
         body.append(lines + [["", *blank, *line] for line in more])
     return Grid(list(sheet.head), body, sheet.left)
+
+
+def _folded(text: str) -> list[str]:
+    """`×1.12 [1.11, 1.13]; 30.8` as `×1.12; 30.8` and, on a line of its own, the interval."""
+    parts = re.fullmatch(r"([^[]*) (\[[^]]*\])(.*)", text)
+    return [parts[1] + parts[3], parts[2]] if parts else [text]
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------

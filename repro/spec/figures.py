@@ -44,6 +44,8 @@ class FigureSpec:
         choice: as of a table: the spec whose chosen rows give variables to recipes.
         table: instead of series, models and measure: the table whose rows are the series.
         metrics: its metrics on the x and on the y axis.
+        lead: series that stand out in colour, the first one thick, the others grey; of none every series has a colour.
+        broken: leave out the empty part of a y axis whose few lowest series lie far below all others.
         printed: what the paper prints about the figure in words or numbers, in our own words.
     """
 
@@ -61,6 +63,8 @@ class FigureSpec:
     plot: str = "lines"
     choice: str = ""
     seeds: tuple[int, ...] = (0,)
+    lead: tuple[str, ...] = ()
+    broken: bool = False
     printed: str = ""
     table: str = ""
     metrics: tuple[str, ...] = ("across", "point")

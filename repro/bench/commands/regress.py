@@ -144,6 +144,17 @@ def compare(new: Run, baseline: Sequence[Run], threshold: float = THRESHOLD) -> 
     return changes
 
 
+def _check_distinct(runs: Sequence[Run]) -> None:
+    """Raise where one run is given twice, also as a copy: it would confirm itself, or be compared with itself."""
+    for i, run in enumerate(runs):
+        for other in runs[:i]:
+            if run.cells == other.cells:
+                same = (
+                    f"{run.path} twice" if run.path == other.path else f"{other.path} and {run.path}, which are equal"
+                )
+                raise UserError(f"regress: {same}; every file has to be a run of its own, measure again")
+
+
 def _spread(values: Sequence[float]) -> float:
     """A standard deviation from the range of a few values."""
     return (max(values) - min(values)) / RANGE.get(len(values), MORE)
@@ -164,14 +175,15 @@ def regress(
         0, 1 or 3 and sentences to print.
 
     Raises:
-        UserError: a file that cannot be used, other devices, nothing in common, or a second run without a cell that is
-            slow in the first.
+        UserError: a file that cannot be used or is given twice, other devices, nothing in common, or a second run
+            without a cell that is slow in the first.
     """
     if len(new) > 2:
         raise UserError(f"regress: {len(new)} new runs; give one, and a second one to confirm a suspicion")
     if not 0 < threshold < 1:
         raise UserError(f"regress: a threshold of {threshold}; give a fraction between 0 and 1, as 0.03")
     runs, baseline = [load(path) for path in new], [load(path) for path in against]
+    _check_distinct([*runs, *baseline])
     devices = {run.device for run in (*runs, *baseline)}
     if len(devices) > 1:
         raise UserError(f"regress: runs of {' and '.join(sorted(devices))}; ratios compare on one device only")

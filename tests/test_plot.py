@@ -1,0 +1,65 @@
+"""Figures: titles that fit, panels without measurements, ticks where there are points, series that stand out."""
+
+import re
+
+import pytest
+
+from repro.render import plot
+
+LONG = "Damage by quantizing one layer at a time, skip-one loss against CKA damage. Scale pocket-full"
+
+
+def one(*points):
+    return [(x, y, None, None) for x, y in points]
+
+
+def drawn(path, panels, title="t", **more) -> str:
+    plot.lines(panels, title, "x", "y", path, **more)
+    return path.read_text(encoding="utf-8")
+
+
+def texts(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_a_title_is_broken_between_words(tmp_path):
+    """At its width of 5.2 inches a line of 9 points holds some 70 characters; a hyphen is no place to break."""
+    found = texts(drawn(tmp_path / "f.svg", {"m": {"a": one((1, 2))}}, LONG))
+    lines = [text for text in found if text in LONG and len(text) > 5]
+    assert " ".join(lines) == LONG and max(map(len, lines)) <= 5.2 * plot.CHARACTERS
+    assert "full" not in lines, "pocket-full stays whole"
+
+
+def test_an_unmeasured_panel_has_no_ticks_and_an_unmeasured_figure_says_so(tmp_path):
+    found = texts(drawn(tmp_path / "f.svg", {"m": {"a": one((1, 2), (3, 4))}, "n": {"a": []}}))
+    assert found.count("not measured") == 1 and not any("0.0" in text or "0.5" in text for text in found)
+    found = texts(drawn(tmp_path / "g.svg", {"m": {"a": []}}, LONG))
+    assert " ".join(found) == f"{LONG}: not measured"
+
+
+@pytest.mark.parametrize("last, ticks", [(4, {"1", "2", "3", "4"}), (90, {"20", "40", "60", "80"})])
+def test_ticks_are_where_points_are(tmp_path, last, ticks):
+    """Quartiles have no tick at 1.5, and layers none at 2.5."""
+    points = one(*((x, 0.003 * x) for x in range(1, last + 1)))
+    found = {text for text in texts(drawn(tmp_path / "f.svg", {"m": {"a": points}})) if text.isdecimal()}
+    assert ticks <= found and "1.5" not in texts(drawn(tmp_path / "f.svg", {"m": {"a": points}}))
+
+
+def test_leading_series_stand_out_and_the_others_are_grey(tmp_path):
+    series = {name: one((1, i), (2, i + 1)) for i, name in enumerate("abcd")}
+    looks = {name: plot._look(list(series), name, ["c", "a"]) for name in series}
+    assert looks["c"]["linewidth"] > 1.5 * looks["a"]["linewidth"] > looks["b"]["linewidth"]
+    assert looks["b"]["color"] == looks["d"]["color"] == "0.65" and looks["c"]["color"] == plot.PALETTE[0]
+    assert len({look["marker"] for look in looks.values()}) == 4
+    assert "stroke-width: 2.4" in drawn(tmp_path / "f.svg", {"m": series}, lead=["c", "a"])
+
+
+def test_a_broken_axis_leaves_out_what_is_empty(tmp_path):
+    heights = [12, 15, 40, 42, 45, 50, 51, 52, 53, 60]
+    low, high = plot._gap(heights)
+    assert 15 < low < 20 and 35 < high < 40
+    assert plot._gap([40, 42, 45, 50]) is None and plot._gap([]) is None, "no gap"
+    assert plot._gap([10, 11, 12, 50, 51]) is None, "most lie below it"
+    panels = {"m": {"a": one(*enumerate(heights[2:])), "b": one((0, 12), (1, 15))}}
+    whole, broken = (texts(drawn(tmp_path / "f.svg", panels, broken=b)) for b in (False, True))
+    assert "30" in whole and "30" not in broken
