@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from repro import __version__, cli
+from repro.cli import measure
 from repro.cli.options import Parser
 from repro.errors import UserError, sentence, unknown
+from repro.spec import scale_files
 
 PROGRAM = "python -m repro"
 
@@ -36,11 +38,21 @@ def run(verb: str, words: Sequence[str]) -> int:
     if verb in cli.VERBS:
         module = importlib.import_module(f"repro.cli.{verb}")
         module.options(parser)
-        return module.run(parser.parse_args(words)) or 0
-    from repro.cli import measure  # imports every kind of cell
+        return module.run(read(parser, words)) or 0
+    measure.options(parser, cli.kinds()[verb])
+    return measure.run(read(parser, words), verb) or 0
 
-    measure.options(parser, verb)
-    return measure.run(parser.parse_args(words), verb) or 0
+
+def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The options; an unknown scale is refused before anything is imported that takes time.
+
+    Raises:
+        UserError: options that do not fit, or an unknown scale.
+    """
+    args = parser.parse_args(words)
+    if getattr(args, "configfile", args) is None:  # the verb takes a scale, and none is given as a file
+        scale_files.file_of(args.scale)
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

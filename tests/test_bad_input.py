@@ -25,7 +25,7 @@ from repro.data import corpora, sources
 from repro.files import HOME, ROOT
 from repro.record import accepted
 from repro.record.measurement import COLUMNS
-from repro.spec import figures, names, scale, tables
+from repro.spec import figures, names, scale, scale_files, tables
 
 LONG = "x" * 5000
 DEEP = "[" * 10_000
@@ -597,7 +597,7 @@ def checkout(here, monkeypatch):
             target = here / "checkout" / path.relative_to(HOME)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
-    for module in (tables, figures, scale, names):
+    for module in (tables, figures, scale, scale_files, names):
         monkeypatch.setattr(module, "HOME", here / "checkout")
     forget()
     yield here / "checkout"

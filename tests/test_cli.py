@@ -1,14 +1,18 @@
 """The command line starts at once: help, a typo and `show` import nothing that takes time."""
 
+import dataclasses
 import json
 import sys
+from typing import get_type_hints
 
 import dag
 import pytest
 
 from repro import cli
-from repro.__main__ import main
+from repro.__main__ import main, run
 from repro.cells import KINDS
+from repro.cli import measure
+from repro.errors import UserError
 from repro.files import ROOT
 
 SLOW = {"torch", "transformers", "pandas", "scipy", "numpy", "pyarrow", "matplotlib", "snakemake", "triton", "lm_eval"}
@@ -31,6 +35,7 @@ def loaded(tmp_path, *words) -> tuple[int, set[str], dag.Done]:
     done = dag.run([sys.executable, "-c", SCRIPT, noted, *words], tmp_path, ROOT, SCALE="")
     assert done.code == 0, done.text
     code, modules = json.loads(noted.read_text())
+    assert len(modules) < 400 or SLOW & set(modules), f"{len(modules)} modules"
     return code, SLOW & set(modules), done
 
 
@@ -43,6 +48,9 @@ AT_ONCE = {
     "a typo of an option": (("make", "all", "--coers", "2"), 2, "--coers 2"),
     "a typo of a target": (("make", "tables/spear/tabel1.tex"), 2, "did you mean 'tables/spear/table1.tex'"),
     "a typo of a job's target": (("run", "spear/tabel1"), 2, "did you mean 'spear/table1'"),
+    "help of a kind of cell": (("perplexity", "--help"), 0, "--show {perplexity,kl,top1}"),
+    "a typo of a scale": (("make", "all", "--scale", "pocket-"), 2, "unknown scale 'pocket-'; did you mean 'pocket"),
+    "a typo of a kind's scale": (("zeroshot", "pocket-3m", "--scale", "gpo"), 2, "did you mean 'gpu'"),
     "show": (("show", "spear/table1"), 0, "a title"),
     "show of a typo": (("show", "spear/tabel1"), 2, "did you mean 'spear/table1'"),
 }
@@ -70,6 +78,24 @@ def test_every_verb_has_a_file_and_every_kind_with_jobs_is_a_verb():
     for name, path in cli.kinds().items():
         first = KINDS[name].__doc__.partition("\n")[0]
         assert cli.summary(path) == first and cli.verbs()[name] == first
+
+
+def test_a_scale_that_the_environment_names_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALE", "gpo")
+    with pytest.raises(UserError, match="^unknown scale 'gpo'; did you mean 'gpu'"):
+        run("coverage", [])
+
+
+@pytest.mark.parametrize("kind", sorted(cli.kinds()))
+def test_a_kinds_options_are_the_fields_of_its_ask(kind):
+    """They are read from its source, where the types of fields are plain."""
+    ask = KINDS[kind].Ask
+    hints = get_type_hints(ask)
+    known = [
+        measure.Field(field.name, hints[field.name], field.default is dataclasses.MISSING)
+        for field in dataclasses.fields(ask)
+    ]
+    assert measure.asked_fields(cli.kinds()[kind]) == known
 
 
 @pytest.mark.parametrize("verb", sorted(cli.verbs()))

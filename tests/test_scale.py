@@ -11,8 +11,8 @@ from repro.cells import perplexity
 from repro.data.corpora import CORPORA
 from repro.errors import UserError
 from repro.files import ROOT
-from repro.spec import scale
-from repro.spec.scale import OTHERS, Calibration, hub_models, load, names
+from repro.spec import scale, scale_files
+from repro.spec.scale import Calibration, hub_models, load, names
 
 LABELS = {cell.model for p in papers.PAPERS for n in papers.tables(p) for cell in papers.printed(p, n)}
 
@@ -25,7 +25,8 @@ def no_scale_in_the_environment(monkeypatch):
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """A folder of scales of the test's own, `pocket` among them; call it with name=keys to add some."""
-    monkeypatch.setattr(scale, "HOME", tmp_path)
+    for module in (scale, scale_files):
+        monkeypatch.setattr(module, "HOME", tmp_path)
     (tmp_path / "config").mkdir()
 
     def add(**scales):
@@ -39,7 +40,7 @@ def config(tmp_path, monkeypatch):
 
 def test_what_is_shipped():
     assert set(names()) >= {"pocket", "pocket-real", "pocket-full", "gpu", "paper"}
-    assert not set(OTHERS) & set(names())
+    assert not set(scale_files.NO_SCALES) & set(names())
 
 
 @pytest.mark.parametrize("name", names())

@@ -14,7 +14,7 @@ from repro.jobs.job import distinct
 from repro.record import accepted, measure, provenance
 from repro.record.measurement import to_csv
 from repro.spec import scale as scales
-from repro.spec import tables
+from repro.spec import scale_files, tables
 from repro.spec.workflow import Workflow
 
 COMMIT, UNKNOWN = "0123456789", "ffffffffff"
@@ -102,7 +102,7 @@ class House:
 
 def patch(patcher: pytest.MonkeyPatch, place: Path, at: scales.Scale) -> House:
     """Make the tiny scale and spec those of this process, with `place` as its working folder."""
-    table, load, names = tables.table, scales.load, scales.names
+    table, load, names = tables.table, scales.load, scale_files.names
 
     def loaded(config=None, name=None, path=None):
         return at if name == at.name else load(config, name, path)
@@ -111,7 +111,8 @@ def patch(patcher: pytest.MonkeyPatch, place: Path, at: scales.Scale) -> House:
         tables, "table", lambda paper, number: SPEC if (paper, number) == ("spear", "1") else table(paper, number)
     )
     patcher.setattr(scales, "load", loaded)
-    patcher.setattr(scales, "names", lambda: [*names(), at.name])
+    for module in (scales, scale_files):
+        patcher.setattr(module, "names", lambda: [*names(), at.name])
     patcher.setenv("REPRO_COMMIT", COMMIT)
     patcher.setattr(provenance, "_git", lambda *words: None)  # a tree without its history, whatever is edited here
     patcher.setattr(provenance, "has_commit", lambda commit: commit != UNKNOWN)

@@ -1,32 +1,57 @@
 """Measure a model under a recipe: a verb for each kind of cell, its options those that a spec may say."""
 
 import argparse
+import ast
 import dataclasses
 import typing
+from pathlib import Path
+from typing import Any
 
-from repro.cells import KINDS
 from repro.cli import options as common
 from repro.errors import UserError
 from repro.spec.cell import Cell
 
 
-def options(parser: argparse.ArgumentParser, kind: str) -> None:
-    """The model, and the fields of what the kind is asked for."""
+def options(parser: argparse.ArgumentParser, path: Path) -> None:
+    """The model, and the fields of what a kind is asked for.
+
+    Args:
+        path: the kind's module, which is read without importing it.
+    """
     common.add_target(parser)
-    ask = KINDS[kind].Ask
-    hints = typing.get_type_hints(ask)
-    for field in dataclasses.fields(ask):
-        how: dict = {"required": field.default is dataclasses.MISSING}
-        hint = hints[field.name]
-        if typing.get_origin(hint) is tuple:
-            how |= {"nargs": "+"}
-        elif typing.get_origin(hint) is typing.Literal:
-            how |= {"choices": typing.get_args(hint)}
-        elif hint is bool:
+    for field in asked_fields(path):
+        how: dict = {"required": field.required}
+        if typing.get_origin(field.type) is tuple:
+            how["nargs"] = "+"
+        elif typing.get_origin(field.type) is typing.Literal:
+            how["choices"] = typing.get_args(field.type)
+        elif field.type is bool:
             how = {"action": "store_true", "default": None}
-        elif hint is int:
+        elif field.type is int:
             how["type"] = common.number(0)
         parser.add_argument(f"--{field.name}", **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of a kind's `Ask`; its type is str, int, bool, a Literal or a tuple."""
+
+    name: str
+    type: Any
+    required: bool
+
+
+def asked_fields(path: Path) -> list[Field]:
+    """The fields of the dataclass `Ask` in a kind's module, read from its source: importing it would import torch."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    (ask,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Ask"]
+    fields = []
+    for statement in ask.body:
+        if isinstance(statement, ast.AnnAssign):
+            annotation = compile(ast.Expression(statement.annotation), str(path), "eval")
+            kind = eval(annotation, {"Literal": typing.Literal})  # noqa: S307  # our own source
+            fields.append(Field(statement.target.id, kind, required=statement.value is None))
+    return fields
 
 
 def run(args: argparse.Namespace, kind: str) -> None:
@@ -35,6 +60,8 @@ def run(args: argparse.Namespace, kind: str) -> None:
     Raises:
         UserError: a scale without a protocol for the kind, or a recipe that has nothing to show there.
     """
+    from repro.cells import KINDS
+
     module = KINDS[kind]
     flow = common.workflow(args, recorded=False)
     flow.scale = dataclasses.replace(flow.scale, recorded={}, reduced={})

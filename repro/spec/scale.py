@@ -5,7 +5,6 @@ another scale that this one does not give. A key named after a kind of cell hold
 written before the accepted runs that they judge.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -17,10 +16,10 @@ from repro.data.corpora import CORPORA
 from repro.errors import UserError, shortened, unknown
 from repro.files import HOME
 from repro.spec.recipe import STEPS, with_options
+from repro.spec.scale_files import file_of, names  # noqa: F401  asked for here too
 from repro.strict import build, convert, load_yaml, shown
 
 POOLS = 2**20  # seeds from here on are draws of training pools
-OTHERS = ("pocket-models", "hub")  # files in config/ that are no scales
 
 
 @dataclass(frozen=True)
@@ -239,18 +238,6 @@ def load(config: Mapping[str, Any] | None = None, name: str | None = None, path:
     return _build(config, where)
 
 
-def file_of(name: str | None = None) -> Path:
-    """The file of a scale in config/; of none it is $SCALE, else pocket.
-
-    Raises:
-        UserError: unknown scale.
-    """
-    name = name or os.environ.get("SCALE") or "pocket"
-    if name not in names():
-        raise unknown("scale", name, names())
-    return HOME / "config" / f"{name}.yaml"
-
-
 def _named(path: Path) -> dict[str, Any]:
     """The keys of a scale's file, whose name must be its own."""
     data = load_yaml(path)
@@ -293,8 +280,3 @@ def _over_base(data: Mapping[str, Any], where: str, above: tuple[str, ...] = ())
         raise UserError(f"{where}: base: {unknown('scale', base, known)}")
     file = file_of(base)
     return _over_base(_named(file), f"config/{file.name}", above) | data
-
-
-def names() -> list[str]:
-    """The scales in config/."""
-    return sorted(p.stem for p in (HOME / "config").glob("*.yaml") if p.stem not in OTHERS)
