@@ -62,7 +62,7 @@ def test_linear(gpu_benchmark, benchmark, rows, columns, count, provider, mode) 
 def test_this_suite_and_the_timer_agree(gpu_benchmark, backend, name) -> None:  # noqa: ANN001
     """Within 3 %: both are medians of the same launches."""
     task = dataclasses.replace(PEERS[name].task(layer(4096, 4096), 1), facts={})  # not a recorded cell
-    alone = timing.measure([task], backend, floor=timing.read_floor)[0]
+    alone = timing.measure([task], backend, floor=timing.read_floors)[0]
     found = gpu_benchmark(task)
     assert found.us == pytest.approx(alone.us, rel=0.03)
 

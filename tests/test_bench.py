@@ -38,9 +38,9 @@ def provider(fake, name, form="w4-g128", cost=3e-6, wrong=1.0, reason=None, **mo
 def device(monkeypatch):
     fake = Fake(l2=1 << 12)
     monkeypatch.setattr(timing, "COLD_BYTES", 0)
-    floor = lambda nbytes: dataclasses.replace(  # noqa: E731
-        provider(fake, "floor", cost=1e-6).task(bench_layer(), 1), nbytes=nbytes
-    )
+    floor = lambda nbytes: [  # noqa: E731
+        dataclasses.replace(provider(fake, "floor", cost=1e-6).task(bench_layer(), 1), nbytes=nbytes)
+    ]
     everyone = [
         provider(fake, "torch.matmul", "bf16", 9e-6),
         provider(fake, "mine"),

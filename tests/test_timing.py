@@ -124,7 +124,8 @@ def test_tasks_take_turns_and_the_floor_reads_their_exact_bytes():
 
     def floor(nbytes):
         asked.append(nbytes)
-        return task(kernel(fake, cost=1e-6), "floor", nbytes=nbytes)
+        slow, fast = kernel(fake, cost=1.5e-6), kernel(fake, cost=1e-6)
+        return [task(slow, "slow floor", nbytes=nbytes), task(fast, "floor", nbytes=nbytes)]
 
     real = Run.round
     try:
@@ -134,9 +135,9 @@ def test_tasks_take_turns_and_the_floor_reads_their_exact_bytes():
         Run.round = real
     assert asked == [N * K * 4]
     assert [f.fraction for f in found] == pytest.approx([0.5, 0.5])
-    rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
-    assert all(sorted(r) == ["a", "b", "floor"] for r in rounds)
-    assert {r[0] for r in rounds} == {"a", "b", "floor"}
+    rounds = [order[i : i + 4] for i in range(0, len(order), 4)]
+    assert all(sorted(r) == ["a", "b", "floor", "slow floor"] for r in rounds)
+    assert {r[0] for r in rounds} == {"a", "b", "floor", "slow floor"}
 
 
 def test_energy_is_per_launch():
@@ -418,7 +419,7 @@ def test_whatever_a_task_raises_is_noted_and_keeps_nothing_alive(monkeypatch):
 def test_a_floor_that_is_unsound_is_nobody_else_s_failure():
     fake, failures = Fake(), {}
     with pytest.raises(Unsound, match="^floor: "):
-        measure([task(kernel(fake))], fake, floor=lambda n: task(kernel(fake, rows=3), "floor"), failures=failures)
+        measure([task(kernel(fake))], fake, floor=lambda n: [task(kernel(fake, rows=3), "floor")], failures=failures)
     assert not failures
 
 

@@ -38,7 +38,7 @@ class Device:
 
     name: str
     backend: timing.Cuda
-    floor: Callable[[int], Task]
+    floor: Callable[[int], Sequence[Task]]
     ceilings: Callable[[], dict[str, Timing]]
     providers: dict[str, peers.Provider]
     origin: dict[str, str]
@@ -60,7 +60,7 @@ def this_gpu() -> Device:
         found = timing.measure([provider.task(layer, LARGE) for provider in able], backend, rounds=9)
         return timing.ceilings(backend) | {t.name: t for t in found}
 
-    return Device("cuda", backend, timing.read_floor, ceilings, {**peers.PEERS, **OURS}, origin())
+    return Device("cuda", backend, timing.read_floors, ceilings, {**peers.PEERS, **OURS}, origin())
 
 
 def origin() -> dict[str, str]:
@@ -125,7 +125,7 @@ def bench(
     best = device.ceilings()
     codes = {name: code(name) for name in chosen}
     run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say, codes)
-    run.note(device.floor(timing.CEILING_BYTES))
+    run.note("read_floor", device.floor(timing.CEILING_BYTES))
     for t in best.values():
         rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
         work = f"{2 * LARGE**3 / t.us / 1e6:.0f} T operations/s" if t.facts else f"{t.gb_per_s:.0f} GB/s"
@@ -202,7 +202,7 @@ class _Run:
             if provider.takes(m):
                 try:
                     tasks.append(provider.task(layer, m))
-                    self.note(tasks[-1])
+                    self.note(tasks[-1].name, tasks[-1:])
                 except Exception as error:
                     unable[name] = timing.bare(error)
         for mode in modes:
@@ -227,10 +227,10 @@ class _Run:
         device.backend.release()
         return rows
 
-    def note(self, task: Task) -> None:
-        """Keep the digest of the machine code of a task; what fails here is met again by the measurement."""
+    def note(self, name: str, tasks: Sequence[Task]) -> None:
+        """Keep the digest of the machine code of tasks; what fails here is met again by the measurement."""
         with contextlib.suppress(Exception):
-            self.machine[task.name] = machine_code(lambda: task.launch(**task.inputs))
+            self.machine[name] = machine_code(lambda: [task.launch(**task.inputs) for task in tasks])
 
     def row(self, t: Timing, facts: Mapping[str, Any]) -> Row:
         """A timing as a row."""

@@ -174,7 +174,7 @@ def measure(
     backend: Cuda,
     mode: str = COLD,
     rounds: int = ROUNDS,
-    floor: Callable[[int], Task] | None = None,
+    floor: Callable[[int], Sequence[Task]] | None = None,
     joule_seconds: float = 0.0,
     failures: dict[str, Exception] | None = None,
 ) -> list[Timing]:
@@ -185,7 +185,7 @@ def measure(
         backend: the device.
         mode: `cold` or `warm`.
         rounds: timed rounds of each task, after `WARMUP`.
-        floor: makes the task that reads so many bytes; None leaves `floor_us` empty.
+        floor: makes the tasks that read so many bytes, of which the fastest counts; None leaves `floor_us` empty.
         joule_seconds: how long each task runs once more, at least, for its energy; 0 leaves it out.
         failures: takes the exception of a task that fails, by name and without its frames, instead of raising it.
 
@@ -200,13 +200,14 @@ def measure(
     if len({task.name for task in tasks}) != len(tasks):
         raise ValueError(f"tasks share a name: {', '.join(task.name for task in tasks)}")
     runs: list[Run] = []
-    floors: dict[int, Run] = {}
+    readers: list[Run] = []
+    floors: dict[int, list[Run]] = {}
 
     def guarded(run: Run | Task, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         try:
             return work()
         except Exception as error:
-            if failures is None or run in floors.values():
+            if failures is None or run in readers:
                 raise
             failures[run.name if isinstance(run, Task) else run.task.name] = bare(error)
             if run in runs:
@@ -218,10 +219,11 @@ def measure(
             runs.append(run)
     if floor:
         for nbytes in sorted({run.nbytes for run in runs if run.nbytes}):
-            floors[nbytes] = Run(floor(nbytes), backend, mode)
+            floors[nbytes] = [Run(task, backend, mode) for task in floor(nbytes)]
+    readers = [run for runs_of_size in floors.values() for run in runs_of_size]
     for number in range(WARMUP + rounds):
         check = number < CHECKED or number >= WARMUP + rounds - CHECKED
-        everyone = [*runs, *floors.values()]
+        everyone = [*runs, *readers]
         turn = number % max(1, len(everyone))
         for run in everyone[turn:] + everyone[:turn]:
             us = guarded(run, functools.partial(run.round, number, check))
@@ -234,22 +236,31 @@ def measure(
     if joule_seconds:
         for run, joules in zip(runs, backend.joules([run.graph for run in runs], joule_seconds)):
             run.joule = None if joules is None else joules / run.launches
-    return [r.timing(statistics.median(floors[r.nbytes].samples) if r.nbytes in floors else None) for r in runs]
+    fastest = {nbytes: min(statistics.median(run.samples) for run in each) for nbytes, each in floors.items()}
+    return [run.timing(fastest.get(run.nbytes)) for run in runs]
 
 
 # ---- what a device can do at best
 
 
-def read_floor(nbytes: int, config: Mapping[str, Any] | None = None) -> Task:
+def read_floors(nbytes: int) -> list[Task]:
+    """The tasks of the readers whose best is the floor of `nbytes` bytes on this GPU."""
+    from repro.kernels import read_floor as kernel  # needs Triton
+
+    tasks = [read_floor(nbytes, config) for config in kernel.readers(nbytes, "cuda")]
+    return [dataclasses.replace(task, name=f"read_floor {i}") for i, task in enumerate(tasks)]
+
+
+def read_floor(nbytes: int, config: Mapping[str, Any]) -> Task:
     """The task that reads exactly `nbytes` bytes (rounded up to words of 4) and does next to nothing with them.
 
-    `config` is a launch configuration of the kernel, its recorded one when not given.
+    `config` is a launch configuration of the kernel.
     """
     from repro.kernels import read_floor as kernel  # needs Triton
 
     buffer = torch.randint(0, 256, (-(-nbytes // 4) * 4,), dtype=torch.uint8, device="cuda")
-    config = dict(config or kernel.configuration(buffer.nbytes, buffer.device))
-    block = config["block"]
+    config = dict(config)
+    block = kernel.words_of_block(config)
     blocks = -(-buffer.nbytes // (4 * block))
 
     def launch(buffer: Tensor) -> Tensor:
@@ -272,6 +283,8 @@ def read_floor(nbytes: int, config: Mapping[str, Any] | None = None) -> Task:
 def ceilings(backend: Cuda) -> dict[str, Timing]:
     """This device's own copy bandwidth and read rate on `CEILING_BYTES`, as timings called `copy` and `read_floor`.
 
+    The read rate is that of the fastest reader.
+
     A copy reads and writes, so its bytes count twice. It inverts what it copies: a plain copy becomes a copy node of
     the graph, which runs at two thirds of the speed.
     """
@@ -279,5 +292,7 @@ def ceilings(backend: Cuda) -> dict[str, Timing]:
     invert = lambda source: torch.bitwise_not(source.view(torch.int32)).view(torch.uint8)  # noqa: E731
     how = {"tolerance": 0.0, "hot": (), "nbytes": 2 * CEILING_BYTES, "launches": 4}
     copied = Task("copy", invert, {"source": source}, lambda source: ~source, **how)
-    read = dataclasses.replace(read_floor(CEILING_BYTES), launches=4)
-    return {timing.name: timing for timing in measure([copied, read], backend, rounds=9)}
+    reads = [dataclasses.replace(task, launches=4) for task in read_floors(CEILING_BYTES)]
+    copy_timing, *read_timings = measure([copied, *reads], backend, rounds=9)
+    fastest = min(read_timings, key=lambda timing: timing.us)
+    return {"copy": copy_timing, "read_floor": dataclasses.replace(fastest, name="read_floor")}

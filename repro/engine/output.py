@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from repro.errors import UserError
+
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 BEFORE = 8  # tokens of the prompt that decide whether the first word begins with a blank
-COPIED = {"cuda": 1 << 27, "cpu": 1 << 26}  # bytes, beyond what caches hold; a CPU's show in its peak memory
+READ = 1 << 26  # bytes that are read at most to rate a CPU; they show in its peak memory
 
 
 class Text(str):
@@ -70,7 +72,8 @@ class Stats:
         prefill_s: seconds from the start to the first token of every sequence.
         tokens_per_s: of all sequences together, after their first tokens.
         ms_p50, ms_p99: milliseconds from one step's tokens to the next.
-        mbu: bytes that a median step reads (weights and valid cache slots), per second, over the bandwidth of a copy.
+        step_bytes: what a step must read: weights and valid cache slots, in the mean over steps.
+        read_rate: bytes per second at which the fastest reader of this device reads about so many (`read_rate`).
         peak_bytes: of memory; on a GPU of this generation and what was loaded, on a CPU of the process so far.
         stored_bytes: the model as it is stored; 3-bit codes take 3 bits.
         read_bytes: weights that a step reads here; 3-bit codes take 4 bits, on a CPU all are dequantized, as Q4_K is.
@@ -82,17 +85,34 @@ class Stats:
     tokens_per_s: float = math.nan
     ms_p50: float = math.nan
     ms_p99: float = math.nan
-    mbu: float = math.nan
+    step_bytes: float = math.nan
+    read_rate: float = math.nan
     peak_bytes: int = 0
     stored_bytes: int = 0
     read_bytes: int = 0
+
+    @property
+    def mbu(self) -> float:
+        """Model bandwidth utilization: `step_bytes` over the time of a median step, as a share of `read_rate`.
+
+        Raises:
+            UserError: it is above 1: no step reads faster than the device, so that one of its inputs is wrong.
+        """
+        reached = self.step_bytes / self.ms_p50 * 1e3
+        if reached > self.read_rate:
+            step = f"{self.step_bytes / 1e6:,.1f} MB in a step of {self.ms_p50:.3f} ms are {reached / 1e9:,.1f} GB/s"
+            why = f"above the {self.read_rate / 1e9:,.1f} GB/s at which this device reads"
+            share = reached / self.read_rate
+            raise UserError(f"MBU {share:.2f}: {step}, {why}; measure again, with nothing else running")
+        return reached / self.read_rate
 
     def __str__(self) -> str:
         peak, stored, read = (f"{n / 1e6:,.1f} MB" for n in (self.peak_bytes, self.stored_bytes, self.read_bytes))
         return (
             f"{self.prompt_tokens} + {self.new_tokens} tokens | prefill {self.prefill_s:.3f} s | "
             f"{self.tokens_per_s:.1f} tokens/s | {self.ms_p50:.2f} ms a token (p50), {self.ms_p99:.2f} (p99) | "
-            f"MBU {self.mbu:.2f} | peak {peak} | stored {stored} | read {read}"
+            f"MBU {self.mbu:.2f} ({self.step_bytes / 1e6:,.1f} MB a step over its time over a read rate of "
+            f"{self.read_rate / 1e9:,.1f} GB/s) | peak {peak} | stored {stored} | read {read}"
         )
 
 
@@ -104,8 +124,9 @@ def measured(
     if not steps:
         return found
     p50, p99 = (float(np.percentile(steps, p)) for p in (50, 99))
-    mbu = step_bytes / p50 / copy_bandwidth(device)
-    return replace(found, tokens_per_s=later_tokens / sum(steps), ms_p50=1e3 * p50, ms_p99=1e3 * p99, mbu=mbu)
+    rate = read_rate(device, step_bytes)
+    times = {"ms_p50": 1e3 * p50, "ms_p99": 1e3 * p99}
+    return replace(found, tokens_per_s=later_tokens / sum(steps), step_bytes=step_bytes, read_rate=rate, **times)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -118,10 +139,30 @@ def peak_bytes(device: torch.device) -> int:
     return used if sys.platform == "darwin" else 1024 * used
 
 
+def read_rate(device: torch.device, nbytes: float) -> float:
+    """Bytes per second of the fastest reader of a device, on about `nbytes` bytes; measured once a size and process.
+
+    On a GPU that is the read floor of kernels/, cold, from 1 MiB to 1 GiB. On a CPU it is the better of a maximum and a
+    product of a matrix with a vector, of up to 64 MiB that were just read, as the weights of a small model were.
+    """
+    if device.type == "cuda":
+        from repro.kernels import read_floor  # needs Triton
+
+        return _gpu_rate(device, read_floor.rated_size(nbytes))
+    return _cpu_rate(1 << round(math.log2(min(max(nbytes, 1 << 20), READ))))
+
+
 @cache
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of the fastest of several copies on a device with its present threads."""
-    source = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device)
-    target, wait = torch.empty_like(source), torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    seconds = timeit.repeat(lambda: (target.copy_(source), wait()), setup=wait, repeat=5, number=1)
-    return 2 * source.nbytes / min(seconds)
+def _gpu_rate(device: torch.device, nbytes: int) -> float:
+    from repro.kernels import read_floor
+
+    return read_floor.rate(nbytes, device)
+
+
+@cache
+def _cpu_rate(nbytes: int) -> float:
+    matrix = torch.ones(nbytes // 4096, 1024)
+    vector = torch.ones(1024)
+    seconds = timeit.repeat(matrix.max, repeat=9, number=1)
+    seconds += timeit.repeat(lambda: torch.mv(matrix, vector), repeat=9, number=1)
+    return matrix.nbytes / min(seconds)
