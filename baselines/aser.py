@@ -19,6 +19,7 @@ from repro.baselines import grid, low_rank
 from repro.errors import Refused, UserError
 from repro.models.lowbit import LowBitModel, in_layer
 
+VERSION = 1
 CALIBRATED = True
 COST = 3.0  # relative to RTN, for scheduling alone
 KIND = low_rank.KIND

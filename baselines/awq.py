@@ -37,6 +37,7 @@ from repro.errors import UserError, unknown
 from repro.models.activations import watching
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 
+VERSION = 1
 CALIBRATED = True
 COST = 5.0  # relative to RTN, for scheduling alone
 RESCALES = True

@@ -29,6 +29,7 @@ from repro.train.blocks import checkpoint_folder, steps_per_epoch, training_ids
 from repro.train.end_to_end import Validation, fitting, train
 from repro.train.streams import Dtype, computing
 
+VERSION = 1
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
 attached = qat.attached

@@ -28,6 +28,7 @@ from repro.models.lowbit import LowBitModel, blocks, in_layer
 from repro.train.blocks import BlockSettings, BlockTask, BlockTrainer, checkpoint_folder, training_ids
 from repro.train.streams import Dtype, Forward, Place, computing
 
+VERSION = 1
 CALIBRATED = True
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone

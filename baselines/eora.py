@@ -16,6 +16,7 @@ from repro.baselines import low_rank
 from repro.models.activations import watching
 from repro.models.lowbit import LowBitModel, block_inputs, blocks
 
+VERSION = 1
 CALIBRATED = True
 COST = 3.0  # relative to RTN, for scheduling alone
 KIND = low_rank.KIND

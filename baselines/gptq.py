@@ -35,6 +35,7 @@ from repro.models.activations import watching
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 from repro.models.quantized import QuantizedWeight
 
+VERSION = 1
 CALIBRATED = True
 COST = 2.0  # relative to RTN, for scheduling alone
 

@@ -19,6 +19,7 @@ from repro.errors import Refused, UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 
+VERSION = 1
 CALIBRATED = False
 COST = 2.0  # relative to RTN, for scheduling alone
 KIND = low_rank.KIND

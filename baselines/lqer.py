@@ -14,6 +14,7 @@ from repro.baselines import low_rank
 from repro.errors import UserError
 from repro.models.lowbit import LowBitModel
 
+VERSION = 1
 CALIBRATED = True
 COST = 2.0  # relative to RTN, for scheduling alone
 KIND = low_rank.KIND

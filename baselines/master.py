@@ -14,6 +14,7 @@ from repro.errors import UserError
 from repro.files import sha256
 from repro.models.lowbit import LowBitModel
 
+VERSION = 1
 CALIBRATED = False
 
 

@@ -28,6 +28,7 @@ from repro.models import graphs
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 from repro.models.quantized import QuantizedWeight
 
+VERSION = 1
 CALIBRATED = True
 COST = 20.0  # relative to RTN, for scheduling alone
 INITIAL_LOGIT = 4.0  # sigmoid 0.982; the authors' code

@@ -32,6 +32,7 @@ from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
 from repro.train.streams import Dtype
 
+VERSION = 1
 CALIBRATED = True
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone

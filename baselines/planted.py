@@ -23,6 +23,7 @@ from repro.errors import UserError, unknown
 from repro.models.activations import statistics
 from repro.models.lowbit import LowBitModel, block_linears, blocks
 
+VERSION = 1
 CALIBRATED = False  # with calibration text inputs are described too
 RESCALES = True
 PREPARES = True  # what it changes is stored by the quantizer that comes after

@@ -19,6 +19,7 @@ from repro.methods.spqt.weight import Layout, pack
 from repro.models.activations import statistics
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
 
+VERSION = 1
 CALIBRATED = False  # unless its config says so
 COST = 2.0  # relative to RTN, for scheduling alone
 

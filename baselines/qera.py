@@ -12,6 +12,7 @@ from torch import Tensor
 from repro.baselines import low_rank
 from repro.models.lowbit import LowBitModel
 
+VERSION = 1
 CALIBRATED = True
 COST = 3.0  # relative to RTN, for scheduling alone
 KIND = low_rank.KIND

@@ -7,6 +7,7 @@ from torch import Tensor
 from repro.baselines import grid
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
 
+VERSION = 1
 CALIBRATED = False
 
 

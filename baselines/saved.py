@@ -14,6 +14,7 @@ from repro.errors import UserError
 from repro.files import sha256
 from repro.models.lowbit import LowBitModel
 
+VERSION = 1
 CALIBRATED = False
 FILE = "model.safetensors"  # codes, scales, zeros and whatever else a recipe stores, in the folder
 DIGITS = 16  # of a file's SHA-256, that name it

@@ -26,6 +26,7 @@ from repro.models.groups.inputs import check_layer
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
 from repro.models.quantized import QuantizedWeight
 
+VERSION = 1
 CALIBRATED = True
 COST = 2.0  # relative to RTN, for scheduling alone
 RESCALES = True

@@ -28,6 +28,7 @@ from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
 from repro.train.blocks import training_ids
 
+VERSION = 1
 CALIBRATED = True
 COST = 50.0  # relative to RTN, for scheduling alone
 RESCALES = True

@@ -19,6 +19,7 @@ from repro.methods.spear.initial import start
 from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel
 
+VERSION = 1
 CALIBRATED = False  # it samples its own sequences
 COST = spear.COST
 KIND = low_rank.KIND

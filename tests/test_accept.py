@@ -14,7 +14,7 @@ from repro.files import ROOT
 from repro.jobs import runner
 from repro.jobs.job import distinct
 from repro.record import accept as accepting
-from repro.record import accepted, measure, observations, provenance, recorded
+from repro.record import accepted, measure, observations, provenance
 from repro.record.accept import accept
 from repro.record.measurement import COLUMNS, from_csv, text
 from repro.record.observations import FILE, Series
@@ -53,12 +53,12 @@ def test_round_trip(house):
 def test_what_the_hashes_stand_for_is_kept(house):
     accept(house.table())
     folder = stored(house).parent
-    inputs, units = (accepted._facts(folder / name) for name in ("inputs.json", "units.json"))
+    inputs = accepted._facts(folder / "inputs.json")
     rows = from_csv(stored(house))
-    assert inputs.keys() == {row.inputs for row in rows} and units.keys() == {row.units for row in rows}
+    assert inputs.keys() == {row.inputs for row in rows}
     row = next(row for row in rows if row.row == "RTN pc" and row.col == "Wiki")
     assert inputs[row.inputs]["recipe"][0][0][0] == "rtn"
-    assert accepted.units_of(row) == units[row.units] == recorded.modules(house.flow, house.cell())
+    assert row.versions == "compress=1 perplexity=1 rtn=1 tokens=1"
 
 
 def test_twice_gives_the_same_bytes_and_new_rows_replace_old_ones(house):
@@ -97,7 +97,7 @@ def test_what_was_not_measured_here_is_left_out(house):
     [
         {"value": 10.0}, {"lo": 9.0}, {"hi": None}, {"n": 99}, {"grade": "A"}, {"device": "NVIDIA H200"},
         {"device_class": "cuda"}, {"commit": "9876543210"}, {"stand_in": "pocket-5m"}, {"recipe": "rtn-w8-pc"},
-        {"seeds": "0 1 2"}, {"inputs": "abcdef01"}, {"units": "abcdef012345"}, {"artifacts": "/etc/passwd"},
+        {"seeds": "0 1 2"}, {"inputs": "abcdef01"}, {"versions": "rtn=7"}, {"artifacts": "/etc/passwd"},
         {"observations": "/etc/passwd"}, {"environment": "{}"}, {"note": "as good as new"}, {"status": "floor"},
         {"printed": "9.99"}, {"unit": "nats"}, {"floor": 1.0}, {"covers": "windows and seeds"}, {"protocol": "mine"},
     ],
@@ -227,43 +227,43 @@ def test_a_commit_is_looked_up(monkeypatch, tmp_path):
     assert known("f" * 10)
 
 
-# --- the code that made the observations ------------------------------------------------------------------------------
+# --- the versions under which observations were made ------------------------------------------------------------------
 
 
 def older(house, *rows):
-    """Job folders of rows as another commit with another grid made them."""
+    """Job folders of rows as another commit with an earlier version of RTN made them."""
     cells = [cell for cell in house.flow.cells("spear", "1") if cell.row in rows and house.flow.is_measured(cell)]
     for job in distinct([job for cell in cells for each in house.flow.jobs(cell) for job in each.values()]):
-        if runner.origin(job) and "baselines/grid.py" in (units := json.loads(runner.origin(job)["units"])):
-            rewrite(job.folder / FILE, units=json.dumps(units | {"baselines/grid.py": "0" * 12}), commit="9999999999")
+        made_with = runner.origin(job).get("versions", "")
+        if "rtn=1" in made_with:
+            rewrite(job.folder / FILE, versions=made_with.replace("rtn=1", "rtn=0"), commit="9999999999")
 
 
-def test_rows_carry_the_units_that_made_them(house):
+def test_rows_carry_the_versions_that_made_them(house):
     older(house, "RTN pc")
     built = house.table()
     (row,) = [m for m in from_csv(built) if (m.row, m.col, m.model) == ("RTN pc", "Wiki", MODEL)]
     assert (row.status, row.live, row.commit) == ("stale", "live", "9999999999") and row.value is not None
     accept(built)
     (row,) = [m for m in from_csv(stored(house)) if (m.row, m.col) == ("RTN pc", "Wiki")]
-    assert row.status == "ok" and row.units != recorded.units(house.flow, house.cell())
-    assert accepted.units_of(row)["baselines/grid.py"] == "0" * 12
+    assert row.status == "ok" and row.versions == "compress=1 perplexity=1 rtn=0 tokens=1"
     shown = house.recorded()
-    assert (shown.status, shown.live) == ("stale", "recorded") and "attest" in shown.note
+    assert (shown.status, shown.live) == ("stale", "recorded") and shown.note == "other versions: rtn was 0, is 1"
     assert house.recorded("FP16").status == "ok"
 
 
 def test_seeds_of_two_versions_are_no_measurement(house):
     second = house.flow.jobs(house.cell("GPTQ g128"))[1]["scores"]
-    units = json.loads(runner.origin(second)["units"])
-    rewrite(second.folder / FILE, units=json.dumps(units | {"baselines/gptq.py": "0" * 12}))
-    assert "were built by different versions of baselines/gptq.py" in refusal(house.table)
+    made_with = runner.origin(second)["versions"]
+    rewrite(second.folder / FILE, versions=made_with.replace("gptq=1", "gptq=2"))
+    assert "were built with different versions of gptq (1 and 2)" in refusal(house.table)
 
 
-def test_a_job_is_not_run_on_what_other_code_made(house):
+def test_a_job_is_not_run_on_what_another_version_made(house):
     older(house, "RTN pc")
     job = house.job("RTN pc")
     assert not runner.done(job) and runner.done(house.job("FP16"))
-    assert "not built by today's code" in refusal(runner.run, job)
+    assert "not built with today's versions" in refusal(runner.run, job)
 
 
 # --- results/ ---------------------------------------------------------------------------------------------------------
@@ -384,7 +384,6 @@ def test_nothing_is_half_taken(house, monkeypatch, broken):
         for row in rows:
             seeds = accepted.series(row)
             assert " ".join(map(observations.digest, seeds)) == row.observations
-            assert accepted.units_of(row) is not None
     assert count >= 1 and len(from_csv(stored(house))) == ROWS
 
 
@@ -421,7 +420,6 @@ def test_what_is_stored_is_what_its_observations_say(pocket_models_stay):
             assert [text(getattr(shown, n)) for n in ("value", "lo", "hi", "n")] == [
                 text(getattr(row, n)) for n in ("value", "lo", "hi", "n")
             ]
-        assert accepted.units_of(row) is not None
 
 
 # --- what makes a recorded row stale ----------------------------------------------------------------------------------

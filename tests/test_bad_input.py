@@ -90,7 +90,7 @@ def refused(capfd: pytest.CaptureFixture, words: tuple[object, ...], *named: obj
     assert all(path.parts[0] == "build" and not path.name.startswith(".") for path in new), new
     for path in new:
         finished = (path.parent / "job.json").is_file()
-        noted = path.name == "log.txt" or path.parts[1] in ("units", "logs", "benchmarks")
+        noted = path.name == "log.txt" or path.parts[1] in ("versions", "logs", "benchmarks")
         assert finished or noted, f"{path} is half-written"
 
 
@@ -133,8 +133,6 @@ NAMES: list[Case] = [
     (("verify", "spear/table4"), ("nothing is recorded for spear/table4 at scale pocket",), None),
     (("coverage", "--scale", "nope"), ("unknown scale 'nope'", "pocket-real"), None),
     (("coverage", "--scale", "../config/pocket"), ("unknown scale '../config/pocket'",), None),
-    (("attest", "--scale", "nope"), ("unknown scale 'nope'",), None),
-    (("attest", "--cells", "0"), ("--cells", "'0'"), None),
     (("pretrain", "pocket-33m"), ("unknown pocket model 'pocket-33m'", "did you mean"), None),
     (("pretrain", "pocket-3m"), ("--corpus", "REPRO_DATA"), None),
     (("pretrain", "pocket-3m", "--device", "cpu", "--corpus", "nowhere"), ("nowhere", "train-*.txt.xz"), None),
@@ -984,7 +982,7 @@ def test_damaged_results(house, capfd):
         refused(capfd, ("coverage", "--scale", "tiny"), csv.name, said)
     csv.write_bytes(whole)
     flip(next(folder.glob("observations/*.parquet")))
-    (folder / "units.json").write_text("[")
+    (folder / "inputs.json").write_text("[")
     accepted.forget()
     capfd.readouterr()
     refused(capfd, ("accept", house.table()), str(folder), "check it out again")
@@ -1002,7 +1000,7 @@ def test_full_and_read_only_disks(here, capfd, monkeypatch, code, said):
     refused(capfd, ("run", "spear/table8", "--save", "jobs.json"), "jobs.json", said)
 
 
-@pytest.mark.parametrize("name", ["build", "build/units", "build/compress"])
+@pytest.mark.parametrize("name", ["build", "build/versions", "build/compress"])
 def test_a_file_where_a_folder_should_be(place, capfd, name):
     write(name, "")(place)
     words = ("compress", MODEL, "--recipe", "rtn-w4-pc", *MINE)

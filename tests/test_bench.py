@@ -70,7 +70,8 @@ def test_everything_is_a_row(device, tmp_path):
     assert by["breaks", 32, 4].status == "unsupported" and "multiple of 7" in by["breaks", 32, 4].note
     assert by["absent", None, None].status == "unsupported" and "absent==1.0" in by["absent", None, None].note
     assert ("few", 32, 1) in by and ("few", 32, 4) not in by
-    assert by["mine", 32, 1].code and by["mine", 32, 1].clock_mhz == 1980 and by["mine", 32, 1].machine == "libraries"
+    assert by["mine", 32, 1].versions == "peers=1 timer=1"
+    assert by["mine", 32, 1].clock_mhz == 1980 and by["mine", 32, 1].machine == "libraries"
     assert any("mine 3.00 us, 0.33 of the floor" in line for line in said)
 
 
@@ -110,8 +111,7 @@ def test_resume_measures_again_where_a_kernel_of_ours_was_wrong_or_failed(device
     bench.bench(out, [(32, 64), (64, 64)], (1,), say=str, device=device, rounds=3)
     rows = [dataclasses.replace(r, status=status) if r.provider == "mine" and r.N == 64 else r for r in from_csv(out)]
     out.write_text(kernel_rows.to_csv(rows))
-    monkeypatch.setattr(kernel_rows, "KERNELS", ("mine",))
-    monkeypatch.setattr(bench, "code", lambda label: "00000000")
+    monkeypatch.setattr(kernel_rows, "KERNELS", {"mine": 1})
     bench.bench(out, [(32, 64), (64, 64)], (1,), say=said.append, device=device, rounds=3, resume=True)
     assert "1 of 2 shapes and numbers of rows are there already" in said  # the peer called wrong is no reason
     assert {r.status for r in from_csv(out) if r.provider == "mine"} == {"ok"}
@@ -121,7 +121,7 @@ def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(dev
     """Each with its own --shapes, accepted one after the other; ceilings are in each, and the last one's stay."""
     results, shapes = tmp_path / "results", [(32, 64), (64, 64), (96, 64), (128, 64)]
     with monkeypatch.context() as earlier:
-        earlier.setattr(bench, "code", lambda label: "00000000")
+        earlier.setattr(bench, "versions", lambda label: "timer=0")
         bench.bench(tmp_path / "old.csv", shapes, (1, 4), say=str, device=device, rounds=3)
     kernel_rows.accept(tmp_path / "old.csv", results)
     old = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv")
@@ -203,42 +203,16 @@ def test_the_fastest_recorded_variant_is_carried_over():
     assert rows["gemlite-recorded", "w2-g64", 1].note.startswith("gl_w2g64_kc")
 
 
-def test_the_code_of_a_row_is_all_that_decides_its_time(tmp_path, monkeypatch):
-    """Python, CUDA, headers and launch configurations; a comment, another kernel or the file's code change nothing."""
-    import shutil
-
-    from repro.record import provenance
-
-    for folder in ("kernels", "repro"):
-        shutil.copytree(
-            kernel_rows.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("pocket"), symlinks=True
-        )
-    for module in (kernel_rows, provenance):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-
-    def edit(file, text):
-        file.write_text(text)
-        for read_once in (provenance._read, provenance._imports):  # a process reads each file once
-            read_once.cache_clear()
-
-    mine, other = "w4-g128/fp16/wna16_gemv", "w8a8/bf16/w8a8_gemm"
-    before = bench.code(other)
-    timer = [tmp_path / "repro" / "bench" / f"{name}.py" for name in ("timing", "devices", "peers")]
-    for file in (tmp_path / "kernels" / "wna16_gemv.cu", tmp_path / "kernels" / "ptx.cuh", *timer):
-        was, text = bench.code(mine), file.read_text()
-        comment, code = ("# a comment", "EDITED = 1") if file.suffix == ".py" else ("// a comment", "int edited;")
-        edit(file, f"{text}\n{comment}\n")
-        assert bench.code(mine) == was, file
-        edit(file, f"{text}\n{code}\n")
-        assert bench.code(mine) != was, file
-    was = bench.code(mine)
-    for name in ("repro/bench/kernel_rows.py", "repro/bench/bench.py", "kernels/w8a8_gemm.py", "kernels/unpack.cuh"):
-        edit(tmp_path / name, (tmp_path / name).read_text() + "\nEDITED = 1\n")
-    assert bench.code(mine) == was
-    configs = tmp_path / "kernels" / "configs" / "nvidia-h200.json"
-    was = bench.code(mine), bench.code(other)
-    configs.write_text(configs.read_text().replace('"wna16_gemv": {', '"wna16_gemv": {"x": {},'))
-    assert bench.code(mine) != was[0] and bench.code(other) == was[1] and before != was[1]
+def test_the_versions_of_a_row_are_those_that_decide_its_time(monkeypatch):
+    assert bench.versions("w4-g128/fp16/wna16_gemv") == "timer=1 wna16_gemv=1"
+    assert bench.versions("bf16/bf16/torch.matmul") == "peers=1 timer=1"
+    used = ("linear", "wna16_gemv", "w4a16_gemm", "dequantize", "w8a8", "quantize_activation", "w8a8_gemv", "w8a8_gemm")
+    assert set(kernel_rows.USES) <= set(kernel_rows.KERNELS) >= {*used}
+    both = "dequantize=1 linear=1 timer=1 w4a16_gemm=1 wna16_gemv=1"
+    assert bench.versions("w4-g128/bf16/linear") == both
+    monkeypatch.setitem(kernel_rows.KERNELS, "wna16_gemv", 2)
+    assert bench.versions("w4-g128/bf16/linear") == both.replace("wna16_gemv=1", "wna16_gemv=2")
+    assert "=2" not in bench.versions("w8a8/bf16/w8a8") + bench.versions("bf16/bf16/torch.matmul")
 
 
 def test_only_takes_words_and_always_the_library(device, tmp_path):

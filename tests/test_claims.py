@@ -14,10 +14,9 @@ from series import interval
 from repro import papers
 from repro.errors import UserError
 from repro.files import ROOT
-from repro.jobs import runner
 from repro.judge import claims
 from repro.judge.claims import Case, judge
-from repro.record import accepted, measure, observations
+from repro.record import accepted, measure, observations, versions
 from repro.record.observations import Series
 from repro.render import tables as rendered
 from repro.render.content import verdict_line
@@ -93,7 +92,7 @@ def observe(at, rows=SHIFTS, col="Wiki", n=24, seeds=(0,), c4=None):
                 other = nlls(cell.row, 50 + seed, n, 0.003) - SHIFTS[cell.row] + c4[cell.row]
                 series["scores"]["pydoc-topics/nll"] = Series(other, "windows", "gptq-64-v1 on pydoc-topics")
             for role, job in jobs.items():
-                origin = observations.origin(job, runner.units(job))
+                origin = observations.origin(job, versions.of_job(job))
                 observations.save(job.folder / observations.FILE, series[role], origin)
 
 

@@ -264,24 +264,15 @@ def test_a_recorded_cell_fills_what_is_not_live_and_is_marked(recorded):
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"inputs": "00000000"}, "its declared inputs have changed"), ({"units": "00000000"}, "its code has changed")],
-    ids=["inputs", "code"],
+    [({"inputs": "00000000"}, "its declared inputs have changed"), ({"versions": "gptq=0"}, "other versions: ")],
+    ids=["inputs", "versions"],
 )
-def test_a_recorded_cell_of_other_inputs_or_code_is_stale(recorded, change, why):
+def test_a_recorded_cell_of_other_inputs_or_versions_is_stale(recorded, change, why):
     flow, kept = recorded(**change)
     m = at(flow, "GPTQ pc", "Wiki", ONE)
     assert (m.status, m.live, m.value) == ("stale", "recorded", kept.value) and m.note.startswith(why)
     assert content.here(m).startswith(f"{content.number(m.value)}*†")
     assert [r[0] for r in content.remarks(flow, "spear", "1", cells_of(flow))][-2:] == ["*", "†"]
-
-
-def test_only_changed_code_can_be_carried_forward(recorded, monkeypatch):
-    monkeypatch.setattr(accepted, "carried", lambda *which: True)
-    flow, kept = recorded(units="00000000")
-    m = at(flow, "GPTQ pc", "Wiki", ONE)
-    assert (m.status, m.live) == ("ok", "carried") and "°" in content.here(m)
-    flow, kept = recorded(units="00000000", inputs="00000000")
-    assert at(flow, "GPTQ pc", "Wiki", ONE).status == "stale"
 
 
 def test_a_recorded_floor_keeps_its_mark_and_another_scale_is_not_shown(recorded):

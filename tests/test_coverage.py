@@ -10,8 +10,7 @@ from repro import papers
 from repro.errors import UserError
 from repro.judge import coverage
 from repro.judge.coverage import HEADER, summary, to_csv, to_text
-from repro.record import accepted, measure
-from repro.record import recorded as of_record
+from repro.record import accepted, measure, versions
 from repro.record.measurement import Measurement, inputs_hash
 from repro.spec import scale
 from repro.spec.workflow import Workflow
@@ -60,7 +59,7 @@ def row(flow, cell, **changes):
     names = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
     facts = {name: getattr(cell, name) for name in names}
     facts |= {"value": 1.0, "status": "ok", "grade": "C", "live": "live", "scale": flow.scale.name, "device": "a cpu"}
-    facts |= {"inputs": inputs_hash(flow.inputs(cell)), "units": of_record.units(flow, cell)}
+    facts |= {"inputs": inputs_hash(flow.inputs(cell)), "versions": versions.text(versions.of_cell(flow, cell))}
     return Measurement(**facts | changes)
 
 
@@ -110,16 +109,8 @@ def test_recorded_is_not_live_and_a_cell_counts_once(at, flow):
     assert (both.measured, dict(both.origins)) == (24, {"live": 5, "recorded": 19})
 
 
-def test_carried_is_counted_apart(at, flow, monkeypatch):
-    other = rows(flow, live="", units="0123456789ab")
-    assert line(at(other)).measured == 0, "other code is stale"
-    monkeypatch.setattr(accepted, "carried", lambda before, *rest: before == "0123456789ab")
-    found = line(at([*other[:10], *rows(flow, live="")[10:]]))
-    assert (found.status, dict(found.origins)) == ("recorded", {"carried": 10, "recorded": 14})
-
-
 @pytest.mark.parametrize(
-    "change", [{"inputs": "01234567"}, {"units": "01234567"}, {"scale": "pocket-full"}, {"row": "tau=9"},
+    "change", [{"inputs": "01234567"}, {"versions": "perplexity=0"}, {"scale": "pocket-full"}, {"row": "tau=9"},
                {"status": "stale"}, {"status": "oom"}, {"number": "16"}]
 )  # fmt: skip
 def test_what_does_not_stand_is_not_counted(at, flow, change):
@@ -182,11 +173,11 @@ def test_what_would_have_to_come(at, flow):
 
 
 def test_what_a_result_that_is_none_waits_for(at, flow):
-    stale, other = rows(flow, live="", units="0123456789ab"), rows(flow, live="", inputs="01234567")
+    stale, other = rows(flow, live="", versions="perplexity=0"), rows(flow, live="", inputs="01234567")
     refused = rows(flow, live="", status="oom")
     found = line(at([*stale[:3], *other[3:5], *refused[5:9], *rows(flow, live="")[9:]]))
-    assert found.wanted["python -m repro attest"] == 3 and found.wanted["another outcome than oom"] == 4
-    assert sum(n for what, n in found.wanted.items() if what.startswith("a run on c")) == 2
+    assert found.wanted["another outcome than oom"] == 4
+    assert sum(n for what, n in found.wanted.items() if what.startswith("a run on c")) == 5
 
 
 @pytest.mark.parametrize("value", ["", "-", "–", "—"])
@@ -218,9 +209,9 @@ def test_text_is_aligned_and_totalled(at, flow):
     shown, waiting = to_text(lines).split("What would have to come, and for how many cells:\n")
     head, *body, total, tables, figures = shown.splitlines()
     last = waiting.splitlines()[-1]
-    assert head.split() == [*HEADER[:5], "live", "recorded", "carried", "possible", "printed", *"ABCD"]
+    assert head.split() == [*HEADER[:5], "live", "recorded", "possible", "printed", *"ABCD"]
     (found,) = [text for text in body if text.split()[:3] == ["spear", "table", "15"]]
-    assert found.split()[3:] == ["recorded", "24", "2", "22", "0", "24", "24", "0", "0", "24", "0"]
+    assert found.split()[3:] == ["recorded", "24", "2", "22", "24", "24", "0", "0", "24", "0"]
     assert len(body) == 70 and len({len(text) for text in (head, *body, total)}) == 1
     assert total.split()[:4] == ["total", "24", "2", "22"] and total.split()[-4:] == ["0", "0", "24", "0"]
     assert tables == "45 tables: 0 live, 1 recorded, 0 partial, 34 missing, 8 no_stand_in, 2 other_device"

@@ -148,14 +148,15 @@ def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
         *("0123456789", "NVIDIA H200"),
     )
     label = "w4-g128/fp16/wna16_gemv"
-    attested = [dataclasses.replace(r, machine="ab", code=kernel_rows.code(label)) for r in rows() if r.label == label]
-    accepted(attested)
+    today = kernel_rows.versions(label)
+    timed = [dataclasses.replace(r, machine="ab", versions=today) for r in rows() if r.label == label]
+    accepted(timed)
     found = kernel_time.origin(one)
     assert (found["live"], found["status"], found["artifacts"], found["note"]) == ("recorded", "ok", "ab", "")
-    accepted([dataclasses.replace(r, code="0") for r in attested])
+    accepted([dataclasses.replace(r, versions="timer=0") for r in timed])
     assert kernel_time.origin(one)["status"] == "stale"
     monkeypatch.setattr(kernel_rows, "BUILT", kernel_rows.files()[0])
-    accepted(attested)
+    accepted(timed)
     assert kernel_time.origin(one)["live"] == "live"
 
 

@@ -14,7 +14,7 @@ from repro.judge.quantity import compose
 from repro.record import accepted, measure, recorded
 from repro.record.accept import accept
 from repro.record.measurement import MEASURED, from_csv, to_csv
-from repro.record.recorded import CODE, ORIGIN
+from repro.record.recorded import ORIGIN
 from repro.render import tables as rendered
 from repro.render.content import here
 from repro.spec import tables
@@ -35,6 +35,7 @@ QUESTION = Spec(
     },
     seeds=(0, 1),
 )
+OLDER = "other versions: rtn was 0, is 1"
 NAME = "memory"  # stands for any other table
 SAME = ("value", "lo", "hi", "covers", "n", "status", "grade", "recipe", "seeds", "protocol", "inputs", "observations")
 
@@ -113,12 +114,8 @@ def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, se
 def test_staleness_is_that_of_the_row(asked):
     older(asked, "RTN pc")
     accept(asked.table())
-    assert (shown(asked).status, shown(asked).live, shown(asked).note) == ("stale", "recorded", CODE)
+    assert (shown(asked).status, shown(asked).live, shown(asked).note) == ("stale", "recorded", OLDER)
     assert shown(asked).value == asked.recorded().value and shown(asked, "full").status == "ok"
-    before, today = asked.recorded().units, recorded.units(asked.flow, cell(asked))
-    line = {"before": before, "after": today, "device": asked.recorded().device, "scale": "", "commit": "0" * 10}
-    accepted.attest(line | {"date": "2026-11-23", "replayed": "1 cells"})
-    assert (shown(asked).status, shown(asked).live) == ("ok", "carried")
     assert shown(asked, grade="B").status == "stale"
 
 
@@ -128,11 +125,11 @@ def test_its_own_row_wins_unless_only_the_other_stands(asked):
     edit(asked, protocol="of Table 1")
     edit(asked, NAME, "ours", protocol="its own")
     assert shown(asked).protocol == "its own" and asked.recorded().protocol == "of Table 1"
-    edit(asked, NAME, "ours", units="0" * 12)
+    edit(asked, NAME, "ours", versions="perplexity=0")
     assert (shown(asked).protocol, shown(asked).status) == ("of Table 1", "ok")
     edit(asked, NAME, "ours", inputs="0" * 8)
     assert (shown(asked).protocol, shown(asked).status) == ("of Table 1", "ok")
-    edit(asked, units="0" * 12)
+    edit(asked, versions="perplexity=0")
     assert (shown(asked).protocol, shown(asked).status) == ("its own", "stale")
 
 
@@ -145,7 +142,7 @@ def test_of_several_devices_the_last_by_the_folders_name_that_stands(asked):
         path.write_text(to_csv(replace(m, device=device) for m in from_csv(path)))
     accepted.forget()
     assert shown(asked).device == asked.recorded().device == "zz 2"
-    path.write_text(to_csv(replace(m, units="0" * 12) for m in from_csv(path)))
+    path.write_text(to_csv(replace(m, versions="perplexity=0") for m in from_csv(path)))
     accepted.forget()
     assert (shown(asked).device, shown(asked).status) == ("zz 1", "ok")
     assert (asked.recorded().device, asked.recorded().status) == ("zz 1", "ok")
@@ -167,7 +164,7 @@ def test_a_derived_cell_is_composed_of_its_parts_series(asked):
     found = shown(asked, "drawn", "gain")
     assert [getattr(found, name) for name in (*SAME, *ORIGIN)] == [getattr(live, name) for name in (*SAME, *ORIGIN)]
     assert (found.live, found.seeds, found.place) == ("recorded", "0 1", ("drawn", "", MODEL, "gain"))
-    assert set(found.units.split(" + ")) == {asked.recorded(row).units for row in ("FP16", "RTN pc", "GPTQ g128")}
+    assert found.versions == live.versions == "compress=1 derived=1 gptq=1 perplexity=1 rtn=1 tokens=1"
     assert shown(asked, "3 bits", "gain").status == "not_run", "one part is not accepted"
     refused = shown(asked, "refused", "gain")
     assert (refused.status, refused.value) == ("unsupported", None) and refused.note == shown(asked, "refused").note
@@ -177,7 +174,7 @@ def test_a_composed_cell_is_stale_if_a_part_is_and_its_origins_are_joined(asked)
     older(asked, "RTN pc")
     accept(asked.table())
     found = shown(asked, "drawn", "gain")
-    assert (found.status, found.note) == ("stale", CODE) and found.value is not None
+    assert (found.status, found.note) == ("stale", OLDER) and found.value is not None
     assert set(found.commit.split(" + ")) == {"0123456789", "9999999999"}
 
 
@@ -188,7 +185,7 @@ def test_an_accepted_derived_cell_is_shared_as_a_whole(asked):
     other = replace(cell(asked, "drawn", "gain"), row="again")
     flow = Workflow(asked.scale, recorded=True)
     assert measure.one(flow, other) == replace(shown(asked, "drawn", "gain"), row="again")
-    edit(asked, row="RTN pc", units="0" * 12)  # a part of it
+    edit(asked, row="RTN pc", versions="perplexity=0")  # a part of it
     assert measure.one(flow, other).status == "ok"
 
 

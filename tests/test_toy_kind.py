@@ -20,6 +20,7 @@ from repro.jobs.job import make
 from repro.record import observations
 from repro.record.observations import Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = {}
 

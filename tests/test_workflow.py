@@ -97,32 +97,32 @@ def test_a_copied_and_a_moved_checkout_rebuild_nothing(built, tmp_path):
     assert dag.dry_run(moved, moved, *TARGETS) != set(), "another model is seen there as well"
 
 
-def test_touches_comments_docstrings_plumbing_and_memory_change_nothing(built):
+def test_touches_and_edits_of_steps_and_memory_measure_nothing_anew(built):
     for folder in ("repro", "baselines", "methods", "tables/spear", "figures/spear", "config", dag.MODEL):
         for path in (built.place / folder).rglob("*.*"):
             if path.suffix in (".py", ".yaml", ".json", ".safetensors"):
                 os.utime(path)
-    comments = [built.place / f for f in ("baselines/gptq.py", "repro/models/lowbit.py", "repro/cells/perplexity.py")]
-    plumbing = ("train/pretrain.py", "jobs/workers/pool.py", "jobs/workers/script.py", "build.py")
-    with (
-        edited(*comments, add="\n# a comment\n", start='"""Another docstring."""\n'),
-        edited(*(built.place / "repro" / file for file in plumbing), add="\nEDITED = 1\n"),
-    ):
+    steps = [built.place / "baselines" / name for name in ("gptq.py", "grid.py")]
+    with edited(*steps, add="\nEDITED = 1\n"):
         assert planned(built) == []
         assert matches(planned(built, "--config", "memory_mb=5000", "--"), [FIGURE, TABLE])
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("file", "added", "expected"),
     [
-        (["baselines/gptq.py"], [GPTQ, GPTQ, TABLE]),
-        (["repro/render/content.py", "repro/spec/recipe.py", "repro/jobs/runner.py"], [TABLE, FIGURE]),
-        (["repro/models/bits.py"], [*5 * [rf"make build/compress/{NAME}/"], *4 * ["measure"], TABLE, FIGURE]),
+        ("baselines/gptq.py", "VERSION = 2", [GPTQ, GPTQ, TABLE]),
+        ("repro/models/bits.py", "EDITED = 1", [TABLE, FIGURE]),
+        (
+            "repro/jobs/compress.py",
+            "VERSION = 2",
+            [*5 * [rf"make build/compress/{NAME}/"], *4 * ["measure"], TABLE, FIGURE],
+        ),
     ],
-    ids=["method", "drawing", "measure"],
+    ids=["step", "drawing", "shared job"],
 )
-def test_an_edit_rebuilds_its_own_jobs_and_nothing_else(built, files, expected):
-    with edited(*(built.place / file for file in files), add="\nEDITED = 1\n"):
+def test_a_new_version_rebuilds_its_own_jobs_and_an_edit_only_draws(built, file, added, expected):
+    with edited(built.place / file, add=f"\n{added}\n"):
         found = planned(built)
     assert matches(found, expected), found
 
@@ -214,7 +214,7 @@ def test_a_bad_key_is_the_last_line_of_make(built, tmp_path):
 
 def test_a_failed_jobs_sentence_comes_last(built, tmp_path):
     place = tmp_path / "work"
-    for name in (dag.MODEL, "build/tokens", "build/compress", "build/units"):  # with their times: nothing to do there
+    for name in (dag.MODEL, "build/tokens", "build/compress", "build/versions"):  # with their times
         shutil.copytree(built.place / name, place / name)
     config = {"base": "tiny", "name": "far", "about": "too far", "perplexity": {"length": 300}}
     (place / "far.yaml").write_text(yaml.safe_dump(config))

@@ -1,6 +1,5 @@
 """A tiny table in this process: one scale, one spec, a random Llama; jobs built once, results of each test's own."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,10 +160,3 @@ def rewrite(path: Path, **meta: str) -> None:
     held = observations.load(path)
     facts = {key: value for key, value in (held.meta | meta).items() if key not in ("checksum", "made")}
     observations.save(path, held.series, facts)
-
-
-def units_of(path: Path) -> dict[str, str]:
-    """Module to unit of the code that made a file of observations."""
-    from repro.record import observations
-
-    return json.loads(observations.load(path).meta["units"])

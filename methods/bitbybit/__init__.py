@@ -34,6 +34,7 @@ from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
 from repro.train.blocks import BlockTask, BlockTrainer, checkpoint_folder, training_ids
 from repro.train.streams import Forward, computing
 
+VERSION = 1
 CALIBRATED = True
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 100.0  # relative to RTN, for scheduling alone

@@ -12,6 +12,7 @@ from repro.errors import UserError
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, in_layer
 
+VERSION = 1
 CALIBRATED = False
 
 

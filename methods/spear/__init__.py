@@ -21,6 +21,7 @@ from repro.methods.spear.initial import removed_error, start
 from repro.models.attachments import Attachment, Beside
 from repro.models.lowbit import LowBitModel
 
+VERSION = 1
 CALIBRATED = True
 COST = 10.0  # relative to RTN, for scheduling alone
 KIND = "compensator"  # a layer takes one

@@ -19,7 +19,7 @@ import torch
 
 from repro.bench import peers, recorded, timing
 from repro.bench.kernel_list import OURS, machine_code
-from repro.bench.kernel_rows import KERNELS, Row, broken_of_ours, code, from_csv, to_csv
+from repro.bench.kernel_rows import KERNELS, Row, broken_of_ours, from_csv, to_csv, versions
 from repro.bench.task import Layer, Task, Timing, Unsound
 from repro.errors import UserError, unknown
 from repro.files import write_text
@@ -123,8 +123,7 @@ def bench(
             rows.append(Row(provider.format, provider.name, provider.dtype, status="unsupported", note=reason, **about))
             say(f"{name}: {reason}")
     best = device.ceilings()
-    codes = {name: code(name) for name in chosen}
-    run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say, codes)
+    run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say)
     run.note("read_floor", device.floor(timing.CEILING_BYTES))
     for t in best.values():
         rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
@@ -192,7 +191,6 @@ class _Run:
     rounds: int
     joule_seconds: float
     say: Callable[[str], None]
-    codes: Mapping[str, str]
     machine: dict[str, str] = field(default_factory=dict)
 
     def at(self, layer: Layer, m: int, modes: Sequence[str]) -> list[Row]:
@@ -241,7 +239,7 @@ class _Run:
             copy_fraction=t.gb_per_s / self.copy,
             rounds=len(t.samples),
             throttle=t.throttle or "",
-            code=self.codes.get(t.name) or code(t.name),
+            versions=versions(t.name),
             machine=self.machine.get(t.name) or ("" if facts["provider"] in KERNELS else "libraries"),
             **self.device.origin,
         )

@@ -6,7 +6,6 @@ faster than the device's roofline. What is there already stays, unless the new f
 
 import csv
 import io
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -15,27 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError, unknown
-from repro.files import ROOT, sha256, write_text
-from repro.record import provenance
+from repro.files import write_text
 from repro.record.measurement import RESULTS, slug
 
-KERNELS = (  # this project's own, by module of kernels/
-    "read_floor",
-    "wna16_gemv",
-    "w4a16_gemm",
-    "dequantize",
-    "linear",
-    "quantize_activation",
-    "w8a8_gemv",
-    "w8a8_gemm",
-    "w8a8",
-    "rms_norm",
-    "rope_append",
-    "attention",
-    "silu_product",
-    "sample",
-    "argmax",
-)
+KERNELS = {  # this project's own, by module of kernels/, with their versions: raise one when its times may change
+    "read_floor": 1,
+    "wna16_gemv": 1,
+    "w4a16_gemm": 1,
+    "dequantize": 1,
+    "linear": 1,
+    "quantize_activation": 1,
+    "w8a8_gemv": 1,
+    "w8a8_gemm": 1,
+    "w8a8": 1,
+    "rms_norm": 1,
+    "rope_append": 1,
+    "attention": 1,
+    "silu_product": 1,
+    "sample": 1,
+    "argmax": 1,
+}
+USES = {  # kernels that others launch, and whose versions decide the times of these, too
+    "linear": ("wna16_gemv", "w4a16_gemm", "dequantize"),
+    "w8a8": ("quantize_activation", "w8a8_gemv", "w8a8_gemm"),
+}
+TIMER = 1  # version of how everything is timed (timing.py)
+PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included
 BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
 STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
 MODES = ("cold", "warm")
@@ -53,7 +57,8 @@ class Row:
     `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, interleaved),
     `fraction` their ratio; `copy_fraction` is bytes over time over the device's own copy bandwidth; `relerr` the error
     against float32; `joule` a launch. `machine` is the digest of the machine code that ran (a library: `libraries`),
-    `code` that of the sources. Status `bridged` is a time of another run, times the library's time here over then.
+    `versions` are those of the timer and of the kernel or the peers; empty where none were kept yet.
+    Status `bridged` is a time of another run, times the library's time here over then.
     """
 
     kernel: str
@@ -79,7 +84,7 @@ class Row:
     joule: float | None = None
     device: str = ""
     commit: str = ""
-    code: str = ""
+    versions: str = ""
     machine: str = ""
     environment: str = ""
     date: str = ""
@@ -263,16 +268,8 @@ def timed(stamps: Stamps) -> dict[tuple[str, str, int, str], list[Row]]:
     return found
 
 
-def code(label: str) -> str:
-    """Hash of the code that decides a provider's time: timer, peers, our kernels with CUDA and configurations."""
+def versions(label: str) -> str:
+    """The versions that decide a provider's time: the timer's, and the peers' or our kernel's with those it uses."""
     name = label.rsplit("/", 1)[-1]
-    own = [f"kernels/{name}.py"] if name in KERNELS else []
-    units = provenance.units("repro/bench/timing.py", "repro/bench/peers.py", *own)
-    stems = {Path(file).stem for file in units if file.startswith("kernels/")}
-    for path in sorted((ROOT / "kernels" / "configs").glob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = {stem: content[stem] for stem in sorted(stems) if stem in content}
-        units |= {path.name: provenance.entry_hash(found)} if found else {}
-    if name == "gemlite":
-        units |= {path.parent.name: sha256(path) for path in sorted(RESULTS.glob("*/gemlite.json"))}
-    return provenance.units_hash(units)
+    own = {kernel: KERNELS[kernel] for kernel in (name, *USES.get(name, ()))} if name in KERNELS else {"peers": PEERS}
+    return " ".join(f"{word}={version}" for word, version in sorted((own | {"timer": TIMER}).items()))

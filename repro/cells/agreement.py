@@ -13,6 +13,8 @@ from repro.jobs.job import Job
 from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 
+VERSION = 1
+
 
 @dataclass(frozen=True)
 class Ask:

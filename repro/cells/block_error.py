@@ -27,6 +27,7 @@ from repro.models.lowbit import blocks
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 INPUTS = ("quantized", "full")
 

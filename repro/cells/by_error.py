@@ -25,6 +25,7 @@ from repro.models.perplexity import check_context, windows
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 QUARTILES = (1, 2, 3, 4)
 TOGETHER = 4  # windows in one forward pass

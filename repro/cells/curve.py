@@ -21,6 +21,7 @@ from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 from repro.train.blocks import POINTS
 
+VERSION = 1
 __all__ = ["Ask", "jobs", "series", "value"]
 
 

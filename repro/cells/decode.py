@@ -17,6 +17,7 @@ from repro.jobs.target import Target
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT: dict[str, Any] = {}
 SHOWN = {

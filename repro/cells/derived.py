@@ -5,6 +5,8 @@ from typing import Any
 
 from repro.errors import UserError, shortened
 
+VERSION = 1
+
 
 @dataclass(frozen=True)
 class Ask:

@@ -32,6 +32,7 @@ from repro.models.lowbit import LowBitModel
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
 FULL_FIRST = True  # other recipes are run only where full precision is above chance

@@ -25,6 +25,7 @@ from repro.models.quantized import QuantizedWeight
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT: dict[str, Any] = {}
 GROUP = 32  # columns of a group of weights that have no scales

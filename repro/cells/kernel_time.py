@@ -19,12 +19,12 @@ from repro.bench.kernel_rows import Row
 from repro.errors import UserError, unknown
 from repro.judge.quantity import Quantity
 from repro.judge.statistics import LEVEL, Interval
-from repro.record import provenance
 
+VERSION = 1
 LARGE = 2**24  # weights of a layer of 4096 x 4096
 LAYERS = {"all": (0, math.inf), "large": (LARGE, math.inf), "small": (0, LARGE - 1)}  # by number of weights
 RESCALED = "recorded, rescaled"  # by the ratio of the library's times in this run and then
-CHANGED = "its code has changed; time it anew with python -m repro bench"
+CHANGED = "timed under other versions; time it anew with python -m repro bench"
 SHOWN: dict[str, Callable[[Row], float | None]] = {
     "us": lambda row: row.us,
     "recorded": lambda row: _as_recorded(row) if row.status == "bridged" else row.us,
@@ -105,12 +105,12 @@ def _chosen(ask: Ask, stamps: kernel_rows.Stamps) -> dict[str, Row]:
 def origin(asks: Sequence[Ask]) -> dict[str, str]:
     """Where the rows of a cell come from, as fields of a measurement.
 
-    `unattested`: a row was timed before the digest of its machine code was kept, and stands until it is timed anew.
+    `unattested`: a row was timed before versions were kept, and stands until it is timed anew.
     """
     rows = [row for ask in asks for row in chosen(ask).values()]
     measured = [row for row in rows if row.status == "ok"]
-    here, old = all(row.built for row in rows), any(not row.machine for row in measured)
-    changed = any(row.machine and row.code != _code(row.label) for row in measured)
+    here, old = all(row.built for row in rows), any(not row.versions for row in measured)
+    changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
     rescaled = any(row.status == "bridged" for ask in asks if ask.show != "recorded" for row in chosen(ask).values())
     facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
     facts["environment"] = {f"{row.environment}, {row.date}" for row in rows}
@@ -120,7 +120,7 @@ def origin(asks: Sequence[Ask]) -> dict[str, str]:
         "device_class": "cuda",
         "protocol": f"CUDA graphs, {' and '.join(sorted({ask.mode for ask in asks}))} weights",
         "covers": "rounds of one run",
-        "units": provenance.units_hash({row.label: row.code for row in measured}),
+        "versions": " ".join(sorted({word for row in measured for word in row.versions.split()})),
         "live": "live" if here else "unattested" if old else "recorded",
         "status": "stale" if changed else "ok",
         "note": CHANGED if changed else RESCALED if rescaled else "",
@@ -145,11 +145,6 @@ def _interval(row: Row, show: str) -> Interval:
         half = value * error / row.us * float(stdtrit(row.rounds - 1, (1 + LEVEL) / 2))
     free = row.rounds - 1 if half else None
     return Interval(value, value - half, value + half, row.rounds or 0, free, "rounds only", (value,))
-
-
-@cache
-def _code(label: str) -> str:
-    return kernel_rows.code(label)
 
 
 def _as_recorded(row: Row) -> float:

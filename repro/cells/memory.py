@@ -16,6 +16,7 @@ from repro.methods.bitbybit.config import MASTER
 from repro.models.groups.quantizer import GroupGrid
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 PUBLIC = True
 SCALE_BITS = {"e4m3": 8, "float16": 16, "float32": 32}
 

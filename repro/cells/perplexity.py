@@ -17,6 +17,7 @@ from repro.models import perplexity as scoring
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 COMPARED = {"kl": 0.0, "top1": 100.0}  # what full precision gives against itself
 DEFAULT: dict[str, Any] = {}

@@ -42,6 +42,7 @@ from repro.record import observations
 from repro.record.observations import Observations, Series
 from repro.spec import recipe
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT: dict[str, Any] = {}
 TOGETHER, SCORED = 16, 4  # sequences in one forward pass, and those whose logits are held at a time

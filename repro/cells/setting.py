@@ -11,6 +11,7 @@ from repro.jobs.job import Job
 from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 JOBLESS = True  # live everywhere
 
 

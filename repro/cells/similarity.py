@@ -27,6 +27,7 @@ from repro.models import sampling
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DRAWS, SAMPLED, PASSAGES, LENGTH, WIDE = 12, 6, 3, 96, 0.2
 

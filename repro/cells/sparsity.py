@@ -19,6 +19,7 @@ from repro.models.lowbit import LowBitModel, block_linears
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 
 

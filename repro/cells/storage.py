@@ -12,6 +12,7 @@ from repro.jobs.job import Job
 from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 QUANTIZER = ("codes", "scales", "zeros", "indices", "unquantized")  # kinds of bits that are no compensation
 
 

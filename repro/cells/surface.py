@@ -36,6 +36,7 @@ from repro.models.perplexity import check_context
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT: dict[str, Any] = {}
 FULL = 16  # bits of weights that are left alone

@@ -24,6 +24,7 @@ from repro.models import perplexity as scoring
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 CLASSES = ("breaks", "punctuation", "digits", "starts", "inside")
 

@@ -12,6 +12,7 @@ from repro.jobs.job import Job
 from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 TOKENS, LOSS = "training/tokens", "training/loss"
 LAST = 1 / 16  # the share of a loss curve whose mean is where it ended
 

@@ -17,6 +17,7 @@ from repro.jobs.target import Target
 from repro.record import observations
 from repro.record.observations import Observations, Series
 
+VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
 # SPEAR, appendix D.4. Not all of tasks.yaml: a new entry there changes no protocol and no mean.

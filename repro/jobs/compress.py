@@ -23,6 +23,7 @@ from repro.record import observations
 from repro.record.observations import Series
 from repro.spec import recipe
 
+VERSION = 1
 OUTPUTS = ("data.safetensors", observations.FILE)
 
 

@@ -12,6 +12,7 @@ from repro.jobs.target import Target
 from repro.record import observations
 from repro.record.observations import Series
 
+VERSION = 1
 OUTPUTS = ("data.safetensors", observations.FILE)
 
 

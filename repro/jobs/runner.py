@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,44 +14,18 @@ from repro.cells import KINDS
 from repro.data import corpora
 from repro.errors import Crowded, Refused, UserError, logged, shortened, unknown
 from repro.files import atomic, regular, write_text
-from repro.jobs import compress, questions, requests, tokens
 from repro.jobs.job import Job, distinct, from_json
-from repro.record import observations, provenance
-from repro.record.provenance import units_hash
+from repro.record import observations, versions
 from repro.spec import recipe
 from repro.spec.recipe import STEPS
 
 JOBS: dict[str, ModuleType] = {
-    "tokens": tokens,
-    "requests": requests,
-    "questions": questions,
-    "compress": compress,
+    **versions.SHARED,
     **{name: kind for name, kind in KINDS.items() if hasattr(kind, "run")},
 }
 PART = "(?![.])[A-Za-z0-9_.=-]{1,150}"  # of a job's label, a folder each
 REFUSED = "refused.json"  # in a job's folder: why it could not be done, with its status
 CONTEXTS = 2 << 30  # bytes of a GPU that are no program's data: what CUDA itself holds, of this process too
-
-
-def modules(job: Job) -> list[str]:
-    """The modules whose units decide a job: its kind's and those of the recipe's steps."""
-    return [str(JOBS[job.kind].__file__), *(str(STEPS[name].__file__) for name in job.steps)]
-
-
-def code_file(job: Job) -> Path:
-    """Snakemake's input for the code behind a job: a small file that changes when the units of its modules do."""
-    hashed = provenance.units_hash(provenance.units(*modules(job)))
-    return provenance.unit_file("-".join([job.kind, *job.steps]), hashed)
-
-
-def units(job: Job) -> dict[str, str]:
-    """The units of code that decide a job's result, what it needs included: module to hash."""
-    return dict(_units(tuple(dict.fromkeys(module for each in job.every() for module in modules(each)))))
-
-
-@cache
-def _units(modules: tuple[str, ...]) -> dict[str, str]:
-    return provenance.units(*modules)  # files are read once a process
 
 
 def outputs(job: Job) -> list[Path]:
@@ -61,12 +34,12 @@ def outputs(job: Job) -> list[Path]:
 
 
 def done(job: Job) -> bool:
-    """Whether all files of a job are there, whole, and made by today's code."""
+    """Whether all files of a job are there, whole, and made with today's versions."""
     try:
         noted = origin(job) if all(path.is_file() for path in outputs(job)) else {}
     except UserError:  # damaged, or of another job
         return False
-    return bool(noted) and units_hash(json.loads(noted["units"])) == units_hash(units(job))
+    return bool(noted) and noted["versions"] == versions.text(versions.of_job(job))
 
 
 def origin(job: Job) -> dict[str, str]:
@@ -106,8 +79,8 @@ def run(job: Job) -> None:
     (job.folder / REFUSED).unlink(missing_ok=True)
     for _, need in job.needs:
         if not done(need):
-            raise UserError(f"{need.id}: not built by today's code; build it first")
-    noted = observations.origin(job, units(job), found)
+            raise UserError(f"{need.id}: not built with today's versions; build it first")
+    noted = observations.origin(job, versions.of_job(job), found)
     noted["environment"] = _environment(job, noted["environment"])
     try:
         for folder in found.values():

@@ -7,7 +7,7 @@ prints no cells: its line counts measured points against those that its spec dec
 what would have to come.
 
     live           at least 80 % of the possible cells are measured live
-    recorded       at least 80 %, accepted measurements that still stand included (`carried`: by a replay)
+    recorded       at least 80 %, accepted measurements that still stand included
     partial        fewer, but some
     missing        none
     no_stand_in    none, because no printed cell (no model that a figure names) has a stand-in at this scale
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from repro import papers
 from repro.errors import UserError, unknown
 from repro.files import ROOT
-from repro.record import measure, recorded
+from repro.record import measure
 from repro.record.measurement import GRADES, MEASURED, Measurement
 from repro.spec import figures, tables
 from repro.spec.cell import Cell, table_name
@@ -34,7 +34,7 @@ from repro.strict import load_yaml
 
 HEADER = ("paper", "kind", "number", "status", "measured", "printed")
 STATUSES = ("live", "recorded", "partial", "missing", "no_stand_in", "other_device")
-ORIGINS = ("live", "recorded", "carried")
+ORIGINS = ("live", "recorded")
 NOTHING = ("", "-", "–", "—")  # printed where a paper has no value
 
 
@@ -46,7 +46,7 @@ class Line:
         measured: how many of its cells or points are measured, whatever their origin.
         printed: cells of a table with a printed value; 0 for a figure.
         possible: cells that this scale can measure; of a figure the points that its spec declares.
-        origins: measured cells by `live`, `recorded`, `carried`.
+        origins: measured cells by `live`, `recorded`.
         grades: measured cells by grade.
         wanted: what would have to come for the others to be measured, and for how many of them.
     """
@@ -195,8 +195,6 @@ def _wanted(flow: Workflow, cell: Cell, m: Measurement) -> str:
         return f"a protocol for {cell.measure}"
     if m.status not in ("not_run", "stale"):
         return f"another outcome than {m.status}"
-    if m.note == recorded.CODE:
-        return "python -m repro attest"
     return f"a run on {flow.targets(cell)[0].scale.device}"
 
 

@@ -8,22 +8,22 @@ from pathlib import Path
 from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import Job, distinct
-from repro.record import accepted, measure, provenance, recorded
+from repro.record import accepted, measure, provenance
 from repro.record.accepted import Taken
 from repro.record.measurement import MEASURED, Measurement, from_csv, text
 from repro.spec import scale as scales
 from repro.spec.cell import Cell
 from repro.spec.workflow import Workflow
 
-TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: made by other code than today's
+TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under other versions than today's
 COMPARED = tuple(field.name for field in fields(Measurement) if field.name != "live")
 
 
 def accept(path: Path) -> dict[str, int]:
     """Recompute a built table's live rows from the folders of their jobs under build/, and merge them into results/.
 
-    Rows that code of another commit made are taken with the units of that code: they are stale until `attest`. Cells
-    that take no job are left out: settings are live everywhere, kernel times have results of their own.
+    Rows that were made under other versions are taken with those, and are stale. Cells that take no job are left out:
+    settings are live everywhere, kernel times have results of their own.
 
     Args:
         path: a table's CSV. It says which cells and scale are meant; no number and no path in it is used.
@@ -73,8 +73,7 @@ def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
     if built.floor is not None and built.value is not None and built.value < built.floor:
         raise UserError(f"{built.value} is less than the {built.floor} that the device allows; measure again")
     quantity = flow.quantity(cell) if built.status in MEASURED else None
-    units = measure.made_by(map(runner.origin, recorded.jobs(flow, cell)))
-    return Taken(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell), units)
+    return Taken(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell))
 
 
 def _check_origins(jobs: list[Job]) -> None:

@@ -6,15 +6,12 @@ only says which table and scale are meant: no number and no path in it is believ
 
     results/<device>/spear-table1.csv          a line a cell
     results/<device>/observations/spear-table1-<kind>-<hash>.parquet   a row per cell, seed and unit; split at 1 MB
-    results/<device>/inputs.json, units.json   what the hashes of declared inputs and of units of code stand for
-    results/<device>/attested.csv              changes of code under which a replay was byte-equal
+    results/<device>/inputs.json               what the hashes of declared inputs stand for
 
 Files of observations are named by their content and never rewritten, and a row names its series by digest: whenever
 writing is interrupted, the rows that are there have their series.
 """
 
-import csv
-import io
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +22,13 @@ from typing import Any
 
 from repro.errors import UserError
 from repro.files import atomic, write_text
-from repro.record import folded, measurement, observations, provenance
+from repro.record import folded, measurement, observations
 from repro.record.measurement import Measurement, from_csv, slug, to_csv
 from repro.record.observations import Series
 from repro.spec.cell import Cell, Place
 
-ATTESTED = ("before", "after", "device", "scale", "commit", "date", "replayed")
 RESULTS = measurement.RESULTS
-FACTS = {"inputs": "inputs.json", "units": "units.json"}  # column of hashes to the file that spells them out
+INPUTS = "inputs.json"  # spells out the hashes of declared inputs of a device's rows
 
 
 def path_of(row: Measurement) -> Path:
@@ -88,7 +84,7 @@ def _by_inputs(results: Path) -> dict[tuple[str, str], list[Measurement]]:
 def _seeds(row: Measurement) -> Iterator[Measurement]:
     """Each seed of a row with several as a row of its own: its inputs and its series."""
     seeds, held = row.seeds.split(), row.observations.split()
-    declared = _facts(path_of(row).with_name(FACTS["inputs"])).get(row.inputs) if len(held) > 1 else None
+    declared = _facts(path_of(row).with_name(INPUTS)).get(row.inputs) if len(held) > 1 else None
     for i, (seed, digest) in enumerate(zip(seeds, held) if declared else ()):
         hash = measurement.inputs_hash(declared | {name: declared[name][i : i + 1] for name in ("recipe", "jobs")})
         yield replace(row, seeds=seed, observations=digest, inputs=hash, value=None, lo=None, hi=None, n=None)
@@ -161,13 +157,11 @@ class Taken:
         row: the measurement.
         seeds: its series, a mapping a seed; none where it could not be done.
         inputs: its declared inputs, whose hash is the row's.
-        units: module to unit of the code that made it, whose hash is the row's.
     """
 
     row: Measurement
     seeds: Sequence[Mapping[str, Series]]
     inputs: Mapping[str, Any]
-    units: Mapping[str, str]
 
 
 def write(taken: Iterable[Taken]) -> dict[str, int]:
@@ -191,9 +185,9 @@ def write(taken: Iterable[Taken]) -> dict[str, int]:
 
 def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], Taken]:
     """What a file holds already besides the keys `new`, by key."""
-    inputs, units = (_facts(path.with_name(file)) for file in FACTS.values())
+    inputs = _facts(path.with_name(INPUTS))
     rows = [row for row in (_read(path) if path.is_file() else []) if row.key not in new]
-    return {row.key: Taken(row, series(row), inputs.get(row.inputs, {}), units.get(row.units, {})) for row in rows}
+    return {row.key: Taken(row, series(row), inputs.get(row.inputs, {})) for row in rows}
 
 
 def _write(path: Path, rows: Sequence[Taken]) -> None:
@@ -213,13 +207,12 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
             with atomic(pack) as temporary:
                 temporary.write_bytes(data)
     there = [row for file in _files(path.parent) for row in from_csv(file)]
-    for column, file in FACTS.items():
-        used = {getattr(row, column) for row in there}
-        known = {hash: facts for hash, facts in _facts(path.with_name(file)).items() if hash in used}
-        known |= {getattr(one.row, column): facts for one in rows if (facts := getattr(one, column))}
-        said = sorted(folded.fold(dict(sorted(known.items()))).items())
-        lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in said]
-        write_text(path.with_name(file), "{\n" + ",\n".join(lines) + "\n}\n")
+    used = {row.inputs for row in there}
+    known = {hash: facts for hash, facts in _facts(path.with_name(INPUTS)).items() if hash in used}
+    known |= {one.row.inputs: one.inputs for one in rows if one.inputs}
+    said = sorted(folded.fold(dict(sorted(known.items()))).items())
+    lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in said]
+    write_text(path.with_name(INPUTS), "{\n" + ",\n".join(lines) + "\n}\n")
     write_text(path, to_csv(one.row for one in rows))
     for pack in set(_packs(path.parent, path.stem)) - packs.keys():
         pack.unlink()
@@ -238,63 +231,9 @@ def _facts_of(path: Path, stamp: int) -> dict[str, Any]:
         raise UserError(f"{path}: not a JSON mapping; check it out again") from None
 
 
-def units_of(row: Measurement) -> dict[str, str] | None:
-    """The units of code that made an accepted row, module to hash; None where they are not known.
-
-    Raises:
-        UserError: results/<device>/units.json is damaged.
-    """
-    path = path_of(row).with_name("units.json")
-    found = _facts(path).get(row.units)
-    if found is not None and provenance.units_hash(found) != row.units:
-        raise UserError(f"{path}: its entry {row.units} does not match its hash; check it out again")
-    return found
-
-
 def forget() -> None:
     """Read results/ anew at the next question."""
     _rows.cache_clear()
     _by_inputs.cache_clear()
     _facts_of.cache_clear()
     _packed.cache_clear()
-    attested.cache_clear()
-
-
-# --- changes of code under which results stand ------------------------------------------------------------------------
-
-
-@cache
-def attested(results: Path) -> tuple[dict[str, str], ...]:
-    """The lines of every device's attested.csv, each with its `folder`.
-
-    Raises:
-        UserError: a file with other columns, or a line that is cut short.
-    """
-    lines = []
-    for path in sorted(results.glob("*/attested.csv")):
-        with open(path, encoding="utf-8", newline="") as file:
-            read = list(csv.reader(file))
-        if not read or any(len(line) != len(ATTESTED) for line in read) or tuple(read[0]) != ATTESTED:
-            raise UserError(f"{path}: not a file of attested changes; its columns are {', '.join(ATTESTED)}")
-        lines += [dict(zip(ATTESTED, line)) | {"folder": path.parent.name} for line in read[1:]]
-    return tuple(lines)
-
-
-def carried(before: str, after: str, device: str, scale: str) -> bool:
-    """Whether replays carry results of the units `before` on a device forward to `after`, in one step or several."""
-    lines = [x for x in attested(RESULTS) if x["folder"] == slug(device) and x["scale"] in ("", scale)]
-    reached = {before}
-    while grown := {line["after"] for line in lines if line["before"] in reached} - reached:
-        reached |= grown
-    return after in reached
-
-
-def attest(line: Mapping[str, str]) -> Path:
-    """Add a line to a device's attested.csv; returns the file."""
-    path = RESULTS / slug(line["device"]) / "attested.csv"
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow([line[name] for name in ATTESTED])
-    before = path.read_text(encoding="utf-8") if path.is_file() else ",".join(ATTESTED) + "\n"
-    write_text(path, before + out.getvalue())
-    forget()
-    return path

@@ -1,6 +1,5 @@
 """The measurements of a table or figure: live from built files, recorded from results/, or why there is none."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,9 @@ from repro.jobs import runner
 from repro.jobs.job import Job, distinct
 from repro.judge.quantity import Quantity, compose, constant
 from repro.judge.statistics import Interval
-from repro.record import provenance, recorded
+from repro.record import provenance, recorded, versions
 from repro.record.measurement import MEASURED, Measurement
-from repro.record.recorded import CODE, JOIN, ORIGIN
+from repro.record.recorded import JOIN, ORIGIN
 from repro.spec import figures, recipe, scale, tables
 from repro.spec.cell import Cell, Place
 from repro.spec.workflow import Workflow
@@ -173,22 +172,24 @@ def _blank(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def live(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell from the files that its jobs built here; stale if other code built them than today's.
+    """A cell from the files that its jobs built here; stale if they were built under other versions than today's.
 
     Raises:
         UserError: as `built`.
     """
     found = built(flow, cell)
-    if found.status in MEASURED and found.units != recorded.units(flow, cell):
-        return replace(found, status="stale", note=CODE)
+    if found.status in MEASURED:
+        others = versions.changed(versions.read(found.versions), versions.of_cell(flow, cell))
+        if others:
+            return replace(found, status="stale", note=f"other versions: {others}")
     return found
 
 
 def built(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell from the files of its jobs, with the units of the code that made them; `live` is empty without files.
+    """A cell from the files of its jobs, with the versions that made them; `live` is empty without files.
 
     Raises:
-        UserError: damaged files, those of another job, or jobs that differ in their code.
+        UserError: damaged files, those of another job, or jobs that were built under different versions.
     """
     made = recorded.jobs(flow, cell)
     origins = [runner.origin(job) for job in made]
@@ -210,28 +211,20 @@ def built(flow: Workflow, cell: Cell) -> Measurement:
         live="live",
         grade=flow.scale.grade,
         **recorded.declared(flow, cell),
-        units=provenance.units_hash(made_by(origins)),
+        versions=versions.text(made_by(flow, cell, origins)),
         **numbers,
         **_joined(origins),
     )
 
 
-def made_by(origins: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The units of code that made the results with these origins: module to hash.
+def made_by(flow: Workflow, cell: Cell, origins: Iterable[Mapping[str, str]]) -> dict[str, int]:
+    """The versions that made the results of jobs with these origins, with those of the metrics that read them today.
 
     Raises:
-        UserError: two of them were made by different versions of a module.
+        UserError: two of them were made under different versions of the same thing.
     """
-    found: dict[str, tuple[str, str]] = {}
-    for origin in origins:
-        for module, unit in json.loads(origin["units"]).items():
-            job, other = found.setdefault(module, (origin["job"], unit))
-            if other != unit:
-                raise UserError(
-                    f"{job} and {origin['job']} were built by different versions of {module}; "
-                    "delete their folders and build them again"
-                )
-    return {module: unit for module, (_, unit) in found.items()}
+    made = versions.merged((origin["job"], origin["versions"]) for origin in origins)
+    return versions.of_metrics(flow, cell) | made
 
 
 def _status(flow: Workflow, cell: Cell) -> str:

@@ -31,12 +31,11 @@ class Measurement:
     Attributes:
         value, lo, hi: the value and its 95 % interval; `covers` says what the interval covers (windows, items, seeds).
         n: windows or items.
-        live: `live`, `recorded`, `carried` (recorded, and carried forward by `attest` after a change of code), or
-            `arithmetic` (nothing ran: it follows from the recipe and the paper's own shapes).
+        live: `live`, `recorded`, or `arithmetic` (nothing ran: it follows from the recipe and the paper's own shapes).
         recipe: canonical text.
         protocol: the groups of its series: corpora and tasks under their protocols.
         inputs: hash of the declared inputs, which `results/<device>/inputs.json` spells out.
-        units: hash of the units of code that decided the observations.
+        versions: of the metric, the steps and the jobs that decided it, such as `gptq=1 perplexity=1`.
         artifacts: hash of the digests of the files that were read, compressed weights among them.
         observations: digest of the series that the value is computed from.
         floor: for a time, the least that the device allows in the same unit.
@@ -68,7 +67,7 @@ class Measurement:
     device_class: str = ""
     commit: str = ""
     inputs: str = ""
-    units: str = ""
+    versions: str = ""
     artifacts: str = ""
     observations: str = ""
     environment: str = ""

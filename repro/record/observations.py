@@ -25,7 +25,7 @@ from repro.jobs.job import Job
 from repro.record import provenance
 
 FILE = "observations.parquet"
-ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "units", "environment")
+ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "versions", "environment")
 MOST_ROWS = 100_000  # of a packed file; a value takes 8 bytes, all else almost nothing
 WORDS = ["cell", "seed", "name", "group", "units"]
 COUNTED = {"unit": "DELTA_BINARY_PACKED"}  # units count from 0 in every series: a tenth of the file's bytes
@@ -82,8 +82,8 @@ def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
     return hashlib.sha256(f"{digest(series)} {json.dumps(facts, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
-def origin(job: Job, units: Mapping[str, str], found: Mapping[str, Path] | None = None) -> dict[str, str]:
-    """What is written beside observations: the job, its device, commit, units of code, environment, what was read."""
+def origin(job: Job, versions: Mapping[str, int], found: Mapping[str, Path] | None = None) -> dict[str, str]:
+    """What is written beside observations: the job, its device, commit, versions, environment, what was read."""
     read = {
         f"{role}/{path.name}": sha256(path)[:16]
         for role, folder in (found or {}).items()
@@ -98,7 +98,7 @@ def origin(job: Job, units: Mapping[str, str], found: Mapping[str, Path] | None 
         "device": provenance.device_name(device),
         "device_class": device,
         "commit": provenance.commit(),
-        "units": json.dumps(units, sort_keys=True),
+        "versions": " ".join(f"{name}={version}" for name, version in sorted(versions.items())),
         "environment": provenance.environment(),
     }
 

@@ -15,18 +15,16 @@ from itertools import chain
 from typing import Any
 
 from repro.errors import UserError
-from repro.jobs import runner
 from repro.jobs.job import Job
 from repro.judge.quantity import Quantity, compose
 from repro.judge.statistics import Interval
-from repro.record import accepted, observations, provenance
+from repro.record import accepted, observations, versions
 from repro.record.measurement import Measurement, inputs_hash, text
 from repro.spec.cell import Cell
 from repro.spec.workflow import Workflow
 
 ORIGIN = ("device", "device_class", "commit", "environment")
 JOIN = " + "  # between the origins of a cell with several jobs
-CODE = "its code has changed; run python -m repro attest"
 OF_CELL = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
 
 
@@ -106,15 +104,22 @@ def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> M
     held = list(parts.values())
     origins = {
         name: JOIN.join(dict.fromkeys(word for m in held for word in getattr(m, name).split(JOIN)))
-        for name in (*ORIGIN, "units", "artifacts")
+        for name in (*ORIGIN, "artifacts")
     }
     odd = [m for m in held if m.value is None] + [m for m in held if m.status == "stale"]
     facts = {"status": odd[0].status, "note": odd[0].note} if odd else {"status": "ok"}
-    facts |= {"live": "carried" if "carried" in {m.live for m in held} else "recorded"}
+    facts |= {"live": "recorded", "versions": _joined_versions(cell, held)}
     facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in held)}
     composed = _compose(flow, cell, parts)
     numbers = values(composed) if composed else {}
     return Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
+
+
+def _joined_versions(cell: Cell, parts: Iterable[Measurement]) -> str:
+    """The versions of a cell's parts and of its own metric; where parts differ, all of them."""
+    words = {word for part in parts for word in part.versions.split()}
+    words |= set(versions.text({cell.measure: versions.of(cell.measure)}).split())
+    return " ".join(sorted(words))
 
 
 def _compose(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Quantity | None:
@@ -124,18 +129,15 @@ def _compose(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Qu
 
 
 def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
-    """Whether a recorded cell still stands: with other inputs it is stale; with other code, unless attested."""
+    """Whether a recorded cell still stands: with other declared inputs or versions it is stale."""
     stale = {"live": "recorded", "status": "stale"}
     if inputs_hash(flow.inputs(cell)) != old.inputs:
         return stale | {"note": "its declared inputs have changed"}
     if old.grade != flow.scale.grade:
         return stale | {"note": f"it was accepted as grade {old.grade}, and scale {old.scale} is {flow.scale.grade}"}
-    today = units(flow, cell)
-    if today == old.units:
-        return {"live": "recorded"}
-    if accepted.carried(old.units, today, old.device, old.scale):
-        return {"live": "carried"}
-    return stale | {"note": CODE}
+    if others := versions.changed(versions.read(old.versions), versions.of_cell(flow, cell)):
+        return stale | {"note": f"other versions: {others}"}
+    return {"live": "recorded"}
 
 
 def _recomputed(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
@@ -188,16 +190,6 @@ def values(quantity: Quantity) -> dict[str, Any]:
     groups = dict.fromkeys(one.group for seed in quantity.seeds for one in seed.values() if one.group)
     digests = [observations.digest(seed) for seed in quantity.seeds]
     return numbers(quantity.interval()) | {"protocol": "; ".join(groups), "observations": " ".join(digests)}
-
-
-def units(flow: Workflow, cell: Cell) -> str:
-    """Hash of the units of code that decide a cell's observations today."""
-    return provenance.units_hash(modules(flow, cell))
-
-
-def modules(flow: Workflow, cell: Cell) -> dict[str, str]:
-    """The units of code that decide a cell's observations today: module to hash."""
-    return {module: unit for job in jobs(flow, cell) for module, unit in runner.units(job).items()}
 
 
 def jobs(flow: Workflow, cell: Cell) -> list[Job]:

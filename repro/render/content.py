@@ -16,13 +16,12 @@ WORDS = {
     **{"no_stand_in": "no stand-in", "not_run": "not run", "too_long": "too long", "other_device": "other device"},
     "oom": "out of memory",
 }
-MARKS = {"arithmetic": "§", "recorded": "*", "carried": "°", "unattested": "‖", "stale": "†", "floor": "‡"}
+MARKS = {"arithmetic": "§", "recorded": "*", "unattested": "‖", "stale": "†", "floor": "‡"}
 LEGEND = {
     "§": "grade D: arithmetic on the recipe and the public shapes of the paper's own model; nothing ran",
     "*": "recorded: an accepted measurement from results/, not of this run",
-    "°": "recorded, and carried forward: its code has changed since, and a replay gave the same bytes",
-    "‖": "recorded, unattested: timed before the digest of the machine code was kept; it stands until it is timed anew",
-    "†": "stale: recorded, and its declared inputs or its code have changed since",
+    "‖": "recorded, unattested: timed before versions were kept; it stands until it is timed anew",
+    "†": "stale: recorded, and its declared inputs or versions have changed since",
     "‡": "at chance: full precision itself is less than 3 standard errors above it",
 }
 

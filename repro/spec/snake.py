@@ -17,7 +17,7 @@ from repro.errors import UserError, sentence, unknown
 from repro.files import HOME, ROOT
 from repro.jobs import runner
 from repro.jobs.job import Job
-from repro.record import accepted, provenance
+from repro.record import accepted, provenance, versions
 from repro.spec import figures, scale, tables
 from repro.spec.names import FORMATS, OWN, canonical
 from repro.spec.workflow import Workflow
@@ -66,14 +66,14 @@ class Snake:
         self.config = json.dumps(at.as_config(), sort_keys=True)
         self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)
         if workflow:
-            self._drawing()  # files of hashes come before the DAG: Snakemake lists a folder once
+            self._drawing()  # small files of versions come before the DAG: Snakemake lists a folder once
             for job in {(job.kind, job.steps): job for job in self.jobs.values()}.values():
-                runner.code_file(job)
+                versions.file(job)
 
     def _settle(self) -> None:
         """Let contents decide a rerun, in Snakemake's settings, which it makes after it has read the Snakefile.
 
-        Code is an input like any other, as a file of hashes; Snakemake would also look at the time of `script:` files.
+        Versions are an input like any other, as small files; Snakemake would also look at the time of `script:` files.
         """
         settings = self.workflow and self.workflow.dag_settings
         if settings:
@@ -110,7 +110,7 @@ class Snake:
 
     @plainly
     def job_inputs(self, wildcards: Any) -> list[str]:
-        """What a job reads: a local model's files, outputs of the jobs it needs, and the hash of the code behind it.
+        """What a job reads: a local model's files, outputs of the jobs it needs, and the versions behind it.
 
         The times of a model's files decide nothing: its fingerprint is part of the job's id.
         """
@@ -118,7 +118,7 @@ class Snake:
         job = self._job(wildcards)
         weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
         needed = [path for _, need in job.needs for path in runner.outputs(need)]
-        return [*_known_as([runner.code_file(job), *needed]), *map(ancient, _known_as(weights))]
+        return [*_known_as([versions.file(job), *needed]), *map(ancient, _known_as(weights))]
 
     @plainly
     def job_json(self, wildcards: Any) -> str:
@@ -155,11 +155,9 @@ class Snake:
         return _known_as([*self._drawing(), *sorted([HOME / "tables" / "table1.yaml", *found])])
 
     def _drawing(self) -> list[Path]:
-        """The file of hashes of the code that draws, and what replays carry forward."""
+        """The file of the hash of the code that draws: drawing is cheap, so it is done again after any change of it."""
         self._settle()
-        units = provenance.units("repro/render/draw.py", leave_out=provenance.REGISTRIES)
-        carried = sorted((HOME / "results").glob("*/attested.csv"))
-        return [provenance.unit_file("render", provenance.units_hash(units)), *carried]
+        return [versions.input_file("sources", provenance.sources_hash())]
 
 
 def _known_as(paths: Iterable[Path]) -> list[str]:

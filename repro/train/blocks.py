@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from repro.errors import Refused, UserError
-from repro.files import atomic
+from repro.files import atomic, sha256
 from repro.jobs import job
 from repro.models import graphs
 from repro.models.lowbit import blocks
-from repro.record import provenance
 from repro.train.compiled import compiled
 from repro.train.streams import Forward, Stream, embedded
 
@@ -199,8 +198,8 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
 
 
 def checkpoint_folder(model: nn.Module, ids: Tensor, module: str, *facts: object) -> Path:
-    """Where the blocks of one training are kept: named by its model, tokens, code (of the file `module`) and facts."""
-    digest = hashlib.sha256(repr((facts, ids.shape, provenance.units_hash(provenance.units(module)))).encode())
+    """Where the blocks of one training are kept: named by its model, tokens, facts and the file `module`."""
+    digest = hashlib.sha256(repr((facts, ids.shape, sha256(module))).encode())
     for tensor in (ids, *model.parameters()):
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return job.BUILD / "training" / digest.hexdigest()[:16]

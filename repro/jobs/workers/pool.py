@@ -34,6 +34,7 @@ from repro.jobs import job as built
 from repro.jobs import runner
 from repro.jobs.job import Job
 from repro.jobs.workers import memory
+from repro.record import versions
 from repro.spec.recipe import STEPS
 
 
@@ -75,7 +76,7 @@ def run_all(
     todo = {job.id: job for job in jobs if not runner.done(job)}
     needed_by = Counter(need.id for job in jobs for _, need in job.needs)
     for job in jobs:
-        runner.code_file(job)  # older than the results, so that Snakemake takes them as they are
+        versions.file(job)  # older than the results, so that Snakemake takes them as they are
     if any("model" in job.given() for job in todo.values()):
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  once, and not in every worker
     order = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0, -weight(job)) for job in todo.values()}
@@ -140,7 +141,7 @@ def run_here(jobs: Sequence[Job]) -> None:
     """
     todo = [job for job in jobs if not runner.done(job)]
     for i, job in enumerate(todo, start=1):
-        runner.code_file(job)
+        versions.file(job)
         seconds, problem, _ = _run(job)
         if problem:
             raise UserError(f"{job.id}: {problem}")
