@@ -116,7 +116,7 @@ def test_touches_and_edits_of_steps_and_memory_measure_nothing_anew(built):
         (
             "repro/jobs/compress.py",
             "VERSION = 2",
-            [*5 * [rf"make build/compress/{NAME}/"], *4 * ["measure"], TABLE, FIGURE],
+            [*5 * [rf"make build/compress/{NAME}/"], *3 * ["measure"], TABLE, FIGURE],
         ),
     ],
     ids=["step", "drawing", "shared job"],

@@ -30,10 +30,14 @@ FOLDER = Path("build/versions")
 Versions = Mapping[str, int]  # name of a step, metric or shared job to its version
 
 
+def module(name: str) -> ModuleType:
+    """The module of a step, metric or shared job."""
+    return SHARED.get(name) or KINDS.get(name) or STEPS[name]
+
+
 def of(name: str) -> int:
     """The version of a step, metric or shared job today."""
-    module = SHARED.get(name) or KINDS.get(name) or STEPS[name]
-    return module.VERSION
+    return module(name).VERSION
 
 
 def own(job: Job) -> dict[str, int]:
