@@ -89,7 +89,7 @@ GHOST = (
 )
 GHOSTS = re.compile(rf"[{chr(GHOST + 33)}-{chr(GHOST + 126)}]+")
 NUMERAL = re.compile(r"(?<![\w.])[-−+×]?(?:\d+(?:,\d{3})*)?\.?\d+(?![\w.])")
-MARK = r"[*°†‡§‖]+"  # what may follow a number without a blank
+MARK = r"[*†‡§‖]+"  # what may follow a number without a blank
 
 
 def align(grid: Grid) -> Grid:
