@@ -157,6 +157,23 @@ def interpret_argmax(case: dict) -> float:
     return int((kernel.launch(logits) != want).sum())
 
 
+def interpret_pple(case: dict) -> float:
+    """Largest relative error: certain, uniform, two alike, tokens that cannot be, NaN and infinity."""
+    from repro.kernels import pple as kernel
+
+    logits = kernel.make_inputs(case | {"T": 7})["logits"]
+    logits[1] = 2.0
+    logits[2] = float("-inf")
+    logits[2, [3, case["V"] - 1]] = 4.0
+    logits[3, 5] = 1e4
+    logits[4, -1], logits[5, 0] = float("nan"), float("inf")
+    found, want = kernel.launch(logits), kernel.reference(logits)
+    known = torch.tensor([case["V"], 2.0, 1.0])
+    assert want[4:6].isnan().all() and found[4:6].isnan().all() and torch.allclose(want[1:4], known, rtol=1e-4)
+    finite = want.isfinite()
+    return float(((found - want)[finite] / want[finite]).abs().max())
+
+
 @triton.jit
 def noise_kernel(x, out, seed, position, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
@@ -242,6 +259,11 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         [{"V": v, "dtype": d, "seed": v} for v, d in ((40_000, "bfloat16"), (1001, "float16"), (254, "float32"))],
         0,
     ),
+    "pple": (
+        interpret_pple,
+        [{"V": v, "dtype": d, "seed": v} for v, d in ((20_000, "bfloat16"), (1001, "float16"), (254, "float32"))],
+        1e-4,
+    ),
     "noise": (interpret_noise, [{"key": -3, "position": 5}, {"key": 1 << 40, "position": (1 << 33) + 1}], 0),
 }
 
@@ -312,7 +334,7 @@ def variants():
 
 def decode_variants():
     """The kernels of a decode step; where fusion is off no multiply-add may be, and float32 is never TF32."""
-    from repro.kernels import argmax, attention, rms_norm, rope_append, sample, silu_product
+    from repro.kernels import argmax, attention, pple, rms_norm, rope_append, sample, silu_product
 
     exact, wide, indices = {"num_warps": 4, "enable_fp_fusion": False}, dict.fromkeys((80, 90, 100), "v4.b32"), "*i32"
     yield (
@@ -352,6 +374,10 @@ def decode_variants():
     yield (
         "argmax", argmax.argmax_kernel, {"logits": "*bf16", "tokens": "*i64", "V": "i32"},
         {"BLOCK": argmax.BLOCK, "UNROLLED": argmax.UNROLLED}, ("logits", "V"), {"num_warps": 32}, wide,
+    )  # fmt: skip
+    yield (
+        "pple", pple.pple_kernel, {"logits": "*bf16", "pple": "*fp32", "V": "i32"},
+        {"BLOCK": pple.BLOCK}, ("logits", "V"), {"num_warps": 32}, wide,
     )  # fmt: skip
     types = {"logits": "*bf16", "temperature": "*fp32", "top_k": indices, "top_p": "*fp32", "peak": "*fp32", "V": "i32"}
     types |= {

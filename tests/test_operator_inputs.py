@@ -27,9 +27,10 @@ SMALL = {  # an operator to the changes of its first case that make it small
     "attention": {},
     "sample": {"V": 1024},
     "argmax": {},
+    "pple": {},
 }
 NAMES = (
-    *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax"),
+    *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax", "pple"),
     *("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"),
     *("w8a8", "w8a8_gemv", "w8a8_gemm", "quantize_activation", "read_floor"),
 )

@@ -18,11 +18,13 @@ pytest.importorskip("triton")
 
 from repro.bench import operators, timing  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
-from repro.kernels import argmax, attention, noise, rms_norm, rope_append, sample, silu_product  # noqa: E402
+from repro.kernels import argmax, attention, noise, pple, rms_norm, rope_append, sample, silu_product  # noqa: E402
 from repro.kernels.operators import Argument, checker  # noqa: E402
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-PAGES = {m.__name__.rpartition(".")[2]: m for m in (rms_norm, rope_append, attention, silu_product, sample, argmax)}
+PAGES = {
+    m.__name__.rpartition(".")[2]: m for m in (rms_norm, rope_append, attention, silu_product, sample, argmax, pple)
+}
 
 
 def small(name, **changes):
@@ -304,6 +306,7 @@ WRONG = [
     ("attention", "lengths", lambda x: x[:-1], "lengths must be"),
     ("attention", "q", lambda x: x.repeat(1, 11, 1), "Hq = 33 a multiple of Hk = 1, at most 32 Hk"),
     ("argmax", "logits", lambda x: x.double(), "logits must be a contiguous float16"),
+    ("pple", "logits", lambda x: x.double(), "logits must be a contiguous float16"),
     ("sample", "seeds", lambda x: x.int(), "seeds must be a contiguous int64"),
     ("sample", "top_p", lambda x: x.double(), "top_p must be a contiguous float32"),
     ("sample", "logits", lambda x: torch.zeros(3, (1 << 19) + 1), "logits of 524289 tokens"),
@@ -352,6 +355,7 @@ BYTES = {  # of the first cases, by hand from the formulas of the files
     "silu_product": 4 * 3 * 129 * 3,
     "sample": 4 * 3 * 1001 + 8 * 3,
     "argmax": 4 * 3 * 1001 + 8 * 3,
+    "pple": 4 * 3 * 1001 + 4 * 3,
 }
 
 

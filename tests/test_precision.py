@@ -8,10 +8,10 @@ from torch import nn
 from repro import models
 from repro.__main__ import main
 from repro.baselines import rtn
-from repro.engine import copies, weights
+from repro.engine import SwitchingEngine, copies, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Steps, prefill
-from repro.engine.precision import SwitchingEngine
+from repro.engine.precision import SwitchingCore
 from repro.engine.step import Tokens, step
 from repro.errors import UserError
 from repro.kernels import w8a8
@@ -45,7 +45,7 @@ def make(name, device, rule=None, **how):
     """A switching engine of the model."""
     config = Config(**how)
     every = {bits: at_width(name, bits) for bits in config.path}
-    return SwitchingEngine.of(name, every, config, 256, torch.device(device), DTYPE[device], rule)
+    return SwitchingCore.of(name, every, config, 256, torch.device(device), DTYPE[device], rule)
 
 
 def scratch(name, device, bits):

@@ -6,13 +6,14 @@
 the printed formula; the sum over the vocabulary at one position is our reading.
 """
 
-import torch
 from torch import Tensor
+
+from repro.kernels import pple as kernel
 
 
 def pple(logits: Tensor) -> Tensor:
-    """PPLE float32 `[T]` of logits `[T, V]`, in any dtype; NaN where they are not finite enough to have a softmax."""
-    return torch.special.entr(logits.float().softmax(-1)).sum(-1).exp()
+    """PPLE float32 `[T]` of logits `[T, V]` in fp16, bf16 or float32; NaN where they have no softmax."""
+    return kernel.pple(logits) if logits.device.type == "cuda" else kernel.reference(logits)
 
 
 def fault_tolerance(logits: Tensor) -> Tensor:

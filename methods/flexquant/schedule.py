@@ -122,6 +122,10 @@ class Controller:
             self.state.window.append(pple)
         return self._ask(pple, token, first=token + BEHIND)
 
+    def upcoming(self) -> dict[str, int]:
+        """The widths that layers get if the next moves are made in order, as many as a switch takes."""
+        return {move.layer: move.bits for move in self.state.ahead[: self.config.layers]}
+
     def _ask(self, pple: float, token: int, first: int) -> list[Switch]:
         """Ask the rule, and make its moves from step `first` on."""
         made = []
@@ -188,6 +192,11 @@ def random_steps(count: int, power: float, steps: int, seed: int) -> list[int]:
     """Sorted steps of `count` switches, drawn uniformly at power 1, earlier at larger powers and later at smaller."""
     drawn = np.sort(np.random.default_rng(seed).random(count)) ** power
     return [EARLIEST + int(share * max(steps + 1 - EARLIEST, 0)) for share in drawn]
+
+
+def stretched_steps(steps: Sequence[int], factor: float) -> list[int]:
+    """Steps whose distances from the earliest one that there can be are multiplied."""
+    return [EARLIEST + round((step - EARLIEST) * factor) for step in steps]
 
 
 def matched(

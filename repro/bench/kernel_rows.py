@@ -33,6 +33,7 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "silu_product": 1,
     "sample": 1,
     "argmax": 1,
+    "pple": 1,
 }
 USES = {  # kernels that others launch, and whose versions decide the times of these, too
     "linear": ("wna16_gemv", "w4a16_gemm", "dequantize"),

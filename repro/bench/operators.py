@@ -65,6 +65,7 @@ OPERATORS: Mapping[str, dict[str, Provider]] = {  # its peers; `torch` is PyTorc
     "silu_product": {"torch": _reference("silu_product"), "torch.compile": _compiled(_reference("silu_product"))},
     "sample": {"torch": _reference("sample")},  # a compiled one fuses multiply-adds, which changes noise and tokens
     "argmax": {"torch": _reference("argmax"), "torch.compile": _compiled(_reference("argmax"))},
+    "pple": {"torch": _reference("pple"), "torch.compile": _compiled(_reference("pple"))},
 }
 TOKENS = ("sample", "argmax")  # operators whose outputs are tokens
 

@@ -10,7 +10,7 @@ from repro.errors import UserError
 from repro.files import regular
 
 if TYPE_CHECKING:
-    from repro.engine.precision import SwitchingEngine
+    from repro.engine.switching import SwitchingEngine
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("a prompt and --file: give one of them")
     from repro.engine import Engine
     from repro.engine.core import needs_weights
-    from repro.engine.precision import SwitchingEngine
+    from repro.engine.switching import SwitchingEngine
     from repro.jobs import own_text
 
     needs_weights(args.model)  # a shape's would take minutes to make

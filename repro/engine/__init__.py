@@ -12,15 +12,20 @@ engine.py    models by name, recipes, shapes (shapes.yaml)   core.py    what an 
 weights.py   packed and dense products, decoders             step.py    the plain step, its blocks and its cache
 decoding.py  batches: prefill, steps, CUDA graphs            output.py  characters, stop strings, statistics
 copies.py    layers with a copy at each of several widths    precision.py  switching between them while decoding
+switching.py engines by name that switch
 """
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """`Engine`, imported when it is first asked for: it takes seconds, and builds recipes by jobs that import this."""
+    """`Engine` and `SwitchingEngine`, imported when first asked for: that takes seconds, and their jobs import this."""
     if name == "Engine":
         from repro.engine.engine import Engine
 
         return Engine
+    if name == "SwitchingEngine":
+        from repro.engine.switching import SwitchingEngine
+
+        return SwitchingEngine
     raise AttributeError(name)

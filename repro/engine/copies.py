@@ -23,22 +23,22 @@ class Copies(nn.Module):
     """A product, x `[T, K]` to y `[T, N]`, of layers whose widths change one by one.
 
     Attributes:
-        names, sizes: the layers, and how many outputs each has.
+        names, sizes, columns: the layers, how many outputs each has, and how many inputs all have.
         at: width to the product of all layers at that width; the first is the one that decoding begins with.
         bits: the width of each layer now.
         levels: int8 `[rows, layers]` on the device where rows have states of their own: which of the widths each has.
     """
 
-    def __init__(self, names: Sequence[str], sizes: Sequence[int], at: Mapping[int, nn.Module]) -> None:
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], columns: int, at: Mapping[int, nn.Module]) -> None:
         super().__init__()
-        self.names, self.sizes, self.levels = list(names), list(sizes), None
+        self.names, self.sizes, self.columns, self.levels = list(names), list(sizes), columns, None
         self.at = dict(at)  # a plain mapping: `buffers` counts what a step reads, not all that is there
         self.high = next(iter(at))
         self.prefill = self.at[self.high]
         layer_of_column = torch.arange(len(sizes)).repeat_interleave(torch.tensor(self.sizes))
         self.layer_of_column = layer_of_column.to(next(self.prefill.buffers()).device)
         self.bits = [self.high] * len(self.names)
-        self._running = [self.prefill]
+        self._running = self.prefill
 
     @property
     def dense(self) -> nn.Module:
@@ -47,14 +47,16 @@ class Copies(nn.Module):
 
     def set(self, bits: Sequence[int]) -> None:
         """Let each layer compute with the copy of a width."""
-        self.bits = list(bits)
-        if len(set(bits)) == 1:
-            self._running = [self.at[bits[0]]]
-        else:
-            self._running = [self._part(i, width) for i, width in enumerate(bits)]
+        self.bits, self._running = list(bits), self.product(bits)
 
-    def _part(self, layer: int, bits: int) -> nn.Module:
-        """The product of one layer at a width; on a GPU its weight is a view of the joint one."""
+    def product(self, bits: Sequence[int]) -> nn.Module:
+        """The product whose layers have these widths; on a GPU its weights are the copies' own, or views of them."""
+        if len(set(bits)) == 1:
+            return self.at[bits[0]]
+        return Joined(self.part(layer, width) for layer, width in enumerate(bits))
+
+    def part(self, layer: int, bits: int) -> nn.Module:
+        """The product of one layer at a width."""
         whole = self.at[bits]
         if isinstance(whole, Joined):
             return whole[layer]
@@ -63,8 +65,7 @@ class Copies(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.levels is None:
-            results = [product(x) for product in self._running]
-            return results[0] if len(results) == 1 else torch.cat(results, 1)
+            return self._running(x)
         level = self.levels[: len(x)][:, self.layer_of_column]
         first, *others = self.at.values()
         y = first(x)
@@ -76,8 +77,7 @@ class Copies(nn.Module):
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         """The tensors that a step reads in the present state."""
-        for product in self._running:
-            yield from product.buffers(recurse)
+        return self._running.buffers(recurse)
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +143,7 @@ def joined(decoders: Mapping[int, Decoder], int8_prefill: bool) -> Decoder:
         for product, layers in LAYERS.items():
             at = {bits: getattr(decoder.blocks[number], product) for bits, decoder in decoders.items()}
             names = [f"{number}.{layer}" for layer in layers]
-            products[product] = Copies(names, sizes(product, first.config), at)
+            products[product] = Copies(names, *sizes(product, first.config), at)
             if int8_prefill:
                 products[product].prefill = _int8(products[product].prefill)
         blocks.append(replace(first.blocks[number], **products))
@@ -161,34 +161,40 @@ def _int8(product: nn.Module) -> Int8:
     return Int8(product.weight, product.bias)
 
 
+def static(model: Decoder, bits: Mapping[str, int]) -> Decoder:
+    """A decoder with copies as one whose layers have given widths for good, over the same weights."""
+    blocks = []
+    for block in model.blocks:
+        chosen = {}
+        for product in LAYERS:
+            copies = getattr(block, product)
+            chosen[product] = copies.product([bits[name] for name in copies.names])
+        blocks.append(replace(block, **chosen))
+    return replace(model, blocks=tuple(blocks))
+
+
 def copies_of(block: Block) -> list[Copies]:
     """The products of a block that have copies, in order."""
     return [getattr(block, product) for product in LAYERS if isinstance(getattr(block, product), Copies)]
 
 
-def sizes(product: str, config: object) -> list[int]:
-    """The outputs of each layer of a product, by Transformers' configuration."""
+def sizes(product: str, config: object) -> tuple[list[int], int]:
+    """The outputs of each layer of a product, and their inputs, by Transformers' configuration."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+    hidden, wide = config.hidden_size, config.intermediate_size
     return {
-        "qkv": [query, key, key],
-        "out": [config.hidden_size],
-        "gate_up": [config.intermediate_size] * 2,
-        "down": [config.hidden_size],
+        "qkv": ([query, key, key], hidden),
+        "out": ([hidden], query),
+        "gate_up": ([wide, wide], hidden),
+        "down": ([hidden], wide),
     }[product]
 
 
 def weights_of(model: Decoder) -> dict[str, int]:
     """How many weights each layer with copies has."""
-    config, found = model.config, {}
-    inputs = {
-        "qkv": config.hidden_size,
-        "out": sizes("qkv", config)[0],
-        "gate_up": config.hidden_size,
-        "down": config.intermediate_size,
-    }
+    found = {}
     for block in model.blocks:
-        for product, columns in inputs.items():
-            copies = getattr(block, product)
-            found |= {name: size * columns for name, size in zip(copies.names, copies.sizes)}
+        for each in copies_of(block):
+            found |= {name: size * each.columns for name, size in zip(each.names, each.sizes)}
     return found

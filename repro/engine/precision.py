@@ -1,16 +1,12 @@
 """Decoding that switches layers to fewer bits as it goes on (FlexQuant): a controller a sequence, and who obeys it.
 
-    engine = SwitchingEngine.load("pocket-10m", precision="flexquant(threshold=2.0, layers=4)")
-    for piece in engine.generate("Once upon", 200):
-        print(piece, end="")
-    print(engine.switching)
-
 The signal of a token is read while the next one is computed, so that decoding never waits (`schedule.BEHIND`). A single
 sequence runs the products of its present state; on a GPU the captured step is brought up to date between two replays
 (`repro/engine/graph.py`). In a batch each sequence has a state of its own, and every copy computes (`copies.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,19 +15,14 @@ from torch import Tensor
 
 from repro.engine import copies, weights
 from repro.engine.core import Core
-from repro.engine.decoding import Decoding, Sampling, State, Steps, prefill
-from repro.engine.engine import activations, compressed, configuration, random_decoder
-from repro.engine.step import Decoder, Tokens, step
-from repro.errors import UserError
-from repro.jobs.target import Target
+from repro.engine.decoding import Decoding, Sampling, State, Steps, advance, prefill
+from repro.engine.step import Cache, Decoder, Tokens, step
 from repro.methods.flexquant import order, schedule
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import Move
 from repro.methods.flexquant.pple import pple
 from repro.methods.flexquant.schedule import Controller, Rule, Switch
 from repro.models.lowbit import LowBitModel, block_linears
-from repro.spec import precision as named
-from repro.spec import scale as scales
 
 
 class SignalState(State):
@@ -52,7 +43,14 @@ class SignalState(State):
 
 
 class SwitchingSteps(Steps):
-    """Steps of a decoder whose products have copies: one state for a single sequence, one a row for a batch."""
+    """Steps of a decoder whose products have copies: one state for a single sequence, one a row for a batch.
+
+    On a GPU the step of a single sequence is a graph for each state. Where the next state is known before it is asked
+    for, its graph is captured by a thread while the present one is replayed, so that a switch replays another graph.
+
+    Attributes:
+        ahead: whether graphs are captured before they are asked for.
+    """
 
     STATE = SignalState
 
@@ -61,16 +59,19 @@ class SwitchingSteps(Steps):
         self.copies = [each for block in model.blocks for each in copies.copies_of(block)]
         self.where = {name: (each, i) for each in self.copies for i, name in enumerate(each.names)}
         self.widths = list(self.copies[0].at)
-        self.levels: Tensor | None = (
-            None  # int8 [rows, layers] on the host; the copies' own are views of one on a device
-        )
-        self._on_device: Tensor | None = None
+        self.ahead = True
+        self.levels: Tensor | None = None  # int8 [rows, layers] on the host, of a batch
+        self._on_device: Tensor | None = None  # the same on the device; the copies' own are views of it
+        self._recorder: Recorder | None = None
+        self._single: State | None = None
+        self._next: dict[str, int] | None = None  # the state that may come next
+        self._retired: list[torch.cuda.CUDAGraph] = []  # may still run
 
     def state(self, sequences: int, drawn: bool, scored: bool) -> State:
         """The state of a number of sequences, each of which begins with the first width."""
         state = super().state(sequences, drawn, scored)
         if sequences == 1:
-            self.levels = None
+            self.levels, self._single = None, state
             for each in self.copies:
                 each.levels = None
             self.set_bits(dict.fromkeys(self.where, self.widths[0]))
@@ -87,16 +88,31 @@ class SwitchingSteps(Steps):
         self._on_device.zero_()
         return state
 
+    @property
+    def bits(self) -> dict[str, int]:
+        """Each layer's width, of a single sequence."""
+        return {name: each.bits[i] for name, (each, i) in self.where.items()}
+
     def set_bits(self, bits: Mapping[str, int]) -> None:
-        """Give layers their widths, of a single sequence."""
-        changed = []
+        """Give layers their widths, of a single sequence, for the next step that is launched."""
+        changed = False
         for each in self.copies:
             wanted = [bits.get(name, now) for name, now in zip(each.names, each.bits)]
             if wanted != each.bits:
                 each.set(wanted)
-                changed.append(each)
-        if changed:
-            self.graphs.clear()
+                changed = True
+        if changed and self._single in self.graphs:
+            self._retired = [*self._retired[-1:], self.graphs.pop(self._single)]
+
+    def prepare(self, bits: Mapping[str, int]) -> None:
+        """Begin to capture the step of a state that may come next; without a GPU nothing is captured."""
+        self._next = self.bits | bits if self.levels is None else None
+        if self._recorder is not None:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self.ahead and self._next is not None and self._next != self.bits:
+            self._recorder.begin(self._single, self._next)
 
     def switch(self, sequence: int, switches: Sequence[Switch]) -> None:
         """Make a sequence's switches, for the next step that is launched."""
@@ -110,6 +126,80 @@ class SwitchingSteps(Steps):
                 if switch.layer == layer:
                     self.levels[sequence, number] = self.widths.index(switch.bits)
         self._on_device.copy_(self.levels)
+
+    def _capture(self, state: State) -> torch.cuda.CUDAGraph:
+        if self.levels is not None:
+            return super()._capture(state)
+        if self._recorder is not None:
+            return self._recorder.graph(state, self.bits)
+        self._recorder = Recorder(self.model, self.cache)
+        graph = self._recorder.graph(state, self.bits)
+        self._begin_next()
+        return graph
+
+
+class Recorder:
+    """Captures decode steps of a model's states in a thread of its own, on a stream of its own.
+
+    One thread captures all of them, because libraries keep their handles and workspaces by thread: what a capture may
+    not set up is set up by running every product once before the first.
+    """
+
+    def __init__(self, model: Decoder, cache: Cache) -> None:
+        self.model, self.cache = model, cache
+        self._thread = ThreadPoolExecutor(1, "capture")
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._first: tuple[tuple, torch.cuda.CUDAGraph] | None = None  # that of the state which generations begin with
+        self._begun: dict[tuple, Future] = {}
+        self._thread.submit(self._warm).result()
+
+    def begin(self, state: State, bits: Mapping[str, int]) -> None:
+        """Begin to capture a state's step."""
+        key = (id(state), *bits.values())
+        if key not in self._begun:
+            self._begun[key] = self._thread.submit(self._record, copies.static(self.model, bits), state)
+        while len(self._begun) > 2:  # of a switch that was not made
+            self._begun.pop(next(iter(self._begun)))
+
+    def graph(self, state: State, bits: Mapping[str, int]) -> torch.cuda.CUDAGraph:
+        """The captured step of a state; waits for it where it is not there yet."""
+        key = (id(state), *bits.values())
+        if self._first and self._first[0] == key:
+            return self._first[1]
+        if key in self._begun:
+            return self._begun.pop(key).result()
+        made = self._thread.submit(self._record, copies.static(self.model, bits), state).result()
+        if self._first is None or self._first[0][0] != id(state):
+            self._first = key, made
+        return made
+
+    @torch.inference_mode()
+    def _warm(self) -> None:
+        """Run the step once in the first state, and every product of a block in all that it can be made of."""
+        torch.cuda.set_device(self.model.device)
+        self._stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(self._stream):
+            for each in copies.copies_of(self.model.blocks[0]):
+                for bits in each.at:
+                    x = torch.zeros(1, each.columns, dtype=self.model.embedding.dtype, device=self.model.device)
+                    each.at[bits](x)
+                    for layer in range(len(each.names)):
+                        each.part(layer, bits)(x)
+            spare = SignalState(1, False, False, self.model.device)  # all of its rows are padding
+            for _ in range(2):
+                advance(self.model, self.cache, spare)
+        self._stream.synchronize()
+
+    def _record(self, model: Decoder, state: State) -> torch.cuda.CUDAGraph:
+        torch.cuda.set_device(model.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                advance(model, self.cache, state)
+            finally:
+                graph.capture_end()
+        return graph
 
 
 class SwitchingDecoding(Decoding):
@@ -137,12 +227,16 @@ class SwitchingDecoding(Decoding):
             tail = hidden if tail is None else torch.cat([tail, hidden])
             tail = tail[-controller.config.prompt_tokens :]
         steps.switch(row, controller.start(pple(steps.model.head(tail)).tolist()))
+        if not self.held:
+            steps.prepare(controller.upcoming())
         return tail[-1:]
 
     def observe(self, token: int, signal: Sequence[float], steps: SwitchingSteps) -> None:
         """Make the switches that the signals of the sequences that go on lead to."""
         for row in sorted(self.running):
-            steps.switch(row, self.controllers[row].observe(signal[row], token))
+            if made := self.controllers[row].observe(signal[row], token):
+                steps.switch(row, made)
+                steps.prepare(self.controllers[row].upcoming())
 
     def _prefill(self, steps: SwitchingSteps, chunk: int) -> None:
         if self.held:
@@ -197,7 +291,7 @@ class Switching:
         return "\n".join(lines)
 
 
-class SwitchingEngine(Core):
+class SwitchingCore(Core):
     """An engine whose layers have copies at several widths; `Core` says what it can be asked.
 
     Attributes:
@@ -224,54 +318,6 @@ class SwitchingEngine(Core):
         self.weights, self.high, self._held = copies.weights_of(model), self.steps.widths[0], None
 
     @classmethod
-    def load(
-        cls,
-        model: str,
-        recipe: str = named.DEFAULT,
-        context: int | None = None,
-        *,
-        precision: str | Config = "flexquant",
-        rule: Rule | None = None,
-        device: str | None = None,
-        dtype: str | None = None,
-        scale: str | None = None,
-        seed: int = 0,
-        build: bool = True,
-    ) -> "SwitchingEngine":
-        """A model with copies of its layers at every width of a schedule's path.
-
-        Args:
-            model, context, device, dtype, scale, seed, build: as `Engine.load`.
-            recipe: the quantizer of the copies, at any width.
-            precision: the schedule, such as `flexquant(threshold=2.0, layers=4)`.
-            rule: which layers are switched after a token: `(pple, step, state) -> layers`.
-
-        UserError, `Refused`: as `Engine.load`, and for a schedule or recipe that means nothing.
-        """
-        config = named.read(precision) if isinstance(precision, str) else precision
-        recipe = named.DEFAULT if recipe == "fp16" else recipe
-        at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if at.type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
-        targets = {
-            bits: Target(scales.load(name=scale), model, named.recipe_at(recipe, bits), seed) for bits in config.path
-        }
-        first = targets[config.path[0]]
-        shape = configuration(first)
-        slots, kind = weights.check(model, shape, context), activations(shape, at, dtype)
-        for bits in config.path[1:]:
-            weights.slot(bits)
-        if model.startswith("shape/"):
-            decoders = {bits: random_decoder(target, shape, slots, at, kind) for bits, target in targets.items()}
-            layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
-            if config.order in ("kl", "reversed"):
-                raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")
-            ahead = order.moves({}, layers, config)
-            return cls(model, copies.joined(decoders, config.prefill == "w8a8"), config, ahead, rule=rule)
-        models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
-        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub)
-
-    @classmethod
     def of(
         cls,
         name: str,
@@ -282,7 +328,7 @@ class SwitchingEngine(Core):
         dtype: torch.dtype,
         rule: Rule | None = None,
         hub: bool = False,
-    ) -> "SwitchingEngine":
+    ) -> "SwitchingCore":
         """An engine of a model that is there at every width of the path, on the CPU."""
         decoders = {bits: weights.decoder(lm, context, device, dtype) for bits, lm in models.items()}
         whole = copies.joined(decoders, config.prefill == "w8a8")

@@ -14,7 +14,7 @@ from dataclasses import fields
 from repro.errors import UserError, unknown
 from repro.methods.flexquant.config import Config
 from repro.spec.recipe import Recipe, parse
-from repro.spec.recipe_text import read_value, split
+from repro.spec.recipe_text import read_value, split, write_value
 from repro.strict import build
 
 DEFAULT = "gptq-w4-g128"  # section 5.1: GPTQ; groups of 128, AutoGPTQ's default, are our choice
@@ -58,3 +58,14 @@ def recipe_at(text: str, bits: int) -> str:
         raise UserError(f"recipe {text!r}: name one quantizer of weights for the copies, such as {DEFAULT}")
     config = dataclasses.replace(steps[0].config, bits=bits)
     return Recipe((dataclasses.replace(steps[0], config=config),)).name
+
+
+def write(config: Config) -> str:
+    """The text that `read` reads as these settings: the fields that differ from their defaults."""
+    plain = Config()
+    words = [
+        f"{each.name}={write_value(getattr(config, each.name))}"
+        for each in fields(Config)
+        if getattr(config, each.name) != getattr(plain, each.name)
+    ]
+    return f"flexquant({', '.join(words)})" if words else "flexquant"

@@ -1,0 +1,204 @@
+"""What switching precision costs at a model's shapes: `python -m repro.bench.commands.precision --out DIR`.
+
+Random weights on a GPU, one sequence. A measurement is one JSON file in DIR, written as soon as it is there; what is
+there already is not measured again. The parts, each with the settings that it was measured with:
+
+    step-<bits>-<context>   milliseconds of a step with all layers at a width, after so many tokens
+    mixed-<state>           of a mixture, and what the static steps of its layers add up to
+    signal                  of PPLE, window and decision: the engine that listens against the one that does not
+    switch-<how>-<layers>   how long the tokens around a switch take, with graphs captured ahead or when asked for
+    whole                   a run to 2,000 tokens against the sum of the static steps along its log
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from repro.engine import copies
+from repro.engine.core import Core
+from repro.engine.decoding import Sampling
+from repro.engine.engine import configuration, random_decoder
+from repro.engine.precision import SwitchingCore
+from repro.errors import UserError
+from repro.files import write_text
+from repro.jobs.target import Target
+from repro.methods.flexquant import order
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.schedule import bits_by_step
+from repro.record import provenance
+from repro.spec import scale as scales
+
+SHAPE = "shape/Llama-3-8B"
+RECIPES = {16: "fp16", 8: "rtn-w8-pc-sym", 4: "rtn-w4-g128"}  # grids whose kernels are tuned
+CONTEXTS = (128, 1024, 4096, 8000)  # tokens before those that are timed
+TIMED = 64  # steps of a measurement
+SHORT, LONG = 128, 1872  # prompt and new tokens of the whole run
+EVERY, SWITCHED = 22, 330  # steps between two switches, and of a run in which they are timed
+
+
+def main() -> None:
+    """Measure what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the measurements")
+    parser.add_argument("--shape", default=SHAPE)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
+    try:
+        Bench(args.shape, torch.device(args.device), args.out).run()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+class Bench:
+    """The measurements of one shape on one device."""
+
+    def __init__(self, shape: str, device: torch.device, folder: Path) -> None:
+        self.folder, self.device = folder, device
+        folder.mkdir(parents=True, exist_ok=True)
+        self.facts = {"shape": shape, "device": provenance.device_name(device.type), "commit": provenance.commit()}
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        began = time.perf_counter()
+        config, decoders = None, {}
+        for bits, recipe in RECIPES.items():
+            target = Target(scales.load(name="pocket"), shape, recipe, 0)
+            config = config or configuration(target)
+            self.context = min(config.max_position_embeddings, CONTEXTS[-1] + TIMED + 2)
+            decoders[bits] = random_decoder(target, config, self.context, device, self.dtype)
+        self.model = copies.joined(decoders, int8_prefill=False)
+        self.plain = decoders
+        self.layers = list(copies.weights_of(self.model))
+        self.name = shape
+        self.static = self.engine()
+        print(f"{shape} at {', '.join(map(str, RECIPES))} bits in {time.perf_counter() - began:.0f} s", flush=True)
+
+    def run(self) -> None:
+        """All parts in order."""
+        for context in CONTEXTS:
+            if context + TIMED < self.context:
+                for bits in RECIPES:
+                    self.once(
+                        f"step-{bits}-{context}", lambda b=bits, c=context: self.step(dict.fromkeys(self.layers, b), c)
+                    )
+        for name, bits in self.mixtures().items():
+            self.once(f"mixed-{name}", lambda b=bits: self.mixed(b))
+        self.once("signal", self.signal)
+        for how in ("ahead", "asked"):
+            for layers in (1, 4, 16):
+                self.once(f"switch-{how}-{layers}", lambda h=how, n=layers: self.switches(h == "ahead", n))
+        self.once("whole", self.whole)
+
+    def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A measurement from its file, or made now."""
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
+            began = time.perf_counter()
+            found = self.facts | measure()
+            write_text(path, json.dumps(found, indent=1) + "\n")
+            shown = {key: value for key, value in found.items() if isinstance(value, float)}
+            print(f"{name} ({time.perf_counter() - began:.0f} s): {json.dumps(shown)}", flush=True)
+        return json.loads(path.read_text())
+
+    def engine(self, **how: Any) -> SwitchingCore:
+        """An engine with a schedule, over the weights that are there; layers go in a random order."""
+        config = Config(order="random", **how)
+        return SwitchingCore(self.name, self.model, config, order.moves({}, self.layers, config))
+
+    def step(self, bits: Mapping[str, int], context: int) -> dict[str, Any]:
+        """Milliseconds of a step in a state after `context` tokens; the better of two rounds."""
+        self.static.hold(bits)
+        rounds = [self.static.time(context, TIMED) for _ in range(2)]
+        best = min(rounds, key=lambda stats: stats.ms_p50)
+        return {"context": context, "ms": best.ms_p50, "ms at p99": best.ms_p99, "read_bytes": best.read_bytes}
+
+    def mixtures(self) -> dict[str, dict[str, int]]:
+        """States on the way from 16 to 8 to 4 bits, layers in random order, and in whole products."""
+        moves = order.moves({}, self.layers, Config(order="random"))
+        by_product = order.moves({}, self.layers, Config(order="model"))
+        found = {}
+        for share in (0.25, 0.5, 1.0, 1.5, 1.75):
+            for name, made in (("random", moves), ("model", by_product)):
+                bits = dict.fromkeys(self.layers, 16)
+                bits |= {move.layer: move.bits for move in made[: int(share * len(self.layers))]}
+                found[f"{name}-{share}"] = bits
+        return found
+
+    def mixed(self, bits: Mapping[str, int]) -> dict[str, Any]:
+        """A mixture's step, and what its layers' shares of the static steps add up to."""
+        context = CONTEXTS[0]
+        measured, expected = self.step(bits, context), self.added_up(bits, context)
+        return measured | {"expected ms": expected, "ratio": measured["ms"] / expected}
+
+    def added_up(self, bits: Mapping[str, int], context: int) -> float:
+        """Milliseconds of a state: each layer's share, by its weights, of the static step of its width."""
+        sizes = copies.weights_of(self.model)
+        total = sum(sizes.values())
+        static = {b: self.once(f"step-{b}-{context}", lambda: {})["ms"] for b in RECIPES}
+        return sum(sizes[layer] / total * static[width] for layer, width in bits.items())
+
+    def signal(self) -> dict[str, Any]:
+        """The signal's cost in a 4-bit step: the engine that reads it against the one without, and the kernel alone."""
+        engine, plain = self.engine(), Core(self.name, self.plain[4])
+        engine.hold(4)
+        times: dict[str, list[float]] = {"listening": [], "plain": []}
+        for _ in range(5):  # interleaved
+            times["listening"].append(engine.time(CONTEXTS[0], 4 * TIMED).ms_p50)
+            times["plain"].append(plain.time(CONTEXTS[0], 4 * TIMED).ms_p50)
+        with_it, without = (statistics.median(times[name]) for name in ("listening", "plain"))
+        return {"listening ms": with_it, "plain ms": without, "share": with_it / without - 1, "rounds": times}
+
+    def switches(self, ahead: bool, layers: int) -> dict[str, Any]:
+        """Milliseconds of the tokens around switches, against the median of the others."""
+        engine, steps = self.engine(interval=EVERY, layers=layers), SWITCHED
+        engine.steps.ahead = ahead
+        seconds, log = self.timed(engine, CONTEXTS[0], steps)
+        every = sorted({switch.step for switch in log})
+        near = {step + offset for step in every for offset in (-2, -1, 0, 1)}
+        quiet = statistics.median(ms for step, ms in enumerate(seconds, start=1) if step not in near)
+        late = [max(seconds[step - 2 : step + 1]) - quiet for step in every[1:]]  # the first graph is made in between
+        worst = {"late ms, median": statistics.median(late), "late ms, worst": max(late)}
+        return {"layers": layers, "switches": len(every), "quiet ms": quiet, **worst, "ms": seconds, "steps": every}
+
+    def timed(self, engine: SwitchingCore, prompt: int, new: int) -> tuple[list[float], list[Any]]:
+        """Milliseconds of every step after a random prompt, and the log of switches; a first run warms up."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.model.config.vocab_size, (1, prompt), generator=generator).tolist()
+        for _ in range(2):
+            batch = engine._decoding(ids, new, Sampling(), 0)
+            for _ in engine._run(batch):
+                pass
+        return [1e3 * one for one in batch.seconds], list(engine.switching.logs[0])
+
+    def whole(self) -> dict[str, Any]:
+        """A run of four layers a switch against the static steps along its log, interpolated by context."""
+        engine = self.engine(interval=EVERY, layers=4)
+        seconds, log = self.timed(engine, SHORT, LONG)
+        sizes = copies.weights_of(self.model)
+        widths = bits_by_step(log, sizes, max(RECIPES), len(seconds)).tolist()
+        bits, due, expected = dict.fromkeys(self.layers, 16), {}, 0.0
+        for switch in log:
+            due.setdefault(switch.step, []).append(switch)
+        near, far = CONTEXTS[0], CONTEXTS[1]
+        for step in range(1, len(seconds) + 1):
+            bits |= {switch.layer: switch.bits for switch in due.get(step, [])}
+            share = (SHORT + step - near - TIMED / 2) / (far - near)
+            expected += (1 - share) * self.added_up(bits, near) + share * self.added_up(bits, far)
+        return {
+            "measured ms": sum(seconds),
+            "calculated ms": expected,
+            "ratio": sum(seconds) / expected,
+            "mean bits": statistics.mean(widths),
+            "tokens": len(seconds),
+            "log": [[switch.step, switch.layer, switch.bits] for switch in log],
+        }
+
+
+if __name__ == "__main__":
+    main()

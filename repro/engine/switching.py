@@ -1,0 +1,73 @@
+"""Engines by name whose layers go to fewer bits while they decode (FlexQuant).
+
+engine = SwitchingEngine.load("pocket-10m", precision="flexquant(threshold=4.0, layers=4)")
+for piece in engine.generate("Once upon", 200):
+    print(piece, end="")
+print(engine.switching)
+"""
+
+import torch
+
+from repro.engine import copies, weights
+from repro.engine.core import SHAPE
+from repro.engine.engine import activations, compressed, configuration, random_decoder
+from repro.engine.precision import SwitchingCore, layer_names
+from repro.errors import UserError
+from repro.jobs.target import Target
+from repro.methods.flexquant import order
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.schedule import Rule
+from repro.spec import precision as named
+from repro.spec import scale as scales
+
+
+class SwitchingEngine(SwitchingCore):
+    """A model by name with copies of its layers at several widths; `SwitchingCore` says what it can be asked."""
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        recipe: str = named.DEFAULT,
+        context: int | None = None,
+        *,
+        precision: str | Config = "flexquant",
+        rule: Rule | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        scale: str | None = None,
+        seed: int = 0,
+        build: bool = True,
+    ) -> "SwitchingEngine":
+        """A model with copies of its layers at every width of a schedule's path.
+
+        Args:
+            model, context, device, dtype, scale, seed, build: as `Engine.load`.
+            recipe: the quantizer of the copies, at any width.
+            precision: the schedule, such as `flexquant(threshold=2.0, layers=4)`.
+            rule: which layers are switched after a token: `(pple, step, state) -> layers`.
+
+        UserError, `Refused`: as `Engine.load`, and for a schedule or recipe that means nothing.
+        """
+        config = named.read(precision) if isinstance(precision, str) else precision
+        recipe = named.DEFAULT if recipe == "fp16" else recipe
+        at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if at.type == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
+        targets = {
+            bits: Target(scales.load(name=scale), model, named.recipe_at(recipe, bits), seed) for bits in config.path
+        }
+        first = targets[config.path[0]]
+        shape = configuration(first)
+        slots, kind = weights.check(model, shape, context), activations(shape, at, dtype)
+        for bits in config.path[1:]:
+            weights.slot(bits)
+        if model.startswith(SHAPE):
+            decoders = {bits: random_decoder(target, shape, slots, at, kind) for bits, target in targets.items()}
+            layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
+            if config.order in ("kl", "reversed"):
+                raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")
+            ahead = order.moves({}, layers, config)
+            return cls(model, copies.joined(decoders, config.prefill == "w8a8"), config, ahead, rule=rule)
+        models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
+        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub)
