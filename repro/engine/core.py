@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from repro import models
-from repro.engine.decoding import Decoding, Sampling, Steps, prefill
+from repro.engine.decoding import Decoding, Sampling, Steps
 from repro.engine.output import Stats, Stream, Text, measured
+from repro.engine.prefill import CHUNK, together
 from repro.engine.step import Cache, Decoder, Operator, tree_of
 from repro.engine.step import step as plain_step
 from repro.errors import Refused, UserError, shortened
 
 MOST = 64  # sequences of a batch
+SCORED = 256  # tokens whose logits are held together in float32 where all are asked for
 SHAPE = "shape/"  # begins the name of a model with random weights
 
 
@@ -33,14 +35,15 @@ class Templated(str):
 class Core:
     """What decodes. One generation runs at a time; a new one, or `logits`, ends the one before.
 
-    `context` is the slots of a sequence, `stats` those of the last generation, `chunk` tokens of a prefill at a time.
+    `context` is the slots of a sequence, `stats` those of the last generation, `chunk` tokens of a prefill at a time,
+    of all its prompts together.
     """
 
     STEPS = Steps
 
     def __init__(self, name: str, model: Decoder, hub: bool = False) -> None:
         self.name, self.hub, self.steps, self.context = name, hub, self.STEPS(model, 1), len(model.cos)
-        self.stats, self.chunk = Stats(stored_bytes=model.stored_bytes, read_bytes=model.read_bytes), 256
+        self.stats, self.chunk = Stats(stored_bytes=model.stored_bytes, read_bytes=model.read_bytes), CHUNK
         self._turn = object()  # of the generation that may go on
 
     def generate(
@@ -118,7 +121,7 @@ class Core:
 
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
         """float32 `[T - 1]`: natural log probabilities of T tokens after those before them, by dense `logits`."""
-        following = torch.as_tensor(ids, device=self.model.device)[1:, None].split(self.chunk)
+        following = torch.as_tensor(ids, device=self.model.device)[1:, None].split(SCORED)
         pairs = zip(self._chunks(ids), following)
         return torch.cat([logits[: len(each)].log_softmax(1).gather(1, each)[:, 0] for logits, each in pairs])
 
@@ -235,10 +238,11 @@ class Core:
                 following += whole
 
     def _chunks(self, ids: Sequence[int] | Tensor) -> Iterator[Tensor]:
-        """float32 logits of tokens, chunk by chunk."""
+        """float32 logits of tokens, `SCORED` by `SCORED`."""
         needs_weights(self.name)
         ids = self._ids(torch.as_tensor(ids).tolist())
         self._check(ids, 0)
         self._turn = object()
-        for hidden in prefill(self.steps, torch.tensor(ids, device=self.model.device), 0, self.chunk):
+        (states,) = together(self.model, self.cache, [ids], self.chunk)
+        for hidden in states.split(SCORED):
             yield self.model.head(hidden).float()

@@ -1,4 +1,4 @@
-"""Sequences that are decoded together: prefill in chunks, then steps whose tokens come back one step behind."""
+"""Sequences that are decoded together: their prefill, then steps whose tokens come back one step behind."""
 
 import math
 import time
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from repro.engine.step import Cache, Decoder, Tokens, library_attention, on, run_of, step
+from repro.engine.prefill import together
+from repro.engine.step import Cache, Decoder, Tokens, on, step
 from repro.errors import UserError
 from repro.kernels import argmax, sample
 
@@ -111,14 +112,9 @@ class Steps:
         return graph
 
 
-@torch.inference_mode()
 def prefill(steps: Steps, ids: Tensor, row: int, chunk: int) -> Iterator[Tensor]:
-    """Put tokens `[T]` into an empty row of the cache; yields the last hidden states `[≤ chunk, H]` of each chunk."""
-    for start in range(0, len(ids), chunk):
-        tokens = run_of(ids[start : start + chunk], row, start)
-        end = start + len(tokens.ids)
-        yield step(steps.model, steps.cache, tokens, library_attention(tokens, row, end))
-        steps.cache.lengths[row] = end
+    """Put tokens `[T]` into an empty row of the cache; yields their last hidden states in pieces `[≤ chunk, H]`."""
+    yield from together(steps.model, steps.cache, [ids], chunk, row)[0].split(chunk)
 
 
 class Decoding:
@@ -176,17 +172,17 @@ class Decoding:
 
     @torch.inference_mode()
     def _prefill(self, steps: Steps, chunk: int) -> None:
-        state, device, count, logits = self.state, steps.model.device, len(self.prompts), []
+        state, device, count, last = self.state, steps.model.device, len(self.prompts), []
         state.rows[:count] = torch.arange(count, dtype=torch.int32, device=device)
         state.seeds[:count] = torch.tensor(self.seeds, device=device)
         for name in ("temperature", "top_k", "top_p"):
             getattr(state, name).fill_(getattr(self.sampling, name))
-        for row, ids in enumerate(self.prompts):
-            chunks = prefill(steps, torch.tensor(ids, device=device), row, chunk)
-            logits.append(steps.model.head(self._last(steps, row, chunks)))
+        for row, hidden in enumerate(together(steps.model, steps.cache, self.prompts, chunk)):
+            last.append(self._last(steps, row, iter(hidden.split(chunk))))
+        logits = steps.model.head(torch.cat(last))
         padding = len(state.ids) - count
         lengths = torch.tensor([*map(len, self.prompts), *[0] * padding], device=device)
-        state.choose(torch.cat([*logits, logits[-1].expand(padding, -1)]), lengths)
+        state.choose(torch.cat([logits, logits[-1:].expand(padding, -1)]), lengths)
 
     def _last(self, steps: Steps, row: int, chunks: Iterator[Tensor]) -> Tensor:
         """Run a prompt's prefill; the hidden state `[1, H]` of its last token."""

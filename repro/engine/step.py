@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from repro.kernels import attention, rms_norm, rope_append, silu_product
 
@@ -51,6 +50,11 @@ class Block:
     def dense(self) -> "Block":
         """The block as a prefill runs it: without the thresholds of those products that have some (SpQt, section 5)."""
         return replace(self, **{name: part.dense for name, part in vars(self).items() if hasattr(part, "dense")})
+
+    def expanded(self, tokens: int, dtype: torch.dtype) -> "Block":
+        """The block with dense weights where its products of so many tokens would dequantize them at every call."""
+        able = {name: part for name, part in vars(self).items() if hasattr(part, "expanded")}
+        return replace(self, **{name: part.expanded(tokens, dtype) for name, part in able.items()})
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class Tokens:
 
 
 def run_of(ids: Tensor, row: int, start: int) -> Tokens:
-    """Tokens `[T]` that follow one another in one row from slot `start` on: a chunk of a prefill."""
+    """Tokens `[T]` that follow one another in one row from slot `start` on."""
     slots = torch.arange(start, start + len(ids), dtype=torch.int32, device=ids.device)
     return Tokens(ids, torch.full_like(slots, row), slots, slots, slots + 1)
 
@@ -161,38 +165,20 @@ def tree_of(ids: Tensor, parents: list[int], row: int, start: int) -> Tokens:
 
 
 @torch.inference_mode()
-def step(model: Decoder, cache: Cache, tokens: Tokens, attend: Operator | None = None) -> Tensor:
+def step(model: Decoder, cache: Cache, tokens: Tokens) -> Tensor:
     """The last hidden states `[T, H]` after the last norm, for `model.head`; `cache` gets the tokens' keys and values.
 
-    Args:
-        attend: `(q, keys, values) -> [T, Hq, D]` in place of the blocks' own attention, for a prefill, which is dense;
-            without it tokens are decoded, on sparse inputs where a layer has a threshold.
+    Tokens are decoded, on sparse inputs where a layer has a threshold; prompts go through `prefill.py`.
     """
     eps, scale = model.config.rms_norm_eps, model.cos.shape[1] ** -0.5
     x, residual = model.embedding[tokens.ids], None
-    for index, layer in enumerate(model.in_turn()):
-        block = layer if attend is None else layer.dense
+    for index, block in enumerate(model.in_turn()):
         keys, values = cache.keys[index], cache.values[index]
         x, residual = block.norm(x, block.input_norm, eps, residual)
         qkv = block.qkv(x)
         q = block.rope(qkv, model.cos, model.sin, tokens.positions, tokens.rows, tokens.slots, keys, values)
-        if attend is not None:
-            x = attend(q, keys, values)
-        else:
-            x = block.attention(q, keys, values, tokens.rows, tokens.lengths, scale, tokens.mask, tokens.start)
+        x = block.attention(q, keys, values, tokens.rows, tokens.lengths, scale, tokens.mask, tokens.start)
         x = block.out(x.flatten(1))
         x, residual = block.norm(x, block.post_norm, eps, residual)
         x = block.down(block.product(block.gate_up(x)))
     return model.blocks[0].norm(x, model.norm, eps, residual)[0]
-
-
-def library_attention(tokens: Tokens, row: int, end: int) -> Operator:
-    """The library's attention for the last tokens of a row whose slots end at `end`: a prefill reads few bytes."""
-    seen = torch.arange(end, device=tokens.ids.device) < tokens.lengths[:, None]
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        k, v = (cache[row : row + 1, :, :end] for cache in (keys, values))
-        y = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=seen, enable_gqa=True)
-        return y[0].transpose(0, 1)
-
-    return attend

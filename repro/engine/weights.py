@@ -20,6 +20,7 @@ from repro.engine.step import Block, Decoder
 from repro.errors import Refused, UserError
 from repro.kernels import linear as kernel
 from repro.kernels import packing
+from repro.kernels.dequantize import dequantize
 from repro.kernels.packing import PackedWeight
 from repro.models import bits as counting
 from repro.models.lowbit import LowBitModel, blocks, in_layer
@@ -69,6 +70,15 @@ class Packed(nn.Module):
         y = kernel.wna16(x if self.order is None else x[:, self.order], self.packed)
         return y if self.bias is None else y + self.bias
 
+    def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
+        """The product with its weight dequantized, if a call with so many tokens would do that each time."""
+        packed = self.packed
+        if kernel.path_of(tokens, packed.rows, packed.columns, packed.codes.device) != "dequantize":
+            return self
+        form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+        weight = dequantize(packed.codes, packed.scale_zero, *form, dtype)
+        return Dense(weight if self.order is None else weight[:, self.order.argsort()], self.bias)
+
 
 class Joined(nn.ModuleList):
     """Products of one input whose formats or thresholds differ, so that they stay several launches."""
@@ -80,6 +90,10 @@ class Joined(nn.ModuleList):
     def dense(self) -> "Joined":
         """The same without thresholds."""
         return Joined(getattr(product, "dense", product) for product in self)
+
+    def expanded(self, tokens: int, dtype: torch.dtype) -> "Joined":
+        """The same with dense weights where they would be dequantized."""
+        return Joined(expanded(product, tokens, dtype) for product in self)
 
 
 class SparseInputs(nn.Module):
@@ -107,6 +121,10 @@ class Corrected(nn.Module):
             y[:, start : start + layer.out_features] += layer(x)
         return y
 
+    def expanded(self, tokens: int, dtype: torch.dtype) -> "Corrected":
+        """The same on a dense weight where it would be dequantized."""
+        return Corrected(expanded(self.product, tokens, dtype), list(zip(self.starts, self.layers)))
+
 
 class Nothing(nn.Linear):
     """A layer whose output is 0, on which an attachment is built to have its output alone."""
@@ -117,6 +135,11 @@ class Nothing(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.new_zeros(len(x), self.out_features)
+
+
+def expanded(product: nn.Module, tokens: int, dtype: torch.dtype) -> nn.Module:
+    """A product for many calls of so many tokens: with a dense weight where each call would dequantize it."""
+    return product.expanded(tokens, dtype) if hasattr(product, "expanded") else product
 
 
 def made(packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype, order: Tensor | None = None) -> nn.Module:
