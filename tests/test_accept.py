@@ -331,7 +331,7 @@ def test_an_edited_result_is_noticed(house, change, reason):
     accept(house.table())
     path = stored(house)
     rows = [measure.replace(m, **change(m)) if (m.row, m.col) == ("RTN pc", "Wiki") else m for m in from_csv(path)]
-    path.write_text(accepted.to_csv(rows))
+    accepted.store(path, rows)
     accepted.forget()
     assert reason in (sentence := refusal(house.recorded)) and str(path) in sentence
 
@@ -340,7 +340,7 @@ def test_intervals_of_recorded_cells_come_from_their_observations(house):
     accept(house.table())
     path, right = stored(house), house.recorded()
     rows = [measure.replace(m, lo=1.0, hi=2.0, n=3, covers="") for m in from_csv(path)]
-    path.write_text(accepted.to_csv(rows))
+    accepted.store(path, rows)
     accepted.forget()
     assert house.recorded() == right
 

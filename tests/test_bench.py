@@ -12,6 +12,7 @@ from repro.bench.kernel_rows import from_csv
 from repro.bench.peers import PEERS, Provider, against
 from repro.cells import kernel_time
 from repro.errors import UserError
+from repro.record import provenance
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 
@@ -123,6 +124,7 @@ def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(dev
     with monkeypatch.context() as earlier:
         earlier.setattr(bench, "versions", lambda label: "timer=0")
         bench.bench(tmp_path / "old.csv", shapes, (1, 4), say=str, device=device, rounds=3)
+    monkeypatch.setattr(provenance, "has_commit", lambda commit: True)
     kernel_rows.accept(tmp_path / "old.csv", results)
     old = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv")
     again = dataclasses.replace(device, origin=ORIGIN | {"commit": "abcdef0123", "date": "2026-02-02"})

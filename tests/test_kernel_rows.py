@@ -8,8 +8,15 @@ from repro.__main__ import main
 from repro.bench import kernel_rows
 from repro.bench.kernel_rows import Row
 from repro.errors import UserError
+from repro.record import provenance
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
+
+
+@pytest.fixture(autouse=True)
+def known_commit(monkeypatch):
+    """The commit of `good` is one of this project, and no other is."""
+    monkeypatch.setattr(provenance, "has_commit", lambda commit: commit == ORIGIN["commit"])
 
 
 def good(**changes):
@@ -27,7 +34,7 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
     results = tmp_path / "results"
     monkeypatch.setattr(kernel_rows.accept, "__defaults__", (results,))
     assert main(["accept", str(written(tmp_path / "a.csv", good(), good(M=4)))]) == 0
-    assert main(["accept", str(written(tmp_path / "b.csv", good(us=4.25, note="again")))]) == 0
+    assert main(["accept", str(written(tmp_path / "b.csv", good(us=4.25, fraction=3.86 / 4.25, note="again")))]) == 0
     assert "1 rows into" in capsys.readouterr().out
     rows = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv")
     assert [(r.M, r.us, r.note) for r in rows] == [(1, 4.25, "again"), (4, 4.2, "")]
@@ -38,7 +45,18 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
     "changes, said",
     [
         ({"us": 1.8, "p20": 1.7}, r"less than the 1\.86 us that 4\.8 TB/s of memory allows"),
-        ({"kernel": "bf16", "dtype": "bf16", "M": 4096, "bytes": 100, "us": 90.0, "p80": 90.0}, "990 T operations/s"),
+        (
+            {
+                "kernel": "bf16",
+                "dtype": "bf16",
+                "M": 4096,
+                "bytes": 33554432,
+                "us": 90.0,
+                "p80": 90.0,
+                "fraction": 3.86 / 90,
+            },
+            "990 T operations/s",
+        ),
         ({"us": None}, "us is empty"),
         ({"bytes": None}, "bytes is empty"),
         ({"p20": 4.25}, "is not between its p20 and p80"),
@@ -48,6 +66,23 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
         ({"device": ""}, "device is empty"),
         ({"date": ""}, "date is empty"),
         ({"mode": "tepid"}, "unknown mode"),
+        ({"relerr": 0.9}, "relerr is 0.9; an output that is off by more than 0.01 has no time"),
+        ({"relerr": -1.0}, "relerr is -1.0"),
+        ({"bytes": 0}, "bytes is 0; its weights alone are 8388608"),
+        ({"bytes": -5}, "bytes is -5"),
+        ({"bytes": 100}, "bytes is 100"),
+        ({"device": "A GPU", "us": 1e-9, "p20": 1e-9, "p80": 1e-9}, "no peaks of 'A GPU' are known"),
+        ({"device": "../../etc"}, "no peaks of '../../etc' are known"),
+        ({"commit": "ffffffffff"}, "which this checkout does not have"),
+        ({"commit": "main"}, "measured at commit 'main'"),
+        ({"floor_us": None}, "floor_us is None and fraction 0.92"),
+        ({"floor_us": 386.0}, "fraction is 0.92, but floor_us over us is"),
+        ({"fraction": 0.5}, "fraction is 0.5, but floor_us over us is 0.919"),
+        ({"us": 0.0, "p20": 0.0, "p80": 0.0}, "0.0 us is not between"),
+        ({"floor_us": -1.0}, "floor_us is -1.0"),
+        ({"M": 0}, "M is 0; it is 1 or more"),
+        ({"N": -4096}, "N is -4096; it is 1 or more"),
+        ({"rounds": 0}, "rounds is 0; it is 1 or more"),
     ],
 )
 def test_what_is_not_accepted(tmp_path, changes, said):

@@ -58,9 +58,9 @@ def shown(house, row="ours", metric="wiki", **scale):
 
 
 def edit(house, name="table1", row="RTN pc", **changes):
-    """Edit the accepted rows of one label by hand."""
+    """Edit the accepted rows of one label, and sign them anew."""
     (path,) = house.results.glob(f"*/spear-{name}.csv")
-    path.write_text(to_csv(replace(m, **changes) if m.row == row else m for m in from_csv(path)))
+    accepted.store(path, [replace(m, **changes) if m.row == row else m for m in from_csv(path)])
     accepted.forget()
 
 
@@ -139,10 +139,10 @@ def test_of_several_devices_the_last_by_the_folders_name_that_stands(asked):
     for device in ("zz 1", "zz 2"):
         copy = shutil.copytree(folder, asked.results / device.replace(" ", "-"))
         path = copy / "spear-table1.csv"
-        path.write_text(to_csv(replace(m, device=device) for m in from_csv(path)))
+        accepted.store(path, [replace(m, device=device) for m in from_csv(path)])
     accepted.forget()
     assert shown(asked).device == asked.recorded().device == "zz 2"
-    path.write_text(to_csv(replace(m, versions="perplexity=0") for m in from_csv(path)))
+    accepted.store(path, [replace(m, versions="perplexity=0") for m in from_csv(path)])
     accepted.forget()
     assert (shown(asked).device, shown(asked).status) == ("zz 1", "ok")
     assert (asked.recorded().device, asked.recorded().status) == ("zz 1", "ok")

@@ -7,6 +7,7 @@ faster than the device's roofline. What is there already stays, unless the new f
 import csv
 import io
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any
 
 from repro.errors import UserError, unknown
 from repro.files import write_text
+from repro.record import provenance
 from repro.record.measurement import RESULTS, slug
 
 KERNELS = {  # this project's own, by module of kernels/, with their versions: raise one when its times may change
@@ -48,7 +50,11 @@ MODES = ("cold", "warm")
 # Datasheet peaks: bytes a second of memory, dense operations a second. No measurement can beat them.
 PEAKS = {
     "NVIDIA H200": {"memory": 4.8e12, "bf16": 989.5e12, "fp16": 989.5e12, "int32": 1979e12, "fp8": 1979e12},
+    "NVIDIA H100 80GB HBM3": {"memory": 3.35e12, "bf16": 989.5e12, "fp16": 989.5e12, "int32": 1979e12, "fp8": 1979e12},
 }
+WORST = 0.01  # relative error of an output whose time counts: twice the largest that a peer's 4-bit product has
+WIDTHS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8}  # bits of a weight; of other formats their name says them
+ALIKE = 0.005  # relative difference of a share of the floor from floor and time, which are written with 5 digits
 
 
 @dataclass(frozen=True)
@@ -190,11 +196,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         if row.key in seen:
             raise UserError(f"{where}: given twice")
         seen.add(row.key)
-        for name, value in row.origin.items():
-            if not value:
-                raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
-        if row.commit == "unknown" or row.commit.endswith("+"):
-            raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
+        _check_origin(row, where)
         if broken_of_ours(row):
             what = "its result is wrong" if row.status == "wrong" else "it failed"
             how = "mend it, measure it again with --resume, or leave it out with --only"
@@ -209,6 +211,20 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     for file, by_key in merged.items():
         write_text(file, to_csv(row for _, row in sorted(by_key.items())))
     return {str(file): len(by_file[file]) for file in by_file}
+
+
+def _check_origin(row: Row, where: str) -> None:
+    """Raise unless a row was measured on a known device, at a commit of this project."""
+    for name, value in row.origin.items():
+        if not value:
+            raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
+    if not re.fullmatch("[0-9a-f]{7,40}", row.commit):  # `unknown`, or with a + for uncommitted changes
+        raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
+    if not provenance.has_commit(row.commit):
+        raise UserError(f"{where}: measured at commit {row.commit}, which this checkout does not have; fetch it")
+    if row.device not in PEAKS:
+        known = ", ".join(PEAKS)
+        raise UserError(f"{where}: no peaks of {row.device!r:.60} are known ({known}); add it to kernel_rows.PEAKS")
 
 
 def broken_of_ours(row: Row) -> bool:
@@ -231,13 +247,38 @@ def _check(row: Row, where: str) -> None:
     bound, why = roofline(row)
     if row.us < bound:
         raise UserError(f"{where}: {row.us} us, less than the {bound:.3g} us that {why} allows; measure again")
+    _check_sizes(row, where)
+
+
+def _check_sizes(row: Row, where: str) -> None:
+    """Raise unless a measured row's error, bytes and share of the floor are such as a launch can have."""
+    if row.relerr is not None and not 0 <= row.relerr <= WORST:
+        raise UserError(f"{where}: relerr is {row.relerr}; an output that is off by more than {WORST} has no time")
+    for name in ("N", "K", "M", "rounds", "copies"):
+        if getattr(row, name) is not None and getattr(row, name) < 1:
+            raise UserError(f"{where}: {name} is {getattr(row, name)}; it is 1 or more")
+    least = 1.0
+    if row.N and row.K:
+        least = row.N * row.K * _width(row.kernel) / 8
+    if row.bytes < least:
+        raise UserError(f"{where}: bytes is {row.bytes}; its weights alone are {least:.0f}")
+    if (row.floor_us is None) != (row.fraction is None):  # the ceilings have neither
+        raise UserError(f"{where}: floor_us is {row.floor_us} and fraction {row.fraction}; a row has both or neither")
+    if row.floor_us is not None and row.floor_us <= 0:
+        raise UserError(f"{where}: floor_us is {row.floor_us}; it is the time that reading its bytes takes")
+    if row.fraction is not None and not math.isclose(row.fraction, row.floor_us / row.us, rel_tol=ALIKE):
+        raise UserError(f"{where}: fraction is {row.fraction}, but floor_us over us is {row.floor_us / row.us:.5g}")
+
+
+def _width(kernel: str) -> float:
+    """Bits of a weight in a format, such as 4 of `w4-g128`; 0 where its name says none."""
+    found = re.match(r"w(\d+)", kernel)
+    return int(found[1]) if found else WIDTHS.get(kernel, 0)
 
 
 def roofline(row: Row) -> tuple[float, str]:
-    """The least microseconds that the device's datasheet allows a row, and what sets them; 0 for an unknown device."""
-    peaks = PEAKS.get(row.device)
-    if not peaks:
-        return 0.0, "no datasheet"
+    """The least microseconds that the device's datasheet allows a row, and what sets them."""
+    peaks = PEAKS[row.device]
     memory = row.bytes / peaks["memory"] * 1e6 if row.mode == "cold" else 0.0
     kind = "fp8" if row.kernel == "fp8" else "int32" if row.kernel in ("int8", "w8a8") else row.dtype
     work = 2 * row.N * row.K * row.M / peaks[kind] * 1e6 if row.N and kind in peaks else 0.0

@@ -4,7 +4,8 @@
 brought here), recomputes every value from the observations in those folders, and merges it. The file of measurements
 only says which table and scale are meant: no number and no path in it is believed.
 
-    results/<device>/spear-table1.csv          a line a cell
+    results/<device>/spear-table1.csv          a line a cell, with a digest of all its fields
+    results/<device>/rows.json                 which rows each file has: a digest of their keys
     results/<device>/observations/spear-table1-<kind>-<hash>.parquet   a row per cell, seed and unit; split at 1 MB
     results/<device>/inputs.json               what the hashes of declared inputs stand for
 
@@ -14,7 +15,7 @@ writing is interrupted, the rows that are there have their series.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,12 +23,13 @@ from typing import Any
 
 from repro.errors import UserError
 from repro.files import atomic, write_text
-from repro.record import folded, measurement, observations
+from repro.record import folded, measurement, observations, row_digest
 from repro.record.measurement import Measurement, from_csv, slug, to_csv
 from repro.record.observations import Series
 from repro.spec.cell import Cell, Place
 
 RESULTS = measurement.RESULTS
+KEYS = "rows.json"  # a digest of the keys of each file; two of a file that is being written: before and after
 INPUTS = "inputs.json"  # spells out the hashes of declared inputs of a device's rows
 
 
@@ -39,22 +41,32 @@ def path_of(row: Measurement) -> Path:
 @cache
 def _rows(results: Path, name: str) -> dict[tuple[Place, str], Measurement]:
     """Place and scale to its row, of one table; where several devices have a cell, the last by the folder's name."""
-    return {(row.place, row.scale): row for path in sorted(results.glob(f"*/{name}.csv")) for row in _read(path)}
+    found = {}
+    for folder in sorted(results.glob("*/")):
+        path = folder / f"{name}.csv"
+        if path.is_file() or path.name in _keys(folder):
+            found |= {(row.place, row.scale): row for row in _read(path)}
+    return found
 
 
 def _read(path: Path) -> list[Measurement]:
     """The rows of an accepted file.
 
     Raises:
-        UserError: a row of another table or device, or one that is given twice.
+        UserError: a row that was edited, that belongs to another table or device or is given twice; one that is gone.
     """
-    rows, seen = from_csv(path), set()
-    for row in rows:
+    rows, seen = [], set()
+    for row in from_csv(path):
+        where = f"{path}: {row.where} at scale {row.scale}"
+        row_digest.check(row, where)
         if path_of(row) != path:
             raise UserError(f"{path}: {row.where} on {row.device or 'no device'} does not belong there")
         if row.key in seen:
-            raise UserError(f"{path}: {row.where} at scale {row.scale} is given twice; check the file out again")
+            raise UserError(f"{where} is given twice; check the file out again")
         seen.add(row.key)
+        rows.append(replace(row, digest=""))
+    if row_digest.of_keys(rows) not in _keys(path.parent).get(path.name, ()):
+        raise UserError(f"{path}: it has other rows than were accepted ({path.parent / KEYS}); check both out again")
     return rows
 
 
@@ -84,7 +96,7 @@ def _by_inputs(results: Path) -> dict[tuple[str, str], list[Measurement]]:
 def _seeds(row: Measurement) -> Iterator[Measurement]:
     """Each seed of a row with several as a row of its own: its inputs and its series."""
     seeds, held = row.seeds.split(), row.observations.split()
-    declared = _facts(path_of(row).with_name(INPUTS)).get(row.inputs) if len(held) > 1 else None
+    declared = inputs_of(row) if len(held) > 1 else None
     for i, (seed, digest) in enumerate(zip(seeds, held) if declared else ()):
         hash = measurement.inputs_hash(declared | {name: declared[name][i : i + 1] for name in ("recipe", "jobs")})
         yield replace(row, seeds=seed, observations=digest, inputs=hash, value=None, lo=None, hi=None, n=None)
@@ -96,16 +108,27 @@ def every() -> list[Measurement]:
 
 
 def files() -> list[Path]:
-    """The files of measurements of cells, of all devices."""
+    """The files of measurements of cells, of all devices; those that are missing, too."""
     return [path for folder in sorted(RESULTS.glob("*/")) for path in _files(folder)]
 
 
 def _files(folder: Path) -> list[Path]:
     """Those in a device's folder; peers' times and sanitizer results are others."""
-    found = []
-    for path in sorted(folder.glob("*-*.csv")):
+    found = {folder / name for name in _keys(folder)}
+    for path in folder.glob("*-*.csv"):
+        if path.name.startswith("."):  # left by a process that was killed
+            continue
         with open(path, encoding="utf-8", errors="replace") as file:
-            found += [path] if file.readline().startswith("paper,kind,number,row,") else []
+            if file.readline().startswith("paper,kind,number,row,"):
+                found.add(path)
+    return sorted(found)
+
+
+def _keys(folder: Path) -> dict[str, list[str]]:
+    """The digests of keys of a device's files by their names."""
+    found = _facts(folder / KEYS)
+    if not all(isinstance(digests, list) for digests in found.values()):
+        raise UserError(f"{folder / KEYS}: not lists of digests by file; check it out again")
     return found
 
 
@@ -185,9 +208,9 @@ def write(taken: Iterable[Taken]) -> dict[str, int]:
 
 def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], Taken]:
     """What a file holds already besides the keys `new`, by key."""
-    inputs = _facts(path.with_name(INPUTS))
-    rows = [row for row in (_read(path) if path.is_file() else []) if row.key not in new]
-    return {row.key: Taken(row, series(row), inputs.get(row.inputs, {})) for row in rows}
+    there = path.is_file() or path.name in _keys(path.parent)
+    rows = [row for row in (_read(path) if there else []) if row.key not in new]
+    return {row.key: Taken(row, series(row), inputs_of(row) or {}) for row in rows}
 
 
 def _write(path: Path, rows: Sequence[Taken]) -> None:
@@ -206,16 +229,67 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
         if not pack.is_file():
             with atomic(pack) as temporary:
                 temporary.write_bytes(data)
-    there = [row for file in _files(path.parent) for row in from_csv(file)]
+    there = [row for file in _files(path.parent) if file.is_file() for row in from_csv(file)]
     used = {row.inputs for row in there}
     known = {hash: facts for hash, facts in _facts(path.with_name(INPUTS)).items() if hash in used}
     known |= {one.row.inputs: one.inputs for one in rows if one.inputs}
     said = sorted(folded.fold(dict(sorted(known.items()))).items())
     lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in said]
     write_text(path.with_name(INPUTS), "{\n" + ",\n".join(lines) + "\n}\n")
-    write_text(path, to_csv(one.row for one in rows))
+    store(path, [one.row for one in rows])
     for pack in set(_packs(path.parent, path.stem)) - packs.keys():
         pack.unlink()
+
+
+def store(path: Path, rows: Sequence[Measurement]) -> None:
+    """Write a file of signed rows; without rows it goes. Whenever that is interrupted, the file and its keys agree."""
+    _facts_of.cache_clear()  # a file that was written twice within a tick of the clock has one time
+    before, after = _keys(path.parent), row_digest.of_keys(rows)
+    _write_keys(path.parent, before | {path.name: [*before.get(path.name, []), after]})
+    if rows:
+        write_text(path, to_csv(map(row_digest.signed, rows)))
+        _write_keys(path.parent, before | {path.name: [after]})
+    else:
+        path.unlink(missing_ok=True)
+        _write_keys(path.parent, {name: digests for name, digests in before.items() if name != path.name})
+
+
+def _write_keys(folder: Path, keys: Mapping[str, list[str]]) -> None:
+    lines = [f"{json.dumps(name)}: {json.dumps(digests)}" for name, digests in sorted(keys.items())]
+    write_text(folder / KEYS, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def rewrite(change: Callable[[Taken], Taken | None]) -> dict[str, int]:
+    """Rewrite every stored row through a function and sign them anew, as when a scale gets another name.
+
+    Args:
+        change: from a stored row with its series and declared inputs to what is stored in its place; None removes it.
+            The hashes of inputs and the digests of series are made anew.
+
+    Returns:
+        Number of rows by file afterwards.
+
+    Raises:
+        UserError: what is there already is damaged, or two rows became one; nothing is written then.
+    """
+    new: dict[Path, dict[tuple[str, ...], Taken]] = {path: {} for path in files()}
+    for path in files():
+        for old in _kept(path, ()).values():
+            changed = change(old)
+            if changed is None:
+                continue
+            row = changed.row
+            if changed.inputs != old.inputs:
+                row = replace(row, inputs=measurement.inputs_hash(changed.inputs))
+            row = replace(row, observations=" ".join(map(observations.digest, changed.seeds)))
+            rows = new.setdefault(path_of(row), {})
+            if row.key in rows:
+                raise UserError(f"{path_of(row)}: {row.where} at scale {row.scale} would be there twice")
+            rows[row.key] = replace(changed, row=row)
+    for path, rows in new.items():
+        _write(path, [rows[key] for key in sorted(rows)])
+    forget()
+    return {str(path): len(rows) for path, rows in new.items()}
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -231,9 +305,28 @@ def _facts_of(path: Path, stamp: int) -> dict[str, Any]:
         raise UserError(f"{path}: not a JSON mapping; check it out again") from None
 
 
+def inputs_of(row: Measurement) -> dict[str, Any] | None:
+    """The declared inputs of an accepted row; None where they are not known.
+
+    Raises:
+        UserError: results/<device>/inputs.json says others than the row's hash.
+    """
+    path = path_of(row).with_name(INPUTS)
+    return _checked_inputs(path, path.stat().st_mtime_ns, row.inputs) if path.is_file() else None
+
+
+@cache
+def _checked_inputs(path: Path, stamp: int, hash: str) -> dict[str, Any] | None:
+    found = _facts_of(path, stamp).get(hash)
+    if found is not None and measurement.inputs_hash(found) != hash:
+        raise UserError(f"{path}: its entry {hash} does not match its hash; check it out again")
+    return found
+
+
 def forget() -> None:
     """Read results/ anew at the next question."""
     _rows.cache_clear()
     _by_inputs.cache_clear()
     _facts_of.cache_clear()
+    _checked_inputs.cache_clear()
     _packed.cache_clear()

@@ -39,6 +39,7 @@ class Measurement:
         artifacts: hash of the digests of the files that were read, compressed weights among them.
         observations: digest of the series that the value is computed from.
         floor: for a time, the least that the device allows in the same unit.
+        digest: of a stored row (`row_digest`); empty elsewhere.
     """
 
     paper: str
@@ -73,6 +74,7 @@ class Measurement:
     environment: str = ""
     floor: float | None = None
     note: str = ""
+    digest: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -85,10 +85,7 @@ def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
 def origin(job: Job, versions: Mapping[str, int], found: Mapping[str, Path] | None = None) -> dict[str, str]:
     """What is written beside observations: the job, its device, commit, versions, environment, what was read."""
     read = {
-        f"{role}/{path.name}": sha256(path)[:16]
-        for role, folder in (found or {}).items()
-        for path in sorted(folder.iterdir())
-        if path.suffix == ".safetensors"
+        f"{role}/{path.name}": sha256(path)[:16] for role, folder in (found or {}).items() for path in stored(folder)
     }
     device = job.given().get("device", "cpu")
     return {
@@ -103,6 +100,11 @@ def origin(job: Job, versions: Mapping[str, int], found: Mapping[str, Path] | No
     }
 
 
+def stored(folder: Path) -> list[Path]:
+    """The tensors of a job's folder, sorted; a temporary file that a killed process left is none of them."""
+    return [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(".")]
+
+
 def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> None:
     """Write series and metadata, whole or not at all; the job's other results lie beside `path` already.
 
@@ -115,7 +117,7 @@ def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> N
         if not np.isfinite(one.values).all():
             raise UserError(f"{path}: {name} has values that are not finite; a result without a number is a status")
     series = {name: one for name, one in series.items() if len(one.values)}  # rows are all that a file holds
-    made = {other.name: sha256(other)[:16] for other in sorted(path.parent.glob("*.safetensors"))}
+    made = {other.name: sha256(other)[:16] for other in stored(path.parent)}
     meta = {**meta, "made": json.dumps(made)}
     table = to_table(series).replace_schema_metadata({**meta, "checksum": checksum(series, meta)})
     with atomic(path) as temporary:

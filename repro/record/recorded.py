@@ -19,7 +19,7 @@ from repro.jobs.job import Job
 from repro.judge.quantity import Quantity, compose
 from repro.judge.statistics import Interval
 from repro.record import accepted, observations, versions
-from repro.record.measurement import Measurement, inputs_hash, text
+from repro.record.measurement import MEASURED, Measurement, inputs_hash, text
 from repro.spec.cell import Cell
 from repro.spec.workflow import Workflow
 
@@ -147,6 +147,8 @@ def _recomputed(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
         UserError: the recorded value is another than they give.
     """
     seeds = accepted.series(old)
+    if not seeds and old.status in MEASURED:
+        raise UserError(f"{accepted.path_of(old)}: {old.where} has no observations, so its value is not shown")
     if not seeds:
         return {}
     found = flow.of_series(cell, seeds).interval()
