@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import W, X, errors
 
-from repro.baselines import BASELINES, gptq, grid, rtn
+from repro.baselines import BASELINES, gptq, grid, hqq, rtn
 from repro.baselines.gptq import Config
 from repro.baselines.grid import Grid
 from repro.errors import UserError
@@ -69,6 +69,39 @@ def test_rtn_known_answers(options, weight_error, output_error):
 def test_gptq_known_answers(options, weight_error, output_error):
     got = errors(gptq.gptq(W, hessian(), Config(**options, scale_dtype="float32")).dequantize())
     assert got == pytest.approx((weight_error, output_error), rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "bits, weight_error, output_error",
+    [
+        (4, 1.1976445e-05, 0.0049691903),
+        (3, 5.3716058e-05, 0.022945435),
+        (2, 3.0146493e-04, 0.13300333),
+    ],
+)
+def test_hqq_known_answers(bits, weight_error, output_error):
+    weight = hqq.hqq(W, hqq.Config(bits=bits, scale_dtype="float32"))
+    assert errors(weight.dequantize()) == pytest.approx((weight_error, output_error), rel=CLOSE)
+
+
+def test_hqq_stores_real_zeros_and_survives_constant_groups():
+    flat = torch.cat([W[:, :64], torch.full((64, 64), 0.03), torch.zeros(64, 64)], 1)
+    weight = hqq.hqq(flat, hqq.Config())
+    assert weight.scales.dtype == weight.zeros.dtype == torch.float16 and (weight.zero_bits, weight.scale_bits) == (
+        16,
+        16,
+    )
+    assert (weight.zeros != weight.zeros.round()).any() and weight.stored_bits()["zeros"] == 64 * 3 * 16
+    error = (weight.dequantize() - flat).abs()
+    assert error[:, :64].max() < 0.02 and error[:, 64:].max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options, said", [({"bits": 9}, "2 to 8"), ({"group": 0}, "group is 0"), ({"norm": 2.0}, "norm")]
+)
+def test_hqq_refuses_what_means_nothing(options, said):
+    with pytest.raises(UserError, match=said):
+        hqq.Config(**options)
 
 
 def test_hessian_known_answer():

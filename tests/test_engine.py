@@ -456,6 +456,7 @@ def test_a_recipe_is_built_once_or_named(tiny, tmp_path, monkeypatch, capsys):
 PARAMETERS = {  # of the published checkpoints
     "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Llama-2-7B": 6_738_415_616,
     "Llama-2-13B": 13_015_864_320, "Llama-2-70B": 68_976_648_192, "Llama-3-8B": 8_030_261_248,
+    "Llama-3.1-8B": 8_030_261_248,
     "Qwen2.5-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664, "Qwen2.5-32B": 32_763_876_352,
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ A kind is a module with
 from types import ModuleType
 
 from repro.cells import (
+    acceptance,
     agreement,
     block_error,
     by_error,
@@ -71,4 +72,5 @@ KINDS: dict[str, ModuleType] = {
     "derived": derived,
     "kernel_time": kernel_time,
     "decode": decode,
+    "acceptance": acceptance,
 }

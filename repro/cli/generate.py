@@ -10,6 +10,7 @@ from repro.errors import UserError
 from repro.files import regular
 
 if TYPE_CHECKING:
+    from repro.engine.limited import Limited
     from repro.engine.switching import SwitchingEngine
 
 
@@ -29,6 +30,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     about = "default: the checkpoint's, float32 on a CPU without it"
     add("--dtype", choices=["float32", "float16", "bfloat16"], help=about)
+    add("--memory", metavar="BYTES", help="at most so much of the device, such as 8GiB; what does not fit is streamed")
+    add("--draft", metavar="DRAFT", help="with --memory: speculate with it; subspec, or subspec(bits=3, depth=32)")
+    add("--no-prefetch", dest="prefetch", action="store_false", help="with --memory: copy weights when they are needed")
     add("--chat", action="store_true", help="the prompt is a user's message in the tokenizer's template")
     add("--max-new-tokens", type=common.number(1), metavar="N", help="default: until the context is full")
     add("--temperature", type=common.number(0, float), default=0.0, help="0, the default, is greedy")
@@ -51,10 +55,14 @@ def run(args: argparse.Namespace) -> None:
     text = _prompt(args)
     where = {name: getattr(args, name) for name in ("context", "device", "dtype", "scale", "build")}
     named = own_text.opened(args.model, args.recipe)
-    if args.precision is None:
-        engine = Engine.load(*named, **where)
-    else:
+    if args.memory is None and (args.draft is not None or not args.prefetch):
+        raise UserError("--draft and --no-prefetch go with --memory, such as --memory 8GiB")
+    if args.memory is not None:
+        engine = _limited(args, named, where)
+    elif args.precision is not None:
         engine = SwitchingEngine.load(*named, precision=args.precision, **where)
+    else:
+        engine = Engine.load(*named, **where)
     how = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
     given = {name: getattr(args, name) for name in how}
     prompt = engine.chat(text) if args.chat else text
@@ -63,6 +71,19 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{engine.stats}")
     if args.precision is not None:
         print(_switched(engine, prompt, given))
+
+
+def _limited(args: argparse.Namespace, named: tuple[str, str], where: dict[str, Any]) -> "Limited":
+    """The engine under a memory limit; says when the model fits into it."""
+    from repro.engine import Limited
+
+    if args.precision is not None:
+        raise UserError("--memory and --precision: give one of them")
+    model, recipe = named
+    engine = Limited.load(model, args.memory, recipe, args.draft, prefetch=args.prefetch, **where)
+    if args.draft and not engine.plan.streamed_bytes:
+        print(f"{model} fits into {args.memory}: the draft is the model itself; leave out --draft", file=sys.stderr)
+    return engine
 
 
 def _switched(engine: "SwitchingEngine", prompt: str, given: dict[str, Any]) -> str:

@@ -13,13 +13,20 @@ weights.py   packed and dense products, decoders             step.py    the plai
 decoding.py  batches: prefill, steps, CUDA graphs            output.py  characters, stop strings, statistics
 copies.py    layers with a copy at each of several widths    precision.py  switching between them while decoding
 switching.py engines by name that switch
+
+A model that is larger than the memory it may use: `Limited.load("pocket-10m", memory="8GiB", draft="subspec")`.
+
+limited.py     such engines by name          budget.py       what a budget holds, by arithmetic
+offload.py     streamed weights              speculate.py    draft trees, and what is accepted of them
+substitute.py  a target and its draft        drafted.py      iterations with a draft
+fit.py         what a budget gives           speculating.py  engines with a draft
 """
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """`Engine` and `SwitchingEngine`, imported when first asked for: that takes seconds, and their jobs import this."""
+    """Engines, imported when first asked for: that takes seconds, and their jobs import this."""
     if name == "Engine":
         from repro.engine.engine import Engine
 
@@ -28,4 +35,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
         from repro.engine.switching import SwitchingEngine
 
         return SwitchingEngine
+    if name == "Limited":
+        from repro.engine.limited import Limited
+
+        return Limited
     raise AttributeError(name)

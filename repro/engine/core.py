@@ -1,5 +1,6 @@
 """A decoder with its cache: it generates text, scores tokens, and says how fast it was."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -37,9 +38,11 @@ class Core:
 
     `context` is the slots of a sequence, `stats` those of the last generation, `chunk` tokens of a prefill at a time,
     of all its prompts together.
+    `RATED`: whether stats have the device's read rate, whose measurement takes memory of its own.
     """
 
     STEPS = Steps
+    RATED = True
 
     def __init__(self, name: str, model: Decoder, hub: bool = False) -> None:
         self.name, self.hub, self.steps, self.context = name, hub, self.STEPS(model, 1), len(model.cos)
@@ -208,7 +211,9 @@ class Core:
         finally:
             weights, times = self.model.read_bytes, batch.seconds
             counted = {"prompt_tokens": sum(map(len, batch.prompts)), "new_tokens": given, "read_bytes": weights}
-            read = weights + batch.slots * self.cache.slot_bytes / max(len(times), 1)
+            read = math.nan
+            if self.RATED:
+                read = weights + batch.slots * self.cache.slot_bytes / max(len(times), 1)
             found = measured(device, batch.prefill_s, times, max(given - count, 0), read, **counted)
             if self._turn is turn:
                 self.stats = replace(found, stored_bytes=self.model.stored_bytes)

@@ -72,12 +72,16 @@ def advance(model: Decoder, cache: Cache, state: State) -> None:
 
 
 class Steps:
-    """`advance`, on a GPU as one CUDA graph for each number of tokens; it owns whatever a captured step reads."""
+    """`advance`, on a GPU as one CUDA graph for each number of tokens; it owns whatever a captured step reads.
+
+    A model whose weights stream is not captured.
+    """
 
     STATE = State
 
     def __init__(self, model: Decoder, rows: int) -> None:
-        self.model, self.cache, self.graphed = model, Cache(model, rows), model.device.type == "cuda"
+        self.model, self.cache = model, Cache(model, rows)
+        self.graphed = model.device.type == "cuda" and not model.streams
         self.states: dict[tuple[int, bool, bool], State] = {}
         self.graphs: dict[State, torch.cuda.CUDAGraph] = {}
 

@@ -64,9 +64,7 @@ class Engine(Core):
         UserError for what does not exist or fit; `Refused` for a context beyond the model's or too little memory.
         """
         target = Target(scales.load(name=scale), model, recipe, seed)
-        at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if at.type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
+        at = device_of(device)
         for bits in (step.config.bits for step in target.recipe.steps if hasattr(step.config, "group")):
             weights.slot(bits)  # before it is built
         config = configuration(target)
@@ -82,6 +80,14 @@ class Engine(Core):
         if at.type == "cuda":
             check_memory(model, packed_bytes(lm, kind), config, slots, at, kind)
         return cls(model, weights.decoder(lm, slots, at, kind), target.scale.hub)
+
+
+def device_of(name: str | None) -> torch.device:
+    """A device by name, by default a GPU if there is one; UserError for a GPU that there is not."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r}: this machine has no CUDA device; load on the device cpu")
+    return device
 
 
 def compressed(target: Target, dtype: torch.dtype, build: bool) -> LowBitModel:

@@ -119,12 +119,15 @@ class Stats:
 def measured(
     device: torch.device, prefill_s: float, steps: list[float], later_tokens: int, step_bytes: float, **counted: int
 ) -> Stats:
-    """Stats from the seconds of every step, the tokens that the steps gave, and the bytes that one read on average."""
+    """Stats from the seconds of every step, the tokens that the steps gave, and the bytes that one read on average.
+
+    Without these bytes (NaN) the device's read rate is not measured.
+    """
     found = Stats(prefill_s=prefill_s, peak_bytes=peak_bytes(device), **counted)
     if not steps:
         return found
     p50, p99 = (float(np.percentile(steps, p)) for p in (50, 99))
-    rate = read_rate(device, step_bytes)
+    rate = math.nan if math.isnan(step_bytes) else read_rate(device, step_bytes)
     times = {"ms_p50": 1e3 * p50, "ms_p99": 1e3 * p99}
     return replace(found, tokens_per_s=later_tokens / sum(steps), step_bytes=step_bytes, read_rate=rate, **times)
 

@@ -68,6 +68,7 @@ class Decoder:
         head: `[T, H]` to logits `[T, V]`.
         cos, sin: float32 `[L, D]`, tables of the rotary embedding, L being the context.
         stored_bytes: the model as it is stored, at the width of its codes.
+        streams: whether weights come from the host while a step runs, which no captured graph holds.
     """
 
     config: Any
@@ -78,6 +79,7 @@ class Decoder:
     cos: Tensor
     sin: Tensor
     stored_bytes: int = 0
+    streams: bool = False
 
     def in_turn(self) -> Iterator[Block]:
         """The blocks as a step runs them, one after another; where weights are streamed, each is waited for here."""

@@ -1,0 +1,358 @@
+"""What offloading and speculation cost and give on a GPU: `python -m repro.bench.offload --out DIR`.
+
+A measurement is one JSON file in DIR, written as soon as it is there; what is there already is not measured again.
+Shapes have random weights: their times and bytes are real, their texts and acceptance lengths mean nothing.
+
+    lossless-<dtype>    texts of 200 prompts with the paper's draft, of which blocks stream, against plain decoding
+    <shape>-sync        a step of the offloaded shape, each weight copied when it is needed
+    <shape>-prefetch    the same, prefetching; the bus rate next to it
+    <shape>-speculate   an iteration with the paper's tree: its draft passes, its verification, both together
+    <shape>-step        a step of the draft's own format at one token, for the bar of a draft pass
+    limit               memory by the driver's count over a long generation within the budget
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from repro.data import prompts
+from repro.engine import budget, fit, limited, weights
+from repro.engine.core import Core
+from repro.engine.decoding import Sampling
+from repro.engine.drafted import Drafted
+from repro.engine.engine import DTYPES, Engine, compressed, configuration, random_weight
+from repro.engine.limited import Limited
+from repro.engine.speculating import Speculating
+from repro.engine.substitute import Loaded, decoders
+from repro.errors import UserError
+from repro.files import write_text
+from repro.jobs.target import Target
+from repro.methods import subspec
+from repro.record import provenance
+from repro.spec import scale as scales
+
+MODEL, TOKENS = "pocket-10m", 64  # of the lossless texts
+SETS = {"mt-bench": 40, "humaneval": 40, "gsm8k": 50, "aime24": 30, "math500": 40}  # prompts of each: 200
+TIE = 1e-5  # logits this close are a tie, which is printed
+SHAPES = {"llama8b": ("shape/Llama-3.1-8B", 1024), "qwen7b": ("shape/Qwen2.5-7B", 1024)}  # with the context
+MEMORY = "8GiB"
+DRAFT = subspec.Config()  # the paper's
+WARM, TIMED = 3, 20  # iterations
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the measurements")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measurements whose name has a word")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--memory", default=MEMORY, help="budget of the shapes")
+    args = parser.parse_args(words)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
+    failed = Bench(args.out, torch.device(args.device), args.memory, args.only).run()
+    if failed:
+        raise SystemExit(f"error: not measured: {', '.join(failed)}")
+
+
+class Bench:
+    """The measurements on one device."""
+
+    def __init__(self, folder: Path, device: torch.device, memory: str, only: Sequence[str]) -> None:
+        self.folder, self.device, self.memory, self.only = folder, device, memory, only
+        folder.mkdir(parents=True, exist_ok=True)
+        self.facts = {"device": provenance.device_name(device.type), "commit": provenance.commit()}
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.failed: list[str] = []
+        self.engine: tuple[tuple[str, bool], Limited] | None = None  # the last shape, with a draft or without
+
+    def run(self) -> list[str]:
+        """All measurements in order; the names of those that failed."""
+        for dtype in ("float32", "bfloat16"):
+            self.once(f"lossless-{dtype}", lambda d=dtype: lossless(self.device, DTYPES[d]))
+        for name in SHAPES:
+            self.once(f"{name}-sync", lambda n=name: self.plain(n, prefetch=False))
+            self.once(f"{name}-prefetch", lambda n=name: self.plain(n, prefetch=True))
+            self.once(f"{name}-speculate", lambda n=name: self.speculate(n))
+            self.once(f"{name}-step", lambda n=name: self.step(n))
+            if name == "llama8b":
+                self.once("limit", lambda n=name: self.limit(n))
+        self.free()
+        return self.failed
+
+    def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Make a measurement unless its file is there; one that fails is named, and the next one is made."""
+        path = self.folder / f"{name}.json"
+        if path.is_file() or not (not self.only or any(word in name for word in self.only)):
+            return
+        began = time.perf_counter()
+        try:
+            found = self.facts | measure()
+        except (UserError, RuntimeError) as error:  # too little memory has either kind
+            self.failed.append(name)
+            print(f"{name} failed: {' '.join(str(error).split())[:300]}", flush=True)
+            self.free()
+            return
+        found["wall_s"] = time.perf_counter() - began
+        write_text(path, json.dumps(found, indent=1) + "\n")
+        shown = {key: value for key, value in found.items() if isinstance(value, int | float)}
+        print(f"{name} ({found['wall_s']:.0f} s): {json.dumps(shown)}", flush=True)
+
+    def free(self) -> None:
+        """Give back the memory of the last shape, and take the limit away."""
+        self.engine = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    # --- shapes -------------------------------------------------------------------------------------------------------
+
+    def of_shape(self, name: str, draft: bool) -> Limited:
+        """A shape under the budget, with the paper's draft or without; kept until another one is asked for."""
+        if self.engine is None or self.engine[0] != (name, draft):
+            self.free()
+            began = time.perf_counter()
+            shape, context = SHAPES[name]
+            own = DRAFT if draft else None
+            made = of_shape(shape, self.memory, own, context, self.device, self.dtype)
+            self.engine = (name, draft), made
+            what = "with its draft" if draft else "without a draft"
+            print(f"{shape} {what}: {made.plan.resident} resident, {time.perf_counter() - began:.0f} s", flush=True)
+        return self.engine[1]
+
+    def where(self, engine: Limited) -> dict[str, Any]:
+        """What lies where, and the memory in use."""
+        facts = {
+            "model": engine.name,
+            "context": engine.context,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "budget_bytes": engine.plan.budget,
+            "planned_bytes": engine.plan.used,
+            "parts": engine.plan.parts,
+            "resident": list(engine.plan.resident),
+            "blocks": engine.plan.blocks,
+            "streamed_bytes": engine.plan.streamed_bytes,
+        }
+        if self.device.type == "cuda":
+            facts["device_bytes"] = limited.device_bytes(self.device)
+            facts["allocated_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            facts["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
+        return facts
+
+    def plain(self, name: str, prefetch: bool) -> dict[str, Any]:
+        """Seconds of steps without speculation."""
+        engine = self.of_shape(name, draft=False)
+        for block in engine.model.blocks:
+            for product in (block.qkv, block.out, block.gate_up, block.down):
+                if hasattr(product, "lane"):
+                    product.lane.prefetch = prefetch
+        batch = timed(engine, WARM + TIMED)
+        seconds = batch.seconds[WARM:]
+        step_s = statistics.median(seconds)
+        found = {"prefetch": prefetch, "step_s": step_s, "tokens_per_s": 1 / step_s, "seconds": seconds}
+        found["prefill_s"] = batch.prefill_s
+        return found | self.bus(engine, step_s) | self.where(engine)
+
+    def bus(self, engine: Limited, busy_s: float) -> dict[str, Any]:
+        """The measured rate of the bus, and the share of it that a time for all streamed bytes reaches."""
+        if self.device.type != "cuda":
+            return {}
+        torch.cuda.empty_cache()
+        rate = fit.bus_rate(self.device)
+        return {"bus_bytes_per_s": rate, "bus_share": engine.plan.streamed_bytes / busy_s / rate}
+
+    def speculate(self, name: str) -> dict[str, Any]:
+        """Seconds of iterations, with the host waiting between the phases and without."""
+        engine = self.of_shape(name, draft=True)
+        engine.phases = False
+        whole = timed(engine, WARM + TIMED).seconds[WARM:]
+        engine.phases = True
+        batch = timed(engine, WARM + TIMED)
+        drafting, verifying = batch.draft_s[WARM:], batch.verify_s[WARM:]
+        draft_s, verify_s = statistics.median(drafting), statistics.median(verifying)
+        found = {
+            "nodes": engine.draft.nodes,
+            "depth": engine.draft.depth,
+            "iteration_s": statistics.median(whole),
+            "draft_s": draft_s,
+            "draft_pass_s": draft_s / engine.draft.depth,
+            "verify_s": verify_s,
+            "seconds": whole,
+            "draft_seconds": drafting,
+            "verify_seconds": verifying,
+        }
+        return found | self.bus(engine, verify_s) | self.where(engine)
+
+    def step(self, name: str) -> dict[str, Any]:
+        """Seconds of a step at one token of the draft alone, which is the engine's step in the draft's format."""
+        engine = self.of_shape(name, draft=True)
+        alone = Core(engine.name, engine._drafting)
+        alone.RATED = False  # there is no memory left for it
+        prompt = min(engine.context - TIMED - WARM - 8, 900)
+        stats = alone.time(prompt, WARM + TIMED)
+        found = {"step_s": stats.ms_p50 / 1e3, "read_bytes": stats.read_bytes, "prompt": prompt}
+        return found | self.where(engine)
+
+    def limit(self, name: str) -> dict[str, Any]:
+        """Memory by the driver's count at every eighth token of a generation."""
+        engine = self.of_shape(name, draft=True)
+        engine.phases = False
+        used: list[int] = []
+        new = min(4 * TIMED, engine.context // 2)
+        batch = engine._decoding([[7] * (engine.context - new)], new, Sampling(), 0)
+        for given, _ in enumerate(engine._run(batch)):
+            if given % 8 == 0 and self.device.type == "cuda":
+                used.append(limited.device_bytes(self.device))
+        growth = used[-1] - used[0] if used else 0
+        within = bool(used) and max(used) <= engine.plan.budget
+        return {"within": within, "growth_bytes": growth, "used_bytes": used} | self.where(engine)
+
+
+class Random:
+    """The products of a shape with random weights, made on the device."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.device, self.dtype = model, device, dtype
+
+    def dense(self, weight: Tensor) -> Tensor:
+        """An embedding, head or norm."""
+        return self._random(tuple(weight.shape))
+
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        return torch.randn(shape, dtype=self.dtype, device=self.device) * shape[1] ** -0.5
+
+    def _shape(self, names: Sequence[str]) -> tuple[int, int]:
+        linears = [self.model.get_submodule(name) for name in names]
+        return sum(linear.out_features for linear in linears), linears[0].in_features
+
+    def _bias(self, names: Sequence[str]) -> Tensor | None:
+        biased = self.model.get_submodule(names[0]).bias is not None
+        return self._random(self._shape(names)[:1]) if biased else None
+
+    def resident(self, names: Sequence[str]) -> nn.Module:
+        """A product on the device."""
+        return weights.Dense(*self.streamed(names))
+
+    def streamed(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a product."""
+        return self._random(self._shape(names)), self._bias(names)
+
+    def substitute(self, names: Sequence[str], draft: subspec.Config) -> nn.Module:
+        """A product of the draft."""
+        packed = random_weight(*self._shape(names), Format(draft), self.device)
+        return weights.made(packed, self._bias(names), self.dtype)
+
+
+class Format:
+    """The grid of a draft's codes, as `random_weight` reads it."""
+
+    def __init__(self, draft: subspec.Config) -> None:
+        self.bits, self.group, self.symmetric = draft.bits, draft.group, False
+
+
+def of_shape(
+    shape: str,
+    memory: str,
+    draft: subspec.Config | None,
+    context: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Limited:
+    """A shape under a budget, which is enforced on a GPU.
+
+    Raises:
+        Refused: the budget is below the least that works, or the host has too little memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = configuration(Target(scales.load(name="pocket"), shape, "fp16"))
+    amount = budget.parse_bytes(memory)
+    packed = device.type == "cpu" or dtype != torch.float32
+    plan = budget.plan(shape, config, context, dtype, amount, draft, limited.reserved(device), packed)
+    limited.check_host(shape, plan.streamed_bytes)
+    limited.limit(device, amount)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    made = decoders(model, Random(model, device, dtype), plan, context, draft)
+    return Limited(shape, *made, draft, plan)
+
+
+def timed(engine: Limited, new: int) -> Any:
+    """The batch of a generation of so many iterations behind a random prompt that fills most of the context."""
+    prompt = min(engine.context - new - 2, 900)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
+    batch = engine._decoding(ids, new + 1, Sampling(), 0)
+    for _ in engine._run(batch):
+        pass
+    return batch
+
+
+# --- lossless ---------------------------------------------------------------------------------------------------------
+
+
+def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int] | None = None) -> dict[str, Any]:
+    """Texts with a draft against those of plain decoding, token for token.
+
+    A disagreement is kept with the gap between the two largest logits of the plain pass there, and with how far the
+    logits of these two tokens are moved by a pass over a whole tree (the chain of the text): a gap below that is
+    rounding, in float32 one below `TIE` is a tie.
+    """
+    context, draft = 1024, DRAFT
+    target = Target(scales.load(name="pocket"), MODEL, "fp16")
+    lm = compressed(target, dtype, build=True)
+    config = lm.model.config
+    resident = budget.spread(config.num_hidden_layers // 3, config.num_hidden_layers)
+    parts = budget.parts_of(config, context, dtype, len(resident), draft, dtype != torch.float32)
+    plan = budget.Plan(2**34, parts, resident, config.num_hidden_layers, budget.block_bytes(config, dtype))
+    ours = Speculating(MODEL, *decoders(lm.model, Loaded(lm, device, dtype), plan, context, draft), draft)
+    plain = Engine.load(MODEL, context=context, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    count, iterations, new, rows = 0, 0, 0, []
+    for name, most in (sets or SETS).items():
+        for prompt in prompts.load(name, most):
+            ids = plain._ids(prompt.text)[-(context - TOKENS) :]
+            own = next(plain.generate([ids], TOKENS)).tokens
+            got = next(ours.generate([ids], TOKENS)).tokens
+            count += 1
+            iterations += len(ours.batch.lengths) if isinstance(ours.batch, Drafted) else 0
+            new += len(got)
+            if got != own:
+                rows.append({"set": name, "prompt": prompt.id} | disagreement(plain, ids, own, got))
+                print(f"{name} {prompt.id}: {rows[-1]}", flush=True)
+        print(f"{name}: {count} prompts so far, {len(rows)} disagreements", flush=True)
+    least = TIE if dtype == torch.float32 else 0.0
+    unexplained = sum(row["gap"] > max(least, row["moved"]) for row in rows)
+    counts = {"prompts": count, "tokens": TOKENS, "new_tokens": new, "iterations": iterations}
+    counts |= {"disagreements": len(rows), "unexplained": unexplained, "resident": list(resident)}
+    return counts | {"model": MODEL, "dtype": str(dtype).removeprefix("torch."), "rows": rows}
+
+
+@torch.inference_mode()
+def disagreement(plain: Core, ids: list[int], own: list[int], got: list[int]) -> dict[str, Any]:
+    """The first token that differs: the gap of the plain pass there, and what a tree's pass moves."""
+    first = next((i for i, pair in enumerate(zip(own, got)) if pair[0] != pair[1]), min(len(own), len(got)))
+    chain = torch.tensor([*ids, *own[:first]], device=plain.model.device)
+    plain.logits(chain[:-1])  # the prefix into the cache
+    length = len(chain) - 1
+    alone = plain.tree(0, length, chain[-1:], [-1])[0].float()
+    back = min(length, first)
+    wide = plain.tree(0, length - back, chain[length - back :], [-1, *range(back)])[-1].float()
+    best = alone.topk(2)
+    gap = (best.values[0] - best.values[1]).item()
+    moved = (alone - wide)[best.indices].abs().sum().item()
+    return {"token": first, "gap": gap, "moved": moved, "own": own[first : first + 1], "got": got[first : first + 1]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What a memory budget holds: the bytes of every part by arithmetic on a configuration, and which blocks stay.
+
+Nothing is loaded for it. What is always on the device: embedding, head, norms and biases, the cache with the slots of a
+draft tree, working memory of a pass, buffers of one block, and the draft's substitute of every block that streams.
+What is left holds whole blocks of the target.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from repro.engine.drafted import TOGETHER
+from repro.engine.weights import head_size, slot
+from repro.errors import Refused, UserError, shortened
+from repro.kernels.packing import TILE
+from repro.methods import subspec
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+CHUNK = 256  # tokens of a prefill at a time (section 4.3)
+
+
+def parse_bytes(text: str) -> int:
+    """`8GiB`, `8 GB` or `800MiB` as bytes.
+
+    Raises:
+        UserError: it is not an amount of memory.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise UserError(f"memory {shortened(text)!r}: write an amount such as 8GiB, 8GB or 800MiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def shown(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in ("GiB", "MiB", "KiB"):
+        size = UNITS[unit.upper()]
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.0f} bytes"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What lies where.
+
+    Attributes:
+        budget: bytes that may be used on the device.
+        parts: bytes on the device by what they are for.
+        resident: the blocks that stay.
+        blocks: how many there are.
+        block_bytes: of the products of one.
+    """
+
+    budget: int
+    parts: dict[str, int]
+    resident: tuple[int, ...]
+    blocks: int
+    block_bytes: int
+
+    @property
+    def used(self) -> int:
+        """Bytes on the device."""
+        return sum(self.parts.values())
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that a pass of the target copies, which are the bytes in pinned host memory."""
+        return (self.blocks - len(self.resident)) * self.block_bytes
+
+
+def plan(
+    name: str,
+    config: Any,
+    context: int,
+    dtype: torch.dtype,
+    budget: int,
+    draft: subspec.Config | None,
+    reserve: int = 0,
+    packed: bool = True,
+) -> Plan:
+    """Keep as many blocks as a budget holds, spread evenly over the depth.
+
+    The paper does not say which blocks stay; evenly spread ones leave the bus no longer pause than a single block.
+
+    Args:
+        name: of the model, for messages.
+        config: of Transformers.
+        context: slots of the sequence, without those of a tree.
+        dtype: of weights and activations.
+        budget: bytes.
+        draft: of the streamed blocks; None is offloading alone.
+        reserve: bytes that the device needs besides (its context, kernels).
+        packed: whether substitutes are packed; they are dequantized where no kernel runs, on a GPU in float32. On a CPU
+            they count as packed, so that a plan there is that of a GPU.
+
+    Raises:
+        Refused: not even an empty set of blocks fits; the sentence names the least budget that works.
+    """
+    blocks = config.num_hidden_layers
+    least = None
+    for count in range(blocks, -1, -1):
+        resident = spread(count, blocks)
+        parts = parts_of(config, context, dtype, len(resident), draft, packed) | {"device context": reserve}
+        found = Plan(budget, parts, resident, blocks, block_bytes(config, dtype))
+        if found.used <= budget:
+            return found
+        least = found.used if least is None else min(least, found.used)
+    what = "with its draft" if draft else "without a draft"
+    said = f"{name} needs at least {shown_up(least)} {what} at a context of {context:,}"
+    raise Refused("oom", f"memory {shown(budget)}: {said}; give more, or choose a shorter context")
+
+
+def shown_up(count: int) -> str:
+    """Bytes rounded up, so that the amount that is shown is enough when it is given."""
+    for unit in ("GiB", "MiB", "KiB"):
+        size = UNITS[unit.upper()]
+        if count >= size:
+            return f"{-(-count * 100 // size) / 100:.2f}{unit}"
+    return f"{count}"
+
+
+def spread(count: int, blocks: int) -> tuple[int, ...]:
+    """`count` of `blocks` numbers, evenly spread."""
+    return tuple(sorted({(2 * i + 1) * blocks // (2 * count) for i in range(count)}))
+
+
+def products(config: Any) -> dict[str, tuple[int, int]]:
+    """(N, K) of the products of a block."""
+    hidden, ffn, size = config.hidden_size, config.intermediate_size, head_size(config)
+    q, kv = config.num_attention_heads * size, config.num_key_value_heads * size
+    return {"qkv": (q + 2 * kv, hidden), "out": (hidden, q), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
+
+
+def block_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the products of a block, without biases."""
+    return sum(rows * columns for rows, columns in products(config).values()) * dtype.itemsize
+
+
+def substitute_bytes(config: Any, draft: subspec.Config) -> int:
+    """Bytes of a block's packed substitute: codes, and a scale and a zero point in 16 bits for each group."""
+    total = 0
+    for rows, columns in products(config).values():
+        padded = -(-rows // TILE) * TILE
+        total += padded * columns * slot(draft.bits) // 8 + padded * (columns // draft.group) * 4
+    return total
+
+
+def parts_of(
+    config: Any, context: int, dtype: torch.dtype, resident: int, draft: subspec.Config | None, packed: bool = True
+) -> dict[str, int]:
+    """Bytes on the device by what they are for, with so many resident blocks."""
+    blocks, size = config.num_hidden_layers, head_size(config)
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    streamed, item = blocks - resident, dtype.itemsize
+    slots = context + (draft.nodes if draft else 0)
+    tables = 1 if config.tie_word_embeddings else 2
+    shapes = products(config)
+    biases = sum(rows for rows, _ in shapes.values())  # at most
+    small = (2 * blocks + 1) * hidden * item + blocks * biases * item + 2 * slots * size * 4
+    parts = {
+        "embedding and head": tables * vocabulary * hidden * item,
+        "norms, biases, rotary tables": small,
+        "cache": 2 * blocks * config.num_key_value_heads * slots * size * item,
+        "working memory": working_bytes(config, slots, dtype, draft),
+        "resident blocks": resident * block_bytes(config, dtype),
+        "buffers": block_bytes(config, dtype) if streamed else 0,
+    }
+    if draft:
+        own = substitute_bytes(config, draft) if packed else block_bytes(config, dtype)
+        parts["draft"] = streamed * own
+    return parts
+
+
+def working_bytes(config: Any, slots: int, dtype: torch.dtype, draft: subspec.Config | None) -> int:
+    """Bytes of a pass's intermediate results: of a chunk of the prefill or a whole tree, and of some tokens' logits."""
+    tokens = max(CHUNK, draft.nodes if draft else 0)
+    hidden, rows = config.hidden_size, sum(rows for rows, _ in products(config).values())
+    pass_of_some = 2 * tokens * (rows + config.intermediate_size + 2 * hidden) * dtype.itemsize
+    states_of_all = 6 * slots * hidden * dtype.itemsize  # of a prefill: hidden states, residuals, queries, outputs
+    logits = TOGETHER * config.vocab_size * (dtype.itemsize + 12)
+    return pass_of_some + states_of_all + logits

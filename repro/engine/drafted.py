@@ -1,0 +1,107 @@
+"""Generation with a draft: the draft grows a tree, the target verifies it in one pass, and its accepted path is text.
+
+The keys and values of the accepted prefix are always the target's: its verification overwrites what the draft wrote
+into the same slots. A token is the target's own choice after the tokens before it, greedy or by the noise of its seed
+and position, so that a text is the one that plain decoding gives; only rounding can decide otherwise.
+"""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from repro.engine.decoding import Decoding, Sampling, State, Steps
+from repro.engine.speculate import Drafter, Tree, accepted
+from repro.engine.step import Cache, Decoder, step
+from repro.errors import UserError
+
+TOGETHER = 64  # nodes whose logits are there at once: of 289 and 150,000 tokens they would take a GB
+
+
+class Verifier:
+    """What the target says after every node of a tree: one pass, and a choice for each node."""
+
+    def __init__(
+        self, target: Decoder, cache: Cache, tree: Tree, sampling: Sampling, seed: int, scored: bool = False
+    ) -> None:
+        self.target, self.cache, self.tree = target, cache, tree
+        self.states = []
+        for part in tree.ids.split(TOGETHER):
+            state = State(len(part), sampling.temperature > 0, scored, target.device)
+            for name in ("temperature", "top_k", "top_p"):
+                getattr(state, name).fill_(getattr(sampling, name))
+            state.seeds.fill_(seed)
+            self.states.append(state)
+
+    @torch.inference_mode()
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Tokens int64 `[N]` and their log probabilities `[N]`, NaN unless scored."""
+        tokens = self.tree.tokens()
+        hidden = step(self.target, self.cache, tokens)
+        following = (tokens.positions + 1).split(TOGETHER)
+        for state, part, positions in zip(self.states, hidden.split(TOGETHER), following):
+            state.choose(self.target.head(part), positions)
+        return torch.cat([state.ids for state in self.states]), torch.cat([state.logprobs for state in self.states])
+
+
+class Drafted(Decoding):
+    """One sequence that is decoded with a draft; `seconds` are those of iterations.
+
+    Attributes:
+        lengths: tokens of every iteration, the bonus included; the prefill is one of one token (the paper's counting).
+            What the last iteration accepted beyond the tokens that were asked for counts too.
+        draft_s, verify_s: seconds of its two phases in every iteration. Between the phases the host waits for the
+            device only where `phases` is set.
+    """
+
+    def __init__(self, plain: Decoding, drafter: Drafter, phases: bool = False) -> None:
+        super().__init__(plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored)
+        self.drafter, self.phases = drafter, phases
+        self.lengths, self.draft_s, self.verify_s = [1], [], []
+
+    def run(self, steps: Steps, chunk: int) -> Iterator[list[tuple[int, int, float]]]:
+        """(0, token, log probability) of every token, one at a time."""
+        began = time.perf_counter()
+        self.state = steps.state(1, self.sampling.temperature > 0, self.scored)
+        self._prefill(steps, chunk)
+        tokens, logprobs, ready = self._fetch()()
+        self.prefill_s = ready - began
+        verify = Verifier(steps.model, steps.cache, self.drafter.tree, self.sampling, self.seeds[0], self.scored)
+        length, given = len(self.prompts[0]), 0
+        following = [(tokens[0], logprobs[0])]
+        while True:
+            for token, logprob in following:
+                if token < 0:
+                    raise UserError("the logits are not finite; the model or its compression is damaged")
+                given += 1
+                yield [(0, token, logprob)]
+                if given == self.limits[0] or not self.running:
+                    return
+            following = self._iterate(verify, following[-1][0], length)
+            length += len(following)
+
+    def end(self, sequence: int) -> None:
+        """End the sequence; the rest of what its last iteration accepted is dropped."""
+        self.running.discard(sequence)
+
+    def _iterate(self, verify: Verifier, root: int, length: int) -> list[tuple[int, float]]:
+        """Tokens and log probabilities that one iteration gives behind `length` tokens of the cache and the root."""
+        began = time.perf_counter()
+        tree, cache = self.drafter.tree, verify.cache
+        tree.plant(root, length)
+        self.drafter()
+        if self.phases and tree.ids.is_cuda:
+            torch.cuda.synchronize()
+        drafted = time.perf_counter()
+        chosen, chances = verify()
+        said, logprobs = chosen.tolist(), chances.tolist()
+        path, bonus = accepted(tree.ids.tolist(), tree.parents.tolist(), said)
+        cache.gather(0, length, length + torch.tensor(path, device=tree.ids.device))
+        ended = time.perf_counter()
+        self.draft_s.append(drafted - began)
+        self.verify_s.append(ended - drafted)
+        self.seconds.append(ended - began)
+        self.slots += tree.depth * length + length
+        self.lengths.append(len(path))
+        return [(said[node], logprobs[node]) for node in path]

@@ -1,0 +1,170 @@
+"""Weights beyond the memory budget: in pinned host memory, streamed through one block's worth of reused buffers.
+
+Each product of a block (`qkv`, `out`, `gate_up`, `down`) has a lane: the weights of all streamed blocks on the host and
+one buffer on the device. As soon as a weight was used, the lane starts to copy that of the next streamed block into the
+same buffer, on a stream of its own; behind the last block comes the first again, for the pass that follows. So the bus
+is busy while other products, resident blocks and draft passes compute (SubSpec, section 4.3).
+Without prefetching, a product waits for the copy of its own weight (the baseline of the paper's own code).
+
+On a CPU the same code copies from plain memory to plain memory.
+"""
+
+import mmap
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from repro.errors import Refused
+
+
+class HostMemory:
+    """Pinned memory of exactly the bytes that are asked for, page by page.
+
+    PyTorch's own allocator of pinned memory rounds up to powers of two: 62 GB of weights would take 124. Pages of the
+    operating system are pinned instead (`cudaHostRegister`), and released with this object.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes = device, 0
+        self._pinned: list[int] = []
+        self.release = weakref.finalize(self, _unpin, self._pinned)
+
+    def copy(self, weight: Tensor) -> Tensor:
+        """A copy of a weight, on the host.
+
+        Raises:
+            Refused: the system does not pin that much memory.
+        """
+        pages = mmap.mmap(-1, weight.nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+        copied = torch.frombuffer(pages, dtype=weight.dtype).view(weight.shape)
+        if self.device.type == "cuda":
+            failed = int(torch.cuda.cudart().cudaHostRegister(copied.data_ptr(), copied.nbytes, 0))
+            if failed:
+                already = f"{self.bytes:,} bytes are pinned already"
+                raise Refused("oom", f"the host does not pin {weight.nbytes:,} bytes more; {already}")
+            self._pinned.append(copied.data_ptr())
+        self.bytes += weight.nbytes
+        return copied.copy_(weight)
+
+
+def _unpin(pointers: list[int]) -> None:
+    for pointer in pointers:
+        torch.cuda.cudart().cudaHostUnregister(pointer)
+    pointers.clear()
+
+
+class Lane:
+    """The weights `[N, K]` of one product in all streamed blocks, and the buffer through which they go in turn."""
+
+    def __init__(self, host: HostMemory, copies: "torch.cuda.Stream | None", prefetch: bool) -> None:
+        self.host, self.copies, self.prefetch = host, copies, prefetch  # what holds a lane keeps its memory pinned
+        self.weights: list[Tensor] = []  # on the host, in the order of the blocks
+        self.buffer: Tensor | None = None
+        self.loaded = -1  # whose weight was copied last, or is being copied
+        self.ready, self.free = (None, None) if copies is None else (torch.cuda.Event(), torch.cuda.Event())
+
+    def add(self, weight: Tensor) -> int:
+        """Take a copy of a weight, from any device; its index.
+
+        Raises:
+            Refused: the host has too little memory.
+        """
+        if self.buffer is None:
+            self.buffer = torch.empty_like(weight, device=self.host.device)
+        self.weights.append(self.host.copy(weight))
+        return len(self.weights) - 1
+
+    def take(self, index: int) -> Tensor:
+        """The buffer with a weight in it; it stays there until `give_back`."""
+        if self.loaded != index:  # the first of all, or out of turn
+            if self.copies is not None:
+                self.free.record()
+            self._load(index)
+        if self.prefetch and self.copies is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
+        return self.buffer
+
+    def give_back(self, index: int) -> None:
+        """Say that the last operator that reads the buffer has been launched; the next weight follows."""
+        if self.copies is not None:
+            self.free.record()
+        if self.prefetch:
+            self._load((index + 1) % len(self.weights))
+
+    def _load(self, index: int) -> None:
+        if index == self.loaded:
+            return
+        self.loaded = index
+        if self.copies is None or not self.prefetch:
+            self.buffer.copy_(self.weights[index])  # blocking
+            return
+        with torch.cuda.stream(self.copies):
+            self.copies.wait_event(self.free)
+            self.buffer.copy_(self.weights[index], non_blocking=True)
+            self.ready.record()
+
+
+class Streamed(nn.Module):
+    """A product `[T, K]` to `[T, N]` whose weight comes from the host; the bias is resident."""
+
+    def __init__(self, lane: Lane, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.lane, self.index = lane, lane.add(weight)
+        self.register_buffer("weight", lane.weights[self.index])  # on the host: what a step reads counts it
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.lane.take(self.index), self.bias)
+        self.lane.give_back(self.index)
+        return y
+
+    __call__ = forward
+
+    def expanded(self, tokens: int, dtype: torch.dtype) -> "Kept":
+        """The product for several chunks of a prefill one after another, which all need the same weight."""
+        return Kept(self)
+
+
+class Kept(nn.Module):
+    """A streamed product that keeps its weight until the lane is asked for another one, which is copied then."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        super().__init__()
+        self.streamed = streamed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.streamed.lane.take(self.streamed.index), self.streamed.bias)
+
+
+@dataclass
+class Offload:
+    """Makes the products of the blocks that stream.
+
+    Attributes:
+        device: where products are computed.
+        prefetch: whether weights are copied before they are needed.
+        host: the memory of the weights.
+    """
+
+    device: torch.device
+    prefetch: bool = True
+    host: HostMemory = field(init=False)
+    lanes: dict[str, Lane] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.host = HostMemory(self.device)
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def streamed(self, kind: str, weight: Tensor, bias: Tensor | None) -> Streamed:
+        """The product of a streamed block; `kind` is a key of `weights.LAYERS`, the weight on any device.
+
+        Raises:
+            Refused: the host has too little memory.
+        """
+        lane = self.lanes.setdefault(kind, Lane(self.host, self._copies, self.prefetch))
+        return Streamed(lane, weight, bias)

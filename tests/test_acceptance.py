@@ -1,0 +1,120 @@
+"""The acceptance cell: what it asks, its job on a tiny model, and what its observations say."""
+
+import json
+
+import engines
+import numpy as np
+import pytest
+import torch
+
+from repro import models
+from repro.cells import acceptance
+from repro.data import prompts
+from repro.engine import weights
+from repro.engine.core import Core
+from repro.engine.substitute import draft_of
+from repro.errors import UserError
+from repro.jobs.target import Target
+from repro.methods import subspec
+from repro.models.lowbit import LowBitModel
+from repro.record import observations
+from repro.record.observations import Observations, Series
+from repro.spec import scale as scales
+from repro.spec import tables
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job of two prompts on a tiny Llama, with its observations."""
+    name = engines.save("llama", tmp_path_factory.mktemp("tiny"))
+    given = {"acceptance": {"prompts": 2, "tokens": 12}}
+    target = Target(scales.load(given, name="pocket"), name, "fp16")
+    made = acceptance.jobs(acceptance.Ask("mt-bench", depth=6, top_k=2), target)["prompts"]
+    folder = tmp_path_factory.mktemp("job")
+    origin = observations.origin(made, {})
+    acceptance.run(made, {}, folder, origin)
+    return made, observations.load(folder / observations.FILE)
+
+
+def test_the_job_counts_what_every_prompt_accepts(job):
+    made, found = job
+    tokens, iterations, repeated = (found.series[name].values for name in ("tokens", "iterations", "repeated"))
+    assert len(tokens) == len(iterations) == len(repeated) == 2
+    assert (tokens >= 12).all() and (iterations >= 2).all() and (tokens <= 1 + (iterations - 1) * 7).all()
+    assert acceptance.value(acceptance.Ask("mt-bench"), {"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
+    declared = json.loads(made.inputs)
+    assert declared["draft"] == vars(subspec.Config(depth=6, top_k=2)) and declared["prompts"] != "mt-bench"
+
+
+def test_prompts_are_the_authors_draw_and_hash_into_the_job(job):
+    made, found = job
+    assert found.series["tokens"].group == "mt-bench, first 2, 12 tokens, T 0"
+    assert json.loads(made.inputs)["prompts"] == prompts.identifier("mt-bench")
+
+
+def test_other_drafts_temperatures_and_sets_are_other_jobs():
+    target = Target(scales.load(name="pocket"), "pocket-3m", "fp16")
+    asks = [
+        acceptance.Ask("mt-bench"),
+        acceptance.Ask("gsm8k"),
+        acceptance.Ask("mt-bench", temperature=0.6),
+        acceptance.Ask("mt-bench", bits=3),
+        acceptance.Ask("mt-bench", depth=32),
+        acceptance.Ask("mt-bench", top_k=4),
+        acceptance.Ask("mt-bench", draft_temperature=1.0),
+    ]
+    assert len({acceptance.jobs(ask, target)["prompts"].id for ask in asks}) == len(asks)
+    shown = acceptance.Ask("mt-bench", show="repeated 4-grams", unit="fraction")
+    assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
+
+
+def test_a_repeated_text_is_counted():
+    assert acceptance.repeated([1, 2, 3]) == 0
+    assert acceptance.repeated(list(range(10))) == 0
+    assert acceptance.repeated([1, 2, 3, 4] * 3) == pytest.approx(1 - 4 / 9)
+
+
+def test_the_less_repetitive_half_leaves_out_what_repeats_most():
+    values = {"tokens": [10.0, 20, 30, 40, 50], "iterations": [5.0, 4, 3, 2, 1], "repeated": [0.1, 0.9, 0.2, 0.8, 0.3]}
+    found = {"prompts": Observations({k: Series(np.array(v), "items", "g") for k, v in values.items()}, {})}
+    half = acceptance.series(acceptance.Ask("gsm8k", show="less repetitive half"), found, None)
+    assert half["tokens"].values.tolist() == [10, 30, 50] and half["iterations"].values.tolist() == [5, 3, 1]
+    whole = acceptance.series(acceptance.Ask("gsm8k"), found, None)
+    mean = {name: one.values.mean() for name, one in whole.items()}
+    assert acceptance.value(acceptance.Ask("gsm8k"), mean) == 150 / 15
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"prompts": "mtbench"}, "unknown prompt set 'mtbench'"),
+        ({"prompts": "gsm8k", "temperature": -1.0}, "temperature is -1"),
+        ({"prompts": "gsm8k", "depth": -3}, "depth is -3"),
+    ],
+)
+def test_bad_asks_are_one_sentence(given, said):
+    with pytest.raises(UserError, match=said):
+        acceptance.Ask(**given)
+
+
+def test_a_set_that_is_not_here_says_what_is_missing(monkeypatch):
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    assert "REPRO_DATA" in acceptance.lacking(acceptance.Ask("alpaca")) and not acceptance.lacking(
+        acceptance.Ask("gsm8k")
+    )
+
+
+def test_the_draft_leaves_the_target_as_it_is(tmp_path):
+    """The decoder that verifies is the one that the engine would decode with."""
+    lm = LowBitModel(models.load(engines.save("qwen2", tmp_path), "cpu"))
+    target = weights.decoder(lm, 64, torch.device("cpu"), torch.float32)
+    before = Core("it", target).logits([5, 6, 7])
+    draft = draft_of(lm, target, subspec.Config())
+    assert torch.equal(Core("it", target).logits([5, 6, 7]), before)
+    assert not torch.allclose(Core("it", draft).logits([5, 6, 7]), before, atol=1e-3)
+
+
+def test_table_1_asks_for_the_papers_draft_in_every_subspec_row():
+    cells = [c for c in tables.cells("subspec", "1") if c.measure == "acceptance" and c.metric == "accept_length"]
+    assert {(c.ask.temperature, c.ask.config) for c in cells} == {(t, subspec.Config()) for t in (0.0, 0.6)}
+    assert all(c.row.startswith("SubSpec") and c.recipe == "fp16" for c in cells)
