@@ -9,7 +9,7 @@ import torch
 
 from repro.__main__ import main
 from repro.data import prompts
-from repro.engine import Engine, Limited, budget, drafted, fit, limited, offload, speculate
+from repro.engine import Engine, Limited, budget, decoding, drafted, fit, limited, offload, speculate, step
 from repro.engine import engine as engines_by_name
 from repro.errors import Refused, UserError
 from repro.jobs.target import Target
@@ -260,6 +260,41 @@ def test_host_memory_is_what_the_weights_take(mixed):
     host = offload.HostMemory(torch.device("cpu"))
     copy = host.copy(weight := torch.randn(3, 5))
     assert torch.equal(copy, weight) and copy.data_ptr() % 4096 == 0 and host.bytes == 60
+
+
+def test_the_launchers_take_what_a_tree_gives_them(plain, monkeypatch):
+    """What a GPU runs: each operator with its check of types, shapes and layouts in front, here on its reference."""
+    wanted = whole(plain, count=12, temperature=0.7).tokens
+    trees = []
+
+    def launcher(device, kernel):
+        name = kernel.__name__.rpartition(".")[2]
+
+        def launch(*given):
+            if name == "attention" and given[6] is not None:
+                trees.append(all(tensor.is_contiguous() for tensor in given if isinstance(tensor, torch.Tensor)))
+            return getattr(kernel, name)(*given)
+
+        return launch
+
+    for module in (step, decoding):
+        monkeypatch.setattr(module, "on", launcher)
+    engine = Limited.load("pocket-3m", BUDGET, draft=TREE, **HERE)
+    assert whole(engine, count=12, temperature=0.7).tokens == wanted
+    assert trees and all(trees)
+
+
+def test_the_allocator_is_bound_by_number_and_share(monkeypatch):
+    bound = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *how: bound.append(how))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**29)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    limited.limit(torch.device("cuda"), 8 * 2**30)  # half a GiB of context and others, a quarter for kernels
+    assert bound == [(7.25 / 80, 0)]
+    limited.bound(2.0, torch.device("cuda:1"))
+    assert bound[1] == (1.0, 1)
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------

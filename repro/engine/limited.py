@@ -170,8 +170,14 @@ def limit(device: torch.device, amount: int) -> None:
     """Bound the allocator of this process so that the device's memory in use stays within an amount."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-        share = (amount - reserved(device)) / total
-        torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), device)
+        bound((amount - reserved(device)) / total, device)
+
+
+def bound(share: float, device: torch.device) -> None:
+    """Let the allocator of this process take at most a share of a GPU's memory; 1 is no bound."""
+    if device.type == "cuda":
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), number)
 
 
 def device_bytes(device: torch.device) -> int:
