@@ -203,6 +203,7 @@ def test_the_fastest_recorded_variant_is_carried_over():
     assert rows["awq_gemv", "w4-g128", 1].us == pytest.approx(5.379, rel=0.02)
     assert ("awq_gemv", "w4-g128", 16) not in rows and rows["marlin", "w4-g128", 16].us > 0
     assert rows["gemlite-recorded", "w2-g64", 1].note.startswith("gl_w2g64_kc")
+    assert not bench._bridged(here, ORIGIN | {"device": "NVIDIA H100 80GB HBM3"}), "recorded on another device"
 
 
 def test_the_versions_of_a_row_are_those_that_decide_its_time(monkeypatch):

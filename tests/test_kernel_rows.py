@@ -71,8 +71,8 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
         ({"bytes": 0}, "bytes is 0; its weights alone are 8388608"),
         ({"bytes": -5}, "bytes is -5"),
         ({"bytes": 100}, "bytes is 100"),
-        ({"device": "A GPU", "us": 1e-9, "p20": 1e-9, "p80": 1e-9}, "no peaks of 'A GPU' are known"),
-        ({"device": "../../etc"}, "no peaks of '../../etc' are known"),
+        ({"device": "A GPU", "us": 1e-9, "p20": 1e-9, "p80": 1e-9}, "A GPU has no listed peaks"),
+        ({"device": "../../etc"}, "device is '../../etc', which is no name of a GPU"),
         ({"commit": "ffffffffff"}, "which this checkout does not have"),
         ({"commit": "main"}, "measured at commit 'main'"),
         ({"floor_us": None}, "floor_us is None and fraction 0.92"),
@@ -90,6 +90,102 @@ def test_what_is_not_accepted(tmp_path, changes, said):
     with pytest.raises(UserError, match=said):
         kernel_rows.accept(path, tmp_path / "results")
     assert not (tmp_path / "results").exists()
+
+
+H100 = ORIGIN | {"device": "NVIDIA H100 80GB HBM3"}
+OTHER = ORIGIN | {"device": "NVIDIA Unlisted"}
+
+
+def a_run(origin):
+    """Rows of a whole run on a device that reads 3 TB/s and multiplies at 700 T operations/s."""
+    ceiling = {"floor_us": None, "fraction": None, "relerr": 1e-3, "copies": 2, "rounds": 9}
+    shape = {"N": 8192, "K": 8192, "M": 8192, "bytes": 1 << 27, "us": 1571.0, "p20": 1570.0, "p80": 1572.0}
+    read = {"N": None, "K": None, "M": None, "bytes": 1 << 30, "us": 358.0, "p20": 357.0, "p80": 359.0, "relerr": 0.0}
+    rows = [
+        good(kernel="bf16", provider="torch.matmul", dtype="bf16", **ceiling | shape),
+        good(kernel="read_floor", provider="read_floor", dtype="uint8", **ceiling | read),
+        good(us=4.2, floor_us=3.9),
+        good(
+            kernel="w8a8",
+            provider="w8a8_gemm",
+            dtype="bf16",
+            M=2048,
+            us=60.0,
+            p20=59.0,
+            p80=61.0,
+            floor_us=5.0,
+            bytes=1 << 24,
+        ),
+        good(
+            kernel="bf16",
+            provider="torch.matmul",
+            dtype="bf16",
+            M=2048,
+            us=98.0,
+            p20=97.0,
+            p80=99.0,
+            floor_us=11.0,
+            bytes=1 << 25,
+        ),
+    ]
+    return [shared(dataclasses.replace(row, **origin)) for row in rows]
+
+
+def shared(row):
+    """With the share of the floor that follows from its times."""
+    return dataclasses.replace(row, fraction=row.floor_us / row.us if row.floor_us else None)
+
+
+def faster(rows, factor):
+    times = ("us", "p20", "p80", "floor_us")
+    return [dataclasses.replace(row, **{n: getattr(row, n) / factor for n in times if getattr(row, n)}) for row in rows]
+
+
+@pytest.mark.parametrize("origin", [ORIGIN, H100, OTHER], ids=["H200", "H100", "unlisted"])
+def test_a_run_of_any_device_is_accepted_and_refused_with_all_times_divided_by_ten(tmp_path, origin):
+    rows, results = a_run(origin), tmp_path / "results"
+    kernel_rows.accept(written(tmp_path / "a.csv", *rows), results)
+    assert len(kernel_rows.from_csv(next(results.glob("*/kernels.csv")))) == len(rows)
+    with pytest.raises(UserError, match="allows; measure again|above the .* of any listed GPU"):
+        kernel_rows.accept(written(tmp_path / "b.csv", *faster(rows, 10)), tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "row, factor, said",
+    [(2, 2, "3.3 TB/s of memory, by the ceilings of this file,"), (3, 1.6, "1750 T"), (4, 1.3, "875 T")],
+)
+def test_an_unlisted_device_is_judged_by_its_own_ceilings(tmp_path, row, factor, said):
+    rows = a_run(OTHER)
+    rows[row : row + 1] = faster(rows[row : row + 1], factor)
+    with pytest.raises(UserError, match=f"{said}"):
+        kernel_rows.accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
+    for missing in (0, 1):
+        some = [each for i, each in enumerate(a_run(OTHER)) if i != missing]
+        with pytest.raises(UserError, match="NVIDIA Unlisted has no listed peaks, and the file lacks its read"):
+            kernel_rows.accept(written(tmp_path / "a.csv", *some), tmp_path / "results")
+
+
+def test_nothing_is_faster_than_reading_its_bytes(tmp_path):
+    with pytest.raises(UserError, match=r"4\.2 us, less than the 4\.4 us of reading its bytes"):
+        kernel_rows.accept(written(tmp_path / "a.csv", shared(good(floor_us=4.4))), tmp_path / "results")
+    kernel_rows.accept(written(tmp_path / "a.csv", shared(good(floor_us=4.25))), tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    "note, whose",
+    [
+        ("x, recorded 5.379 us on 2026-11-20 (NVIDIA H200), times 1.02", "NVIDIA H200"),
+        ("", "a device that its note does not name"),
+    ],
+)
+def test_peers_rescaled_from_another_device_are_refused(tmp_path, note, whose):
+    peer = good(provider="awq_gemv", status="bridged", p20=None, p80=None, copies=None, note=note)
+    rows = [*a_run(H100), shared(dataclasses.replace(peer, us=6.0, **H100))]
+    with pytest.raises(UserError, match=f"rescaled from a time of {whose}, which says nothing of NVIDIA H100"):
+        kernel_rows.accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
+    if note:
+        kernel_rows.accept(written(tmp_path / "a.csv", good(), peer), tmp_path / "results")
 
 
 @pytest.mark.parametrize("status, what", [("wrong", "its result is wrong"), ("failed", "it failed")])

@@ -169,6 +169,19 @@ def test_rows_built_here_win_over_accepted_ones(tmp_path, monkeypatch):
     assert number("o", o=dataclasses.replace(one, layers="8192x8192")).value != 3.9
 
 
+def test_a_build_of_another_device_shows_that_device(tmp_path, monkeypatch, flow):
+    """As `make tables/kernels/targets.md` after a bench on an H100; without one the accepted H200 rows are shown."""
+    monkeypatch.chdir(tmp_path)
+    one = dataclasses.replace(OURS, layers="4096x4096")
+    assert kernel_time.origin([one])["device"] == "NVIDIA H200"
+    kernel_rows.BUILT.parent.mkdir()
+    here = row("w4-g128", "wna16_gemv", "fp16", (4096, 4096), 1, 5.1, 4.9, device="NVIDIA H100 80GB HBM3")
+    kernel_rows.BUILT.write_text(kernel_rows.to_csv([here]))
+    assert number("o", o=one).value == 5.1 and kernel_time.origin([one])["stand_in"] == "NVIDIA H100 80GB HBM3"
+    assert number("o", o=dataclasses.replace(one, layers="8192x8192")) is None
+    assert number("o", o=dataclasses.replace(one, device="NVIDIA H200")).value != 5.1
+
+
 @pytest.mark.parametrize(
     "ask, said",
     [

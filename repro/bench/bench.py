@@ -19,7 +19,7 @@ import torch
 
 from repro.bench import peers, recorded, timing
 from repro.bench.kernel_list import OURS, machine_code
-from repro.bench.kernel_rows import KERNELS, Row, broken_of_ours, from_csv, to_csv, versions
+from repro.bench.kernel_rows import KERNELS, LARGE, Row, broken_of_ours, from_csv, to_csv, versions
 from repro.bench.task import Layer, Task, Timing, Unsound
 from repro.errors import UserError, unknown
 from repro.files import write_text
@@ -27,7 +27,6 @@ from repro.record import provenance
 
 CEILINGS = ("bf16/bf16/torch.matmul", "fp8/bf16/torch._scaled_mm", "int8/int32/torch._int_mm")
 JOULE_SECONDS = 0.05  # at least: one step of the driver's energy counter, which is updated every 0.1 s
-LARGE = 8192  # rows, columns and activation rows of the product that measures a ceiling
 MEASURED = ("mode", "us", "p20", "p80", "floor_us", "fraction", "relerr", "copies", "clock_mhz", "joule")
 STATUS = {torch.OutOfMemoryError: "oom", Unsound: "wrong", ValueError: "unsupported"}  # of a failure; else failed
 
@@ -246,10 +245,11 @@ class _Run:
 
 
 def _bridged(here: Mapping[tuple[int, int, int, str], float], about: Mapping[str, str]) -> list[Row]:
-    """Rows of the recorded peers, rescaled by the library's times of this run by (N, K, M, mode)."""
+    """Rows of the peers recorded on this device, rescaled by the library's times of this run by (N, K, M, mode)."""
     rows = []
+    records = [record for record in recorded.recorded() if record.device == about["device"]]
     for provider, kernel, dtype, names in recorded.BRIDGED:
-        for r, ratio, us in recorded.bridge(here, recorded.recorded(), names):
+        for r, ratio, us in recorded.bridge(here, records, names):
             note = f"{r.peer}, recorded {r.us:.3f} us on {r.date} ({r.device}), times {ratio:.3f}, "
             note += "the library's time here to then"
             place = (r.N, r.K, r.M, r.mode)

@@ -50,6 +50,7 @@ class Ask:
             arithmetic to reduce by geomean, min or max.
         show: microseconds; as recorded, where a peer's time is rescaled; share of the read floor; 10^12 operations or
             bytes a second; relative error; bytes that must be read; operations a byte.
+        device: whose times; by default that of the rows built here, or the H200.
         partial: leave out layers without a time; else one such layer leaves no value.
     """
 
@@ -59,7 +60,7 @@ class Ask:
     show: Literal["us", "recorded", "fraction", "rate", "bandwidth", "relerr", "bytes", "intensity"] = "us"
     mode: Literal["cold", "warm"] = "cold"
     partial: bool = False
-    device: str = "NVIDIA H200"
+    device: str = ""
     unit: str = "us"
 
 
@@ -93,8 +94,9 @@ def _chosen(ask: Ask, stamps: kernel_rows.Stamps) -> dict[str, Row]:
     if not ask.tokens.isdecimal():
         raise UserError(f"kernel_time: tokens is {ask.tokens!r:.40}, not a number of activation rows")
     wanted, show, found = _names(ask), SHOWN[ask.show], {}
+    device = ask.device or kernel_rows.shown_device(stamps)
     for name in wanted:
-        rows = kernel_rows.timed(stamps).get((ask.device, name, int(ask.tokens), ask.mode), ())
+        rows = kernel_rows.timed(stamps).get((device, name, int(ask.tokens), ask.mode), ())
         mine = [row for row in rows if any(fnmatchcase(row.label, label) for label in ask.who.split())]
         here = [row for row in mine if show(row) is not None]
         if here:
