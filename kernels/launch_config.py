@@ -4,18 +4,20 @@ Configurations are in `kernels/configs/<device>.json`, which `python -m repro tu
 
     {"<kernel>": {"<shape key>": {"<option>": value, ...}, ...}, ...}
 
-Nothing is tuned at run time. On a device without a file every kernel falls back to its own heuristic, with one warning
-per process and device.
+Nothing is tuned at run time. What a device's file lacks comes from that of a card with the same architecture and as
+many SMs, else from a kernel's own heuristic; either is logged once per process and device.
 """
 
 import json
-import warnings
+import logging
 from functools import cache
 from pathlib import Path
 
 import torch
 
 FOLDER = Path(__file__).resolve().parent / "configs"
+MEASURED = {"nvidia-h200": (9, 0, 132)}  # files to compute capability and number of SMs of their device
+LOG = logging.getLogger(__name__)
 
 
 def device_slug(device: torch.device | str) -> str:
@@ -43,15 +45,31 @@ def lacks(kernel: str, device: torch.device | str, capability: tuple[int, int] =
 
 @cache
 def configurations(slug: str) -> dict[str, dict[str, dict]]:
-    """Every kernel's configurations on one device; empty, with one warning, if the device has no file."""
-    path = FOLDER / f"{slug}.json"
-    if path.is_file():
-        return json.loads(path.read_text())
-    if slug != "cpu":
-        warnings.warn(
-            f"no launch configurations for {slug} (kernels/configs/{slug}.json); using heuristics", stacklevel=3
-        )
-    return {}
+    """Every kernel's configurations on one device: its own, and where it has none those of a card like it."""
+    path, like = FOLDER / f"{slug}.json", twin(slug)
+    own = json.loads(path.read_text()) if path.is_file() else {}
+    if slug == "cpu":
+        return own
+    if like:
+        LOG.warning("launch configurations of %s for %s: same architecture, as many SMs", like, slug)
+        shared = json.loads((FOLDER / f"{like}.json").read_text())
+        return {kernel: shared.get(kernel, {}) | own.get(kernel, {}) for kernel in shared | own}
+    if not own:
+        LOG.warning("no launch configurations for %s (kernels/configs/%s.json); using heuristics", slug, slug)
+    return own
+
+
+def twin(slug: str) -> str | None:
+    """The file of another device with the architecture and the number of SMs of this machine's device `slug`."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if device_slug(f"cuda:{index}") != slug:
+            continue
+        properties = torch.cuda.get_device_properties(index)
+        here = (properties.major, properties.minor, properties.multi_processor_count)
+        for like, measured in MEASURED.items():
+            if like != slug and measured == here and (FOLDER / f"{like}.json").is_file():
+                return like
+    return None
 
 
 def launch_config(kernel: str, key: str, device: torch.device | str) -> dict | None:

@@ -6,8 +6,8 @@
     gemm        `w4a16_gemm.py`, more tokens, from the same packed weights
     dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of temporary memory
 
-The largest M for which each of the first two paths is used is data: `kernels/configs/<device>.json`, "linear", shape
-"NxK" (measured with 4 bits, groups of 128), or "default". `LIMITS`: the largest M each path supports.
+The largest M for which each of the first two paths is used is data: `kernels/configs/<device>.json`, "linear", "w4 NxK"
+(bits and shape, measured with groups of 128), or "default". `LIMITS`: the largest M each path supports.
 """
 
 import torch
@@ -45,7 +45,7 @@ def path(x: Tensor, packed: PackedWeight) -> str:
     Raises:
         ValueError: x `[..., K]` does not fit the weight.
     """
-    return path_of(_tokens(x, packed).shape[0], packed.rows, packed.columns, packed.codes.device)
+    return path_of(_tokens(x, packed).shape[0], packed.rows, packed.columns, packed.bits, packed.codes.device)
 
 
 def _tokens(x: Tensor, packed: PackedWeight) -> Tensor:
@@ -55,9 +55,9 @@ def _tokens(x: Tensor, packed: PackedWeight) -> Tensor:
     return x.reshape(-1, packed.columns).contiguous()
 
 
-def path_of(tokens: int, rows: int, columns: int, device: torch.device | str) -> str:
-    """The code path for a number of tokens and a layer `[rows, columns]` on a device."""
-    last = launch_config("linear", f"{rows}x{columns}", device) or launch_config("linear", "default", device)
+def path_of(tokens: int, rows: int, columns: int, bits: int, device: torch.device | str) -> str:
+    """The code path for a number of tokens and a layer `[rows, columns]` of codes of some bits on a device."""
+    last = launch_config("linear", f"w{bits} {rows}x{columns}", device) or launch_config("linear", "default", device)
     for name in ("decode", "gemm"):
         if tokens <= min((last or FALLBACK)[name], LIMITS[name]):
             return name
@@ -76,7 +76,7 @@ def on_cuda(
 ) -> Tensor:
     """y [M, N] of the operator by the kernel of its code path, or by the library on the dense weight."""
     weight = codes, scale_zero, bits, group, rows, columns, symmetric
-    chosen = path_of(x.shape[0], rows, columns, x.device)
+    chosen = path_of(x.shape[0], rows, columns, bits, x.device)
     if chosen == "decode":
         return wna16_gemv.on_cuda(x, *weight)
     if chosen == "gemm":

@@ -64,9 +64,14 @@ WGMMA_TILES = [
     (3, 1, 128, 8, 3), (3, 1, 128, 6, 4), (4, 1, 128, 5, 3), (1, 2, 128, 4, 3), (2, 2, 128, 3, 3), (2, 2, 64, 6, 4),
     (3, 2, 64, 5, 4),
 ]  # fmt: skip
+MORE_WGMMA_TILES = [  # fastest at some shape of an H200 in an earlier sweep
+    (1, 1, 128, 3, 6), (1, 1, 128, 5, 6), (1, 1, 128, 8, 6), (1, 1, 256, 3, 6), (2, 1, 128, 3, 6), (2, 1, 128, 3, 8),
+    (2, 1, 128, 5, 6), (2, 1, 128, 8, 6), (2, 2, 64, 5, 6), (2, 2, 128, 3, 6), (3, 1, 128, 3, 6), (3, 2, 64, 3, 6),
+    (3, 2, 64, 5, 6), (4, 1, 128, 5, 4),
+]  # fmt: skip
 SPACE = [
     dict(zip(constants, (*tile, split)))
-    for constants, tiles in ((CONSTANTS, TILES), (WGMMA_CONSTANTS, WGMMA_TILES))
+    for constants, tiles in ((CONSTANTS, TILES), (WGMMA_CONSTANTS, WGMMA_TILES + MORE_WGMMA_TILES))
     for tile in tiles
     for split in (1, 2, 3, 4, 5, 6, 7, 8)
 ]
@@ -111,14 +116,14 @@ TOKENS = (16, 32, 64, 128, 256)  # numbers of tokens with their own configuratio
 
 
 def tuning_key(case: dict) -> str:
-    """The key of a case in the device's file: shape and the next recorded number of tokens."""
+    """The key of a case in the device's file: bits, the next recorded number of tokens, and shape."""
     tokens = next((t for t in TOKENS if case["M"] <= t), TOKENS[-1])
-    return f"{case['N']}x{case['K']} m{tokens}"
+    return f"w{case['bits']} m{tokens} {case['N']}x{case['K']}"
 
 
-def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
+def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str) -> dict:
     """The recorded configuration or the heuristic's."""
-    recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k}), device)
+    recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
     return recorded or heuristic(m, n, k)
 
 
@@ -240,7 +245,7 @@ def on_cuda(
 ) -> Tensor:
     """y [M, N] of the operator by the kernel, with its recorded configuration."""
     packed = packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)
-    return launch(x, packed, configuration(x.shape[0], rows, columns, x.device))
+    return launch(x, packed, configuration(x.shape[0], rows, columns, bits, x.device))
 
 
 def limit(

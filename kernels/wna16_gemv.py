@@ -59,6 +59,15 @@ SPACE = [  # launch configurations that `python -m repro tune` tries; `configura
     for blocks in sorted({threads // (32 * warps) for threads in (256, 384, 640, 1024)} - {0})
     if warps * tiles * stages * chunk <= 8192
 ]
+SPACE += [  # fastest at some shape of an H200 in an earlier sweep
+    dict(zip(("warps", "tiles", "chunk", "stages", "splits", "blocks"), values))
+    for values in (
+        (2, 1, 512, 1, 2, 8), (2, 1, 768, 1, 2, 8), (4, 1, 128, 2, 1, 6), (4, 1, 128, 2, 2, 4), (4, 1, 128, 2, 2, 6),
+        (4, 1, 128, 2, 2, 7), (4, 2, 128, 2, 1, 4), (4, 2, 128, 2, 2, 4), (4, 2, 128, 3, 1, 4), (4, 2, 256, 2, 1, 4),
+        (8, 1, 128, 2, 1, 3), (8, 1, 128, 2, 2, 3), (8, 1, 256, 1, 1, 3), (8, 1, 256, 2, 1, 3), (8, 1, 384, 1, 1, 2),
+        (12, 1, 256, 1, 1, 1),
+    )
+]  # fmt: skip
 
 
 def make_inputs(

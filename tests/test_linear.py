@@ -26,7 +26,7 @@ def test_path_follows_the_recorded_crossover(recorded):
     recorded["default"] = {"decode": 4, "gemm": 16}
     ways = {m: linear.path(x[:m], packed) for m in (1, 4, 5, 16, 17)}
     assert ways == {1: "decode", 4: "decode", 5: "gemm", 16: "gemm", 17: "dequantize"}
-    recorded["48x256"] = {"decode": 0, "gemm": 32}
+    recorded["w4 48x256"] = {"decode": 0, "gemm": 32}
     assert linear.path(x[:1], packed) == linear.path(x[:32], packed) == "gemm"
 
 
@@ -40,7 +40,7 @@ def test_recorded_crossover_never_exceeds_what_a_way_can_do(recorded):
 def test_without_measurements_there_is_a_fallback(recorded):
     x, packed = inputs(1)
     assert linear.path(x, packed) == "decode"
-    ways = [linear.path_of(m, packed.rows, packed.columns, "cpu") for m in (8, 9, 128, 129)]
+    ways = [linear.path_of(m, packed.rows, packed.columns, packed.bits, "cpu") for m in (8, 9, 128, 129)]
     assert ways == ["decode", "gemm", "gemm", "dequantize"]
 
 

@@ -1,6 +1,8 @@
 """Tuning: every configuration is checked, the fastest is recorded, a device without a file has its heuristic."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from repro.bench.commands.tune import TUNABLE
 from repro.bench.kernel_list import load
 from repro.bench.timing import Task
 from repro.errors import UserError
+from repro.kernels import launch_config
 
 COSTS = {1: 3e-6, 2: 2e-6, 4: 1e-6, 8: 0.5e-6, 16: 1.995e-6}  # 8 is the fastest, and wrong
 SPACE = [{"warps": w} for w in COSTS]
@@ -40,21 +43,42 @@ def tunable(fake, space=SPACE):
 
 def test_the_fastest_right_configuration_wins():
     fake, said = Fake(), []
-    best = tune.sweep("toy", tunable(fake), fake, said.append)
-    assert best == {"16x32": {"warps": 4}, "48x32": {"warps": 4}}
+    best = [(place.key, config) for place, config in tune.sweep("toy", tunable(fake), fake, said.append)]
+    assert best == [("16x32", {"warps": 4}), ("48x32", {"warps": 4})]
     assert "toy 48x32: 1.00 us" in said[1] and "4 of 5 run" in said[1]
 
 
 def test_a_tie_goes_to_the_first():
     fake = Fake()
     space = [{"warps": 2}, {"warps": 16}]  # 16 is a quarter of a percent faster
-    assert tune.sweep("toy", tunable(fake, space), fake, str)["16x32"] == {"warps": 2}
+    assert next(tune.sweep("toy", tunable(fake, space), fake, str))[1] == {"warps": 2}
 
 
 def test_nothing_that_runs_is_said():
     fake = Fake()
     with pytest.raises(UserError, match="no configuration of toy runs at 16x32: .*off by"):
-        tune.sweep("toy", tunable(fake, [{"warps": 8}]), fake, str)
+        list(tune.sweep("toy", tunable(fake, [{"warps": 8}]), fake, str))
+
+
+def test_a_sweep_writes_as_it_goes_and_goes_on_where_it_was_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "DONE", tmp_path / "done")
+    path, fake, said = tmp_path / "nvidia-test.json", Fake(), []
+    first, second = tunable(fake)
+    cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        tune.swept("toy", [first, cut], fake, path, said.append)
+    assert tune.read(path) == {"toy": {"16x32": {"warps": 4}}}
+    other_space = dataclasses.replace(first, space=SPACE[:2])
+    for places, wanted in (([first, second], ["48x32"]), ([first, second], ["16x32", "48x32"])):
+        said.clear()
+        tune.swept("toy", places, fake, path, said.append)
+        assert [line.split()[1].rstrip(":") for line in said if " us, " in line] == wanted
+    assert tune.read(path)["toy"] == {"16x32": {"warps": 4}, "48x32": {"warps": 4}}
+    with pytest.raises(KeyboardInterrupt):
+        tune.swept("toy", [first, cut], fake, path, said.append)
+    said.clear()
+    tune.swept("toy", [other_space, second], fake, path, said.append)
+    assert sum(" us, " in line for line in said) == 2, "another space is swept anew"
 
 
 def test_merge_keeps_what_it_did_not_sweep_and_is_one_line_a_configuration(tmp_path):
@@ -78,7 +102,6 @@ def test_a_damaged_file_stops_before_the_sweep_and_stays(tmp_path, text):
 
 
 def test_the_launcher_finds_what_tune_wrote(tmp_path, monkeypatch):
-    launch_config = pytest.importorskip("repro.kernels.launch_config")
     monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
     launch_config.configurations.cache_clear()
     tune.merge(tmp_path / "cpu.json", "toy", {"48x32": {"warps": 4}})
@@ -87,13 +110,63 @@ def test_the_launcher_finds_what_tune_wrote(tmp_path, monkeypatch):
     launch_config.configurations.cache_clear()
 
 
-def test_a_device_without_a_file_says_so(tmp_path, monkeypatch):
-    launch_config = pytest.importorskip("repro.kernels.launch_config")
+def test_a_device_without_a_file_says_so_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
     launch_config.configurations.cache_clear()
-    with pytest.warns(UserWarning, match="no launch configurations for nvidia-test"):
+    for _ in range(2):
         assert launch_config.configurations("nvidia-test") == {}
+    assert [record.message for record in caplog.records] == [
+        "no launch configurations for nvidia-test (kernels/configs/nvidia-test.json); using heuristics"
+    ]
     launch_config.configurations.cache_clear()
+
+
+def test_a_card_like_a_tuned_one_takes_its_configurations_and_the_log_says_so_once(tmp_path, monkeypatch, caplog):
+    """An H100 has an H200's architecture and SMs; what was tuned on the card itself goes before."""
+    monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
+    names = {0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA H100 PCIe", 2: "NVIDIA H200"}
+    facts = {0: (9, 0, 132), 1: (9, 0, 114), 2: (9, 0, 132)}
+
+    def properties(index):
+        return SimpleNamespace(**dict(zip(("major", "minor", "multi_processor_count"), facts[index])))
+
+    for name, fake in {"is_available": lambda: True, "device_count": lambda: 3, "get_device_properties": properties,
+                       "get_device_name": lambda device: names[torch.device(device).index]}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    launch_config._slug.cache_clear()
+    tune.merge(tmp_path / "nvidia-h200.json", "toy", {"a": {"warps": 4}, "b": {"warps": 2}})
+    tune.merge(tmp_path / "nvidia-h200.json", "other", {"a": {"warps": 1}})
+    tune.merge(tmp_path / "nvidia-h100-80gb-hbm3.json", "toy", {"b": {"warps": 8}})
+    found = {}
+    for index in names:
+        launch_config.configurations.cache_clear()
+        found[index] = [launch_config.launch_config("toy", key, f"cuda:{index}") for key in ("a", "b", "c")]
+        found[index].append(launch_config.launch_config("other", "a", f"cuda:{index}"))
+    assert found[0] == [{"warps": 4}, {"warps": 8}, None, {"warps": 1}]
+    assert found[1] == [None] * 4
+    assert found[2] == [{"warps": 4}, {"warps": 2}, None, {"warps": 1}]
+    said = [record.message for record in caplog.records]
+    assert said[0] == ("launch configurations of nvidia-h200 for nvidia-h100-80gb-hbm3: same architecture, as many SMs")
+    assert len(said) == 2 and said[1].startswith("no launch configurations for nvidia-h100-pcie")
+    launch_config._slug.cache_clear()
+    launch_config.configurations.cache_clear()
+
+
+@pytest.mark.parametrize("name", TUNABLE)
+def test_every_recorded_configuration_is_in_the_space(name):
+    for path in tune.FOLDER.glob("*.json"):
+        for key, config in tune.read(path).get(name, {}).items():
+            assert config in load(name).SPACE, (path.name, key)
+
+
+def test_the_bits_are_in_the_key_of_every_weight():
+    """W2 and W8 do not run what was tuned for W4."""
+    recorded = tune.read(tune.FOLDER / "nvidia-h200.json")
+    assert all(key.startswith("w4 m") for key in recorded["w4a16_gemm"])
+    assert all(key.startswith("w4 ") or key == "default" for key in recorded["linear"])
+    case = {"M": 64, "N": 4096, "K": 4096}
+    keys = [load("w4a16_gemm").tuning_key(case | {"bits": bits}) for bits in (2, 4, 8)]
+    assert keys == [f"w{bits} m64 4096x4096" for bits in (2, 4, 8)] and keys[1] in recorded["w4a16_gemm"]
 
 
 @pytest.mark.parametrize("name", TUNABLE)

@@ -152,7 +152,7 @@ def test_misuse():
 def test_recorded_number_of_tokens(monkeypatch):
     """The configuration of the next recorded number of tokens, above the last one that of the last."""
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: {"key": key})
-    found = {m: w4a16_gemm.configuration(m, 8, 64, "cpu") for m in (1, 16, 17, 65, 256, 2048)}
+    found = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 17, 65, 256, 2048)}
     assert [config["key"] for config in found.values()] == [f"8x64 m{t}" for t in (16, 16, 32, 128, 256, 256)]
 
 

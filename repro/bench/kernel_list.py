@@ -93,7 +93,7 @@ def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> C
 
 def linear_way(layer: Layer, count: int) -> str:
     """Which of its ways the dispatcher takes, as the note of a row."""
-    return "by " + load("linear").path_of(count, layer.rows, layer.columns, layer.device)
+    return "by " + load("linear").path_of(count, layer.rows, layer.columns, 4, layer.device)
 
 
 def w8a8_way(layer: Layer, count: int) -> str:

@@ -269,9 +269,9 @@ def _check(row: Row, where: str, peaks: Mapping[str, float], said: str) -> None:
     bound, why = roofline(row, peaks)
     if row.us < bound:
         raise UserError(f"{where}: {row.us} us, less than the {bound:.3g} us that {why}{said} allows; measure again")
+    _check_sizes(row, where)
     if row.status == "ok" and row.mode == "cold" and row.floor_us and row.us * FLOOR_NOISE < row.floor_us:
         raise UserError(f"{where}: {row.us} us, less than the {row.floor_us} us of reading its bytes; measure again")
-    _check_sizes(row, where)
 
 
 def _check_sizes(row: Row, where: str) -> None:

@@ -1,14 +1,16 @@
 """Launch configurations as data: `python -m repro tune <kernel>` sweeps a kernel's `SPACE` on this device.
 
 Every configuration is checked against the reference before it is timed, all of a shape take turns, and the fastest goes
-to `kernels/configs/<device>.json`, which `kernels/launch_config.py` reads. Keys that were not swept stay as they are.
+to `kernels/configs/<device>.json`, which `kernels/launch_config.py` reads, as soon as its shape is done. Keys that were
+not swept stay as they are. A sweep that was cut goes on where it stopped: `build/tune/` says which shapes of which
+space are done.
 """
 
 import functools
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ from repro.bench.kernel_list import load
 from repro.bench.recorded import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
 from repro.errors import UserError
-from repro.files import write_text
+from repro.files import short_hash, write_text
 from repro.kernels.launch_config import FOLDER, device_slug
 
+DONE = Path("build") / "tune"  # a file a device and kernel: keys that were swept, with the hash of their space
 TIE = 0.01  # within so much of the fastest, the configuration that comes first in SPACE wins: no churn from noise
 AT_ONCE = 12  # configurations that are measured together; each has its copies of the weights
 
@@ -113,13 +116,12 @@ TUNABLE: dict[str, Callable[[], list[Place]]] = {
 
 def sweep(
     kernel: str, places: Iterable[Place], backend: timing.Cuda, say: Callable[[str], None] = print
-) -> dict[str, dict[str, Any]]:
-    """The fastest configuration of each place, by shape key.
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Each place with its fastest configuration, as soon as it is known.
 
     Raises:
         UserError: nothing in the space runs at a place.
     """
-    best: dict[str, dict[str, Any]] = {}
     for place in places:
         task_of, failures = place.prepare(), {}
         configs = {json.dumps(config, sort_keys=True): dict(config) for config in place.space}
@@ -131,9 +133,29 @@ def sweep(
             reason = next(iter(failures.values()), "its SPACE is empty")
             raise UserError(f"tune: no configuration of {kernel} runs at {place.key}: {reason}")
         winner = pick(found)
-        best[place.key] = configs[winner.name]
         say(f"{kernel} {place.key}: {winner.us:.2f} us, {winner.name}; {len(found)} of {len(configs)} run")
-    return best
+        yield place, configs[winner.name]
+
+
+def swept(
+    kernel: str, places: Sequence[Place], backend: timing.Cuda, path: Path, say: Callable[[str], None] = print
+) -> None:
+    """Sweep the places that are not done and write each winner to `path` at once; what is done is forgotten at the end.
+
+    Raises:
+        UserError: `path` is not a file of configurations, or nothing in the space runs at a place.
+    """
+    record = DONE / path.stem / f"{kernel}.json"
+    done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    spaces = {place.key: short_hash(json.dumps(list(map(dict, place.space)), sort_keys=True)) for place in places}
+    todo = [place for place in places if done.get(place.key) != spaces[place.key]]
+    if len(todo) < len(places):
+        say(f"{kernel}: {len(places) - len(todo)} of {len(places)} shapes are done; remove {record} to begin anew")
+    for place, best in sweep(kernel, todo, backend, say):
+        merge(path, kernel, {place.key: best})
+        done[place.key] = spaces[place.key]
+        write_text(record, json.dumps(done, indent=0) + "\n")
+    record.unlink(missing_ok=True)
 
 
 def pick(found: Sequence[Timing]) -> Timing:
@@ -231,5 +253,5 @@ def tune(kernel: str) -> Path:
         raise UserError(f"tune: {reason}")
     path = FOLDER / f"{device_slug('cuda')}.json"
     read(path)  # complain before the sweep, not after it
-    merge(path, kernel, sweep(kernel, TUNABLE[kernel](), timing.Cuda()))
+    swept(kernel, TUNABLE[kernel](), timing.Cuda(), path)
     return path
