@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from repro import models
+from repro.__main__ import main
 from repro.cells import acceptance
 from repro.data import prompts
 from repro.engine import weights
@@ -62,8 +63,11 @@ def test_other_drafts_temperatures_and_sets_are_other_jobs():
         acceptance.Ask("mt-bench", depth=32),
         acceptance.Ask("mt-bench", top_k=4),
         acceptance.Ask("mt-bench", draft_temperature=1.0),
+        acceptance.Ask("mt-bench", draft="self"),
     ]
     assert len({acceptance.jobs(ask, target)["prompts"].id for ask in asks}) == len(asks)
+    named = acceptance.Ask("mt-bench", draft_temperature=0.2)  # the default, in words
+    assert acceptance.jobs(named, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
     shown = acceptance.Ask("mt-bench", show="repeated 4-grams", unit="fraction")
     assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
 
@@ -118,3 +122,32 @@ def test_table_1_asks_for_the_papers_draft_in_every_subspec_row():
     cells = [c for c in tables.cells("subspec", "1") if c.measure == "acceptance" and c.metric == "accept_length"]
     assert {(c.ask.temperature, c.ask.config) for c in cells} == {(t, subspec.Config()) for t in (0.0, 0.6)}
     assert all(c.row.startswith("SubSpec") and c.recipe == "fp16" for c in cells)
+
+
+def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
+    target = Target(scales.load({"acceptance": {"prompts": 1, "tokens": 14}}, name="pocket"), "pocket-3m", "fp16")
+    lengths = {}
+    for draft in ("self", "subspec"):
+        job = acceptance.jobs(acceptance.Ask("mt-bench", draft=draft, depth=6, top_k=1, bits=2), target)["prompts"]
+        (tmp_path / draft).mkdir()
+        acceptance.run(job, {}, tmp_path / draft, observations.origin(job, {}))
+        kept = observations.load(tmp_path / draft / observations.FILE).series
+        lengths[draft] = kept["tokens"].values[0] / kept["iterations"].values[0]
+    assert lengths["self"] == 15 / 3 > lengths["subspec"]  # the prefill and two whole paths of 6 with their bonus
+
+
+def test_table_5_asks_for_six_draft_temperatures_of_two_drafts():
+    cells = [c for c in tables.cells("subspec", "5") if c.measure == "acceptance"]
+    asked = {(c.ask.draft, c.ask.config.temperature) for c in cells}
+    assert asked == {(draft, t) for draft in ("self", "subspec") for t in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)}
+    assert {c.ask.prompts for c in cells} == {"mt-bench"}
+
+
+def test_the_command_reads_numbers(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["acceptance", "pocket-3m", "--prompts", "gsm8k", "--temperature"]
+    assert main([*words, "warm"]) == 2
+    assert "'warm' is not a number of 0 or more" in capsys.readouterr().err
+    small = ["--depth", "3", "--top_k", "2", "--config", "acceptance={prompts: 2, tokens: 4}"]
+    assert main([*words, "0.5", *small]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("tokens")

@@ -39,13 +39,13 @@ class Ask:
     """Tokens of an iteration, all new tokens over all iterations; or the share of repeated 4-grams, as a fraction.
 
     `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth` and
-    `draft_temperature` are the draft's, 0 being the default of `methods.subspec.Config`.
+    `draft_temperature` are the draft's, 0 being the default of `methods.subspec.Config`. `self` is the target as draft.
     """
 
     prompts: str
     show: Literal["length", "repeated 4-grams", "less repetitive half"] = "length"
     temperature: float = 0.0
-    draft: Literal["subspec"] = "subspec"
+    draft: Literal["subspec", "self"] = "subspec"
     bits: int = 0
     top_k: int = 0
     depth: int = 0
@@ -63,7 +63,7 @@ class Ask:
         """The draft's configuration."""
         given = {name: getattr(self, name) for name in ("bits", "top_k", "depth") if getattr(self, name)}
         if self.draft_temperature:
-            given |= {"temperature": self.draft_temperature, "sampled_temperature": self.draft_temperature}
+            given["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
         return subspec.Config(**given)
 
 
@@ -95,7 +95,8 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     if protocol is None or lacking(ask):
         return None
     count = min(protocol.prompts, prompts.SETS[ask.prompts].prompts)
-    rule = {"tokens": protocol.tokens, "count": count, "temperature": ask.temperature, "draft": vars(ask.config)}
+    rule = {"tokens": protocol.tokens, "count": count, "temperature": ask.temperature}
+    rule |= {"draft": vars(ask.config), "of": ask.draft}
     inputs = target.inputs() | rule | {"prompts": prompts.identifier(ask.prompts), "seed": target.seed}
     inputs["calibration"] = compress.job(target).declared().get("calibration")
     needs = {"weights": compress.job(target)} if target.recipe.steps else {}
@@ -115,7 +116,8 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     context = weights.check(given["model"], lm.model.config, None)
     device = torch.device(given["device"])
     target = weights.decoder(lm, context + config.nodes, device, getattr(torch, given["dtype"]))
-    core = Speculating(given["model"], target, draft_of(lm, target, config), config, given["hub"])
+    drafting = target if given["of"] == "self" else draft_of(lm, target, config)
+    core = Speculating(given["model"], target, drafting, config, given["hub"])
     columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "repeated": []}
     for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
         how = {"temperature": given["temperature"], "seed": number}

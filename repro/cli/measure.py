@@ -27,14 +27,14 @@ def options(parser: argparse.ArgumentParser, path: Path) -> None:
             how["choices"] = typing.get_args(field.type)
         elif field.type is bool:
             how = {"action": "store_true", "default": None}
-        elif field.type is int:
-            how["type"] = common.number(0)
+        elif field.type in (int, float):
+            how["type"] = common.number(0, field.type)
         parser.add_argument(f"--{field.name}", **how)
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of a kind's `Ask`; its type is str, int, bool, a Literal or a tuple."""
+    """A field of a kind's `Ask`; its type is str, int, float, bool, a Literal or a tuple."""
 
     name: str
     type: Any
