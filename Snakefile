@@ -2,7 +2,7 @@
 # which cells there are, a kind of cell (repro/cells) which jobs it needs; every job has one rule and one runner.
 #
 #   snakemake --cores 8 tables/table1.tex
-#   SCALE=pocket-real REPRO_DATA=… snakemake --cores 8 tables/spear/table1.tex
+#   REPRO_DATA=… snakemake --cores 8 tables/bitbybit/table1.tex
 #   snakemake --cores 8 --configfile config/gpu.yaml all
 import os
 import sys

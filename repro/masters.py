@@ -34,7 +34,7 @@ measure:
   perplexity: {{kind: perplexity, corpus: wikitext2, unit: ppl}}
 beside:
   BPW: {{kind: storage}}
-scales: [pocket, pocket-real, pocket-full]
+scales: [pocket]
 """
 FIGURE = """# Figure 3 of the committed master of {model}, live wherever it is drawn. Written by repro.masters.
 title: Distribution of weights of the committed master at several widths

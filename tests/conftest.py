@@ -1,7 +1,6 @@
 """What several test files share: one thread, the data mirror where there is one, and a tiny random Llama."""
 
 import os
-from functools import cache
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from dag import built, source  # noqa: F401
 from tiny_results import house, tiny_jobs  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from repro import models
 from repro.files import ROOT
 
 torch.set_num_threads(1)
@@ -23,12 +21,6 @@ LONGEST = (  # of these only the first needs the build that workers share at onc
 def pytest_collection_modifyitems(items):
     """The longest files come first: a worker that got one last would be waited for."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-
-
-@pytest.fixture
-def pocket_models_stay(monkeypatch):
-    """For tests that ask for the jobs of thousands of cells: the models' tokenizers are hashed once."""
-    monkeypatch.setattr(models, "tokenizer_key", cache(models.tokenizer_key))
 
 
 @pytest.fixture

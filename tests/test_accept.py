@@ -120,7 +120,7 @@ def test_every_column_is_compared():
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (",live,tiny,", ",live,pocket-full,", "is not built here"),  # another scale has other jobs
+        (",live,tiny,", ",live,gpu,", "is not built here"),  # another scale has other jobs
         (",live,tiny,", ",live,tinny,", "unknown scale 'tinny'; did you mean 'tiny'?"),
         ("spear,table,1,RTN pc,Wiki", "spaer,table,1,RTN pc,Wiki", "unknown table 'spaer/table1'"),
         ("spear,table,1,RTN pc,Wiki", "spear,table,99,RTN pc,Wiki", "unknown table 'spear/table99'"),
@@ -404,7 +404,7 @@ def test_changed_series_leave_the_old_ones_until_their_row_is_written(house, mon
     assert np.exp(seed["nll"].values.mean()) == before
 
 
-def test_what_is_stored_is_what_its_observations_say(pocket_models_stay):
+def test_what_is_stored_is_what_its_observations_say():
     """Every accepted row of this checkout is readable, in its place, and recomputed from its series."""
     accepted.forget()
     rows = accepted.every()
@@ -431,9 +431,8 @@ def test_what_is_stored_is_what_its_observations_say(pocket_models_stay):
         ({"perplexity": {"length": 32, "windows": 99, "kl_windows": 8}}, "RTN pc"),
         ({"calibration": {"corpus": "pocket-sample-calib", "sequences": 5, "length": 64}}, "GPTQ g128"),
         ({"dtype": "bfloat16"}, "RTN pc"),
-        ({"threads": 2}, "RTN pc"),
     ],
-    ids=["windows", "budget", "dtype", "threads"],
+    ids=["windows", "budget", "dtype"],
 )
 def test_other_inputs_are_stale(house, tiny_jobs, change, row):
     accept(house.table())
@@ -459,21 +458,22 @@ def test_another_environment_alone_makes_nothing_stale(house, monkeypatch):
 # --- cells that another machine measures ------------------------------------------------------------------------------
 
 
-def test_recorded_cells_are_accepted_from_brought_folders(house, monkeypatch):
-    """GPTQ belongs to another device at this scale; its folders were brought from there."""
-    at = measure.replace(house.scale, recorded={"gptq": (house.scale.models[MODEL],)}, recorded_on="cpu")
-    flow = Workflow(at, recorded=False)
-    cell = house.cell("GPTQ g128")
-    assert not flow.is_live(cell) and measure.one(flow, cell).status == "not_run"
-    brought = Workflow(at, recorded=False, built=True)
-    assert brought.is_live(cell) and measure.one(brought, cell).status == "ok"
+def test_what_was_measured_on_any_device_is_accepted_from_brought_folders(house, monkeypatch):
+    """The scale leaves the device open; the folders were made on a CPU, and this machine has a GPU."""
+    at = measure.replace(house.scale, device="any")
+    monkeypatch.setattr("repro.spec.scale.has_cuda", lambda: True)
     monkeypatch.setattr("repro.spec.scale.load", lambda config=None, name=None, path=None: at)
+    cell = house.cell("GPTQ g128")
+    assert measure.one(Workflow(at), cell).status == "not_run", "on this GPU nothing is built"
+    brought = measure.one(Workflow(at.on("cpu"), recorded=False), cell)
+    assert brought.status == "ok" and brought.device_class == "cpu"
     path = house.place / "built.csv"
-    path.write_text(accepted.to_csv([measure.one(brought, cell)]))
+    path.write_text(accepted.to_csv([brought]))
     assert list(accept(path).values()) == [1]
-    assert (measure.one(flow, cell).status, measure.one(flow, cell).live) == ("ok", "recorded")
     shutil.rmtree(house.place / "build")
-    assert not brought.is_live(cell) and measure.one(Workflow(at, False, True), cell).live == "recorded"
+    for flow in (Workflow(at), Workflow(at, recorded=True), Workflow(at, recorded=False)):
+        shown = measure.one(flow, cell)
+        assert (shown.status, shown.live, shown.value) == ("ok", "recorded", brought.value)
 
 
 def test_a_cell_without_a_job_is_live_everywhere_and_never_accepted(house, monkeypatch):

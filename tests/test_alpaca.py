@@ -57,7 +57,5 @@ def test_the_mirror_holds_it(mirror):
     assert len(ids) == 185_643, "enough for every scale"
 
 
-def test_scales_with_the_mirror_calibrate_on_it_and_the_default_one_does_not():
-    assert scales.load(name="pocket-real").calibrated_on("alpaca").calibration.corpus == NAME
-    assert scales.load(name="pocket-full").calibrated_on("alpaca").calibration.corpus == NAME
-    assert scales.load(name="pocket").calibrated_on("alpaca").calibration.corpus == "pocket-sample-calib"
+def test_the_default_scale_calibrates_on_it():
+    assert scales.load(name="pocket").calibrated_on("alpaca").calibration.corpus == NAME

@@ -130,8 +130,8 @@ NAMES: list[Case] = [
     (("plan", "spear/table99"), ("unknown table 'spear/table99'",), None),
     (("verify", "spear/table99"), ("unknown table 'spear/table99'",), None),
     (("verify", "spear/table3"), ("unknown table with a spec 'spear/table3'",), None),
-    (("verify", "spear/table4"), ("nothing is recorded for spear/table4 at scale pocket",), None),
-    (("coverage", "--scale", "nope"), ("unknown scale 'nope'", "pocket-real"), None),
+    (("verify", "bitbybit/table6"), ("nothing is recorded for bitbybit/table6 at scale pocket",), None),
+    (("coverage", "--scale", "nope"), ("unknown scale 'nope'", "pocket"), None),
     (("coverage", "--scale", "../config/pocket"), ("unknown scale '../config/pocket'",), None),
     (("pretrain", "pocket-33m"), ("unknown pocket model 'pocket-33m'", "did you mean"), None),
     (("pretrain", "pocket-3m"), ("--corpus", "REPRO_DATA"), None),
@@ -168,9 +168,7 @@ def test_version_and_list(here, capfd):
     assert main(["--version"]) == 0 and capfd.readouterr().out.startswith("lowbit-repro 0.")
     assert main(["list"]) == 0
     out = capfd.readouterr().out
-    assert all(
-        word in out for word in ("spear/table1", "spear/figure13", "pocket-full", "gptq", "pocket-3m", "storage")
-    )
+    assert all(word in out for word in ("spear/table1", "spear/figure13", "pocket", "gptq", "pocket-3m", "storage"))
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
@@ -178,7 +176,7 @@ def test_version_and_list(here, capfd):
 CONFIG = [
     ("threads=abc", "threads: expected int, got str 'abc'"),
     ("threads=-1", "threads is -1; it is 1 or more"),
-    ("device=$(touch x)", "device: unknown value '$(touch x)'; choose from: cpu, cuda"),
+    ("device=$(touch x)", "device: unknown value '$(touch x)'; choose from: any, cpu, cuda"),
     ("=2", "unknown key ''"),
     ("name=other", "unknown scale 'other'"),
     ("models=null", "models: expected a mapping"),
@@ -197,9 +195,13 @@ CONFIG = [
     ("calibration={corpus: c5}", "calibration: corpus: unknown corpus 'c5'"),
     ("calibration={sequences: 0}", "calibration: sequences is 0; it is 1 or more"),
     ("corpora={wikitext2: wikitext3}", "corpora: wikitext2: unknown corpus 'wikitext3'; did you mean 'wikitext2'"),
-    ("reduced={spaer: {x: 1}}", "reduced: unknown step 'spaer'; did you mean 'spear'"),
-    ("reduced={spear: {effort: .nan}}", "effort: nan is no finite number"),
-    ("recorded={rnt: [pocket-3m]}", "recorded: unknown step 'rnt'; did you mean 'rtn'"),
+    ("replicate={windows: 0}", "replicate: windows is 0; it is 1 or more"),
+    ("replicate={seconds: .nan}", "replicate: seconds"),
+    (
+        "replicate={recipes: {spaer: [pocket-3m]}}",
+        "replicate: recipe 'spaer': unknown step 'spaer'; did you mean 'spear'",
+    ),
+    ("device=gpu", "device: unknown value 'gpu'"),
 ]
 
 
@@ -583,7 +585,7 @@ PROBES = {
     TABLE: ("table", "spear/table1"),
     FIGURE: ("table", "spear/figure13"),
     HEADLINE: ("table", "table1"),
-    MEMORY: ("run", "spear/memory", "--dry-run", "--scale", "pocket-full"),
+    MEMORY: ("run", "spear/memory", "--dry-run", "--scale", "pocket"),
 }
 
 
@@ -695,7 +697,7 @@ MEMORY_EDITS = [
     ("models: [Llama-3.2-1B, Llama-3.2-3B, Llama-2-7B]", "models: []", "needs rows, models and measure"),
     ("corpus: wikitext2}", "corpsu: wikitext2}", "perplexity: unknown key 'corpsu'"),
     ('{s: "{recipe}",', '{"a b": "{recipe}",', "cells: 'a b' is no name"),
-    ("scales: [pocket-full]", "scales: [pocket-ful]", "scales: unknown scale 'pocket-ful'"),
+    ("scales: [pocket]", "scales: [pokcet]", "scales: unknown scale 'pokcet'"),
 ]
 
 
@@ -891,11 +893,13 @@ def test_show_damaged(here, capfd, text):
 
 def test_show(here, capfd):
     refused(capfd, ("show", "spear/table99"), "unknown table 'spear/table99'", "did you mean 'spear/table9'")
-    refused(capfd, ("show", "spear/table1"), SHOWN, "not built yet", "make tables/spear/table1.tex")
     refused(capfd, ("show", "../../x"), "unknown table '../../x'")
     refused(capfd, ("show", f"x/{LONG}"), "unknown table 'x/xxx")
-    write(SHOWN, WHOLE)(here)
+    assert main(["show", "spear/table15"]) == 0
+    assert "from stored results; make tables/spear/table15.tex builds it" in capfd.readouterr().out
+    write(SHOWN, WHOLE + "\nreplicated here: 1 of 2 cells agree.\n\ndiffers: a cell\n")(here)
     assert main(["show", "spear/table1"]) == 0
+    assert capfd.readouterr().out.endswith("replicated here: 1 of 2 cells agree.\ndiffers: a cell\n"), "said last"
 
 
 JOB = {"kind": "tokens", "label": "x", "inputs": "{}", "options": "{}", "needs": [], "steps": []}
@@ -918,9 +922,10 @@ def test_files_of_jobs(here, capfd, text, said):
 
 
 def test_jobs_of_another_text_or_model_are_refused_before_any_runs(here, capfd):
-    """Another Python has other documentation; its numbers may not appear under the name of the declared text."""
+    """Numbers of another text may not appear under the name of the declared one; files are saved for a GPU."""
     assert main(["run", "spear/table8", "--save", "jobs.json"]) == 0
     jobs = json.loads(Path("jobs.json").read_text())
+    assert {json.loads(job["options"])["device"] for job in jobs if job["kind"] == "compress"} == {"cuda"}
     text = next(job for job in jobs if job["kind"] == "tokens")
     text["inputs"] = json.dumps(json.loads(text["inputs"]) | {"text": "0" * 16})
     write("one.json", json.dumps([text]))(here)
@@ -928,11 +933,13 @@ def test_jobs_of_another_text_or_model_are_refused_before_any_runs(here, capfd):
     refused(capfd, ("run", "one.json"), f"tokens/{text['label']}.", f"{label} here is another text than where")
     text["inputs"] = json.dumps(json.loads(text["inputs"]) | {"tokenizer": "0" * 8})
     write("one.json", json.dumps([text]))(here)
-    refused(capfd, ("run", "one.json"), "pocket-3m has another tokenizer here than where the jobs were written")
+    name = json.loads(text["options"])["model"]
+    refused(capfd, ("run", "one.json"), f"{name} has another tokenizer here than where the jobs were written")
     model = next(job for job in jobs if job["kind"] == "compress")
     model["inputs"] = json.dumps(json.loads(model["inputs"]) | {"model": "0" * 8})
     write("one.json", json.dumps(model | {"needs": []}))(here)
-    refused(capfd, ("run", "one.json"), "pocket-3m here is another model than where the jobs were written")
+    name = json.loads(model["options"])["model"]
+    refused(capfd, ("run", "one.json"), f"{name} here is another model than where the jobs were written")
     for hollow in (JOB, JOB | {"kind": "compress", "inputs": '{"model": "x"}'}):
         write("one.json", json.dumps(hollow))(here)
         refused(capfd, ("run", "one.json"))

@@ -69,7 +69,7 @@ def test_tokens_against_a_slow_reference(monkeypatch, tmp_path):
 
 
 def test_eight_windows_settle_a_difference_and_no_loss_by_itself():
-    random, flow = np.random.default_rng(0), Workflow(scale.load(name="pocket"))
+    random, flow = np.random.default_rng(0), Workflow(scale.load(name="pocket"), recorded=False)
     errors, nll = random.random((8, 50)), random.normal(3, 1, (8, 50))
     cell = Cell(*[""] * 7, measure="by_error", ask=Ask("rtn-w4-pc", 2), recipe="rtn-w4-pc")
     one, other = (
@@ -82,7 +82,7 @@ def test_eight_windows_settle_a_difference_and_no_loss_by_itself():
 
 
 def test_one_job_for_all_quartiles_and_another_for_another_base():
-    at = Target(scale.load(name="pocket"), "pocket-3m", "rtn-w4-pc + spear")
+    at = Target(scale.load({"perplexity": {"windows": 8}}, "pocket"), "pocket-3m", "rtn-w4-pc + spear")
     first, last, other = (
         jobs(ask, at)["tokens"] for ask in (Ask("rtn-w4-pc", 1), Ask("rtn-w4-pc", 4), Ask("rtn-w3-pc", 1))
     )
@@ -91,5 +91,5 @@ def test_one_job_for_all_quartiles_and_another_for_another_base():
     plain = jobs(Ask("rtn-w4-pc", 1), at.under("fp16"))["tokens"]
     assert [role for role, _ in plain.needs] == ["text", "base"]
     assert jobs(Ask("rtn-w4-pc", 1), Target(scale.load({"perplexity": None}, "pocket"), "pocket-3m", "fp16")) is None
-    with pytest.raises(UserError, match="calibrated on pocket-sample-calib"):
-        jobs(Ask("rtn-w4-pc", 1, corpus="pocket-sample-calib"), at.under("gptq-w4-pc"))
+    with pytest.raises(UserError, match="calibrated on wikitext2-train-part"):
+        jobs(Ask("rtn-w4-pc", 1, corpus="wikitext2-train-part"), at.under("gptq-w4-pc"))

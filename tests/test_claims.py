@@ -50,7 +50,7 @@ GROUP = "gptq-64-v1 on pocket-sample"
 
 def flow(**changes):
     """A workflow at the scale of this file, some keys changed."""
-    return Workflow(scales.load(SETTINGS | changes))
+    return Workflow(scales.load(SETTINGS | changes), recorded=False)
 
 
 @pytest.fixture(autouse=True)
@@ -280,13 +280,13 @@ def test_cases_may_be_a_product_of_lists_and_a_quantity_may_have_constants():
 
 
 def test_live_and_accepted_cells_are_paired(kept):
-    at = flow(recorded={"spear": ["pocket-3m"]}, recorded_on="cpu")
+    at = flow()
     observe(at)
-    whole = judge(flow(), SHARE).cases[0]
+    whole = judge(at, SHARE).cases[0]
     accept(at, ["+SPEAR pc on RTN"], kept)
     judged = judge(at, SHARE)
     (case,) = judged.cases
-    assert {m.live for m in judged.cells} == {"live", "recorded"} and case.on == "pocket-3m, pocket-3m*"
+    assert {m.live for m in judged.cells} == {"live", "recorded"} and case.on == "pocket-3m"
     assert (case.measured, case.lo, case.hi) == pytest.approx((whole.measured, whole.lo, whole.hi), rel=1e-12)
 
 
@@ -303,7 +303,7 @@ def test_the_worst_grade_counts(monkeypatch, worst):
 
 
 def test_a_stale_cell_is_no_evidence(kept):
-    at = flow(recorded={"spear": ["pocket-3m"]}, recorded_on="cpu")
+    at = flow()
     observe(at)
     accept(at, ["+SPEAR pc on RTN"], kept, inputs="00000000")
     judged = judge(at, SHARE)
@@ -311,7 +311,7 @@ def test_a_stale_cell_is_no_evidence(kept):
 
 
 def test_accepted_results_whose_observations_are_gone_bring_their_own_interval(kept):
-    at = flow(recorded={"rtn": ["pocket-3m"]}, recorded_on="cpu")
+    at = flow()
     alone = dataclasses.replace(DAMAGE, cells={"b": "RTN pc | Wiki"}, quantity="b", holds="> 1")
     for given_, ends, verdict in (
         ({"lo": 9.5, "hi": 10.5}, (9.5, 10.5), 0),
@@ -322,47 +322,8 @@ def test_accepted_results_whose_observations_are_gone_bring_their_own_interval(k
         observe(at, ["RTN pc"])
         accept(at, ["RTN pc"], kept, **({"value": 10.0, "observations": ""} | given_))
         (case,) = judge(at, alone).cases
-        assert case.measured == 10.0 and case.on == "pocket-3m*" and case.verdict == verdict
+        assert case.measured == 10.0 and case.on == "pocket-3m" and case.verdict == verdict
         assert (case.lo, case.hi) == (ends if ends[0] is None else pytest.approx(ends))
-
-
-@pytest.mark.parametrize("built", [True, False])
-def test_what_is_live_before_the_scale_that_judges(kept, monkeypatch, built):
-    there = flow(name="elsewhere")
-    observe(there)
-    accept(there, ["FP16", "RTN pc"], kept)
-    at, load = flow(judged_on="elsewhere"), scales.load
-    monkeypatch.setattr(scales, "load", lambda name: load(SETTINGS | {"name": name}))
-    if built:
-        observe(at)
-    judged = judge(at, DAMAGE)
-    assert judged.measured and judged.scale == ("test" if built else "elsewhere")
-    assert judged.cases[0].on == "pocket-3m" + "*" * (not built)
-
-
-@pytest.mark.parametrize(
-    ("live", "whole_elsewhere", "on"),
-    [
-        ("live", True, "own"),
-        ("recorded", True, "elsewhere"),
-        ("recorded", False, "own"),
-        ("live", False, "own"),
-        ("", True, "elsewhere"),  # nothing is measured here
-    ],
-)
-def test_live_before_the_scale_that_judges_before_own_recordings(monkeypatch, live, whole_elsewhere, on):
-    def evidence(at, claim):
-        own = at.scale.name == "pocket"
-        if not (live if own else whole_elsewhere):
-            return (Case("m", "> 0", 1.0, missing="not_run"),), (), at.scale.name
-        cell = measure.Measurement(*"spear table 1 r c m ppl".split(), value=1.0, status="ok", grade="C")
-        cell = dataclasses.replace(cell, live=live if own else "recorded")
-        case = Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, on="own" if own else "elsewhere", verdict=0)
-        return (case,), (cell,), at.scale.name
-
-    monkeypatch.setattr(claims, "evidence", evidence)
-    judged = judge(Workflow(scales.load(name="pocket")), GAP)
-    assert judged.measured and judged.cases[0].on == on and judged.grade == "C"
 
 
 # --- further readings -------------------------------------------------------------------------------------------------

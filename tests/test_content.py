@@ -42,7 +42,7 @@ def world(fake, monkeypatch, tmp_path):  # noqa: F811
         monkeypatch.setattr(tables, "table", lambda p, n: made if (p, n) == ("spear", number) else known(p, n))
         if correct:
             monkeypatch.setattr(runner.JOBS["zeroshot"], "run", items(correct))
-        flow = Workflow(scales.load(CONFIG | (config or {})))
+        flow = Workflow(scales.load(CONFIG | (config or {})), recorded=False)
         fake(flow.every_job(flow.cells("spear", number)))
         return flow
 
@@ -80,7 +80,7 @@ def test_every_printed_cell_appears_once_and_first(world, config):
 @pytest.mark.parametrize(("paper", "number"), [(p, n) for p in papers.PAPERS for n in papers.tables(p)])
 def test_every_printed_cell_of_every_table_appears_without_any_job(paper, number, monkeypatch, tmp_path):
     monkeypatch.setattr(accepted, "RESULTS", tmp_path)
-    flow = Workflow(scales.load(CONFIG | {"models": {}}))
+    flow = Workflow(scales.load(CONFIG | {"models": {}}), recorded=False)
     cells = flow.cells(paper, number)
     found = measure.measure(flow, cells)
     wanted = [(c.row, c.col, c.model, c.metric, c.value) for c in papers.printed(paper, number)]
@@ -107,7 +107,7 @@ def test_the_file_holds_every_cell(world, tmp_path):
 
 
 def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
-    flow = Workflow(scales.load(CONFIG))
+    flow = Workflow(scales.load(CONFIG), recorded=False)
     sheet = rendered.build(flow, "spqt/table1", tmp_path)
     assert {m.status for m in from_csv(tmp_path / "spqt" / "table1.csv")} == {"other_device"}
     assert sheet.rows == [["other device: the paper names machines on which nothing runs here; 16 printed cells"]]
@@ -251,14 +251,14 @@ def recorded(world, monkeypatch):
     return make
 
 
-def test_a_recorded_cell_fills_what_is_not_live_and_is_marked(recorded):
+def test_a_recorded_cell_has_no_mark(recorded):
     flow, kept = recorded()
     m = at(flow, "GPTQ pc", "Wiki", ONE)
     assert m == dataclasses.replace(kept, live="recorded") and m.status == "ok"
-    assert content.here(m).startswith(f"{content.number(m.value)}* [")
+    assert content.here(m).startswith(f"{content.number(m.value)} [")
     remarks = content.remarks(flow, "spear", "1", cells_of(flow))
     assert any(f"{kept.device}, commit {kept.commit}" in remark for remark in remarks)
-    assert [r for r in remarks if r.startswith("*")] and not [r for r in remarks if r.startswith("†")]
+    assert {r[0] for r in remarks} & {*content.LEGEND} <= {"§"}
     assert at(flow, "RTN pc", "Wiki", ONE).status == "not_run"
 
 
@@ -271,14 +271,14 @@ def test_a_recorded_cell_of_other_inputs_or_versions_is_stale(recorded, change, 
     flow, kept = recorded(**change)
     m = at(flow, "GPTQ pc", "Wiki", ONE)
     assert (m.status, m.live, m.value) == ("stale", "recorded", kept.value) and m.note.startswith(why)
-    assert content.here(m).startswith(f"{content.number(m.value)}*†")
-    assert [r[0] for r in content.remarks(flow, "spear", "1", cells_of(flow))][-2:] == ["*", "†"]
+    assert content.here(m).startswith(f"{content.number(m.value)}†")
+    assert [r[0] for r in content.remarks(flow, "spear", "1", cells_of(flow))][-1:] == ["†"]
 
 
 def test_a_recorded_floor_keeps_its_mark_and_another_scale_is_not_shown(recorded):
     flow, kept = recorded(status="floor")
-    assert "*‡" in content.here(at(flow, "GPTQ pc", "Wiki", ONE))
-    flow, kept = recorded(scale="pocket-full")
+    assert "‡" in content.here(at(flow, "GPTQ pc", "Wiki", ONE))
+    flow, kept = recorded(scale="gpu")
     assert at(flow, "GPTQ pc", "Wiki", ONE).status == "not_run"
 
 

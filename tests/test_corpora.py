@@ -238,7 +238,7 @@ def test_small_mirror_is_joined(small_mirror):
 
 def test_no_sequence_of_table_17_shares_a_passage_with_an_evaluated_text(mirror):
     """32 tokens in a row. Four documents of `c4-prefix` share some with `c4-local`, so that not every seed will do."""
-    full = scales.load(None, "pocket-full")
+    full = scales.load(None, "pocket")
     tokenizer = pocket.tokenizer("pocket-3m")
     pools = {text.corpus for text in full.calibration_texts.values() if not isinstance(text, str)}
     texts = [text for text in full.calibration_texts.values() if isinstance(text, str) and text not in pools]

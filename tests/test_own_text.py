@@ -91,7 +91,7 @@ def test_train_then_measure_then_generate(folders, here, capfd, layout):
     ids = models.tokenizer(str(folders[layout]))(Path("mine.txt").read_text())["input_ids"]
     for step in recipe.on_device(recipe.parse(SMALL).steps, "cpu"):
         step.module.apply(lm, torch.tensor(ids[:256]).view(4, 64), step.config)
-    scored = corpora.token_ids("pocket-sample", models.tokenizer("pocket-3m"))
+    scored = corpora.token_ids("wikitext2", models.tokenizer("pocket-3m"))
     want = np.exp(perplexity.score(lm.model, perplexity.windows(scored, 64, 2))["nll"].mean())
     assert main(["perplexity", "made", "--corpus", "wikitext2", *CONFIG]) == 0
     assert float(capfd.readouterr().out.splitlines()[-1].split()[0]) == pytest.approx(want, rel=1e-6)

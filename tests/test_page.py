@@ -67,7 +67,7 @@ def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
 
 
 def test_a_claim_of_bitbybit_that_is_not_seen_names_what_was_run_to_find_the_cause(flow, monkeypatch, bitbybit):
-    at = Workflow(scale.load(name=flow.scale.judged_on), recorded=True)
+    at = Workflow(flow.scale, recorded=True)
     for claim in page._claims("bitbybit"):
         found = claims.judge(at, claim)
         if found.measured and found.verdict == "not seen":
@@ -168,7 +168,7 @@ def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
         return [100 * known[(name, text, model, gain)].value / whole for name in head[2:]]
 
     for label, total, *classes in rows:
-        stand_in, _, what = label.partition("* ")
+        stand_in, _, what = label.partition(" ")
         text, pair = ("corpus wikitext2", ("KL", "KL recovered")) if what == "KL" else (what, ("gap", "recovered"))
         model = names[stand_in]
         first = points(model, "corpus wikitext2", "gap", "recovered")

@@ -17,7 +17,7 @@ import torch
 
 from repro.__main__ import main
 from repro.errors import Crowded, Refused, UserError
-from repro.jobs import plan, runner
+from repro.jobs import estimate, runner
 from repro.jobs.job import distinct, from_json, make
 from repro.jobs.workers import memory, pool
 from repro.record import observations
@@ -125,8 +125,8 @@ def test_the_seconds_of_a_job_are_kept_for_plan(job):
     text = done.benchmark.read_text()
     assert done.benchmark == Path("build/benchmarks") / f"{done.id}.tsv" and not bad.benchmark.exists()
     assert text.startswith("s\th:m:s\n0.") and text.endswith("\t0:00:00\n")
-    (run,) = plan.recorded(known=write_runs())
-    assert run.kind == "fake" and run.seconds == pytest.approx(float(text.split()[2]) + plan.START_S)
+    (run,) = estimate.recorded(known=write_runs())
+    assert run.kind == "fake" and run.seconds == pytest.approx(float(text.split()[2]) + estimate.START_S)
 
 
 def write_runs():

@@ -13,6 +13,7 @@ from repro.errors import UserError
 from repro.files import ROOT
 from repro.spec import scale, scale_files
 from repro.spec.scale import Calibration, hub_models, load, names
+from repro.spec.workflow import Workflow
 
 LABELS = {cell.model for p in papers.PAPERS for n in papers.tables(p) for cell in papers.printed(p, n)}
 
@@ -39,7 +40,7 @@ def config(tmp_path, monkeypatch):
 
 
 def test_what_is_shipped():
-    assert set(names()) >= {"pocket", "pocket-real", "pocket-full", "gpu", "paper"}
+    assert set(names()) >= {"pocket", "gpu", "paper"}
     assert not set(scale_files.NO_SCALES) & set(names())
 
 
@@ -82,8 +83,8 @@ def test_a_stand_in_is_never_repeated_in_a_table():
 
 
 def test_grade_says_what_a_stand_in_is_worth():
-    assert {name: load(None, name).grade for name in ("pocket", "pocket-real", "pocket-full", "gpu", "paper")} == {
-        "pocket": "C", "pocket-real": "C", "pocket-full": "C", "gpu": "A", "paper": "A",
+    assert {name: load(None, name).grade for name in ("pocket", "gpu", "paper")} == {
+        "pocket": "C", "gpu": "A", "paper": "A",
     }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def test_the_name_wins_over_the_environment_and_that_over_pocket(monkeypatch):
     assert load().name == "pocket"
     monkeypatch.setenv("SCALE", "gpu")
     assert load().name == "gpu"
-    assert load(None, "pocket-real").name == "pocket-real"
+    assert load(None, "pocket").name == "pocket"
     monkeypatch.setenv("SCALE", "")
     assert load().name == "pocket"
     monkeypatch.setenv("SCALE", "gpv")
@@ -103,6 +104,31 @@ def test_the_name_wins_over_the_environment_and_that_over_pocket(monkeypatch):
 def test_an_unknown_scale(name):
     with pytest.raises(UserError, match="^unknown scale"):
         load(None, name)
+
+
+def test_any_device_is_the_one_that_is_here(monkeypatch):
+    p = load(None, "pocket")
+    for there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(scale, "has_cuda", lambda there=there: there)
+        assert p.device == "any" and p.here().device == device and p.on("cuda").here().device == "cuda"
+        flow = Workflow(p, recorded=False)
+        cell = next(
+            c for c in flow.cells("spear", "1") if (c.row, c.col, c.stand_in) == ("RTN pc", "Wiki", "pocket-3m")
+        )
+        assert {job.given()["device"] for each in flow.jobs(cell) for job in each.values()} == {device}
+        declared = flow.inputs(cell)
+        assert "device" not in str(declared) and "threads" not in str(declared), "a result stands on every device"
+
+
+def test_what_a_build_measures_itself_is_short_and_trains_as_long():
+    p = load(None, "pocket")
+    brief = p.brief()
+    assert (brief.protocols["perplexity"].windows, brief.protocols["perplexity"].kl_windows) == (8, 8)
+    assert brief.protocols["zeroshot"].limit == brief.protocols["exam"].items == 100 and brief.seeds == 1
+    assert brief.calibration == p.calibration and brief.calibration_texts == p.calibration_texts
+    small = load({"perplexity": {"windows": 3, "kl_windows": 2}, "zeroshot": {"limit": 7}})
+    assert small.brief().protocols["perplexity"] == small.protocols["perplexity"], "no more than the scale asks for"
+    assert small.brief().protocols["zeroshot"] == small.protocols["zeroshot"]
 
 
 def test_a_base_gives_what_is_not_said(config):

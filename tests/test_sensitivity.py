@@ -102,8 +102,8 @@ def test_a_quantizer_that_rescales_is_applied_anew_and_full_precision_needs_noth
     assert rescaling.declared()["calibration"] == plain.declared()["calibration"] is not None
     (smaller,) = jobs(Ask("damage"), target("gptq-w4-pc", sensitivity={"sequences": 2})).values()
     assert smaller.id != plain.id and smaller.given()["sequences"] == 2
-    with pytest.raises(UserError, match="calibrated on pocket-sample-calib, and perplexity is measured on"):
-        jobs(Ask("damage", corpus="pocket-sample-calib"), target("gptq-w4-pc"))
+    with pytest.raises(UserError, match="calibrated on wikitext2-train-part, and perplexity is measured on"):
+        jobs(Ask("damage", corpus="wikitext2-train-part"), target("gptq-w4-pc"))
     with pytest.raises(UserError, match="spear attaches a compensator; name a quantizer alone"):
         jobs(Ask("damage"), target("rtn-w4-pc + spear"))
     with pytest.raises(UserError, match="tokens is 1; it is 2 or more"):

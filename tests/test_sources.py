@@ -104,13 +104,13 @@ def test_a_file_of_another_hash_is_not_taken_from_the_repository(tmp_path, monke
 
 
 def declared(folder: str | None, monkeypatch) -> list[str]:
-    """The ids of every job that reads a text or a task of `pocket-full`, with or without the folder."""
+    """The ids of every job that reads a text or a task of `pocket`, with or without the folder."""
     corpora.identifier.cache_clear()
     if folder is None:
         monkeypatch.delenv("REPRO_DATA", raising=False)
     else:
         monkeypatch.setenv("REPRO_DATA", folder)
-    scale = scales.load(name="pocket-full")
+    scale = scales.load(name="pocket")
     target = Target(scale, "pocket-3m", "gptq-w4-g128")
     drawn = [text if isinstance(text, str) else text.corpus for text in scale.calibration_texts.values()]
     names = [*scale.corpora.values(), scale.calibration.corpus, *drawn]
@@ -163,7 +163,7 @@ SIXTY_FOURTH = "bitbybit(w2a16, tokens=131072)"
 
 def trained(recipe: str, seed: int = 0) -> Target:
     """A target that is trained on the pool."""
-    return Target(scales.load(name="pocket-full").calibrated_on("redpajama", seed), "pocket-3m", recipe, seed)
+    return Target(scales.load(name="pocket").calibrated_on("redpajama", seed), "pocket-3m", recipe, seed)
 
 
 def calibration_job(target: Target):

@@ -62,7 +62,7 @@ def write(fake, monkeypatch, tmp_path):  # noqa: F811
 
 
 def flow(**changes):
-    return Workflow(scales.load(CONFIG | {"models": {ONE: "pocket-3m"}, "zeroshot": None} | changes))
+    return Workflow(scales.load(CONFIG | {"models": {ONE: "pocket-3m"}, "zeroshot": None} | changes), recorded=False)
 
 
 def cell(cells, row, col="Wiki", metric=None):
@@ -138,7 +138,7 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
     assert m.value == pytest.approx(np.mean(values)) and m.lo < m.value < m.hi
     assert len({each["b:scores"].id for each in jobs}) == 1 and len({each["s:scores"].id for each in jobs}) == 3
     assert found["SPEAR", "bits 4", ONE, "share"].value == pytest.approx(0)
-    write("tables/spear/gap.yaml", GAP | {"scales": ["pocket-full"]})
+    write("tables/spear/gap.yaml", GAP | {"scales": ["gpu"]})
     assert flow().every_job(flow().cells("spear", "gap")) == [], "another scale's question"
 
 
@@ -232,7 +232,7 @@ def test_printed_rows_take_from_a_choice_of_several_rows_each_what_they_name(wri
 def test_the_rates_of_bit_by_bit_and_its_baselines_are_five_multiples_of_the_official_ones():
     """What is measured is what a chosen row gives to Tables 1 to 4 and 6, where every trained method's rate is open."""
     rates, official = tables.table("bitbybit", "rates"), {}
-    assert rates.models == ("Llama-3.2-3B",) and rates.scales == ("pocket-full",)
+    assert rates.models == ("Llama-3.2-3B",) and rates.scales == ("pocket",)
     for label, row in rates.rows.items():
         method, k = label.split(", x ")
         given = {name: value for name, value in row.items() if name != "recipe"}
@@ -339,31 +339,11 @@ def test_a_cell_names_its_calibration_text(write):
 # --- what the headline needs ------------------------------------------------------------------------------------------
 
 
-def test_the_headline_needs_no_cell_that_decides_nothing():
-    """At pocket a claim with recorded cells is judged on pocket-full; one on printed cells needs none anywhere."""
-    pocket, full = (Workflow(scales.load(None, name), recorded=False) for name in ("pocket", "pocket-full"))
-    claims = {claim.claim: claim for claim in tables.headline().claims}
-    expected = {"spear C005 C018-C020": (True, True), "spear C024": (False, True), "spear C002": (False, False)}
-    for name, judged in expected.items():
-        assert (pocket.judges(claims[name]), full.judges(claims[name])) == judged, name
-    assert not [c for c in pocket.table_cells("table1") if c.table == "spear/table2"]
-    assert {c.col for c in full.table_cells("table1") if c.table == "spear/table2"} == {"C4 PPL"}
-    steps = {step for job in pocket.every_job(pocket.table_cells("spear/table2")) for step in job.steps}
-    assert {"loftq", "lqer", "qera", "eora", "aser"} <= steps, "static corrections are live at pocket"
-
-
-def test_a_column_of_another_scale_is_none_here(write):
-    beside = {"KL": {"kind": "perplexity", "corpus": "wikitext2", "show": "kl", "unit": "nats"}}
-    beside["held-out"] = {"kind": "perplexity", "corpus": "held-out", "scales": ["pocket-full"]}
-    write("tables/spear/table1.yaml", SHORT | {"beside": beside})
-    columns = {
-        name: {c.col for c in Workflow(scales.load(name=name)).cells("spear", "1")}
-        for name in ("pocket", "pocket-full")
-    }
-    assert columns["pocket-full"] - columns["pocket"] == {"held-out"} and "KL" in columns["pocket"]
-    write("tables/spear/table1.yaml", SHORT | {"beside": {"x": beside["held-out"] | {"scales": ["pocket-ful"]}}})
-    with pytest.raises(UserError, match="tables/spear/table1.yaml: scales: unknown scale 'pocket-ful'"):
-        flow().cells("spear", "1")
+def test_the_headline_needs_no_cell_of_a_claim_that_is_judged_on_printed_ones():
+    at = Workflow(scales.load(None, "pocket"), recorded=True)
+    printed = {claim.claim for claim in tables.headline().claims if claim.judged_on_printed}
+    assert "spear C002" in printed and "spear C024" not in printed
+    assert {c.col for c in at.table_cells("table1") if c.table == "spear/table2"} == {"C4 PPL"}
 
 
 def test_a_figure_of_a_table_has_its_cells_and_takes_both_axes_from_them(write, fake, monkeypatch):  # noqa: F811
@@ -518,7 +498,7 @@ def test_a_table_by_any_of_its_names(name, split):
 
 
 def test_every_shipped_spec_has_cells_that_parse():
-    at = Workflow(scales.load(None, "pocket-full"), recorded=False)
+    at = Workflow(scales.load(None, "pocket"), recorded=False)
     for paper, number in tables.specified():
         cells = at.cells(paper, number)
         assert len({c.place for c in cells}) == len(cells) > 0, (paper, number)
@@ -537,7 +517,7 @@ def test_every_shipped_spec_has_cells_that_parse():
 @pytest.mark.parametrize("number", ["19", "20", "21", "22", "23", "24", "25"])
 def test_accuracy_tables_have_a_recipe_in_every_printed_cell(number):
     """Tables 19 to 24: a template for each quantizer. 25 is of a model without a stand-in."""
-    at = Workflow(scales.load(None, "pocket-full"), recorded=False)
+    at = Workflow(scales.load(None, "pocket"), recorded=False)
     cells = at.cells("spear", number)
     assert [c.place for c in cells] == [(c.row, c.col, c.model, c.metric) for c in papers.printed("spear", number)]
     if number == "25":

@@ -59,7 +59,7 @@ def test_every_claim_on_quality_has_a_predicate_and_a_verdict_on_printed_cells()
     known = tables.table("spqt", "3").claims
     assert {name for claim in known for name in claim.claim.split()[1:]} >= QUALITY
     assert {name for name, line in papers.claims("spqt").items() if "ppl" in line["statement"]} <= QUALITY
-    bare = Workflow(replace(scales.load(name="pocket"), models={}, judged_on=""), recorded=True)
+    bare = Workflow(replace(scales.load(name="pocket"), models={}), recorded=True)
     words = [claims.judge(bare, claim).verdict for claim in known]
     assert words == [
         "printed numbers disagree", "printed numbers agree", "within rounding", "printed numbers disagree",

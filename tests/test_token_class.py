@@ -54,7 +54,7 @@ def test_what_is_shown_is_one_class_and_full_precision_has_no_kl_of_its_own():
 
 
 def test_the_spec_asks_every_class_of_every_text_with_one_job_a_recipe():
-    at = Workflow(scale.load(name="pocket-full"), recorded=False)
+    at = Workflow(scale.load(name="pocket"), recorded=False)
     cells = at.cells("spear", "tokens")
     assert {dict(cell.variables)["class"] for cell in cells} == set(token_class.CLASSES)
     assert len(cells) == 5 * 3 * 3 * len(tables.table("spear", "tokens").measure)

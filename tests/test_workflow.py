@@ -151,7 +151,7 @@ def test_everything_is_planned(built):
 
 
 @pytest.mark.parametrize("name", scale.names())
-def test_every_scale_has_a_plan(name, pocket_models_stay):
+def test_every_scale_has_a_plan(name):
     flow = Workflow(scale.load(None, name), recorded=False)
     cells = flow.table_cells("table2")
     jobs = flow.every_job(cells)

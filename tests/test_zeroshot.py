@@ -645,7 +645,7 @@ def test_a_draw_is_what_recipes_answer_and_full_precision_answers_the_whole_set_
 
 
 def test_whole_sets_at_pocket_full():
-    protocol = scales.load(None, "pocket-full").protocols["zeroshot"]
+    protocol = scales.load(None, "pocket").protocols["zeroshot"]
     assert protocol.limit is None and set(protocol.tasks) == {*kind.TASKS, "mmlu-10"}
     assert protocol.answered(kind.Ask()) == [*kind.TASKS[:-1], "mmlu-10"]
 

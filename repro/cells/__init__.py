@@ -4,6 +4,7 @@ A kind is a module with
 
     Ask                      frozen dataclass, what a spec may say; `unit` is that of the value
     Protocol, DEFAULT        optional: the scale's part, under a key named like the kind, and what it is when absent
+    brief(protocol, least)   optional: the protocol of a build's own measurement, on the first windows or items
     jobs(ask, target)        role to job; None where this scale does not measure it
     series(ask, found)       from observations by role, the series that decide the value; these are what is kept
     value(ask, mean)         the value from the means of these series, numbers or arrays

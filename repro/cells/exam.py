@@ -9,7 +9,7 @@ run; chance is the task's, or what the answers get when each is judged by the ne
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ class Protocol:
         for name, least, most in (("items", 2, 10**6), ("tokens", 1, 2**31), ("together", 1, MOST)):
             if not least <= getattr(self, name) <= most:
                 raise UserError(f"{name} is {getattr(self, name)}; it is {least} to {most:,}")
+
+
+def brief(protocol: Protocol, least: Any) -> Protocol:
+    """The protocol of a build's own measurement: the first items."""
+    return replace(protocol, items=min(protocol.items, least.items))
 
 
 def lacking(ask: Ask) -> str:

@@ -1,7 +1,7 @@
 """Perplexity on a corpus as GPTQ measures it, with KL and top-1 agreement to full precision on the first windows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,12 @@ class Protocol:
         """The name that stands in results: `gptq-2048-v1 w8`."""
         version = scoring.Protocol(length=self.length).version
         return f"gptq-{self.length}-v{version}" + (f" w{self.windows}" if self.windows else "")
+
+
+def brief(protocol: Protocol, least: Any) -> Protocol:
+    """The protocol of a build's own measurement: the first windows."""
+    windows = min(protocol.windows or least.windows, least.windows)
+    return replace(protocol, windows=windows, kl_windows=min(protocol.kl_windows, windows))
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:

@@ -1,7 +1,7 @@
 """Zero-shot accuracy of lm-eval tasks on local data, per task or as the plain mean over tasks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ class Protocol:
         """The tasks that an `Ask` means here."""
         names = ask.tasks or tuple(dict.fromkeys(map(self.draw, self.tasks)))
         return list(names if ask.whole else dict.fromkeys(map(self.draw, names)))
+
+
+def brief(protocol: Protocol, least: Any) -> Protocol:
+    """The protocol of a build's own measurement: the first items."""
+    return replace(protocol, limit=min(protocol.limit or least.items, least.items))
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:

@@ -12,8 +12,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print how much of the papers is measured: what this folder has built, and what is recorded."""
+    """Print how much of the papers is measured and stored."""
     from repro.judge import coverage
 
-    lines = coverage.coverage(common.workflow(args))
+    lines = coverage.coverage(common.workflow(args, recorded=True))
     print(coverage.to_csv(lines) if args.csv else coverage.to_text(lines), end="")

@@ -64,7 +64,6 @@ def run(args: argparse.Namespace, kind: str) -> None:
 
     module = KINDS[kind]
     flow = common.workflow(args, recorded=False)
-    flow.scale = dataclasses.replace(flow.scale, recorded={}, reduced={})
     target = common.target(args, flow)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(module.Ask)}
     asked = module.Ask(**{name: value for name, value in given.items() if value is not None})

@@ -87,7 +87,7 @@ def target(args: argparse.Namespace, flow: Any) -> Any:
 
     model, text = own_text.opened(args.model, args.recipe)
     models.folder(model)
-    return Target(flow.scale, model, recipe.parse(text).name, args.seed)
+    return Target(flow.scale.here(), model, recipe.parse(text).name, args.seed)
 
 
 def run_now(jobs: list[Any]) -> None:

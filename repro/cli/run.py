@@ -19,11 +19,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=common.number(0), default=0, help=about)
     about = "start no job after that many; 0 is no limit"
     parser.add_argument("--minutes", type=common.number(0, float), default=0.0, help=about)
-    about = "the cells that this scale takes from accepted results"
-    parser.add_argument("--recorded", action="store_true", help=about)
     about = "only what no accepted result of the scale stands for"
     parser.add_argument("--missing", action="store_true", help=about)
     parser.add_argument("--dry-run", action="store_true", help="print the jobs")
+    about = "the device to run on, where the scale leaves it open; default this machine's, and cuda with --save"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help=about)
     about = "write the jobs to a file, for another machine"
     parser.add_argument("--save", type=Path, metavar="FILE", help=about)
 
@@ -67,5 +67,8 @@ def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
     if _is_file(target):
         return runner.from_file(Path(target))
     flow = common.workflow(args, recorded=False)
+    device = args.device or ("cuda" if args.save is not None else None)
+    if device and flow.scale.device == "any":
+        flow.scale = flow.scale.on(device)
     cells = flow.table_cells(target)
-    return measure.missing(flow, cells) if args.missing else flow.every_job(cells, args.recorded)
+    return measure.missing(flow, cells) if args.missing else flow.every_job(cells)

@@ -1,4 +1,4 @@
-"""Print a built table: table1, spear/table1, …"""
+"""Print a table, built here or from stored results: table1, spear/table1, …"""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,8 @@ from repro.errors import UserError
 from repro.render.sheet import Sheet, read_markdown, terminal
 from repro.spec import names
 
+SAID = ("replicated here", "differs: ")  # notes of a table that a build says last
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The table's name."""
@@ -15,28 +17,52 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a built table."""
+    """Print a table: as it was built here, else from stored results."""
     show(args.table)
 
 
 def show(target: str) -> None:
-    """Print a built table and, under the project's own Table 1, SPEAR's and the paths of each paper's own.
+    """Print a table and, under the project's own Table 1, SPEAR's and the paths of each paper's own.
 
     Raises:
-        UserError: unknown, not built yet, or damaged.
+        UserError: unknown, or damaged.
     """
     stem = names.canonical(target) if "/" in target else target
     names.check_targets([f"tables/{stem}.tex"])
-    path = Path("tables") / f"{stem}.md"
-    if not path.is_file():
-        raise UserError(f"{path}: not built yet; run make tables/{stem}.tex")
-    print(terminal(read(path)))
+    stems = [stem, f"{papers.LEADING}/table1"] if stem == "table1" else [stem]
+    sheets = [sheet_of(name) for name in stems]
+    for sheet in sheets:
+        print(terminal(sheet))
     if stem == "table1":
-        print(terminal(read(Path("tables") / papers.LEADING / "table1.md")))
         for paper in papers.PAPERS:
             path = Path("tables") / paper / "table1.tex"
             print(f"{papers.ABOUT[paper].title[:60]}: {'' if path.is_file() else 'make '}{path}")
-    print(f"written: tables/{stem}.tex  tables/{stem}.csv  tables/{stem}.md")
+    if path_of(stem).is_file():
+        print(f"written: tables/{stem}.tex  tables/{stem}.csv  tables/{stem}.md")
+    else:
+        print(f"from stored results; make tables/{stem}.tex builds it, and replicates what this machine can")
+    for line in dict.fromkeys(note for sheet in sheets for note in sheet.notes if note.startswith(SAID)):
+        print(line)
+
+
+def path_of(stem: str) -> Path:
+    """Where a built table lies."""
+    return Path("tables") / f"{stem}.md"
+
+
+def sheet_of(stem: str) -> Sheet:
+    """The sheet of a table that was built here, else of what is stored of it.
+
+    Raises:
+        UserError: the built file is damaged.
+    """
+    if path_of(stem).is_file():
+        return read(path_of(stem))
+    from repro.render import tables
+    from repro.spec import scale
+    from repro.spec.workflow import Workflow
+
+    return tables.drawn(Workflow(scale.load(), recorded=True), stem)[0]
 
 
 def read(path: Path) -> Sheet:

@@ -9,8 +9,11 @@ from repro.spec import names
 def options(parser: argparse.ArgumentParser) -> None:
     """Which one."""
     common.add_scale(parser)
+    about = "with --built: what it was run on, where the scale leaves it open"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help=about)
     parser.add_argument("table")
-    parser.add_argument("--built", action="store_true", help="also for a device that is not here")
+    about = "what was run here on all windows and seeds comes first, also for a GPU that is not here; to be accepted"
+    parser.add_argument("--built", action="store_true", help=about)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -26,6 +29,7 @@ def run(args: argparse.Namespace) -> None:
         folder, endings = "tables", (".tex", ".csv", ".md")
 
     flow = common.workflow(args, recorded=False if args.built else None)
-    flow.built = args.built
+    if args.built and flow.scale.device == "any":
+        flow.scale = flow.scale.on(args.device)
     writer.build(flow, name)
     print("written:", *(f"{folder}/{name}{ending}" for ending in endings))

@@ -63,7 +63,7 @@ class Engine(Core):
 
         UserError for what does not exist or fit; `Refused` for a context beyond the model's or too little memory.
         """
-        target = Target(scales.load(name=scale), model, recipe, seed)
+        target = Target(scales.load(name=scale).here(), model, recipe, seed)
         at = device_of(device)
         for bits in (step.config.bits for step in target.recipe.steps if hasattr(step.config, "group")):
             weights.slot(bits)  # before it is built

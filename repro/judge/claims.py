@@ -11,7 +11,6 @@ their rounding.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ from repro.judge import rounding
 from repro.judge.quantity import Quantity, compose, constant, evaluate, satisfied
 from repro.record import measure
 from repro.record.measurement import MEASURED, Measurement
-from repro.spec import scale as scales
 from repro.spec import tables
 from repro.spec.cell import Cell, Place
 from repro.spec.workflow import Workflow
@@ -56,7 +54,7 @@ class Case:
 
     Attributes:
         verdict: 0 holds, 1 fails, 2 undecided; None where the case is not judged.
-        on: the stand-ins, `*` after those whose cells are recorded.
+        on: the stand-ins, `*` after those whose cells were measured here on their first windows or items alone.
         missing: status of the first cell that is not measured.
         also: its further readings.
     """
@@ -111,24 +109,15 @@ def counted(found: Sequence[bool]) -> str:
 
 
 def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
-    """Judge one claim on what this scale measures, else on accepted measurements, else on the printed numbers.
-
-    Accepted are those of the scale that this one is `judged_on`, before its own, which may have a smaller budget.
+    """Judge one claim on what is measured at this scale, else on the printed numbers.
 
     Raises:
         UserError: the spec names a claim, cell, column or metric that is not there, or a predicate that is none.
     """
     _check(claim)
-    own = evidence(flow, claim)
-    if not claim.judged_on_printed:
-        tried = [own]
-        live = all(m.live == "live" for m in own[1] if m.status in MEASURED)
-        if flow.scale.judged_on and not (complete(own[0]) and live):
-            tried.insert(0, evidence(_accepted(flow.scale.judged_on), claim))
-        for cases, cells, scale in tried:
-            if complete(cases):
-                return _measured(claim, cases, cells, scale)
-    cases, cells, scale = own
+    cases, cells, scale = evidence(flow, claim)
+    if not claim.judged_on_printed and complete(cases):
+        return _measured(claim, cases, cells, scale)
     if any(case.printed is None for case in cases):
         return Judged(
             claim, cases, "", "not measurable", False, f"a cell has no printed number; {_why(cells)}", scale, cells
@@ -142,12 +131,6 @@ def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
     why = claim.judged_on_printed or _why(cells)
     word = WORDS["D"][together([case.verdict for case in cases])]
     return Judged(claim, cases, "D", word, False, why, scale, cells)
-
-
-@cache
-def _accepted(scale: str) -> Workflow:
-    """What a scale has accepted, whatever is built here."""
-    return Workflow(scales.load(name=scale), recorded=True)
 
 
 def _measured(claim: tables.ClaimSpec, cases: tuple[Case, ...], cells: tuple[Measurement, ...], scale: str) -> Judged:
@@ -235,8 +218,8 @@ def _case(
         return replace(case, missing=missing[0].status)
     own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})
     found = own.interval()
-    marks = {"live": "", "arithmetic": "public shapes"}  # the latter has no stand-in
-    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "*") for m in here.values()))
+    marks = {"brief": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
+    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here.values()))
     ends = (found.lo, found.hi) if found.n or found.lo is not None else (found.value, found.value)  # a count is exact
     case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], covers=found.covers, on=on)
     also = tuple(_readings(flow, claim, case, quantity, own, cells, table))

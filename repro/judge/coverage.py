@@ -195,7 +195,7 @@ def _wanted(flow: Workflow, cell: Cell, m: Measurement) -> str:
         return f"a protocol for {cell.measure}"
     if m.status not in ("not_run", "stale"):
         return f"another outcome than {m.status}"
-    return f"a run on {flow.targets(cell)[0].scale.device}"
+    return "a run" if flow.scale.device == "any" else f"a run on {flow.scale.device}"
 
 
 def _counts(lines: Collection[Line]) -> list[int]:

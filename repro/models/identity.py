@@ -8,6 +8,7 @@ Source: Transformers 5, `AutoTokenizer.from_pretrained` and `PreTrainedModel.fro
 """
 
 import json
+import os
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -60,6 +61,18 @@ def model_digest(place: Path, files: Sequence[Path], indexed: Sequence[str]) -> 
     if indexed and set(indexed) != weights:  # the index chooses among the files
         lines.append(f"{INDEX} {' '.join(sorted(indexed))}")
     return short_hash("\n".join(lines))
+
+
+def stamp(place: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of every file of a folder and of its chat templates: another where one was edited."""
+    found = []
+    for folder in (place, place / TEMPLATES):
+        if folder.is_dir():
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    facts = entry.stat()
+                    found.append((entry.path, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(sorted(found))
 
 
 def tokenizer_digest(place: Path) -> str:

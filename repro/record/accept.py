@@ -40,18 +40,25 @@ def accept(path: Path) -> dict[str, int]:
     taken: dict[tuple[str, ...], Taken] = {}
     for row in rows:
         try:
-            if row.scale not in flows:
-                flows[row.scale] = Workflow(scales.load(name=row.scale), recorded=False)
-            cell = measure.cell_of(flows[row.scale], row)
+            flow = flows.setdefault(row.scale + row.device_class, _flow(row))
+            cell = measure.cell_of(flow, row)
             if row.key in taken:
                 raise UserError("given twice")
-            if not flows[row.scale].is_taken(cell) and any(flows[row.scale].jobs(cell)):
-                taken[row.key] = _taken(flows[row.scale], cell, row)
+            if not flow.is_taken(cell) and any(flow.jobs(cell)):
+                taken[row.key] = _taken(flow, cell, row)
         except UserError as error:
             raise UserError(f"{path}: {row.where}: {error}") from None
     if not any(one.row.status in MEASURED for one in taken.values()):
         raise UserError(f"{path}: no measured row to accept; one is live, and its status ok or floor")
     return accepted.write(taken.values())
+
+
+def _flow(row: Measurement) -> Workflow:
+    """The workflow that measures a row's scale, where that leaves it open on the device class that the row names."""
+    at = scales.load(name=row.scale)
+    if at.device == "any" and row.device_class in ("cpu", "cuda"):
+        at = at.on(row.device_class)
+    return Workflow(at, recorded=False)
 
 
 def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:

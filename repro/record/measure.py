@@ -1,4 +1,4 @@
-"""The measurements of a table or figure: live from built files, recorded from results/, or why there is none."""
+"""The measurements of a table or figure: recorded from results/, live from built files, or why there is none."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -17,12 +17,15 @@ from repro.spec import figures, recipe, scale, tables
 from repro.spec.cell import Cell, Place
 from repro.spec.workflow import Workflow
 
+FRESH = ("live", "brief")  # of `Measurement.live`: measured here
+
 
 def measure(flow: Workflow, cells: Collection[Cell]) -> dict[Place, Measurement]:
     """Every cell's measurement by its place, in order.
 
-    A cell is live when this scale measures it here, else recorded when an accepted measurement of it, or of the same
-    declared inputs in another table, exists; else it carries the status that says why there is none.
+    A cell is recorded when an accepted measurement of it, or of the same declared inputs in another table, stands; else
+    live when it was measured here; else it carries the status that says why there is none. Where a workflow is to
+    measure everything itself, what was measured here comes first.
     """
     return {cell.place: one(flow, cell) for cell in cells}
 
@@ -39,13 +42,32 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
     if flow.held_back(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
         return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
-    if (flow.is_live(cell) or hasattr(KINDS[cell.measure], "JOBLESS")) and flow.jobs(cell):
+    if hasattr(KINDS[cell.measure], "JOBLESS"):
         return live(flow, cell)
-    if found := recorded.find(flow, cell):
-        return found
-    why = "does not measure it" if flow.is_live(cell) else "takes it from accepted results, and there is none"
     lacking = getattr(KINDS[cell.measure], "lacking", lambda ask: "")(cell.ask)
-    return replace(blank, note=lacking or f"scale {flow.scale.name} {why}")
+    if lacking or not flow.jobs(cell):
+        return replace(blank, note=lacking or f"scale {flow.scale.name} does not measure it")
+    if flow.stored_first or flow.recorded:
+        stored = recorded.find(flow, cell)
+        if stored and stored.status != "stale":
+            return stored
+        own = _own(flow, cell)
+        return own if own.live or not stored else stored
+    own = _own(flow, cell)
+    return own if own.live else recorded.find(flow, cell) or own
+
+
+def _own(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell as it was measured here; `brief` where that was on its first windows or items, or with its first seed."""
+    if flow.recorded:
+        note = f"scale {flow.scale.name} takes it from accepted results, and there is none"
+        return replace(_blank(flow, cell), note=note)
+    if not flow.stored_first:
+        return live(flow, cell)
+    found = live(flow.brief, cell)
+    if found.live and found.inputs != recorded.declared(flow, cell)["inputs"]:
+        found = replace(found, live="brief")
+    return found
 
 
 def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
@@ -100,6 +122,8 @@ def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
     """The quantity behind a measurement: from built files, from accepted series, or its value alone."""
     if m.live == "live" or flow.is_taken(cell):
         return flow.quantity(cell)
+    if m.live == "brief":
+        return flow.brief.quantity(cell)
     if m.live and (found := recorded.quantity(flow, cell, m)):
         return found
     if m.value is None or (m.lo is None and not m.n):  # a count is exact
@@ -120,8 +144,8 @@ def against_full(flow: Workflow, cell: Cell, m: Measurement) -> Interval | None:
         return None
     same = [one for one in flow.cells(cell.paper, cell.number, cell.kind) if one.place[1:] == cell.place[1:]]
     full = next((one for one in same if one.recipe == full.recipe), full)
-    reference = one(flow, full)
-    if reference.status not in MEASURED or (reference.live == "live") != (m.live == "live"):
+    reference = _own(flow, full) if m.live in FRESH else one(flow, full)
+    if reference.status not in MEASURED or (reference.live in FRESH) != (m.live in FRESH):
         return None
     both = {"q": quantity(flow, cell, m), "f": quantity(flow, full, reference)}
     return compose(expression, both).interval() if None not in both.values() else None  # type: ignore[arg-type]
@@ -158,6 +182,8 @@ def parts(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
     Raises:
         UserError: as `built`.
     """
+    if flow.stored_first:
+        return []
     found: dict[str, Measurement] = {}
     for cell in filter(flow.is_live, cells):
         inner = flow.parts(cell).values()

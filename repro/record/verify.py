@@ -6,10 +6,10 @@ from pathlib import Path
 from repro.errors import UserError, unknown
 from repro.jobs.job import built_under, distinct
 from repro.jobs.workers import pool
-from repro.record import accepted, measure, recorded
+from repro.record import accepted, measure, recorded, replicate
 from repro.record.measurement import Measurement, inputs_hash
 from repro.spec import figures, tables
-from repro.spec.cell import table_name
+from repro.spec.cell import Cell, table_name
 from repro.spec.workflow import Workflow, has_cuda
 
 FOLDER = Path("build/verify")
@@ -26,6 +26,22 @@ def compare(old: Measurement, new: Measurement | None) -> str:
         return "identical"
     inside = old.lo is not None and old.hi is not None and old.lo <= new.value <= old.hi
     return "within" if inside else "differs"
+
+
+def judged(flow: Workflow, old: Measurement, cell: Cell, new: Measurement) -> str:
+    """As `compare`, but unit by unit and by the bounds of a build's own replication where a metric has such units.
+
+    Raises:
+        UserError: results/ without the stored series.
+    """
+    stored = accepted.series(old) if cell.measure in replicate.COMPARED else []
+    rebuilt = flow.quantity(cell) if stored and new.live == "live" and new.value is not None else None
+    if rebuilt is None or len(rebuilt.seeds) != len(stored):
+        return compare(old, new)
+    found = [replicate.compare(cell, dict(a), dict(b)) for a, b in zip(stored, rebuilt.seeds)]
+    if all(one.identical for one in found):
+        return "identical"
+    return "within" if all(one.agrees for one in found) else "differs"
 
 
 def verify(flow: Workflow, names: list[str]) -> int:
@@ -54,10 +70,11 @@ def verify(flow: Workflow, names: list[str]) -> int:
     failed = pool.rebuild(distinct([job for cell in here.values() for job in recorded.jobs(flow, cell)]), FOLDER)
     with built_under(FOLDER):
         new = {key: measure.live(flow, cell) for key, cell in here.items()}
+        found = {row.key: judged(flow, row, here[row.key], new[row.key]) for row in rows if row.key in here}
     verdicts: Counter[str] = Counter()
     for row in rows:
         fresh, cell = new.get(row.key), cells.get(row.key)
-        verdict = compare(row, fresh)
+        verdict = found.get(row.key, "absent")
         verdicts[verdict] += 1
         changed = cell is not None and inputs_hash(flow.inputs(cell)) != row.inputs
         print(

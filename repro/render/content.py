@@ -16,12 +16,17 @@ WORDS = {
     **{"no_stand_in": "no stand-in", "not_run": "not run", "too_long": "too long", "other_device": "other device"},
     "oom": "out of memory",
 }
-MARKS = {"arithmetic": "§", "recorded": "*", "unattested": "‖", "stale": "†", "floor": "‡"}
+MARKS = {
+    **{"arithmetic": "§", "brief": "*", "replicated": "°", "differs": "≠"},
+    **{"unattested": "‖", "stale": "†", "floor": "‡"},
+}
 LEGEND = {
     "§": "grade D: arithmetic on the recipe and the public shapes of the paper's own model; nothing ran",
-    "*": "recorded: an accepted measurement from results/, not of this run",
-    "‖": "recorded, unattested: timed before versions were kept; it stands until it is timed anew",
-    "†": "stale: recorded, and its declared inputs or versions have changed since",
+    "*": "measured here, on as many windows or items as stand behind it, with one seed; no value of it is stored",
+    "°": "stored, and measured again here: it agrees window by window, within the bounds of repro/record/replicate.py",
+    "≠": "stored, and measured again here: it differs",
+    "‖": "stored, unattested: timed before versions were kept; it stands until it is timed anew",
+    "†": "stale: stored, and its declared inputs or versions have changed since",
     "‡": "at chance: full precision itself is less than 3 standard errors above it",
 }
 
@@ -115,6 +120,7 @@ def here(m: Measurement, against: Interval | None = None) -> str:
     if m.status not in SHOWN or m.value is None:
         return WORDS.get(m.status, m.status)
     marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
+    marks += f"{m.n}" if m.live == "brief" and m.n else ""
     if against is not None:
         show = "×{:.3f}" if against.value > 0.5 and m.unit == "ppl" else "{:+.3f}"
         ends = _ends(

@@ -1,7 +1,7 @@
 """A paper on one page, `docs/<paper>.md`: what was seen and what was not, what is open, where its numbers differ.
 
-It is made of specs and accepted results alone, those of the scale that claims are judged on, so that it comes out the
-same wherever it is built; a test compares the committed copy with them.
+It is made of specs and accepted results alone, so that it comes out the same wherever it is built; a test compares the
+committed copy with them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,6 @@ from repro.record.measurement import MEASURED
 from repro.render import content, figures
 from repro.render.sheet import Sheet, markdown
 from repro.spec import figures as drawn
-from repro.spec import scale as scales
 from repro.spec import tables
 from repro.spec.workflow import Workflow
 
@@ -33,7 +32,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     Raises:
         UserError: there is no such paper, or what a spec says wrongly.
     """
-    at = scales.load(name=flow.scale.judged_on) if flow.scale.judged_on else flow.scale
+    at = flow.scale
     flow = Workflow(at, recorded=True)
     judged = [claims.judge(flow, claim) for claim in _claims(paper)]
     parts = [
@@ -225,7 +224,7 @@ def _classes(flow: Workflow, paper: str) -> Iterator[str]:
             values = [compose(term, parts).interval() for term in [" + ".join(terms), *terms]]
             most = max(values[1:], key=lambda one: abs(one.value))
             shown = [content.quantity(one.value, one.lo, one.hi) + " ←" * (one is most) for one in values]
-            rows.append([f"{next(iter(mine.values())).stand_in}* {measures[2] if text == texts[0] else text}", *shown])
+            rows.append([f"{next(iter(mine.values())).stand_in} {measures[2] if text == texts[0] else text}", *shown])
     if rows:
         title = "Which tokens make the difference: points of the recovered share, by class; ← at the largest"
         yield markdown(Sheet(title, [f"less that of {texts[0]}", "all tokens", *classes], rows, left=1))

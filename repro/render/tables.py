@@ -7,7 +7,7 @@ from repro import papers
 from repro.files import csv_text, write_text
 from repro.judge import claims, coverage
 from repro.judge.statistics import Interval
-from repro.record import measure
+from repro.record import measure, replicate
 from repro.record.measurement import MEASURED, Measurement, text, to_csv
 from repro.render import content
 from repro.render.latex import latex
@@ -20,6 +20,20 @@ from repro.spec.workflow import Workflow
 def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:
     """Write one table as `.csv` (every cell), `.tex` and `.md`.
 
+    Raises:
+        UserError: as `drawn`.
+    """
+    sheet, lines = drawn(flow, name)
+    stem = out / (name if name in OWN else table_name(*_split(name)))
+    write_text(stem.with_suffix(".csv"), lines)
+    write_text(stem.with_suffix(".tex"), latex(sheet))
+    write_text(stem.with_suffix(".md"), markdown(sheet))
+    return sheet
+
+
+def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
+    """One table, and its CSV with every cell.
+
     Args:
         name: `spear/table1`, `spear/memory`, or one of the project's own: `table1`, `table2`, `audit`.
 
@@ -27,20 +41,23 @@ def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:
         UserError: unknown table, or what its spec says wrongly.
     """
     if name in OWN:
-        sheet, lines = OWN[name](flow)
-    else:
-        paper, number = tables.split(name)
-        cells = flow.cells(paper, number)
-        found = measure.measure(flow, cells)
-        if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
-            bare = [place for place, m in found.items() if m.status in ("not_run", "no_stand_in")]
-            found |= {place: replace(found[place], status="other_device") for place in bare}
-        sheet, lines = content.sheet(flow, name, found, cells), to_csv([*found.values(), *measure.parts(flow, cells)])
-    stem = out / (name if name in OWN else table_name(paper, "table", number))
-    write_text(stem.with_suffix(".csv"), lines)
-    write_text(stem.with_suffix(".tex"), latex(sheet))
-    write_text(stem.with_suffix(".md"), markdown(sheet))
-    return sheet
+        return OWN[name](flow)
+    paper, _, number = _split(name)
+    cells = flow.cells(paper, number)
+    found = measure.measure(flow, cells)
+    if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
+        bare = [place for place, m in found.items() if m.status in ("not_run", "no_stand_in")]
+        found |= {place: replace(found[place], status="other_device") for place in bare}
+    again = replicate.shown(flow, name, cells, found)
+    sheet = content.sheet(flow, name, found, cells)
+    sheet = replace(sheet, notes=[*sheet.notes, *again])
+    return sheet, to_csv([*found.values(), *measure.parts(flow, cells)])
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """Paper, kind and number of a table."""
+    paper, number = tables.split(name)
+    return paper, "table", number
 
 
 def headline(flow: Workflow) -> tuple[Sheet, str]:
@@ -62,8 +79,9 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
         f"Scale {flow.scale.name}: {flow.scale.about}.",
         "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, D arithmetic on "
         "printed numbers. One value a case, with its 95 % interval.",
-        "* recorded: judged on accepted measurements of scale " + (flow.scale.judged_on or flow.scale.name) + ".",
+        f"* {content.LEGEND['*']}.",
         "Only in figures, without printed cells: " + "; ".join(head.figures_only) + ".",
+        *replicate.said(replicate.replicas(flow, "table1")),
     ]
     top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict", "why"]
     lines = [top]
@@ -75,11 +93,11 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
 
 
 def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]], dict[tuple[str, str], Interval]]:
-    """What any spec measures live at this scale: by model, recipe and column; and by model and recipe the ratio."""
+    """What any spec measures at this scale: by model, recipe and column; and by model and recipe the ratio."""
     entries: dict[str, dict[str, dict[str, Measurement]]] = {}
     ratios: dict[tuple[str, str], Interval] = {}
     for cell in flow.table_cells("table2"):
-        asked = flow.is_live(cell) and cell.seeds == (0,) and not (cell.calibration or flow.parts(cell))
+        asked = flow.is_measured(cell) and cell.seeds == (0,) and not (cell.calibration or flow.parts(cell))
         if not asked or (found := measure.one(flow, cell)).status not in MEASURED:
             continue
         label = _column(flow, cell)
@@ -90,7 +108,7 @@ def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]
 
 
 def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
-    """Every recipe of any spec that this scale measures live, evaluated alike."""
+    """Every recipe of any spec that this scale measures, evaluated alike."""
     entries, ratios = leaders(flow)
     labels = sorted({label for recipes in entries.values() for cells in recipes.values() for label in cells})
     rows: list[list[str]] = []

@@ -5,6 +5,8 @@ another scale that this one does not give. A key named after a kind of cell hold
 written before the accepted runs that they judge.
 """
 
+import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -15,7 +17,7 @@ from repro.cells import KINDS
 from repro.data.corpora import CORPORA
 from repro.errors import UserError, shortened, unknown
 from repro.files import HOME
-from repro.spec.recipe import STEPS, with_options
+from repro.spec.recipe import parse
 from repro.spec.scale_files import file_of, names  # noqa: F401  asked for here too
 from repro.strict import build, convert, load_yaml, shown
 
@@ -58,6 +60,34 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Replicate:
+    """What a build measures itself of a table: on how many units, how long, and what in any case.
+
+    Attributes:
+        windows: the first windows of each text.
+        items: the first items of each task.
+        seconds: the most that a table's stored cells may take, estimated for a CPU core, if they are replicated.
+        cell_seconds: likewise the most that a cell without a stored value may take.
+        tables: where `recipes` are replicated whatever they take.
+        recipes: to the stand-ins on which that is done.
+    """
+
+    windows: int = 8
+    items: int = 100
+    seconds: float = 120.0
+    cell_seconds: float = 600.0
+    tables: tuple[str, ...] = ()
+    recipes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in {"windows": 1, "items": 2, "seconds": 0, "cell_seconds": 0}.items():
+            if not least <= getattr(self, name) < 2**31:
+                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        for text in self.recipes:
+            parse(text)
+
+
+@dataclass(frozen=True)
 class Scale:
     """One configuration of the whole harness.
 
@@ -67,12 +97,8 @@ class Scale:
         corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
         calibration_texts: likewise where a cell asks for its steps to be calibrated on one of them; or a pool of it.
         seeds: the most seeds of a cell that are drawn; None is all that a spec asks for.
-        recorded: step to the stand-ins under which it is not run here but taken from accepted results of this scale,
-            because it would take too long on this device.
-        recorded_on: the device class that such cells are measured on.
-        reduced: step to options that it gets here when it runs live, for a reduced budget (`spear: {effort: 0.1}`);
-            they are part of the cell's recipe.
-        judged_on: another scale, on whose accepted measurements a claim is judged that is not measured here.
+        device: the device class that its cells are measured on; `any` is this machine's GPU, else its CPU.
+        replicate: what a build measures itself, next to what is stored.
         grade: what evidence from these stand-ins is worth (A the paper's model and protocol, C a scaled analogue).
         threads: CPU threads of every job, whatever `--cores` is, so that results do not depend on it.
         memory_mb: memory of a job, for a cluster's scheduler.
@@ -87,12 +113,9 @@ class Scale:
     calibration: Calibration
     calibration_texts: dict[str, str | Pool] = field(default_factory=dict)
     seeds: int | None = None
-    recorded: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    recorded_on: Literal["cpu", "cuda"] = "cuda"
-    reduced: dict[str, dict[str, Any]] = field(default_factory=dict)
-    judged_on: str = ""
+    replicate: Replicate = field(default_factory=Replicate)
     grade: Literal["A", "B", "C"] = "C"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["any", "cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: int = 1
     memory_mb: int = 4000
@@ -111,11 +134,6 @@ class Scale:
                     text.under(0)
                 elif text not in CORPORA:
                     raise UserError(f"{key}: {paper}: {unknown('corpus', text, CORPORA)}")
-        for step in (*self.recorded, *self.reduced):
-            if step not in STEPS:
-                raise UserError(f"{'recorded' if step in self.recorded else 'reduced'}: {unknown('step', step, STEPS)}")
-        for step, options in self.reduced.items():
-            with_options(step, {step: options})
 
     def stand_in(self, model: str) -> str | None:
         """What stands in for a paper's model; None where nothing does."""
@@ -135,9 +153,26 @@ class Scale:
             raise UserError(f"scale {self.name}: {unknown('corpus', corpus, [*self.corpora, *CORPORA])}")
         return corpus
 
+    def here(self) -> "Scale":
+        """The same scale on the device class that its jobs run on here."""
+        if self.device != "any":
+            return self
+        return self.on("cuda" if has_cuda() else "cpu")
+
     def on(self, device: str) -> "Scale":
         """The same scale on another device class."""
         return replace(self, device=device)
+
+    def brief(self) -> "Scale":
+        """The same scale with the protocols of a build's own measurements: the first windows and items, one seed.
+
+        Budgets of calibration and training stay whole, so that what is compressed is what stored results are of.
+        """
+        shortened = dict(self.protocols)
+        for kind, protocol in self.protocols.items():
+            if protocol is not None and hasattr(KINDS[kind], "brief"):
+                shortened[kind] = KINDS[kind].brief(protocol, self.replicate)
+        return replace(self, protocols=shortened, seeds=1)
 
     def calibrated_on(self, corpus: str, seed: int = 0) -> "Scale":
         """The same scale with a paper's corpus as calibration text of a cell's seed; empty changes nothing."""
@@ -280,3 +315,13 @@ def _over_base(data: Mapping[str, Any], where: str, above: tuple[str, ...] = ())
         raise UserError(f"{where}: base: {unknown('scale', base, known)}")
     file = file_of(base)
     return _over_base(_named(file), f"config/{file.name}", above) | data
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device here."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("torch is not installed here; install requirements.lock")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver; workers can be forked afterwards
+    import torch
+
+    return torch.cuda.is_available()

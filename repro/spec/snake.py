@@ -3,7 +3,7 @@
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from repro.cells import KINDS
 from repro.errors import UserError, sentence, unknown
 from repro.files import HOME, ROOT
 from repro.jobs import runner
-from repro.jobs.job import Job
-from repro.record import accepted, provenance, versions
-from repro.spec import figures, scale, tables
+from repro.jobs.job import Job, distinct
+from repro.record import accepted, provenance, replicate, versions
+from repro.spec import figures, recipe, scale, tables
+from repro.spec.cell import table_name
 from repro.spec.names import FORMATS, OWN, canonical
 from repro.spec.workflow import Workflow
 
@@ -65,9 +66,11 @@ class Snake:
         self.memory = at.memory_mb  # of a job
         self.config = json.dumps(at.as_config(), sort_keys=True)
         self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)
+        self._jobs_of: dict[str, list[Job]] = {}
+        self._known: dict[str, Job] = {}
         if workflow:
             self._drawing()  # small files of versions come before the DAG: Snakemake lists a folder once
-            for job in {(job.kind, job.steps): job for job in self.jobs.values()}.values():
+            for job in {(job.kind, job.steps): job for job in self._of_each_sort()}.values():
                 versions.file(job)
 
     def _settle(self) -> None:
@@ -89,10 +92,40 @@ class Snake:
 
     @cached_property
     def jobs(self) -> dict[str, Job]:
-        """Every job of every spec that this scale runs here, by id."""
+        """Every job that a build of any table or figure runs here, by id."""
+        specified = [table_name(paper, "table", number) for paper, number in tables.specified()]
+        return {job.id: job for name in ("table1", *specified, *figures.names()) for job in self.jobs_of(name)}
+
+    def jobs_behind(self, targets: Iterable[str]) -> dict[str, Job]:
+        """The jobs that a build of target files runs here, by id; of `all` every job."""
+        found: dict[str, Job] = {}
+        for target in targets:
+            if not target.startswith(("tables/", "figures/")):
+                return self.jobs
+            name = canonical(str(Path(target).with_suffix("").relative_to(Path(target).parts[0])))
+            beside = [f"{paper}/table1" for paper in self.flow.beside_headline()] if name == "table1" else []
+            found |= {job.id: job for each in (name, *beside) for job in self.jobs_of(each)}
+        return found
+
+    def jobs_of(self, name: str) -> list[Job]:
+        """The jobs that a build of a table or figure runs here."""
+        if name not in self._jobs_of:
+            self._jobs_of[name] = replicate.jobs(self.flow, name)
+            self._known |= {job.id: job for job in self._jobs_of[name]}
+        return self._jobs_of[name]
+
+    def _of_each_sort(self) -> Iterator[Job]:
+        """Jobs of every kind under every list of steps that a build may run: those of one cell of each sort."""
         cells = [cell for both in tables.specified() for cell in self.flow.cells(*both)]
         cells += [cell for both in figures.specified() for cell in self.flow.cells(*both, "figure")]
-        return {job.id: job for job in self.flow.every_job(cells)}
+        known = set()
+        for cell in cells:
+            if not self.flow.is_live(cell) or self.flow.is_taken(cell):
+                continue
+            sort = (cell.measure, tuple(step.name for step in recipe.parse(cell.recipe).steps), str(cell.ask)[:200])
+            if sort not in known:
+                known.add(sort)
+                yield from distinct([job for each in self.flow.jobs(cell)[:1] for job in each.values()])
 
     @plainly
     def everything(self) -> list[str]:
@@ -104,6 +137,8 @@ class Snake:
     @plainly
     def _job(self, wildcards: Any) -> Job:
         name = f"{wildcards.kind}/{wildcards.job}"
+        if name in self._known:  # of a table or figure that is being built
+            return self._known[name]
         if name not in self.jobs:
             raise unknown("job", name, self.jobs)
         return self.jobs[name]
@@ -137,7 +172,7 @@ class Snake:
     def drawn_inputs(self, wildcards: Any) -> list[str]:
         """What a table or figure is made from: specs, printed cells, results, observations, the code that draws it."""
         name = canonical(wildcards[0])
-        made = [runner.outputs(job)[-1] for job in self.flow.every_job(self.flow.table_cells(name))]
+        made = [runner.outputs(job)[-1] for job in self.jobs_of(name)]
         found = [*self._drawing(), *filter(Path.is_file, _sources(name)), *made]
         if name == "table1":
             beside = self.flow.beside_headline()

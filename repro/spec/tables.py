@@ -57,7 +57,7 @@ class Spec:
         extra: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
         also_on: models that the paper does not print, a column of our own each, for all rows.
         choice: the spec of our own whose chosen rows give variables to recipes; until they have, these are not run.
-        beside: further columns, label to what is measured, with the row's recipe; `scales` limits one to some scales.
+        beside: further columns, label to what is measured, with the row's recipe.
         seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
             or pattern, or by `row | model`, of which the first that matches counts; all others have one.
         claims: what the paper says about this table, judged under it; their `table` is this one.
@@ -154,7 +154,7 @@ def table(paper: str, number: str) -> Spec:
             raise UserError(f"{where}: of_models: {unknown('printed model', min(odd), {cell.model for cell in cells})}")
     elif not (spec.models and spec.measure and spec.rows):
         raise UserError(f"{where}: a spec of our own needs rows, models and measure")
-    for name in (*spec.scales, *(name for column in spec.beside.values() for name in column.get("scales", ()))):
+    for name in spec.scales:
         if name not in scale.names():
             raise UserError(f"{where}: scales: {unknown('scale', name, scale.names())}")
     return spec
@@ -250,6 +250,6 @@ def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
 
 def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
     for label, measure in spec.beside.items():
-        kind, asked = ask({k: v for k, v in measure.items() if k != "scales"}, dict(made.variables), where)
+        kind, asked = ask(measure, dict(made.variables), where)
         col = f"{label}, {made.col}" if spec.over else label
         yield replace(made, col=col, metric=label, printed="", unit=asked.unit, measure=kind, ask=asked)

@@ -3,10 +3,9 @@
 Paths of what is built are relative to the working directory, sources are those of this checkout.
 """
 
-import importlib.util
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any
 
 from repro import papers
@@ -19,21 +18,33 @@ from repro.record import observations
 from repro.spec import figures, recipe, scale, tables
 from repro.spec.cell import Cell
 from repro.spec.names import OWN, canonical  # noqa: F401  asked for here too
+from repro.spec.scale import has_cuda
 
 
 class Workflow:
     """One scale's cells and jobs.
 
-    Where the scale's device is not there, or with `recorded`, nothing is run: cells come from accepted results. With
-    `built`, cells that belong to another device are live where their jobs lie under build/: brought from there.
+    With `recorded` nothing is run: cells come from accepted results, as they do where the scale's device is not there.
+    With `recorded=False` every cell is measured here, on all of its windows, items and seeds. Without either, as in a
+    build, accepted results come first, and `brief` is how this machine measures a cell itself.
     """
 
-    def __init__(self, at: scale.Scale, recorded: bool | None = None, built: bool = False) -> None:
+    def __init__(self, at: scale.Scale, recorded: bool | None = None) -> None:
         self.scale = at
-        self.built = built
+        self.stored_first = recorded is None
         self._cells: dict[tuple[str, str, str], list[Cell]] = {}
         self._jobs: dict[str, list[dict[str, Job]]] = {}
         self.recorded = (at.device == "cuda" and not has_cuda()) if recorded is None else recorded
+
+    @cached_property
+    def brief(self) -> "Workflow":
+        """The same cells on their first windows and items, with one seed: what a build measures itself."""
+        return Workflow(self.scale.brief(), recorded=False)
+
+    @cached_property
+    def _here(self) -> scale.Scale:
+        """The scale on the device class that its jobs run on here."""
+        return self.scale.here()
 
     # --- cells --------------------------------------------------------------------------------------------------------
 
@@ -42,23 +53,15 @@ class Workflow:
         key = (paper, number, kind)
         if key not in self._cells:
             found = (tables if kind == "table" else figures).cells(paper, number)
-            beside, mine = tables.table(paper, number).beside if kind == "table" else {}, [self.scale.name]
             self._cells[key] = [
                 replace(cell, stand_in=self.scale.stand_in(cell.model) or "", seeds=cell.seeds[: self.scale.seeds])
                 for cell in found
-                if self.scale.name in beside.get(cell.metric, {}).get("scales", mine)
             ]
         return list(self._cells[key])
 
     def is_live(self, cell: Cell) -> bool:
         """Whether this scale measures a cell here."""
-        if self.recorded or not self.is_measured(cell):
-            return False
-        return not self.is_recorded(cell) or (self.built and self._is_built(cell))
-
-    def _is_built(self, cell: Cell) -> bool:
-        jobs = [job for each in self.jobs(cell) for job in each.values()]
-        return bool(jobs) and all((job.folder / observations.FILE).is_file() for job in jobs)
+        return not self.recorded and self.is_measured(cell)
 
     def is_measured(self, cell: Cell) -> bool:
         """Whether this scale measures a cell anywhere."""
@@ -68,12 +71,6 @@ class Workflow:
             return False
         spec = tables.table(cell.paper, cell.number) if cell.kind == "table" else None
         return not spec or not spec.scales or self.scale.name in spec.scales
-
-    def is_recorded(self, cell: Cell) -> bool:
-        """Whether it takes too long on the scale's own device, and is measured on `recorded_on`."""
-        texts = [cell.recipe, *(part.recipe for part in self.parts(cell).values())]
-        steps = [step.name for text in texts for step in recipe.parse(text).steps]
-        return any(cell.stand_in in self.scale.recorded.get(name, ()) for name in steps)
 
     def full_precision(self, cell: Cell) -> Cell:
         """The same measure of the stand-in without any step."""
@@ -112,13 +109,8 @@ class Workflow:
 
     def targets(self, cell: Cell) -> list[Target]:
         """What a cell is measured on, one a seed; a single one where nothing is drawn."""
-        at, text = self.scale, cell.recipe
-        if self.is_recorded(cell):
-            at = at.on(at.recorded_on)
-        elif at.reduced:
-            text = recipe.with_options(text, at.reduced)
-        parsed = recipe.parse(text)
-        seeds = cell.seeds if parsed.seeded else (0,)
+        at, parsed = self._here, recipe.parse(cell.recipe)
+        seeds = cell.seeds[: at.seeds] if parsed.seeded else (0,)
         return [Target(at.calibrated_on(cell.calibration, seed), cell.stand_in, parsed.name, seed) for seed in seeds]
 
     def jobs(self, cell: Cell) -> list[dict[str, Job]]:
@@ -149,20 +141,23 @@ class Workflow:
         return [] if None in found else found
 
     def inputs(self, cell: Cell) -> dict[str, Any]:
-        """What decides a cell's value, declared: the measure, and the inputs of its jobs by seed."""
+        """What decides a cell's value, declared: the measure, and the inputs of its jobs by seed.
+
+        The device is none of it: the scale says which ones it may be, and a result names its own.
+        """
         asked = {key: value for key, value in asdict(cell.ask).items() if key != "unit"}
-        jobs = [{role: job.declared() for role, job in each.items()} for each in self.jobs(cell)]
+        jobs = [{role: _without_device(job.declared()) for role, job in each.items()} for each in self.jobs(cell)]
         config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
         return {"measure": cell.measure, "ask": asked, "recipe": config, "jobs": jobs}
 
-    def every_job(self, cells: Iterable[Cell], recorded: bool = False) -> list[Job]:
-        """All jobs of cells in an order in which they can run: those live here, or those that results are recorded of.
+    def every_job(self, cells: Iterable[Cell]) -> list[Job]:
+        """All jobs that measure cells here, in an order in which they can run.
 
         Each brings full precision of the same measure, which ratios compare with.
         """
         wanted: list[Job] = []
         for cell in cells:
-            if self.is_measured(cell) and (self.is_recorded(cell) if recorded else self.is_live(cell)):
+            if self.is_live(cell):
                 full = self.full_precision(cell)
                 both = [cell] if self.parts(cell) else [full] if self.held_back(cell) else [cell, full]
                 wanted += [job for one in both for each in self.jobs(one) for job in each.values()]
@@ -213,7 +208,10 @@ class Workflow:
         """The cells of `spear/table1` or `spear/figure13`, or those behind one of the project's own tables."""
         if name == "table1":
             return [
-                cell for claim in tables.headline().claims if self.judges(claim) for cell in self.claim_cells(claim)
+                cell
+                for claim in tables.headline().claims
+                if not claim.judged_on_printed
+                for cell in self.claim_cells(claim)
             ]
         if name in ("table2", figures.LEADERBOARD):
             return [cell for both in tables.specified() for cell in self.cells(*both)]
@@ -226,15 +224,7 @@ class Workflow:
     def beside_headline(self) -> list[str]:
         """The papers whose Table 1 is made with the headline table: the one that is printed beneath it, and those whose
         table takes no job."""  # fmt: skip
-        return [p for p in papers.PAPERS if p == papers.LEADING or not self.every_job(self.cells(p, "1"))]
-
-    def judges(self, claim: tables.ClaimSpec) -> bool:
-        """Whether a claim is judged on what this scale measures: not on printed cells, nor on another scale, as where
-        some of its cells take too long here. What is measured here of the others would decide nothing.
-        """
-        measured = [cell for cell in self.claim_cells(claim) if self.is_measured(cell)]
-        elsewhere = self.scale.judged_on and any(map(self.is_recorded, measured))
-        return not (claim.judged_on_printed or elsewhere)
+        return [p for p in papers.PAPERS if p == papers.LEADING or not any(map(self.jobs, self.cells(p, "1")))]
 
     def claim_cells(self, claim: tables.ClaimSpec) -> list[Cell]:
         """The cells that a claim names, in any of its readings."""
@@ -244,11 +234,7 @@ class Workflow:
         return [c for c in found if c.place[:3] in wanted or ({c.col, c.metric} & also and (c.row, c.model) in rows)]
 
 
-def has_cuda() -> bool:
-    """Whether torch sees a CUDA device here."""
-    if importlib.util.find_spec("torch") is None:
-        raise UserError("torch is not installed here; install requirements.lock")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver; workers can be forked afterwards
-    import torch
-
-    return torch.cuda.is_available()
+def _without_device(declared: dict[str, Any]) -> dict[str, Any]:
+    """A job's declared inputs, and those of what it is compared with, whatever they ran on."""
+    kept = {key: value for key, value in declared.items() if key not in ("device", "threads")}
+    return {key: _without_device(value) if isinstance(value, dict) else value for key, value in kept.items()}

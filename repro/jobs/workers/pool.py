@@ -1,6 +1,6 @@
 """Many jobs without Snakemake: forked workers that import torch once, several on a GPU, resumable.
 
-    python -m repro run spear/table1 --scale pocket-full --side-by-side 16 --gpus 2 --minutes 9
+    python -m repro run spear/table1 --missing --side-by-side 16 --gpus 2 --minutes 9
 
 That is what a GPU machine without the workflow's packages uses. Each result is written as it ends; a second call does
 only what is missing. Where NVIDIA's MPS daemon may be started, workers share a GPU through it. Jobs are side by side on
