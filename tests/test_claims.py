@@ -310,22 +310,6 @@ def test_a_stale_cell_is_no_evidence(kept):
     assert not judged.measured and judged.why == "1 of 3 cells stale"
 
 
-def test_accepted_results_whose_observations_are_gone_bring_their_own_interval(kept):
-    at = flow()
-    alone = dataclasses.replace(DAMAGE, cells={"b": "RTN pc | Wiki"}, quantity="b", holds="> 1")
-    for given_, ends, verdict in (
-        ({"lo": 9.5, "hi": 10.5}, (9.5, 10.5), 0),
-        ({"lo": 0.0, "hi": 20.0}, (0.0, 20.0), 2),
-        ({"lo": None, "hi": None}, (None, None), 2),
-        ({"lo": None, "hi": None, "n": None}, (10.0, 10.0), 0),  # a count, which is exact
-    ):
-        observe(at, ["RTN pc"])
-        accept(at, ["RTN pc"], kept, **({"value": 10.0, "observations": ""} | given_))
-        (case,) = judge(at, alone).cases
-        assert case.measured == 10.0 and case.on == "pocket-3m" and case.verdict == verdict
-        assert (case.lo, case.hi) == (ends if ends[0] is None else pytest.approx(ends))
-
-
 # --- further readings -------------------------------------------------------------------------------------------------
 
 
