@@ -134,18 +134,24 @@ class Function:
 
     def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
         """Launch on torch's current stream of the kernel's device. Tensors become pointers, ints become C ints."""
-        if torch.cuda.current_device() != self._index:
+        if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self(grid, block, *arguments)
-        stream, at = torch.cuda.current_stream().cuda_stream, pointers(arguments)
+        # As Triton and inductor do: a Stream object takes as long as the rest of a launch.
+        stream, at = torch._C._cuda_getCurrentRawStream(self._index), pointers(arguments)
         launch = self._driver.cuLaunchKernel
         _checked(launch(self._function, grid, 1, 1, block, 1, 1, self._shared, stream, ctypes.addressof(at), 0))
 
 
 def pointers(arguments: Sequence[Tensor | int]) -> ctypes.Array:
     """Addresses of a kernel's arguments, tensor pointers and C ints; the array keeps these values alive."""
-    values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments]
-    found = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    count = len(arguments)
+    # One array of 64-bit words for all: a C int is read from the first half of its word, devices and hosts being
+    # little-endian.
+    words = [a.data_ptr() if isinstance(a, Tensor) else a & 0xFFFFFFFF for a in arguments]
+    values = (ctypes.c_uint64 * count)(*words)
+    first = ctypes.addressof(values)
+    found = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
     found.values = values
     return found
 

@@ -18,7 +18,17 @@ def recorded(monkeypatch):
     """Sets what the device's file says under "linear"."""
     table = {}
     monkeypatch.setattr(linear, "launch_config", lambda kernel, key, device: table.get(key))
-    return table
+    linear.known_path.cache_clear()
+    yield table
+    linear.known_path.cache_clear()
+
+
+def test_a_choice_is_looked_up_once(recorded, monkeypatch):
+    monkeypatch.setattr(linear, "path_of", lambda *given: asked.append(given) or "decode")
+    asked = []
+    for tokens in (1, 1, 2, 1):
+        assert linear.known_path(tokens, 48, 256, 4, torch.device("cpu")) == "decode"
+    assert [each[0] for each in asked] == [1, 2]
 
 
 def test_path_follows_the_recorded_crossover(recorded):

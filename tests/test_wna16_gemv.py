@@ -1,5 +1,6 @@
 """The decode kernel: its arithmetic lane by lane, its operator on a CPU, its source for three architectures."""
 
+import ctypes
 import itertools
 import sys
 from types import SimpleNamespace
@@ -277,3 +278,12 @@ def test_kernel_on_the_gpu(case, dtype):
         want = kernel.reference(x * scale, packed)
         bound = 1e-3 if dtype == torch.float16 else 4e-3  # bfloat16 output alone costs 2^-9
         assert (y.float() - want).norm() < bound * want.norm()
+
+
+def test_arguments_of_a_launch_lie_where_their_addresses_say():
+    """Tensor pointers of 64 bits and C ints of 32, negative ones too."""
+    x = torch.zeros(3)
+    at = nvrtc.pointers((x, 7, -5, x[1:], 2**31 - 1))
+    read = [ctypes.c_uint64.from_address(at[i]).value for i in (0, 3)]
+    assert read == [x.data_ptr(), x.data_ptr() + 4]
+    assert [ctypes.c_int.from_address(at[i]).value for i in (1, 2, 4)] == [7, -5, 2**31 - 1]
