@@ -206,6 +206,18 @@ def test_seeds_of_two_machines_are_no_measurement(house):
     assert "measured on " in (sentence := refusal(accept, house.table())) and " and on NVIDIA H200" in sentence
 
 
+def test_cards_of_one_architecture_are_one_device_where_no_time_is_measured(house, monkeypatch):
+    for seed, device in enumerate(("NVIDIA H100 80GB HBM3", "NVIDIA H200")):
+        for job in house.flow.jobs(house.cell("GPTQ g128"))[seed].values():
+            rewrite(job.folder / FILE, device=device)
+    assert accept(house.table(rows=["GPTQ g128"]))
+    (path,) = house.results.glob("nvidia-h100-80gb-hbm3/spear-table1.csv")
+    wiki = next(row for row in from_csv(path) if row.col == "Wiki")
+    assert wiki.device == "NVIDIA H100 80GB HBM3 + NVIDIA H200" and house.recorded("GPTQ g128").status == "ok"
+    monkeypatch.setattr(accepting, "TIMED", ("perplexity",))
+    assert " and on NVIDIA H200; run its jobs on one of them" in refusal(accept, house.table())
+
+
 def test_scores_of_other_weights_than_those_that_lie_there(house):
     job = house.job("GPTQ g128")
     read = json.loads(observations.load(job.folder / FILE).meta["artifacts"])

@@ -34,8 +34,8 @@ INPUTS = "inputs.json"  # spells out the hashes of declared inputs of a device's
 
 
 def path_of(row: Measurement) -> Path:
-    """The file that an accepted row is in."""
-    return RESULTS / slug(row.device) / f"{row.table.replace('/', '-')}.csv"
+    """The file that an accepted row is in; of one that several cards measured it is the first one's."""
+    return RESULTS / slug(row.device.partition(" + ")[0]) / f"{row.table.replace('/', '-')}.csv"
 
 
 @cache
