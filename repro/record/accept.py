@@ -17,7 +17,7 @@ from repro.spec.workflow import Workflow
 
 TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under other versions than today's
 TIMED = ("decode",)  # kinds of jobs that measure time
-# An H100 gave the H200's series to the last bit: seven recipes on two texts, SPEAR and OmniQuant trained anew (14 of 14).
+# An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
 SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
 COMPARED = tuple(field.name for field in fields(Measurement) if field.name != "live")
 
