@@ -29,7 +29,7 @@ def job(tmp_path_factory):
     """A job of two prompts on a tiny Llama, with its observations."""
     name = engines.save("llama", tmp_path_factory.mktemp("tiny"))
     given = {"acceptance": {"prompts": 2, "tokens": 12}}
-    target = Target(scales.load(given, name="pocket"), name, "fp16")
+    target = Target(scales.load(given, name="pocket").on("cpu"), name, "fp16")
     made = acceptance.jobs(acceptance.Ask("mt-bench", depth=6, top_k=2), target)["prompts"]
     folder = tmp_path_factory.mktemp("job")
     origin = observations.origin(made, {})
@@ -70,6 +70,13 @@ def test_other_drafts_temperatures_and_sets_are_other_jobs():
     assert acceptance.jobs(named, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
     shown = acceptance.Ask("mt-bench", show="repeated 4-grams", unit="fraction")
     assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
+
+
+def test_a_build_measures_the_first_prompts_as_long_as_all():
+    whole = scales.load(name="pocket")
+    few = whole.brief().protocols["acceptance"]
+    assert (few.prompts, few.tokens) == (3, whole.protocols["acceptance"].tokens)
+    assert [p.id for p in prompts.load("mt-bench", 3)] == [p.id for p in prompts.load("mt-bench", 40)][:3]
 
 
 def test_a_repeated_text_is_counted():
@@ -125,7 +132,9 @@ def test_table_1_asks_for_the_papers_draft_in_every_subspec_row():
 
 
 def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
-    target = Target(scales.load({"acceptance": {"prompts": 1, "tokens": 14}}, name="pocket"), "pocket-3m", "fp16")
+    target = Target(
+        scales.load({"acceptance": {"prompts": 1, "tokens": 14}}, name="pocket").on("cpu"), "pocket-3m", "fp16"
+    )
     lengths = {}
     for draft in ("self", "subspec"):
         job = acceptance.jobs(acceptance.Ask("mt-bench", draft=draft, depth=6, top_k=1, bits=2), target)["prompts"]

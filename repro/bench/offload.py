@@ -307,9 +307,9 @@ def timed(engine: Limited, new: int) -> Any:
 def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int] | None = None) -> dict[str, Any]:
     """Texts with a draft against those of plain decoding, token for token.
 
-    A disagreement is kept with the gap between the two largest logits of the plain pass there, and with how far the
-    logits of these two tokens are moved by a pass over a whole tree (the chain of the text): a gap below that is
-    rounding, in float32 one below `TIE` is a tie.
+    A disagreement is kept with the gap between the two largest logits of the plain pass there, and with the measured
+    difference of the two passes: how far at most a pass over a whole tree moves the two largest logits of this text
+    against passes of one token. A gap up to that is rounding, in float32 one below `TIE` is a tie.
     """
     context, draft = 1024, DRAFT
     target = Target(scales.load(name="pocket"), MODEL, "fp16")
@@ -342,18 +342,24 @@ def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int] | No
 
 @torch.inference_mode()
 def disagreement(plain: Core, ids: list[int], own: list[int], got: list[int]) -> dict[str, Any]:
-    """The first token that differs: the gap of the plain pass there, and what a tree's pass moves."""
+    """The first token that differs: the gap of the plain pass there, and how far a tree's pass moves logits."""
     first = next((i for i, pair in enumerate(zip(own, got)) if pair[0] != pair[1]), min(len(own), len(got)))
-    chain = torch.tensor([*ids, *own[:first]], device=plain.model.device)
-    plain.logits(chain[:-1])  # the prefix into the cache
-    length = len(chain) - 1
-    alone = plain.tree(0, length, chain[-1:], [-1])[0].float()
-    back = min(length, first)
-    wide = plain.tree(0, length - back, chain[length - back :], [-1, *range(back)])[-1].float()
-    best = alone.topk(2)
-    gap = (best.values[0] - best.values[1]).item()
-    moved = (alone - wide)[best.indices].abs().sum().item()
-    return {"token": first, "gap": gap, "moved": moved, "own": own[first : first + 1], "got": got[first : first + 1]}
+    prompt = torch.tensor(ids, device=plain.model.device)
+    chain = torch.tensor([ids[-1], *own[:first]], device=plain.model.device)
+    plain.logits(prompt)
+    start = len(ids) - 1  # the chain begins with the prompt's last token
+    single = [plain.tree(0, start + at, chain[at : at + 1], [-1])[0].float() for at in range(len(chain))]
+    fill = max(DRAFT.nodes - len(chain), 0)  # other roots, which the chain does not see: products of a tree's size
+    nodes = torch.cat([chain, chain[:1].expand(fill)])
+    wide = plain.tree(0, start, nodes, [*range(-1, len(chain) - 1), *[-1] * fill]).float()
+    moved = []
+    for at, alone in enumerate(single):
+        best = alone.topk(2).indices
+        moved.append((alone - wide[at])[best].abs().sum().item())
+    best = single[-1].topk(2).values
+    gap = (best[0] - best[1]).item()
+    words = {"own": own[first : first + 1], "got": got[first : first + 1]}
+    return {"token": first, "gap": gap, "moved": max(moved), "moved_there": moved[-1]} | words
 
 
 if __name__ == "__main__":
