@@ -5,7 +5,7 @@ import torch
 from test_w4a16_gemm import error, random_weight, weight
 
 from repro.bench import kernel_list
-from repro.kernels import dequantize, linear, nvrtc, packing
+from repro.kernels import dequantize, linear, nvrtc, packing, w4a16_gemm, warm
 
 
 def inputs(tokens, rows=48, columns=256, bits=4, dtype=torch.float16):
@@ -119,3 +119,20 @@ def test_a_device_that_a_kernel_does_not_support(name, monkeypatch):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no compiler")
     compiled = ("wna16_gemv", "w4a16_gemm", "dequantize", "w8a8_gemv")
     assert module.unsupported("cuda") == ("no compiler" if name in compiled else None)
+
+
+def test_warming_launches_every_form_once_at_every_number_of_tokens(monkeypatch):
+    called = []
+    real = linear.wna16
+    monkeypatch.setattr(linear, "wna16", lambda x, packed: called.append((x.shape[0], packed.rows)) or real(x, packed))
+    one, other = (
+        inputs(1)[1],
+        w4a16_gemm.random_weight({"N": 32, "K": 256, "bits": 4, "group": 64, "symmetric": False, "seed": 0}),
+    )
+    warm.warm([one, inputs(1)[1], other], (1, 20))
+    assert called == [(1, one.rows), (20, one.rows), (1, 32), (20, 32)]
+    called.clear()
+    warm.warm(one)
+    assert [count for count, _ in called] == list(warm.COUNTS)
+    with pytest.raises(ValueError, match="wna16: x must be a contiguous float16 or bfloat16"):
+        warm.warm(one, dtype=torch.float32)
