@@ -160,3 +160,9 @@ def test_the_command_reads_numbers(capsys, monkeypatch, tmp_path):
     small = ["--depth", "3", "--top_k", "2", "--config", "acceptance={prompts: 2, tokens: 4}"]
     assert main([*words, "0.5", *small]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("tokens")
+
+
+def test_intervals_end_at_one_token_and_at_a_whole_path():
+    assert acceptance.limits(acceptance.Ask("mt-bench")) == (1, 49)
+    assert acceptance.limits(acceptance.Ask("mt-bench", depth=32)) == (1, 33)
+    assert acceptance.limits(acceptance.Ask("mt-bench", show="repeated 4-grams")) == (0, 1)

@@ -163,3 +163,8 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
 def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
     """Tokens over iterations, or the mean share."""
     return mean["repeated"] if ask.show == "repeated 4-grams" else mean["tokens"] / mean["iterations"]
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """An iteration gives its bonus token at least, and a whole path with it at most; or a share."""
+    return (0.0, 1.0) if ask.show == "repeated 4-grams" else (1.0, ask.config.depth + 1.0)
