@@ -11,6 +11,7 @@ from repro.data import corpora
 from repro.jobs import runner, tokens
 from repro.jobs.job import built_under
 from repro.jobs.target import Target
+from repro.models import identity as identities
 from repro.spec import scale
 
 TEXT = "pocket-sample"
@@ -33,6 +34,22 @@ def identity(folder):
     """Fingerprint and tokenizer key of a folder as it is now."""
     models.fingerprint.cache_clear()
     return models.fingerprint(str(folder)), models.tokenizer_key(str(folder))
+
+
+def test_a_tokenizers_files_are_read_again_only_where_one_has_changed(folder, monkeypatch):
+    read, true = [], identities.sha256
+    monkeypatch.setattr(identities, "sha256", lambda path: read.append(path.name) or true(path))
+    first = models.tokenizer_key(str(folder))
+    assert "tokenizer.json" in read
+    read.clear()
+    assert models.tokenizer_key(str(folder)) == first and read == []
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace("a", "b", 1))  # as long as before
+    changed = models.tokenizer_key(str(folder))
+    assert changed != first and "tokenizer.json" in read
+    (folder / identities.TEMPLATES).mkdir()
+    (folder / identities.TEMPLATES / "one.jinja").write_text("x")
+    assert models.tokenizer_key(str(folder)) != changed
 
 
 def ids_by_jobs(folder):

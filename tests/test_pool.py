@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from repro.errors import Crowded, Refused, UserError
 from repro.jobs import estimate, runner
 from repro.jobs.job import distinct, from_json, make
 from repro.jobs.workers import memory, pool
-from repro.record import observations
+from repro.record import observations, versions
 from repro.record.observations import Series
 
 RUN = ("run", "spear/table1", "spear/figure13", "--side-by-side", 2)
@@ -60,6 +61,21 @@ def test_what_cannot_be_done_is_a_status_with_its_reason(built):
 # --- jobs of the test's own -------------------------------------------------------------------------------------------
 
 
+def begun(label, until):
+    """Announce that a job has begun, and wait until as many have: so they are side by side however busy the machine is.
+
+    Raises:
+        AssertionError: those that the pool was to start beside it do not come.
+    """
+    folder = Path("begun")
+    folder.mkdir(exist_ok=True)
+    (folder / label).touch()
+    end = time.monotonic() + 60
+    while len(list(folder.iterdir())) < until:
+        assert time.monotonic() < end, f"{label}: fewer than {until} jobs have begun"
+        time.sleep(0.01)
+
+
 def work(job, found, folder, origin):
     given = job.given()
     match given["do"]:
@@ -80,7 +96,7 @@ def work(job, found, folder, origin):
                 raise Crowded("the GPU's memory did not suffice beside 100 GiB of other programs")
         case "hold":
             began = time.monotonic()
-            time.sleep(0.6)  # long beside the start of another on a busy machine
+            begun(job.label, given["until"])
             facts = [began, time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES"), given["bytes"], os.getpid()]
             (folder / "held.json").write_text(json.dumps(facts))
     print("said by", job.label)
@@ -91,8 +107,9 @@ def work(job, found, folder, origin):
 def job(tmp_path, monkeypatch):
     """Make jobs of a kind of the test's own, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    kind = SimpleNamespace(run=work, OUTPUTS=(observations.FILE,), __file__="repro/cells/setting.py")
+    kind = SimpleNamespace(run=work, OUTPUTS=(observations.FILE,), VERSION=1)
     monkeypatch.setitem(runner.JOBS, "fake", kind)
+    monkeypatch.setitem(versions.SHARED, "fake", kind)
 
     def made(label, do="work", needs=(), **options):
         return make("fake", label, {"label": label}, {"do": do, **options}, {need.label: need for need in needs})
@@ -124,9 +141,10 @@ def test_the_seconds_of_a_job_are_kept_for_plan(job):
     assert pool.run_all([done, bad]) == 1
     text = done.benchmark.read_text()
     assert done.benchmark == Path("build/benchmarks") / f"{done.id}.tsv" and not bad.benchmark.exists()
-    assert text.startswith("s\th:m:s\n0.") and text.endswith("\t0:00:00\n")
+    names, (seconds, clock) = (line.split("\t") for line in text.splitlines())
+    assert names == ["s", "h:m:s"] and clock == str(timedelta(seconds=round(float(seconds))))
     (run,) = estimate.recorded(known=write_runs())
-    assert run.kind == "fake" and run.seconds == pytest.approx(float(text.split()[2]) + estimate.START_S)
+    assert run.kind == "fake" and run.seconds == pytest.approx(float(seconds) + estimate.START_S)
 
 
 def write_runs():
@@ -217,7 +235,7 @@ def test_what_is_compressed_is_measured_at_once(job, capfd):
 def test_a_worker_goes_on_with_the_steps_that_it_has_compiled(job):
     """A training step takes 30 to 75 s to compile; two workers of two methods compile one each, not two."""
     one, other = ("bitbybit",), ("paretoq",)
-    jobs = [job(f"{i}", "hold", bytes=0) for i in range(8)]
+    jobs = [job(f"{i}", "hold", bytes=0, until=i // 2 * 2 + 2) for i in range(8)]  # neither gets ahead by two
     jobs = [replace(each, steps=other if i % 2 else one) for i, each in enumerate(jobs)]
     assert pool.run_all(jobs, 2) == 0
     ran = {each.steps: set() for each in jobs}
@@ -290,13 +308,16 @@ def test_workers_stay_on_the_gpus_that_are_visible(monkeypatch, visible, taken):
 
 @pytest.fixture
 def holding(job, monkeypatch):
-    """Run jobs that declare so many bytes on GPUs of some size; what each held: began, ended, GPU, bytes."""
+    """Run jobs that declare so many bytes on GPUs of some size, of which the first `until` fit beside each other.
 
-    def run(sizes, room, workers, gpus):
+    What each held: began, ended, GPU, bytes.
+    """
+
+    def run(sizes, room, workers, gpus, until):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(memory, "gpu_bytes", lambda job: job.given()["bytes"])
         monkeypatch.setattr(memory, "free", lambda count: room if count == gpus else pytest.fail("of other GPUs"))
-        jobs = [job(f"job{i}", "hold", bytes=size) for i, size in enumerate(sizes)]
+        jobs = [job(f"job{i}", "hold", bytes=size, until=until) for i, size in enumerate(sizes)]
         assert pool.run_all(jobs, workers, gpus) == 0
         return [json.loads((one.folder / "held.json").read_text()) for one in jobs]
 
@@ -310,7 +331,7 @@ def together(held, moment):
 
 def test_side_by_side_run_only_jobs_whose_bytes_fit(holding):
     """A job that is too large for the GPU has it to itself; one that takes none of it waits for nobody."""
-    held = holding([60, 200, 50, 40, 30, 0, 0], {0: 100}, 4, 0)
+    held = holding([60, 200, 50, 40, 30, 0, 0], {0: 100}, 4, 0, until=4)
     moments = [began for began, *_ in held]
     for some in (together(held, moment) for moment in moments):
         assert sum(some) <= 100 or sum(size > 0 for size in some) == 1, some
@@ -319,7 +340,7 @@ def test_side_by_side_run_only_jobs_whose_bytes_fit(holding):
 
 
 def test_each_gpu_has_its_own_room(holding):
-    held = holding([60] * 6, {0: 100, 1: 130}, 6, 2)
+    held = holding([60] * 6, {0: 100, 1: 130}, 6, 2, until=3)
     for gpu, most in (("0", 1), ("1", 2)):
         own = [one for one in held if one[2] == gpu]
         assert own and max(len(together(own, began)) for began, *_ in own) == most
@@ -327,8 +348,8 @@ def test_each_gpu_has_its_own_room(holding):
 
 
 def test_without_a_word_of_the_driver_every_worker_works(holding):
-    held = holding([60] * 4, {}, 4, 1)
-    assert max(len(together(held, began)) for began, *_ in held) > 1
+    held = holding([60] * 4, {}, 4, 1, until=4)
+    assert max(len(together(held, began)) for began, *_ in held) == 4
 
 
 def test_free_memory_is_that_of_the_visible_gpus(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import os
 from repro import build
 from repro.cli import options as common
 from repro.cli import show
-from repro.spec import names
+from repro.spec import names, scale_files
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +19,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Build targets, print the tables among them, then the paths of each paper's own Table 1."""
     names.check_targets(args.targets)
-    flow = common.workflow(args, recorded=True)  # what is wrong with `--config` is said before Snakemake starts
-    code = build.build(args.targets, args.cores, flow.scale.name, args.configfile, args.config or ())
+    scale = scale_files.file_of(args.scale).stem
+    if args.config or args.configfile:  # what is wrong with them is said before Snakemake starts
+        scale = common.workflow(args, recorded=True).scale.name
+    code = build.build(args.targets, args.cores, scale, args.configfile, args.config or ())
     if code:
         return code
     for target in args.targets:
