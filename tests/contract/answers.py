@@ -1,0 +1,301 @@
+"""Known answers of every step, metric and shared job on a tiny model: `python tests/contract/answers.py NAME...`
+
+records those of the given names (`all`: every one) in answers.json, after a change that was meant, with a new VERSION.
+Inputs come from a generator whose bits are the same on every machine; an answer is a handful of numbers.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+
+import small_models  # noqa: E402
+
+from repro import masters, models  # noqa: E402
+from repro.baselines import group_qat, rtn  # noqa: E402
+from repro.baselines import master as master_step  # noqa: E402
+from repro.baselines import saved as saved_step  # noqa: E402
+from repro.bench import kernel_rows  # noqa: E402
+from repro.cells import KINDS  # noqa: E402
+from repro.data import corpora  # noqa: E402
+from repro.files import sha256, write_text  # noqa: E402
+from repro.jobs import compress, requests, runner, tokens  # noqa: E402
+from repro.jobs.job import Job, distinct  # noqa: E402
+from repro.jobs.target import Target  # noqa: E402
+from repro.judge.quantity import Quantity, compose, constant  # noqa: E402
+from repro.models import bits  # noqa: E402
+from repro.models.lowbit import LowBitModel  # noqa: E402
+from repro.record import observations, versions  # noqa: E402
+from repro.spec import recipe  # noqa: E402
+from repro.spec import scale as scales  # noqa: E402
+from repro.spec.recipe import STEPS  # noqa: E402
+
+FILE = Path(__file__).with_name("answers.json")
+Numbers = dict[str, float]
+
+# A recipe for each step, small enough to run at once; rates are far above the defaults, so that few steps move weights.
+TRAINED = "tokens=144, batch=2, lr=0.003"
+SAMPLED = "samples=8, tokens=16, cka_samples=4"
+RECIPES = {
+    "rtn": "rtn-w3-g32",
+    "gptq": "gptq-w3-g32-act_order",
+    "hqq": "hqq-w3-g32",
+    "awq": "awq-w3-g32",
+    "omniquant": "omniquant(w3, g32, epochs=2)",
+    "smoothquant": "smoothquant-w8-a8",
+    "spinquant": "spinquant(w4, a4, tokens=144, sequences=6, batch=2)",
+    "efficientqat": f"efficientqat(w3, g32, {TRAINED}, epochs=1)",
+    "e2e_qp": "rtn-w3-g32 + e2e_qp(tokens=144, batch=2, lr=0.003)",
+    "paretoq": f"paretoq(w3, {TRAINED})",
+    "bitdistiller": f"bitdistiller(w3, g32, data=text, clip_tokens=48, length=24, held_out=0.25, {TRAINED})",
+    "matquant": f"matquant(g32, {TRAINED}, epochs=1)",
+    "group_qat": f"group_qat(w3, g32, {TRAINED}, epochs=1)",
+    "bitbybit": f"bitbybit(w3, g32, {TRAINED}, epochs=1)",
+    "sliced": f"bitbybit(any_precision, g32, {TRAINED}, epochs=1) + sliced-w2",
+    "lqer": "rtn-w3-g32 + lqer-r4",
+    "qera": "rtn-w3-g32 + qera-r4",
+    "eora": "rtn-w3-g32 + eora-r4",
+    "aser": "rtn-w3-g32 + aser-r4",
+    "loftq": "rtn-w3-g32 + loftq(r4, iterations=2)",
+    "uniform": "rtn-w3-g32 + uniform(r4, samples=8, tokens=16, cka_samples=4, epochs=1, lr=0.003)",
+    "spear": f"rtn-w3-g32 + spear({SAMPLED}, epochs1=1, epochs2=1, lr1=0.003, lr2=0.03, budget=0.1)",
+    "spqt": "spqt(tokens=144, search=48)",
+    "planted": "planted + rtn-w3-g32",
+    "q4_k": "q4_k",
+}
+
+
+def weights(model: PreTrainedModel, size: float, seed: int = 0) -> PreTrainedModel:
+    """The model with parameters from a generator that gives the same bits everywhere: uniform, norms around 1."""
+    draw = np.random.default_rng(seed)
+    for name, parameter in model.named_parameters():
+        uniform = torch.from_numpy(2 * draw.random(parameter.shape) - 1).to(parameter.dtype)
+        parameter.data.copy_(1 + 0.2 * uniform if "norm" in name else size * uniform)
+    return model
+
+
+def step(name: str) -> Numbers:
+    """What a recipe with the step makes of a tiny Llama: bits, how far its outputs moved, and what the step says."""
+    hidden = {"hidden_size": 256, "intermediate_size": 256} if name == "q4_k" else {}
+    full, made = (weights(small_models.llama(vocab_size=96, **hidden), 0.25) for _ in range(2))
+    ids = torch.from_numpy(np.random.default_rng(1).integers(2, 96, (8, 24)))
+    lm = LowBitModel(made)
+    for one in recipe.on_device(recipe.parse(RECIPES[name]).steps, "cpu"):
+        one.module.apply(lm, ids[:6], one.config)
+    return compared(lm, full, ids[6:])
+
+
+def compared(lm: LowBitModel, full: PreTrainedModel, ids: torch.Tensor) -> Numbers:
+    """Stored bits, relative distance of the outputs, their mean size, and the means of what steps say of themselves."""
+    with torch.no_grad():
+        want, got = full(ids).logits.double(), lm.model(ids).logits.double()
+    answer = {
+        "bits per weight": bits.report(lm, float_bits=16)["bpw"],
+        "distance": ((got - want).square().mean() / want.square().mean()).sqrt().item(),
+        "size": got.abs().mean().item(),
+    }
+    for fact, values in lm.facts.items():
+        answer[fact] = float(np.mean(values)) if len(values) else 0.0
+    return answer
+
+
+def saved() -> Numbers:
+    """What the step `saved` reads back of a model that was rounded."""
+    full, made, again = (weights(small_models.llama(vocab_size=96), 0.25) for _ in range(3))
+    lm = LowBitModel(made)
+    rtn.apply(lm, None, rtn.Config(bits=3, group=32))
+    with tempfile.TemporaryDirectory() as folder:
+        lm.save(Path(folder, saved_step.FILE), {"recipe": "rtn-w3-g32"})
+        other = LowBitModel(again)
+        saved_step.apply(other, None, saved_step.Config(folder))
+    return compared(other, full, torch.arange(2, 26)[None])
+
+
+def master() -> Numbers:
+    """What the step `master` reads of a file of codes, as that of the committed model's."""
+    full, made, again = (weights(small_models.llama(vocab_size=96), 0.25) for _ in range(3))
+    lm = LowBitModel(made)
+    group_qat.apply(lm, torch.arange(2, 26)[None], group_qat.Config(bits=8, epochs=0, tokens=24, batch=1))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder, masters.FILE)
+        lm.save(path, {"recipe": "group_qat-w8"})
+        patch.setattr(masters, "path", lambda name: path)
+        patch.setattr(models, "check_fingerprint", lambda *words: None)
+        other = LowBitModel(again)
+        master_step.apply(other, None, master_step.Config(sha256(path)[:8]))
+    return compared(other, full, torch.arange(2, 26)[None])
+
+
+# A recipe and what is asked, for each metric: together they need few jobs.
+RTN = "rtn-w3-g32"
+PLACED = "rtn-w3-g32 + spear(samples=8, tokens=16, cka_samples=4, epochs1=1, epochs2=1, budget=0.1)"
+LEARNED = "efficientqat(w3, g32, tokens=256, batch=2, lr=0.003, epochs=1)"
+ASKED: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "perplexity": (RTN, [{"corpus": "wikitext2", "show": show} for show in ("perplexity", "kl", "top1")]),
+    "llamacpp": (RTN, [{"corpus": "wikitext2"}]),
+    "zeroshot": (RTN, [{"tasks": ("piqa",)}]),
+    "exam": (RTN, [{"task": "mathqa-4"}]),
+    "storage": (RTN, [{"count": count} for count in ("bpw", "megabytes", "compensation")]),
+    "placement": (PLACED, [{"show": "share"}, {"show": "rank"}]),
+    "sensitivity": (RTN, [{"show": show} for show in ("damage", "loss", "rho", "tail")]),
+    "agreement": (RTN, [{"show": "rho", "other": "rtn-w2-g32"}, {"show": "jaccard", "other": "rtn-w2-g32"}]),
+    "similarity": (PLACED, [{"show": show} for show in ("cos_min", "cos_max", "sigma_avg", "wide")]),
+    "sparsity": ("spqt(tokens=256, search=64)", [{"corpus": "wikitext2"}, {"corpus": "wikitext2", "of": "q_proj"}]),
+    "by_error": (RTN, [{"base": "rtn-w2-g32", "quartile": quartile, "corpus": "wikitext2"} for quartile in (1, 4)]),
+    "token_class": (RTN, [{"corpus": "wikitext2", "of": of} for of in ("punctuation", "starts", "inside")]),
+    "training": (LEARNED, [{"show": "tokens"}, {"show": "loss"}]),
+    "curve": (LEARNED, [{"show": "spikes", "window": 1}, {"show": "loss"}]),
+    "block_error": (RTN, [{"show": "mean"}, {"show": "mean", "inputs": "full"}]),
+    "histogram": (RTN, [{"show": "values"}, {"show": "groups"}]),
+    "surface": (RTN, [{"bits": 3, "show": "roughness"}, {"bits": 3, "show": "surface"}]),
+    "setting": (LEARNED, [{"step": "efficientqat", "option": "lr", "factor": 1000.0}]),
+    "decode": (RTN, [{"show": "stored MB"}, {"show": "read MB"}]),  # the others are times
+}
+SCALE = {
+    "name": "contract",
+    "about": "a tiny random Llama",
+    "corpora": {"wikitext2": "wikitext2", "c4": "wikitext2"},
+    "calibration": {"corpus": "wikitext2-valid", "sequences": 4, "length": 64},
+    "perplexity": {"length": 64, "windows": 6, "kl_windows": 3},
+    "llamacpp": {"context": 64, "chunks": 2},
+    "zeroshot": {"limit": 8, "tasks": ["piqa"]},
+    "exam": {"items": 4},
+    "sensitivity": {"sequences": 2, "tokens": 16},
+    "surface": {"points": 3, "sequences": 2, "tokens": 16},
+    "histogram": {"bins": 15},
+    "decode": {"prompt": 4, "new": 2, "rounds": 2},
+}
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[scales.Scale]:
+    """An empty working folder with a model, and the scale that measures it there."""
+    text = corpora.text
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        place = Path(folder) / "tiny-llama"
+        small_models.write_tokenizer(place)
+        shape = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+        weights(small_models.llama(**shape), 0.25).save_pretrained(place)
+        patch.chdir(folder)
+        patch.setattr(corpora, "text", lambda *words: text(*words)[:20_000])  # tokenizing all takes seconds
+        patch.setattr(KINDS["similarity"], "DRAWS", 2)  # of twelve, which are sampled one token after another
+        patch.setattr(KINDS["similarity"], "LENGTH", 24)
+        yield scales._build(SCALE | {"models": {"Llama-3.2-1B": str(place)}}, "the contract's scale")
+
+
+def run(jobs: Iterable[Job]) -> None:
+    """Run jobs that are not done."""
+    for job in distinct(list(jobs)):
+        if not runner.done(job):
+            runner.run(job)
+
+
+def metric(name: str, at: scales.Scale) -> Numbers:
+    """What a metric measures of the tiny model, through its jobs."""
+    module, (text, asked) = KINDS[name], ASKED[name]
+    target, answer = Target(at, at.models["Llama-3.2-1B"], text), {}
+    for words in asked:
+        ask = module.Ask(**words)
+        jobs = module.jobs(ask, target)
+        run(jobs.values())
+        found = {role: observations.load(job.folder / observations.FILE) for role, job in jobs.items()}
+        series = module.series(ask, found, target)
+        measured = Quantity([series], lambda mean, ask=ask: module.value(ask, mean))
+        answer[" ".join(map(str, words.values()))] = float(np.mean(measured.interval().value))
+    return answer
+
+
+def memory() -> Numbers:
+    """Gigabytes of a public shape."""
+    steps = recipe.parse("bitbybit-w2").steps
+    return {"Llama-3.2-1B": KINDS["memory"].exact(KINDS["memory"].Ask(), steps, scales.shape("Llama-3.2-1B"))}
+
+
+def kernel_time() -> Numbers:
+    """What is shown of one row of kernel times."""
+    row = kernel_rows.Row(
+        *("w4-g128", "wna16_gemv", "fp16", 4096, 4096, 16, "cold", "ok", 4.0, 3.9, 4.2),
+        bytes=8_650_752,
+        fraction=0.9,
+        relerr=1e-3,
+        rounds=25,
+    )
+    return {name: float(show(row)) for name, show in KINDS["kernel_time"].SHOWN.items()}
+
+
+def derived() -> Numbers:
+    """Arithmetic over operands."""
+    ask = KINDS["derived"].Ask(
+        "100 * (b - s) / (b - f)", {"s": "{recipe}", "b": RTN, "f": "fp16"}, {"kind": "perplexity"}
+    )
+    values = dict(zip(KINDS["derived"].parts(ask), (3.0, 5.0, 1.0)))
+    return {"share": compose(ask.quantity, {key: constant(value) for key, value in values.items()}).interval().value}
+
+
+def shared(name: str, at: scales.Scale) -> Numbers:
+    """What a job that several metrics need leaves: sums over its arrays, weighted so that an exchange is seen."""
+    target = Target(at, at.models["Llama-3.2-1B"], RTN)
+    job = {
+        "tokens": lambda: tokens.job(target, "wikitext2"),
+        "requests": lambda: requests.job(target, "piqa", 8),
+        "compress": lambda: compress.job(target),
+    }[name]()
+    run([job])
+    answer = {}
+    with safe_open(job.folder / "data.safetensors", "np") as file:
+        for key in sorted(file.keys())[:12]:
+            array = file.get_tensor(key).astype(float).ravel()
+            answer[key] = float(array @ (1 + np.arange(len(array)) % 7)) / max(1, len(array))
+    return answer
+
+
+def names() -> list[str]:
+    """Every step, metric and shared job."""
+    without = ("questions", "acceptance")  # they need prompts of tasks that are not in the repository
+    return [name for name in (*STEPS, *KINDS, *versions.SHARED) if name not in without]
+
+
+def answer(name: str, at: scales.Scale) -> Numbers:
+    """Today's answer of a step, metric or shared job.
+
+    Args:
+        name: of `names`.
+        at: the scale of `workplace`.
+    """
+    alone = {"saved": saved, "master": master, "memory": memory, "kernel_time": kernel_time, "derived": derived}
+    with contextlib.redirect_stdout(io.StringIO()):
+        if name in alone:
+            return alone[name]()
+        if name in versions.SHARED:
+            return shared(name, at)
+        return metric(name, at) if name in KINDS else step(name)
+
+
+def main() -> None:
+    """Record the answers of the names on the command line."""
+    asked = names() if sys.argv[1:] == ["all"] else sys.argv[1:]
+    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    torch.set_num_threads(1)
+    with workplace() as at:
+        for name in asked:
+            known[name] = {"version": versions.of(name), "numbers": answer(name, at)}
+            print(name, json.dumps(known[name]), flush=True)
+            lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
+            write_text(FILE, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
