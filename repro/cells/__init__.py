@@ -45,6 +45,7 @@ from repro.cells import (
     sparsity,
     storage,
     surface,
+    switching,
     token_class,
     training,
     zeroshot,
@@ -74,4 +75,5 @@ KINDS: dict[str, ModuleType] = {
     "kernel_time": kernel_time,
     "decode": decode,
     "acceptance": acceptance,
+    "switching": switching,
 }
