@@ -217,7 +217,8 @@ def test_along_given_outputs_the_divergence_is_that_of_the_states_of_the_log(nam
     prompts, outputs = [PROMPT, [9, 8]], [list(range(100, 120)), list(range(300, 312))]
     engine = make(name, device, **QUICK)
     full = scratch(name, device, dict.fromkeys(copies_names(name), 16))
-    kl, record = engine.forced(prompts, outputs, full)
+    along = engine.forced(prompts, outputs, full)
+    kl, record = along.kl, along.switching
     assert [len(each) for each in kl] == [20, 12] and [len(each) for each in record.signal] == [20, 12]
     assert max(switch.step for switch in record.logs[1]) < 12 <= max(switch.step for switch in record.logs[0])
     for prompt, output, found, log in zip(prompts, outputs, kl, record.logs):
@@ -225,6 +226,8 @@ def test_along_given_outputs_the_divergence_is_that_of_the_states_of_the_log(nam
         logits = states_along(name, device, prompt, output, log)
         exact = Core(name, full).logits(prompt + output)[len(prompt) - 1 : -1]
         p, q = exact.log_softmax(-1), logits.log_softmax(-1)
+        first, second = logits.softmax(-1).topk(2).values.unbind(-1)
+        assert along.gap[prompts.index(prompt)] == pytest.approx((first - second).tolist(), abs=2e-3)
         wanted, near = (p.exp() * (p - q)).sum(-1).tolist(), {"cpu": 1e-5, "cuda": 2e-3}[device]
         assert found == pytest.approx(wanted, rel=2e-2, abs=near)
 

@@ -48,6 +48,7 @@ from repro.cells import (
     switching,
     token_class,
     training,
+    weight_divergence,
     zeroshot,
 )
 
@@ -76,4 +77,5 @@ KINDS: dict[str, ModuleType] = {
     "decode": decode,
     "acceptance": acceptance,
     "switching": switching,
+    "weight_divergence": weight_divergence,
 }

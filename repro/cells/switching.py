@@ -40,6 +40,10 @@ from repro.spec import precision
 VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
+STOPS = {"cnn-dm": "\n\n", "dialogsum": "\n", "iwslt": "\n"}  # what ends an answer of a base model
+WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
+REPEATED = 8  # tokens of a repetition
+CURVES = ("PPLE", "PPLE spread", "gap", "gap spread")
 COMPARED = ("agreement", "prefix", "KL")  # with full precision, by themselves
 TASK = ("rougeL", "bleu")  # with the references of the prompt set
 
@@ -52,7 +56,10 @@ class Ask:
         show: `agreement` is ROUGE-L with the text of full precision, `prefix` the share in percent of its tokens that
             the text begins with, `KL` nats a token along it; `bits` are the mean bits of a weight over the decode
             steps, `bits with prefill` with the prefill as one step more, `bits along` those of the run that KL is of;
-            `switches` counts layers; `threshold` is the one that decided; `rougeL` and `bleu` are of the references.
+            `switches` counts layers; `threshold` is the one that decided; `rougeL` and `bleu` are of the references;
+            `repeated` is the share in percent of tokens that end eight which the text had before. For a figure, by
+            token: the mean over prompts of the window's mean `PPLE`, or of the `gap` between the two most likely tokens
+            along full precision's text, and their standard deviations (`spread`).
         prompts: a prompt set.
         schedule: such as `flexquant(threshold=2.0)`; empty is the recipe from the first token to the last.
         quantile: the threshold is this quantile of full precision's window means on validation prompts; 0 is off.
@@ -70,6 +77,11 @@ class Ask:
         "threshold",
         "rougeL",
         "bleu",
+        "repeated",
+        "PPLE",
+        "PPLE spread",
+        "gap",
+        "gap spread",
     ]
     prompts: str = "longwriter-en"
     schedule: str = ""
@@ -94,6 +106,7 @@ class Protocol:
     """`prompts` of a set (all that it has where these are fewer), up to `new_tokens` each within `context`.
 
     Attributes:
+        short: at most so many tokens of a summary or translation (PMPD: 255).
         validation: further prompts of the set, on which thresholds are chosen.
         together: prompts that are decoded together.
     """
@@ -102,7 +115,8 @@ class Protocol:
     new_tokens: int = 1900
     context: int = 2048
     validation: int = 10
-    together: int = 16
+    together: int = MOST
+    short: int = 256
 
     def __post_init__(self) -> None:
         for name, least in {"prompts": 2, "new_tokens": 2, "context": 4, "validation": 1, "together": 1}.items():
@@ -112,16 +126,22 @@ class Protocol:
             raise UserError(f"together is {self.together}; at most {MOST} are decoded together")
         if self.new_tokens >= self.context:
             raise UserError(f"new_tokens is {self.new_tokens}; a context of {self.context} has room for fewer")
+        if self.short < 2:
+            raise UserError(f"short is {self.short}; it is 2 or more")
+
+    def tokens_of(self, prompts: str) -> int:
+        """The most new tokens of a set's texts."""
+        return min(self.new_tokens, self.short) if prompts in STOPS else self.new_tokens
 
 
 def lacking(ask: Ask) -> str:
     """Why it cannot be measured here; empty if it can."""
-    return text_scores.lacking("rougeL") or text_scores.lacking(ask.show)
+    return text_scores.lacking("rougeL") or text_scores.lacking(ask.show) or sets.lacking(ask.prompts)
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
-    if target.scale.protocols["switching"] is None:
+    if target.scale.protocols["switching"] is None or lacking(ask):
         return None
     return {"texts": _job(ask, target)}
 
@@ -145,7 +165,9 @@ def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
         if ask.control:
             needs["signal"] = _job(replace(ask, control="", schedule=_in_the_papers_order(ask.schedule)), target)
             rule["seed"] = target.seed
-    del rule["together"]  # decides no number, but for the order of sums
+    rule["new_tokens"] = protocol.tokens_of(ask.prompts)
+    for name in ("together", "short"):  # the first decides no number, but for the order of sums
+        del rule[name]
     inputs = target.inputs() | rule | {"prompts": sets.identifier(ask.prompts)}
     inputs |= {"calibration": calibration, "schedule": asdict(config) if config else None}
     options = target.options() | rule | {"set": ask.prompts, "schedule": schedule, "together": protocol.together}
@@ -180,10 +202,10 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
         rows += _together(engine, full, given, numbers, ids, held)
     series = _logged(rows)
     for row, prompt in zip(rows, prompts):
-        text = tokenizer.decode(row["tokens"], skip_special_tokens=True)
-        reference = tokenizer.decode(row["reference"], skip_special_tokens=True)
+        text, reference = (_text(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
         row["agreement"] = text_scores.rouge_l(text, [reference])
         row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
+        row["repeated"] = 100 * repeated(row["tokens"])
         if prompt.references:
             row["rougeL"] = text_scores.rouge_l(text, prompt.references)
             row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
@@ -197,6 +219,22 @@ def _prompts(given: Mapping[str, Any]) -> list[sets.Prompt]:
     every = sets.load(given["set"], len(sets.rows(given["set"])))
     last = min(given["prompts"], len(every) - given["validation"])
     return every[last : last + given["validation"]] if given["validating"] else every[:last]
+
+
+def _text(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
+    """What tokens say, up to what ends an answer."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text.partition(STOPS[prompts])[0] if prompts in STOPS else text
+
+
+def repeated(tokens: Sequence[int]) -> float:
+    """The share of a text's tokens that end a run of `REPEATED` which the text had before."""
+    seen, count = set(), 0
+    for end in range(REPEATED, len(tokens) + 1):
+        run_of_tokens = tuple(tokens[end - REPEATED : end])
+        count += run_of_tokens in seen
+        seen.add(run_of_tokens)
+    return count / len(tokens)
 
 
 def _cut(ids: Sequence[int], given: Mapping[str, Any]) -> list[int]:
@@ -220,7 +258,7 @@ def _engine(given: Mapping[str, Any], found: Mapping[str, Path]) -> tuple[Switch
         if given["quantile"]:
             config = replace(config, threshold=_threshold(found["validation"], config, given["quantile"]))
         at = {bits: made[bits] for bits in config.path}
-        return SwitchingCore.of(given["model"], at, config, context, device, dtype, hub=given["hub"]), full
+        return SwitchingCore.of(given["model"], at, config, context, device, dtype, None, given["hub"], made[16]), full
     bits = min(made)
     one = full if bits == 16 else weights.decoder(made[bits], context, device, dtype)
     return SwitchingCore(given["model"], copies.joined({bits: one}, False), Config(), [], given["hub"]), full
@@ -255,18 +293,18 @@ def _together(
     prompts, signal = [ids[i] for i in numbers], held.get("signal")
     rules = _rules(engine, given, numbers, signal, "") if signal else None
     engine.rule = rules
-    texts = [text.tokens for text in engine.generate(prompts, given["new_tokens"])]
+    texts = [text.tokens for text in engine.generate(prompts, given["new_tokens"], stop=STOPS.get(given["set"], ()))]
     free = engine.switching
     references = texts if "full" not in held else [held["full"][f"tokens {i}"].values.astype(int) for i in numbers]
     references = [list(map(int, tokens)) for tokens in references]
     if signal:
         engine.rule = _rules(engine, given, numbers, signal, "along ")
-    kl, along = engine.forced(prompts, references, full) if "full" in held else ([[0.0]] * len(prompts), free)
+    along = engine.forced(prompts, references, full)
     rows = []
     for i, number in enumerate(numbers):
-        row: dict[str, Any] = {"number": number, "tokens": texts[i], "reference": references[i], "kl": kl[i]}
-        row |= {"PPLE": free.signal[i], "log": free.logs[i], "along log": along.logs[i]}
-        row |= {"KL": float(np.mean(kl[i])), "bits": free.bits[i], "bits along": along.bits[i]}
+        row: dict[str, Any] = {"number": number, "tokens": texts[i], "reference": references[i], "kl": along.kl[i]}
+        row |= {"gap": along.gap[i], "PPLE": free.signal[i], "log": free.logs[i], "along log": along.switching.logs[i]}
+        row |= {"KL": float(np.mean(along.kl[i])), "bits": free.bits[i], "bits along": along.switching.bits[i]}
         row |= {"bits with prefill": free.bits_with_prefill[i], "switches": float(len(free.logs[i]))}
         rows.append(row | {"threshold": float(free.thresholds[i])})
     return rows
@@ -325,7 +363,7 @@ def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
     series = {}
     for row in rows:
         number = row["number"]
-        for name in ("tokens", "PPLE", "kl"):
+        for name in ("tokens", "PPLE", "kl", "gap"):
             series[f"{name} {number}"] = Series(np.asarray(row[name], dtype=float), "tokens")
         for name in ("log", "along log"):
             steps = [float(switch.step) for switch in row[name]]
@@ -339,9 +377,27 @@ def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The prompts' numbers; none of the references where the set has none."""
     held = found["texts"].series
+    if ask.show in CURVES:
+        return {ask.show: Series(_curve(held, *ask.show.partition(" ")[::2]), "tokens")}
     if ask.show == "bleu":
         return {name: one for name, one in held.items() if name.startswith("bleu ")}
     return {ask.show: held[ask.show]} if ask.show in held else {}
+
+
+def _curve(held: Mapping[str, Series], name: str, spread: str) -> np.ndarray:
+    """By token, the mean over prompts of a window's mean, or its standard deviation, over the texts that go on."""
+    means = []
+    for key, one in held.items():
+        if key.startswith(f"{name} ") and len(one.values) > WINDOW:
+            means.append(np.convolve(one.values[1:], np.ones(WINDOW) / WINDOW, "valid"))
+    if not means:
+        raise UserError(f"switching: no text has more than {WINDOW} tokens, a window")
+    table = np.full((len(means), max(map(len, means))), np.nan)
+    for row, one in zip(table, means):
+        row[: len(one)] = one
+    enough = np.isfinite(table).sum(0) > 1  # a spread takes two
+    table = table[:, enough]
+    return np.nanstd(table, axis=0, ddof=1) if spread else np.nanmean(table, axis=0)
 
 
 def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
@@ -368,4 +424,4 @@ def against(ask: Ask) -> str:
 
 def limits(ask: Ask) -> tuple[float, float]:
     """A score is 0 to 100, all else 0 or more."""
-    return (0.0, 100.0) if ask.show in ("agreement", "prefix", *TASK) else (0.0, np.inf)
+    return (0.0, 100.0) if ask.show in ("agreement", "prefix", "repeated", *TASK) else (0.0, np.inf)

@@ -116,6 +116,14 @@ def load(name: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
     return result
 
 
+def lacking(name: str) -> str:
+    """Why a set's prompts cannot be read here; empty if they can."""
+    entry, folder = SETS[name], os.environ.get("REPRO_DATA")
+    if entry.stored or (folder and (Path(folder) / entry.source).is_file()):
+        return ""
+    return f"prompt set {name!r} is read from the folder in REPRO_DATA, which has no {entry.source}"
+
+
 def identifier(name: str) -> str:
     """What fixes the prompts of a set in a job: a hash of its rows and its template, without reading them.
 

@@ -20,7 +20,7 @@ from repro.engine.step import Cache, Decoder, Tokens, step
 from repro.methods.flexquant import order, schedule
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import Move
-from repro.methods.flexquant.pple import pple
+from repro.methods.flexquant.pple import fault_tolerance, pple
 from repro.methods.flexquant.schedule import Controller, Rule, Switch
 from repro.models.lowbit import LowBitModel, block_linears
 
@@ -291,6 +291,21 @@ class Switching:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Along:
+    """A run along given outputs; every list has an entry a sequence, of a number a token.
+
+    Attributes:
+        kl: KL divergence in nats from the other decoder.
+        gap: the probability of the first token less that of the second.
+        switching: what became of the precision.
+    """
+
+    kl: list[list[float]]
+    gap: list[list[float]]
+    switching: Switching
+
+
 class SwitchingCore(Core):
     """An engine whose layers have copies at several widths; `Core` says what it can be asked.
 
@@ -328,11 +343,19 @@ class SwitchingCore(Core):
         dtype: torch.dtype,
         rule: Rule | None = None,
         hub: bool = False,
+        original: LowBitModel | None = None,
     ) -> "SwitchingCore":
-        """An engine of a model that is there at every width of the path, on the CPU."""
+        """An engine of a model that is there at every width of the path, on the CPU.
+
+        Args:
+            name, context, device, dtype, rule, hub: as everywhere.
+            models: width to the model at it.
+            config: of FlexQuant.
+            original: the model in full precision, which the order of layers compares with; by default the first width.
+        """
         decoders = {bits: weights.decoder(lm, context, device, dtype) for bits, lm in models.items()}
         whole = copies.joined(decoders, config.prefill == "w8a8")
-        ahead = order.moves(divergences(models, config), list(copies.weights_of(whole)), config)
+        ahead = order.moves(divergences(models, config, original), list(copies.weights_of(whole)), config)
         return cls(name, whole, config, ahead, hub, rule)
 
     def hold(self, bits: Mapping[str, int] | int | None) -> None:
@@ -354,10 +377,8 @@ class SwitchingCore(Core):
         return [Controller(self.config, self.ahead, rule) for rule in rules]
 
     @torch.inference_mode()
-    def forced(
-        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], full: Decoder
-    ) -> tuple[list[list[float]], "Switching"]:
-        """KL divergence in nats from another decoder, token by token along given outputs, and what was switched.
+    def forced(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], full: Decoder) -> "Along":
+        """How the distributions along given outputs differ from another decoder's, and what was switched.
 
         The rule sees the signal of this engine on those outputs. Token 0 is the prefill's.
 
@@ -375,6 +396,7 @@ class SwitchingCore(Core):
         ours = _first_logits(steps, prompts, self.chunk, batch.start)
         reference = _first_logits(theirs, prompts, self.chunk)
         kl: list[list[float]] = [[] for _ in prompts]
+        gap: list[list[float]] = [[] for _ in prompts]
         signal: list[float] = []
         for token in range(max(map(len, outputs))):
             if token:
@@ -383,10 +405,12 @@ class SwitchingCore(Core):
                 batch.observe(token - 1, signal, steps)  # one token behind, as in a generation
             batch.running = {row for row in range(count) if token < len(outputs[row])}
             signal, divergence = pple(ours).tolist(), kl_divergence(reference, ours).tolist()
+            ahead = fault_tolerance(ours).tolist()
             for row in batch.running:
                 kl[row].append(divergence[row])
+                gap[row].append(ahead[row])
                 batch.signal[row].append(signal[row])
-        return kl, self._became(batch)
+        return Along(kl, gap, self._became(batch))
 
     def _run(self, batch: SwitchingDecoding) -> Iterator[list[tuple[int, int, float]]]:
         try:
@@ -446,12 +470,18 @@ def layer_names(block: int) -> list[str]:
     return [f"{block}.{layer}" for layers in weights.LAYERS.values() for layer in layers]
 
 
-def divergences(models: Mapping[int, LowBitModel], config: Config) -> dict[int, dict[str, float]]:
-    """Width to layer to the divergence of its weights from those of the first width, in the schedules' names."""
-    first, *others = models.items()
-    full = block_linears(first[1].model)
+def divergences(
+    models: Mapping[int, LowBitModel], config: Config, original: LowBitModel | None = None
+) -> dict[int, dict[str, float]]:
+    """Width to layer to the divergence of its weights from the original ones, in the schedules' names.
+
+    Without an original it is the model of the first width.
+    """
+    first, *others = models
+    full = block_linears((original or models[first]).model)
     found: dict[int, dict[str, float]] = {}
-    for bits, lm in others:
+    for bits in others:
+        lm = models[bits]
         quantized = block_linears(lm.model)
         found[bits] = {
             name.partition("layers.")[2]: order.weight_divergence(

@@ -10,7 +10,14 @@ import torch
 
 from repro.engine import copies, weights
 from repro.engine.core import SHAPE
-from repro.engine.engine import activations, compressed, configuration, random_decoder
+from repro.engine.engine import (
+    activations,
+    check_memory,
+    compressed,
+    configuration,
+    packed_bytes,
+    random_decoder,
+)
 from repro.engine.precision import SwitchingCore, layer_names
 from repro.errors import UserError
 from repro.jobs.target import Target
@@ -70,4 +77,10 @@ class SwitchingEngine(SwitchingCore):
             ahead = order.moves({}, layers, config)
             return cls(model, copies.joined(decoders, config.prefill == "w8a8"), config, ahead, rule=rule)
         models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
-        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub)
+        original = models[16] if 16 in models else compressed(first.under("fp16"), kind, build)
+        if ends := models[config.path[0]].model.generation_config.eos_token_id:  # as `Engine.load`
+            models[config.path[0]].model.config.eos_token_id = ends
+        if at.type == "cuda":
+            needed = sum(packed_bytes(lm, kind) for lm in models.values())
+            check_memory(model, needed, shape, slots, at, kind)
+        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub, original)
