@@ -15,7 +15,8 @@ from torch import Tensor
 
 from repro.engine import copies, weights
 from repro.engine.core import Core
-from repro.engine.decoding import Decoding, Sampling, State, Steps, advance, prefill
+from repro.engine.decoding import Decoding, Sampling, State, Steps, advance
+from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder, Tokens, step
 from repro.methods.flexquant import order, schedule
 from repro.methods.flexquant.config import Config
@@ -438,11 +439,9 @@ def _first_logits(
 ) -> Tensor:
     """Logits `[T, V]` of each prompt's next token; `last` runs a prefill and gives its last hidden state."""
     found = []
-    for row, ids in enumerate(prompts):
-        chunks = prefill(steps, torch.tensor(ids, device=steps.model.device), row, chunk)
-        hidden = [*chunks][-1][-1:] if last is None else last(steps, row, chunks)
-        found.append(steps.model.head(hidden))
-    return torch.cat(found)
+    for row, hidden in enumerate(together(steps.model, steps.cache, prompts, chunk)):
+        found.append(hidden[-1:] if last is None else last(steps, row, iter([hidden])))
+    return steps.model.head(torch.cat(found))
 
 
 def _next_logits(
