@@ -306,7 +306,8 @@ def _together(
         row |= {"gap": along.gap[i], "PPLE": free.signal[i], "log": free.logs[i], "along log": along.switching.logs[i]}
         row |= {"KL": float(np.mean(along.kl[i])), "bits": free.bits[i], "bits along": along.switching.bits[i]}
         row |= {"bits with prefill": free.bits_with_prefill[i], "switches": float(len(free.logs[i]))}
-        rows.append(row | {"threshold": float(free.thresholds[i])})
+        threshold = free.thresholds[i] if given["schedule"] else 1.0  # which no PPLE is below
+        rows.append(row | {"threshold": float(threshold)})
     return rows
 
 
