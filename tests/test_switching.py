@@ -28,7 +28,7 @@ SMALL = Protocol(prompts=4, new_tokens=40, context=120, validation=3, together=3
 def target(tmp_path_factory):
     """A random Llama of two blocks under 4-bit RTN, at a scale of few and short texts."""
     name = engines.save("llama", tmp_path_factory.mktemp("switching"))
-    small = scales.load(name="pocket")
+    small = scales.load(name="pocket").on("cpu")
     return Target(replace(small, protocols=small.protocols | {"switching": SMALL}), name, LOW)
 
 

@@ -18,7 +18,7 @@ from repro.spec import scale as scales
 def test_every_layer_in_model_order(direction, tmp_path):
     found = {}
     for bits in (8, 4):
-        target = Target(scales.load(name="pocket"), "pocket-3m", f"rtn-w{bits}-g64")
+        target = Target(scales.load(name="pocket").on("cpu"), "pocket-3m", f"rtn-w{bits}-g64")
         ask = Ask("layers", direction)
         with built_under(tmp_path):
             (job,) = weight_divergence.jobs(ask, target).values()
@@ -41,6 +41,6 @@ def test_every_layer_in_model_order(direction, tmp_path):
 
 
 def test_full_precision_has_no_job_and_no_divergence():
-    target = Target(scales.load(name="pocket"), "pocket-3m", "fp16")
+    target = Target(scales.load(name="pocket").on("cpu"), "pocket-3m", "fp16")
     assert weight_divergence.jobs(Ask(), target) == {} and weight_divergence.itself(Ask()) == 0.0
     assert weight_divergence.series(Ask(), {}, target) == {} and weight_divergence.itself(Ask("spread")) is None

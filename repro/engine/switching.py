@@ -62,7 +62,8 @@ class SwitchingEngine(SwitchingCore):
         if at.type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
         targets = {
-            bits: Target(scales.load(name=scale), model, named.recipe_at(recipe, bits), seed) for bits in config.path
+            bits: Target(scales.load(name=scale).here(), model, named.recipe_at(recipe, bits), seed)
+            for bits in config.path
         }
         first = targets[config.path[0]]
         shape = configuration(first)
