@@ -1,6 +1,7 @@
 """Claims: evidence from what is built and accepted, pairing, verdict, count, grade; arithmetic on printed numbers."""
 
 import dataclasses
+import math
 import re
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import stdtr, stdtrit
 from series import interval
 
 from repro import papers
@@ -27,7 +29,7 @@ from repro.spec.workflow import Workflow
 
 HEAD = tables.headline()
 BY_ID = {claim.claim: claim for claim in HEAD.claims}
-GAP = BY_ID["spear C001 C004"]
+GAP = next(claim for claim in tables.table("spear", "1").claims if claim.claim == "spear C001 C004")
 ONE, TWO, THREE = MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-2-7B")
 DAMAGE = ClaimSpec(
     "spear C005", "RTN costs perplexity", "9.71 to 20.46", "spear/1",
@@ -167,9 +169,10 @@ def test_a_measured_claim_is_the_block_jackknife_of_paired_windows():
 @pytest.mark.parametrize(
     ("holds", "words"),
     [
-        ("> 0.1", {"C": "seen", "B": "holds", "A": "holds"}),
-        ("< 0.1", {"C": "not seen", "B": "fails", "A": "fails"}),
-        ("> 0.2214", {"C": "inconclusive at this scale", "B": "inconclusive", "A": "inconclusive"}),
+        ("> 0.1", {"C": "holds on the stand-ins", "B": "holds", "A": "holds"}),
+        ("> 0.9", dict.fromkeys("ABC", "same direction, smaller")),
+        ("< -0.1", dict.fromkeys("ABC", "same direction, smaller")),  # the paper's own 1.1 is positive
+        ("> 0.2214", dict.fromkeys("ABC", "undecided, 0 of 1 hold")),
     ],
 )
 @pytest.mark.parametrize("grade", ["A", "B", "C"])
@@ -180,7 +183,7 @@ def test_the_words_say_the_grade(holds, words, grade):
     assert (judged.verdict, judged.grade, judged.measured) == (words[grade], grade, True)
 
 
-@pytest.mark.parametrize(("n", "verdict"), [(96, "inconclusive at this scale"), (120, "seen")])
+@pytest.mark.parametrize(("n", "verdict"), [(96, "undecided, 0 of 1 hold"), (120, "holds on the stand-ins")])
 def test_a_single_perplexity_has_an_interval_from_a_hundred_windows_on(n, verdict):
     at = flow()
     observe(at, n=n)
@@ -220,36 +223,54 @@ def test_one_seed_is_said_and_three_are_not(monkeypatch):
 # --- cases that are missing -------------------------------------------------------------------------------------------
 
 
-def test_a_claim_about_every_case_is_not_seen_on_some_of_them():
+def test_a_claim_holds_on_the_stand_ins_that_there_are():
     at = flow()
     observe(at)
     judged = judge(at, dataclasses.replace(DAMAGE, cases=MODELS))
-    assert (judged.verdict, judged.count) == ("inconclusive at this scale", "1 of 3 cases") and judged.measured
+    assert (judged.verdict, judged.count) == ("holds on the stand-ins", "1 of 1 case") and judged.measured
     assert [case.verdict for case in judged.cases] == [0, None, None]
     assert {case.missing for case in judged.cases[1:]} == {"no_stand_in"}
-    assert judged.why == "2 of 3 cases have no stand-in"
-    assert judge(at, dataclasses.replace(DAMAGE, cases=MODELS, holds="< 0.1")).verdict == "not seen"
+    assert judged.why == "2 of 3 cases without a stand-in"
+    fails = judge(at, dataclasses.replace(DAMAGE, cases=MODELS, holds="> 0.9"))
+    assert fails.said == "same direction, smaller (holds in 0 of 1 case)"
 
 
-def test_cells_at_chance_are_counted_next_to_the_verdict(monkeypatch):
+def test_cells_at_chance_give_no_verdict(monkeypatch):
     at, one = flow(), measure.one
     observe(at)
     assert judge(at, DAMAGE).why == ""
     chance = lambda flow, cell: dataclasses.replace(one(flow, cell), status="floor" if cell.row == "FP16" else "ok")  # noqa: E731
     monkeypatch.setattr(claims.measure, "one", chance)
     judged = judge(at, DAMAGE)
-    assert judged.why == "1 of 2 cells at chance" and "; 1 of 2 cells at chance" in verdict_line(judged)
+    assert (judged.verdict, judged.grade, judged.measured) == ("no verdict: at chance", "", False)
+    assert judged.cases[0].measured is not None and judged.cases[0].verdict is None
 
 
-def test_a_case_that_was_not_run_leaves_the_claim_to_the_printed_numbers():
+def test_two_models_that_are_both_lost_are_not_compared(monkeypatch):
+    """Bit-by-Bit's B26 was judged at perplexities of 647 and 537, where full precision has 18."""
+    at = flow()
+    for shift, word in ((1.5, "holds on the stand-ins"), (1.7, "no verdict: all that is compared is above 5 times")):
+        monkeypatch.setitem(SHIFTS, "RTN pc", shift)
+        monkeypatch.setitem(SHIFTS, "GPTQ pc", 1.65)  # exp(1.65) = 5.2, exp(1.5) = 4.5
+        observe(at)
+        better = dataclasses.replace(
+            DAMAGE, cells={"a": "RTN pc | Wiki", "b": "GPTQ pc | Wiki"}, quantity="a / b", holds="> 0"
+        )
+        assert judge(at, better).verdict.startswith(word)
+        assert judge(at, DAMAGE).measured, "a comparison with full precision itself says how much is lost"
+
+
+def test_evidence_that_is_not_whole_decides_where_it_can():
+    """B04 failed in 4 of 4 measured cases, and read "printed numbers agree"."""
     at = flow(models={ONE: "pocket-3m", TWO: "pocket-5m"})
     observe(at)
     shutil.rmtree(at.jobs(cells(at, "RTN pc")[1])[0]["scores"].folder)
     judged = judge(at, dataclasses.replace(DAMAGE, cases=MODELS))
-    assert (judged.grade, judged.measured, judged.verdict) == ("D", False, "printed numbers agree")
-    assert judged.why == "1 of 6 cells not run, 2 of 6 cells no stand in" and judged.count == "3 of 3 cases"
-    assert not claims.complete([Case("m", "> 0", 1.0, 1.0, 0.5, 1.5), Case("n", "> 0", 1.0, missing="not_run")])
-    assert not claims.complete([Case("m", "> 0", 1.0, missing="no_stand_in")])
+    assert (judged.verdict, judged.grade, judged.measured) == ("undecided, 1 of 3 hold", "C", True)
+    assert judged.why == "1 of 3 cases not run, 1 of 3 cases without a stand-in"
+    fails = judge(at, dataclasses.replace(DAMAGE, cases=MODELS, holds="> 0.9"))
+    assert fails.verdict == "same direction, smaller" and fails.own_numbers == "inconsistent"
+    assert judge(flow(models={}), DAMAGE).verdict == "no verdict: without a stand-in"
 
 
 def test_one_measured_case_that_fails_fails_the_claim():
@@ -257,8 +278,88 @@ def test_one_measured_case_that_fails_fails_the_claim():
     observe(at)
     cases = ({"model": ONE, "limit": "0.3"}, {"model": TWO, "limit": "0.1"})
     judged = judge(at, dataclasses.replace(DAMAGE, cases=cases, holds="<= {limit}"))
-    assert (judged.verdict, judged.count) == ("not seen", "1 of 2 cases")
+    assert (judged.verdict, judged.count) == ("same direction, smaller", "1 of 2 cases")
     assert [case.holds for case in judged.cases] == ["<= 0.3", "<= 0.1"]
+
+
+def failing_case(t, df=None):
+    """A case that fails `> 0` at `t` standard errors of 1."""
+    half = float(stdtrit(math.inf if df is None else df, 0.975))
+    value = -float(t)
+    case = Case("m", "> 0", 1.0, value, value - half, value + half, df)
+    return dataclasses.replace(case, verdict=claims.verdict_of(case))
+
+
+@pytest.mark.parametrize("df", [None, 5.0, 40.0])
+@pytest.mark.parametrize("t", [2.6, 3.0, 5.0])
+def test_the_p_value_of_a_failing_case_is_that_of_its_t_statistic(t, df):
+    want = 2 * float(stdtr(math.inf if df is None else df, -t))
+    assert claims.p_failing(failing_case(t, df)) == pytest.approx(want, rel=1e-3)
+
+
+def test_one_case_of_many_does_not_fail_a_claim_by_chance():
+    """Holm: of 48 cases one at 2.5 standard errors (p = 0.012) is no failure, at 3.5 (p = 0.0005) it is."""
+    holding = [Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, verdict=0)] * 47
+    assert claims.rejected([*holding, failing_case(2.5)]) == []
+    assert len(claims.rejected([*holding, failing_case(3.5)])) == 1
+    assert len(claims.rejected([failing_case(2.5)])) == 1
+    several = [failing_case(3.5), failing_case(3.3), failing_case(2.1)]  # p = 0.0005, 0.001, 0.036
+    assert len(claims.rejected([*several, *holding[:1]])) == 2, "0.036 is above 0.05 / 2"
+    assert len(claims.rejected(several)) == 3
+
+
+def test_a_claim_about_most_cases_needs_more_than_half():
+    assert [claims.together(v, most=True) for v in ([0, 0, 1], [0, 1], [1, 1, 0], [0, 2, 2], [0, 0, 2])] == [
+        0,
+        2,
+        1,
+        2,
+        0,
+    ]
+    at = flow(models={ONE: "pocket-3m", TWO: "pocket-5m", THREE: "pocket-10m"})
+    observe(at)
+    cases = [{"model": model, "most": edge} for model, edge in zip(MODELS, (0.3, 0.3, 0.1))]
+    claim = dataclasses.replace(DAMAGE, cases=tuple(cases), holds="< {most}", most=True)
+    assert judge(at, claim).said == "holds on the stand-ins (2 of 3 cases)"
+    assert judge(at, dataclasses.replace(claim, most=False)).verdict == "same direction, larger"
+
+
+def test_a_changed_predicate_says_so():
+    claim = next(claim for claim in tables.table("spear", "gate").claims if claim.claim == "spear C050")
+    assert "predicate changed after the runs: as a share of SPEAR's" in verdict_line(judge(flow(models={}), claim))
+
+
+@given(st.lists(st.floats(1.97, 6), min_size=1, max_size=6), st.integers(0, 20))
+def test_holm_rejects_no_more_than_single_tests_and_no_less_than_bonferroni(ts, more):
+    cases = [failing_case(t) for t in ts] + [Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, verdict=0)] * more
+    found = len(claims.rejected(cases))
+    bonferroni = sum(claims.p_failing(case) <= 0.05 / len(cases) for case in cases)
+    assert bonferroni <= found <= len(ts)
+
+
+@pytest.mark.parametrize(
+    ("holds", "printed", "interval", "neutral", "word"),
+    [
+        (">= 0.5", 0.6, (0.1, 0.2, 0.3), 0, "same direction, smaller"),
+        (">= 0.5", 0.6, (-0.1, 0.2, 0.3), 0, "no effect"),
+        (">= 0.5", 0.6, (-0.3, -0.2, -0.1), 0, "opposite direction"),
+        ("<= 0.1", 0.05, (0.2, 0.3, 0.4), 0, "same direction, larger"),
+        ("<= 0.1", None, (0.2, 0.3, 0.4), 0, "opposite direction"),
+        (">= 2", 2.2, (1.1, 1.2, 1.3), 1, "same direction, smaller"),
+        (">= 2", 2.2, (0.7, 0.8, 0.9), 1, "opposite direction"),
+        ("> 0", -1.5, (-0.3, -0.2, -0.1), 0, "opposite direction"),
+        ("> 0", None, (0.0, 0.0, 0.0), 0, "no effect"),
+    ],
+)
+def test_what_fails_is_said_by_its_direction(holds, printed, interval, neutral, word):
+    low, value, high = interval
+    assert claims.direction([Case("m", holds, printed, value, low, high)], neutral) == word
+
+
+def test_the_word_of_most_failing_cases_is_taken():
+    small, none = Case("m", "> 1", 2.0, 0.5, 0.4, 0.6), Case("m", "> 1", 2.0, 0.0, -0.1, 0.1)
+    assert claims.direction([small, none, none]) == "no effect"
+    assert claims.direction([small, none]) == "same direction, smaller"
 
 
 def test_cases_may_be_a_product_of_lists_and_a_quantity_may_have_constants():
@@ -271,7 +372,7 @@ def test_cases_may_be_a_product_of_lists_and_a_quantity_may_have_constants():
     at = flow()
     observe(at)
     judged = judge(at, claim)
-    assert judged.count == "2 of 4 cases" and judged.why == "2 of 4 cases have no stand-in"
+    assert judged.count == "2 of 2 cases" and judged.why == "2 of 4 cases without a stand-in"
     assert judged.cases[0].measured == pytest.approx(100 * judge(at, DAMAGE).cases[0].measured)
     assert judged.cases[0].printed == pytest.approx(100 * (20.46 / 9.71 - 1))
 
@@ -299,7 +400,7 @@ def test_the_worst_grade_counts(monkeypatch, worst):
         measure, "one", lambda at, c: dataclasses.replace(one(at, c), grade="C" if c.row == worst else "A")
     )
     judged = judge(at, SHARE)
-    assert (judged.grade, judged.verdict) == ("C", "seen")
+    assert (judged.grade, judged.verdict) == ("C", "holds on the stand-ins")
 
 
 def test_a_stale_cell_is_no_evidence(kept):
@@ -307,7 +408,17 @@ def test_a_stale_cell_is_no_evidence(kept):
     observe(at)
     accept(at, ["+SPEAR pc on RTN"], kept, inputs="00000000")
     judged = judge(at, SHARE)
-    assert not judged.measured and judged.why == "1 of 3 cells stale"
+    assert not judged.measured and judged.why == "1 of 3 cells stale" and judged.verdict == "no verdict: stale"
+
+
+def test_what_is_drawn_counts_only_with_all_of_its_windows(monkeypatch):
+    """A few windows of one seed are shown, and are no evidence on what is calibrated or trained."""
+    at, one = flow(), measure.one
+    observe(at)
+    brief = lambda at, cell: dataclasses.replace(one(at, cell), live="brief" if "SPEAR" in cell.row else "live")  # noqa: E731
+    monkeypatch.setattr(claims.measure, "one", brief)
+    assert judge(at, SHARE).verdict == "no verdict: not run" and judge(at, SHARE).cases[0].missing == "not_run"
+    assert judge(at, DAMAGE).measured
 
 
 # --- further readings -------------------------------------------------------------------------------------------------
@@ -324,7 +435,10 @@ def test_the_kl_share_is_another_reading_in_the_same_line():
     assert one.name == "KL" and one.value == pytest.approx((base - ours) / base) and one.lo < one.value < one.hi
     assert agreement.value == pytest.approx((base - ours) / base), "full precision agrees with itself everywhere"
     assert f"KL: {100 * one.value:.1f} %" in verdict_line(judged)
-    for holds, wanted in ((">= 0.7", "seen"), (">= 0.9", "not seen")):  # 0.75 of the perplexity gap, 0.43 of KL
+    for holds, wanted in (
+        (">= 0.7", "holds on the stand-ins"),
+        (">= 0.9", "same direction, larger"),
+    ):  # 0.75 of the perplexity gap, 0.43 of KL
         assert judge(at, dataclasses.replace(claim, holds=holds)).verdict == wanted
 
 
@@ -333,7 +447,7 @@ def test_the_kl_share_is_another_reading_in_the_same_line():
     [
         (0.05, "(agrees)"),
         (0.12, "(agrees, another value in 1 of 1 case)"),
-        (0.25, "(disagrees: not seen (0 of 1 case), another value in 1 of 1 case)"),
+        (0.25, "(disagrees: fails (0 of 1 case), another value in 1 of 1 case)"),
     ],
 )
 def test_a_printed_column_is_a_reading_and_the_line_says_where_it_disagrees(on_c4, said):
@@ -345,20 +459,33 @@ def test_a_printed_column_is_a_reading_and_the_line_says_where_it_disagrees(on_c
     (one,) = judged.cases[0].also
     assert one.name == "C4" and one.value == pytest.approx(share, abs=0.02)
     assert (one.verdict, one.apart) == (int(on_c4 > 0.2), on_c4 > 0.1)
-    assert judged.verdict == "seen", "a reading never decides"
+    assert judged.verdict == "holds on the stand-ins", "a reading never decides"
     assert f"C4: {100 * one.value:.1f} % [" in verdict_line(judged) and said in verdict_line(judged)
     rest = judge(at, dataclasses.replace(SHARE, cases=(ONE, TWO), also={"C4": "C4"}, judged_on_printed="ours"))
     assert "C4:" not in verdict_line(rest), "a measured reading is not compared with a verdict on printed numbers"
 
 
-def test_the_headline_table_shows_the_readings_beside_the_verdict(monkeypatch):
+def test_the_headline_table_has_what_is_measured_first(monkeypatch):
     at = flow()
     observe(at)
-    claim = dataclasses.replace(SHARE, also={"KL": "KL"})
-    monkeypatch.setattr(tables, "headline", lambda: tables.HeadlineSpec("t", (claim,)))
-    (row,) = rendered.headline(at)[0].rows
-    kl = judge(at, claim).cases[0].also[0][1]
-    assert row[-1].startswith("seen (1 of 1 case); one seed; KL: ") and f"KL: {100 * kl:.1f} % [" in row[-1]
+    printed = dataclasses.replace(DAMAGE, cases=(THREE,))
+    monkeypatch.setattr(tables, "headline_claims", lambda: [printed, SHARE])
+    rows = rendered.headline(at)[0].rows
+    assert [row[0] for row in rows] == [
+        "spear: measured here", "C001 C004", "spear: not measured yet; its own numbers alone", "C005"
+    ]  # fmt: skip
+    assert rows[1][-1] == "C: holds on the stand-ins (1 of 1 case); one seed" and " % [" in rows[1][3]
+    assert rows[3][3:] == ["–", "recomputed 0.193: consistent"]
+
+
+def test_the_headline_names_ten_measured_claims_of_tables_own_specs(monkeypatch):
+    found = tables.headline_claims()
+    assert len(HEAD.measured) >= 10 and found[len(HEAD.measured) :] == list(HEAD.claims)
+    assert all(claim in tables.table(*tables.split(claim.table)).claims for claim in found[: len(HEAD.measured)])
+    wrong = dataclasses.replace(HEAD, measured=("spear/1: spear C022x",))
+    monkeypatch.setattr(tables, "headline", lambda: wrong)
+    with pytest.raises(UserError, match="measured: unknown claim of spear/1 'spear C022x'; did you mean 'spear C022'"):
+        tables.headline_claims()
 
 
 def test_a_reading_that_is_not_beside_the_table_is_refused():
@@ -370,16 +497,18 @@ def test_a_claim_may_be_judged_on_printed_cells_alone():
     at = flow()
     observe(at)
     judged = judge(at, dataclasses.replace(DAMAGE, judged_on_printed="here it is set by our budget"))
-    assert (judged.grade, judged.verdict, judged.measured) == ("D", "printed numbers agree", False)
-    assert verdict_line(judged).endswith("(1 of 1 case); grade D; here it is set by our budget.")
+    assert (judged.grade, judged.verdict, judged.own_numbers) == ("", "", "consistent")
+    assert verdict_line(judged).endswith("ere it is set by our budget; the paper's own numbers: consistent.")
 
 
 def test_the_line_names_count_scale_models_corpora_and_seeds():
     at = flow()
     observe(at)
     line = verdict_line(judge(at, dataclasses.replace(SHARE, cases=(ONE, TWO))))
-    assert line.startswith("spear C001 C004: SPEAR closes most of that gap. Printed: 56-75 %. Inconclusive at this")
-    for part in ("(1 of 2 cases)", "grade C", "scale test", "on pocket-3m", GROUP, "one seed", "have no stand-in"):
+    assert line.startswith(
+        "spear C001 C004: SPEAR closes most of the 4-bit per-channel gap of RTN (WikiText-2). Printed"
+    )
+    for part in ("(1 of 1 case)", "grade C", "on pocket-3m", "one seed", "1 of 2 cases without a stand-in"):
         assert part in line, part
     assert re.search(r"measured: 7\d\.\d % \[\d\d\.\d, \d\d\.\d\]", line)
 
@@ -456,7 +585,7 @@ def _ratio(pair):
 
 # Each row of tables/table1.yaml: the quantity of every case computed here, then what the rounded result must be.
 ROWS = {
-    "spear C005 C018-C020": ([spear1("RTN pc", "Wiki", m) / spear1("FP16", "Wiki", m) - 1 for m in MODELS],
+    "spear C005": ([spear1("RTN pc", "Wiki", m) / spear1("FP16", "Wiki", m) - 1 for m in MODELS],
                              [1.1071, 0.3565, 0.1927], "agree"),
     "spear C001 C004": ([(spear1("RTN pc", "Wiki", m) - spear1("+SPEAR pc on RTN", "Wiki", m))
                          / (spear1("RTN pc", "Wiki", m) - spear1("FP16", "Wiki", m)) for m in MODELS],
@@ -464,13 +593,6 @@ ROWS = {
     "spear C002": ([_memory(m) for m in SHAPES], [0.0097, 0.0088, 0.0066, 0.0061, 0.0042], "agree"),
     "spear C024": ([_c4(m) for m in MODELS], [1.8, 0.09, 0.09], "agree"),
     "spear C039 C053 C054": ([_tp(size) for size in ("7B", "13B", "70B")], [0.7049, 0.8521, 1.1372], "agree"),
-    "bitbybit B02 B06": ([-np.subtract(*_of("bitbybit", "1", ("FP16", "WikiText2 2-7B", "LLaMA-2-7B"),
-                                            ("Bit-by-Bit [w2a2 g32]", "WikiText2 2-7B", "LLaMA-2-7B")))],
-                         [2.25], "within rounding"),
-    "bitbybit B03 B04": ([_w2a2(m) for m in W2A2], [13.59, 4.6, -1.98, 4.28], "disagree"),
-    "bitbybit B26": ([_ratio(_of("bitbybit", "6", ("block-wise [w2a2 g32]", "WikiText2 ppl", "LLaMA-3.2-1B"),
-                                 ("block-wise + progressive [w2a2 g32]", "WikiText2 ppl", "LLaMA-3.2-1B")))],
-                     [34.1682], "agree"),
     "bitbybit B01": ([_ratio(_of("bitbybit", "7", ("(4096, 14336)", "BF16", "Llama3-8B"),
                                  ("(4096, 14336)", "W2A2", "Llama3-8B")))], [11.5476], "agree"),
     "flexquant F02": ([_flex(t) for t in ("CNN/DM Rouge-L", "DialogSum Rouge-L", "IWSLT BLEU")],
@@ -478,8 +600,6 @@ ROWS = {
     "flexquant F14": ([_rouge()], [4.72], "agree"),
     "spqt Q01": ([_ratio(_of("spqt", "2", ("A19 Pro / Unified 50%", "Llama-2-7B", "Llama-2-7B"),
                              ("A19 Pro / Baseline-Q4K", "Llama-2-7B", "Llama-2-7B")))], [1.5467], "agree"),
-    "spqt Q08": ([_spqt(m) for m in ("Llama-2-7B", "Llama-2-13B", "Llama-2-70B", "Llama-3-8B")],
-                 [0.0701, 0.0597, 0.1254, 0.1248], "disagree"),
     "subspec S01": ([_ratio(_of("subspec", "1",
                                 ("SubSpec [T=0, 8GB]", "MT-Bench tokens/s", "Qwen2.5-7B-Instruct"),
                                 ("None [T=0, 8GB]", "MT-Bench tokens/s", "Qwen2.5-7B-Instruct")))], [9.1516], "agree"),
@@ -488,8 +608,15 @@ ROWS = {
 }  # fmt: skip
 
 
+IN_TABLES = {"spear C005": "spear/1", "spear C001 C004": "spear/1", "spear C024": "spear/2"}
+IN_TABLES = {
+    name: next(claim for claim in tables.table(*tables.split(table)).claims if claim.claim == name)
+    for name, table in IN_TABLES.items()
+}
+
+
 def test_every_row_of_the_headline_table_is_here():
-    assert set(ROWS) == set(BY_ID) and len(HEAD.claims) <= 15
+    assert set(BY_ID) < set(ROWS)
     for claim in HEAD.claims:
         assert claim.claim.split()[0] == claim.table.split("/")[0]
 
@@ -497,22 +624,22 @@ def test_every_row_of_the_headline_table_is_here():
 @pytest.mark.parametrize("name", ROWS)
 def test_arithmetic_on_printed_numbers(name):
     quantities, rounded, word = ROWS[name]
-    judged = judge(flow(models={}), BY_ID[name])
+    judged = judge(flow(models={}), IN_TABLES.get(name) or BY_ID[name])
     assert np.round(quantities, 4).tolist() == rounded
     assert [case.printed for case in judged.cases] == pytest.approx(quantities, rel=1e-4 if "C002" in name else 1e-12)
-    word = word if " " in word else f"printed numbers {word}"
-    assert (judged.grade, judged.verdict, judged.measured) == ("D", word, False)
+    word = {"agree": "consistent", "disagree": "inconsistent"}.get(word, word)
+    assert (judged.grade, judged.own_numbers, judged.measured) == ("", word, False)
     assert all(case.measured is None and case.lo is None for case in judged.cases)
-    why = f"{len(judged.cells)} of {len(judged.cells)} cells no stand in"
-    assert judged.why == (BY_ID[name].judged_on_printed or why)
+    why = f"{len(judged.cells)} of {len(judged.cells)} cells without a stand-in"
+    assert judged.why == (judged.spec.judged_on_printed or why)
 
 
 def test_rounding_is_that_of_the_cell_that_is_meant():
     k_and_rank = {"k": "RTN | 4-bit pc K%/r | k_percent", "r": "RTN | 4-bit pc K%/r | rank"}
     claim = dataclasses.replace(DAMAGE, table="spear/8", cells=k_and_rank, quantity="k - r", holds=">= 14.0")
     judged = judge(flow(models={}), claim)
-    assert judged.cases[0].printed == 41 - 26 and judged.verdict == "printed numbers agree"
-    assert judge(flow(models={}), dataclasses.replace(claim, holds=">= 14.1")).verdict == "within rounding"
+    assert judged.cases[0].printed == 41 - 26 and judged.own_numbers == "consistent"
+    assert judge(flow(models={}), dataclasses.replace(claim, holds=">= 14.1")).own_numbers == "within rounding"
     with pytest.raises(UserError, match="spear/8 has no cell RTN . 4-bit pc K%/r . bpw of Llama-3.2-1B"):
         judge(flow(models={}), dataclasses.replace(claim, cells=k_and_rank | {"r": "RTN | 4-bit pc K%/r | bpw"}))
 
@@ -522,7 +649,7 @@ def test_a_claim_about_several_tables_takes_its_cells_from_all_of_them():
     mean = {"claim": "spear C086", "cells": {"m": "FP16 | Avg"}, "quantity": "m", "holds": "> 0.5", "cases": (ONE, TWO)}
     both = dataclasses.replace(DAMAGE, table="spear/19", more=("spear/21",), **mean)
     judged = judge(flow(models={}), both)
-    assert [case.printed for case in judged.cases] == [0.572, 0.669] and judged.count == "2 of 2 cases"
+    assert [case.printed for case in judged.cases] == [0.572, 0.669] and judged.own_numbers == "consistent"
     with pytest.raises(UserError, match="spear/19 has no cell FP16 . Avg of Llama-3.2-3B"):
         judge(flow(models={}), dataclasses.replace(both, more=()))
 
@@ -540,8 +667,8 @@ def test_a_table_is_drawn_anew_where_any_table_accepts_results():
     assert {"spear-table1.csv", "spear-table22.csv"} <= accepted_in and "kernels.csv" not in accepted_in
 
 
-@pytest.mark.parametrize(("edge", "verdict"), [(2.9, "agree"), (3.1, "within rounding"), (3.3, "disagree")])
-def test_the_corners_of_many_printed_cells(edge, verdict):
+@pytest.mark.parametrize(("edge", "said"), [(2.9, "consistent"), (3.1, "within rounding"), (3.3, "inconsistent")])
+def test_the_corners_of_many_printed_cells(edge, said):
     """16 accuracies, each known to half a thousandth: their sum within 0.008 of 3.1."""
     rows = ("FP16", "RTN 4-bit pc")
     tasks = ("PIQA", "ARC-E", "ARC-C", "HellaS", "WinoG", "BoolQ", "LAMBADA", "MMLU")
@@ -550,21 +677,21 @@ def test_the_corners_of_many_printed_cells(edge, verdict):
     total = f"{' + '.join(named)} - {sum(printed)!r} + 3.1"
     claim = dataclasses.replace(DAMAGE, claim="spear C085", table="spear/19", cells=named, quantity=total)
     judged = judge(flow(models={}), dataclasses.replace(claim, holds=f">= {edge}"))
-    assert verdict in judged.verdict
+    assert judged.own_numbers == said
 
 
-def test_a_blank_cell_is_not_measurable():
+def test_a_blank_cell_says_nothing():
     blank = dataclasses.replace(DAMAGE, table="spear/2", cells={"b": "RTN pc | Mem"}, quantity="b")
     judged = judge(flow(models={}), blank)
-    assert (judged.verdict, judged.grade, judged.count) == ("not measurable", "", "0 of 1 case")
-    assert judged.why == "a cell has no printed number; 1 of 1 cells no stand in"
+    assert (judged.verdict, judged.grade, judged.own_numbers) == ("no verdict: without a stand-in", "", "")
 
 
-def test_arithmetic_on_public_shapes_is_of_grade_d_and_names_no_stand_in():
+def test_arithmetic_on_public_shapes_is_no_verdict_and_names_no_stand_in():
     """Rank 16 in 16 bits in every layer of the 70B model is 414.19 MB; the paper prints 414."""
     claim = next(claim for claim in tables.table("spear", "2").claims if claim.claim == "spear C029")
     judged = judge(flow(models={}), claim)
-    assert (judged.verdict, judged.count, judged.grade) == ("printed numbers agree", "4 of 4 cases", "D")
+    assert (judged.verdict, judged.grade, judged.measured) == ("", "", False)
+    assert judged.why == "on the public shapes of its model: holds"
     assert {(round(case.measured, 2), case.on) for case in judged.cases} == {(414.19, "public shapes")}
 
 
@@ -607,15 +734,15 @@ def test_a_claim_that_cannot_be_read(change, sentence):
     assert sentence in str(error.value)
 
 
-def test_a_headline_has_at_most_fifteen_claims():
-    with pytest.raises(UserError, match="16 claims; the headline table has at most 15"):
-        tables.HeadlineSpec("t", (GAP,) * 16)
+def test_a_headline_has_at_most_fifteen_measured_claims():
+    with pytest.raises(UserError, match="16 measured claims; the headline table has at most 15"):
+        tables.HeadlineSpec("t", ("spear/1: spear C021",) * 16)
 
 
 def test_a_table_s_own_claims_are_about_that_table():
     found = tables.table("spear", "1").claims
     assert found and {claim.table for claim in found} == {"spear/1"}
-    everywhere = next(claim for claim in found if claim.cells["s"].endswith("Wiki"))
+    everywhere = next(claim for claim in found if claim.cells.get("s", "").endswith("Wiki"))
     rows = {(row, model) for _, named in everywhere.places() for row, _, model, _ in [named["s"]]}
     printed = {
         (c.row, c.model) for c in papers.printed("spear", "1") if c.row.startswith("+SPEAR") and c.model in MODELS

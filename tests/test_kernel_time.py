@@ -207,7 +207,7 @@ def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
     missing = measure.one(flow, cells["W8A8, M = 512, over cuBLAS int8", "worst layer"])
     assert missing.value is None and missing.status == "not_run" and "no such time" in missing.note
     judged = {claim.claim: claims.judge(flow, claim) for claim in tables.table("kernels", "targets").claims}
-    assert judged["kernels T4"].verdict == "holds" and judged["kernels T8"].verdict == "not measurable"
+    assert judged["kernels T4"].verdict == "holds" and judged["kernels T8"].verdict == "no verdict: not run"
     points = drawn.build(flow, "kernels/peers-m1", tmp_path)[""]
     assert {p[0]: p[1] for p in points["this project"]}["8192x8192"] == pytest.approx(26 / 12.5)
     svg = (tmp_path / "kernels" / "peers-m1.svg").read_text()

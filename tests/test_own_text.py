@@ -94,7 +94,12 @@ def test_train_then_measure_then_generate(folders, here, capfd, layout):
     scored = corpora.token_ids("wikitext2", models.tokenizer("pocket-3m"))
     want = np.exp(perplexity.score(lm.model, perplexity.windows(scored, 64, 2))["nll"].mean())
     assert main(["perplexity", "made", "--corpus", "wikitext2", *CONFIG]) == 0
-    assert float(capfd.readouterr().out.splitlines()[-1].split()[0]) == pytest.approx(want, rel=1e-6)
+    about, value = capfd.readouterr().out.splitlines()[-2:]
+    assert float(value.split()[0]) == pytest.approx(want, rel=1e-6)
+    full = models.load(str(folders[layout]))
+    whole = np.exp(perplexity.score(full, perplexity.windows(scored, 64, 2))["nll"].mean())
+    assert about.startswith("2 windows of gptq-64-v1 w2 on pocket-sample; ×"), "the text is named"
+    assert float(about.split("×")[1].split()[0]) == pytest.approx(want / whole, abs=6e-4)
     assert main(["generate", "a town", "--model", "made", "--max-new-tokens", "4"]) == 0
     stored = f"stored {facts['bytes'] / 1e6:.1f} MB"
     assert "+ 4 tokens" in (said := capfd.readouterr().out) and stored in said

@@ -212,6 +212,13 @@ def test_values_of_a_column_align_at_their_points():
     assert shown[2] == r"×1.114 [\phantom{+}1.109, \phantom{0}1.118]; 20.16*"
     assert shown[3] == r"×1.2\phantom{00} [-0.109, 11.118]; \phantom{0}2.5\phantom{0}*"
     assert shown[4:] == ["not run", "[1, 2]"]
+    brief = [["9.5*8", "113.25°"], ["a*8; 2.5*8 [1, 2]", "1"]]
+    for pair in brief:
+        sheet = Sheet("t", ["", "a"], [["x", Pair("", text)] for text in pair])
+        assert len(align(under(sheet, short=True)).body) == 2
+    assert _plain_latex(
+        [align(under(Sheet("t", ["", "a"], [["x", Pair("", t)] for t in brief[0]]), short=True)).body[0][0][1]]
+    ) == [r"9.5\phantom{0}*8"]
 
 
 def _plain_latex(column):

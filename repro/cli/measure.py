@@ -55,7 +55,7 @@ def asked_fields(path: Path) -> list[Field]:
 
 
 def run(args: argparse.Namespace, kind: str) -> None:
-    """Measure, and print the value with its interval.
+    """Measure; print what it was measured on and, in the last line, the value with its interval.
 
     Raises:
         UserError: a scale without a protocol for the kind, or a recipe that has nothing to show there.
@@ -82,5 +82,34 @@ def run(args: argparse.Namespace, kind: str) -> None:
     if quantity is None:
         raise UserError(f"{target.label}: its recipe has nothing to show there")
     found = quantity.interval()
-    ends = f" [{found.lo:.7g}, {found.hi:.7g}]" if found.lo is not None else ""
-    print(f"{found.value:.7g}{ends} {asked.unit}")
+    if facts := [*_observed_on(quantity, found.n), *_against_full(flow, cell, quantity)]:
+        print("; ".join(facts))
+    print(f"{found.value:.7g}{_ends(found)} {asked.unit}")
+
+
+def _ends(found: Any) -> str:
+    return f" [{found.lo:.7g}, {found.hi:.7g}]" if found.lo is not None else ""
+
+
+def _observed_on(quantity: Any, n: int) -> list[str]:
+    """The texts and tasks behind a value, with how many windows or items."""
+    series = [one for seed in quantity.seeds for one in seed.values() if one.group]
+    groups = dict.fromkeys(one.group for one in series)
+    return [f"{n} {series[0].units} of {', '.join(groups)}"] if series else []
+
+
+def _against_full(flow: Any, cell: Cell, quantity: Any) -> list[str]:
+    """A compressed model's perplexity over that of full precision, on the same windows, which is measured as well."""
+    from repro.cells import KINDS
+    from repro.judge.quantity import compose
+
+    full = flow.full_precision(cell)
+    if cell.measure != "perplexity" or cell.recipe == full.recipe or not KINDS["perplexity"].against(cell.ask):
+        return []
+    common.run_now([job for each in flow.jobs(full) for job in each.values()])
+    reference = flow.quantity(full)
+    if reference is None:
+        return []
+    ratio = compose(KINDS["perplexity"].against(cell.ask), {"q": quantity, "f": reference}).interval()
+    ends = f" [{ratio.lo:.3f}, {ratio.hi:.3f}]" if ratio.lo is not None else ""
+    return [f"×{ratio.value:.3f}{ends} of full precision's {reference.interval().value:.7g}"]

@@ -1,37 +1,53 @@
-"""Claims as predicates over cells: judged on what was measured, else by arithmetic on the printed numbers (grade D).
+"""Claims as predicates over cells, judged on what was measured.
 
     quantity  (b - s) / (b - f)        holds  >= 0.555
 
 The quantity is arithmetic over cells, with an interval from their observations, paired wherever they share windows or
-items, live or recorded. A case holds when the whole interval satisfies the predicate, fails when none of it does, else
-it is inconclusive. A claim holds when every case does and fails when one does; cases without a stand-in leave it
-inconclusive. At grade C the words are seen, not seen, inconclusive at this scale. Printed numbers are judged within
-their rounding.
+items, fresh or stored. A case holds when its whole interval satisfies the predicate, fails when none of it does, and is
+undecided else. Where full precision is at chance, or every method compared has lost the model, it has no verdict.
+
+A claim about every case holds when all of them do. It fails as soon as some fail, also while others are missing: by
+Holm's step-down procedure (1979, Scandinavian Journal of Statistics 6, 65-70), so that one of 48 does not fail it by
+chance. What fails is said by its direction: the same as in the paper but smaller (or larger), none, or the opposite.
+
+What the paper's own cells say of the claim by arithmetic is another question (`own_numbers`): consistent, inconsistent,
+or within their rounding. It is no verdict on the method.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtr, stdtrit
 
 from repro import papers
 from repro.cells import KINDS
 from repro.errors import UserError, shortened, unknown
 from repro.judge import rounding
 from repro.judge.quantity import Quantity, compose, constant, evaluate, satisfied
+from repro.judge.statistics import LEVEL
 from repro.record import measure
 from repro.record.measurement import MEASURED, Measurement
-from repro.spec import tables
+from repro.spec import recipe, tables
 from repro.spec.cell import Cell, Place
 from repro.spec.workflow import Workflow
 
-WORDS = {
-    "C": ("seen", "not seen", "inconclusive at this scale"),
-    "D": ("printed numbers agree", "printed numbers disagree", "within rounding"),
-}
-PLAIN = ("holds", "fails", "inconclusive")
+PLAIN = ("holds", "fails", "undecided")
 HOLDS, FAILS, UNDECIDED = range(3)
+OWN_NUMBERS = ("consistent", "inconsistent", "within rounding")
+ON_STAND_INS = "holds on the stand-ins"  # of grade C
+DIRECTIONS = ("opposite direction", "no effect", "same direction, smaller", "same direction, larger")
+NO_VERDICT = "no verdict"
+COLLAPSED = 5.0  # times full precision's perplexity: above, a model has lost so much that a comparison says little
+LOST = "collapsed"  # what is missing of a case whose compared models all have
+EXCUSED = ("no_stand_in", "floor", LOST)  # of which no verdict can come here, however much is run
+REASONS = {
+    "no_stand_in": "without a stand-in",
+    "floor": "at chance",
+    LOST: f"all that is compared is above {COLLAPSED:.0f} times full precision",
+}
 
 
 class Reading(NamedTuple):
@@ -54,8 +70,9 @@ class Case:
 
     Attributes:
         verdict: 0 holds, 1 fails, 2 undecided; None where the case is not judged.
+        df: degrees of freedom of the interval's t quantile, none for a normal one.
         on: the stand-ins, `*` after those whose cells were measured here on their first windows or items alone.
-        missing: status of the first cell that is not measured.
+        missing: why it is not judged: the status of the first cell that is not measured, or of one of `EXCUSED`.
         also: its further readings.
     """
 
@@ -65,6 +82,7 @@ class Case:
     measured: float | None = None
     lo: float | None = None
     hi: float | None = None
+    df: float | None = None
     covers: str = ""
     on: str = ""
     missing: str = ""
@@ -77,10 +95,12 @@ class Judged:
     """A claim with its cases, the grade of the evidence, and the verdict.
 
     Attributes:
-        measured: whether it is judged on measured cells; else on printed ones.
+        grade: of the worst measured cell; empty without a verdict.
+        measured: whether there is a verdict, which measured cells alone can give.
         why: what kept it from more: cases or cells that are missing, or the spec's own reason.
         scale: where it was measured.
         cells: every cell that its cases name, once.
+        own_numbers: of `OWN_NUMBERS`, what the paper's own cells say; empty where it does not print them all.
     """
 
     spec: tables.ClaimSpec
@@ -91,11 +111,20 @@ class Judged:
     why: str = ""
     scale: str = ""
     cells: tuple[Measurement, ...] = field(default=(), repr=False)
+    own_numbers: str = ""
 
     @property
     def count(self) -> str:
-        """In how many of all its cases the claim holds, such as `1 of 3 cases`."""
-        return counted([case.verdict == HOLDS for case in self.cases])
+        """In how many of the cases that are judged the claim holds, such as `1 of 3 cases`."""
+        return counted([case.verdict == HOLDS for case in self.cases if case.verdict is not None])
+
+    @property
+    def said(self) -> str:
+        """The verdict with its count."""
+        if not self.measured or self.verdict.startswith(PLAIN[UNDECIDED]):
+            return self.verdict
+        holds = self.verdict in (ON_STAND_INS, PLAIN[HOLDS])
+        return f"{self.verdict} ({'' if holds else 'holds in '}{self.count})"
 
     @property
     def one_seed(self) -> bool:
@@ -109,49 +138,150 @@ def counted(found: Sequence[bool]) -> str:
 
 
 def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
-    """Judge one claim on what is measured at this scale, else on the printed numbers.
+    """Judge one claim on what is measured at this scale.
 
     Raises:
         UserError: the spec names a claim, cell, column or metric that is not there, or a predicate that is none.
     """
     _check(claim)
     cases, cells, scale = evidence(flow, claim)
-    if not claim.judged_on_printed and complete(cases):
-        return _measured(claim, cases, cells, scale)
+    printed = own_numbers(claim, cases)
+    if claim.judged_on_printed:
+        return Judged(claim, cases, "", "", False, claim.judged_on_printed, scale, cells, printed)
+    if {m.live for m in cells if m.status in MEASURED} == {"arithmetic"}:
+        found = PLAIN[together([case.verdict for case in cases])]
+        return Judged(claim, cases, "", "", False, f"on the public shapes of its model: {found}", scale, cells, printed)
+    judged = [case for case in cases if case.verdict is not None]
+    word = _word(claim, cases, cells)
+    if not judged:
+        return Judged(claim, cases, "", word, False, _why(cells), scale, cells, printed)
+    return Judged(claim, cases, _grade(cells), word, True, _missing(cases), scale, cells, printed)
+
+
+def own_numbers(claim: tables.ClaimSpec, cases: Sequence[Case]) -> str:
+    """What the paper's own cells say of a claim, each known to half a unit of its last digit."""
     if any(case.printed is None for case in cases):
-        return Judged(
-            claim, cases, "", "not measurable", False, f"a cell has no printed number; {_why(cells)}", scale, cells
-        )
-    known, judged = rounding.cells(claim), []
+        return ""
+    known, found = rounding.cells(claim), []
     for case, (keys, named) in zip(cases, claim.places()):
         cell = {name: known[place] for name, place in named.items()}
-        found = rounding.corners(claim.quantity.format(**keys), case.holds, cell)
-        judged.append(replace(case, verdict=_verdict(found)))
-    cases = tuple(judged)
-    why = claim.judged_on_printed or _why(cells)
-    word = WORDS["D"][together([case.verdict for case in cases])]
-    return Judged(claim, cases, "D", word, False, why, scale, cells)
+        found.append(_verdict(rounding.corners(claim.quantity.format(**keys), case.holds, cell)))
+    return OWN_NUMBERS[together(found, claim.most)]
 
 
-def _measured(claim: tables.ClaimSpec, cases: tuple[Case, ...], cells: tuple[Measurement, ...], scale: str) -> Judged:
-    grade = max(m.grade for m in cells if m.status in MEASURED)  # A is the best letter
-    missing = sum(case.verdict is None for case in cases)
-    chance = sum(m.status == "floor" for m in cells)  # where nothing can be lost or won: judged all the same, and said
-    said = [f"{missing} of {len(cases)} cases have no stand-in"] * bool(missing)
-    why = ", ".join(said + [f"{chance} of {len(cells)} cells at chance"] * bool(chance))
-    word = WORDS.get(grade, PLAIN)[together([case.verdict for case in cases])]
-    return Judged(claim, cases, grade, word, True, why, scale, cells)
+def _grade(cells: Sequence[Measurement]) -> str:
+    return max(m.grade for m in cells if m.status in MEASURED)  # A is the best letter
 
 
-def complete(cases: Sequence[Case]) -> bool:
-    """Whether some case is measured, and every other only lacks a stand-in."""
-    return any(c.measured is not None for c in cases) and all(
-        c.measured is not None or c.missing == "no_stand_in" for c in cases
-    )
+def _missing(cases: Sequence[Case]) -> str:
+    """The cases that are not judged, counted by what is missing of them."""
+    missing = [case.missing for case in cases if case.verdict is None]
+    counts = {name: missing.count(name) for name in dict.fromkeys(missing)}
+    return ", ".join(f"{n} of {counted_cases(len(cases))} {_reason(name)}" for name, n in counts.items())
 
 
-def together(verdicts: Sequence[int | None]) -> int:
-    """Fails when one fails, holds when all hold; a claim about every case is undecided while one is not judged."""
+def counted_cases(n: int) -> str:
+    """Such as `3 cases`."""
+    return f"{n} case{'s' * (n != 1)}"
+
+
+def _reason(status: str) -> str:
+    return REASONS.get(status, status.replace("_", " "))
+
+
+def _word(claim: tables.ClaimSpec, cases: Sequence[Case], cells: Sequence[Measurement]) -> str:
+    """The verdict on a claim about every case, in words."""
+    judged = [case for case in cases if case.verdict is not None]
+    if not judged:
+        missing = [case.missing for case in cases]
+        return f"{NO_VERDICT}: {_reason(max(missing, key=missing.count))}"
+    if claim.most:
+        return _word_of_most(claim, judged, cases, cells)
+    failing = rejected(judged)
+    ours = tables.split(claim.table)[0] in tables.FOLDERS  # a target of our own is met or not
+    if failing:
+        return PLAIN[FAILS] if ours else direction(failing, claim.neutral)
+    left = [case for case in cases if case.verdict is None and case.missing not in EXCUSED]
+    possible = [case for case in cases if case.missing != "no_stand_in"]
+    most = 2 * len(judged) >= len(possible)  # a few cases above chance do not speak for all
+    if all(case.verdict == HOLDS for case in judged) and not left and most:
+        return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
+    held = sum(case.verdict == HOLDS for case in judged)
+    return f"{PLAIN[UNDECIDED]}, {held} of {len(cases)} hold"
+
+
+def _word_of_most(
+    claim: tables.ClaimSpec, judged: Sequence[Case], cases: Sequence[Case], cells: Sequence[Measurement]
+) -> str:
+    """The verdict on a claim about most cases."""
+    said = together([case.verdict for case in judged], most=True)
+    if said == FAILS:
+        return direction([case for case in judged if case.verdict == FAILS], claim.neutral)
+    if said == HOLDS:
+        return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
+    return f"{PLAIN[UNDECIDED]}, {sum(case.verdict == HOLDS for case in judged)} of {len(cases)} hold"
+
+
+def rejected(cases: Sequence[Case]) -> list[Case]:
+    """The cases that fail in a family of so many, by Holm's procedure at 5 %."""
+    by_chance = sorted(((p_failing(case), n) for n, case in enumerate(cases)), key=lambda pair: pair)
+    found = []
+    for rank, (p, n) in enumerate(by_chance):
+        if p > (1 - LEVEL) / (len(cases) - rank):
+            break
+        found.append(cases[n])
+    return found
+
+
+def p_failing(case: Case) -> float:
+    """The p-value of a failing case: 1 less the level of the widest interval that lies wholly outside the predicate."""
+    if case.verdict != FAILS:
+        return 1.0
+    below, above = case.measured - case.lo, case.hi - case.measured
+    if below == above == 0:
+        return 0.0
+    least, most = 1.0, 64.0  # times the half-widths at 95 %: the p-value of 64 of them is below that of any family
+
+    def fails(times: float) -> bool:
+        ends = case.measured - times * below, case.measured + times * above
+        return not satisfied(case.holds, np.append(np.linspace(*ends, 1001), case.measured)).any()
+
+    if fails(most):
+        return 0.0
+    for _ in range(40):
+        middle = (least + most) / 2
+        least, most = (middle, most) if fails(middle) else (least, middle)
+    df = math.inf if case.df is None else case.df
+    return 2 * float(stdtr(df, -least * stdtrit(df, (1 + LEVEL) / 2)))
+
+
+def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
+    """How the cases that fail differ from the paper: the word of most of them, the mildest of words as frequent.
+
+    `neutral` is the quantity where nothing has an effect: 0 of a difference, 1 of a ratio.
+    """
+    words = []
+    for case in failing:
+        upward = satisfied(case.holds, np.asarray([neutral + 1e9]))[0]  # it asks for much, or the paper has more
+        upward = upward or (case.printed is not None and case.printed > neutral)
+        low, high = case.lo - neutral, case.hi - neutral
+        if not upward:
+            low, high = -high, -low
+        if high < 0 or (high == 0 and low < 0):
+            words.append(DIRECTIONS[0])
+        elif low <= 0:
+            words.append(DIRECTIONS[1])
+        else:
+            larger = case.printed is not None and abs(case.measured - neutral) > abs(case.printed - neutral)
+            words.append(DIRECTIONS[3 if larger else 2])
+    return max(words, key=lambda word: (words.count(word), DIRECTIONS.index(word)))
+
+
+def together(verdicts: Sequence[int | None], most: bool = False) -> int:
+    """Fails when one fails, holds when all hold, or of `most` as more than half do; else undecided."""
+    if most:
+        half = len(verdicts) / 2
+        return HOLDS if verdicts.count(HOLDS) > half else FAILS if verdicts.count(FAILS) > half else UNDECIDED
     if FAILS in verdicts:
         return FAILS
     return HOLDS if set(verdicts) == {HOLDS} else UNDECIDED
@@ -216,14 +346,33 @@ def _case(
     missing = [m for m in here.values() if m.status not in MEASURED or (m.value is None and not m.live)]
     if missing:
         return replace(case, missing=missing[0].status)
+    if any(m.live == "brief" and recipe.parse(m.recipe).seeded for m in here.values()):
+        return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
     own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})
     found = own.interval()
     marks = {"brief": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
     on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here.values()))
     ends = (found.lo, found.hi) if found.n or found.lo is not None else (found.value, found.value)  # a count is exact
-    case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], covers=found.covers, on=on)
+    case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], df=found.df, covers=found.covers, on=on)
     also = tuple(_readings(flow, claim, case, quantity, own, cells, table))
+    if "floor" in {m.status for m in here.values()}:
+        return replace(case, also=also, missing="floor")
+    if _all_lost(flow, cells, here):
+        return replace(case, also=also, missing=LOST)
     return replace(case, also=also, verdict=verdict_of(case))
+
+
+def _all_lost(flow: Workflow, cells: Mapping[str, Cell], here: Mapping[str, Measurement]) -> bool:
+    """Whether two or more compressed models are compared in perplexity, all above `COLLAPSED` times full precision."""
+    ratios = []
+    for name, cell in cells.items():
+        full = flow.full_precision(cell)
+        if cell.unit != "ppl" or cell.recipe == full.recipe or flow.is_taken(cell):
+            return False
+        if here[name].live == "arithmetic" or (reference := measure.one(flow, full)).value is None:
+            return False
+        ratios.append(here[name].value / reference.value)
+    return len(ratios) > 1 and min(ratios) > COLLAPSED
 
 
 def _readings(
@@ -277,4 +426,4 @@ def _check(claim: tables.ClaimSpec) -> None:
 def _why(cells: Sequence[Measurement]) -> str:
     missing = [m for m in cells if m.status not in MEASURED]
     counts = {s: sum(m.status == s for m in missing) for s in dict.fromkeys(m.status for m in missing)}
-    return ", ".join(f"{n} of {len(cells)} cells {status.replace('_', ' ')}" for status, n in counts.items())
+    return ", ".join(f"{n} of {len(cells)} cells {_reason(status)}" for status, n in counts.items())

@@ -21,7 +21,7 @@ MARKS = {
     **{"unattested": "‖", "stale": "†", "floor": "‡"},
 }
 LEGEND = {
-    "§": "grade D: arithmetic on the recipe and the public shapes of the paper's own model; nothing ran",
+    "§": "arithmetic on the recipe and the public shapes of the paper's own model; nothing ran",
     "*": "measured here, on as many windows or items as stand behind it, with one seed; no value of it is stored",
     "°": "stored, and measured again here: it agrees window by window, within the bounds of repro/record/replicate.py",
     "≠": "stored, and measured again here: it differs",
@@ -159,19 +159,25 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
 
 
 def verdict_line(judged: claims.Judged) -> str:
-    """A claim with its verdict and count of cases, grade, scale, models, corpora and further readings, in one line."""
+    """A claim with its verdict and count of cases, grade, models, values and further readings, in one line."""
     spec, ours = judged.spec, tables.split(judged.spec.table)[0] in tables.FOLDERS
-    facts = [f"{judged.verdict} ({judged.count})", f"grade {judged.grade}" if judged.grade else "no grade"]
+    facts = [judged.said] if judged.verdict else []
     if judged.measured:
         models = ", ".join(dict.fromkeys(name for case in judged.cases for name in case.on.split(", ") if name))
-        facts += [f"scale {judged.scale}"] * (not ours) + [f"on {models}"]
-        facts += sorted({group for m in judged.cells for group in m.protocol.split("; ") if group})
+        facts += [f"grade {judged.grade}", f"on {models}"]
         facts += ["one seed"] if judged.one_seed else []
-        facts += [f"measured: {readings([(c.measured, c.lo, c.hi) for c in judged.cases], spec.percent)}"]
+        facts += [f"measured: {readings(of_measured(judged), spec.percent)}"]
         facts += also(judged)
     facts += [judged.why] if judged.why else []
+    facts += [f"predicate changed after the runs: {spec.changed}"] if spec.changed else []
+    facts += [f"the paper's own numbers: {judged.own_numbers}"] if judged.own_numbers and not ours else []
     text = "; ".join(facts)
     return f"{spec.claim}: {spec.says}. {'Target' if ours else 'Printed'}: {spec.printed}. {text[0].upper()}{text[1:]}."
+
+
+def of_measured(judged: claims.Judged) -> list[tuple[float | None, float | None, float | None]]:
+    """Value and interval of every case that has a verdict."""
+    return [(case.measured, case.lo, case.hi) for case in judged.cases if case.verdict is not None]
 
 
 def also(judged: claims.Judged) -> list[str]:
@@ -181,12 +187,13 @@ def also(judged: claims.Judged) -> list[str]:
     """
     lines = []
     for name in judged.spec.also if judged.measured else ():
-        both = [(case.verdict, one) for case in judged.cases for one in case.also if one.name == name]
+        counted = [case for case in judged.cases if case.verdict is not None]
+        both = [(case.verdict, one) for case in counted for one in case.also if one.name == name]
         if not both:
             continue
         found, apart = [one.verdict for _, one in both], [one.apart for _, one in both]
         said = claims.together(found)
-        word = claims.WORDS.get(judged.grade, claims.PLAIN)[said]
+        word = claims.PLAIN[said]
         held = claims.counted([verdict == claims.HOLDS for verdict in found])
         agrees = "agrees" if said == claims.together([v for v, _ in both]) else f"disagrees: {word} ({held})"
         agrees += f", another value in {claims.counted(apart)}" * any(apart)

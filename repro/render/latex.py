@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from repro.render.columns import Grid, Measured, Plan, fit
+from repro.render.columns import Grid, Measured, Plan, fit, fold
 from repro.render.sheet import Sheet, grids
 
 # Points at 10 pt, from cmr10.tfm.
@@ -27,6 +27,7 @@ WIDTHS = {
 BOLD = 1.2  # cmbx over cmr, for digits
 # Each size as (command, its characters over those at 10 pt, points between columns); footnotesize is cmr8.
 SIZES = (("footnotesize", 0.851, 8.0), ("scriptsize", 0.816, 6.0))
+LINES = {"footnotesize": 9.5, "scriptsize": 8.0}  # points from one line to the next
 MARGIN = 42.7  # points; 15 mm
 A4 = (597.5, 845.0)
 
@@ -36,7 +37,7 @@ ASCII |= {
 }
 # Width to characters and their names in math mode, in turn.
 MATH = {
-    7.78: r"× \times ± \pm ≥ \ge ≤ \le ≈ \approx ∼ \sim − - ⊙ \odot",
+    7.78: r"× \times ± \pm ≥ \ge ≤ \le ≠ \ne ≈ \approx ∼ \sim − - ⊙ \odot",
     6.6: r"α \alpha β \beta γ \gamma δ \delta ε \epsilon κ \kappa λ \lambda μ \mu π \pi"
     r" ρ \rho σ \sigma τ \tau θ \theta φ \phi",
     10.0: r"→ \to ← \gets ∞ \infty",
@@ -76,8 +77,13 @@ def layout(sheet: Sheet) -> Layout:
             for grid in every_grid:
                 plan = fit(grid, lambda text, scale=scale: scale * text_width(text), page, gap)
                 tried.append(Layout(size, scale, gap, landscape, page, plan))
-                if len(plan.panels) == 1:
+                texts_alone = grid.left == len(grid.head)
+                if len(plan.panels) == 1 and not (
+                    texts_alone and _height(tried[-1], sheet) > A4[not landscape] - 2 * MARGIN
+                ):
                     return tried[-1]
+    if len(tried[0].plan.panels) == 1:  # texts that take several pages in any size
+        return tried[0]
     panels = [made for made in tried if made.size == SIZES[1][0]]
     return min(panels, key=lambda made: (len(made.plan.panels), made.landscape))
 
@@ -89,7 +95,7 @@ GHOST = (
 )
 GHOSTS = re.compile(rf"[{chr(GHOST + 33)}-{chr(GHOST + 126)}]+")
 NUMERAL = re.compile(r"(?<![\w.])[-−+×]?(?:\d+(?:,\d{3})*)?\.?\d+(?![\w.])")
-MARK = r"[*†‡§‖]+"  # what may follow a number without a blank
+MARK = r"[*°≠†‡§‖]+\d*"  # what may follow a number without a blank, as `*8`: on 8 windows
 
 
 def align(grid: Grid) -> Grid:
@@ -141,6 +147,23 @@ def _of_ghost(c: str) -> str:
 
 
 # --- LaTeX ----------------------------------------------------------------------------------------------------------
+
+
+def _height(made: Layout, sheet: Sheet) -> float:
+    """Points that a sheet of texts takes with its title and notes, roughly."""
+    line = LINES[made.size]
+
+    def lines(text: str, width: float) -> int:
+        return len(fold(text, width, lambda part: made.scale * text_width(part)))
+
+    total = 3 * 12.0 + 2 * line
+    for block in made.plan.grid.body:
+        (row,) = block
+        if len(row) == 1:
+            total += line + 6
+        else:
+            total += line * max(lines(text, width) for text, width in zip(row, made.plan.widths)) + 2
+    return total + sum(line * lines(note, made.page) + 4 for note in sheet.notes)
 
 
 @lru_cache(100_000, typed=True)  # typed: a Measured equals its text

@@ -23,6 +23,14 @@ from repro.spec.workflow import Workflow
 
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
 CLASSES = "tokens"  # tables/<paper>/tokens.yaml says which tokens make two measures disagree
+FIRST = 5  # claims at the top
+WORDS = """## Words
+
+- holds on the stand-ins: in every case that has a stand-in, the whole 95 % interval satisfies the predicate
+- same direction, smaller (or larger); no effect; opposite direction: it fails, by Holm's procedure over its cases
+- undecided, k of n hold: neither; no verdict: nothing that is measured can decide it, and why
+- grade A: the paper's model and protocol; B: its shapes and real kernels; C: a scaled analogue
+- one seed: a cell rests on a single draw; an interval then covers windows or items, not seeds"""
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
@@ -39,17 +47,44 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         f"# {papers.ABOUT[paper].title}",
         f"What this project has seen of arXiv {papers.ABOUT[paper].arxiv}, and what not. `make docs/{paper}.md` makes "
         f"it from the accepted results of scale {at.name}: {at.about}. Grades and words: README.md.",
-        *_summary(paper, judged),
+        *_first(paper, judged),
         *_picture(flow, paper, out),
+        WORDS,
         *_verdicts(paper, judged),
-        *_readings(paper, judged),
-        *_classes(flow, paper),
+        *_own_numbers(paper, judged),
+        *_summary(paper, judged),
+        *_folded("Every case with its further readings", _readings(paper, judged), _classes(flow, paper)),
         *_questions(flow, paper),
-        *_findings(paper, {part for one in judged for part in _numbers(one)}),
+        *_findings(paper, {part for one in judged if one.verdict for part in _numbers(one)}),
     ]
     text = "\n\n".join(part.strip("\n") for part in parts) + "\n"
     write_text(out / f"{paper}.md", text)
     return text
+
+
+def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+    """What a reader should know first: the paper's measured headline claims, a line each."""
+    of = {id(one.spec): one for one in judged}
+    found = [of[id(claim)] for claim in tables.headline_claims() if id(claim) in of and of[id(claim)].measured]
+    yield "## First"
+    if not found:
+        yield "Nothing of it is measured yet; below stands what its own numbers say."
+        return
+    lines = []
+    for one in found[:FIRST]:
+        shown = content.readings(content.of_measured(one), one.spec.percent)
+        lines.append(f"- {one.spec.says}: **{one.said}**, {shown}. Printed: {one.spec.printed}.")
+    yield "\n".join(lines)
+
+
+def _folded(summary: str, *parts: Iterator[str]) -> Iterator[str]:
+    """Parts that are shown when they are asked for; a heading in them stays outside."""
+    every = [text for part in parts for text in part]
+    while every and every[0].startswith("## "):
+        yield every.pop(0)
+    yield f"<details>\n<summary>{summary}</summary>"
+    yield from every
+    yield "</details>"
 
 
 def _claims(paper: str) -> list[tables.ClaimSpec]:
@@ -66,16 +101,18 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     yield "## What was seen, and what not"
     words: dict[str, list[Judged]] = {}
     for one in judged:
-        words.setdefault(one.verdict, []).append(one)
-    order = [*claims.PLAIN, *(word for grade in claims.WORDS.values() for word in grade)]
+        if one.verdict:
+            word = (
+                claims.PLAIN[claims.UNDECIDED]
+                if one.verdict.startswith(claims.PLAIN[claims.UNDECIDED])
+                else one.verdict
+            )
+            words.setdefault(word, []).append(one)
+    order = [claims.ON_STAND_INS, *claims.PLAIN, *reversed(claims.DIRECTIONS)]
     lines = []
     for word in sorted(words, key=lambda word: order.index(word) if word in order else len(order)):
         said = (f"{_ids(one)}{f', {one.spec.says}' * one.measured}" for one in words[word])
         lines.append(f"- {word} ({len(words[word])}): {'; '.join(said)}")
-    part = [one for one in judged if not one.measured and _measured(one)]
-    for one in part:
-        held = claims.counted([claims.verdict_of(case) == claims.HOLDS for case in _measured(one)])
-        lines.append(f"- measured in part: {_ids(one)}, {one.spec.says}: holds in {held}, of {len(one.cases)}")
     yield "\n".join(lines)
     named = {part for one in judged for item in one.spec.claim.split()[1:] for part in item.split("-")}
     bare = [line for name, line in papers.claims(paper).items() if name not in named and not _inside(name, judged)]
@@ -84,9 +121,9 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         yield f"Without a predicate ({len(bare)}): {'; '.join(listed)}."
     known = [line for line in bare if line["consistent"] in ("yes", "no") and line["recomputed"]]
     if known:
-        words = {"yes": "agree", "no": "disagree"}
+        words = {"yes": "consistent", "no": "inconsistent"}
         lines = (f"{line['id']} {line['recomputed']} ({words[line['consistent']]})" for line in known)
-        yield f"Of these by arithmetic on printed numbers, grade D ({len(known)}): {'; '.join(lines)}."
+        yield f"Of these by arithmetic on printed numbers ({len(known)}): {'; '.join(lines)}."
 
 
 def _ids(one: Judged) -> str:
@@ -95,11 +132,6 @@ def _ids(one: Judged) -> str:
 
 def _title(number: str) -> str:
     return f"Table {number}" if number.isdecimal() else number
-
-
-def _measured(one: Judged) -> list[claims.Case]:
-    """The cases with a measured value; without those of claims that are judged on printed cells alone."""
-    return [case for case in one.cases if case.measured is not None and not one.spec.judged_on_printed]
 
 
 def _inside(name: str, judged: Sequence[Judged]) -> bool:
@@ -126,22 +158,39 @@ def _verdicts(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     """Every verdict by table, the audit's findings on the table as footnotes at its title."""
     rows: list[list[str]] = []
     last = ""
-    for one in judged:
+    for one in (one for one in judged if one.verdict):
         number = _numbers(one)[0]
         if number != last:
-            about = {other for same in judged if _numbers(same)[0] == number for other in _numbers(same)}
+            about = {n for same in judged if same.verdict and _numbers(same)[0] == number for n in _numbers(same)}
             marks = [f"[^{f.id}]" for f in papers.audit(paper) if about & set(f.table.split("; "))]
             rows.append([f"{_title(number)}: {tables.table(paper, number).title} {''.join(marks)}"])
             last = number
-        percent, found = one.spec.percent, _measured(one)
-        here = content.readings([(c.measured, c.lo, c.hi) for c in found], percent) if found else "–"
-        here += f" ({len(found)} of {len(one.cases)} cases)" * (0 < len(found) < len(one.cases))
-        word = "; ".join(filter(None, [f"{one.verdict} ({one.count})", "one seed" * one.one_seed, *content.also(one)]))
+        here = content.readings(content.of_measured(one), one.spec.percent) if one.measured else "–"
+        word = "; ".join(filter(None, [one.said, "one seed" * one.one_seed, *content.also(one)]))
         word += f"; {one.why}" * bool(one.why)
+        word += f"; predicate changed after the runs: {one.spec.changed}" * bool(one.spec.changed)
         word += f"; run to find the cause: {', '.join(map(_cause, one.spec.causes))}" * bool(one.spec.causes)
         rows.append([one.spec.claim, one.spec.says, one.spec.printed, here, word, one.grade or "–"])
     yield "## Verdicts"
     yield markdown(Sheet("One line a claim; 95 % intervals", HEAD, rows, left=len(HEAD)))
+
+
+def _own_numbers(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+    """What arithmetic on the paper's own cells says of its claims; no verdict on the method, and without a grade."""
+    rows = []
+    for one in judged:
+        if one.own_numbers or one.spec.judged_on_printed:
+            printed = content.readings([(case.printed, None, None) for case in one.cases], one.spec.percent) or "–"
+            held = [case.measured for case in one.cases if case.measured is not None]
+            here = content.readings([(x, None, None) for x in held], one.spec.percent) if not one.verdict else ""
+            said = "; ".join(filter(None, [one.own_numbers or "not all printed", one.why * (not one.verdict)]))
+            said += f"; on the stand-ins {here}" * bool(here)
+            where = _title(_numbers(one)[0])
+            rows.append([one.spec.claim, where, one.spec.says, one.spec.printed, printed, said])
+    if rows:
+        yield "## The paper's own numbers"
+        head = ["claim", "where", "what it says", "printed", "from its cells", "the numbers are"]
+        yield markdown(Sheet("Arithmetic on printed cells, each within its rounding", head, rows, left=len(head)))
 
 
 def _cause(text: str) -> str:

@@ -61,35 +61,47 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def headline(flow: Workflow) -> tuple[Sheet, str]:
-    """The project's own Table 1: one line a claim, numbers first, the word last."""
+    """The project's own Table 1: a line a claim, what was measured first, then what only the papers' numbers say."""
     head = tables.headline()
-    judged = [claims.judge(flow, claim) for claim in head.claims]
-    rows = []
-    for j in judged:
-        percent = j.spec.percent
-        printed = "; ".join(content.quantity(case.printed, percent=percent) for case in j.cases)
-        shown = [content.quantity(c.measured, c.lo, c.hi, percent) for c in j.cases]
-        on = ", ".join(dict.fromkeys(c.on for c in j.cases if c.on)) or "printed cells"
-        where = f"{on}; scale {j.scale}" if j.measured else on
-        word = "; ".join([f"{j.verdict} ({j.count})", *["one seed"] * j.one_seed, *content.also(j)])
-        ours = "; ".join(shown) if j.measured else "–"
-        rows.append([j.spec.claim, j.spec.says, j.spec.printed, printed, ours, where, j.grade or "–", word])
-    columns = ["claim", "what it says", "printed", "from printed cells", "measured here", "on", "grade", "verdict"]
+    judged = [claims.judge(flow, claim) for claim in tables.headline_claims()]
+    rows: list[list[str]] = []
+    for measured in (True, False):
+        for paper in papers.PAPERS:
+            mine = [one for one in judged if tables.split(one.spec.table)[0] == paper and one.measured == measured]
+            if mine:
+                rows.append([f"{paper}: {'measured here' if measured else 'not measured yet; its own numbers alone'}"])
+            rows += [_headline_row(one) for one in mine]
+    columns = ["claim", "what it says", "printed", "measured here", "verdict"]
     remarks = [
-        f"Scale {flow.scale.name}: {flow.scale.about}.",
-        "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, D arithmetic on "
-        "printed numbers. One value a case, with its 95 % interval.",
-        f"* {content.LEGEND['*']}.",
+        f"Judged on the accepted results of scale {judged[0].scale}; values of up to three cases with their 95 % "
+        "intervals, of more the least and the greatest.",
+        "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, at which claims "
+        "hold on the stand-ins. What rests on the paper's own numbers alone is no verdict on the method.",
+        *[f"* {content.LEGEND['*']}."] * any("*" in case.on for one in judged for case in one.cases),
         "Only in figures, without printed cells: " + "; ".join(head.figures_only) + ".",
         *replicate.said(replicate.replicas(flow, "table1")),
     ]
-    top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict", "why"]
-    lines = [top]
-    for j in judged:
-        said, judgement = [j.spec.claim, j.spec.says, j.spec.printed], [j.grade, j.verdict, j.why]
-        for c in j.cases:
-            lines.append([*said, c.model, *map(text, (c.printed, c.measured, c.lo, c.hi)), c.on, *judgement])
+    top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict"]
+    lines = [[*top, "own_numbers", "why"]]
+    for one in judged:
+        said = [one.spec.claim, one.spec.says, one.spec.printed]
+        for c in one.cases:
+            numbers = [*map(text, (c.printed, c.measured, c.lo, c.hi))]
+            lines.append([*said, c.model, *numbers, c.on, one.grade, one.verdict, one.own_numbers, one.why])
     return Sheet(head.title, columns, rows, remarks, left=len(columns)), csv_text(lines)
+
+
+def _headline_row(one: claims.Judged) -> list[str]:
+    """A claim without its paper, what was printed and measured, and the verdict or what the paper's own numbers say."""
+    named = one.spec.claim.partition(" ")[2] or "figure"
+    if one.measured:
+        shown = content.readings(content.of_measured(one), one.spec.percent)
+        shown += "*" * any("*" in case.on for case in one.cases)  # on a few windows
+        word = "; ".join([one.said, *["one seed"] * one.one_seed])
+        return [named, one.spec.says, one.spec.printed, shown, f"{one.grade}: {word}"]
+    printed = content.readings([(case.printed, None, None) for case in one.cases], one.spec.percent)
+    said = f"recomputed {printed}: {one.own_numbers}" if one.own_numbers else "not all printed"
+    return [named, one.spec.says, one.spec.printed, "–", said]
 
 
 def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]], dict[tuple[str, str], Interval]]:

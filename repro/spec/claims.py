@@ -25,11 +25,14 @@ class ClaimSpec:
         cases: model labels, mappings with `model` and other keys, or mappings of lists, which mean their product.
         quantity: arithmetic over the names; `{key}` as in `cells` (a constant of the case, such as a parameter count).
         holds: a comparison such as `>= 0.555` or `0.1 <= x <= 0.2`; `{key}` as in `cells`.
+        neutral: the quantity where nothing has an effect, 0 of a difference, 1 of a ratio: tells the direction.
+        most: the claim is about most cases ("typically"), not about every one.
         percent: show the quantity as a percentage.
         also: further readings of the claim by name, each a column of the table, printed or beside it, that replaces
             the named one in the same rows (`KL: KL`). The line says where they disagree; they never decide the verdict.
         more: further tables whose cells are meant, where a claim is about several (each task, each width of bits).
-        judged_on_printed: why the verdict is on printed cells alone (grade D); empty for all other claims.
+        judged_on_printed: why it is about the paper's own numbers alone and has no verdict; else empty.
+        changed: why the predicate was changed after the runs that it judges; empty for those written before.
         causes: cells that were run to find out why it is not seen, `table | row`; the paper's page names them.
     """
 
@@ -41,10 +44,13 @@ class ClaimSpec:
     cases: tuple[str | dict[str, Value | tuple[Value, ...]], ...]
     quantity: str
     holds: str
+    neutral: float = 0.0
+    most: bool = False
     percent: bool = False
     also: dict[str, str] = field(default_factory=dict)
     more: tuple[str, ...] = ()
     judged_on_printed: str = ""
+    changed: str = ""
     causes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -85,12 +91,19 @@ class ClaimSpec:
 
 @dataclass(frozen=True)
 class HeadlineSpec:
-    """The project's own Table 1: at most 15 headline claims, and those that only figures carry."""
+    """The project's own Table 1.
+
+    Attributes:
+        measured: claims of tables' own specs, at most 15, as `spear/1: spear C021`, the first one of that id there.
+        claims: further claims, of which only the paper's own numbers are known yet.
+        figures_only: claims that only figures carry, in words.
+    """
 
     title: str
-    claims: tuple[ClaimSpec, ...]
+    measured: tuple[str, ...] = ()
+    claims: tuple[ClaimSpec, ...] = ()
     figures_only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.claims) > 15:
-            raise UserError(f"{len(self.claims)} claims; the headline table has at most 15")
+        if len(self.measured) > 15:
+            raise UserError(f"{len(self.measured)} measured claims; the headline table has at most 15")

@@ -178,6 +178,22 @@ def headline() -> HeadlineSpec:
     return spec
 
 
+def headline_claims() -> list[ClaimSpec]:
+    """Every claim of tables/table1, those of tables' own specs first.
+
+    Raises:
+        UserError: as `headline`, or `measured` names a table or claim that there is not.
+    """
+    head, found = headline(), []
+    for named in head.measured:
+        name, _, wanted = named.partition(": ")
+        known = {claim.claim: claim for claim in reversed(table(*split(name)).claims)}
+        if wanted not in known:
+            raise UserError(f"tables/table1.yaml: measured: {unknown(f'claim of {name}', wanted, known)}")
+        found.append(known[wanted])
+    return [*found, *head.claims]
+
+
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 

@@ -207,12 +207,7 @@ class Workflow:
     def table_cells(self, name: str) -> list[Cell]:
         """The cells of `spear/table1` or `spear/figure13`, or those behind one of the project's own tables."""
         if name == "table1":
-            return [
-                cell
-                for claim in tables.headline().claims
-                if not claim.judged_on_printed
-                for cell in self.claim_cells(claim)
-            ]
+            return self._headline_cells()
         if name in ("table2", figures.LEADERBOARD):
             return [cell for both in tables.specified() for cell in self.cells(*both)]
         if name == "audit":
@@ -220,6 +215,18 @@ class Workflow:
         if figures.is_figure(name):
             return self.cells(*figures.split(name), "figure")
         return [cell for both in tables.behind(*tables.split(name)) for cell in self.cells(*both)]
+
+    def _headline_cells(self) -> list[Cell]:
+        """The cells of the headline's claims on the table beneath it and on tables of which nothing is stored yet; the
+        others are judged on what is stored, and need no job.
+        """
+        found = []
+        open_claims = tables.headline().claims
+        for claim in tables.headline_claims():
+            beneath = claim.table == f"{papers.LEADING}/1"
+            if not claim.judged_on_printed and (beneath or claim in open_claims):
+                found += self.claim_cells(claim)
+        return found
 
     def beside_headline(self) -> list[str]:
         """The papers whose Table 1 is made with the headline table: the one that is printed beneath it, and those whose
