@@ -63,15 +63,16 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
 
 
 def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
-    """What a reader should know first: the paper's measured headline claims, a line each."""
+    """What a reader should know first: measured claims, the headline's or else those of the paper's tables."""
     of = {id(one.spec): one for one in judged}
-    found = [of[id(claim)] for claim in tables.headline_claims() if id(claim) in of and of[id(claim)].measured]
+    headline = [of[id(claim)] for claim in tables.headline_claims() if id(claim) in of and of[id(claim)].measured]
+    first = headline or [one for one in judged if one.measured]
     yield "## First"
-    if not found:
+    if not first:
         yield "Nothing of it is measured yet; below stands what its own numbers say."
         return
     lines = []
-    for one in found[:FIRST]:
+    for one in first[:FIRST]:
         shown = content.readings(content.of_measured(one), one.spec.percent)
         lines.append(f"- {one.spec.says}: **{one.said}**, {shown}. Printed: {one.spec.printed}.")
     yield "\n".join(lines)
