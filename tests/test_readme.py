@@ -86,7 +86,9 @@ def test_what_the_readme_says_of_accuracies():
 
 def test_the_readme_counts_the_tables_that_are_measured():
     lines = coverage.coverage(Workflow(scale.load(name="pocket"), recorded=True))
-    whole, partial = ({x.number for x in lines if x.kind == "table" and x.status in s} for s in WHOLE_AND_PARTIAL)
+    of_tables = [line for line in lines if line.kind == "table"]
+    whole = {line.number for line in of_tables if line.status in WHOLE_AND_PARTIAL[0]}
+    partial = [line for line in of_tables if line.status in WHOLE_AND_PARTIAL[1]]
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = re.search(r"(\d+) of 45 tables, all SPEAR's \(([^)]*)\), and (\d+) more in part", text)
     assert (int(said[1]), int(said[3])) == (len(whole), len(partial))
