@@ -53,15 +53,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _not_run_by_the_engine(target: Any) -> str:
-    """Why the decode engine will not run what is compressed, said before hours go into it; empty where it will."""
+    """Why the decode engine will not run what is compressed, said before hours go into it; empty where it will.
+
+    Raises:
+        UserError: the model's configuration does not load.
+    """
     from repro.engine import weights
     from repro.engine.engine import configuration
 
+    config = configuration(target)
     try:
         for step in target.recipe.steps:
             if hasattr(step.config, "group"):
                 weights.slot(step.config.bits)
-        weights.check(target.model, configuration(target), None)
+        weights.check(target.model, config, None)
     except UserError as error:
         return str(error)
     return ""
