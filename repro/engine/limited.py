@@ -107,7 +107,7 @@ class Limited(Speculating):
         that works (the sentence names it), or too little host memory.
         """
         needs_weights(model)
-        target = Target(scales.load(name=scale), model, recipe, seed)
+        target = Target(scales.load(name=scale).here(), model, recipe, seed)
         at = engine.device_of(device)
         own = parse_draft(draft) if isinstance(draft, str) else draft
         amount = budget.parse_bytes(memory) if isinstance(memory, str) else memory
