@@ -988,11 +988,12 @@ def test_damaged_results(house, capfd):
         accepted.forget()
         refused(capfd, ("coverage", "--scale", "tiny"), csv.name, said)
     csv.write_bytes(whole)
+    table = house.table()
     flip(next(folder.glob("observations/*.parquet")))
     (folder / "inputs.json").write_text("[")
     accepted.forget()
     capfd.readouterr()
-    refused(capfd, ("accept", house.table()), str(folder), "check it out again")
+    refused(capfd, ("accept", table), str(folder), "check it out again")
 
 
 # --- folders that cannot be written -----------------------------------------------------------------------------------

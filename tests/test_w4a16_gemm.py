@@ -153,7 +153,7 @@ def test_recorded_number_of_tokens(monkeypatch):
     """The configuration of the next recorded number of tokens, above the last one that of the last."""
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: {"key": key})
     found = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 17, 65, 256, 2048)}
-    assert [config["key"] for config in found.values()] == [f"8x64 m{t}" for t in (16, 16, 32, 128, 256, 256)]
+    assert [config["key"] for config in found.values()] == [f"w4 m{t} 8x64" for t in (16, 16, 32, 128, 256, 256)]
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 512, 2048), (16, 4096, 4096), (64, 28672, 8192), (2048, 127, 96)])

@@ -64,7 +64,7 @@ def _not_run_by_the_engine(target: Any) -> str:
     config = configuration(target)
     try:
         for step in target.recipe.steps:
-            if hasattr(step.config, "group"):
+            if hasattr(step.config, "group") and hasattr(step.config, "bits"):
                 weights.slot(step.config.bits)
         weights.check(target.model, config, None)
     except UserError as error:
