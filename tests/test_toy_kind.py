@@ -124,7 +124,7 @@ def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
     assert frame.loc[("FP16", "kB"), "value"] == pytest.approx(full["value"] / 1000, rel=1e-6)
     sheet = (place / "tables/spear/toys.md").read_text()
     assert "spear C002: a stored tensor of a 4-bit model is smaller. Printed: nothing." in sheet
-    assert "of 1 case); grade C; scale tiny" in sheet and "Printed numbers" not in sheet
+    assert "Holds on the stand-ins (1 of 1 case); grade C" in sheet and "Printed numbers" not in sheet
     drawn = pd.read_csv(place / "figures/spear/figure13.csv")
     assert drawn.groupby("series").size().to_dict() == {"FP16": 20, "RTN": int(small["n"])}
     assert (place / PLOT).stat().st_size > 1000
