@@ -98,7 +98,7 @@ def test_train_then_measure_then_generate(folders, here, capfd, layout):
     assert float(value.split()[0]) == pytest.approx(want, rel=1e-6)
     full = models.load(str(folders[layout]))
     whole = np.exp(perplexity.score(full, perplexity.windows(scored, 64, 2))["nll"].mean())
-    assert about.startswith("2 windows of gptq-64-v1 w2 on pocket-sample; ×"), "the text is named"
+    assert about.startswith("2 windows of gptq-64-v1 w2 on wikitext2; ×"), "the text is named"
     assert float(about.split("×")[1].split()[0]) == pytest.approx(want / whole, abs=6e-4)
     assert main(["generate", "a town", "--model", "made", "--max-new-tokens", "4"]) == 0
     stored = f"stored {facts['bytes'] / 1e6:.1f} MB"
