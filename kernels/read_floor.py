@@ -30,18 +30,14 @@ CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged end
     {"bytes": 4, "seed": 4},
 ]
 SOURCE = Path(__file__).with_suffix(".cu")
-CUDA_SPACE = [
-    {"threads": threads, "loads": loads}
-    for threads in (256, 512, 1024)
-    for loads in (1, 2, 4, 8)
-    if threads * loads <= 4096
-]
-SPACE = [
-    {"block": block, "warps": warps}
-    for block in (512, 1024, 2048, 4096, 8192, 16384)
-    for warps in (1, 4, 8, 16)  # one warp needs no barrier
-    if 128 * warps <= block <= 1024 * warps
-] + CUDA_SPACE
+CUDA_SPACE = []
+for threads in (256, 512, 1024):
+    CUDA_SPACE += [{"threads": threads, "loads": loads} for loads in (1, 2, 4, 8) if threads * loads <= 4096]
+SPACE = []
+for block in (512, 1024, 2048, 4096, 8192, 16384):
+    counts = (1, 4, 8, 16)  # one warp needs no barrier
+    SPACE += [{"block": block, "warps": warps} for warps in counts if 128 * warps <= block <= 1024 * warps]
+SPACE += CUDA_SPACE
 PLAIN = [{"threads": 512, "loads": 2}, {"threads": 1024, "loads": 2}, {"threads": 256, "loads": 4}]  # fastest on Hopper
 MIN_BLOCK = 512
 RATED = (1 << 20, 1 << 30)  # bytes: the least and the most that `rate` reads at once

@@ -187,14 +187,14 @@ class Plan:
     shared: int
 
 
-def plan(m: int, n: int, k: int, dtype: torch.dtype, config: dict, multiprocessors: int) -> Plan:
+def plan(m: int, n: int, k: int, dtype: torch.dtype, config: dict, sms: int) -> Plan:
     """How a configuration of STREAMED partitions a shape: one thread block per SM, rows as evenly as possible.
 
     A thread block's columns are a multiple of 128; `rows`, a multiple of 8, is the largest number of a cluster.
     """
     warps, cluster = config["warps"], config["cluster"]
     columns = ceil(k / cluster / 128) * 128
-    clusters = multiprocessors // cluster if cluster < 4 else multiprocessors * 10 // 11 // cluster  # that fit at once
+    clusters = sms // cluster if cluster < 4 else sms * 10 // 11 // cluster  # that fit at once
     clusters = max(1, min(clusters, ceil(n / 8)))
     rows = ceil(ceil(n / clusters) / 8) * 8
     ring = warps * config["stages"] * 8 * (config["segment"] + 64)

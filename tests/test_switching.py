@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from repro import models
+from repro.__main__ import main
 from repro.cells import KINDS, switching
 from repro.cells.switching import Ask, Protocol
 from repro.data import prompts, text_scores
@@ -183,3 +184,11 @@ def test_a_window_longer_than_the_texts_is_a_sentence(built):
 def test_a_schedule_is_written_as_it_is_read():
     for text in (QUICK, "flexquant", "flexquant(path=[4, 3], threshold=2.5, order=random, seed=7)"):
         assert precision.read(precision.write(precision.read(text))) == precision.read(text)
+
+
+def test_run_says_which_package_a_table_lacks(monkeypatch, capsys):
+    monkeypatch.setitem(text_scores.PACKAGES, "rougeL", "a_package_that_is_not_here")
+    assert main(["run", "flexquant/table2", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "switching/" not in said.out
+    assert "flexquant/table2: not run: " in said.err and "a_package_that_is_not_here" in said.err

@@ -65,6 +65,11 @@ def moves(divergence: Mapping[int, Mapping[str, float]], layers: Sequence[str], 
         return by_divergence if config.order == "kl" else by_divergence[::-1]
 
     widths = config.path[1:]
+    every = []
     if config.advance == "stage":
-        return [Move(layer, bits) for bits in widths for layer in ranked(bits)]
-    return [Move(layer, bits) for layer in ranked(widths[0]) for bits in widths]
+        for bits in widths:
+            every += [Move(layer, bits) for layer in ranked(bits)]
+    else:
+        for layer in ranked(widths[0]):
+            every += [Move(layer, bits) for bits in widths]
+    return every

@@ -23,6 +23,7 @@ A kind is a module with
 """
 
 from types import ModuleType
+from typing import Any
 
 from repro.cells import (
     acceptance,
@@ -79,3 +80,9 @@ KINDS: dict[str, ModuleType] = {
     "switching": switching,
     "weight_divergence": weight_divergence,
 }
+
+
+def lacking(kind: str, ask: Any) -> str:
+    """Why a metric cannot be measured here, such as a package that is missing; empty if it can."""
+    module = KINDS.get(kind)
+    return module.lacking(ask) if hasattr(module, "lacking") else ""

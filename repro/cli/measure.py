@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, kind: str) -> None:
     Raises:
         UserError: a scale without a protocol for the kind, or a recipe that has nothing to show there.
     """
-    from repro.cells import KINDS
+    from repro.cells import KINDS, lacking
 
     module = KINDS[kind]
     flow = common.workflow(args, recorded=False)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, kind: str) -> None:
     asks = {"measure": kind, "ask": asked, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
     cell = dataclasses.replace(nowhere, **asks)
     if not flow.jobs(cell):
-        if why := getattr(module, "lacking", lambda ask: "")(asked):
+        if why := lacking(kind, asked):
             raise UserError(why)
         raise UserError(
             f"scale {flow.scale.name} has no protocol for {kind}; add the key {kind!r}, "

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def _is_file(target: str) -> bool:
 
 def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
     """The jobs of a table, figure or job file."""
+    from repro.cells import lacking
     from repro.jobs import runner
     from repro.record import measure
 
@@ -71,4 +73,6 @@ def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
     if device and flow.scale.device == "any":
         flow.scale = flow.scale.on(device)
     cells = flow.table_cells(target)
+    for why in sorted({lacking(cell.measure, cell.ask) for cell in cells} - {""}):
+        print(f"{target}: not run: {why}", file=sys.stderr)
     return measure.missing(flow, cells) if args.missing else flow.every_job(cells)

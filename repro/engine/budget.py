@@ -5,6 +5,7 @@ draft tree, working memory of a pass, buffers of one block, and the draft's subs
 What is left holds whole blocks of the target.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from repro.engine.drafted import TOGETHER
-from repro.engine.weights import head_size, slot
+from repro.engine.weights import head_size, layer_sizes, slot
 from repro.errors import Refused, UserError, shortened
 from repro.kernels.packing import TILE
 from repro.methods import subspec
@@ -33,12 +34,13 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def shown(count: float) -> str:
-    """Bytes as a person reads them."""
+def shown(count: float, enough: bool = False) -> str:
+    """Bytes as a person reads them; `enough` rounds up, so that the amount that is shown is enough when it is given."""
     for unit in ("GiB", "MiB", "KiB"):
         size = UNITS[unit.upper()]
         if count >= size:
-            return f"{count / size:,.2f} {unit}"
+            hundredths = 100 * count / size
+            return f"{(math.ceil(hundredths) if enough else round(hundredths)) / 100:,.2f} {unit}"
     return f"{count:,.0f} bytes"
 
 
@@ -109,17 +111,9 @@ def plan(
             return found
         least = found.used if least is None else min(least, found.used)
     what = "with its draft" if draft else "without a draft"
-    said = f"{name} needs at least {shown_up(least)} {what} at a context of {context:,}"
+    amount = shown(least, enough=True).replace(" ", "")  # one word, as an option takes it
+    said = f"{name} needs at least {amount} {what} at a context of {context:,}"
     raise Refused("oom", f"memory {shown(budget)}: {said}; give more, or choose a shorter context")
-
-
-def shown_up(count: int) -> str:
-    """Bytes rounded up, so that the amount that is shown is enough when it is given."""
-    for unit in ("GiB", "MiB", "KiB"):
-        size = UNITS[unit.upper()]
-        if count >= size:
-            return f"{-(-count * 100 // size) / 100:.2f}{unit}"
-    return f"{count}"
 
 
 def spread(count: int, blocks: int) -> tuple[int, ...]:
@@ -129,9 +123,7 @@ def spread(count: int, blocks: int) -> tuple[int, ...]:
 
 def products(config: Any) -> dict[str, tuple[int, int]]:
     """(N, K) of the products of a block."""
-    hidden, ffn, size = config.hidden_size, config.intermediate_size, head_size(config)
-    q, kv = config.num_attention_heads * size, config.num_key_value_heads * size
-    return {"qkv": (q + 2 * kv, hidden), "out": (hidden, q), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
+    return {product: (sum(rows), columns) for product, (rows, columns) in layer_sizes(config).items()}
 
 
 def block_bytes(config: Any, dtype: torch.dtype) -> int:

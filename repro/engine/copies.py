@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.engine.step import Block, Decoder
-from repro.engine.weights import LAYERS, Dense, Joined, Packed
+from repro.engine.weights import LAYERS, Dense, Joined, Packed, layer_sizes
 from repro.errors import UserError
 from repro.kernels import w8a8
 from repro.kernels.packing import TILE, PackedWeight
@@ -137,13 +137,14 @@ def joined(decoders: Mapping[int, Decoder], int8_prefill: bool) -> Decoder:
         UserError: W8A8 of weights that the first decoder has no plain copy of.
     """
     first = next(iter(decoders.values()))
+    sizes = layer_sizes(first.config)
     blocks = []
     for number in range(len(first.blocks)):
         products = {}
         for product, layers in LAYERS.items():
             at = {bits: getattr(decoder.blocks[number], product) for bits, decoder in decoders.items()}
             names = [f"{number}.{layer}" for layer in layers]
-            products[product] = Copies(names, *sizes(product, first.config), at)
+            products[product] = Copies(names, *sizes[product], at)
             if int8_prefill:
                 products[product].prefill = _int8(products[product].prefill)
         blocks.append(replace(first.blocks[number], **products))
@@ -176,19 +177,6 @@ def static(model: Decoder, bits: Mapping[str, int]) -> Decoder:
 def copies_of(block: Block) -> list[Copies]:
     """The products of a block that have copies, in order."""
     return [getattr(block, product) for product in LAYERS if isinstance(getattr(block, product), Copies)]
-
-
-def sizes(product: str, config: object) -> tuple[list[int], int]:
-    """The outputs of each layer of a product, and their inputs, by Transformers' configuration."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query, key = config.num_attention_heads * size, config.num_key_value_heads * size
-    hidden, wide = config.hidden_size, config.intermediate_size
-    return {
-        "qkv": ([query, key, key], hidden),
-        "out": ([hidden], query),
-        "gate_up": ([wide, wide], hidden),
-        "down": ([hidden], wide),
-    }[product]
 
 
 def weights_of(model: Decoder) -> dict[str, int]:

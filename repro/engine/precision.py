@@ -1,8 +1,9 @@
 """Decoding that switches layers to fewer bits as it goes on (FlexQuant): a controller a sequence, and who obeys it.
 
 The signal of a token is read while the next one is computed, so that decoding never waits (`schedule.BEHIND`). A single
-sequence runs the products of its present state; on a GPU the captured step is brought up to date between two replays
-(`repro/engine/graph.py`). In a batch each sequence has a state of its own, and every copy computes (`copies.py`).
+sequence runs the products of its present state; on a GPU each state has a captured step, which a thread captures while
+the state before is replayed (`Recorder`). In a batch each sequence has a state of its own, and every copy computes
+(`copies.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

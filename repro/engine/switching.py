@@ -6,8 +6,6 @@ for piece in engine.generate("Once upon", 200):
 print(engine.switching)
 """
 
-import torch
-
 from repro.engine import copies, weights
 from repro.engine.core import SHAPE
 from repro.engine.engine import (
@@ -15,6 +13,7 @@ from repro.engine.engine import (
     check_memory,
     compressed,
     configuration,
+    device_of,
     packed_bytes,
     random_decoder,
 )
@@ -58,9 +57,7 @@ class SwitchingEngine(SwitchingCore):
         """
         config = named.read(precision) if isinstance(precision, str) else precision
         recipe = named.DEFAULT if recipe == "fp16" else recipe
-        at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if at.type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"device {device!r}: this machine has no CUDA device; load on the device cpu")
+        at = device_of(device)
         targets = {
             bits: Target(scales.load(name=scale).here(), model, named.recipe_at(recipe, bits), seed)
             for bits in config.path

@@ -229,6 +229,18 @@ def check(name: str, config: Any, context: int | None) -> int:
     return context or min(most, 2048)
 
 
+def layer_sizes(config: Any) -> dict[str, tuple[list[int], int]]:
+    """The outputs N of each layer of a product, and the inputs K that they share; keys as of `LAYERS`."""
+    size, hidden, ffn = head_size(config), config.hidden_size, config.intermediate_size
+    query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+    return {
+        "qkv": ([query, key, key], hidden),
+        "out": ([hidden], query),
+        "gate_up": ([ffn, ffn], hidden),
+        "down": ([hidden], ffn),
+    }
+
+
 def head_size(config: Any) -> int:
     """D of a configuration."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

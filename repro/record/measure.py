@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from repro.cells import KINDS
+from repro.cells import KINDS, lacking
 from repro.errors import Refused, UserError, unknown
 from repro.jobs import runner
 from repro.jobs.job import Job, distinct
@@ -44,9 +44,9 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
         return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
     if hasattr(KINDS[cell.measure], "JOBLESS"):
         return live(flow, cell)
-    lacking = getattr(KINDS[cell.measure], "lacking", lambda ask: "")(cell.ask)
-    if lacking or not flow.jobs(cell):
-        return replace(blank, note=lacking or f"scale {flow.scale.name} does not measure it")
+    absent = lacking(cell.measure, cell.ask)
+    if absent or not flow.jobs(cell):
+        return replace(blank, note=absent or f"scale {flow.scale.name} does not measure it")
     if flow.stored_first or flow.recorded:
         stored = recorded.find(flow, cell)
         if stored and stored.status != "stale":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from repro.cells import KINDS
+from repro.cells import KINDS, lacking
 from repro.judge import claims
 from repro.judge.statistics import Interval
 from repro.record import measure
@@ -152,8 +152,8 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
         out.append("Measured on " + "; ".join(made) + ".")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
     out += [f"Not possible: {note}." for note in missing]
-    asked = [cell for cell in flow.cells(paper, number_) if hasattr(KINDS.get(cell.measure), "lacking")]
-    out += [f"Not run: {why}." for why in sorted({KINDS[cell.measure].lacking(cell.ask) for cell in asked}) if why]
+    absent = {lacking(cell.measure, cell.ask) for cell in flow.cells(paper, number_)} - {""}
+    out += [f"Not run: {why}." for why in sorted(absent)]
     marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
 
