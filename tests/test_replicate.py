@@ -19,6 +19,7 @@ from repro.record.accept import accept
 from repro.record.observations import Series
 from repro.render import tables as rendered
 from repro.spec import recipe, tables
+from repro.spec import scale as scales
 from repro.spec.claims import ClaimSpec
 from repro.spec.scale import Replicate
 from repro.spec.workflow import Workflow
@@ -222,3 +223,9 @@ def test_of_other_tables_only_what_fits_into_their_time_is_replicated(small):
         flow = Workflow(replace(small.scale, replicate=replace(at, seconds=seconds)))
         again, missing = replicate.chosen(flow, "spear/table1")
         assert bool(again) is some and not any(cell.recipe != "fp16" for cell in missing)
+
+
+def test_the_headline_waits_for_no_kind_that_was_never_timed():
+    flow = Workflow(scales.load(name="pocket"))
+    _, missing = replicate.chosen(flow, "table1")
+    assert {cell.measure for cell in missing} == {"perplexity"}

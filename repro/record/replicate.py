@@ -137,7 +137,8 @@ def replica(flow: Workflow, cell: Cell, stored: Measurement) -> Replica | None:
 def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     """The cells of a table or figure that a build measures itself: stored ones again, and those without a stored value.
 
-    Stored ones are those that the scale names for the table, else what takes little time together, in their order.
+    Stored ones are those that the scale names for the table, else what takes little time together, in their order. A
+    table that the scale names is one that everybody builds first: a kind that was never timed does not delay it.
     """
     if flow.recorded or not flow.stored_first:
         return [], []
@@ -151,7 +152,7 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
         if recorded.stands(flow, cell):
             if cell.measure in COMPARED and (_named(flow, cell) if always else _fits(flow, cell, spent)):
                 again.append(cell)
-        elif too_long(flow, cell) is None:
+        elif too_long(flow, cell) is None and not (always and _never_timed(flow, cell)):
             missing.append(cell)
     return again, missing
 
@@ -171,6 +172,12 @@ def too_long(flow: Workflow, cell: Cell) -> float | None:
 
 def _has_jobs(flow: Workflow, cell: Cell) -> bool:
     return flow.is_live(cell) and not flow.is_taken(cell) and any(flow.jobs(cell))
+
+
+def _never_timed(flow: Workflow, cell: Cell) -> bool:
+    """Whether the time of a cell's jobs is unknown, since no run of such a kind was recorded."""
+    timed = {run.kind for run in _committed()}
+    return any(job.kind not in timed for job in distinct(recorded.jobs(flow.brief, cell)))
 
 
 def _named(flow: Workflow, cell: Cell) -> bool:
