@@ -135,4 +135,7 @@ def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
     kept = pd.read_csv(stored).set_index(["row", "metric"])
     assert kept["value"].to_dict() == frame["value"].to_dict()
     done = dag.quick(dag.repro("toy", dag.MODEL, "--recipe", "rtn-w4-pc", "--thousands"), place, place)
-    assert done.code == 0 and done.out.split()[0] == f"{small['value'] / 1000:.7g}", done.text
+    assert done.code == 0, done.text
+    counted, measured = done.out.splitlines()
+    assert counted == f"{int(small['n'])} items of rtn-w4-pc"
+    assert measured.split()[0] == f"{small['value'] / 1000:.7g}"
