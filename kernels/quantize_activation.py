@@ -10,11 +10,10 @@ registers between the two passes, in pieces of BLOCK columns.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import HALVES, Argument, operator
+from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, columns (hidden and FFN sizes of Llama layers, then ragged ones), dtype, seed
     {"M": 1, "K": 4096, "dtype": "float16", "seed": 0},

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from repro.kernels import nvrtc
 from repro.kernels.launch_config import configurations, device_slug, lacks
 from repro.kernels.operators import FLOATS, VECTOR, Argument, operator
+from repro.kernels.triton_language import tl, triton
 
 CASES = [  # bytes, seed: weights of real layers at 4 and 8 bits, and ragged ends
     {"bytes": 512 * 2048, "seed": 0},
@@ -48,7 +47,7 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.T
     """Random bytes x (uint8) and a zeroed `out` that is large enough for every configuration."""
     generator = torch.Generator().manual_seed(case["seed"])
     x = torch.randint(0, 256, (case["bytes"],), dtype=torch.uint8, generator=generator).to(device)
-    return x, torch.zeros(triton.cdiv(case["bytes"] // 4, MIN_BLOCK), dtype=torch.int32, device=device)
+    return x, torch.zeros(math.ceil(case["bytes"] // 4 / MIN_BLOCK), dtype=torch.int32, device=device)
 
 
 def reference(x: torch.Tensor) -> int:

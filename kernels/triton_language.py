@@ -1,4 +1,4 @@
-"""Triton and its language, `triton` and `tl`; without Triton names with which kernels are defined but do not run.
+"""Triton, its language and its descriptors, as `triton`, `tl` and `TensorDescriptor`; without it names that do not run.
 
 The operators of a decode step are imported wherever the engine is, also where only their references run: on macOS, on
 Arm, with PyTorch for CPUs alone. `launch_config.lacks` says what is missing before anything is launched.
@@ -7,11 +7,12 @@ Arm, with PyTorch for CPUs alone. `launch_config.lacks` says what is missing bef
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["tl", "triton"]
+__all__ = ["TensorDescriptor", "tl", "triton"]
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     class Constant:
@@ -34,4 +35,4 @@ except ImportError:
                 raise AttributeError(name)
             return self
 
-    triton = tl = Absent()
+    triton = tl = TensorDescriptor = Absent()

@@ -13,13 +13,11 @@ wastes less of the tensor cores when M is small.
 """
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, Argument, operator, plain
 from repro.kernels.quantize_activation import aligned
+from repro.kernels.triton_language import TensorDescriptor, tl, triton
 
 MAX_COLUMNS = 133_000  # 127 * 127 * K stays below 2^31
 

@@ -22,14 +22,13 @@ from math import ceil
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 
 from repro.kernels import nvrtc
 from repro.kernels import quantize_activation as quantizer
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.quantize_activation import activation_scale, code_bits, inverse_scale, magnitude_bits
+from repro.kernels.triton_language import tl, triton
 from repro.kernels.w8a8_gemm import too_many_columns
 
 SOURCE = Path(__file__).with_suffix(".cu")

@@ -296,7 +296,7 @@ def test_an_interrupted_iterator_leaves_the_engine_usable(engine):
 
 
 WITHOUT_TRITON = """
-import sys
+import importlib, pkgutil, sys
 sys.modules["triton"] = None
 from repro.engine import Engine
 from repro.kernels import rms_norm
@@ -304,10 +304,13 @@ engine = Engine.load("pocket-3m", context=64, dtype="float32", device="cpu")
 print("".join(engine.generate("Once upon a time", 4, temperature=0.8)))
 assert rms_norm.unsupported("cuda")
 assert not {"sklearn", "scipy.stats"} & set(sys.modules), "a second of every start"
+for package in ("repro.engine", "repro.cells"):
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
+        importlib.import_module(module.name)
 """
 
 
-def test_a_machine_without_triton_generates(engine):
+def test_a_machine_without_triton_generates_and_has_every_metric(engine):
     """On macOS, on Arm and with PyTorch for CPUs there is none; the operators' references need none."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
