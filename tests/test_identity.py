@@ -1,9 +1,12 @@
 """Fingerprints of models and keys of tokenizers: everything that decides a number or a token id is in them."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import small_models
+import transformers
 from transformers import AutoTokenizer
 
 from repro import models
@@ -95,7 +98,7 @@ def test_a_permuted_vocabulary_gets_its_own_ids(tmp_path):
     [
         "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model", "tokenizer.model.v3",
         "vocab.txt", "spiece.model", "tekken.json", "special_tokens_map.json", "added_tokens.json",
-        "chat_template.jinja", "qwen.tiktoken",
+        "chat_template.jinja", "qwen.tiktoken", "bpe.codes", "prophetnet.tokenizer",
     ],
 )  # fmt: skip
 def test_every_file_of_a_tokenizer_is_in_key_and_fingerprint(folder, name):
@@ -105,6 +108,19 @@ def test_every_file_of_a_tokenizer_is_in_key_and_fingerprint(folder, name):
         path.write_text(text)
         seen.append(identity(folder))
     assert len({fingerprint for fingerprint, _ in seen}) == len({key for _, key in seen}) == 3
+
+
+def test_every_vocabulary_that_transformers_reads_is_among_the_deciding_files(tmp_path):
+    """The names that its tokenizers look for, from its sources: importing all of them takes long."""
+    sources = (Path(transformers.__file__).parent / "models").glob("*/tokenization_*.py")
+    names = set()
+    for source in sources:
+        for mapping in re.findall(r"VOCAB_FILES_NAMES = \{([^}]*)\}", source.read_text(encoding="utf-8")):
+            names.update(re.findall(r': "([^"]+)"', mapping))
+    assert {"bpe.codes", "spiece.model", "vocab.json", "merges.txt"} < names
+    for name in names:
+        (tmp_path / name).write_text("x")
+    assert {path.name for path in identities.deciding_files(tmp_path)} == names
 
 
 def test_a_chat_template_in_its_folder_counts(folder):

@@ -251,13 +251,7 @@ def tokenizer_key(name: str) -> str:
     It covers every file and setting that decides a token id, not `tokenizer.json` alone; a hub id is pinned.
     """
     place = folder(name)
-    return short_hash(name) if place is None else _tokenizer_digest(place, identity.stamp(place))
-
-
-@cache
-def _tokenizer_digest(place: Path, stamp: tuple[tuple[str, int, int, int], ...]) -> str:
-    """The digest of a folder's tokenizer, computed once for files of one stamp: a build asks for it for every job."""
-    return identity.tokenizer_digest(place)
+    return short_hash(name) if place is None else identity.tokenizer_digest(place)
 
 
 def _source(name: str, hub: bool) -> dict[str, Any]:

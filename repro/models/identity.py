@@ -8,7 +8,6 @@ Source: Transformers 5, `AutoTokenizer.from_pretrained` and `PreTrainedModel.fro
 """
 
 import json
-import os
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import cache
@@ -19,7 +18,8 @@ from repro.files import regular, sha256, short_hash
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 DECIDING = (  # names of files that can decide a number or a token id
-    "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "tokenizer*",
+    "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.vocab", "tokenizer*",
+    "*.tokenizer",
 )  # fmt: skip
 DECIDES_NOTHING = (  # and of those that match, but that no loader reads
     "card.json", "training-log.json", "trainer_state.json", "*_results.json", "*.index.json", "*.safetensors",
@@ -62,18 +62,6 @@ def model_digest(place: Path, files: Sequence[Path], indexed: Sequence[str]) -> 
     if indexed and set(indexed) != weights:  # the index chooses among the files
         lines.append(f"{INDEX} {' '.join(sorted(indexed))}")
     return short_hash("\n".join(lines))
-
-
-def stamp(place: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Name, inode, size and time of every file of a folder and of its chat templates: another where one was edited."""
-    found = []
-    for folder in (place, place / TEMPLATES):
-        if folder.is_dir():
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    facts = entry.stat()
-                    found.append((entry.path, facts.st_ino, facts.st_size, facts.st_mtime_ns))
-    return tuple(sorted(found))
 
 
 def tokenizer_digest(place: Path) -> str:
