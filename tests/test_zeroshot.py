@@ -22,10 +22,18 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -370,14 +378,49 @@ def llama4():
     )
 
 
-WINDOWED = {"mistral": lambda: small_models.mistral(32), "qwen2": qwen2, "llama4": llama4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_shorter_than_prompt_and_answers(name):
-    """Long answers behind long prompts with a shared beginning: log likelihoods as lm-eval's HFLM gives them."""
+def gpt_neo():
+    """A GPT-Neo whose second layer sees 32 ids."""
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 512}
+    kinds = {"attention_types": [[["global", "local"], 1]], "window_size": 32, "initializer_range": 0.08}
+    return GPTNeoForCausalLM(GPTNeoConfig(**sizes, **kinds, bos_token_id=0, eos_token_id=1))
+
+
+def phi3_longrope():
+    """A Phi-3 that rotates by other frequencies as soon as a row of its batch has more than 32 ids."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    options = {"pad_token_id": 1, "original_max_position_embeddings": 32, "rope_parameters": rope}
+    return Phi3ForCausalLM(Phi3Config(**small_models.SHAPE | options))
+
+
+def mpt():
+    """An MPT, which knows where an id is from the order of ids alone (ALiBi)."""
+    sizes = {"vocab_size": 4096, "d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 512}
+    return MptForCausalLM(MptConfig(**sizes, initializer_range=0.08))
+
+
+def bloom():
+    """A BLOOM, whose ALiBi is made from a mask of ids `[B, T]`."""
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "n_layer": 2, "n_head": 2, "initializer_range": 0.08}
+    return BloomForCausalLM(BloomConfig(**sizes, bos_token_id=0, eos_token_id=1))
+
+
+NOT_SHARED = {
+    "mistral": lambda: small_models.mistral(32), "qwen2": qwen2, "llama4": llama4, "gpt_neo": gpt_neo,
+    "phi3-longrope": phi3_longrope, "mpt": mpt, "bloom": bloom,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_SHARED)
+def test_what_a_model_cannot_share_is_not_shared(name):
+    """Long answers behind long prompts with a shared beginning: log likelihoods as lm-eval's HFLM gives them.
+
+    A window is shorter than prompt and answers, or positions are not what `position_ids` says.
+    """
     torch.manual_seed(0)
-    model, drawn = WINDOWED[name]().eval(), np.random.default_rng(0)
+    model, drawn = NOT_SHARED[name]().eval(), np.random.default_rng(0)
     prefix = drawn.integers(2, 4096, size=40)
     rows, asked = [], []
     for length, counts in ((5, (30, 1, 20)), (60, (8, 40, 25)), (25, (50,))):
@@ -394,6 +437,21 @@ def test_a_window_shorter_than_prompt_and_answers(name):
         logliks, greedy, cut = loglikelihood.score(model, [prefix.astype(np.int32)], rows, tokens)
         assert logliks == pytest.approx([loglik for loglik, _ in wanted], rel=1e-5, abs=1e-4)
         assert greedy.tolist() == [same for _, same in wanted] and not cut.any()
+
+
+def test_packed_answers_do_not_scale_a_dynamic_rotary_embedding():
+    """Each answer fits the context of 64 and all four side by side do not; none is scaled, as none is alone."""
+    model, drawn = small_models.llama(max_position_embeddings=64, rope_parameters=DYNAMIC), np.random.default_rng(2)
+    prompt = drawn.integers(2, 4096, size=20)
+    rows = [(-1, np.concatenate([prompt, drawn.integers(2, 4096, size=30)]).astype(np.int32), 30) for _ in range(4)]
+    wanted = []
+    with torch.no_grad():
+        for _, ids, count in rows:
+            whole = torch.from_numpy(ids.astype(np.int64))[None]
+            scores = model(whole[:, :-1]).logits[0, -count:].log_softmax(-1)
+            wanted.append(scores.gather(1, whole[0, -count:, None]).sum().item())
+    short = (-1, drawn.integers(2, 4096, size=20).astype(np.int32), 3)  # beside them it is padded
+    assert loglikelihood.score(model, [], [*rows, short, short])[0][:4] == pytest.approx(wanted, rel=1e-5, abs=1e-4)
 
 
 def test_answers_that_fit_the_window_are_still_packed(monkeypatch):
@@ -441,10 +499,27 @@ def test_packed_answers_longer_than_a_window_that_each_fits():
         ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
         ({"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}, 8),
         ({"layer_types": ["linear_attention", "full_attention"]}, 0),
+        ({"attention_layers": ["global", "local"], "window_size": 256}, 256),
     ],
 )
 def test_how_many_ids_every_layer_sees(facts, seen):
     assert loglikelihood.seen_by_every_layer(SimpleNamespace(**facts)) == seen
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limit"),
+    [
+        (None, math.inf),
+        ({"rope_type": "llama3", "original_max_position_embeddings": 8}, math.inf),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 8}, 8),
+        ({"rope_type": "longrope"}, 64),
+        ({"rope_type": "dynamic"}, 64),
+        ({"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}, 64),
+    ],
+)
+def test_up_to_which_length_a_rotary_embedding_is_its_own(parameters, limit):
+    config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=64)
+    assert loglikelihood.unscaled_positions(config) == limit
 
 
 def test_any_rows_in_any_batches(tiny_llama):

@@ -9,13 +9,15 @@ prompt, behind which its answers lie side by side, each seeing the prompt and it
 Rows are padded on the right, which a causal model does not see. The head is applied only where an id is predicted.
 log-softmax is float32, sums are float64.
 
-A model whose layers see only a window of ids (or chunks, or a state) is run so only where every row fits the window.
+A model is run so only where that gives what each answer gives alone (`longest_shared`): not beyond the window of a
+layer, not where the order of ids says where they are (ALiBi), not where the longest row decides how all are rotated.
 Else each answer is a row of its own behind its whole prompt, under the mask that the model itself makes.
 
 Source: EleutherAI/lm-evaluation-harness (`HFLM._loglikelihood_tokens`), with which a test compares.
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +34,15 @@ CONTEXT = 2048  # of a model whose config does not say it, as in lm-eval
 CACHED = 4  # times as many ids may lie in reused keys and values as a batch has
 PADDING = 16  # at most this part of a batch's ids is padding
 # Kinds of layers, as Transformers names them, and the key of a configuration that says how many ids they see.
-WINDOWS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WINDOWS = {
+    "full_attention": "",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+    "global": "",  # GPT-Neo's names
+    "local": "window_size",
+}
+# Rotary embeddings whose frequencies follow the largest position of a forward pass, once it is beyond the key's value.
+BY_LARGEST_POSITION = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 Row = tuple[int, np.ndarray, int]  # prefix (-1: none), ids after it, how many of them are the answer
 
@@ -81,8 +91,12 @@ def score(
         raise UserError(f"id {most} is not among the model's {known}; use the tokenizer that belongs to the model")
     context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
     longest = max((len(ids) + (len(prefixes[prefix]) if prefix >= 0 else 0) for prefix, ids, _ in rows), default=0)
-    shared = min(longest, context) <= seen_by_every_layer(model.config)
-    prompts, cut = _prompts(prefixes, rows, context) if shared else _alone(prefixes, rows, context)
+    if min(longest, context) <= longest_shared(model):
+        prompts, cut = _prompts(prefixes, rows, context)
+    else:
+        prompts, cut = _alone(prefixes, rows, context)
+        if unscaled_positions(model.config) < math.inf:
+            tokens = 1  # a row a pass: a longer one beside it would change its rotary embedding
     log_p, same, owner, cached, of = [], [], [], None, -1
     model.eval()
     for batch in _batches(prompts, prefixes, tokens):
@@ -118,6 +132,18 @@ def _prompts(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -
     return list(found.values()), cut
 
 
+def longest_shared(model: nn.Module) -> float:
+    """The length up to which rows can share prefixes and prompts and give what each gives alone; 0: they never do.
+
+    Args:
+        model: a Hugging Face causal LM.
+    """
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if not takes_positions or getattr(model.config, "alibi", False):
+        return 0
+    return min(seen_by_every_layer(model.config), unscaled_positions(model.config))
+
+
 def seen_by_every_layer(config: Any) -> float:
     """The ids up to which every layer of a model sees all that is before: its shortest window; infinity without one.
 
@@ -126,13 +152,30 @@ def seen_by_every_layer(config: Any) -> float:
     Args:
         config: the model's configuration.
     """
+    named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     sizes = []
-    for kind in set(getattr(config, "layer_types", None) or ["sliding_attention"]):  # Mistral has a window and no list
+    for kind in set(named or ["sliding_attention"]):  # Mistral has a window and no list
         if kind not in WINDOWS:
             return 0
         size = getattr(config, WINDOWS[kind], None) if WINDOWS[kind] else None
         sizes += [] if size is None else [size]
     return min(sizes, default=math.inf)
+
+
+def unscaled_positions(config: Any) -> float:
+    """The length of a row from which on its rotary embedding depends on that length; infinity where it never does.
+
+    Args:
+        config: the model's configuration; its `rope_parameters` may be one mapping, or one for each kind of layer.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    every = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
+    limits = []
+    for one in every:
+        key = BY_LARGEST_POSITION.get(one.get("rope_type"))
+        if key is not None:
+            limits.append(one.get(key) or getattr(config, key, None) or config.max_position_embeddings)
+    return min(limits, default=math.inf)
 
 
 def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[Prompt], np.ndarray]:
@@ -188,6 +231,8 @@ def _answers(model: nn.Module, cached: Any, before: int, batch: list[Prompt]) ->
             at += [row] * len(answer)
             where += [end - 1, *range(start, stop)]
             start = stop
+        if batch[0].branches > 1:
+            positions[row, start:] = 0  # padding: no position beyond those of the answers
     targets = np.concatenate([answer for prompt in batch for answer in prompt.answers])
     given = [torch.from_numpy(np.asarray(array, dtype=np.int64)).to(model.device)
              for array in (ids, positions + before, branch, [at, where, targets])]  # fmt: skip
