@@ -302,12 +302,15 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
     assert measure.one(at, low).value == 0.25
 
 
-def test_a_claim_on_cells_that_are_spared_is_judged_on_printed_ones(monkeypatch):
+def test_a_claim_on_cells_that_are_spared_has_no_verdict_and_no_grade(monkeypatch):
     at = Workflow(scales.load(name="pocket"), recorded=False)
     monkeypatch.setattr(at, "held_back", lambda cell: cell.measure == "exam" and cell.recipe != "fp16")
-    found = {claim.claim: claims.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
-    assert {judged.grade for judged in found.values()} == {"D"}
-    assert found["bitbybit B25"].verdict == "printed numbers agree" == found["bitbybit B23"].verdict
+    judged = {claim.claim: claims.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
+    assert {one.grade for one in judged.values()} == {""} and not any(one.measured for one in judged.values())
+    spared = judged["bitbybit B25"]
+    assert spared.verdict == "no verdict: not run"
+    assert spared.why == "12 of 36 cells not run, 24 of 36 cells without a stand-in"
+    assert spared.own_numbers == "consistent" == judged["bitbybit B23"].own_numbers
 
 
 def test_table_5_asks_for_200_items_of_four_tasks():
