@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 from dag import built, source  # noqa: F401
@@ -11,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from repro.files import ROOT
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("suite", max_examples=40, deadline=None)  # HYPOTHESIS_PROFILE=default: 100
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 LONGEST = (  # of these only the first needs the build that workers share at once; the longest first
     "test_workflow.py", "test_w4a16_gemm.py", "test_interrupt.py", "test_wna16_gemv.py", "test_kernels_triton.py",
     "test_accept.py", "test_engine_sparse.py", "test_spinquant.py", "test_bad_input.py", "test_toy_kind.py",

@@ -38,7 +38,9 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working folder with a text of some 700 tokens."""
+    """A working folder with a text of some 700 tokens; of the text that is scored only the beginning is tokenized."""
+    whole = corpora.text
+    monkeypatch.setattr(corpora, "text", lambda name, hub=False: whole(name, hub)[:20_000])
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SCALE", raising=False)
     models.fingerprint.cache_clear()
