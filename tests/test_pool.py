@@ -32,7 +32,7 @@ RUN = ("run", "spear/table1", "spear/figure13", "--side-by-side", 2)
 
 def test_the_same_bytes_as_snakemake_and_nothing_left_for_it_but_drawing(built, tmp_path):
     place = dag.folder(tmp_path / "work")
-    done = dag.run(dag.repro(*RUN), place, built.twin)
+    done = dag.quick(dag.repro(*RUN), place, built.twin)
     assert done.code == 0 and "FAILED" not in done.text, done.text
     assert dag.observed(place) == built.observed
     again = dag.quick(dag.repro(*RUN), place, built.twin)

@@ -115,7 +115,7 @@ def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
         done = dag.run(words, place, place)
         assert done.code == 0, done.text
 
-    done = dag.run(dag.repro("make", TOYS, PLOT, "--cores", 2), place, place, timeout=500)
+    done = dag.quick(dag.repro("make", TOYS, PLOT, "--cores", 2), place, place, timeout=500)
     assert done.code == 0, done.text
     frame = pd.read_csv(place / "tables/spear/toys.csv").set_index(["row", "metric"])
     assert set(frame["status"]) == {"ok"} and set(frame["live"]) == {"live"}

@@ -218,8 +218,8 @@ def test_a_failed_jobs_sentence_comes_last(built, tmp_path):
     for name in (dag.MODEL, "build/tokens", "build/compress", "build/versions"):  # with their times
         shutil.copytree(built.place / name, place / name)
     config = {"base": "tiny", "name": "far", "about": "too far", "perplexity": {"length": 300}}
-    (place / "far.yaml").write_text(yaml.safe_dump(config))
-    done = dag.quick(dag.repro("make", dag.TARGET, "--configfile", "far.yaml", "--cores", 1), place, built.place)
+    with edited(built.place / "config" / "far.yaml", add=yaml.safe_dump(config)):
+        done = dag.quick(dag.repro("make", dag.TARGET, "--scale", "far", "--cores", 1), place, built.place)
     last = done.err.strip().splitlines()[-1]
     assert done.code == 2 and last.startswith("error: ") and "256" in last and "Traceback" not in done.err, done.text
     logs = [log.read_text() for log in (place / "build" / "logs" / "perplexity" / NAME).glob("*.txt")]

@@ -2,7 +2,8 @@
 
 As a script it is that process; `run` starts it once in a pytest process. It imports nothing of this project: each
 command is a process of its own with its own folder, environment and output, and imports the code that its PYTHONPATH
-names. Only the seconds of importing the libraries are shared, which are most of a short command.
+names. Only the seconds of importing the libraries are shared, which are most of a short command. What a build starts
+(`STARTED`) is such a fork, too.
 """
 
 import atexit
@@ -27,6 +28,8 @@ LIBRARIES = (
     "triton.language.extra.cuda.libdevice", "pyarrow.parquet", "safetensors.torch", "snakemake.api", "snakemake.cli",
     "matplotlib.pyplot",
 )  # fmt: skip
+
+STARTED = ("snakemake", "repro.jobs.workers.fork_server")  # modules that a build runs as processes of their own
 
 
 @cache
@@ -65,12 +68,14 @@ def serve() -> None:
         for name in LIBRARIES:
             importlib.import_module(name)
     assert "repro" not in sys.modules
+    libraries = frozenset(sys.modules)
     gc.freeze()  # collections of a fork would copy the pages of all that was imported
     for line in asking:
         asked = json.loads(line)
         if (pid := os.fork()) == 0:
             asking.close()
             os.close(telling.fileno())
+            _fork_what_is_started(base, libraries)
             os._exit(_fork(base, **asked))
         done = select.select([watched := os.pidfd_open(pid)], [], [], asked["timeout"])[0]
         os.close(watched)
@@ -87,12 +92,52 @@ def _fork(base: list[str], words: list[str], cwd: str, env: dict[str, str], outp
         os.dup2(file, to)
         os.close(file)
     os.chdir(cwd)
+    return _run(base, words, env)
+
+
+def _fork_what_is_started(base: list[str], libraries: frozenset[str]) -> None:
+    """Let `subprocess` fork where it would start a Python with a module of `STARTED`.
+
+    The fork has the libraries, and imports everything else anew, so that whoever has registered operators with torch
+    starts a process as ever.
+    """
+    true_fork_exec = subprocess._fork_exec
+
+    def fork_exec(*given):
+        args, _, _, kept, _, env, stdin, _, _, stdout, _, stderr, _, failed_start, _, own_session, *_ = given
+        words = [os.fsdecode(word) for word in args][1:]
+        registered = "repro.kernels.operators" in sys.modules  # torch takes an operator once a process
+        if registered or words[:1] != ["-m"] or words[1] not in STARTED:
+            return true_fork_exec(*given)
+        if (pid := os.fork()) != 0:
+            return pid
+        for to, stream in enumerate((stdin, stdout, stderr)):
+            if stream != -1:
+                os.dup2(stream, to)
+        for open_file in map(int, os.listdir("/proc/self/fd")):
+            if open_file > 2 and (open_file not in kept or open_file == failed_start):
+                with contextlib.suppress(OSError):
+                    os.close(open_file)
+        if own_session:
+            os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit._clear()
+        for name in set(sys.modules) - libraries - {"__main__"}:
+            del sys.modules[name]
+        os._exit(_run(base, words, dict(os.fsdecode(pair).split("=", 1) for pair in env)))
+
+    subprocess._fork_exec = fork_exec
+
+
+def _run(base: list[str], words: list[str], env: dict[str, str]) -> int:
     os.environ.clear()
     os.environ.update(env)
     sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
     kind, what, *arguments = words
     code: object = None
-    sys.path[:] = [cwd if kind == "-m" else "", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *base]
+    first = os.getcwd() if kind == "-m" else ""
+    sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *base]
     sys.argv = [kind, *arguments]
     try:
         if kind == "-m":
