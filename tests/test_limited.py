@@ -9,7 +9,7 @@ import torch
 
 from repro.__main__ import main
 from repro.data import prompts
-from repro.engine import Engine, Limited, budget, decoding, drafted, fit, limited, offload, speculate, step
+from repro.engine import Engine, Limited, budget, decoding, drafted, fit, limited, offload, speculate, step, substitute
 from repro.engine import engine as engines_by_name
 from repro.errors import Refused, UserError
 from repro.jobs.target import Target
@@ -193,12 +193,12 @@ def test_fewer_bits_are_accepted_less(plain):
 
 def test_substitutes_are_those_of_hqq_for_streamed_blocks_alone(mixed):
     target, draft = mixed.model, mixed._drafting
-    for number, (own, substitute) in enumerate(zip(target.blocks, draft.blocks)):
-        assert (own is substitute) == (number in mixed.plan.resident)
-        assert own.input_norm is substitute.input_norm
-        if own is not substitute:
+    for number, (own, drafts) in enumerate(zip(target.blocks, draft.blocks)):
+        assert (own is drafts) == (number in mixed.plan.resident)
+        assert own.input_norm is drafts.input_norm
+        if own is not drafts:
             stored = own.down.weight
-            error = (substitute.down.weight - stored).square().mean() / stored.square().mean()
+            error = (drafts.down.weight - stored).square().mean() / stored.square().mean()
             assert 0.001 < error < 0.02  # of 4 bits
     assert draft.head is target.head and draft.embedding is target.embedding
 
@@ -345,6 +345,76 @@ def test_a_packed_substitute_takes_the_planned_bytes(bits):
         packed = packing.pack(codes, scales, scales, 4 if bits == 3 else bits, 64)
         total += packed.codes.nbytes + packed.scale_zero.nbytes
     assert budget.substitute_bytes(config, subspec.Config(bits=bits)) == total
+
+
+def mib(*sizes):
+    """Bytes of so many MiB each."""
+    return [int(size * 2**20) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    "sizes, taken",
+    [
+        (mib(0.5, 0.5, 0.5), 2),  # small ones share 2 MiB
+        (mib(1.5, 8, 8), 20),  # and those below 10 MiB segments of 20
+        (mib(8, 8, 8, 4), 40),  # the fourth into the room that the first two left
+        (mib(10, 11, 30.5), 10 + 12 + 32),  # a larger one has its own
+        (mib(1, 9.9, 100.1), 2 + 20 + 102),
+    ],
+)
+def test_segments_of_the_allocator(sizes, taken):
+    assert budget.segment_bytes(sizes) == taken * 2**20
+
+
+def test_segments_hold_the_tensors_and_waste_less_than_they_hold():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        sizes = (torch.rand(40, generator=generator) * 2**25).int().tolist()
+        taken = budget.segment_bytes(sizes)
+        assert sum(sizes) <= taken <= 2 * sum(sizes) + 22 * 2**20
+
+
+def test_lasting_sizes_are_those_of_the_engines_tensors(mixed):
+    """Of a draft in float32, whose substitutes are dense."""
+    config = mixed.model.config
+    sizes = budget.lasting_sizes(config, 256, torch.float32, 2, TREE, packed=False)
+    tensors = [mixed.model.embedding, mixed.cache.keys, mixed.cache.values]
+    for block in mixed._drafting.blocks:
+        tensors += [getattr(block, kind).weight for kind in ("qkv", "out", "gate_up", "down")]
+    tensors += [lane.buffer for lane in lanes(mixed)]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors)
+    assert len(sizes) == len(tensors) - 1  # keys and values are one
+
+
+def lanes(engine):
+    """The four lanes of an engine."""
+    block = next(b for n, b in enumerate(engine.model.blocks) if n not in engine.plan.resident)
+    return [block.qkv.lane, block.out.lane, block.gate_up.lane, block.down.lane]
+
+
+def test_a_plan_for_a_gpu_leaves_what_its_allocator_takes_beyond_the_tensors():
+    """Qwen2.5-7B with a draft at 8 GiB: what was short by 20 MiB when nothing was planned for the allocator."""
+    config = engines_by_name.configuration(Target(scale.load(name="pocket"), "shape/Qwen2.5-7B", "fp16"))
+    how = config, 1024, torch.bfloat16
+    plan = budget.plan("it", *how, 2**33, subspec.Config(), 2**29 + 2**28, segments=True)
+    overhead = plan.parts["allocator"]
+    assert overhead == budget.overhead_bytes(*how, len(plan.resident), subspec.Config()) > 64 * 2**20
+    sizes = budget.lasting_sizes(*how, len(plan.resident), subspec.Config())
+    logits = 6 * config.vocab_size * 14
+    assert overhead - (budget.segment_bytes(sizes) - sum(sizes)) >= 40 * 2**20 + logits
+    assert plan.used <= plan.budget and "allocator" not in budget.plan("it", *how, 2**33, None).parts
+    with pytest.raises(Refused, match="at least") as caught:
+        budget.plan("it", *how, 2**30, subspec.Config(), segments=True)
+    least = budget.parse_bytes(re.search(r"at least (\S+) with", str(caught.value))[1])
+    assert budget.plan("it", *how, least, subspec.Config(), segments=True).used <= least
+
+
+def test_a_gpu_gets_its_memory_back_after_every_streamed_product(monkeypatch, tiny):
+    """Else what a large temporary weight leaves is split for tensors that stay."""
+    released = []
+    monkeypatch.setattr(substitute, "release", released.append)
+    engine = Limited.load(tiny["llama"], holding(tiny["llama"], 0, TREE), draft=TREE, **HERE)
+    assert len(released) == 5 * engine.plan.blocks  # four products of a block, and its substitutes
 
 
 @pytest.mark.parametrize("count, blocks, chosen", [(0, 5, ()), (1, 5, (2,)), (2, 8, (2, 6)), (5, 5, (0, 1, 2, 3, 4))])

@@ -7,6 +7,7 @@ What is left holds whole blocks of the target.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,12 @@ from repro.errors import Refused, UserError, shortened
 from repro.kernels.packing import TILE
 from repro.methods import subspec
 
+MIB = 2**20
+SMALL, LARGE = (
+    MIB,
+    10 * MIB,
+)  # bytes of a tensor that the allocator puts among small ones, and into a segment of its own
+SEGMENT, STEP = 20 * MIB, 2 * MIB  # of tensors between the two, and what every other segment is a multiple of
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 CHUNK = 256  # tokens of a prefill at a time (section 4.3)
 
@@ -82,6 +89,7 @@ def plan(
     draft: subspec.Config | None,
     reserve: int = 0,
     packed: bool = True,
+    segments: bool = False,
 ) -> Plan:
     """Keep as many blocks as a budget holds, spread evenly over the depth.
 
@@ -97,6 +105,7 @@ def plan(
         reserve: bytes that the device needs besides (its context, kernels).
         packed: whether substitutes are packed; they are dequantized where no kernel runs, on a GPU in float32. On a CPU
             they count as packed, so that a plan there is that of a GPU.
+        segments: whether to plan for what PyTorch's allocator on a GPU takes beyond the tensors (`overhead_bytes`).
 
     Raises:
         Refused: not even an empty set of blocks fits; the sentence names the least budget that works.
@@ -106,6 +115,8 @@ def plan(
     for count in range(blocks, -1, -1):
         resident = spread(count, blocks)
         parts = parts_of(config, context, dtype, len(resident), draft, packed) | {"device context": reserve}
+        if segments:
+            parts["allocator"] = overhead_bytes(config, context, dtype, len(resident), draft, packed)
         found = Plan(budget, parts, resident, blocks, block_bytes(config, dtype))
         if found.used <= budget:
             return found
@@ -131,13 +142,19 @@ def block_bytes(config: Any, dtype: torch.dtype) -> int:
     return sum(rows * columns for rows, columns in products(config).values()) * dtype.itemsize
 
 
-def substitute_bytes(config: Any, draft: subspec.Config) -> int:
-    """Bytes of a block's packed substitute: codes, and a scale and a zero point in 16 bits for each group."""
-    total = 0
+def substitute_sizes(config: Any, draft: subspec.Config) -> list[int]:
+    """Bytes of the tensors of a block's packed substitute: codes, and a scale and a zero point in 16 bits a group."""
+    sizes = []
     for rows, columns in products(config).values():
         padded = -(-rows // TILE) * TILE
-        total += padded * columns * slot(draft.bits) // 8 + padded * (columns // draft.group) * 4
-    return total
+        sizes.append(padded * columns * slot(draft.bits) // 8)
+        sizes.append(padded * (columns // draft.group) * 4)
+    return sizes
+
+
+def substitute_bytes(config: Any, draft: subspec.Config) -> int:
+    """Bytes of a block's packed substitute."""
+    return sum(substitute_sizes(config, draft))
 
 
 def parts_of(
@@ -174,3 +191,66 @@ def working_bytes(config: Any, slots: int, dtype: torch.dtype, draft: subspec.Co
     states_of_all = 6 * slots * hidden * dtype.itemsize  # of a prefill: hidden states, residuals, queries, outputs
     logits = TOGETHER * config.vocab_size * (dtype.itemsize + 12)
     return pass_of_some + states_of_all + logits
+
+
+# --- the allocator ----------------------------------------------------------------------------------------------------
+
+
+def lasting_sizes(
+    config: Any, context: int, dtype: torch.dtype, resident: int, draft: subspec.Config | None, packed: bool = True
+) -> list[int]:
+    """Bytes of the tensors that stay on the device as long as the engine, in the order in which they are made."""
+    streamed, item = config.num_hidden_layers - resident, dtype.itemsize
+    block = [rows * columns * item for rows, columns in products(config).values()]
+    sizes = []
+    if draft:
+        own = substitute_sizes(config, draft) if packed else block
+        sizes += streamed * own
+    sizes += resident * block
+    if streamed:
+        sizes += block  # the buffers
+    tables = 1 if config.tie_word_embeddings else 2
+    sizes += tables * [config.vocab_size * config.hidden_size * item]
+    slots = context + (draft.nodes if draft else 0)
+    sizes.append(2 * config.num_hidden_layers * config.num_key_value_heads * slots * head_size(config) * item)
+    return sizes
+
+
+def segment_bytes(sizes: Sequence[int]) -> int:
+    """Bytes that PyTorch's caching allocator takes from the device for tensors that stay.
+
+    Up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, into which they are put first fit; a
+    larger one has a segment of its own in steps of 2 MiB.
+    """
+    total, small = 0, 0
+    room: list[int] = []  # bytes that are left in each segment of 20 MiB
+    for size in sizes:
+        if size <= SMALL:
+            small += size
+        elif size >= LARGE:
+            total += -(-size // STEP) * STEP
+        else:
+            fitting = [number for number, left in enumerate(room) if left >= size]
+            if not fitting:
+                room.append(SEGMENT)
+                fitting = [len(room) - 1]
+            room[fitting[0]] -= size
+    return total + -(-small // STEP) * STEP + len(room) * SEGMENT
+
+
+def overhead_bytes(
+    config: Any, context: int, dtype: torch.dtype, resident: int, draft: subspec.Config | None, packed: bool = True
+) -> int:
+    """Bytes that the allocator takes beyond the tensors.
+
+    These are what rounding adds to the tensors that stay; two segments of 20 MiB that intermediate results leave partly
+    empty, one among what stays and one of their own; and the pool of the draft's captured passes, whose logits
+    (`top_k` x vocabulary: in their dtype, and three times in float32 while they become probabilities) no other pass
+    can use. The pool is one for all graphs of an engine (`Drafter.capture`).
+    """
+    sizes = lasting_sizes(config, context, dtype, resident, draft, packed)
+    total = segment_bytes(sizes) - sum(sizes) + 2 * SEGMENT
+    if draft:
+        logits = draft.top_k * config.vocab_size * (dtype.itemsize + 12)
+        total += -(-logits // SEGMENT) * SEGMENT + STEP
+    return total

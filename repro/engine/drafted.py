@@ -26,6 +26,7 @@ class Verifier:
         self, target: Decoder, cache: Cache, tree: Tree, sampling: Sampling, seed: int, scored: bool = False
     ) -> None:
         self.target, self.cache, self.tree = target, cache, tree
+        self.hidden: Tensor | None = None  # `[N, H]`, last states of the nodes of the last pass
         self.states = []
         for part in tree.ids.split(TOGETHER):
             state = State(len(part), sampling.temperature > 0, scored, target.device)
@@ -38,11 +39,17 @@ class Verifier:
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[N]` and their log probabilities `[N]`, NaN unless scored."""
         tokens = self.tree.tokens()
-        hidden = step(self.target, self.cache, tokens)
+        self.hidden = step(self.target, self.cache, tokens)
         following = (tokens.positions + 1).split(TOGETHER)
-        for state, part, positions in zip(self.states, hidden.split(TOGETHER), following):
+        for state, part, positions in zip(self.states, self.hidden.split(TOGETHER), following):
             state.choose(self.target.head(part), positions)
         return torch.cat([state.ids for state in self.states]), torch.cat([state.logprobs for state in self.states])
+
+    @torch.inference_mode()
+    def logits(self, node: int) -> Tensor:
+        """`[V]`: what the last pass said after a node, computed as it was then, with the nodes next to it."""
+        part = self.hidden.split(TOGETHER)[node // TOGETHER]
+        return self.target.head(part)[node % TOGETHER]
 
 
 class Drafted(Decoding):
@@ -53,12 +60,18 @@ class Drafted(Decoding):
             What the last iteration accepted beyond the tokens that were asked for counts too.
         draft_s, verify_s: seconds of its two phases in every iteration. Between the phases the host waits for the
             device only where `phases` is set.
+        verified: when each verification began and ended, seconds of `time.perf_counter`.
+        verify: the verifier of this generation, once it runs.
+        path: nodes that the last iteration accepted, the root first.
     """
 
     def __init__(self, plain: Decoding, drafter: Drafter, phases: bool = False) -> None:
         super().__init__(plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored)
         self.drafter, self.phases = drafter, phases
         self.lengths, self.draft_s, self.verify_s = [1], [], []
+        self.verified: list[tuple[float, float]] = []
+        self.verify: Verifier | None = None
+        self.path: list[int] = []
 
     def run(self, steps: Steps, chunk: int) -> Iterator[list[tuple[int, int, float]]]:
         """(0, token, log probability) of every token, one at a time."""
@@ -67,7 +80,7 @@ class Drafted(Decoding):
         self._prefill(steps, chunk)
         tokens, logprobs, ready = self._fetch()()
         self.prefill_s = ready - began
-        verify = Verifier(steps.model, steps.cache, self.drafter.tree, self.sampling, self.seeds[0], self.scored)
+        self.verify = Verifier(steps.model, steps.cache, self.drafter.tree, self.sampling, self.seeds[0], self.scored)
         length, given = len(self.prompts[0]), 0
         following = [(tokens[0], logprobs[0])]
         while True:
@@ -78,7 +91,7 @@ class Drafted(Decoding):
                 yield [(0, token, logprob)]
                 if given == self.limits[0] or not self.running:
                     return
-            following = self._iterate(verify, following[-1][0], length)
+            following = self._iterate(self.verify, following[-1][0], length)
             length += len(following)
 
     def end(self, sequence: int) -> None:
@@ -96,11 +109,13 @@ class Drafted(Decoding):
         drafted = time.perf_counter()
         chosen, chances = verify()
         said, logprobs = chosen.tolist(), chances.tolist()
-        path, bonus = accepted(tree.ids.tolist(), tree.parents.tolist(), said)
+        path, _ = accepted(tree.ids.tolist(), tree.parents.tolist(), said)
+        self.path = path
         cache.gather(0, length, length + torch.tensor(path, device=tree.ids.device))
         ended = time.perf_counter()
         self.draft_s.append(drafted - began)
         self.verify_s.append(ended - drafted)
+        self.verified.append((drafted, ended))
         self.seconds.append(ended - began)
         self.slots += tree.depth * length + length
         self.lengths.append(len(path))

@@ -114,7 +114,7 @@ class Limited(Speculating):
         config = engine.configuration(target)
         slots, kind = weights.check(model, config, context), engine.activations(config, at, dtype)
         packed = at.type == "cpu" or kind != torch.float32
-        plan = budget.plan(model, config, slots, kind, amount, own, reserved(at), packed)
+        plan = budget.plan(model, config, slots, kind, amount, own, reserved(at), packed, at.type == "cuda")
         check_host(model, plan.streamed_bytes)
         limit(at, amount)
         lm = engine.compressed(target, kind, build)

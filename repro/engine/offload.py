@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from repro.engine.traffic import Traffic
 from repro.errors import Refused
 
 
@@ -61,8 +62,11 @@ def _unpin(pointers: list[int]) -> None:
 class Lane:
     """The weights `[N, K]` of one product in all streamed blocks, and the buffer through which they go in turn."""
 
-    def __init__(self, host: HostMemory, copies: "torch.cuda.Stream | None", prefetch: bool) -> None:
+    def __init__(
+        self, host: HostMemory, copies: "torch.cuda.Stream | None", prefetch: bool, traffic: Traffic | None = None
+    ) -> None:
         self.host, self.copies, self.prefetch = host, copies, prefetch  # what holds a lane keeps its memory pinned
+        self.traffic = traffic or Traffic(host.device)
         self.weights: list[Tensor] = []  # on the host, in the order of the blocks
         self.buffer: Tensor | None = None
         self.loaded = -1  # whose weight was copied last, or is being copied
@@ -101,12 +105,18 @@ class Lane:
             return
         self.loaded = index
         if self.copies is None or not self.prefetch:
-            self.buffer.copy_(self.weights[index])  # blocking
+            self._copy(index, blocking=True)
             return
         with torch.cuda.stream(self.copies):
             self.copies.wait_event(self.free)
-            self.buffer.copy_(self.weights[index], non_blocking=True)
+            self._copy(index, blocking=False)
             self.ready.record()
+
+    def _copy(self, index: int, blocking: bool) -> None:
+        began = self.traffic.mark() if self.traffic.on else None
+        self.buffer.copy_(self.weights[index], non_blocking=not blocking)
+        if self.traffic.on:
+            self.traffic.note(began, self.buffer.nbytes)
 
 
 class Streamed(nn.Module):
@@ -149,15 +159,17 @@ class Offload:
         device: where products are computed.
         prefetch: whether weights are copied before they are needed.
         host: the memory of the weights.
+        traffic: notes the copies of all lanes for a measurement.
     """
 
     device: torch.device
     prefetch: bool = True
     host: HostMemory = field(init=False)
+    traffic: Traffic = field(init=False)
     lanes: dict[str, Lane] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.host = HostMemory(self.device)
+        self.host, self.traffic = HostMemory(self.device), Traffic(self.device)
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def streamed(self, kind: str, weight: Tensor, bias: Tensor | None) -> Streamed:
@@ -166,5 +178,5 @@ class Offload:
         Raises:
             Refused: the host has too little memory.
         """
-        lane = self.lanes.setdefault(kind, Lane(self.host, self._copies, self.prefetch))
+        lane = self.lanes.setdefault(kind, Lane(self.host, self._copies, self.prefetch, self.traffic))
         return Streamed(lane, weight, bias)

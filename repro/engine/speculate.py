@@ -107,8 +107,12 @@ class Drafter:
         return self.draft.head(step(self.draft, self.cache, tokens))
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture both passes on a GPU, before a generation: they run twice, in the first slots of the cache."""
+    def capture(self, pool: tuple[int, int]) -> None:
+        """Capture both passes on a GPU, before a generation: they run twice, in the first slots of the cache.
+
+        `pool` is the memory of their intermediate results. Graphs can share it: what a pass leaves for the next one
+        lies in the tree and the cache, outside. The memory of the two passes before goes back to the device.
+        """
         if self.draft.device.type != "cuda" or self.graphs:
             return
         self.tree.plant(0, 0)
@@ -120,9 +124,11 @@ class Drafter:
                 self.tree.grow_root(self.logits)
                 self.tree.grow(self.logits)
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         for grow in (self.tree.grow_root, self.tree.grow):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=pool, stream=side):
                 grow(self.logits)
             self.graphs.append(graph)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from repro.engine.core import Core
 from repro.engine.decoding import Decoding, Sampling
 from repro.engine.drafted import Drafted
@@ -57,6 +59,7 @@ class Speculating(Core):
         self.draft, self.phases = draft, False
         self.batch: Decoding | None = None
         self._drafting, self._drafters = drafting, {}
+        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else (0, 0)
         if draft:
             self.context -= draft.nodes
             for temperature in {draft.temperature, draft.sampled_temperature}:
@@ -95,7 +98,7 @@ class Speculating(Core):
 
     def _run(self, batch: Decoding) -> Iterator[list[tuple[int, int, float]]]:
         if isinstance(batch, Drafted):
-            batch.drafter.capture()
+            batch.drafter.capture(self._pool)
         self.batch, turn = batch, None
         try:
             for given in super()._run(batch):

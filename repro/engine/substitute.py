@@ -95,9 +95,8 @@ def decoders(
         if draft and number not in plan.resident:
             layers = {kind: [f"{name}.{layer}" for layer in names] for kind, names in weights.LAYERS.items()}
             substitutes[number] = {kind: source.substitute(names, draft) for kind, names in layers.items()}
+            release(source.device)
             progress(f"block {number + 1} of {plan.blocks} quantized for the draft")
-    if source.device.type == "cuda":
-        torch.cuda.empty_cache()
     offload = Offload(source.device, prefetch)
 
     def product(names: Sequence[str]) -> nn.Module:
@@ -105,7 +104,9 @@ def decoders(
         number, _, layer = layer.partition(".")
         if int(number) in plan.resident:
             return source.resident(names)
-        return offload.streamed(KINDS[layer], *source.streamed(names))
+        streamed = offload.streamed(KINDS[layer], *source.streamed(names))
+        release(source.device)
+        return streamed
 
     slots = context + (draft.nodes if draft else 0)
     target = weights.assemble(model, slots, product, source.dense)
@@ -116,6 +117,16 @@ def decoders(
     for number, own in substitutes.items():
         drafting[number] = replace(target.blocks[number], **own)
     return target, replace(target, blocks=tuple(drafting), streams=False)
+
+
+def release(device: torch.device) -> None:
+    """Give memory that no tensor has back to a GPU.
+
+    Else what a large intermediate tensor leaves is split for the next tensor that stays, and the rest of it is never
+    given back: of a 7B shape's blocks that were 229 MiB.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def draft_of(lm: LowBitModel, target: Decoder, config: subspec.Config) -> Decoder:

@@ -1,0 +1,80 @@
+"""When the bus copied, and how many bytes: what a share of the bus is computed from.
+
+A pass does not copy its own streamed bytes alone: the first block of a verification came while the draft computed, and
+behind its last block the first one comes again for the next pass. So a share is that of the copies which really lay
+inside a span of time; no copy overlaps another, and the share of time is at most 1.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Copy(NamedTuple):
+    """One copy over the bus: seconds by the host's clock, and bytes."""
+
+    begin: float
+    end: float
+    nbytes: int
+
+
+class Use(NamedTuple):
+    """What the bus did inside a span: seconds in which it copied, and bytes, a copy's in proportion to its time."""
+
+    seconds: float
+    nbytes: float
+
+
+def used(copies: Sequence[Copy], begin: float, end: float) -> Use:
+    """The part of some copies, which do not overlap, that lies between two times."""
+    seconds, nbytes = 0.0, 0.0
+    for copy in copies:
+        inside = min(copy.end, end) - max(copy.begin, begin)
+        if inside <= 0:
+            continue
+        seconds += inside
+        nbytes += copy.nbytes * inside / (copy.end - copy.begin)
+    return Use(seconds, nbytes)
+
+
+class Traffic:
+    """Notes the copies of an offloaded model while it is `on`; on a GPU with events, which cost the host little."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on = device, False
+        self._origin: tuple[float, Any] = (0.0, None)  # one moment by the host's clock and by the device's
+        self._noted: list[tuple[Any, Any, int]] = []
+
+    def start(self) -> None:
+        """Forget what was noted and note from now on."""
+        self._noted, self.on = [], True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._origin = time.perf_counter(), self.mark()
+
+    def stop(self) -> list[Copy]:
+        """Note no more; what was noted."""
+        self.on = False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [Copy(self._seconds(begin), self._seconds(end), nbytes) for begin, end, nbytes in self._noted]
+
+    def mark(self) -> Any:
+        """This moment of the current stream, or of the host where nothing runs beside it."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def note(self, begin: Any, nbytes: int) -> None:
+        """A copy that began at a mark and is the last work of the current stream."""
+        self._noted.append((begin, self.mark(), nbytes))
+
+    def _seconds(self, mark: Any) -> float:
+        if self.device.type != "cuda":
+            return mark
+        began, event = self._origin
+        return began + event.elapsed_time(mark) / 1e3
