@@ -253,9 +253,10 @@ def states_along(name, device, prompt, output, log):
 # --- for users --------------------------------------------------------------------------------------------------------
 
 
-def test_generate_streams_and_says_what_was_switched(capsys):
+@pytest.mark.parametrize("copies_on", ["device", "host"])
+def test_generate_streams_and_says_what_was_switched(capsys, copies_on):
     given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--max-new-tokens", "30", "--device", "cpu"]
-    options = "flexquant(window=3, layers=20, threshold=1000)"
+    options = f"flexquant=window=3,layers=20,threshold=1000,copies={copies_on}"
     assert main([*given, "--precision", options, "Once upon a time"]) == 0
     out = capsys.readouterr().out
     assert "bits a weight | " in out and "layers switched" in out and "tokens/s" in out

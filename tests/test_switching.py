@@ -162,6 +162,7 @@ def replace_protocol(target, protocol):
     "make, said",
     [
         (lambda: Ask("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
+        (lambda: Ask("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
         (lambda: Ask("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it is a share"),
         (lambda: Ask("bits", schedule="flexquant(threshold=2.0)", quantile=0.5), "leave threshold out of the schedule"),
         (lambda: Ask("bits", prompts="longwrite"), "unknown prompt set 'longwrite'; did you mean 'longwriter'?"),

@@ -41,6 +41,8 @@ class Config:
             with 8-bit weights and activations, "w8a8" (section 4.3).
         interval: switch every so many tokens whatever the signal is (Figure 3, and the uniform control); 0 is off.
         seed: of a random order.
+        copies: where the weights at all widths are: on the "device", or on the "host" with those of the next moves
+            prefetched while decoding goes on (which the paper leaves for later: Limitations). It changes no token.
     """
 
     path: list[int] = field(default_factory=lambda: [16, 8, 4])
@@ -57,6 +59,7 @@ class Config:
     prefill: Literal["high", "w8a8"] = "high"
     interval: int = 0
     seed: int = 0
+    copies: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         if len(self.path) < 2 or any(low >= high for high, low in pairwise(self.path)):
@@ -77,6 +80,9 @@ class Config:
         for name in ("multiple", "pseudocount"):
             if not getattr(self, name) > 0:
                 raise UserError(f"flexquant: {name} is {getattr(self, name)}; it is above 0")
+        if self.copies == "host" and self.prefill == "w8a8":
+            said = "prefill=w8a8 needs 8-bit weights on the device beside those of 16 bits"
+            raise UserError(f"flexquant: {said}, copies=host has no memory for them; give one of the two")
         for name in ("window", "interval", "seed"):
             if getattr(self, name) < 0:
                 raise UserError(f"flexquant: {name} is {getattr(self, name)}; it is 0 or more")

@@ -97,6 +97,8 @@ class Ask:
             raise UserError(f"switching: quantile is {self.quantile}; it is a share above 0 and below 1, or 0 for none")
         if self.quantile and config and config.threshold is not None:
             raise UserError("switching: a quantile sets the threshold; leave threshold out of the schedule")
+        if config and config.copies == "host":
+            raise UserError("switching: prompts are decoded together, each in its own state; leave copies=host out")
         if self.prompts not in sets.SETS:
             raise UserError(f"switching: {sets.unknown('prompt set', self.prompts, sets.SETS)}")
 
@@ -169,9 +171,16 @@ def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
     for name in ("together", "short"):  # the first decides no number, but for the order of sums
         del rule[name]
     inputs = target.inputs() | rule | {"prompts": sets.identifier(ask.prompts)}
-    inputs |= {"calibration": calibration, "schedule": asdict(config) if config else None}
+    inputs |= {"calibration": calibration, "schedule": _declared(config) if config else None}
     options = target.options() | rule | {"set": ask.prompts, "schedule": schedule, "together": protocol.together}
     return make("switching", target.label, inputs, options, needs, target.steps)
+
+
+def _declared(config: Config) -> dict[str, Any]:
+    """What decides the texts of a schedule: not where the weights are."""
+    declared = asdict(config)
+    del declared["copies"]
+    return declared
 
 
 def _in_the_papers_order(schedule: str) -> str:

@@ -12,7 +12,7 @@ engine.py    models by name, recipes, shapes (shapes.yaml)   core.py    what an 
 weights.py   packed and dense products, decoders             step.py    the plain step, its blocks and its cache
 decoding.py  batches: prefill, steps, CUDA graphs            output.py  characters, stop strings, statistics
 copies.py    layers with a copy at each of several widths    precision.py  switching between them while decoding
-switching.py engines by name that switch
+switching.py engines by name that switch             hosted.py   copies on the host, the next ones prefetched
 
 A model that is larger than the memory it may use: `Limited.load("pocket-10m", memory="8GiB", draft="subspec")`.
 

@@ -1,9 +1,9 @@
 """Layers with a copy of their weights at each of several widths, all in device memory; one copy of each computes.
 
 `Copies` takes the place of a product of layers that share their input. While its layers have one width it is one
-launch, as in a static model of that width; where their widths differ, each layer is a launch of its own, exactly as a
-model that was quantized to that mixture from the start. In a batch whose sequences are in different states, every copy
-computes and each row takes the one of its own sequence.
+launch, as in a static model of that width; where their widths differ, each run of neighbours of one width is a launch,
+exactly as in a model that was quantized to that mixture from the start. In a batch whose sequences are in different
+states, every copy computes and each row takes the one of its own sequence.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.engine.step import Block, Decoder
-from repro.engine.weights import LAYERS, Dense, Joined, Packed, layer_sizes
+from repro.engine.weights import LAYERS, Dense, Joined, Packed, layer_sizes, runs
 from repro.errors import UserError
 from repro.kernels import w8a8
 from repro.kernels.packing import TILE, PackedWeight
@@ -39,6 +39,7 @@ class Copies(nn.Module):
         self.layer_of_column = layer_of_column.to(next(self.prefill.buffers()).device)
         self.bits = [self.high] * len(self.names)
         self._running = self.prefill
+        self._products: dict[tuple[int, ...], nn.Module] = {}  # of states that were asked for
 
     @property
     def dense(self) -> nn.Module:
@@ -50,18 +51,22 @@ class Copies(nn.Module):
         self.bits, self._running = list(bits), self.product(bits)
 
     def product(self, bits: Sequence[int]) -> nn.Module:
-        """The product whose layers have these widths; on a GPU its weights are the copies' own, or views of them."""
-        if len(set(bits)) == 1:
-            return self.at[bits[0]]
-        return Joined(self.part(layer, width) for layer, width in enumerate(bits))
+        """The product whose layers have these widths; on a GPU its weights are the copies' own, or views of them.
 
-    def part(self, layer: int, bits: int) -> nn.Module:
-        """The product of one layer at a width."""
-        whole = self.at[bits]
-        if isinstance(whole, Joined):
-            return whole[layer]
-        start = sum(self.sizes[:layer])
-        return rows_of(whole, start, start + self.sizes[layer])
+        Made once for each state, so that a switch takes the host no longer, however many layers have gone before.
+        """
+        key = tuple(bits)
+        if key not in self._products:
+            self._products[key] = self._made(key)
+        return self._products[key]
+
+    def _made(self, bits: tuple[int, ...]) -> nn.Module:
+        parts = [self.part(first, end, bits[first]) for first, end in runs(bits)]
+        return parts[0] if len(parts) == 1 else Joined(parts)
+
+    def part(self, first: int, end: int, bits: int) -> nn.Module:
+        """The product of layers `first` to `end`, without the last, at a width."""
+        return rows_of(self.at[bits], sum(self.sizes[:first]), sum(self.sizes[:end]))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.levels is None:
@@ -109,14 +114,14 @@ def rows_of(product: nn.Module, start: int, end: int) -> nn.Module:
     Raises:
         UserError: a product that has no plain weight, or packed rows that are not divided where the layers are.
     """
-    bias = getattr(product, "bias", None)
-    bias = None if bias is None else bias[start:end]
+    if isinstance(product, Joined):
+        return _rows_of_parts(product, start, end)
+    outputs = _outputs(product)
+    if (start, end) == (0, outputs):
+        return product
+    bias = None if product.bias is None else product.bias[start:end]
     if isinstance(product, Dense):
         return Dense(product.weight[start:end].contiguous(), bias)
-    if not isinstance(product, Packed):
-        raise UserError(
-            "flexquant switches plain quantized weights; name a recipe of one quantizer, such as gptq-w4-g128"
-        )
     packed = product.packed
     if start % TILE or (end % TILE and end != packed.rows):
         raise UserError(f"outputs {start} to {end} of a product are not divided by {TILE}, which packed rows come in")
@@ -124,6 +129,25 @@ def rows_of(product: nn.Module, start: int, end: int) -> nn.Module:
     form = packed.bits, packed.group, end - start, packed.columns, packed.symmetric
     part = PackedWeight(packed.codes[tiles], packed.scale_zero[tiles], *form)
     return Packed(part, bias, product.order)
+
+
+def _rows_of_parts(whole: Joined, start: int, end: int) -> nn.Module:
+    parts, begin = [], 0
+    for part in whole:
+        outputs = _outputs(part)
+        first, last = max(start - begin, 0), min(end - begin, outputs)
+        if first < last:
+            parts.append(rows_of(part, first, last))
+        begin += outputs
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _outputs(product: nn.Module) -> int:
+    if isinstance(product, Packed):
+        return product.packed.rows
+    if isinstance(product, Dense):
+        return product.weight.shape[0]
+    raise UserError("flexquant switches plain quantized weights; name a recipe of one quantizer, such as gptq-w4-g128")
 
 
 def joined(decoders: Mapping[int, Decoder], int8_prefill: bool) -> Decoder:
@@ -148,11 +172,15 @@ def joined(decoders: Mapping[int, Decoder], int8_prefill: bool) -> Decoder:
             if int8_prefill:
                 products[product].prefill = _int8(products[product].prefill)
         blocks.append(replace(first.blocks[number], **products))
-    stored = first.stored_bytes + sum(
-        copies.nbytes - sum(tensor.nbytes for tensor in copies.at[copies.high].buffers())
-        for block in blocks
-        for copies in copies_of(block)
-    )
+    return with_copies(first, blocks)
+
+
+def with_copies(first: Decoder, blocks: Sequence[Block]) -> Decoder:
+    """The first width's decoder with blocks that have copies, whose further widths are stored as well."""
+    stored = first.stored_bytes
+    for block in blocks:
+        for copies in copies_of(block):
+            stored += copies.nbytes - sum(tensor.nbytes for tensor in copies.at[copies.high].buffers())
     return replace(first, blocks=tuple(blocks), stored_bytes=stored)
 
 

@@ -9,16 +9,19 @@ the state before is replayed (`Recorder`). In a batch each sequence has a state 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from repro.engine import copies, weights
+from repro.engine import copies, hosted, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Decoding, Sampling, State, Steps, advance
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder, Tokens, step
+from repro.errors import UserError
 from repro.methods.flexquant import order, schedule
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import Move
@@ -61,6 +64,7 @@ class SwitchingSteps(Steps):
         self.copies = [each for block in model.blocks for each in copies.copies_of(block)]
         self.where = {name: (each, i) for each in self.copies for i, name in enumerate(each.names)}
         self.widths = list(self.copies[0].at)
+        self.staging = getattr(self.copies[0], "staging", None)  # of copies on the host
         self.ahead = True
         self.levels: Tensor | None = None  # int8 [rows, layers] on the host, of a batch
         self._on_device: Tensor | None = None  # the same on the device; the copies' own are views of it
@@ -77,6 +81,8 @@ class SwitchingSteps(Steps):
             for each in self.copies:
                 each.levels = None
             self.set_bits(dict.fromkeys(self.where, self.widths[0]))
+            if self.staging is not None:
+                self.staging.prefetched = self.staging.late = 0  # of this generation
             return state
         size = len(state.ids)
         if self._on_device is None or len(self._on_device) < size:
@@ -107,8 +113,14 @@ class SwitchingSteps(Steps):
             self._retired = [*self._retired[-1:], self.graphs.pop(self._single)]
 
     def prepare(self, bits: Mapping[str, int]) -> None:
-        """Begin to capture the step of a state that may come next; without a GPU nothing is captured."""
+        """Make ready for a state that may come next: bring its weights from the host, and capture its step on a GPU."""
         self._next = self.bits | bits if self.levels is None else None
+        if self.staging is not None:
+            wanted = {}
+            for name, width in bits.items():
+                each, layer = self.where[name]
+                wanted[name, width] = each.source(layer, width)
+            self.staging.begin(wanted)
         if self._recorder is not None:
             self._begin_next()
 
@@ -184,9 +196,8 @@ class Recorder:
             for each in copies.copies_of(self.model.blocks[0]):
                 for bits in each.at:
                     x = torch.zeros(1, each.columns, dtype=self.model.embedding.dtype, device=self.model.device)
-                    each.at[bits](x)
-                    for layer in range(len(each.names)):
-                        each.part(layer, bits)(x)
+                    for first, end in combinations(range(len(each.names) + 1), 2):
+                        each.part(first, end, bits)(x)
             spare = SignalState(1, False, False, self.model.device)  # all of its rows are padding
             for _ in range(2):
                 advance(self.model, self.cache, spare)
@@ -355,8 +366,8 @@ class SwitchingCore(Core):
             config: of FlexQuant.
             original: the model in full precision, which the order of layers compares with; by default the first width.
         """
-        decoders = {bits: weights.decoder(lm, context, device, dtype) for bits, lm in models.items()}
-        whole = copies.joined(decoders, config.prefill == "w8a8")
+        make = {bits: partial(weights.decoder, lm, context, device, dtype) for bits, lm in models.items()}
+        whole = assembled(make, config)
         ahead = order.moves(divergences(models, config, original), list(copies.weights_of(whole)), config)
         return cls(name, whole, config, ahead, hub, rule)
 
@@ -367,6 +378,8 @@ class SwitchingCore(Core):
     def _decoding(
         self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int], scored: bool = False
     ) -> Decoding:
+        if len(ids) > 1 and self.steps.staging is not None:
+            raise UserError("flexquant: copies=host decodes one prompt at a time; give one, or say copies=device")
         plain = super()._decoding(ids, new, sampling, seed, scored)
         given = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
         return SwitchingDecoding(*given, controllers=self._controllers(len(ids)), held=self._held)
@@ -463,6 +476,13 @@ def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """KL divergence in nats, float32 `[T]`, of the second distribution from the first, of logits `[T, V]` each."""
     p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
+
+
+def assembled(make: Mapping[int, Callable[[], Decoder]], config: Config) -> Decoder:
+    """One decoder with copies at every width, on the device or on the host, from what makes the decoder at a width."""
+    if config.copies == "host":
+        return hosted.joined(make, config.layers)
+    return copies.joined({bits: decoder() for bits, decoder in make.items()}, config.prefill == "w8a8")
 
 
 def layer_names(block: int) -> list[str]:

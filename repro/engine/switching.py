@@ -6,7 +6,9 @@ for piece in engine.generate("Once upon", 200):
 print(engine.switching)
 """
 
-from repro.engine import copies, weights
+from functools import partial
+
+from repro.engine import weights
 from repro.engine.core import SHAPE
 from repro.engine.engine import (
     activations,
@@ -17,7 +19,8 @@ from repro.engine.engine import (
     packed_bytes,
     random_decoder,
 )
-from repro.engine.precision import SwitchingCore, layer_names
+from repro.engine.hosted import SHARE
+from repro.engine.precision import SwitchingCore, assembled, layer_names
 from repro.errors import UserError
 from repro.jobs.target import Target
 from repro.methods.flexquant import order
@@ -68,17 +71,18 @@ class SwitchingEngine(SwitchingCore):
         for bits in config.path[1:]:
             weights.slot(bits)
         if model.startswith(SHAPE):
-            decoders = {bits: random_decoder(target, shape, slots, at, kind) for bits, target in targets.items()}
+            make = {bits: partial(random_decoder, target, shape, slots, at, kind) for bits, target in targets.items()}
             layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
             if config.order in ("kl", "reversed"):
                 raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")
             ahead = order.moves({}, layers, config)
-            return cls(model, copies.joined(decoders, config.prefill == "w8a8"), config, ahead, rule=rule)
+            return cls(model, assembled(make, config), config, ahead, rule=rule)
         models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
         original = models[16] if 16 in models else compressed(first.under("fp16"), kind, build)
         if ends := models[config.path[0]].model.generation_config.eos_token_id:  # as `Engine.load`
             models[config.path[0]].model.config.eos_token_id = ends
         if at.type == "cuda":
-            needed = sum(packed_bytes(lm, kind) for lm in models.values())
+            each = [packed_bytes(lm, kind) for lm in models.values()]
+            needed = int((1 + SHARE) * max(each)) if config.copies == "host" else sum(each)
             check_memory(model, needed, shape, slots, at, kind)
         return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub, original)

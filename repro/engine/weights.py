@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,7 +82,10 @@ class Packed(nn.Module):
 
 
 class Joined(nn.ModuleList):
-    """Products of one input whose formats or thresholds differ, so that they stay several launches."""
+    """Products of one input whose formats or thresholds differ, so that they stay several launches.
+
+    Layers that are neighbours and alike are one of them.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([product(x) for product in self], 1)
@@ -166,8 +170,9 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
     beside = [{a.kind: a for a in lm.attachments.get(name, [])} for name in names]
     thresholds = [own.pop("sparsity").tensors["threshold"].item() if "sparsity" in own else None for own in beside]
     with in_layer(names[0]):
-        if len(set(zip(map(_format, weights), thresholds))) > 1:
-            return Joined(product(lm, [name], device, dtype) for name in names)
+        formats = list(zip(map(_format, weights), thresholds))
+        if len(set(formats)) > 1:
+            return Joined(product(lm, names[first:end], device, dtype) for first, end in runs(formats))
         found = _product(linears, weights, device, dtype)
     corrections, start = [], 0
     for linear, own in zip(linears, beside):
@@ -175,6 +180,16 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
         start += linear.out_features
     found = Corrected(found, corrections) if corrections else found  # on sparse inputs too: sparsity is the last step
     return found if thresholds[0] is None else SparseInputs(found, thresholds[0])
+
+
+def runs(values: Sequence[Any]) -> list[tuple[int, int]]:
+    """(first, end) of each run of equal neighbours: layers that are one launch."""
+    spans, first = [], 0
+    for _, run in groupby(values):
+        end = first + len(list(run))
+        spans.append((first, end))
+        first = end
+    return spans
 
 
 def _product(
