@@ -304,7 +304,7 @@ def test_verify_says_per_cell_and_counts(rebuilt, small, bits, capsys):
     new = [dataclasses.replace(NEW, row="RTN pc"), dataclasses.replace(NEW, row="RTN g128", value=12.75)]
     code, seen = rebuilt([*old, elsewhere, gone], new)
     out = capsys.readouterr().out.splitlines()
-    where = "BPW | Llama-3.2-1B | BPW: recorded 12.5, now"
+    where = "BPW | Llama-3.2-1B | BPW: stored 12.5, now"
     assert code == 0 and out == [
         f"identical  spear/table1 | RTN pc | {where} 12.5",
         f"within     spear/table1 | RTN g128 | {where} 12.75",
@@ -329,14 +329,14 @@ def test_verify_says_when_declared_inputs_have_changed(rebuilt, small, bits, cap
     rebuilt([at(small, bits["RTN pc"])], [NEW])
     assert "changed" not in capsys.readouterr().out
     rebuilt([dataclasses.replace(OLD, inputs="01234567")], [NEW])
-    assert "recorded 12.5, now 12.5; its declared inputs have changed\n" in capsys.readouterr().out
+    assert "stored 12.5, now 12.5; its declared inputs have changed\n" in capsys.readouterr().out
 
 
 def test_verify_needs_the_device_of_the_cells(rebuilt, small, bits, monkeypatch):
     monkeypatch.setattr(verify, "has_cuda", lambda: False)
     awq = next(c for c in small.cells("spear", "1") if (c.row, c.col, c.stand_in) == ("AWQ pc", "BPW", "tiny"))
     small.scale = small.scale.on("cuda")
-    with pytest.raises(UserError, match="^verify: the recorded cells of scale pocket need a CUDA device, and this"):
+    with pytest.raises(UserError, match="^verify: the stored cells of scale pocket need a CUDA device, and this"):
         rebuilt([at(small, awq)], [])
 
 
@@ -355,26 +355,83 @@ def test_verify_rebuilds_from_nothing(small, bits, here, monkeypatch, capsys):
     (there / "old").write_text("from an earlier verify")
     assert verify.verify(small, ["spear/1"]) == 0
     assert {path.name for path in there.iterdir()} >= {"job.json"} and not (there / "old").exists()
-    assert "identical  spear/table1 | RTN pc | BPW" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "identical  spear/table1 | RTN pc | BPW" in out and "now 4." in out and " units to the last bit\n" in out
     series[0]["bits/bpw"] = dataclasses.replace(series[0]["bits/bpw"], values=series[0]["bits/bpw"].values + 1e-9)
     assert verify.verify(small, []) == 1, "stored bits are exact, whatever their digits show"
+    assert "mean difference" in capsys.readouterr().out
     monkeypatch.setattr(accepted, "series", lambda row: [])
     monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, live="", value=first.value + 1)])
     assert verify.verify(small, []) == 1
 
 
+@pytest.fixture
+def stored(small, monkeypatch):
+    """A stored row of every cell of Table 1 that counts bits; all have observations of their own."""
+    cells = [cell for cell in small.cells("spear", "1") if cell.col == "BPW" and cell.stand_in]
+    rows = [at(small, cell, observations=f"{i:016x}") for i, cell in enumerate(cells)]
+    monkeypatch.setattr(estimates, "recorded", lambda: [])
+    monkeypatch.setattr(estimates, "estimate", lambda job, runs: (60.0, False))
+    return rows
+
+
+def test_a_sample_is_drawn_by_its_seed(small, stored):
+    def labels(seed, cells=3):
+        return [row.row for row in verify.drawn(small, stored, verify.Sample(cells, seed))]
+
+    assert labels(1) == labels(1) and len(set(labels(1))) == 3 and labels(1) == labels(1, 5)[:3]
+    assert len({tuple(labels(seed)) for seed in range(8)}) > 4
+    assert sorted(labels(0, 1000)) == sorted(row.row for row in stored), "all, where fewer are stored"
+    assert [row.row for row in verify.drawn(small, stored[::-1], verify.Sample(3, 1))] == labels(1)
+
+
+def test_a_sample_has_what_this_machine_can_compare(small, stored, monkeypatch):
+    other = dataclasses.replace(stored[0], inputs="01234567", observations="f" * 16)
+    bare = dataclasses.replace(stored[0], observations="")
+    same = dataclasses.replace(stored[0], number="2")  # the same series in another table
+    for rows in ([other], [bare]):
+        with pytest.raises(UserError, match="of 1 stored cells none can be rebuilt and compared on this machine$"):
+            verify.drawn(small, rows, verify.Sample(1))
+    assert len(verify.drawn(small, [stored[0], same, other, bare], verify.Sample(4))) == 1
+    monkeypatch.setattr(verify.data, "lacking", lambda jobs: "zeroshot/raw/mmlu.tar.xz")
+    with pytest.raises(UserError, match="none can be rebuilt"):
+        verify.drawn(small, stored, verify.Sample(1))
+
+
+def test_a_sample_fits_into_its_minutes(small, stored):
+    """Every job takes a minute here, and a job that several cells need is counted once."""
+    for minutes in (1, 3, 7):
+        rows = verify.drawn(small, stored, verify.Sample(100, 0, minutes))
+        cells = [measure.asked(small, row) for row in rows]
+        needed = jobs.distinct([job for cell in cells for each in small.jobs(cell) for job in each.values()])
+        assert 1 <= len(needed) <= minutes and len(rows) >= 1
+    with pytest.raises(UserError, match="on this machine within 0.5 minutes"):
+        verify.drawn(small, stored, verify.Sample(1, 0, 0.5))
+
+
+def test_only_the_sample_is_rebuilt(small, stored, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(accepted, "every", lambda: stored)
+    monkeypatch.setattr(accepted, "series", lambda row: [])
+    monkeypatch.setattr(verify.pool, "rebuild", lambda jobs, folder: seen.extend(jobs) or 0)
+    assert verify.verify(small, [], verify.Sample(2, 3)) == 0
+    wanted = [measure.asked(small, row) for row in verify.drawn(small, stored, verify.Sample(2, 3))]
+    names = {job.id for cell in wanted for each in small.jobs(cell) for job in each.values()}
+    assert names <= {job.id for job in seen} and "2 cells: " in capsys.readouterr().out
+
+
 def test_verify_needs_something_to_compare_with(rebuilt, small):
-    with pytest.raises(UserError, match="^nothing is recorded for spear/table1 at scale pocket; build it and accept"):
+    with pytest.raises(UserError, match="^nothing is stored for spear/table1 at scale pocket; build it and accept"):
         rebuilt([], [])
-    with pytest.raises(UserError, match="^nothing is recorded at scale pocket; build a table"):
+    with pytest.raises(UserError, match="^nothing is stored at scale pocket; build a table"):
         rebuilt([], [], names=())
-    with pytest.raises(UserError, match="^nothing is recorded for spear/figure13 at scale pocket"):
+    with pytest.raises(UserError, match="^nothing is stored for spear/figure13 at scale pocket"):
         rebuilt([OLD], [], names=("spear/figure13",))
     with pytest.raises(UserError, match="^unknown table 'spear/table99'"):
         rebuilt([OLD], [], names=("spear/table99",))
     with pytest.raises(UserError, match="^unknown table with a spec 'spear/table3'; did you mean"):
         rebuilt([OLD], [], names=("spear/table3",))
-    with pytest.raises(UserError, match="^verify: the recorded cells of scale pocket are in no spec any more"):
+    with pytest.raises(UserError, match="^verify: the stored cells of scale pocket are in no spec any more"):
         rebuilt([dataclasses.replace(OLD, row="no such row")], [], names=())
 
 

@@ -46,11 +46,15 @@ class Protocol:
 
     With a task and a draw from it (`mmlu`, `mmlu-10`) the draw is what is asked and averaged, on the same items for all
     recipes; full precision answers the whole set too.
+
+    `absent` are tasks whose files are not on this machine. Only a build's own measurement passes over them; no mean
+    over tasks is measured then.
     """
 
     limit: int | None = None
     tokens: int = 4096
     tasks: tuple[str, ...] = TASKS
+    absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         entries.chosen(self.tasks)
@@ -70,8 +74,9 @@ class Protocol:
 
 
 def brief(protocol: Protocol, least: Any) -> Protocol:
-    """The protocol of a build's own measurement: the first items."""
-    return replace(protocol, limit=min(protocol.limit or least.items, least.items))
+    """The protocol of a build's own measurement: the first items, of the tasks whose files are here."""
+    absent = tuple(task for task in protocol.tasks if not entries.available(task))
+    return replace(protocol, limit=min(protocol.limit or least.items, least.items), absent=absent)
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
@@ -80,6 +85,7 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     if protocol is None:
         return None
     tasks = [task for task in protocol.tasks if not target.recipe.steps or protocol.draw(task) == task]
+    tasks = [task for task in tasks if task not in protocol.absent]
     if set(protocol.answered(ask)) - set(tasks):
         return None
     needs = {f"requests {task}": requests.job(target, task, protocol.limit) for task in tasks}

@@ -64,10 +64,10 @@ def carried(name: str, sha256: str = "") -> bool:
     return entry is not None and sha256 in ("", entry.sha256)
 
 
-def available(name: str) -> bool:
+def available(name: str, sha256: str = "") -> bool:
     """Whether a data file can be read here, from the repository or from the folder of REPRO_DATA."""
     folder = data_folder()
-    return carried(name) or (folder is not None and (folder / name).is_file())
+    return carried(name, sha256) or (folder is not None and (folder / name).is_file())
 
 
 def embedded(name: str) -> bytes:

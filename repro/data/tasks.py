@@ -164,6 +164,12 @@ def items(task: Task, data: Path | None = None) -> dict[str, dict[str, list[tupl
     return dict(sorted(subjects.items()))
 
 
+def available(name: str) -> bool:
+    """Whether the files of a task can be read here."""
+    (task,) = chosen([name])
+    return all(sources.available(file, sha256) for file, sha256 in task.files.items())
+
+
 def identifier(name: str) -> str:
     """What fixes a task in a record: a hash of its entry, which has those of its files."""
     (task,) = chosen([name])

@@ -22,7 +22,7 @@ import numpy as np
 
 from repro.cells import KINDS
 from repro.errors import Refused
-from repro.jobs import estimate, runner
+from repro.jobs import data, estimate, runner
 from repro.jobs.job import Job, distinct
 from repro.record import measure, recorded
 from repro.record.measurement import MEASURED, Measurement
@@ -147,7 +147,7 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     always = name in flow.scale.replicate.tables
     spent: dict[str, float] = {}
     for cell in flow.table_cells(name):
-        if not _has_jobs(flow, cell):
+        if not _has_jobs(flow, cell) or not recorded.jobs(flow.brief, cell) or data_lacking(flow, cell):
             continue
         if recorded.stands(flow, cell):
             if cell.measure in COMPARED and (_named(flow, cell) if always else _fits(flow, cell, spent)):
@@ -168,6 +168,11 @@ def too_long(flow: Workflow, cell: Cell) -> float | None:
     """Seconds that a build's own measurement of a cell takes, estimated, where that is too long here; else None."""
     seconds = sum(_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)))
     return seconds if seconds > flow.scale.replicate.cell_seconds else None
+
+
+def data_lacking(flow: Workflow, cell: Cell) -> str:
+    """A data file that a build's own measurement of a cell reads and that is not here; empty if all are."""
+    return data.lacking(distinct(recorded.jobs(flow.brief, cell)))
 
 
 def _has_jobs(flow: Workflow, cell: Cell) -> bool:
@@ -252,8 +257,11 @@ def shown(flow: Workflow, name: str, cells: Sequence[Cell], found: dict[Place, M
         found[cell.place] = replace(found[cell.place], **changes)
     for cell in cells:
         if found[cell.place].status == "not_run" and flow.stored_first and _has_jobs(flow, cell):
-            seconds = too_long(flow, cell)
-            if seconds is not None:
+            seconds, absent = too_long(flow, cell), data_lacking(flow, cell)
+            if absent:
+                note = f"set REPRO_DATA to a folder that has {absent}, which is not carried by this repository"
+                found[cell.place] = replace(found[cell.place], note=note)
+            elif seconds is not None:
                 note = f"takes about {seconds / 60:.0f} minutes of a CPU core here"
                 found[cell.place] = replace(found[cell.place], status="too_long", note=note)
     return said(again)
