@@ -89,14 +89,15 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     if set(protocol.answered(ask)) - set(tasks):
         return None
     needs = {f"requests {task}": requests.job(target, task, protocol.limit) for task in tasks}
+    compressed = compress.job(target)
     inputs = target.inputs() | {
-        "calibration": compress.job(target).declared().get("calibration"),
+        "calibration": compressed.declared().get("calibration"),
         "tasks": {task: entries.identifier(task) for task in tasks},
         "limit": protocol.limit,
         "tokens": protocol.tokens,
     }
     if target.recipe.steps:
-        needs["weights"] = compress.job(target)
+        needs["weights"] = compressed
     rule = {"tasks": tasks, "limit": protocol.limit, "tokens": protocol.tokens}
     return {"items": make("zeroshot", target.label, inputs, target.options() | rule, needs, target.steps)}
 

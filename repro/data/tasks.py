@@ -14,6 +14,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ class Task:
     draw: int = 0
     seed: int = 0
 
+    @cached_property
+    def identifier(self) -> str:
+        """A hash of the entry, which has those of its files."""
+        return short_hash(json.dumps(asdict(self), sort_keys=True))
+
     @property
     def shipped(self) -> str:
         """lm-eval's own name."""
@@ -173,4 +179,4 @@ def available(name: str) -> bool:
 def identifier(name: str) -> str:
     """What fixes a task in a record: a hash of its entry, which has those of its files."""
     (task,) = chosen([name])
-    return short_hash(json.dumps(asdict(task), sort_keys=True))
+    return task.identifier

@@ -1,6 +1,7 @@
 """Requests of a zero-shot task as token ids, with hashes: made where lm-eval and the data are, scored anywhere."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,16 @@ def job(target: Target, task: str, limit: int | None) -> Job:
     Raises:
         UserError: unknown model or task.
     """
-    identifier = tasks.identifier(task)
-    inputs = {"tokenizer": models.tokenizer_key(target.model), "task": identifier, "limit": limit}
-    options = {"task": task, "limit": limit, "model": target.model, "hub": target.scale.hub, "device": "cpu"}
-    return make("requests", task, inputs, options | {"threads": 1})
+    tokenizer = models.tokenizer_key(target.model)
+    return _job(tokenizer, tasks.identifier(task), task, limit, target.model, target.scale.hub)
+
+
+@cache
+def _job(tokenizer: str, identifier: str, task: str, limit: int | None, model: str, hub: bool) -> Job:
+    """Made once: every row of a table asks for the requests of the same tasks."""
+    inputs = {"tokenizer": tokenizer, "task": identifier, "limit": limit}
+    options = {"task": task, "limit": limit, "model": model, "hub": hub, "device": "cpu", "threads": 1}
+    return make("requests", task, inputs, options)
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:

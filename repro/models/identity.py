@@ -8,6 +8,7 @@ Source: Transformers 5, `AutoTokenizer.from_pretrained` and `PreTrainedModel.fro
 """
 
 import json
+import os
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import cache
@@ -77,10 +78,11 @@ def _stamps(folder: Path) -> list[tuple]:
     if not folder.is_dir():
         return []
     stamps = []
-    for path in sorted(folder.iterdir()):
-        if path.exists():
-            at = path.stat()
-            stamps.append((path.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if os.path.exists(entry.path):  # not a link to nothing
+                at = entry.stat()
+                stamps.append((entry.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
     return stamps
 
 
