@@ -174,6 +174,38 @@ def interpret_pple(case: dict) -> float:
     return float(((found - want)[finite] / want[finite]).abs().max())
 
 
+def interpret_active_inputs(case: dict) -> float:
+    """Entries that differ: ordered, and sorted after the order of arrival, twice each; NaN is listed."""
+    from repro.kernels import active_inputs as kernel
+
+    inputs = kernel.make_inputs(case | {"ordered": True})
+    inputs["x"][0, case["K"] // 2] = float("nan")
+    want, wrong = kernel.reference(**inputs), 0
+    count = int(want[0])
+    for _ in range(2):
+        wrong += int((kernel.launch(**inputs) != want).sum())
+        arrived = kernel.launch(**inputs | {"ordered": False})
+        wrong += int(arrived[0] != count) + int((arrived[1 : 1 + count].sort().values != want[1 : 1 + count]).sum())
+    return wrong
+
+
+def interpret_q4_k(case: dict) -> float:
+    """Every configuration of a case, sums in both orders, twice: the scratch memory is as before after a launch."""
+    from repro.bench import kernel_list
+
+    case = dict(case)
+    kernel, configs, errors = kernel_list.load(case.pop("name")), case.pop("configs"), []
+    inputs = kernel.make_inputs(case)
+    want = kernel.reference(**inputs)
+    for config in configs:
+        for ordered in (True, False) if "ordered" in inputs else (None,):
+            given = inputs if ordered is None else inputs | {"ordered": ordered}
+            got = [kernel.launch(**given, config=config) for _ in range(2)]
+            assert torch.equal(*got)  # also without an order: programs of the interpreter run one after the other
+            errors.append(relative(got[0], want))
+    return max(errors)
+
+
 @triton.jit
 def noise_kernel(x, out, seed, position, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
@@ -199,6 +231,19 @@ def interpret_noise(case: dict) -> float:
 def operators(name: str, *cases: dict) -> list[dict]:
     return [{"name": name, "seed": 1} | case | {"dtype": d} for case in cases for d in ("float16", "float32")]
 
+
+ROWS = [{"rows": 4, "groups": 16, "warps": 1}, {"rows": 2, "groups": 64, "warps": 4}]
+GATHERED = [{"rows": 4, "columns": 64, "warps": 2}]
+BANDS = [{"n1": 3, "n2": 2, "columns": 16, "stages": 2}, {"n1": 1, "n2": 4, "columns": 64, "stages": 1}]
+ZIGZAG = {"N": 300, "K": 70, "dtype": "float32"}
+Q4_K = [  # kernel to its shapes; the last program of a band, row or list is ragged in each
+    ("q4_k_gemv", {"N": 7, "K": 1280, "dtype": "float32", "configs": ROWS[:1]}),
+    ("q4_k_gemv", {"N": 3, "K": 512, "dtype": "float32", "configs": ROWS[1:]}),
+    ("q4_k_gemv", {"N": 4, "K": 256, "dtype": "float16", "configs": ROWS[:1]}),
+    ("q4_k_naive_sparse", {"N": 7, "K": 512, "dtype": "float32", "configs": GATHERED}),
+    *((name, ZIGZAG | {"configs": BANDS[:1]}) for name in ("zigzag_gemv", "zigzag_sparse", "zigzag_masked")),
+    ("zigzag_sparse", {"N": 256, "K": 40, "dtype": "float16", "configs": BANDS[1:]}),
+]
 
 INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
     "read_floor": (interpret_read_floor, [{"bytes": 4 * 1025, "seed": 3}, {"bytes": 4, "seed": 4}], 0),
@@ -263,6 +308,16 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         interpret_pple,
         [{"V": v, "dtype": d, "seed": v} for v, d in ((20_000, "bfloat16"), (1001, "float16"), (254, "float32"))],
         1e-4,
+    ),
+    "active_inputs": (
+        interpret_active_inputs,
+        [{"K": k, "share": s, "dtype": "float16", "seed": k} for k, s in ((2311, 0.4), (1024, 0.5), (5, 0.5))],
+        0,
+    ),
+    "q4_k": (
+        interpret_q4_k,
+        [{"name": name, "seed": 3, "share": 0.4, "ordered": True, **case} for name, case in Q4_K],
+        5e-4,
     ),
     "noise": (interpret_noise, [{"key": -3, "position": 5}, {"key": 1 << 40, "position": (1 << 33) + 1}], 0),
 }
@@ -379,6 +434,7 @@ def decode_variants():
         "pple", pple.pple_kernel, {"logits": "*bf16", "pple": "*fp32", "V": "i32"},
         {"BLOCK": pple.BLOCK}, ("logits", "V"), {"num_warps": 32}, wide,
     )  # fmt: skip
+    yield from q4_k_variants()
     types = {"logits": "*bf16", "temperature": "*fp32", "top_k": indices, "top_p": "*fp32", "peak": "*fp32", "V": "i32"}
     types |= {
         "sums": "*i64",
@@ -405,6 +461,39 @@ def decode_variants():
             options,
             {},
         )
+
+
+def q4_k_variants():
+    """Products with Q4_K, whose codes are loads of 16 bytes, and the list of inputs."""
+    from repro.kernels import active_inputs, q4_k_gemv, q4_k_naive_sparse, zigzag_gemv
+
+    wide = dict.fromkeys((80, 90, 100), "v4.b32")
+    yield (
+        "active_inputs", active_inputs.active_inputs_kernel,
+        {"x": "*bf16", "active": "*i32", "state": "*i32", "K": "i32", "threshold": "fp32", "SEGMENTS": "i32"},
+        {"ORDERED": False, "SEGMENT": active_inputs.SEGMENT}, ("x", "active", "state"), {"num_warps": 8},
+        dict.fromkeys((80, 90, 100), "atom"),
+    )  # fmt: skip
+    weight = {"x": "*bf16", "words": "*i32", "headers": "*i32", "y": "*bf16", "N": "i32"}
+    pointers = ("x", "words", "headers", "y", "N")
+    constants = {name.upper(): value for name, value in q4_k_gemv.DEFAULT.items() if name != "warps"}
+    yield (
+        "q4_k_gemv", q4_k_gemv.q4_k_gemv_kernel, weight | {"GROUPS_K": "i32"}, constants, pointers,
+        {"num_warps": 4}, wide,
+    )  # fmt: skip
+    yield (
+        "q4_k_naive_sparse", q4_k_naive_sparse.q4_k_naive_sparse_kernel,
+        weight | {"codes": "*u8", "active": "*i32", "SUPERS": "i32"}, {"ROWS": 4, "COLUMNS": 128},
+        ("x", "codes", "headers", "y"), {"num_warps": 4}, {},
+    )  # fmt: skip
+    more = {"active": "*i32", "parts": "*fp32", "tickets": "*i32", "K": "i32", "threshold": "fp32"}
+    options = {"num_warps": zigzag_gemv.DEFAULT["n2"]}
+    tiling = {"SPLITS": 32, "COLUMNS": 16, "STAGES": 1}
+    for name, mode, ordered in (("dense", 0, True), ("sparse", 1, False), ("masked", 2, True)):
+        yield (
+            f"zigzag {name}", zigzag_gemv.zigzag_kernel, weight | more,
+            tiling | {"MODE": mode, "ORDERED": ordered}, (*pointers, "active", "parts", "tickets", "K"), options, wide,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -28,8 +28,15 @@ SMALL = {  # an operator to the changes of its first case that make it small
     "sample": {"V": 1024},
     "argmax": {},
     "pple": {},
+    "active_inputs": {},
+    "q4_k_gemv": {},
+    "q4_k_naive_sparse": {},
+    "zigzag_gemv": {},
+    "zigzag_sparse": {},
+    "zigzag_masked": {},
 }
 NAMES = (
+    *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
     *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax", "pple"),
     *("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"),
     *("w8a8", "w8a8_gemv", "w8a8_gemm", "quantize_activation", "read_floor"),
@@ -152,7 +159,7 @@ def test_a_tensor_off_its_alignment_is_refused_or_computed_right(name, argument,
     tensor = inputs[argument]
     moved = inputs | {argument: shifted(tensor, max(4, tensor.element_size()))}
     vectors = (("w8a8_gemv", "x"), ("w8a8_gemv", "w_q"), ("read_floor", "x"))
-    if argument in ("codes", "scale_zero") or (name, argument) in vectors:
+    if argument in ("codes", "scale_zero", "headers") or (name, argument) in vectors:
         refused(name, moved, argument, f"multiple of {VECTOR} bytes", "4 off")
         return
     for got, want in zip(called(name, moved), called(name, inputs)):
@@ -173,6 +180,16 @@ LIMITS = [  # an operator, what is changed, and what is said: more tokens than i
     ("dequantize", {"dtype": torch.float32}, "dtype is float32"),
     ("w8a8_gemm", {"dtype": torch.float32}, "dtype is float32"),
     ("w8a8_gemv", {"x": torch.ones(9, 64).half()}, "1 to 8 tokens"),
+    ("q4_k_gemv", {"x": torch.ones(1, 256)}, r"codes \[67, 2, 128\] are of 512 columns, and x has 256"),
+    ("q4_k_gemv", {"x": torch.ones(2, 512)}, r"x must be .* \[1, K\]"),
+    ("zigzag_gemv", {"x": torch.ones(1, 332)}, r"codes \[2, 333, 128\] are of 333 columns, and x has 332"),
+    ("zigzag_gemv", {"rows": 256}, "rows is 256, but 2 bands hold 257 to 512"),
+    ("zigzag_sparse", {"rows": 513}, "rows is 513, but 2 bands hold 257 to 512"),
+    ("zigzag_sparse", {"active": torch.ones(333).int()}, "active has 333 entries; a count and 333 indices are 334"),
+    ("q4_k_naive_sparse", {"active": torch.ones(9).int()}, "active has 9 entries"),
+    ("zigzag_masked", {"threshold": -1.0}, "threshold is -1.0"),
+    ("active_inputs", {"threshold": math.nan}, "threshold is nan"),
+    ("active_inputs", {"x": torch.ones(1, 1 << 20)}, "x has 1048576 columns; a list holds fewer than 1048576"),
     ("read_floor", {"x": torch.ones(6, dtype=torch.uint8)}, "x of 6 bytes"),
     ("read_floor", {"x": torch.ones(16384, dtype=torch.uint8)}, "out has 4 entries"),
 ]

@@ -4,8 +4,10 @@
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,9 +19,12 @@ from repro.bench.peers import Provider, against
 from repro.bench.task import Layer
 from repro.errors import unknown
 from repro.files import short_hash
-from repro.kernels import nvrtc, packing
+from repro.kernels import nvrtc, packing, q4_k_planes
 
 DISPATCHERS = {"linear": "w4a16_gemm", "w8a8": "w8a8_gemm"}  # no kernel themselves; what they need at least
+SPARSITIES = (25, 40, 50, 65)  # percent of the inputs, as SpQt's Table 2
+PROGRAMS = (4, 8, 16, 32, 64)  # n1, the programs that share a band of zigzag (Figure 10)
+ZIGZAG = {"n2": 2, "columns": 16, "stages": 2}  # the rest of the configuration that they are compared in
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -124,6 +129,43 @@ def _w8a8(name: str, dtype: str) -> Callable[[Layer, int], tuple]:
     return prepare
 
 
+def _q4_k(name: str, share: float = 1.0, config: dict[str, int] | None = None) -> Callable[[Layer, int], tuple]:
+    """A random weight in Q4_K times one token: all inputs, or the `share` of largest magnitude, listed beforehand.
+
+    `config` is a launch configuration instead of the device's.
+    """
+
+    def prepare(layer: Layer, count: int) -> tuple:
+        kernel, zigzag = load(name), name.startswith("zigzag")
+
+        def make() -> dict[str, torch.Tensor]:
+            return q4_k_planes.make_planes(layer.rows, layer.columns, zigzag, layer.seed, layer.device)
+
+        planes, x = layer.once(("q4_k", zigzag), make), layer.activations(1, torch.bfloat16)
+        more: dict[str, Any] = {"rows": layer.rows} if zigzag else {}
+        threshold = x.abs().float().quantile(1 - share).item()
+        if "active" in inspect.signature(kernel.reference).parameters:
+            more["active"] = load("active_inputs").reference(x, threshold)
+        elif share < 1:
+            more["threshold"] = threshold
+        launch = getattr(torch.ops.lowbit, name)
+        if config is not None and x.is_cuda:  # on a CPU the operator's reference runs, which has no configuration
+            launch = functools.partial(kernel.launch, config=config)
+        return {"x": x, **planes}, functools.partial(launch, **more), functools.partial(kernel.reference, **more)
+
+    return prepare
+
+
+def _listed(share: float) -> Callable[[Layer], int]:
+    """Bytes of the listed columns of a layer in zigzag."""
+
+    def read(layer: Layer) -> int:
+        bands = -(-layer.rows // q4_k_planes.SUPER)
+        return round(share * layer.columns) * bands * (q4_k_planes.LINE + q4_k_planes.HEADER)
+
+    return read
+
+
 def _provider(name: str, form: str, prepare: Callable, dtype: str, **more: Any) -> Provider:  # noqa: ANN401
     tolerance = {"fp16": 1e-3, "bf16": 4e-3}[dtype]
     return Provider(name, form, cannot_run(name), prepare, tolerance=tolerance, dtype=dtype, **more)
@@ -149,6 +191,28 @@ OURS = {
         *(
             _provider(name, "w4-g128", _product(name, 4, 128, False, "fp16"), "fp16", least=128)
             for name in ("w4a16_gemm", "dequantize")
+        ),
+        # SpQt: Q4_K in rows and in zigzag, of which a share of the inputs is skipped (Figures 8 to 10).
+        _provider("q4_k_gemv", "q4_k", _q4_k("q4_k_gemv"), "bf16", most=1),
+        _provider("zigzag_gemv", "q4_k-zigzag", _q4_k("zigzag_gemv"), "bf16", most=1),
+        *(
+            _provider(
+                "zigzag_sparse",
+                f"q4_k-zigzag-s{s}",
+                _q4_k("zigzag_sparse", 1 - s / 100),
+                "bf16",
+                most=1,
+                read=_listed(1 - s / 100),
+            )
+            for s in SPARSITIES
+        ),
+        _provider("zigzag_masked", "q4_k-zigzag-s50", _q4_k("zigzag_masked", 0.5), "bf16", most=1, read=_listed(0.5)),
+        _provider("q4_k_naive_sparse", "q4_k-s50", _q4_k("q4_k_naive_sparse", 0.5), "bf16", most=1),
+        *(
+            _provider(
+                "zigzag_gemv", f"q4_k-zigzag-n{n1}", _q4_k("zigzag_gemv", config=ZIGZAG | {"n1": n1}), "bf16", most=1
+            )
+            for n1 in PROGRAMS
         ),
     )
 }

@@ -36,10 +36,18 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "sample": 1,
     "argmax": 1,
     "pple": 1,
+    "active_inputs": 1,
+    "q4_k_gemv": 1,
+    "q4_k_naive_sparse": 1,
+    "zigzag_gemv": 1,
+    "zigzag_sparse": 1,
+    "zigzag_masked": 1,
 }
 USES = {  # kernels that others launch, and whose versions decide the times of these, too
     "linear": ("wna16_gemv", "w4a16_gemm", "dequantize"),
     "w8a8": ("quantize_activation", "w8a8_gemv", "w8a8_gemm"),
+    "zigzag_sparse": ("zigzag_gemv",),
+    "zigzag_masked": ("zigzag_gemv",),
 }
 TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the best of a few readers
 PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included

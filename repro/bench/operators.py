@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from repro.bench.kernel_list import load
 from repro.bench.task import Task, tensors
+from repro.kernels.q4_k_planes import kept
 from repro.kernels.rope_append import rotate
 
 Provider = Callable[[dict[str, Any]], Callable[..., Any]]  # from a case's inputs to the launch
@@ -66,11 +67,21 @@ OPERATORS: Mapping[str, dict[str, Provider]] = {  # its peers; `torch` is PyTorc
     "sample": {"torch": _reference("sample")},  # a compiled one fuses multiply-adds, which changes noise and tokens
     "argmax": {"torch": _reference("argmax"), "torch.compile": _compiled(_reference("argmax"))},
     "pple": {"torch": _reference("pple"), "torch.compile": _compiled(_reference("pple"))},
+    # Products with Q4_K: `python -m repro.bench.commands.sparse` compares them with each other, interleaved.
+    "active_inputs": {},
+    "q4_k_gemv": {},
+    "q4_k_naive_sparse": {},
+    "zigzag_gemv": {},
+    "zigzag_sparse": {},
+    "zigzag_masked": {},
 }
-TOKENS = ("sample", "argmax")  # operators whose outputs are tokens
+PRODUCTS = ("q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked")  # with Q4_K
+TOKENS = ("sample", "argmax", "active_inputs")  # operators whose outputs are integers
 
 CACHE = ("keys", "values")
-DATA = ("x", "residual", "weight", "qkv", "q", "logits")  # what the timer may turn around; not indices
+PLANES = ("codes", "headers")  # of a weight in Q4_K
+COLD = (*CACHE, *PLANES)  # what a model reads from memory
+DATA = ("x", "residual", "weight", "qkv", "q", "logits", *PLANES)  # what the timer may turn around; not indices
 
 
 def moved(name: str, inputs: Mapping[str, Any], results: Any) -> int:  # noqa: ANN401
@@ -83,11 +94,27 @@ def moved(name: str, inputs: Mapping[str, Any], results: Any) -> int:  # noqa: A
             0, rows, inputs["lengths"], "amax"
         )
         return 2 * inputs["q"].nbytes + 2 * int(seen.sum()) * keys[0, :, 0].nbytes
+    if name in PRODUCTS:
+        return plane_bytes(inputs) + inputs["x"].nbytes + results.nbytes
     return sum(t.nbytes for t in tensors([inputs.get(n) for n in DATA] + [results]))
 
 
+def plane_bytes(inputs: Mapping[str, Any]) -> int:
+    """Bytes of a weight in Q4_K that a product reads, and of the list of its inputs: in zigzag those not skipped."""
+    whole = sum(inputs[name].nbytes for name in PLANES)
+    in_zigzag = inputs["codes"].shape[1] == inputs["x"].shape[1]
+    columns = share = inputs["x"].shape[1]
+    listed = 0
+    if "active" in inputs:
+        share = int(inputs["active"][0])
+        listed = 4 * (share + 1)
+    elif "threshold" in inputs:
+        share = int(kept(inputs["x"], inputs["threshold"]).sum())
+    return listed + (whole * share // columns if in_zigzag else whole)
+
+
 def tolerance(name: str, dtype: torch.dtype) -> float:
-    """Relative error that is allowed: one rounding to the dtype, or some of float32; none for tokens.
+    """Relative error that is allowed: one rounding to the dtype, or some of float32; none for integers.
 
     An exponential turns the absolute error of an entropy near 12 nats, a few roundings of 1e-6, into a relative one.
     """
@@ -95,6 +122,8 @@ def tolerance(name: str, dtype: torch.dtype) -> float:
         return 0.0
     if name == "pple":
         return 1e-5
+    if name in PRODUCTS:
+        return torch.finfo(dtype).eps + 1e-5
     return torch.finfo(dtype).eps + 1e-6
 
 
@@ -112,15 +141,25 @@ def task(name: str, case: dict[str, Any], provider: str, device: str = "cuda") -
     data = DATA if name == "rope_append" else (*DATA, *CACHE)  # rope_append writes to the cache: no input for the timer
     given = {n: value for n, value in inputs.items() if n in data}
     held = {n: value for n, value in inputs.items() if n not in data}
-    want = lambda **call: module.reference(**call, **{n: v.clone() if n in CACHE else v for n, v in held.items()})  # noqa: E731
+    counted = slice(0, None if held.get("ordered", True) else 1)  # of a list in any order: how many it has
+
+    def want(**call: torch.Tensor) -> Any:  # noqa: ANN401
+        copies = {n: v.clone() if n in CACHE else v for n, v in held.items()}
+        result = module.reference(**call, **copies)
+        return result[counted] if name == "active_inputs" else result
+
+    def timed(**call: torch.Tensor) -> Any:  # noqa: ANN401
+        result = launch(**call, **held)
+        return result[counted] if name == "active_inputs" else result
+
     label = " ".join(f"{n} = {value}" for n, value in case.items() if n not in ("dtype", "seed"))
     return Task(
         f"{name}, {label}, {case['dtype']}",
-        lambda **call: launch(**call, **held),
+        timed,
         given,
         want,
         tolerance=tolerance(name, dtype),
-        hot=tuple(n for n in given if n not in CACHE),
+        hot=tuple(n for n in given if n not in COLD),
         nbytes=moved(name, inputs, want(**given)),
         facts={"kernel": name, "dtype": case["dtype"], "provider": provider},
     )

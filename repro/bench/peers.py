@@ -47,6 +47,7 @@ class Provider:
         hot: names of the inputs that are in cache when a model calls it.
         alone: its first launch tunes itself by the clock, so nothing else may run beside it.
         note: what a row should say of how it was set up, on a layer with so many rows of activations.
+        read: bytes of a layer's weight that a launch reads, where it leaves some out.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Provider:
     hot: tuple[str, ...] = ("x",)
     alone: bool = False
     note: Callable[[Layer, int], str | None] | None = None
+    read: Callable[[Layer], int] | None = None
 
     @property
     def label(self) -> str:
@@ -77,7 +79,8 @@ class Provider:
         facts |= {"N": layer.rows, "K": layer.columns, "M": count}
         if self.note:
             facts["note"] = self.note(layer, count) or ""
-        return Task(self.label, launch, inputs, want, self.tolerance, self.hot, facts=facts)
+        nbytes = self.read(layer) if self.read else None
+        return Task(self.label, launch, inputs, want, self.tolerance, self.hot, nbytes, facts=facts)
 
 
 def against(weight: Tensor) -> Callable[..., Tensor]:

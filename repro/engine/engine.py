@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from repro import models
-from repro.engine import weights
+from repro.engine import q4_k, shape_sparsity, weights
 from repro.engine.core import SHAPE, Core
 from repro.engine.step import Decoder
 from repro.errors import Refused, UserError, shortened, unknown
@@ -147,6 +147,9 @@ def packed_bytes(lm: LowBitModel, dtype: torch.dtype) -> int:
     for name, weight in packed.items():  # others are dequantized
         slot = weights.SLOTS.get(weight.bits, 8)
         held[id(lm.model.get_submodule(name).weight)] = weight.codes.numel() * slot // 8 + 4 * weight.scales.numel()
+    for name, weight in lm.weights.items():
+        if weight.FORMAT == "q4_k" and dtype != torch.float32:
+            held[id(lm.model.get_submodule(name).weight)] = sum(weight.stored_bits().values()) // 8
     return sum(held.values())
 
 
@@ -165,9 +168,8 @@ def random_decoder(target: Target, config: Any, context: int, device: torch.devi
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    grid, stored = next((step.config for step in target.recipe.steps), None), 0
-    if len(target.recipe.steps) > 1 or (grid and not hasattr(grid, "symmetric")) or getattr(grid, "act_bits", 16) < 16:
-        raise UserError(f"recipe {target.text!r}: a shape has random weights; name one weight quantizer, or fp16")
+    grid, sparsity = shape_recipe(target)
+    stored = 0
 
     def dense(weight: Tensor) -> Tensor:
         nonlocal stored
@@ -182,11 +184,31 @@ def random_decoder(target: Target, config: Any, context: int, device: torch.devi
         bias = None if linears[0].bias is None else dense(torch.empty(rows, device="meta"))
         if grid is None:
             return weights.Dense(dense(torch.empty(rows, columns, device="meta")), bias)
+        if hasattr(grid, "layout"):
+            made = q4_k.random(rows, columns, grid.layout != "row", bias, device)
+            stored += made.codes.nbytes + made.headers.nbytes
+            return made if weights.runs_q4_k(device, dtype) or device.type == "meta" else made.expanded(2, dtype)
         packed = random_weight(rows, columns, grid, device)
         stored += (rows * columns * grid.bits + rows * packed.groups * (16 + (0 if grid.symmetric else grid.bits))) // 8
         return weights.made(packed, bias, dtype)
 
-    return replace(weights.assemble(model, context, product, dense), stored_bytes=stored)
+    decoder = replace(weights.assemble(model, context, product, dense), stored_bytes=stored)
+    return decoder if device.type == "meta" else shape_sparsity.with_thresholds(decoder, sparsity)
+
+
+def shape_recipe(target: Target) -> tuple[Any, float]:
+    """The config of a shape's weight quantizer, None for none, and the sparsity of its inputs.
+
+    UserError for a recipe that is not one uniform quantizer, or Q4_K with SpQt's sparsity behind it or not.
+    """
+    configs = [step.config for step in target.recipe.steps]
+    grid = configs[0] if configs else None
+    quantizes = grid is None or hasattr(grid, "symmetric") or hasattr(grid, "layout")
+    sparse = len(configs) == 2 and hasattr(grid, "layout") and hasattr(configs[1], "sparsity")
+    if not quantizes or getattr(grid, "act_bits", 16) < 16 or not (len(configs) < 2 or sparse):
+        said = "name one weight quantizer, fp16, or q4_k with spqt behind it"
+        raise UserError(f"recipe {target.text!r}: a shape has random weights; {said}")
+    return grid, configs[1].sparsity if sparse else 0.0
 
 
 def random_weight(rows: int, columns: int, grid: Any, device: torch.device) -> PackedWeight:

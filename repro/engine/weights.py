@@ -2,7 +2,8 @@
 
 Layers that share their input are one product. A compressed weight is packed once for `kernels.linear`. Where no kernel
 takes it (a CPU, float32, a format that is no uniform grid), it is dequantized once and the library multiplies: the same
-numbers, more bytes. Inputs that a layer takes as zero (SpQt) are multiplied like others.
+numbers, more bytes. Inputs that a layer takes as zero (SpQt) are skipped where a kernel does so, for one token on
+Q4_K in zigzag, and multiplied like others elsewhere.
 """
 
 import functools
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from repro.baselines.teal import zeroed
+from repro.engine import q4_k
 from repro.engine.step import Block, Decoder
 from repro.errors import Refused, UserError
 from repro.kernels import linear as kernel
-from repro.kernels import packing
+from repro.kernels import packing, zigzag_gemv
 from repro.kernels.dequantize import dequantize
 from repro.kernels.packing import PackedWeight
 from repro.models import bits as counting
@@ -108,6 +110,8 @@ class SparseInputs(nn.Module):
         self.dense, self.threshold = dense, threshold
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.dense, q4_k.Q4K) and self.dense.takes_thresholds(x):
+            return self.dense.thresholded(x, self.threshold)
         return self.dense(zeroed(x, self.threshold))
 
 
@@ -197,6 +201,9 @@ def _product(
 ) -> nn.Module:
     biased = linears[0].bias is not None  # then all of them are
     bias = torch.cat([linear.bias.data for linear in linears]).to(device, dtype) if biased else None
+    if runs_q4_k(device, dtype) and all(weight is not None and weight.FORMAT == "q4_k" for weight in weights):
+        if (packed := q4_k.made(weights, bias, device)) is not None:
+            return packed
     if _format(weights[0]) is None:  # the layer has the weight in full precision or dequantized
         return Dense(torch.cat([linear.weight.data for linear in linears]).to(device, dtype), bias)
     keys = "codes", "scales", "zeros"
@@ -213,6 +220,11 @@ def _product(
     except ValueError as error:
         raise UserError(f"{error}; quantize it on such a grid") from None
     return made(packed, bias, dtype, order)
+
+
+def runs_q4_k(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products with Q4_K run by its kernels: on a GPU, in 16 bits, as those of other formats."""
+    return device.type == "cuda" and dtype != torch.float32 and zigzag_gemv.unsupported(device) is None
 
 
 def _format(weight: QuantizedWeight | None) -> tuple | None:

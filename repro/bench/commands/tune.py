@@ -102,11 +102,35 @@ def _w4a16_gemm() -> list[Place]:
     return _places("w4a16_gemm", cases, fits=lambda case, config: tokens(config) <= max(16, case["M"]))
 
 
+def _q4_k(name: str) -> list[Place]:
+    """Products with Q4_K on the layers of the papers' models, half of the inputs listed where some are skipped."""
+    module = load(name)
+
+    def prepare(case: Case) -> Callable[[Config], Task]:
+        given = module.make_inputs(case, "cuda")
+        inputs = {key: given.pop(key) for key in ("x", "codes", "headers")}
+        want = functools.partial(module.reference, **given)
+
+        def task(config: Config) -> Task:
+            launch = functools.partial(module.launch, config=dict(config), **given)
+            return Task(name, launch, inputs, want, 4e-3)
+
+        return task
+
+    cases = [{"N": n, "K": k, "seed": 0, "dtype": "bfloat16", "ordered": True, "share": 0.5} for n, k in shapes()]
+    return [Place(f"{case['N']}x{case['K']}", module.SPACE, functools.partial(prepare, case)) for case in cases]
+
+
 TUNABLE: dict[str, Callable[[], list[Place]]] = {
     "read_floor": _read_floor,
     "wna16_gemv": _wna16_gemv,
     "w4a16_gemm": _w4a16_gemm,
     "w8a8_gemv": lambda: _places("w8a8_gemv", _cases(1, 2, 4, 8)),
+    "q4_k_gemv": lambda: _q4_k("q4_k_gemv"),
+    "q4_k_naive_sparse": lambda: _q4_k("q4_k_naive_sparse"),
+    "zigzag_gemv": lambda: _q4_k("zigzag_gemv"),
+    "zigzag_sparse": lambda: _q4_k("zigzag_sparse"),
+    "zigzag_masked": lambda: _q4_k("zigzag_masked"),
     "w8a8_gemm": lambda: _places("w8a8_gemm", _cases(16, 32, 64, 128, 256, 512, 1024, 2048), hot=("x_q", "s_x")),
 }
 

@@ -1,0 +1,68 @@
+"""Q4_K in zigzag times the inputs above a threshold, without load balance: SpQt's second baseline (section 6.1).
+
+    y[256 R + r] = sum over |x[k]| > threshold of w[R, k, r] x[k]
+
+As `zigzag_gemv.py`. There is no list: every program of a band has the same number of columns, tests their inputs and
+leaves out the loads of those that are too small. So it takes as long as its fullest program, and a batch of columns
+takes a batch's instructions, however few of them are active. Bytes moved: those of the active columns.
+"""
+
+import torch
+from torch import Tensor
+
+from repro.kernels import q4_k_planes as planes
+from repro.kernels import zigzag_gemv
+from repro.kernels.launch_config import lacks
+from repro.kernels.operators import operator
+from repro.kernels.q4_k_planes import CODES, HEADERS, X
+
+CASES = [case | {"share": share} for case, share in zip(zigzag_gemv.CASES, (0.5, 0.35, 0.5, 0.5, 0.5, 0.5))]
+SPACE = zigzag_gemv.SPACE
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
+    """Keywords of the operator, with the threshold of the largest inputs."""
+    inputs = zigzag_gemv.make_inputs(case, device)
+    return inputs | {"threshold": inputs["x"].abs().float().quantile(1 - case["share"]).item()}
+
+
+def reference(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True) -> Tensor:
+    """y [1, N] in the dtype of x, computed in float64 with the dequantized weight."""
+    active = x.double().where(planes.kept(x, threshold), 0.0)
+    return (active @ planes.dense(codes, headers, zigzag=True)[:rows].T).to(x.dtype)
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why this kernel cannot run on `device`, or None if it can."""
+    return lacks("zigzag_masked", device)
+
+
+def launch(
+    x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True,
+    config: dict | None = None,
+) -> Tensor:  # fmt: skip
+    """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    mode = zigzag_gemv.MASKED
+    return zigzag_gemv.run("zigzag_masked", mode, x, codes, headers, rows, ordered, threshold=threshold, config=config)
+
+
+def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True) -> Tensor:
+    """y of the operator by the kernel, with its recorded configuration."""
+    return launch(x, codes, headers, rows, threshold, ordered)
+
+
+def limit(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    if not threshold >= 0:
+        return f"threshold is {threshold}; magnitudes are compared with 0 or more"
+    return planes.misfit(x, codes, rows)
+
+
+zigzag_masked = operator(
+    "zigzag_masked",
+    reference,
+    on_cuda,
+    {"x": X, "codes": CODES, "headers": HEADERS},
+    empty=lambda x, codes, headers, rows, *rest, **more: x.new_empty(1, rows),
+    limit=limit,
+)
