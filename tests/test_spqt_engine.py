@@ -1,39 +1,47 @@
 """Products with Q4_K in the engine by their operators, whose references run on a CPU, against dequantized ones."""
 
+import copy
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from repro import models
 from repro.baselines import q4_k as quantizer
-from repro.data import corpora
 from repro.engine import Engine, q4_k, weights
 from repro.engine import engine as engines
+from repro.engine.core import Core
 from repro.engine.weights import LAYERS, Dense, Joined, SparseInputs
+from repro.errors import UserError
 from repro.methods.spqt import sparsity
+from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel
 
-MODEL, CPU, HALF = "pocket-3m", torch.device("cpu"), 8
+CPU, HALF = torch.device("cpu"), 8
+TINY = dict(
+    model_type="llama", hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=300, max_position_embeddings=128,
+)  # fmt: skip
+SPARSE = {"tokens": 512, "search": 128, "step": 0.25}
 
 
 @pytest.fixture(scope="module")
 def ids():
-    text = torch.as_tensor(corpora.token_ids("pocket-sample", models.tokenizer(MODEL)))
-    return text[:2048]
+    return torch.randint(300, (512,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
 def made(ids):
-    """Of a layout and of thresholds, the model; once."""
+    """Of a layout and of thresholds, a random model whose k and v have 128 rows; once."""
     kept = {}
 
     def of(layout, **options):
         key = (layout, *options.items())
         if key not in kept:
-            lm = LowBitModel(models.load(MODEL))
+            torch.manual_seed(0)
+            lm = LowBitModel(LlamaForCausalLM(LlamaConfig(**TINY, initializer_range=0.08)).eval())
             quantizer.apply(lm, None, quantizer.Config(layout=layout))
             if options:
-                data = ids.view(8, 256)
-                sparsity.apply(lm, data, sparsity.Config(tokens=1024, search=256, step=0.25, **options))
+                sparsity.apply(lm, ids.view(8, 64), sparsity.Config(**SPARSE, **options))
             kept[key] = lm
         return kept[key]
 
@@ -44,11 +52,6 @@ def made(ids):
 def by_kernels(monkeypatch):
     """The engine takes its path of a GPU, on which operators run their references here."""
     monkeypatch.setattr(weights, "runs_q4_k", lambda device, dtype: True)
-
-
-def engine(lm, monkeypatch):
-    monkeypatch.setattr(engines, "compressed", lambda target, dtype, build: lm)
-    return Engine.load(MODEL, context=64, dtype="float32", device="cpu")
 
 
 def products(lm, of_block=1):
@@ -84,15 +87,15 @@ def test_without_kernels_the_weight_is_dequantized(made):
 
 
 def test_a_product_of_layers_with_thresholds_of_their_own_is_a_part_of_the_stack(made, by_kernels):
-    """TEAL itself: q, k and v have thresholds of their own, so that k begins within the stack's bands."""
-    lm = made("zigzag", thresholds="teal", shared=False)
+    """As TEAL itself may have them: k begins within the bands of the stack."""
+    lm = copy.deepcopy(made("zigzag"))
+    x, wanted = torch.randn(1, 256, generator=torch.Generator().manual_seed(1)), []
+    for kind, threshold in zip(LAYERS["qkv"], (0.2, 0.6, 1.0)):
+        name = f"model.layers.1.{kind}"
+        wanted.append(lm.model.get_submodule(name)(x * (x.abs() > threshold)))
+        lm.attach(name, Attachment("spqt", {"threshold": torch.tensor(threshold)}, {"columns": 256, "half": False}))
     joined = products(lm)["qkv"]
-    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(1))
-    assert isinstance(joined, Joined) and any(one.dense.start for one in joined)
-    wanted = []
-    for kind in LAYERS["qkv"]:
-        layer = lm.model.get_submodule(f"model.layers.1.{kind}")
-        wanted.append(layer(x[:, None])[:, 0] if not layer.half else layer.linear(x * (x.abs() > layer.threshold)))
+    assert isinstance(joined, Joined) and [one.dense.start for one in joined] == [0, 0, 128]
     torch.testing.assert_close(joined(x), torch.cat(wanted, 1).detach(), rtol=1e-4, atol=1e-4)
 
 
@@ -123,7 +126,7 @@ def test_a_text_is_prefilled_densely_and_decoded_on_listed_inputs(made, ids, mon
     for kernels in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr(weights, "runs_q4_k", lambda device, dtype, kernels=kernels: kernels)
-            one = engine(lm, patch)
+            one = Core("tiny", weights.decoder(lm, 64, CPU, torch.float32))
             logits = [one.logits(ids[:HALF])]
             for position in range(HALF, HALF + 2):
                 logits.append(one.tree(0, position, ids[position : position + 1], [-1]))
@@ -132,11 +135,6 @@ def test_a_text_is_prefilled_densely_and_decoded_on_listed_inputs(made, ids, mon
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
-
-TINY = dict(
-    model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=300, max_position_embeddings=128,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -149,8 +147,9 @@ def shape(monkeypatch):
 def test_a_shape_runs_with_random_planes(shape, by_kernels, recipe):
     engine = Engine.load(shape, recipe, device="cpu", dtype="float32")
     stats = engine.time(4, 3)
-    layers = 4 * (256 * 256 + 2 * 128 * 256) // 2 + 3 * 512 * 256  # of a block: attention, then MLP
-    assert stats.new_tokens == 3 and engine.model.stored_bytes > 2 * layers * 144 // 256
+    layers = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 768 * 256)  # of two blocks: attention, then MLP
+    others = 2 * 300 * 256 + 5 * 256
+    assert stats.new_tokens == 3 and engine.model.stored_bytes == layers * 144 // 256 + 4 * others
     product = engine.model.blocks[0].gate_up
     assert isinstance(product, SparseInputs if "spqt" in recipe else q4_k.Q4K)
 
@@ -162,7 +161,7 @@ def test_thresholds_of_a_shape_skip_the_asked_share(shape, by_kernels):
     assert 0.35 < (x.abs() <= product.threshold).float().mean() < 0.45
 
 
-@pytest.mark.parametrize("recipe", ["rtn-w4-g128 + spqt(sparsity=0.5)", "q4_k + q4_k"])
+@pytest.mark.parametrize("recipe", ["rtn-w4-g128 + spqt(sparsity=0.5)", "q4_k(layout=zigzag) + qera"])
 def test_a_shape_takes_no_other_recipe(shape, recipe):
-    with pytest.raises(Exception, match="q4_k with spqt behind it|twice|rest on"):
+    with pytest.raises(UserError, match="q4_k with spqt behind it"):
         Engine.load(shape, recipe, device="cpu", dtype="float32")
