@@ -96,8 +96,9 @@ def test_every_end_that_the_generation_settings_name_ends_a_text(tmp_path):
     """Llama 3 and Qwen2 name more ends of a turn in generation_config.json than in config.json."""
     name = engines.save("llama", tmp_path)
     path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [1, 17]}))
-    assert Engine.load(name, dtype="float32", device="cpu").ends == {1, 17}
+    for named, ends in (([1, 17], {1, 17}), (0, {0}), ([], {1}), (None, {1})):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": named}))
+        assert Engine.load(name, dtype="float32", device="cpu").ends == ends
     path.unlink()
     assert Engine.load(name, dtype="float32", device="cpu").ends == {1}
 

@@ -349,6 +349,20 @@ def test_a_model_without_a_tokenizer(saved, copy):
             models.tokenizer(str(folder))
 
 
+@pytest.mark.parametrize("ends", ["</s>", 1.5, True, [1, "x"], {"id": 1}])
+def test_ends_that_are_no_ids(copy, ends):
+    folder = copy("llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    text = refused(folder)
+    assert "eos_token_id in its generation_config.json is " in text and "give an id, or a list of ids" in text
+
+
+def test_generation_settings_that_are_no_json(copy):
+    folder = copy("llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1')
+    assert refused(folder).endswith("generation_config.json: not valid JSON; copy it again, or remove it")
+
+
 # --- what lies in a folder and would change the numbers ---------------------------------------------------------------
 
 

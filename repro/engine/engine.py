@@ -75,8 +75,6 @@ class Engine(Core):
                 check_memory(model, counted.read_bytes + counted.embedding.nbytes, config, slots, at, kind)
             return cls(model, random_decoder(target, config, slots, at, kind))
         lm = compressed(target, kind, build)
-        if ends := lm.model.generation_config.eos_token_id:  # Llama 3's names all that end a turn
-            lm.model.config.eos_token_id = ends
         if at.type == "cuda":
             check_memory(model, packed_bytes(lm, kind), config, slots, at, kind)
         return cls(model, weights.decoder(lm, slots, at, kind), target.scale.hub)

@@ -118,8 +118,6 @@ class Limited(Speculating):
         check_host(model, plan.streamed_bytes)
         limit(at, amount)
         lm = engine.compressed(target, kind, build)
-        if ends := lm.model.generation_config.eos_token_id:
-            lm.model.config.eos_token_id = ends
         made = decoders(lm.model, Loaded(lm, at, kind), plan, slots, own, prefetch)
         return cls(model, *made, own, plan, target.scale.hub)
 

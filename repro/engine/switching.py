@@ -79,8 +79,6 @@ class SwitchingEngine(SwitchingCore):
             return cls(model, assembled(make, config), config, ahead, rule=rule)
         models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
         original = models[16] if 16 in models else compressed(first.under("fp16"), kind, build)
-        if ends := models[config.path[0]].model.generation_config.eos_token_id:  # as `Engine.load`
-            models[config.path[0]].model.config.eos_token_id = ends
         if at.type == "cuda":
             each = [packed_bytes(lm, kind) for lm in models.values()]
             needed = int((1 + SHARE) * max(each)) if config.copies == "host" else sum(each)

@@ -154,6 +154,7 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
         check_pocket(name)
     if place := folder(name):
         _check_unquantized(name, identity.read_config(place))
+        _check_generation_settings(place)
     for path in weights:
         try:
             with safe_open(path, "pt") as file:  # reads the header only
@@ -193,7 +194,39 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     for key, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(f"model {name!r}: {key} holds NaN or Inf; the checkpoint is damaged")
+    _take_ends(name, model)
     return model.to(device).eval()
+
+
+def _check_generation_settings(place: Path) -> None:
+    """Raise where a generation_config.json is no JSON: Transformers would go on without it, and so with other ends.
+
+    Raises:
+        UserError: it is none.
+    """
+    path = place / identity.GENERATION
+    if not path.is_file():
+        return
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON; copy it again, or remove it") from None
+
+
+def _take_ends(name: str, model: Any) -> None:
+    """Let every id that the settings of generation name end a text: Llama 3's name more than its config.json.
+
+    Raises:
+        UserError: they name something that is no id.
+    """
+    ends = model.generation_config.eos_token_id
+    if ends is None or ends == []:
+        return
+    ids = ends if isinstance(ends, list) else [ends]
+    if any(type(id_) is not int for id_ in ids):
+        said = f"eos_token_id in its {identity.GENERATION} is {shortened(repr(ends))}"
+        raise UserError(f"model {name!r}: {said}; give an id, or a list of ids")
+    model.config.eos_token_id = ends
 
 
 def _check_unquantized(name: str, config: dict[str, Any]) -> None:
