@@ -96,6 +96,15 @@ def test_a_slow_cell_that_the_second_run_lacks_is_an_error(tmp_path, base, capsy
     assert main(["regress", str(slow), str(run(again, seed=9)), *words[3:]]) == 0  # measured, and not slow
 
 
+def test_a_slow_cell_that_the_first_of_two_partial_runs_lacks_is_an_error(tmp_path, base, capsys):
+    first = without(run(tmp_path / "first.json", seed=8), 2)
+    slow = run(tmp_path / "slow.json", 2.0, (4096, 4096))
+    assert main(["regress", str(first), str(slow), "--against", *map(str, base), "--partial"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {first}: wna16_gemv (w4-g128, fp16) at 4096 x 4096") and "slower in" in error
+    assert main(["regress", str(first), str(run(slow, seed=9)), "--against", *map(str, base), "--partial"]) == 0
+
+
 def test_a_regression_is_said_beside_what_was_not_confirmed(tmp_path, base, capsys):
     slow, again = run(tmp_path / "slow.json", 2.0), without(run(tmp_path / "again.json", 2.0, seed=9), 2)
     assert main(["regress", str(slow), str(again), "--against", *map(str, base)]) == 1

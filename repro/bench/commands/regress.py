@@ -112,7 +112,7 @@ def load(path: Path) -> Run:
             raise UserError(f"{path}: {name} has no times that can be read; measure again") from None
         library = tuple(info[key] for key in PLACE[:3]) == LIBRARY
         cells[name] = Cell(us, error, info["floor_us"], library, info.get("ours", True) and not library)
-    devices = {info.get("device", "unknown") for info, _ in kernels}
+    devices = {str(info.get("device", "unknown")) for info, _ in kernels}
     if len(devices) > 1:
         raise UserError(f"{path}: measured on {', '.join(sorted(devices))}; one run is one device")
     if not any(cell.is_library for cell in cells.values()):
@@ -160,6 +160,18 @@ def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / RANGE.get(len(values), MORE)
 
 
+def _measured_once(
+    new: Sequence[Path], first: Mapping[str, Change], second: Mapping[str, Change]
+) -> list[tuple[str, Path, Path, float]]:
+    """Cells that are slow in one of two runs and absent from the other: name, both files in this order, slowdown."""
+    found = []
+    for slow, lacking, here, there in ((new[0], new[1], first, second), (new[1], new[0], second, first)):
+        for name in sorted(here):
+            if here[name].slower and name not in there:
+                found.append((name, slow, lacking, here[name].change))
+    return found
+
+
 def regress(
     new: Sequence[Path], against: Sequence[Path], threshold: float = THRESHOLD, partial: bool = False
 ) -> tuple[int, list[str]]:
@@ -175,8 +187,8 @@ def regress(
         0, 1 or 3 and sentences to print.
 
     Raises:
-        UserError: a file that cannot be used or is given twice, other devices, nothing in common, or a second run
-            without a cell that is slow in the first.
+        UserError: a file that cannot be used or is given twice, other devices, nothing in common, or a cell that is
+            slow in one of two runs and was not measured in the other.
     """
     if len(new) > 2:
         raise UserError(f"regress: {len(new)} new runs; give one, and a second one to confirm a suspicion")
@@ -204,15 +216,15 @@ def regress(
                 f"{100 * one.change:.1f} % and {100 * two.change:.1f} % in two runs, "
                 f"where {100 * max(one.allowed, two.allowed):.1f} % is noise"
             )
-    unconfirmed = sorted(name for name in suspects if again and name not in again[0])
+    unconfirmed = _measured_once(new, first, again[0]) if again else []
     if lines:
-        lines += [f"not confirmed: {name} is slow in {new[0]} and was not measured in {new[1]}" for name in unconfirmed]
+        lines += [f"not confirmed: {name} is slow in {slow} and was not measured in {lacking}"
+                  for name, slow, lacking, _ in unconfirmed]  # fmt: skip
         return REGRESSION, lines
     if unconfirmed:
-        name = unconfirmed[0]
+        name, slow, lacking, change = unconfirmed[0]
         raise UserError(
-            f"{new[1]}: {name} was not measured in it, and is {100 * suspects[name].change:.1f} % slower in {new[0]}; "
-            "measure it again"
+            f"{lacking}: {name} was not measured in it, and is {100 * change:.1f} % slower in {slow}; measure it again"
         )
     if suspects and not again:
         worst = sorted(suspects.items(), key=lambda item: item[1].allowed - item[1].change)
