@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from repro import models
 from repro.errors import UserError, sentence
-from repro.files import HOME, atomic, sha256, write_text
+from repro.files import HOME, atomic, check_replaceable, sha256, write_text
 
 FOLDER, LIST, FILE = "masters", "SHA256SUMS", "data.safetensors"
 MOST = 3_500_000  # bytes; with the pocket models 40 MB of weights at most are in the repository
@@ -26,7 +26,7 @@ WIDTHS = """\
   2 bits: {{recipe: 'master(digest="{digest}") + sliced-w2'}}
 """
 TABLE = """# The committed master of {model} (made by: {recipe}), read at three widths: nothing is trained.
-# Written by python -m repro.masters.
+# Written by repro.masters.
 title: The committed master at 8, 4 and 2 bits
 rows:
 {widths}models: [Llama-3.2-1B]
@@ -95,10 +95,13 @@ def commit(artifact: Path) -> list[Path]:
     """Write the files of a master from the folder of its job; the paths that are to be committed.
 
     Raises:
-        UserError: as `check`.
+        UserError: as `check`, or somebody else's spec is in the place of one of them.
     """
     source = artifact / FILE if artifact.is_dir() else artifact
     meta = check(source)
+    specs = {kind: HOME / kind / "bitbybit" / "master.yaml" for kind in ("tables", "figures")}
+    for spec in specs.values():
+        check_replaceable(spec, "repro.masters:", _is_written_here)
     target, listed = path(meta["model"]), models.POCKET / LIST
     with atomic(target) as temporary:
         Path(temporary).write_bytes(source.read_bytes())
@@ -106,11 +109,15 @@ def commit(artifact: Path) -> list[Path]:
     lines = [line for line in listed.read_text().splitlines() if not line.endswith(f"  {name}")]
     write_text(listed, "\n".join(sorted([*lines, f"{digest}  {name}"], key=lambda line: line[66:])) + "\n")
     given = {"model": meta["model"], "recipe": meta["recipe"], "digest": digest[:DIGITS]}
-    specs = {kind: HOME / kind / "bitbybit" / "master.yaml" for kind in ("tables", "figures")}
     given["widths"] = WIDTHS.format(**given)
     write_text(specs["tables"], TABLE.format(**given))
     write_text(specs["figures"], FIGURE.format(**given))
     return [target, listed, *specs.values()]
+
+
+def _is_written_here(spec: Path) -> bool:
+    """Whether a spec is one that this module wrote, by its first lines."""
+    return b"ritten by repro.masters." in spec.read_bytes()[:400]
 
 
 if __name__ == "__main__":

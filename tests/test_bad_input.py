@@ -876,6 +876,9 @@ def test_a_training_over_something_else(here, capfd, monkeypatch):
     words = ("pretrain", "pocket-3m", "--device", "cpu", "--corpus", "corpus", "--out", "out")
     write("out/pocket-3m/model/model.safetensors", "mine")(here)
     refused(capfd, words, "out/pocket-3m exists and holds no training of this command")
+    for name, text in {"log.json": '{"epoch": 3}', "checkpoint.safetensors": "mine"}.items():  # of another program
+        write(f"out/pocket-3m/{name}", text)(here)
+        refused(capfd, words, "out/pocket-3m exists and holds no training of this command")
 
 
 SHOWN = "tables/spear/table1.md"

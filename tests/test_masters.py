@@ -125,6 +125,16 @@ def test_other_files_are_refused(house, artifact, tmp_path):
         masters.commit(tmp_path / "nothing")
 
 
+def test_a_spec_of_somebody_else_stays(house, artifact):
+    masters.commit(artifact[0])
+    spec = house / "figures" / "bitbybit" / "master.yaml"
+    spec.write_text("title: my own\n")
+    masters.path("pocket-3m").unlink()
+    with pytest.raises(UserError, match="master.yaml: exists, and this command did not write it"):
+        masters.commit(artifact[0])
+    assert spec.read_text() == "title: my own\n" and not masters.path("pocket-3m").exists()
+
+
 @pytest.mark.parametrize(("words", "said"), [([], "give the folder"), (["nowhere"], "no compressed model")])
 def test_its_command_ends_bad_input_with_a_sentence(words, said):
     done = subprocess.run(

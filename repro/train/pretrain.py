@@ -235,9 +235,26 @@ def check_folder(folder: Path) -> None:
     Raises:
         UserError: it does; nothing in it is overwritten.
     """
-    ours = any((folder / name).is_file() for name in ("checkpoint.safetensors", "log.json"))
+    ours = _is_checkpoint(folder / "checkpoint.safetensors") or _is_log(folder / "log.json")
     if os.path.lexists(folder) and not ours and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"--out: {folder} exists and holds no training of this command; choose another folder")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a file is one that `save_checkpoint` wrote, by its header."""
+    try:
+        with safe_open(path, "pt") as file:
+            return "step" in json.loads((file.metadata() or {})["state"])
+    except Exception:  # safetensors has its own kinds
+        return False
+
+
+def _is_log(path: Path) -> bool:
+    """Whether a file is a log that `pretrain` wrote."""
+    try:
+        return {"model", "steps", "done"} <= set(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def install(out: Path | str, folder: Path = POCKET) -> list[str]:
