@@ -83,10 +83,13 @@ class Clipping:
         """Start at γ = β = sigmoid(4).
 
         Raises:
-            UserError: the group does not divide K, or the weight holds NaN or Inf.
+            UserError: the group does not divide K, the weight holds NaN or Inf, or a scale does not fit its dtype.
         """
         self.config, self.W = config, grid.split(grid.check(weight, config), config)
         self.low, self.high = self.W.amin(-1, keepdim=True).clamp(max=0), self.W.amax(-1, keepdim=True).clamp(min=0)
+        width = 2 * torch.maximum(-self.low, self.high) if config.symmetric else self.high - self.low
+        largest = width / (2**config.bits - 1)  # nothing clipped; the authors cut it to 1e4
+        grid.check_scale(largest.to(getattr(torch, config.scale_dtype)), weight.shape, config.scale_dtype)
         start = torch.full_like(self.low, INITIAL_LOGIT)
         self.logits = torch.stack([start, start]).requires_grad_()
 
@@ -98,7 +101,7 @@ class Clipping:
             high = torch.maximum(-low, high)
             low = -high
         stored = getattr(torch, self.config.scale_dtype)
-        h = ((high - low) / levels).clamp(max(1e-5, torch.finfo(stored).tiny), 1e4)
+        h = ((high - low) / levels).clamp(max(1e-5, torch.finfo(stored).tiny))
         h = straight_through(h, h.to(stored).float())
         middle = torch.full_like(h, 2 ** (self.config.bits - 1))
         return h, middle if self.config.symmetric else torch.round(-low / h).clamp(0, levels).detach()

@@ -163,7 +163,8 @@ def test_targets_and_inputs_of_each_block(monkeypatch, bits):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_what_is_stored_is_what_was_trained(bits, scale_dtype, symmetric):
     config = Config(bits=bits, group=16, symmetric=symmetric, scale_dtype=scale_dtype)
-    wild = torch.stack([W[0], W[1].abs(), -W[2].abs(), torch.ones(256), torch.zeros(256), 1e-7 * W[3], 1e6 * W[4]])
+    wild = torch.stack([W[0], W[1].abs(), -W[2].abs(), torch.ones(256), torch.zeros(256), 1e-7 * W[3]])
+    wild = torch.cat([wild, (1e6 if scale_dtype == "float32" else 1e4) * W[4:5]])
     clipping = Clipping(wild, config)
     random = torch.Generator().manual_seed(0)
     clipping.logits.data += 3 * torch.randn(clipping.logits.shape, generator=random)
@@ -174,6 +175,15 @@ def test_what_is_stored_is_what_was_trained(bits, scale_dtype, symmetric):
     assert (q.dequantize()[4] == 0).all() and (q.scales > 0).all()
     if not symmetric:
         assert (q.dequantize()[1] >= 0).all() and (q.dequantize()[2] <= 0).all()
+
+
+def test_a_scale_too_large_for_its_dtype_is_refused_and_not_cut():
+    with pytest.raises(UserError, match="a scale of a 1x256 weight is too large for float16; scale_dtype=float32 in"):
+        Clipping(1e8 * W[:1], Config(group=32))
+    config = Config(group=32, scale_dtype="float32")
+    assert errors(Clipping(1e8 * W, config).quantize().dequantize() / 1e8) == pytest.approx(
+        errors(Clipping(W, config).quantize().dequantize()), rel=1e-3
+    )
 
 
 def test_wide_open_is_round_to_nearest():
