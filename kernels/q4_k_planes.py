@@ -103,18 +103,20 @@ SCRATCH: dict[tuple, Tensor] = {}
 
 
 def scratch(name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros `[count]` or more that a kernel leaves as zeros, kept for the process: one launch at a time uses them.
+    """Zeros `[count]` or more that a kernel leaves as zeros: one launch at a time uses them.
+
+    They are kept for the process, of every power of two, because captured graphs hold their addresses.
 
     Raises:
         RuntimeError: they would be made inside a CUDA graph capture, whose memory is the graph's own.
     """
-    key = (name, dtype, device)
-    made = SCRATCH.get(key)
-    if made is None or made.numel() < count:
+    size = 1 << (count - 1).bit_length()
+    key = (name, size, dtype, device)
+    if key not in SCRATCH:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{name}: no scratch memory of this size before the capture")
-        made = SCRATCH[key] = torch.zeros(count, dtype=dtype, device=device)
-    return made
+        SCRATCH[key] = torch.zeros(size, dtype=dtype, device=device)
+    return SCRATCH[key]
 
 
 @triton.jit

@@ -121,6 +121,15 @@ def test_an_input_that_is_no_number_is_listed_and_reaches_every_output():
     assert 5 in active[1 : 1 + int(active[0])]
 
 
+def test_scratch_memory_that_a_graph_holds_is_never_replaced(monkeypatch):
+    monkeypatch.setattr(planes, "SCRATCH", {})
+    given = "it", torch.int32, torch.device("cpu")
+    small_one = planes.scratch(given[0], 5, *given[1:])
+    large = planes.scratch(given[0], 9, *given[1:])
+    assert small_one.numel() >= 5 and large.numel() >= 9 and not large.any()
+    assert planes.scratch(given[0], 7, *given[1:]) is small_one and planes.scratch(given[0], 16, *given[1:]) is large
+
+
 def test_a_list_of_nothing_gives_zeros():
     inputs = small("zigzag_sparse")
     inputs["active"] = op("active_inputs")(inputs["x"], 100.0)

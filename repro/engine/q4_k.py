@@ -4,6 +4,7 @@ The paper keeps prefill dense and decodes one token at a time; there are no kern
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from repro.kernels import q4_k_planes as planes
 from repro.kernels import zigzag_gemv
 from repro.kernels.active_inputs import active_inputs
 from repro.kernels.q4_k_gemv import q4_k_gemv
+from repro.kernels.q4_k_naive_sparse import q4_k_naive_sparse
+from repro.kernels.zigzag_masked import zigzag_masked
 from repro.kernels.zigzag_sparse import zigzag_sparse
 from repro.methods.spqt import layout
 from repro.methods.spqt.weight import Q4KWeight
@@ -25,7 +28,13 @@ class Q4K(nn.Module):
         codes: uint8 `[A, B, 128]`, headers uint8 `[A, B, 16]`, as of `q4_k_planes`.
         start, end: its rows in zigzag, of which bands before and after may hold others; in rows 0 and N.
         zigzag: whether the planes are in zigzag.
+
+    Attributes:
+        method: how inputs are skipped: by their list, as many for every program; in zigzag without load balance
+            ("masked"); by their list in rows ("naive"). The last two are SpQt's baselines, for measurements.
     """
+
+    method: Literal["listed", "masked", "naive"] = "listed"
 
     def __init__(
         self, codes: Tensor, headers: Tensor, start: int, end: int, zigzag: bool, bias: Tensor | None = None
@@ -48,13 +57,18 @@ class Q4K(nn.Module):
     __call__ = forward  # a module's own looks for hooks
 
     def thresholded(self, x: Tensor, threshold: float) -> Tensor:
-        """y of one token of zigzag whose inputs up to a threshold are skipped: their list, then the listed columns."""
+        """y of one token whose inputs up to a threshold are skipped: their list, then the listed columns."""
+        weight = self.codes, self.headers
+        if self.method == "masked":
+            return self._finished(zigzag_masked(x, *weight, self.end, threshold))
         active = active_inputs(x, threshold)
-        return self._finished(zigzag_sparse(x, self.codes, self.headers, self.end, active))
+        if self.method == "naive":
+            return self._finished(q4_k_naive_sparse(x, *weight, active))
+        return self._finished(zigzag_sparse(x, *weight, self.end, active))
 
     def takes_thresholds(self, x: Tensor) -> bool:
-        """Whether inputs can be skipped: of one token, in zigzag."""
-        return self.zigzag and len(x) == 1
+        """Whether inputs can be skipped: of one token, by a kernel of the weight's layout."""
+        return len(x) == 1 and self.zigzag == (self.method != "naive")
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """`[N, K]`, dequantized."""
