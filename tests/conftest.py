@@ -4,6 +4,7 @@ import os
 
 import hypothesis
 import pytest
+import short_texts
 import torch
 from dag import built, source  # noqa: F401
 from tiny_results import house, tiny_jobs  # noqa: F401
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from repro.files import ROOT
 
 torch.set_num_threads(1)
+short_texts.register()
 hypothesis.settings.register_profile("suite", max_examples=40, deadline=None)  # HYPOTHESIS_PROFILE=default: 100
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 LONGEST = (  # of these only the first needs the build that workers share at once; the longest first

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import short_texts
 import torch
 import warm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -80,10 +81,10 @@ claims:
 """
 SCALE = {
     "name": "tiny",
-    "about": "a random Llama on embedded text",
+    "about": "a random Llama on short texts",
     "models": {"Llama-3.2-1B": MODEL},
-    "corpora": {"wikitext2": "pydoc-topics", "c4": "pydoc-topics"},
-    "calibration": {"corpus": "pocket-sample-calib", "sequences": 4, "length": 64},
+    "corpora": {"wikitext2": "tiny-c4-docs", "c4": "tiny-c4-docs"},
+    "calibration": {"corpus": "tiny-held-out", "sequences": 4, "length": 64},
     "perplexity": {"length": 64, "windows": 8, "kl_windows": 2},
 }
 
@@ -103,6 +104,7 @@ def copy_checkout(place: Path, spec: str | None = SPEC) -> Path:
         (place / "tables" / "spear" / "table1.yaml").write_text(spec)
         (place / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)
         (place / "tables" / "table1.yaml").write_text(HEADLINE)
+    short_texts.add_to(place)
     (place / "config" / "tiny.yaml").write_text(json.dumps(SCALE))  # JSON is YAML
     shutil.rmtree(place / "results", ignore_errors=True)
     python = place / ".venv" / "bin" / "python"

@@ -18,8 +18,8 @@ CONFIG = {
     "name": "test",
     "about": "a test",
     "models": {"Llama-3.2-1B": "pocket-3m", "Llama-2-7B": "pocket-10m"},
-    "corpora": {"wikitext2": "pocket-sample", "c4": "pydoc-topics"},
-    "calibration": {"corpus": "pocket-sample-calib", "sequences": 2, "length": 8, "seed": 7},
+    "corpora": {"wikitext2": "tiny-wikitext", "c4": "tiny-c4-docs"},
+    "calibration": {"corpus": "tiny-held-out", "sequences": 2, "length": 8, "seed": 7},
     "zeroshot": {"tasks": ["piqa", "arc_easy"]},
 }
 SHIFT = {"": 0.0, "rtn-w4-pc": 0.2, "gptq-w4-pc": 0.1, "rtn-w3-pc": 1.0}

@@ -441,7 +441,7 @@ def test_what_is_stored_is_what_its_observations_say():
     ("change", "row"),
     [
         ({"perplexity": {"length": 32, "windows": 99, "kl_windows": 8}}, "RTN pc"),
-        ({"calibration": {"corpus": "pocket-sample-calib", "sequences": 5, "length": 64}}, "GPTQ g128"),
+        ({"calibration": {"corpus": "tiny-held-out", "sequences": 5, "length": 64}}, "GPTQ g128"),
         ({"dtype": "bfloat16"}, "RTN pc"),
     ],
     ids=["windows", "budget", "dtype"],

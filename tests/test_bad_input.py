@@ -510,8 +510,8 @@ TEXTS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     ("perplexity", ("--corpus", "c4-hub"), ("c4-hub", "hub: true")),
     (
         "perplexity",
-        ("--corpus", "pocket-sample-calib", "--recipe", "gptq-w4-pc"),
-        ("calibrated on pocket-sample-calib", "name another corpus"),
+        ("--corpus", "tiny-held-out", "--recipe", "gptq-w4-pc"),
+        ("calibrated on tiny-held-out", "name another corpus"),
     ),
     (
         "perplexity",

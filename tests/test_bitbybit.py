@@ -134,7 +134,7 @@ def without_ties(model, plain, grid):
 
 def test_at_8_bits_and_rate_0_it_is_rtn():
     """Perplexity of a pocket model to 1e-6, codes, zero points and scales."""
-    ids = torch.from_numpy(corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:256]).long()
+    ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:256]).long()
     wins, found, plain = ids.view(2, 128), [], rtn.Config(bits=8, group=32, scale_dtype="float32")
     ours = Config(bits=8, lr=0.0, scale="float32", include_zero=True, tokens=256, epochs=1, split="none")
     for module, config, text in ((bitbybit, ours, wins), (rtn, plain, None)):

@@ -39,7 +39,7 @@ def test_each_token_is_in_its_class(measured):
 
 def test_a_class_without_a_token(measured):
     _, model, _, tokenizer = measured
-    ids = corpora.token_ids("pocket-sample", tokenizer)
+    ids = corpora.token_ids("tiny-wikitext", tokenizer)
     plain = torch.tensor([[i for i in ids.tolist() if tokenizer.decode([i]).strip()][:64]])
     found = card.token_classes(model, plain, tokenizer)
     assert found["newline"] == found["blank"] == {"nats": 0.0, "share": 0.0} and found["other"]["share"] == 1

@@ -40,14 +40,14 @@ SETTINGS = {
     "name": "test",
     "about": "a test",
     "models": {ONE: "pocket-3m"},
-    "corpora": {"wikitext2": "pocket-sample", "c4": "pydoc-topics"},
-    "calibration": {"corpus": "pocket-sample-calib", "sequences": 2, "length": 16},
+    "corpora": {"wikitext2": "tiny-wikitext", "c4": "tiny-c4-docs"},
+    "calibration": {"corpus": "tiny-held-out", "sequences": 2, "length": 16},
     "seeds": 1,
     "perplexity": {"length": 64, "kl_windows": 4},
     "zeroshot": {"limit": 40, "tasks": ["piqa", "boolq"]},
 }
 SHIFTS = {"FP16": 0.0, "RTN pc": 0.2, "+SPEAR pc on RTN": 0.05, "GPTQ pc": 0.1, "+SPEAR pc on GPTQ": 0.04}
-GROUP = "gptq-64-v1 on pocket-sample"
+GROUP = "gptq-64-v1 on tiny-wikitext"
 
 
 def flow(**changes):
@@ -87,12 +87,12 @@ def observe(at, rows=SHIFTS, col="Wiki", n=24, seeds=(0,), c4=None):
             groups = {"nll": GROUP, "kl": f"{GROUP}, first 4", "top1": f"{GROUP}, first 4"}
             correct = (np.random.default_rng(7).random(60) + SHIFTS[cell.row] < 0.7).astype(float)
             series = {
-                "scores": {f"pocket-sample/{k}": Series(v, "windows", groups[k]) for k, v in windows.items()},
+                "scores": {f"tiny-wikitext/{k}": Series(v, "windows", groups[k]) for k, v in windows.items()},
                 "items": {f"{t}/correct": Series(correct, "items", f"lm-eval 0: {t}") for t in ("piqa", "boolq")},
             }
             if cell.row in (c4 or {}):
                 other = nlls(cell.row, 50 + seed, n, 0.003) - SHIFTS[cell.row] + c4[cell.row]
-                series["scores"]["pydoc-topics/nll"] = Series(other, "windows", "gptq-64-v1 on pydoc-topics")
+                series["scores"]["tiny-c4-docs/nll"] = Series(other, "windows", "gptq-64-v1 on tiny-c4-docs")
             for role, job in jobs.items():
                 origin = observations.origin(job, versions.of_job(job))
                 observations.save(job.folder / observations.FILE, series[role], origin)

@@ -119,15 +119,15 @@ def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
 def test_a_live_perplexity(world):
     flow = world()
     m, job = at(flow, "RTN pc", "Wiki", ONE), the_job(flow, "RTN pc")
-    values = nll("pocket-sample", job)
+    values = nll("tiny-wikitext", job)
     assert m.value == pytest.approx(np.exp(values.mean())) and m.n == 120 and m.status == "ok" and m.live == "live"
     assert m.lo < m.value < m.hi and m.covers == "windows only"
     assert (m.printed, m.stand_in, m.recipe, m.grade, m.scale) == ("20.46", "pocket-3m", "rtn-w4-pc", "C", "test")
     meta = observations.load(job.folder / observations.FILE).meta
     assert {name: getattr(m, name) for name in ORIGIN} == {name: meta[name] for name in ORIGIN}
-    assert m.protocol == "gptq-2048-v1 on pocket-sample-x"
+    assert m.protocol == "gptq-2048-v1 on tiny-wikitext-x"
     assert m.seeds == "" and at(flow, "GPTQ pc", "Wiki", ONE).seeds == "0"
-    assert at(flow, "RTN pc", "C4", SEVEN).protocol.endswith("on pydoc-topics-x")
+    assert at(flow, "RTN pc", "C4", SEVEN).protocol.endswith("on tiny-c4-docs-x")
 
 
 def test_live_zero_shot_is_the_plain_mean_of_tasks(world):
@@ -179,7 +179,7 @@ def test_kl_and_bits_stand_beside_and_are_of_the_first_column(world):
     bpw = at(flow, "RTN pc", "BPW", ONE)
     assert (bpw.value, bpw.lo, bpw.hi) == (4.125, None, None)
     assert at(flow, "RTN pc", "MB", SEVEN).value == 2.5
-    assert "on pocket-sample-x" in kl.protocol and kl.recipe == "rtn-w4-pc"
+    assert "on tiny-wikitext-x" in kl.protocol and kl.recipe == "rtn-w4-pc"
     assert all(at(flow, "FP16", col, ONE).value is None for col in ("KL", "Top-1")), "it is not compared with itself"
 
 
@@ -189,7 +189,7 @@ def test_a_row_of_your_own_is_at_the_end_without_a_printed_value(world):
     assert {m.printed for m in mine} == {""} and {m.col for m in mine} >= {"Wiki", "C4", "ZS", "BPW"}
     m = at(flow, "rtn-w3-pc", "Wiki", SEVEN)
     job = the_job(flow, "rtn-w3-pc", model=SEVEN)
-    assert recipe(job) == "rtn-w3-pc" and m.value == pytest.approx(np.exp(nll("pocket-sample", job).mean()))
+    assert recipe(job) == "rtn-w3-pc" and m.value == pytest.approx(np.exp(nll("tiny-wikitext", job).mean()))
     assert at(flow, "rtn-w3-pc", "Wiki", "Llama-3.2-3B").status == "no_stand_in"
     assert m.metric == at(flow, "FP16", "Wiki", SEVEN).metric
 
@@ -227,7 +227,7 @@ def test_what_is_not_built_says_so(world):
 
 def test_a_corpus_that_the_scale_does_not_map(world):
     with pytest.raises(UserError, match="^scale test: unknown corpus 'wikitext2'|^scale test: unknown corpus 'c4'"):
-        world({"corpora": {"c5": "pydoc-topics"}})
+        world({"corpora": {"c5": "tiny-c4-docs"}})
 
 
 # --- recorded ---------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_the_ratio_to_full_precision_comes_first(world):
     rows = {row[0]: row for row in sheet.rows if len(row) > 1}
     first = next(row for row in sheet.rows if row[0] == "RTN pc")
     job, full = the_job(flow, "RTN pc"), the_job(flow, "FP16")
-    ratio = np.exp((nll("pocket-sample", job) - nll("pocket-sample", full)).mean())
+    ratio = np.exp((nll("tiny-wikitext", job) - nll("tiny-wikitext", full)).mean())
     first, full = (dict(zip(sheet.head, row)) for row in (first, rows["FP16"]))
     assert first["Wiki"].printed == "20.46" and first["Wiki"].here.startswith(f"×{ratio:.3f} [")
     assert "; " in first["Wiki"].here and first["ZS"].here.startswith("+0.000; ") and first["BPW"].here == "4.12"

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import lzma
-import platform
 import random
 import socket
 import struct
@@ -39,7 +38,6 @@ from repro.spec import tables
 
 MIRRORED = [name for name, corpus in CORPORA.items() if corpus.reader == "mirror"]
 ON_HUB = [name for name, corpus in CORPORA.items() if corpus.reader == "hub"]
-EMBEDDED = ["pocket-sample", "pocket-sample-calib"]
 BOS = "<s>"
 
 
@@ -51,19 +49,6 @@ def no_socket(monkeypatch):
         raise AssertionError("a corpus opened a socket")
 
     monkeypatch.setattr(socket, "socket", refuse)
-
-
-@pytest.fixture
-def pocket_text(tmp_path, monkeypatch):
-    """Small stand-ins of the embedded texts, with their sums, in a folder of their own."""
-    sums = ""
-    for name in EMBEDDED:
-        content = f"A document of {name}.\nIts second line — é.\n\nAnother document.\n".encode()
-        (tmp_path / f"{name}.txt.xz").write_bytes(lzma.compress(content))
-        sums += f"{hashlib.sha256(content).hexdigest()}  {name}.txt\n"
-    (tmp_path / "SHA256SUMS").write_text(sums)
-    monkeypatch.setattr(corpora, "POCKET_TEXT", tmp_path)
-    return tmp_path
 
 
 @pytest.fixture
@@ -190,43 +175,6 @@ def test_names():
     assert "c4" not in CORPORA
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_embedded_text(pocket_text, name):
-    assert text(name).startswith(f"A document of {name}.\n") and text(name).count("\n\n") == 1
-    digest = hashlib.sha256(text(name).encode()).hexdigest()
-    assert identity(name) == {"corpus": name, "label": name, "corpus_sha256": digest}
-
-
-def test_embedded_text_that_was_changed(pocket_text):
-    path = pocket_text / "pocket-sample.txt.xz"
-    whole = path.read_bytes()
-    path.write_bytes(lzma.compress(b"Another text."))
-    with pytest.raises(UserError, match="not the one that SHA256SUMS lists as pocket-sample.txt"):
-        text("pocket-sample")
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="pocket-sample.txt.xz: not readable"):
-        text("pocket-sample")
-    path.write_bytes(whole)
-    (pocket_text / "SHA256SUMS").write_text("")
-    with pytest.raises(UserError, match="not the one"):
-        text("pocket-sample")
-    path.unlink()
-    with pytest.raises(UserError, match="pocket-sample.txt.xz: this file of the repository is missing"):
-        text("pocket-sample")
-
-
-def test_pydoc_topics(monkeypatch):
-    from pydoc_data.topics import topics
-
-    label = identity("pydoc-topics")["label"]
-    digest = hashlib.sha256("\n\n".join(topics[k] for k in sorted(topics)).encode()).hexdigest()
-    assert label == f"pydoc-topics-{platform.python_version()}-{digest[:8]}"
-    assert len(text("pydoc-topics")) > 300_000
-    monkeypatch.setattr("pydoc_data.topics.topics", {"b": "second", "a": "first"})
-    assert text("pydoc-topics") == "first\n\nsecond"
-    assert identity("pydoc-topics")["label"] != label
-
-
 def test_small_mirror_is_joined(small_mirror):
     assert text("wikitext2") == "\n\n = Title = \n\n\n Words\u2028and more. \n"
     assert text("c4-local") == "  = Title = \n  Words\u2028and more. \n"
@@ -348,7 +296,7 @@ def test_unknown_corpus():
 
 
 @pytest.mark.parametrize("bos", [BOS, None])
-def test_one_call_adds_one_bos_or_none(pocket_text, bos):
+def test_one_call_adds_one_bos_or_none(bos):
     calls = []
     tokenizer = byte_tokenizer(bos)
 
@@ -356,8 +304,8 @@ def test_one_call_adds_one_bos_or_none(pocket_text, bos):
         calls.append(args)
         return tokenizer(*args, **kwargs)
 
-    ids = token_ids("pocket-sample", counting)
-    whole = text("pocket-sample")
+    ids = token_ids("tiny-wikitext", counting)
+    whole = text("tiny-wikitext")
     assert calls == [(whole,)]
     assert ids.dtype == np.int32 and len(ids) == len(whole.encode()) + bool(bos)
     assert tokenizer.decode(ids[bool(bos) :]) == whole
@@ -366,10 +314,10 @@ def test_one_call_adds_one_bos_or_none(pocket_text, bos):
         assert windows(ids, 8)[0].tolist().index(0) == 0
 
 
-def test_tokens_survive_the_disk(pocket_text, tmp_path):
+def test_tokens_survive_the_disk(tmp_path):
     tokenizer = byte_tokenizer()
-    ids, path = token_ids("pocket-sample", tokenizer), tmp_path / "cache" / "ids.safetensors"
-    meta = identity("pocket-sample") | {"tokenizer_sha256": tokenizer_sha256(tokenizer)}
+    ids, path = token_ids("tiny-wikitext", tokenizer), tmp_path / "cache" / "ids.safetensors"
+    meta = identity("tiny-wikitext") | {"tokenizer_sha256": tokenizer_sha256(tokenizer)}
     save_tokens(path, ids, meta)
     loaded, facts = load_tokens(path)
     assert loaded.dtype == np.int32 and np.array_equal(loaded, ids)
@@ -437,16 +385,16 @@ def scored(calibrated, evaluated, recipe="gptq-w4-pc"):
 @pytest.mark.parametrize(
     ("calibrated", "evaluated"),
     [
-        ("pocket-sample", "pocket-sample"),
+        ("tiny-wikitext", "tiny-wikitext"),
         ("wikitext2", "wikitext2"),
         ("wikitext2", "wikitext2-hub"),
         ("wikitext2-hub", "wikitext2"),
         ("c4-hub", "c4-local"),
-        ("mine", "pocket-sample-calib"),
+        ("mine", "tiny-held-out"),
     ],
 )
 def test_text_that_is_evaluated_is_not_calibrated_on(monkeypatch, calibrated, evaluated):
-    copied = dataclasses.replace(CORPORA["pocket-sample-calib"], name="mine")  # the same text under another name
+    copied = dataclasses.replace(CORPORA["tiny-held-out"], name="mine")  # the same text under another name
     monkeypatch.setitem(CORPORA, "mine", copied)
     with pytest.raises(UserError) as caught:
         scored(calibrated, evaluated)

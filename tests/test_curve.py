@@ -11,9 +11,7 @@ from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 from repro.spec import scale as scales
 
-AT = scales.load(
-    {"calibration": {"corpus": "pocket-sample-calib", "sequences": 64, "length": 16}, "device": "cpu"}, "pocket"
-)
+AT = scales.load({"calibration": {"corpus": "tiny-held-out", "sequences": 64, "length": 16}, "device": "cpu"}, "pocket")
 
 
 def target(text: str) -> Target:

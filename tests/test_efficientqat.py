@@ -76,7 +76,7 @@ def test_bounds_pass_gradients_straight_through():
 @pytest.mark.parametrize("bits", [8, 2])
 def test_at_rate_0_it_is_rtn(bits):
     """Perplexity of a pocket model to 1e-6, every code, scale and zero point."""
-    ids = torch.from_numpy(corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:256]).long()
+    ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:256]).long()
     wins, found = ids.view(2, 128), []
     options = {"bits": bits, "group": 32}
     trained = Config(**options, lr=0.0, quant_lr=0.0, tokens=256, epochs=1)

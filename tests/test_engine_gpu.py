@@ -22,8 +22,8 @@ PROMPTS = [[5, 6, 7], list(range(20, 320)), [9], [11] * 40]  # a power of two: c
 
 
 def text(model="pocket-3m"):
-    """Token ids of the embedded text."""
-    return torch.as_tensor(corpora.token_ids("pocket-sample", models.tokenizer(model)))
+    """Token ids of a short text."""
+    return torch.as_tensor(corpora.token_ids("tiny-wikitext", models.tokenizer(model)))
 
 
 def texts(engine, **how):

@@ -45,7 +45,7 @@ def names(tmp_path_factory):
 @pytest.fixture(scope="module")
 def text():
     """Token ids."""
-    return torch.as_tensor(corpora.token_ids("pocket-sample", models.tokenizer("pocket-3m")))
+    return torch.as_tensor(corpora.token_ids("tiny-wikitext", models.tokenizer("pocket-3m")))
 
 
 def sparse(name, text, steps=(), positions="second_half", **options):

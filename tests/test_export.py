@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,7 +47,7 @@ LAYOUTS = {
 
 
 def tokenizer_of(name, folder, size=384):
-    """A byte-level BPE cut by the pattern `name`, trained on the embedded text, with BOS, saved in `folder`."""
+    """A byte-level BPE cut by the pattern `name`, trained on a short text, with BOS, saved in `folder`."""
     steps = {
         "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -60,7 +61,7 @@ def tokenizer_of(name, folder, size=384):
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size - 1, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
-    made.train_from_iterator(corpora.text("pydoc-topics").splitlines(keepends=True), trainer)
+    made.train_from_iterator(corpora.text("tiny-c4-docs").splitlines(keepends=True), trainer)
     made.add_tokens([AddedToken("@@", normalized=False)])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
@@ -346,8 +347,8 @@ def load(package):
 
 
 def documents(name, count=200):
-    """Evenly spaced paragraphs of a corpus."""
-    some = [text for text in corpora.text(name).split("\n") if text.strip()]
+    """Evenly spaced sentences of a corpus."""
+    some = [text for text in re.split(r"\n|(?<=[.!?]) ", corpora.text(name)) if text.strip()]
     return some[:: len(some) // count][:count]
 
 
@@ -364,7 +365,7 @@ def test_token_ids_are_ours(load, tmp_path, name):
         model = llama(tmp_path / "model", name)
     export(model, "fp16", out)
     loaded, tokenizer = load(out, vocab_only=True), models.tokenizer(model)
-    some = documents("pydoc-topics")
+    some = documents("tiny-c4-docs")
     assert len(some) == 200 and sum(len(tokenizer(text)["input_ids"]) for text in some) > 2_000
     assert unlike(loaded, tokenizer, some) == []
     assert unlike(loaded, tokenizer, NASTY) == [] and unlike(loaded, tokenizer, ["@@ x@@y 1@@2"]) == []
@@ -395,7 +396,7 @@ def test_llamacpp_computes_what_we_do(package, load, tmp_path, name, kind, reque
     kept, out = os.environ.get("GGUF_EQUAL"), tmp_path / "it.gguf"
     if kept:
         request.getfixturevalue("mirror")
-    corpus, count = ("wikitext2-raw", MANY) if kept else ("pocket-sample", SOME)
+    corpus, count = ("wikitext2-raw", MANY) if kept else ("tiny-wikitext", SOME)
     text, tokenizer, model = corpora.text(corpus), models.tokenizer(name), models.load(name)
     export(name, KINDS[kind], out)
     loaded, some = load(out), documents(corpus)

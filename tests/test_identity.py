@@ -17,7 +17,7 @@ from repro.jobs.target import Target
 from repro.models import identity as identities
 from repro.spec import scale
 
-TEXT = "pocket-sample"
+TEXT = "tiny-wikitext"
 
 
 @pytest.fixture(autouse=True)

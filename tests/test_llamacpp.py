@@ -83,7 +83,7 @@ def test_one_job_for_a_text_and_none_without_a_protocol():
 def test_the_command_measures(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     dag.save_model(tmp_path / "model")
-    assert main(["llamacpp", "model", "--corpus", "pydoc-topics", "--config", "llamacpp={context: 64, chunks: 6}"]) == 0
-    ids = corpora.token_ids("pydoc-topics", models.tokenizer("model"))[: 6 * 64]
+    assert main(["llamacpp", "model", "--corpus", "tiny-c4-docs", "--config", "llamacpp={context: 64, chunks: 6}"]) == 0
+    ids = corpora.token_ids("tiny-c4-docs", models.tokenizer("model"))[: 6 * 64]
     shown, unit = capsys.readouterr().out.split()[-2:]
     assert unit == "ppl" and float(shown) == pytest.approx(plain(models.load("model"), ids, 64, None), rel=1e-4)

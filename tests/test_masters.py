@@ -26,7 +26,7 @@ COMMITTED = models.POCKET / masters.FOLDER / "pocket-3m.safetensors"
 
 
 def windows():
-    ids = corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:1024]
+    ids = corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:1024]
     return torch.from_numpy(ids).long().view(2, 512)
 
 

@@ -318,7 +318,7 @@ def test_a_stored_row_has_the_levels_of_the_paper(bits):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_paretoq_at_rate_0_is_its_starting_grid(bits):
-    ids = torch.from_numpy(corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:256]).long()
+    ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:256]).long()
     wins, found = ids.view(2, 128), []
     config = paretoq.Config(bits=bits, lr=0.0, tokens=256)
     lm = LowBitModel(models.load("pocket-3m"))
@@ -451,7 +451,7 @@ def test_query_and_key_are_not_clipped_and_the_search_sees_the_layers_inputs(mon
 def test_bitdistiller_at_rate_0_is_rtn_of_the_weights_that_it_cuts(name, tokens):
     new, wins, found = lambda: tiny.model("llama"), tiny.tokens(4, 32), []
     if name == "pocket-3m":
-        ids = corpora.token_ids("pocket-sample-calib", models.tokenizer(name))[:256]
+        ids = corpora.token_ids("tiny-held-out", models.tokenizer(name))[:256]
         new, wins = lambda: models.load(name), torch.from_numpy(ids).long().view(4, 64)
     options, lm, model = {"bits": 2, "group": 64}, LowBitModel(new()), new()
     given = {"lr": 0.0, "tokens": wins.numel(), "batch": 2, "data": "text", "clip_tokens": tokens, "epochs": 1}
@@ -566,7 +566,7 @@ def test_one_file_is_read_at_every_width(tmp_path, width):
 
 
 def test_matquant_at_rate_0_is_the_rounded_grid():
-    ids = torch.from_numpy(corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:256]).long()
+    ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:256]).long()
     wins = ids.view(2, 128)
     lm = LowBitModel(models.load("pocket-3m"))
     matquant.apply(lm, wins, matquant.Config(lr=0.0, tokens=256, epochs=1))

@@ -13,7 +13,7 @@ from repro.jobs import compress, runner
 from repro.jobs.job import distinct
 from repro.jobs.target import Target
 from repro.methods import spear
-from repro.models.sampling import EMBEDDED, freeze, sample, texts
+from repro.models.sampling import sample
 from repro.spec import scale as scales
 from repro.spec.recipe import parse, with_seed
 
@@ -56,30 +56,6 @@ def test_after_the_end_of_a_text_only_ends_follow():
     assert torch.equal(stopped[~ended], free[:, :width][~ended]), "until then nothing differs"
 
 
-def test_texts_end_at_their_end_and_keep_every_character():
-    class Letters:
-        def decode(self, ids, clean_up_tokenization_spaces):
-            assert clean_up_tokenization_spaces is False
-            return "".join(map(chr, ids))
-
-    rows = torch.tensor([[0, 97, 32, 46, 1, 99], [0, 1, 97, 97, 97, 97], [0, 98, 98, 98, 98, 98]])
-    assert texts(rows, Letters(), 1) == ["a .", "bbbbb"]
-
-
-def test_an_embedded_text_is_listed_with_its_hash(tmp_path):
-    first = freeze("pocket-sample", ["one", "two"], tmp_path)
-    assert freeze("pocket-sample", ["one", "two"], tmp_path) == first
-    other = freeze("pocket-sample-calib", ["three"], tmp_path)
-    assert (tmp_path / "SHA256SUMS").read_text().splitlines() == sorted(
-        [f"{first}  pocket-sample.txt", f"{other}  pocket-sample-calib.txt"]
-    )
-
-
-def test_the_two_embedded_texts_are_drawn_with_other_seeds():
-    (_, _, evaluated), (_, _, calibrated) = EMBEDDED["pocket-sample"], EMBEDDED["pocket-sample-calib"]
-    assert evaluated != calibrated
-
-
 def test_spear_draws_its_sequences_with_its_seed():
     teacher, config = tiny.model("llama"), {"samples": 6, "tokens": 12, "cka_samples": 2}
     first, again, other = (spear.sequences(teacher, None, spear.Config(**config, seed=s)) for s in (0, 0, 1))
@@ -105,8 +81,8 @@ def at(tmp_path_factory):
     """A scale with a tiny Llama whose calibration starts at seed 5, and its folder."""
     folder = tmp_path_factory.mktemp("seeds")
     facts = {"name": "tiny", "about": "a test", "models": {"m": str(dag.save_model(folder / "tiny-llama"))}}
-    crops = {"corpus": "pocket-sample-calib", "sequences": 4, "length": 32, "seed": 5}
-    return folder, scales.load(facts | {"corpora": {"wikitext2": "pocket-sample"}, "calibration": crops})
+    crops = {"corpus": "tiny-held-out", "sequences": 4, "length": 32, "seed": 5}
+    return folder, scales.load(facts | {"corpora": {"wikitext2": "tiny-wikitext"}, "calibration": crops})
 
 
 def built(at, recipe, seed):

@@ -104,7 +104,7 @@ def test_the_interval_covers_windows_and_seeds(write, fake):  # noqa: F811
     assert (drawn.seeds, drawn.covers) == ("0 1 2", "windows and seeds")
     assert (plain.seeds, plain.covers) == ("", "windows only")
     jobs = [each["scores"] for each in at.jobs(cell(cells, "GPTQ pc"))]
-    values = [np.exp(nll("pocket-sample", job).mean()) for job in jobs]
+    values = [np.exp(nll("tiny-wikitext", job).mean()) for job in jobs]
     assert drawn.value == pytest.approx(np.mean(values)) and drawn.lo < drawn.value < drawn.hi
     write("tables/spear/table1.yaml", SHORT)
     at = flow()
@@ -133,7 +133,7 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
     assert (m.status, m.unit, m.seeds, m.covers) == ("ok", "%", "0 1 2", "windows and seeds")
     jobs, values = at.jobs(cell(cells, "SPEAR", "bits 3", "recovered")), []
     for each in jobs:
-        s, b, f = (math.exp(nll("pocket-sample", each[f"{n}:scores"]).mean()) for n in "sbf")
+        s, b, f = (math.exp(nll("tiny-wikitext", each[f"{n}:scores"]).mean()) for n in "sbf")
         values.append(100 * (b - s) / (b - f))
     assert m.value == pytest.approx(np.mean(values)) and m.lo < m.value < m.hi
     assert len({each["b:scores"].id for each in jobs}) == 1 and len({each["s:scores"].id for each in jobs}) == 3
@@ -317,7 +317,7 @@ def test_a_cell_names_its_calibration_text(write):
         (jobs,) = at.jobs(cell(at.cells("spear", "1"), row))
         drawn[row] = dict(jobs["scores"].needs)["weights"]
     texts = [job.given()["calibration"]["corpus"] for job in drawn.values()]
-    assert texts == ["pocket-sample-calib", "held-out"]
+    assert texts == ["tiny-held-out", "held-out"]
     assert (
         len({job.declared()["calibration"]["text"] for job in drawn.values()})
         == len({j.id for j in drawn.values()})
@@ -329,8 +329,8 @@ def test_a_cell_names_its_calibration_text(write):
     assert without.jobs(asked) == [] and measure.one(without, asked).status == "not_run", (
         "no other text takes its place"
     )
-    same = flow(calibration_texts={"c4": "pocket-sample"})
-    with pytest.raises(UserError, match="calibrated on pocket-sample, and perplexity is measured on pocket-sample"):
+    same = flow(calibration_texts={"c4": "tiny-wikitext"})
+    with pytest.raises(UserError, match="calibrated on tiny-wikitext, and perplexity is measured on tiny-wikitext"):
         same.jobs(cell(same.cells("spear", "1"), "GPTQ pc"))
     with pytest.raises(UserError, match="calibration_texts: c4: unknown corpus 'c5'"):
         flow(calibration_texts={"c4": "c5"})

@@ -271,7 +271,7 @@ def learned(monkeypatch) -> list:
 @pytest.mark.parametrize("solver, epochs", [("gptq", 6), ("rtn", 4)])
 def test_learned_rotations_are_orthogonal_and_training_lowers_the_loss(learned, solver, epochs):
     """One batch of all sequences, so that losses compare."""
-    ids = torch.from_numpy(corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:512]).long()
+    ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:512]).long()
     lm = LowBitModel(models.load("pocket-3m"))
     spinquant.apply(lm, ids.view(4, 128), Config(bits=3, act_bits=3, solver=solver, epochs=epochs, tokens=512, batch=4))
     ((R1, R2, losses),) = learned
@@ -469,7 +469,7 @@ def test_the_engine_runs_rotated_weights(monkeypatch, tmp_path, layout):
 
 def test_below_plain_rounding_on_a_pocket_model():
     """Perplexity at w4a4 per row and token; measured 49.2 against 66.3 of the same grids without rotations."""
-    ids = torch.from_numpy(corpora.token_ids("pocket-sample-calib", models.tokenizer("pocket-3m"))[:4096]).long()
+    ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:4096]).long()
     turned, plain = LowBitModel(models.load("pocket-3m")), LowBitModel(models.load("pocket-3m"))
     config = Config(tokens=2048, solver="rtn")
     layers = block_linears(plain.model)

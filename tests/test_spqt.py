@@ -369,10 +369,10 @@ def test_thresholds_of_another_model_or_calibration_text_are_refused(tmp_path, m
     """Files of one job in the folder of another: what runs next says so."""
     monkeypatch.chdir(tmp_path)
     text = "spqt(tokens=64, search=64)"
-    crops = {"sequences": 2, "length": 32, "corpus": "pocket-sample-calib"}
+    crops = {"sequences": 2, "length": 32, "corpus": "tiny-held-out"}
     at = scales.load({"calibration": crops, "device": "cpu"}, "pocket")
     jobs = {name: compress.job(Target(at, name, text)) for name in ("pocket-3m", "pocket-5m")}
-    other = scales.load({"calibration": crops | {"corpus": "pocket-sample"}, "device": "cpu"}, "pocket")
+    other = scales.load({"calibration": crops | {"corpus": "tiny-wikitext"}, "device": "cpu"}, "pocket")
     jobs["text"] = compress.job(Target(other, "pocket-3m", text))
     assert len({job.folder for job in jobs.values()}) == 3
     for job in jobs["pocket-3m"].every():

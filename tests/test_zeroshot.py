@@ -696,7 +696,7 @@ def test_a_damaged_file_of_requests_is_said(small, bytewise, tmp_path):
 
 def target(recipe: str, names: list[str]) -> Target:
     given = {"name": "test", "about": "a test", "models": {}, "corpora": {}, "zeroshot": {"tasks": names}}
-    calibration = {"corpus": "pocket-sample-calib", "sequences": 2, "length": 8}
+    calibration = {"corpus": "tiny-held-out", "sequences": 2, "length": 8}
     return Target(scales.load(given | {"calibration": calibration}), "pocket-3m", recipe)
 
 

@@ -38,10 +38,10 @@ def scale(model: Path, **changes) -> scales.Scale:
     """The tiny scale with a model of one's own."""
     given = {
         "name": "tiny",
-        "about": "a random Llama on embedded text",
+        "about": "a random Llama on short texts",
         "models": {MODEL: str(model)},
-        "corpora": {"wikitext2": "pydoc-topics", "c4": "pydoc-topics"},
-        "calibration": {"corpus": "pocket-sample-calib", "sequences": 4, "length": 64},
+        "corpora": {"wikitext2": "tiny-c4-docs", "c4": "tiny-c4-docs"},
+        "calibration": {"corpus": "tiny-held-out", "sequences": 4, "length": 64},
         "perplexity": {"length": 32, "windows": 100, "kl_windows": 8},
     }
     return scales._build(given | changes, "the tiny scale")

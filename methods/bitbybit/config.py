@@ -52,8 +52,9 @@ class Config:
             model of two blocks go one by one.
         alpha: α of the bias to early blocks. Not given; 1 is linear in depth, as its growth is said to be.
         sampling: of the blocks of a stage: drawn, or the first ones (both in appendix B.1.2).
-        kurtosis: τ; inputs of down-projections above it get `outlier_bits`. Not given; on pocket-sample-calib the
-            pocket models have 100 to 2e5 there; 1000 marks the heaviest, 0 of 2, 1 of 5 and 3 of 11, 100 marks all.
+        kurtosis: τ; inputs of down-projections above it get `outlier_bits`. Not given; on text that one of
+            them wrote the pocket models have 100 to 2e5 there; 1000 marks the heaviest, 0 of 2, 1 of 5 and 3 of 11, 100
+            marks all.
         outlier_bits: of activations of those. Not given, 4 or 8; 4 is the next step above 2.
         split_first, split_last: r_l of the first and of the last block. Given is a ramp and 10 % (section 4.1), which
             is its mean according to the memory of Table 3. Ends not given; these are as far from the mean as from none.

@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 VERBS = (
     "make", "show", "list", "coverage", "plan", "verify", "accept", "run", "table", "generate", "fit", "export",
-    "compress", "pretrain", "sample", "card", "bench", "tune", "regress",
+    "compress", "pretrain", "card", "bench", "tune", "regress",
 )  # fmt: skip
 RUNS = re.compile(r"^def run\(", re.MULTILINE)
 

@@ -10,10 +10,9 @@ The hub corpora are fetched with the `datasets` library, at pinned commits, and 
 import hashlib
 import json
 import lzma
-import platform
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +25,10 @@ from torch import Tensor
 
 from repro.data import sources
 from repro.errors import UserError, unknown
-from repro.files import ROOT, atomic, short_hash
+from repro.files import atomic, short_hash
 from repro.strict import build, load_yaml
 
 ENTRIES = Path(__file__).with_name("corpora.yaml")
-POCKET_TEXT = ROOT / "repro" / "pocket" / "text"
 FIRST_IDS = 8
 
 
@@ -57,15 +55,13 @@ class Corpus:
     """A named text.
 
     Attributes:
-        source: the sampled text's file, the data file (`repro.data.sources`), or the hub data set with its
-            configuration or file.
+        source: the data file (`repro.data.sources`), or the hub data set with its configuration or file.
         joining: what stands between two documents (rows) of the text.
         empty_row: what an empty row reads as.
         excerpt: calibration sequences that the repository has although it does not have the whole text.
         split: which part of the data set it is.
         reader: what reads the documents that are joined, key of `READERS`.
         sha256: of the joined text (UTF-8), where it is known beforehand.
-        release: a version that belongs to the name in results, where the text comes with another program.
         max_documents, max_tokens: the protocol's own cut before joining and after tokenizing.
         on_hub: the hub corpus to name instead, the same text or the fuller one.
     """
@@ -76,45 +72,16 @@ class Corpus:
     licence: str
     joining: str
     split: str
-    reader: Literal["embedded", "pydoc", "mirror", "hub"]
+    reader: Literal["mirror", "hub"]
     sha256: str = ""
-    release: str = ""
     max_documents: int | None = None
     max_tokens: int | None = None
     on_hub: str = ""
     empty_row: str = ""
     excerpt: Excerpt | None = None
 
-    def label(self) -> str:
-        """The name that stands in results: with release and hash of the text where the name alone does not fix it."""
-        return f"{self.name}-{self.release}-{short_hash(text(self.name))}" if self.release else self.name
-
 
 # --- where the documents come from ------------------------------------------------------------------------------------
-
-
-def _embedded(corpus: Corpus) -> list[str]:
-    path, sums = POCKET_TEXT / Path(corpus.source).name, POCKET_TEXT / "SHA256SUMS"
-    try:
-        listed = dict(reversed(line.split(maxsplit=1)) for line in sums.read_text(encoding="utf-8").splitlines())
-        content = lzma.decompress(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: this file of the repository is missing; check it out again") from None
-    except (lzma.LZMAError, ValueError) as error:
-        raise UserError(f"{path}: not readable ({error}); check it and SHA256SUMS out again") from None
-    if hashlib.sha256(content).hexdigest() != listed.get(path.stem):
-        raise UserError(f"{path}: the text is not the one that SHA256SUMS lists as {path.stem}; check both out again")
-    return [content.decode()]
-
-
-def _pydoc(corpus: Corpus) -> list[str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise UserError(
-            f"corpus {corpus.name!r}: this Python comes without pydoc_data; install its full library"
-        ) from None
-    return [topics[key] for key in sorted(topics)]
 
 
 def _mirrored(corpus: Corpus) -> list[str]:
@@ -149,8 +116,6 @@ def _fetched(corpus: Corpus) -> list[str]:
 # --- the corpora ------------------------------------------------------------------------------------------------------
 
 READERS: dict[str, Callable[[Corpus], list[str]]] = {
-    "embedded": _embedded,
-    "pydoc": _pydoc,
     "mirror": _mirrored,
     "hub": _fetched,
 }
@@ -160,10 +125,7 @@ def _entries() -> dict[str, Corpus]:
     """The corpora of corpora.yaml by name."""
     found = {}
     for name, entry in load_yaml(ENTRIES).items():
-        corpus = build(Corpus, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
-        if corpus.reader == "pydoc":
-            corpus = replace(corpus, release=platform.python_version())
-        found[name] = corpus
+        found[name] = build(Corpus, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
     return found
 
 
@@ -201,7 +163,7 @@ def identity(name: str, hub: bool = False) -> dict[str, str]:
         UserError: as `text`.
     """
     digest = _sha256(text(name, hub).encode())
-    return {"corpus": name, "label": CORPORA[name].label(), "corpus_sha256": digest}
+    return {"corpus": name, "label": name, "corpus_sha256": digest}
 
 
 @cache
