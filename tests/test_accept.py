@@ -41,8 +41,8 @@ def test_round_trip(house):
     flow = Workflow(house.scale, recorded=True)
     for cell in flow.cells("spear", "1"):
         old, new = live[cell.place], measure.one(flow, cell)
-        if old.live == "live":
-            assert new == measure.replace(old, live="recorded")  # every number, exact
+        if old.live == "fresh":
+            assert new == measure.replace(old, live="stored")  # every number, exact
             seeds = accepted.series(accepted.find("tiny", cell))
             assert [observations.digest(seed) for seed in seeds] == old.observations.split()
     statuses = {new.status for new in from_csv(stored(house))}
@@ -82,7 +82,7 @@ def test_files_are_packed_by_kind_and_split(house, monkeypatch):
 
 
 def test_what_was_not_measured_here_is_left_out(house):
-    kept = house.table(lambda t: t.replace(",live,tiny,", ",recorded,tiny,"))
+    kept = house.table(lambda t: t.replace(",fresh,tiny,", ",stored,tiny,"))
     assert "no measured row to accept" in refusal(accept, kept)
     refused = house.table(rows=["+SPEAR pc on RTN"])
     assert "no measured row to accept" in refusal(accept, refused)
@@ -120,8 +120,8 @@ def test_every_column_is_compared():
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (",live,tiny,", ",live,gpu,", "is not built here"),  # another scale has other jobs
-        (",live,tiny,", ",live,tinny,", "unknown scale 'tinny'; did you mean 'tiny'?"),
+        (",fresh,tiny,", ",fresh,gpu,", "is not built here"),  # another scale has other jobs
+        (",fresh,tiny,", ",fresh,tinny,", "unknown scale 'tinny'; did you mean 'tiny'?"),
         ("spear,table,1,RTN pc,Wiki", "spaer,table,1,RTN pc,Wiki", "unknown table 'spaer/table1'"),
         ("spear,table,1,RTN pc,Wiki", "spear,table,99,RTN pc,Wiki", "unknown table 'spear/table99'"),
         ("spear,table,1,RTN pc,Wiki", "spear,../../x,1,RTN pc,Wiki", "unknown kind of result '../../x'"),
@@ -255,12 +255,12 @@ def test_rows_carry_the_versions_that_made_them(house):
     older(house, "RTN pc")
     built = house.table()
     (row,) = [m for m in from_csv(built) if (m.row, m.col, m.model) == ("RTN pc", "Wiki", MODEL)]
-    assert (row.status, row.live, row.commit) == ("stale", "live", "9999999999") and row.value is not None
+    assert (row.status, row.live, row.commit) == ("stale", "fresh", "9999999999") and row.value is not None
     accept(built)
     (row,) = [m for m in from_csv(stored(house)) if (m.row, m.col) == ("RTN pc", "Wiki")]
     assert row.status == "ok" and row.versions == "compress=1 perplexity=1 rtn=0 tokens=1"
     shown = house.recorded()
-    assert (shown.status, shown.live) == ("stale", "recorded") and shown.note == "other versions: rtn was 0, is 1"
+    assert (shown.status, shown.live) == ("stale", "stored") and shown.note == "other versions: rtn was 0, is 1"
     assert house.recorded("FP16").status == "ok"
 
 
@@ -485,7 +485,7 @@ def test_what_was_measured_on_any_device_is_accepted_from_brought_folders(house,
     shutil.rmtree(house.place / "build")
     for flow in (Workflow(at), Workflow(at, recorded=True), Workflow(at, recorded=False)):
         shown = measure.one(flow, cell)
-        assert (shown.status, shown.live, shown.value) == ("ok", "recorded", brought.value)
+        assert (shown.status, shown.live, shown.value) == ("ok", "stored", brought.value)
 
 
 def test_a_cell_without_a_job_is_live_everywhere_and_never_accepted(house, monkeypatch):
@@ -494,7 +494,7 @@ def test_a_cell_without_a_job_is_live_everywhere_and_never_accepted(house, monke
     )
     monkeypatch.setattr(tables, "table", lambda paper, number: spec)
     found = house.recorded("RTN pc", "bits")
-    assert (found.value, found.live, found.status) == (4.0, "live", "ok")
+    assert (found.value, found.live, found.status) == (4.0, "fresh", "ok")
     accept(house.table())
     assert {row.col for row in from_csv(stored(house))} == {"Wiki", "C4"}
 

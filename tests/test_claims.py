@@ -101,7 +101,7 @@ def observe(at, rows=SHIFTS, col="Wiki", n=24, seeds=(0,), c4=None):
 def accept(at, rows, kept, **changes):
     """Take rows that are built into accepted results, some columns changed, and remove what is built of them."""
     for cell in (cell for row in rows for cell in cells(at, row)):
-        row = dataclasses.replace(measure.live(at, cell), live="", **changes)
+        row = dataclasses.replace(measure.fresh(at, cell), live="", **changes)
         kept[(at.scale.name, cell.place)] = row, list(at.quantity(cell).seeds) if row.observations else []
         for job in (job for jobs in at.jobs(cell) for job in jobs.values()):
             shutil.rmtree(job.folder)
@@ -387,7 +387,7 @@ def test_live_and_accepted_cells_are_paired(kept):
     accept(at, ["+SPEAR pc on RTN"], kept)
     judged = judge(at, SHARE)
     (case,) = judged.cases
-    assert {m.live for m in judged.cells} == {"live", "recorded"} and case.on == "pocket-3m"
+    assert {m.live for m in judged.cells} == {"fresh", "stored"} and case.on == "pocket-3m"
     assert (case.measured, case.lo, case.hi) == pytest.approx((whole.measured, whole.lo, whole.hi), rel=1e-12)
 
 
@@ -415,7 +415,7 @@ def test_what_is_drawn_counts_only_with_all_of_its_windows(monkeypatch):
     """A few windows of one seed are shown, and are no evidence on what is calibrated or trained."""
     at, one = flow(), measure.one
     observe(at)
-    brief = lambda at, cell: dataclasses.replace(one(at, cell), live="brief" if "SPEAR" in cell.row else "live")  # noqa: E731
+    brief = lambda at, cell: dataclasses.replace(one(at, cell), live="partial" if "SPEAR" in cell.row else "fresh")  # noqa: E731
     monkeypatch.setattr(claims.measure, "one", brief)
     assert judge(at, SHARE).verdict == "no verdict: not run" and judge(at, SHARE).cases[0].missing == "not_run"
     assert judge(at, DAMAGE).measured

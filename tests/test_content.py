@@ -113,14 +113,14 @@ def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
     assert sheet.rows == [["other device: the paper names machines on which nothing runs here; 16 printed cells"]]
 
 
-# --- live -------------------------------------------------------------------------------------------------------------
+# --- fresh ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_live_perplexity(world):
     flow = world()
     m, job = at(flow, "RTN pc", "Wiki", ONE), the_job(flow, "RTN pc")
     values = nll("tiny-wikitext", job)
-    assert m.value == pytest.approx(np.exp(values.mean())) and m.n == 120 and m.status == "ok" and m.live == "live"
+    assert m.value == pytest.approx(np.exp(values.mean())) and m.n == 120 and m.status == "ok" and m.live == "fresh"
     assert m.lo < m.value < m.hi and m.covers == "windows only"
     assert (m.printed, m.stand_in, m.recipe, m.grade, m.scale) == ("20.46", "pocket-3m", "rtn-w4-pc", "C", "test")
     meta = observations.load(job.folder / observations.FILE).meta
@@ -239,7 +239,7 @@ def recorded(world, monkeypatch):
     flow = world()
     place = ("GPTQ pc", "Wiki", ONE)
     cell = next(c for c in flow.cells("spear", "1") if c.place[:3] == place)
-    row, series = measure.live(flow, cell), [dict(seed) for seed in flow.quantity(cell).seeds]
+    row, series = measure.fresh(flow, cell), [dict(seed) for seed in flow.quantity(cell).seeds]
 
     def make(**changes):
         kept = dataclasses.replace(row, live="", **changes)
@@ -254,7 +254,7 @@ def recorded(world, monkeypatch):
 def test_a_recorded_cell_has_no_mark(recorded):
     flow, kept = recorded()
     m = at(flow, "GPTQ pc", "Wiki", ONE)
-    assert m == dataclasses.replace(kept, live="recorded") and m.status == "ok"
+    assert m == dataclasses.replace(kept, live="stored") and m.status == "ok"
     assert content.here(m).startswith(f"{content.number(m.value)} [")
     remarks = content.remarks(flow, "spear", "1", cells_of(flow))
     assert any(f"{kept.device}, commit {kept.commit}" in remark for remark in remarks)
@@ -270,7 +270,7 @@ def test_a_recorded_cell_has_no_mark(recorded):
 def test_a_recorded_cell_of_other_inputs_or_versions_is_stale(recorded, change, why):
     flow, kept = recorded(**change)
     m = at(flow, "GPTQ pc", "Wiki", ONE)
-    assert (m.status, m.live, m.value) == ("stale", "recorded", kept.value) and m.note.startswith(why)
+    assert (m.status, m.live, m.value) == ("stale", "stored", kept.value) and m.note.startswith(why)
     assert content.here(m).startswith(f"{content.number(m.value)}†")
     assert [r[0] for r in content.remarks(flow, "spear", "1", cells_of(flow))][-1:] == ["†"]
 

@@ -1,4 +1,4 @@
-"""Coverage counts a printed cell once, tells live from recorded and carried, and leaves no table or figure out."""
+"""Coverage counts a printed cell once, tells fresh from stored, and leaves no table or figure out."""
 
 import csv
 from dataclasses import replace
@@ -47,8 +47,8 @@ def at(flow, monkeypatch):
             patch.setattr(recorded_rows, "_recomputed", lambda *which: {})  # these rows have no observations
             patch.setattr(accepted, "equal", lambda scale, inputs: [])
             patch.setattr(Workflow, "is_live", lambda self, cell: (cell.table, cell.place) in built)
-            blank = {"status": "not_run", "value": None, "live": ""}  # of a setting, which is live without any job
-            patch.setattr(measure, "live", lambda f, c: built.get((c.table, c.place)) or row(f, c, **blank))
+            blank = {"status": "not_run", "value": None, "live": ""}  # of a setting, which is fresh without any job
+            patch.setattr(measure, "fresh", lambda f, c: built.get((c.table, c.place)) or row(f, c, **blank))
             return coverage.coverage(on)
 
     return lines
@@ -68,7 +68,7 @@ def fresh(flow, number, kind):
 def row(flow, cell, **changes):
     names = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
     facts = {name: getattr(cell, name) for name in names}
-    facts |= {"value": 1.0, "status": "ok", "grade": "C", "live": "live", "scale": flow.scale.name, "device": "a cpu"}
+    facts |= {"value": 1.0, "status": "ok", "grade": "C", "live": "fresh", "scale": flow.scale.name, "device": "a cpu"}
     facts |= {"inputs": inputs_hash(flow.inputs(cell)), "versions": versions.text(versions.of_cell(flow, cell))}
     return Measurement(**facts | changes)
 
@@ -103,7 +103,7 @@ def test_possible_is_what_has_a_stand_in_and_a_protocol(at, flow):
 
 
 @pytest.mark.parametrize(
-    ("measured", "status"), [(0, "missing"), (1, "partial"), (19, "partial"), (20, "live"), (24, "live")]
+    ("measured", "status"), [(0, "missing"), (1, "partial"), (19, "partial"), (20, "fresh"), (24, "fresh")]
 )
 def test_four_fifths_is_the_boundary(at, flow, measured, status):
     found = line(at(live=rows(flow)[:measured]))
@@ -113,10 +113,10 @@ def test_four_fifths_is_the_boundary(at, flow, measured, status):
 
 def test_recorded_is_not_live_and_a_cell_counts_once(at, flow):
     old, new = rows(flow, live=""), rows(flow)
-    assert line(at(old)).status == line(at(old, new[:19])).status == "recorded"
-    assert line(at(old, new[:20])).status == "live"
+    assert line(at(old)).status == line(at(old, new[:19])).status == "stored"
+    assert line(at(old, new[:20])).status == "fresh"
     both = line(at(old, new[:5]))
-    assert (both.measured, dict(both.origins)) == (24, {"live": 5, "recorded": 19})
+    assert (both.measured, dict(both.origins)) == (24, {"fresh": 5, "stored": 19})
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def test_a_figure_counts_its_declared_points(at, flow, monkeypatch):
     assert [(x.status, x.measured, x.possible, x.printed) for x in found] == [
         ("missing", 0, 2, 0),
         ("partial", 1, 2, 0),
-        ("recorded", 2, 2, 0),
+        ("stored", 2, 2, 0),
     ]
     here = rows(flow, number="13", kind="figure")
-    assert line(at(live=here), kind="figure", number="13").status == "live"
+    assert line(at(live=here), kind="figure", number="13").status == "fresh"
 
 
 def test_a_list_of_other_devices_names_what_the_paper_has(tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_csv_is_exact(at, flow):
     text = to_csv(lines)
     assert text.splitlines()[0] == "paper,kind,number,status,measured,printed" == ",".join(HEADER)
     assert text.splitlines()[1] == "spear,table,1,missing,0,204"
-    assert "\nspear,table,15,live,20,24\n" in text and "\nspqt,table,1,other_device,0,16\n" in text
+    assert "\nspear,table,15,fresh,20,24\n" in text and "\nspqt,table,1,other_device,0,16\n" in text
     assert text.endswith("\nsubspec,figure,6,missing,0,0\n")
     assert [len(fields) for fields in csv.reader(text.splitlines())] == [6] * 71
 
@@ -219,13 +219,13 @@ def test_text_is_aligned_and_totalled(at, flow):
     shown, waiting = to_text(lines).split("What would have to come, and for how many cells:\n")
     head, *body, total, tables, figures = shown.splitlines()
     last = waiting.splitlines()[-1]
-    assert head.split() == [*HEADER[:5], "live", "recorded", "possible", "printed", *"ABCD"]
+    assert head.split() == [*HEADER[:5], "fresh", "stored", "possible", "printed", *"ABCD"]
     (found,) = [text for text in body if text.split()[:3] == ["spear", "table", "15"]]
-    assert found.split()[3:] == ["recorded", "24", "2", "22", "24", "24", "0", "0", "24", "0"]
+    assert found.split()[3:] == ["stored", "24", "2", "22", "24", "24", "0", "0", "24", "0"]
     assert len(body) == 70 and len({len(text) for text in (head, *body, total)}) == 1
     assert total.split()[:4] == ["total", "24", "2", "22"] and total.split()[-4:] == ["0", "0", "24", "0"]
-    assert tables == "45 tables: 0 live, 1 recorded, 0 partial, 35 missing, 7 no_stand_in, 2 other_device"
-    assert figures == "25 figures: 0 live, 0 recorded, 0 partial, 20 missing, 1 no_stand_in, 4 other_device"
+    assert tables == "45 tables: 0 fresh, 1 stored, 0 partial, 35 missing, 7 no_stand_in, 2 other_device"
+    assert figures == "25 figures: 0 fresh, 0 stored, 0 partial, 20 missing, 1 no_stand_in, 4 other_device"
     assert last == summary(lines)
 
 

@@ -29,7 +29,7 @@ OTHER = {  # what a field is edited to
     "n": "7",
     "status": "floor",
     "grade": "A",
-    "live": "live",
+    "live": "fresh",
     "scale": "gpu",
     "recipe": "rtn-w8-pc",
     "seeds": "3",

@@ -152,12 +152,12 @@ def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
     timed = [dataclasses.replace(r, machine="ab", versions=today) for r in rows() if r.label == label]
     accepted(timed)
     found = kernel_time.origin(one)
-    assert (found["live"], found["status"], found["artifacts"], found["note"]) == ("recorded", "ok", "ab", "")
+    assert (found["live"], found["status"], found["artifacts"], found["note"]) == ("stored", "ok", "ab", "")
     accepted([dataclasses.replace(r, versions="timer=0") for r in timed])
     assert kernel_time.origin(one)["status"] == "stale"
     monkeypatch.setattr(kernel_rows, "BUILT", kernel_rows.files()[0])
     accepted(timed)
-    assert kernel_time.origin(one)["live"] == "live"
+    assert kernel_time.origin(one)["live"] == "fresh"
 
 
 def test_rows_built_here_win_over_accepted_ones(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from repro.record.measurement import COLUMNS, Measurement, from_csv, inputs_hash
 CELL = next(c for c in papers.printed("spear", "1") if (c.row, c.col, c.model) == ("RTN pc", "Wiki", "Llama-3.2-3B"))
 GOOD = Measurement(
     "spear", "table", "1", CELL.row, CELL.col, CELL.model, CELL.metric, CELL.value,
-    value=12.5, lo=12.25, hi=12.75, covers="windows only", n=16, unit="ppl", status="ok", grade="C", live="live",
+    value=12.5, lo=12.25, hi=12.75, covers="windows only", n=16, unit="ppl", status="ok", grade="C", live="fresh",
     scale="pocket", stand_in="pocket-5m", recipe="rtn-w4-pc", seeds="0 1", protocol="gptq-2048-v1 on tiny-wikitext",
     device="A CPU (8 cores)", device_class="cpu", commit="0123456789", inputs="abcdef01", versions="perplexity=1 rtn=1",
     artifacts="0a1b2c3d4e5f", observations="5d6c59b4f1e08897 1831142177815f64", environment='{"python": "3.11"}',

@@ -141,7 +141,7 @@ def case(model, value, verdict, *also):
 def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flow, monkeypatch):
     def measured(flow, cells):
         blank = {cell.place: Measurement(**recorded.of_cell(cell)) for cell in cells}
-        facts = {"status": "ok", "value": 1.5, "live": "recorded", "device": "a GPU", "commit": "0123456"}
+        facts = {"status": "ok", "value": 1.5, "live": "stored", "device": "a GPU", "commit": "0123456"}
         return {p: dataclasses.replace(m, **facts) if m.row == "LoftQ" else m for p, m in blank.items()}
 
     monkeypatch.setattr(page.measure, "measure", measured)

@@ -235,7 +235,7 @@ def test_the_verb_takes_the_names_that_a_user_types(monkeypatch, capsys):
 
 OLD = Measurement("spear", "table", "1", "RTN pc", "BPW", "Llama-3.2-1B", "BPW", value=12.5, lo=12.0, hi=13.0,
                   status="ok", scale="pocket", device="a GPU")  # fmt: skip
-NEW = dataclasses.replace(OLD, live="live")
+NEW = dataclasses.replace(OLD, live="fresh")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ NEW = dataclasses.replace(OLD, live="live")
         ({"value": 11.999}, "differs"),
         ({"value": 13.001}, "differs"),
         ({"value": None, "status": "diverged"}, "differs"),
-        ({"live": "recorded"}, "absent"),
+        ({"live": "stored"}, "absent"),
         ({"live": "", "value": None, "status": "not_run"}, "absent"),
     ],
 )
@@ -287,7 +287,7 @@ def rebuilt(small, bits, monkeypatch):
         monkeypatch.setattr(verify.pool, "rebuild", rebuild)
         monkeypatch.setattr(accepted, "every", lambda: old)
         blank = dataclasses.replace(OLD, value=None, status="not_run")
-        monkeypatch.setattr(measure, "live", lambda flow, cell: given.get(cell.row, blank))
+        monkeypatch.setattr(measure, "fresh", lambda flow, cell: given.get(cell.row, blank))
         return verify.verify(small, list(names)), seen
 
     return go
@@ -346,7 +346,7 @@ def test_verify_rebuilds_from_nothing(small, bits, here, monkeypatch, capsys):
     cell = bits["RTN pc"]
     (one,) = jobs.distinct([job for each in small.jobs(cell) for job in each.values()])
     verify.pool.run_all([one])
-    first = measure.live(small, cell)
+    first = measure.fresh(small, cell)
     assert first.status == "ok" and first.value > 4
     series = [dict(seed) for seed in small.quantity(cell).seeds]
     monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, live="")])

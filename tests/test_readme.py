@@ -76,7 +76,7 @@ def test_what_the_readme_says_of_other_papers_is_what_is_judged():
     assert f"switching costs {min(lost):.1f} to {max(lost):.0f} %" in readme()
 
 
-WHOLE_AND_PARTIAL = (("live", "recorded"), ("partial",))
+WHOLE_AND_PARTIAL = (("fresh", "stored"), ("partial",))
 
 
 def test_what_the_readme_says_of_accuracies():

@@ -65,7 +65,7 @@ def edit(house, name="table1", row="RTN pc", **changes):
 
 
 def accept_own(house, *rows):
-    """Accept the second table's own live rows."""
+    """Accept the second table's own fresh rows."""
     path = house.place / "own.csv"
     found = measure.measure(house.flow, house.flow.cells("spear", NAME)).values()
     path.write_text(to_csv(m for m in found if m.row in rows))
@@ -79,7 +79,7 @@ def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
     accept(asked.table())
     for row, twin in (("ours", "RTN pc"), ("drawn", "GPTQ g128"), ("full", "FP16")):
         found, live, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.recorded(twin)
-        assert found == replace(live, live="recorded") and found.status == "ok" and found.note == ""
+        assert found == replace(live, live="stored") and found.status == "ok" and found.note == ""
         assert found.place == (row, "", MODEL, "wiki") and other.place == (twin, "Wiki", MODEL, "wikitext2_ppl")
         assert here(found) == here(other)
         assert [getattr(found, name) for name in SAME] == [getattr(other, name) for name in SAME]
@@ -106,7 +106,7 @@ def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, se
     one = replace(cell(asked, "drawn"), seeds=(seed,))
     flow, live = Workflow(asked.scale, recorded=True), measure.one(asked.flow, one)
     found = measure.one(flow, one)
-    assert found == replace(live, live="recorded", artifacts=found.artifacts) and found.seeds == str(seed)
+    assert found == replace(live, live="stored", artifacts=found.artifacts) and found.seeds == str(seed)
     assert found.value != asked.recorded("GPTQ g128").value and "seeds" not in found.covers
     assert measure.quantity(flow, one, found).interval() == measure.quantity(asked.flow, one, live).interval()
 
@@ -114,7 +114,7 @@ def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, se
 def test_staleness_is_that_of_the_row(asked):
     older(asked, "RTN pc")
     accept(asked.table())
-    assert (shown(asked).status, shown(asked).live, shown(asked).note) == ("stale", "recorded", OLDER)
+    assert (shown(asked).status, shown(asked).live, shown(asked).note) == ("stale", "stored", OLDER)
     assert shown(asked).value == asked.recorded().value and shown(asked, "full").status == "ok"
     assert shown(asked, grade="B").status == "stale"
 
@@ -158,12 +158,12 @@ def test_an_edited_value_is_noticed_where_it_was_accepted(asked):
 
 
 def test_a_derived_cell_is_composed_of_its_parts_series(asked):
-    live = measure.live(asked.flow, cell(asked, "drawn", "gain"))
+    live = measure.fresh(asked.flow, cell(asked, "drawn", "gain"))
     assert live.status == "ok" and live.covers == "windows and seeds" and live.lo < live.value < live.hi
     accept(asked.table())
     found = shown(asked, "drawn", "gain")
     assert [getattr(found, name) for name in (*SAME, *ORIGIN)] == [getattr(live, name) for name in (*SAME, *ORIGIN)]
-    assert (found.live, found.seeds, found.place) == ("recorded", "0 1", ("drawn", "", MODEL, "gain"))
+    assert (found.live, found.seeds, found.place) == ("stored", "0 1", ("drawn", "", MODEL, "gain"))
     assert found.versions == live.versions == "compress=1 derived=1 gptq=1 perplexity=1 rtn=1 tokens=1"
     assert shown(asked, "3 bits", "gain").status == "not_run", "one part is not accepted"
     refused = shown(asked, "refused", "gain")
@@ -205,7 +205,7 @@ def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its
     part = accepted.find(asked.scale.name, recorded.as_drawn(cell(asked, "drawn", "gain"), twin))
     assert part is None, "the cell itself is not measured anew"
     monkeypatch.setattr(runner, "origin", built_here)
-    live, found = measure.live(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
+    live, found = measure.fresh(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
     assert [getattr(found, name) for name in SAME] == [getattr(live, name) for name in SAME]
     assert shown(asked, "refused", "gain").status == "unsupported"
     row = next(m for m in accepted.every() if (m.row, m.metric) == ("drawn", "gain: s"))
@@ -230,7 +230,7 @@ def test_quantities_pair_over_the_windows_of_shared_cells(asked):
     assert (gap.value, gap.lo, gap.hi) == (0, 0, 0)
     gain = cell(asked, "drawn", "gain")
     again = measure.quantity(flow, gain, measure.one(flow, gain)).interval()
-    assert again == measure.quantity(asked.flow, gain, measure.live(asked.flow, gain)).interval()
+    assert again == measure.quantity(asked.flow, gain, measure.fresh(asked.flow, gain)).interval()
 
 
 def test_full_precision_is_found_for_a_table_without_its_row(asked, monkeypatch):
@@ -248,7 +248,7 @@ def test_nothing_is_written_for_a_shared_cell(asked):
     rendered.build(Workflow(asked.scale, recorded=True), f"spear/{NAME}", asked.place)
     rows = from_csv(asked.place / "spear" / f"{NAME}.csv")
     assert {(m.row, m.live) for m in rows if m.status in MEASURED and m.metric == "wiki"} == {
-        (row, "recorded") for row in ("full", "ours", "drawn")
+        (row, "stored") for row in ("full", "ours", "drawn")
     }
     assert "no measured row to accept" in refusal(accept, asked.place / "spear" / f"{NAME}.csv")
     assert asked.files() == before

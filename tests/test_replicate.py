@@ -161,7 +161,7 @@ def test_without_results_all_is_measured_here_and_marked_with_its_windows(small)
     head, sheet = make(small, "table1"), make(small, "spear/table1")
     found = rows(small)
     ran = [row for row in found.values() if row.live]
-    assert {row.live for row in ran if row.metric != "BPW"} == {"brief"}
+    assert {row.live for row in ran if row.metric != "BPW"} == {"partial"}
     assert {row.n for row in ran if row.unit == "ppl"} == {8} and {row.seeds for row in ran} <= {"", "0"}
     shown = [text for row in sheet.rows if row[0] == "RTN pc" for cell in row[1:] for text in cell[1:2]]
     assert any("*8" in text for text in shown) and any(note.startswith("* measured here") for note in sheet.notes)

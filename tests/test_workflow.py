@@ -55,7 +55,7 @@ def test_every_file_of_the_table_and_the_figure_appears(built):
     }  # fmt: skip
     assert "GPTQ g128" in built.done.out and "written: tables/spear/table1.tex" in built.done.out
     frame = pd.read_csv(built.place / dag.TARGET, dtype=str, keep_default_na=False)
-    live = frame[frame["live"] == "live"]
+    live = frame[frame["live"] == "fresh"]
     assert set(live["row"]) == {"FP16", "RTN pc", "GPTQ g128", "+SPEAR pc on RTN"}
     assert set(live.loc[live["row"] != "+SPEAR pc on RTN", "status"]) == {"ok"}
     assert set(live["stand_in"]) == {dag.MODEL}

@@ -15,7 +15,7 @@ A kind is a module with
     status(ask, full)        optional: `floor` or `ok`, from the series of full precision
     exact(ask, steps, shape) optional: the value by arithmetic on the public shape of a model that nothing stands in for
     PUBLIC                   optional: always so, also where something stands in
-    JOBLESS                  optional: it takes no job, and is live everywhere
+    JOBLESS                  optional: it takes no job, and is fresh everywhere
     FULL_FIRST               optional: a recipe is run only where the status of full precision is not `floor`
     lacking(ask)             optional: why it cannot be measured here; empty if it can
     run(job, found, folder, origin), OUTPUTS     where the kind has a job of its own

@@ -123,7 +123,7 @@ def origin(asks: Sequence[Ask]) -> dict[str, str]:
         "protocol": f"CUDA graphs, {' and '.join(sorted({ask.mode for ask in asks}))} weights",
         "covers": "rounds of one run",
         "versions": " ".join(sorted({word for row in measured for word in row.versions.split()})),
-        "live": "live" if here else "unattested" if old else "recorded",
+        "live": "fresh" if here else "unattested" if old else "stored",
         "status": "stale" if changed else "ok",
         "note": CHANGED if changed else RESCALED if rescaled else "",
     }

@@ -12,7 +12,7 @@ from repro.jobs.target import Target
 from repro.record.observations import Observations, Series
 
 VERSION = 1
-JOBLESS = True  # live everywhere
+JOBLESS = True  # fresh everywhere
 
 
 @dataclass(frozen=True)

@@ -346,11 +346,11 @@ def _case(
     missing = [m for m in here.values() if m.status not in MEASURED or (m.value is None and not m.live)]
     if missing:
         return replace(case, missing=missing[0].status)
-    if any(m.live == "brief" and recipe.parse(m.recipe).seeded for m in here.values()):
+    if any(m.live == "partial" and recipe.parse(m.recipe).seeded for m in here.values()):
         return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
     own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})
     found = own.interval()
-    marks = {"brief": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
+    marks = {"partial": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
     on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here.values()))
     ends = (found.lo, found.hi) if found.n or found.lo is not None else (found.value, found.value)  # a count is exact
     case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], df=found.df, covers=found.covers, on=on)

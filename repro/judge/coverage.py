@@ -6,8 +6,8 @@ measured (status ok or floor, once each; neither rows and columns of your own co
 prints no cells: its line counts measured points against those that its spec declares. What is missing is counted by
 what would have to come.
 
-    live           at least 80 % of the possible cells are measured live
-    recorded       at least 80 %, accepted measurements that still stand included
+    fresh          at least 80 % of the possible cells are measured here
+    stored         at least 80 %, stored measurements that still stand included
     partial        fewer, but some
     missing        none
     no_stand_in    none, because no printed cell (no model that a figure names) has a stand-in at this scale
@@ -33,8 +33,8 @@ from repro.spec.workflow import Workflow
 from repro.strict import load_yaml
 
 HEADER = ("paper", "kind", "number", "status", "measured", "printed")
-STATUSES = ("live", "recorded", "partial", "missing", "no_stand_in", "other_device")
-ORIGINS = ("live", "recorded")
+STATUSES = ("fresh", "stored", "partial", "missing", "no_stand_in", "other_device")
+ORIGINS = ("fresh", "stored")
 NOTHING = ("", "-", "–", "—")  # printed where a paper has no value
 
 
@@ -46,7 +46,7 @@ class Line:
         measured: how many of its cells or points are measured, whatever their origin.
         printed: cells of a table with a printed value; 0 for a figure.
         possible: cells that this scale can measure; of a figure the points that its spec declares.
-        origins: measured cells by `live`, `recorded`.
+        origins: measured cells by `fresh`, `stored`.
         grades: measured cells by grade.
         wanted: what would have to come for the others to be measured, and for how many of them.
     """
@@ -87,7 +87,7 @@ def coverage(flow: Workflow) -> list[Line]:
 
 def summary(lines: Collection[Line]) -> str:
     """What is measured, in one sentence; the lines are those of one scale."""
-    counts = Counter((line.kind, line.status in ("live", "recorded")) for line in lines)
+    counts = Counter((line.kind, line.status in ("fresh", "stored")) for line in lines)
     kinds = Counter(line.kind for line in lines)
     whole = " and ".join(f"{counts[kind, True]} of {kinds[kind]} {kind}s" for kind in ("table", "figure"))
     cells = [sum(getattr(line, name) for line in lines if line.kind == "table") for name in ("measured", "printed")]
@@ -163,13 +163,13 @@ def _line(flow: Workflow, paper: str, kind: str, number: str, due: Collection[Ce
     found = [(cell, measure.one(flow, cell)) for cell in due]
     seen = [m for _, m in found if _ran(m)]
     possible = len(due) if kind == "figure" else sum(_possible(flow, cell) for cell in due)
-    origins = Counter(m.live if m.live in ORIGINS else "recorded" for m in seen)
+    origins = Counter(m.live if m.live in ORIGINS else "stored" for m in seen)
     wanted = Counter(_wanted(flow, cell, m) for cell, m in found if not _ran(m))
     if not due:
         wanted = {"a spec": 0} | {f"a stand-in for {name}": 0 for name in models if not flow.scale.stand_in(name)}
     if seen:
         enough = 5 * len(seen) >= 4 * possible
-        status = "partial" if not enough else "live" if 5 * origins["live"] >= 4 * possible else "recorded"
+        status = "partial" if not enough else "fresh" if 5 * origins["fresh"] >= 4 * possible else "stored"
     elif other_device(paper, kind, number):
         status, wanted = "other_device", {"the machines that it names": len(due)}
     else:

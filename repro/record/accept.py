@@ -23,10 +23,10 @@ COMPARED = tuple(field.name for field in fields(Measurement) if field.name != "l
 
 
 def accept(path: Path) -> dict[str, int]:
-    """Recompute a built table's live rows from the folders of their jobs under build/, and merge them into results/.
+    """Recompute a built table's fresh rows from the folders of their jobs under build/, and merge them into results/.
 
     Rows that were made under other versions are taken with those, and are stale. Cells that take no job are left out:
-    settings are live everywhere, kernel times have results of their own.
+    settings are fresh everywhere, kernel times have results of their own.
 
     Args:
         path: a table's CSV. It says which cells and scale are meant; no number and no path in it is used.
@@ -35,10 +35,10 @@ def accept(path: Path) -> dict[str, int]:
         Number of rows by file that was written.
 
     Raises:
-        UserError: no live row, an unknown cell or scale, a row that is not what its observations say, observations of
+        UserError: no fresh row, an unknown cell or scale, a row that is not what its observations say, observations of
             another job, device, or of uncommitted code.
     """
-    rows = [row for row in from_csv(path) if row.live == "live" and row.status in TAKEN]
+    rows = [row for row in from_csv(path) if row.live == "fresh" and row.status in TAKEN]
     flows: dict[str, Workflow] = {}
     taken: dict[tuple[str, ...], Taken] = {}
     for row in rows:
@@ -52,7 +52,7 @@ def accept(path: Path) -> dict[str, int]:
         except UserError as error:
             raise UserError(f"{path}: {row.where}: {error}") from None
     if not any(one.row.status in MEASURED for one in taken.values()):
-        raise UserError(f"{path}: no measured row to accept; one is live, and its status ok or floor")
+        raise UserError(f"{path}: no measured row to accept; one is fresh, and its status ok or floor")
     return accepted.write(taken.values())
 
 
@@ -74,7 +74,7 @@ def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
     for job in jobs:
         if not runner.origin(job):
             raise UserError(f"{job.folder} is not built here; run it here, or bring it from where it ran")
-    built, shown = measure.built(flow, cell), measure.live(flow, cell)
+    built, shown = measure.built(flow, cell), measure.fresh(flow, cell)
     for name in COMPARED:
         given, found = text(getattr(row, name)), text(getattr(shown, name))
         if given != found:

@@ -1,4 +1,4 @@
-"""The measurements of a table or figure: recorded from results/, live from built files, or why there is none."""
+"""The measurements of a table or figure: stored in results/, fresh from built files, or why there is none."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -17,14 +17,14 @@ from repro.spec import figures, recipe, scale, tables
 from repro.spec.cell import Cell, Place
 from repro.spec.workflow import Workflow
 
-FRESH = ("live", "brief")  # of `Measurement.live`: measured here
+FRESH = ("fresh", "partial")  # of `Measurement.live`: measured here
 
 
 def measure(flow: Workflow, cells: Collection[Cell]) -> dict[Place, Measurement]:
     """Every cell's measurement by its place, in order.
 
-    A cell is recorded when an accepted measurement of it, or of the same declared inputs in another table, stands; else
-    live when it was measured here; else it carries the status that says why there is none. Where a workflow is to
+    A cell is stored when an accepted measurement of it, or of the same declared inputs in another table, stands; else
+    fresh when it was measured here; else it carries the status that says why there is none. Where a workflow is to
     measure everything itself, what was measured here comes first.
     """
     return {cell.place: one(flow, cell) for cell in cells}
@@ -43,7 +43,7 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
         return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
     if hasattr(KINDS[cell.measure], "JOBLESS"):
-        return live(flow, cell)
+        return fresh(flow, cell)
     absent = lacking(cell.measure, cell.ask)
     if absent or not flow.jobs(cell):
         return replace(blank, note=absent or f"scale {flow.scale.name} does not measure it")
@@ -58,15 +58,15 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def _own(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell as it was measured here; `brief` where that was on its first windows or items, or with its first seed."""
+    """A cell as it was measured here; `partial` where that was on its first windows or items, or with one seed."""
     if flow.recorded:
         note = f"scale {flow.scale.name} takes it from accepted results, and there is none"
         return replace(_blank(flow, cell), note=note)
     if not flow.stored_first:
-        return live(flow, cell)
-    found = live(flow.brief, cell)
+        return fresh(flow, cell)
+    found = fresh(flow.brief, cell)
     if found.live and found.inputs != recorded.declared(flow, cell)["inputs"]:
-        found = replace(found, live="brief")
+        found = replace(found, live="partial")
     return found
 
 
@@ -120,9 +120,9 @@ def asked(flow: Workflow, row: Measurement) -> Cell | None:
 
 def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
     """The quantity behind a measurement: from built files, from accepted series, or its value alone."""
-    if m.live == "live" or flow.is_taken(cell):
+    if m.live == "fresh" or flow.is_taken(cell):
         return flow.quantity(cell)
-    if m.live == "brief":
+    if m.live == "partial":
         return flow.brief.quantity(cell)
     if m.live and (found := recorded.quantity(flow, cell, m)):
         return found
@@ -188,7 +188,7 @@ def parts(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
     for cell in filter(flow.is_live, cells):
         inner = flow.parts(cell).values()
         if inner and not all(map(runner.origin, recorded.jobs(flow, cell))):
-            rows = [live(flow, part) for part in inner if not recorded.stands(flow, part)]
+            rows = [fresh(flow, part) for part in inner if not recorded.stands(flow, part)]
             found = {row.inputs: row for row in rows if row.live} | found
     return list(found.values())
 
@@ -197,7 +197,7 @@ def _blank(flow: Workflow, cell: Cell) -> Measurement:
     return Measurement(**recorded.of_cell(cell), scale=flow.scale.name)
 
 
-def live(flow: Workflow, cell: Cell) -> Measurement:
+def fresh(flow: Workflow, cell: Cell) -> Measurement:
     """A cell from the files that its jobs built here; stale if they were built under other versions than today's.
 
     Raises:
@@ -212,7 +212,7 @@ def live(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def built(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell from the files of its jobs, with the versions that made them; `live` is empty without files.
+    """A cell from the files of its jobs, with the versions that made them; its `live` is empty without files.
 
     Raises:
         UserError: damaged files, those of another job, or jobs that were built under different versions.
@@ -234,7 +234,7 @@ def built(flow: Workflow, cell: Cell) -> Measurement:
         numbers = {"status": _status(flow, cell)} | recorded.values(quantity)
     return replace(
         _blank(flow, cell),
-        live="live",
+        live="fresh",
         grade=flow.scale.grade,
         **recorded.declared(flow, cell),
         versions=versions.text(made_by(flow, cell, origins)),

@@ -31,7 +31,9 @@ class Measurement:
     Attributes:
         value, lo, hi: the value and its 95 % interval; `covers` says what the interval covers (windows, items, seeds).
         n: windows or items.
-        live: `live`, `recorded`, or `arithmetic` (nothing ran: it follows from the recipe and the paper's own shapes).
+        live: where it comes from: `fresh` (measured here), `partial` (measured here on the first windows or items),
+            `stored` (in results/), `replicated` or `differs` (stored, and measured again here), `arithmetic` (nothing
+            ran: it follows from the recipe and the paper's own shapes), `unattested` (timed before versions were kept).
         recipe: canonical text.
         protocol: the groups of its series: corpora and tasks under their protocols.
         inputs: hash of the declared inputs, which `results/<device>/inputs.json` spells out.

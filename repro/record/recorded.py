@@ -108,7 +108,7 @@ def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> M
     }
     odd = [m for m in held if m.value is None] + [m for m in held if m.status == "stale"]
     facts = {"status": odd[0].status, "note": odd[0].note} if odd else {"status": "ok"}
-    facts |= {"live": "recorded", "versions": _joined_versions(cell, held)}
+    facts |= {"live": "stored", "versions": _joined_versions(cell, held)}
     facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in held)}
     composed = _compose(flow, cell, parts)
     numbers = values(composed) if composed else {}
@@ -130,14 +130,14 @@ def _compose(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Qu
 
 def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
     """Whether a recorded cell still stands: with other declared inputs or versions it is stale."""
-    stale = {"live": "recorded", "status": "stale"}
+    stale = {"live": "stored", "status": "stale"}
     if inputs_hash(flow.inputs(cell)) != old.inputs:
         return stale | {"note": "its declared inputs have changed"}
     if old.grade != flow.scale.grade:
         return stale | {"note": f"it was accepted as grade {old.grade}, and scale {old.scale} is {flow.scale.grade}"}
     if others := versions.changed(versions.read(old.versions), versions.of_cell(flow, cell)):
         return stale | {"note": f"other versions: {others}"}
-    return {"live": "recorded"}
+    return {"live": "stored"}
 
 
 def _recomputed(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:

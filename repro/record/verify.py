@@ -21,7 +21,7 @@ VERDICTS = ("identical", "within", "differs", "absent")
 
 def compare(old: Measurement, new: Measurement | None) -> str:
     """`identical` in 7 digits (or in status), `within` the stored interval, `differs`, or `absent`: not rebuilt."""
-    if new is None or new.live != "live":
+    if new is None or new.live != "fresh":
         return "absent"
     if old.value is None or new.value is None:
         return "identical" if old.value == new.value and old.status == new.status else "differs"
@@ -40,7 +40,7 @@ def judged(flow: Workflow, old: Measurement, cell: Cell, new: Measurement) -> tu
         UserError: results/ without the stored series.
     """
     stored = accepted.series(old) if cell.measure in replicate.COMPARED else []
-    rebuilt = flow.quantity(cell) if stored and new.live == "live" and new.value is not None else None
+    rebuilt = flow.quantity(cell) if stored and new.live == "fresh" and new.value is not None else None
     if rebuilt is None or len(rebuilt.seeds) != len(stored):
         return compare(old, new), ""
     seeds = [replicate.compare(cell, dict(a), dict(b)) for a, b in zip(stored, rebuilt.seeds)]
@@ -90,7 +90,7 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
         raise UserError(f"verify: the stored cells of scale {flow.scale.name} {why}")
     failed = pool.rebuild(distinct([job for cell in here.values() for job in recorded.jobs(flow, cell)]), FOLDER)
     with built_under(FOLDER):
-        new = {key: measure.live(flow, cell) for key, cell in here.items()}
+        new = {key: measure.fresh(flow, cell) for key, cell in here.items()}
         outcomes = {row.key: judged(flow, row, here[row.key], new[row.key]) for row in rows if row.key in here}
     verdicts: Counter[str] = Counter()
     for row in rows:

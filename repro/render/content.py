@@ -17,7 +17,7 @@ WORDS = {
     "oom": "out of memory",
 }
 MARKS = {
-    **{"arithmetic": "§", "brief": "*", "replicated": "°", "differs": "≠"},
+    **{"arithmetic": "§", "partial": "*", "replicated": "°", "differs": "≠"},
     **{"unattested": "‖", "stale": "†", "floor": "‡"},
 }
 LEGEND = {
@@ -120,7 +120,7 @@ def here(m: Measurement, against: Interval | None = None) -> str:
     if m.status not in SHOWN or m.value is None:
         return WORDS.get(m.status, m.status)
     marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
-    marks += f"{m.n}" if m.live == "brief" and m.n else ""
+    marks += f"{m.n}" if m.live == "partial" and m.n else ""
     if against is not None:
         show = "×{:.3f}" if against.value > 0.5 and m.unit == "ppl" else "{:+.3f}"
         ends = _ends(
