@@ -1,23 +1,47 @@
-"""Take a built table's measurements into results/, recomputed and checked."""
+"""Take what was built of a table or figure into results/, recomputed and checked."""
 
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
+from repro.cli import options as common
+from repro.errors import UserError
 from repro.files import regular
+from repro.spec import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What is accepted."""
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="a table's .csv, kernel times, or a figure such as spear/figure13")
+    parser.add_argument("--scale", help="of a figure; a table's .csv says it (default $SCALE, else pocket)")
+    about = "of a figure: what it was run on, where the scale leaves it open (default cuda)"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help=about)
 
 
 def run(args: argparse.Namespace) -> None:
     """Take measurements into results/."""
+    drawn = args.file.parts[:1] == ("figures",) or not args.file.is_file()
+    figure = drawn and names.is_figure(str(args.file.with_suffix("")))
+    if not figure and (args.scale or args.device):
+        raise UserError(f"{args.file}: --scale and --device belong to a figure; a table's .csv says them itself")
+    for file, count in (_figure(args) if figure else _table(args.file)).items():
+        print(f"{count} rows into {os.path.relpath(file)}")
+
+
+def _figure(args: argparse.Namespace) -> dict[Any, int]:
+    name = names.canonical(str(args.file))
+    from repro.record import accept
+
+    flow = common.workflow(argparse.Namespace(config=(), scale=args.scale, configfile=None), recorded=False)
+    if flow.scale.device == "any":
+        flow.scale = flow.scale.on(args.device or "cuda")
+    return accept.accept_figure(flow, name)
+
+
+def _table(file: Path) -> dict[Any, int]:
+    regular(file)
     from repro.bench import kernel_rows
     from repro.record import accept
 
-    regular(args.file)
-    take = kernel_rows.accept if kernel_rows.is_kernel_rows(args.file) else accept.accept
-    for file, count in take(args.file).items():
-        print(f"{count} rows into {os.path.relpath(file)}")
+    return (kernel_rows.accept if kernel_rows.is_kernel_rows(file) else accept.accept)(file)

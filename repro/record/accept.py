@@ -1,7 +1,8 @@
-"""`accept`: take the measurements of a built table into results/, recomputed and checked; nothing is half-taken."""
+"""`accept`: take what was built of a table or figure into results/, recomputed and checked; nothing is half-taken."""
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from repro.jobs.job import Job, distinct
 from repro.record import accepted, measure, provenance
 from repro.record.accepted import Taken
 from repro.record.measurement import MEASURED, Measurement, from_csv, text
+from repro.spec import figures
 from repro.spec import scale as scales
 from repro.spec.cell import Cell
 from repro.spec.workflow import Workflow
@@ -38,7 +40,33 @@ def accept(path: Path) -> dict[str, int]:
         UserError: no fresh row, an unknown cell or scale, a row that is not what its observations say, observations of
             another job, device, or of uncommitted code.
     """
-    rows = [row for row in from_csv(path) if row.live == "fresh" and row.status in TAKEN]
+    return _merge(from_csv(path), str(path))
+
+
+def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
+    """Likewise the points of a figure, from the folders of their jobs under build/.
+
+    Args:
+        flow: measures everything itself, on the device class that the jobs ran on.
+        name: such as `spear/figure13`.
+
+    Returns:
+        Number of rows by file that was written.
+
+    Raises:
+        UserError: as `accept`, or the figure is drawn from a table's cells.
+    """
+    paper, number = figures.split(name)
+    table = figures.figure(paper, number).table
+    if table:
+        raise UserError(f"{name} is drawn from the cells of {table}; accept tables/{table}.csv")
+    cells = flow.cells(paper, number, "figure")
+    return _merge([measure.fresh(flow, cell) for cell in cells if any(flow.jobs(cell))], name)
+
+
+def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
+    """Recompute the fresh rows of a table or figure, and merge them into results/."""
+    rows = [row for row in built if row.live == "fresh" and row.status in TAKEN]
     flows: dict[str, Workflow] = {}
     taken: dict[tuple[str, ...], Taken] = {}
     for row in rows:
@@ -50,9 +78,9 @@ def accept(path: Path) -> dict[str, int]:
             if not flow.is_taken(cell) and any(flow.jobs(cell)):
                 taken[row.key] = _taken(flow, cell, row)
         except UserError as error:
-            raise UserError(f"{path}: {row.where}: {error}") from None
+            raise UserError(f"{where}: {row.where}: {error}") from None
     if not any(one.row.status in MEASURED for one in taken.values()):
-        raise UserError(f"{path}: no measured row to accept; one is fresh, and its status ok or floor")
+        raise UserError(f"{where}: no measured row to accept; one is fresh, and its status ok or floor")
     return accepted.write(taken.values())
 
 

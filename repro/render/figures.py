@@ -106,7 +106,7 @@ def _points(flow: Workflow, spec: FigureSpec, cell: Cell, m: Measurement, across
     if spec.points == "value":
         return [(cell.col if spec.plot == "bars" else float(cell.col), m.value, m.lo, m.hi, cell.col)]
     heights = _each(measure.quantity(flow, cell, m))
-    places = _each(flow.quantity(across)) if across else range(len(heights))
+    places = _each(measure.quantity(flow, across, measure.one(flow, across))) if across else range(len(heights))
     return [(float(x), float(y), None, None, cell.col) for x, y in zip(places, heights)]
 
 

@@ -7,9 +7,11 @@ Inputs come from a generator whose bits are the same on every machine; an answer
 import contextlib
 import io
 import json
+import lzma
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,9 @@ from repro.baselines import master as master_step  # noqa: E402
 from repro.baselines import saved as saved_step  # noqa: E402
 from repro.bench import kernel_rows  # noqa: E402
 from repro.cells import KINDS  # noqa: E402
-from repro.data import corpora  # noqa: E402
+from repro.data import corpora, generated  # noqa: E402
 from repro.files import sha256, write_text  # noqa: E402
-from repro.jobs import compress, requests, runner, tokens  # noqa: E402
+from repro.jobs import compress, questions, requests, runner, tokens  # noqa: E402
 from repro.jobs.job import Job, distinct  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.judge.quantity import Quantity, compose, constant  # noqa: E402
@@ -143,6 +145,8 @@ def master() -> Numbers:
 RTN = "rtn-w3-g32"
 PLACED = "rtn-w3-g32 + spear(samples=8, tokens=16, cka_samples=4, epochs1=1, epochs2=1, budget=0.1)"
 LEARNED = "efficientqat(w3, g32, tokens=256, batch=2, lr=0.003, epochs=1)"
+ACCEPTED = ("length", "repeated 4-grams")
+SWITCHED = "flexquant(window=3, layers=2, prompt_tokens=4)"
 ASKED: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "perplexity": (RTN, [{"corpus": "wikitext2", "show": show} for show in ("perplexity", "kl", "top1")]),
     "llamacpp": (RTN, [{"corpus": "wikitext2"}]),
@@ -164,6 +168,11 @@ ASKED: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "surface": (RTN, [{"bits": 3, "show": "roughness"}, {"bits": 3, "show": "surface"}]),
     "setting": (LEARNED, [{"step": "efficientqat", "option": "lr", "factor": 1000.0}]),
     "decode": (RTN, [{"show": "stored MB"}, {"show": "read MB"}]),  # the others are times
+    "acceptance": ("fp16", [{"prompts": "mt-bench", "depth": 4, "top_k": 2, "show": show} for show in ACCEPTED]),
+    "switching": (
+        "rtn-w2-g64",
+        [{"show": "KL"}, *({"schedule": SWITCHED, "show": one} for one in ("bits", "switches"))],
+    ),
 }
 SCALE = {
     "name": "contract",
@@ -178,6 +187,8 @@ SCALE = {
     "surface": {"points": 3, "sequences": 2, "tokens": 16},
     "histogram": {"bins": 15},
     "decode": {"prompt": 4, "new": 2, "rounds": 2},
+    "acceptance": {"prompts": 2, "tokens": 12},
+    "switching": {"prompts": 2, "new_tokens": 16, "context": 200, "validation": 1, "together": 2},
 }
 
 
@@ -247,7 +258,7 @@ def derived() -> Numbers:
 
 
 def shared(name: str, at: scales.Scale) -> Numbers:
-    """What a job that several metrics need leaves: sums over its arrays, weighted so that an exchange is seen."""
+    """What a job that several metrics need leaves: sums over its arrays."""
     target = Target(at, at.models["Llama-3.2-1B"], RTN)
     job = {
         "tokens": lambda: tokens.job(target, "wikitext2"),
@@ -255,6 +266,11 @@ def shared(name: str, at: scales.Scale) -> Numbers:
         "compress": lambda: compress.job(target),
     }[name]()
     run([job])
+    return sums(job)
+
+
+def sums(job: Job) -> Numbers:
+    """Sums over the arrays of a job's data file, weighted so that an exchange is seen."""
     answer = {}
     with safe_open(job.folder / "data.safetensors", "np") as file:
         for key in sorted(file.keys())[:12]:
@@ -263,10 +279,37 @@ def shared(name: str, at: scales.Scale) -> Numbers:
     return answer
 
 
+@contextlib.contextmanager
+def few_questions() -> Iterator[None]:
+    """GSM8K as a few questions of our own, in a folder that REPRO_DATA names."""
+    known = generated.GENERATED["gsm8k"]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        hashes = {}
+        for name, numbers in zip(known.task.files, (range(3), range(100, 110)), strict=True):
+            lines = []
+            for i in numbers:
+                record = {"question": f"How much is {i} and 1?", "answer": f"{i} and 1\n#### {i + 1}"}
+                lines.append(json.dumps(record) + "\n")
+            content, path = "".join(lines).encode(), Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(lzma.compress(content) if name.endswith(".xz") else content)
+            hashes[name] = sha256(path)
+        patch.setenv("REPRO_DATA", folder)
+        patch.setitem(generated.GENERATED, "gsm8k", replace(known, task=replace(known.task, files=hashes)))
+        yield
+
+
+def asked_questions(at: scales.Scale) -> Numbers:
+    """The token ids of a few questions behind their examples."""
+    with few_questions():
+        job = questions.job(Target(at, at.models["Llama-3.2-1B"], RTN), "gsm8k", 2)
+        run([job])
+    return sums(job)
+
+
 def names() -> list[str]:
     """Every step, metric and shared job."""
-    without = ("questions", "acceptance", "switching")  # of prompts, which a vocabulary of 96 cannot spell
-    return [name for name in (*STEPS, *KINDS, *versions.SHARED) if name not in without]
+    return [*STEPS, *KINDS, *versions.SHARED]
 
 
 def answer(name: str, at: scales.Scale) -> Numbers:
@@ -280,6 +323,8 @@ def answer(name: str, at: scales.Scale) -> Numbers:
     with contextlib.redirect_stdout(io.StringIO()):
         if name in alone:
             return alone[name]()
+        if name == "questions":
+            return asked_questions(at)
         if name in versions.SHARED:
             return shared(name, at)
         return metric(name, at) if name in KINDS else step(name)

@@ -16,9 +16,9 @@ LEARNED = 2e-2  # of what is trained or sampled, where such a difference grows
 GROWS = (
     *("omniquant", "spinquant", "efficientqat", "e2e_qp", "paretoq", "bitdistiller", "matquant", "group_qat"),
     *("bitbybit", "sliced", "spear", "uniform"),
-    *("placement", "sensitivity", "agreement", "similarity", "training", "curve"),
+    *("placement", "sensitivity", "agreement", "similarity", "training", "curve", "switching"),
 )
-COUNTS = ("tokens", "requests", "memory", "setting", "kernel_time", "derived", "storage")
+COUNTS = ("tokens", "requests", "questions", "memory", "setting", "kernel_time", "derived", "storage")
 
 
 @pytest.fixture(scope="module")
