@@ -1,5 +1,6 @@
 # make tables/table1.tex   set up and build the headline table
 # make test                set up and run the tests
+# make test-slow           further cases of the same tests: whole texts, other GPU architectures
 # make soak                kill the build at ten random moments; it must end as if nothing had happened
 PYTHON ?= python3
 CORES ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count())")
@@ -9,7 +10,7 @@ READY := $(VENV)/ready
 export PYTHONHASHSEED := 0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: all test soak lint env FORCE
+.PHONY: all test test-slow soak lint env FORCE
 .NOTPARALLEL:
 all: $(READY)
 	@$(BIN)/python -m repro make all --cores $(CORES)
@@ -20,6 +21,9 @@ tables/%.tex tables/%.csv tables/%.md figures/%.svg figures/%.pdf docs/%.md: $(R
 test: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/snakefmt --check Snakefile
 	$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m slow
 
 soak: $(READY)
 	SOAK=10 $(BIN)/python -m pytest tests/test_interrupt.py

@@ -121,7 +121,7 @@ def agree(found, wanted):
 # --- the two protocols ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [LENGTH, LENGTH - 7])
+@pytest.mark.parametrize("length", [pytest.param(LENGTH, marks=pytest.mark.slow), LENGTH - 7])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_decoding_is_the_second_protocol_token_by_token(cases, names, text, model, recipe, length):

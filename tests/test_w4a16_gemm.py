@@ -182,7 +182,9 @@ def defines(**constants):
     return [f"-D{name}={value}" for name, value in constants.items()]
 
 
-@pytest.mark.parametrize("arch", ["80", "90a", "100"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param("80", marks=pytest.mark.slow), "90a", pytest.param("100", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("bits, group, symmetric, bf16", [(4, 128, 0, 0), (4, 0, 1, 1), (2, 64, 0, 1), (8, 32, 1, 0)])
 def test_compiles(tmp_path, arch, bits, group, symmetric, bf16):
     """Ahead of time for three architectures, both kernels of the source, without spilling; products do not wait."""

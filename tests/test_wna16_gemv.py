@@ -226,7 +226,7 @@ def test_recorded_configurations_fit_their_device():
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"compile check: {nvrtc.unavailable()}")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
 def test_compiles(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for case, m, splits in zip(kernel.CASES[:7], (1, 8, 16, 1, 8, 1, 16), (1, 1, 1, 2, 4, 1, 2)):
