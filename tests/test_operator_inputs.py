@@ -29,6 +29,8 @@ SMALL = {  # an operator to the changes of its first case that make it small
     "argmax": {},
     "pple": {},
     "active_inputs": {},
+    "rms_norm_active": {},
+    "silu_product_active": {},
     "q4_k_gemv": {},
     "q4_k_naive_sparse": {},
     "zigzag_gemv": {},
@@ -36,6 +38,7 @@ SMALL = {  # an operator to the changes of its first case that make it small
     "zigzag_masked": {},
 }
 NAMES = (
+    *("rms_norm_active", "silu_product_active"),
     *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
     *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax", "pple"),
     *("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"),
@@ -188,6 +191,9 @@ LIMITS = [  # an operator, what is changed, and what is said: more tokens than i
     ("zigzag_sparse", {"active": torch.ones(333).int()}, "active has 333 entries; a count and 333 indices are 334"),
     ("q4_k_naive_sparse", {"active": torch.ones(9).int()}, "active has 9 entries"),
     ("zigzag_masked", {"threshold": -1.0}, "threshold is -1.0"),
+    ("rms_norm_active", {"threshold": math.nan}, "threshold is nan"),
+    ("silu_product_active", {"threshold": -1.0}, "threshold is -1.0"),
+    ("silu_product_active", {"x": torch.ones(1, 7)}, "x has 7 columns; it takes an even number"),
     ("active_inputs", {"threshold": math.nan}, "threshold is nan"),
     ("active_inputs", {"x": torch.ones(1, 1 << 20)}, "x has 1048576 columns; a list holds fewer than 1048576"),
     ("read_floor", {"x": torch.ones(6, dtype=torch.uint8)}, "x of 6 bytes"),

@@ -18,7 +18,8 @@ from repro.kernels import q4_k_planes as planes  # noqa: E402
 from repro.methods.spqt import layout, q4_k  # noqa: E402
 from repro.methods.spqt.weight import pack  # noqa: E402
 
-NAMES = ("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked")
+PRODUCERS = ("rms_norm_active", "silu_product_active")
+NAMES = (*PRODUCERS, "active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked")
 FAST = settings(max_examples=10, deadline=None, derandomize=True)
 
 
@@ -146,6 +147,8 @@ def test_operators_are_traceable(name):
 
 BYTES = {  # of the first cases, by hand
     "active_inputs": 4 * (2311 + 2312),
+    "rms_norm_active": 4 * (5 * 257 + 258),
+    "silu_product_active": 4 * (3 * 1301 + 1302),
     "q4_k_gemv": 144 * 67 * 2 + 4 * (512 + 67),
     "q4_k_naive_sparse": 144 * 67 * 2 + 4 * (512 + 67) + 4 * 257,
     "zigzag_gemv": 144 * 333 * 2 + 4 * (333 + 300),
@@ -159,6 +162,16 @@ def test_tasks_are_sound_and_count_what_is_read(name):
     task = operators.task(name, load(name).CASES[0], name, "cpu")
     (timed,) = timing.measure([task], Host(), timing.WARM, rounds=3)
     assert timed.nbytes == BYTES[name] and timed.facts["provider"] == name
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_a_producer_lists_its_own_output(name):
+    inputs = small(name)
+    *vectors, active = op(name)(**inputs)
+    alone = op(name.removesuffix("_active"))(**{key: v for key, v in inputs.items() if key != "threshold"})
+    for got, want in zip(vectors, alone if isinstance(alone, tuple) else (alone,), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(active, op("active_inputs")(vectors[0], inputs["threshold"]))
 
 
 def test_a_list_in_any_order_is_checked_by_its_count():
@@ -178,11 +191,13 @@ def test_kernels_on_a_gpu(name, case):
     inputs = module.make_inputs(case, "cuda")
     want, got = module.reference(**inputs), [module.launch(**inputs) for _ in range(3)]
     ordered = inputs.get("ordered", True)
-    if name == "active_inputs" and not ordered:
-        count = int(want[0])
-        for one in got:
-            assert one[0] == count and torch.equal(one[1 : 1 + count].sort().values, want[1 : 1 + count])
+    if name == "active_inputs":
+        assert all(torch.equal(one if ordered else lists.in_order(one), want) for one in got)
         return
+    if name in PRODUCERS:
+        for one in got:
+            assert torch.equal(lists.in_order(one[-1]), lists.reference(one[0], inputs["threshold"]))
+        got, want = [one[0] for one in got], want[0]
     assert not ordered or (torch.equal(got[0], got[1]) and torch.equal(got[0], got[2]))
     bound = operators.tolerance(name, getattr(torch, case["dtype"]))
     for one in got:

@@ -37,6 +37,8 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "argmax": 1,
     "pple": 1,
     "active_inputs": 1,
+    "rms_norm_active": 1,
+    "silu_product_active": 1,
     "q4_k_gemv": 1,
     "q4_k_naive_sparse": 1,
     "zigzag_gemv": 1,

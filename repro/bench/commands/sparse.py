@@ -4,7 +4,8 @@ A measurement is one JSON file in DIR, written as soon as it is there; what is t
 Random weights; times are cold, of CUDA graphs, and stand only where the output was right.
 
     check               every kernel on the cases of its file: the largest relative error, in units of what is allowed
-    list-<K>            microseconds of the list of active inputs, half of them active, in order and as they arrive
+    list-<K>            microseconds of the list of active inputs, half of them active, in order and as they arrive; and
+                        of its producers with the list and without: RMSNorm, and SiLU times up
     gemv-<N>x<K>-<s>    products of a layer at s % sparsity, interleaved: dense in rows and zigzag, sparse with load
                         balance and without, naive; and the floor, the fastest reader of the listed columns
     even-<N>x<K>        from these: the sparsity from which on sparse is faster than the better dense, list included
@@ -31,6 +32,7 @@ from repro.engine import Engine, q4_k
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.errors import Refused, UserError
 from repro.files import write_text
+from repro.kernels.active_inputs import in_order
 from repro.kernels.active_inputs import reference as listed
 from repro.record import provenance
 
@@ -128,9 +130,7 @@ class Bench:
                 got = getattr(torch.ops.lowbit, name)(**inputs)
                 want = module.reference(**inputs)
                 if name == "active_inputs":
-                    count = int(want[0])
-                    got = torch.cat([got[:1], got[1 : 1 + count].sort().values])
-                    off = float((got != want[: 1 + count]).sum())
+                    off = float((in_order(got) != want).sum())
                 else:
                     off = float((got.double() - want.double()).norm() / want.double().norm())
                     off /= operators.tolerance(name, want.dtype)
@@ -146,8 +146,13 @@ class Bench:
         tasks = []
         for ordered in (True, False):
             tasks.append(operators.task("active_inputs", case | {"ordered": ordered}, "active_inputs", self.device))
-        ordered, arrived = timing.measure(tasks, self.backend, timing.WARM)
-        return {"K": columns, "ordered us": ordered.us, "as they arrive us": arrived.us}
+        norm = {"T": 1, "H": columns, "residual": True, "threshold": 0.67, "dtype": "bfloat16", "seed": 0}
+        product = {"T": 1, "F": columns, "threshold": 3.0, "dtype": "bfloat16", "seed": 0}
+        for name, of in (("rms_norm", norm), ("silu_product", product)):
+            tasks += [operators.task(kernel, of, kernel, self.device) for kernel in (name, f"{name}_active")]
+        names = ("ordered", "as they arrive", "norm", "norm with list", "product", "product with list")
+        found = timing.measure(tasks, self.backend, timing.WARM)
+        return {"K": columns} | {f"{name} us": one.us for name, one in zip(names, found)}
 
     def products(self, rows: int, columns: int, s: int) -> dict[str, Any]:
         """Microseconds of the products of one layer and of the reader of its listed columns."""
