@@ -213,6 +213,27 @@ def interpret_producer(case: dict) -> float:
     return wrong
 
 
+def interpret_quantize_2bit(case: dict) -> float:
+    """Codes, scales and zeros that differ by a bit."""
+    from repro.kernels import quantize_2bit as kernel
+
+    inputs = kernel.make_inputs(case)
+    pairs = zip(kernel.launch(**inputs), kernel.reference(**inputs), strict=True)
+    return sum(int((got.view(torch.int32) != want.view(torch.int32)).sum()) for got, want in pairs)
+
+
+def interpret_w2a2(case: dict) -> float:
+    """With as many groups at a time as a row has and more, the last rows of a program being nobody's."""
+    from repro.bench import kernel_list
+
+    case = dict(case)
+    kernel = kernel_list.load(case.pop("name"))
+    inputs = kernel.make_inputs(case)
+    want = kernel.reference(**inputs)
+    configs = ({"rows": 4, "groups": 8, "warps": 1}, {"rows": 16, "groups": 64, "warps": 4})
+    return max(relative(kernel.launch(**inputs, config=config), want) for config in configs)
+
+
 def interpret_q4_k(case: dict) -> float:
     """Every configuration of a case, sums in both orders, twice: the scratch memory is as before after a launch."""
     from repro.bench import kernel_list
@@ -347,6 +368,20 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         ],
         0,
     ),
+    "quantize_2bit": (
+        interpret_quantize_2bit,
+        [{"M": m, "K": k, "dtype": d, "seed": k} for m, k, d in ((3, 352, "float32"), (1, 1056, "float16"))],
+        0,
+    ),
+    "w2a2": (
+        interpret_w2a2,
+        [
+            {"name": "w2a2_gemv", "M": 3, "N": 19, "K": 352, "dtype": "float32", "seed": 0},
+            {"name": "w2a2_gemv", "M": 1, "N": 8, "K": 96, "dtype": "float16", "seed": 1},
+            {"name": "w2a2_ready", "M": 2, "N": 7, "K": 1056, "dtype": "float32", "seed": 2},
+        ],
+        5e-4,
+    ),
     "q4_k": (
         interpret_q4_k,
         [{"name": name, "seed": 3, "share": 0.4, "ordered": True, **case} for name, case in Q4_K],
@@ -468,6 +503,7 @@ def decode_variants():
         {"BLOCK": pple.BLOCK}, ("logits", "V"), {"num_warps": 32}, wide,
     )  # fmt: skip
     yield from q4_k_variants()
+    yield from w2a2_variants()
     types = {"logits": "*bf16", "temperature": "*fp32", "top_k": indices, "top_p": "*fp32", "peak": "*fp32", "V": "i32"}
     types |= {
         "sums": "*i64",
@@ -494,6 +530,28 @@ def decode_variants():
             options,
             {},
         )
+
+
+def w2a2_variants():
+    """Products with 2-bit weights, whose bits are counted by an instruction, and the activations' quantizer."""
+    from repro.kernels import quantize_2bit, w2a2_gemv
+
+    counted = dict.fromkeys((80, 90, 100), "popc.b32")
+    yield (
+        "quantize_2bit", quantize_2bit.quantize_2bit_kernel,
+        {"x": "*bf16", "codes": "*i32", "scales": "*fp32", "zeros": "*i32", "G": "i32"},
+        {"GROUPS": quantize_2bit.GROUPS}, ("x", "codes", "scales", "zeros"), {"num_warps": 4}, {},
+    )  # fmt: skip
+    weight = {"codes": "*i32", "scales": "*u8", "zeros": "*u8", "y": "*bf16", "factor": "fp32"}
+    weight |= dict.fromkeys("NGZ", "i32")
+    quantized = {"x_codes": "*i32", "x_scales": "*fp32", "x_zeros": "*i32"}
+    for ready, given in ((False, {"x": "*bf16"}), (True, quantized)):
+        absent = {name: None for name in ("x", *quantized) if name not in given}
+        yield (
+            f"w2a2 {'ready' if ready else 'fused'}", w2a2_gemv.w2a2_kernel, weight | given,
+            {"READY": ready, "ROWS": 16, "GROUPS": 64, "PLAIN": False} | absent,
+            (*given, "codes", "scales", "zeros", "y"), {"num_warps": 4}, counted,
+        )  # fmt: skip
 
 
 def q4_k_variants():

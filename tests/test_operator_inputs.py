@@ -36,9 +36,12 @@ SMALL = {  # an operator to the changes of its first case that make it small
     "zigzag_gemv": {},
     "zigzag_sparse": {},
     "zigzag_masked": {},
+    "quantize_2bit": {},
+    "w2a2_gemv": {},
+    "w2a2_ready": {},
 }
 NAMES = (
-    *("rms_norm_active", "silu_product_active"),
+    *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready"),
     *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
     *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax", "pple"),
     *("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"),
@@ -162,7 +165,8 @@ def test_a_tensor_off_its_alignment_is_refused_or_computed_right(name, argument,
     tensor = inputs[argument]
     moved = inputs | {argument: shifted(tensor, max(4, tensor.element_size()))}
     vectors = (("w8a8_gemv", "x"), ("w8a8_gemv", "w_q"), ("read_floor", "x"))
-    if argument in ("codes", "scale_zero", "headers") or (name, argument) in vectors:
+    in_words = argument in ("codes", "scale_zero", "headers") and not name.startswith("w2a2")
+    if in_words or (name, argument) in vectors:
         refused(name, moved, argument, f"multiple of {VECTOR} bytes", "4 off")
         return
     for got, want in zip(called(name, moved), called(name, inputs)):
@@ -191,6 +195,11 @@ LIMITS = [  # an operator, what is changed, and what is said: more tokens than i
     ("zigzag_sparse", {"active": torch.ones(333).int()}, "active has 333 entries; a count and 333 indices are 334"),
     ("q4_k_naive_sparse", {"active": torch.ones(9).int()}, "active has 9 entries"),
     ("zigzag_masked", {"threshold": -1.0}, "threshold is -1.0"),
+    ("quantize_2bit", {"x": torch.ones(1, 40)}, "x has 40 columns, no multiple of 32"),
+    ("w2a2_gemv", {"x": torch.ones(5, 352)}, "x has 5 tokens; it takes 1 to 4"),
+    ("w2a2_gemv", {"x": torch.ones(1, 320)}, r"codes \[19, 2, 11\] are of 11 groups, and x has 10"),
+    ("w2a2_gemv", {"zeros": torch.ones(19, 2, dtype=torch.uint8)}, r"zeros \[19, 2\] must have 3 bytes a row"),
+    ("w2a2_ready", {"zeros": torch.ones(19, 4, dtype=torch.uint8)}, r"zeros \[19, 4\] must have 3 bytes a row"),
     ("rms_norm_active", {"threshold": math.nan}, "threshold is nan"),
     ("silu_product_active", {"threshold": -1.0}, "threshold is -1.0"),
     ("silu_product_active", {"x": torch.ones(1, 7)}, "x has 7 columns; it takes an even number"),

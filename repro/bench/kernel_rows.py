@@ -44,12 +44,16 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "zigzag_gemv": 1,
     "zigzag_sparse": 1,
     "zigzag_masked": 1,
+    "quantize_2bit": 1,
+    "w2a2_gemv": 1,
+    "w2a2_ready": 1,
 }
 USES = {  # kernels that others launch, and whose versions decide the times of these, too
     "linear": ("wna16_gemv", "w4a16_gemm", "dequantize"),
     "w8a8": ("quantize_activation", "w8a8_gemv", "w8a8_gemm"),
     "zigzag_sparse": ("zigzag_gemv",),
     "zigzag_masked": ("zigzag_gemv",),
+    "w2a2_ready": ("w2a2_gemv",),
 }
 TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the best of a few readers
 PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included

@@ -76,14 +76,19 @@ OPERATORS: Mapping[str, dict[str, Provider]] = {  # its peers; `torch` is PyTorc
     "zigzag_gemv": {},
     "zigzag_sparse": {},
     "zigzag_masked": {},
+    "quantize_2bit": {},
+    "w2a2_gemv": {},
+    "w2a2_ready": {},
 }
 PRODUCTS = ("q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked")  # with Q4_K
 TOKENS = ("sample", "argmax", "active_inputs")  # operators whose outputs are integers
 
 CACHE = ("keys", "values")
 PLANES = ("codes", "headers")  # of a weight in Q4_K
-COLD = (*CACHE, *PLANES)  # what a model reads from memory
-DATA = ("x", "residual", "weight", "qkv", "q", "logits", *PLANES)  # what the timer may turn around; not indices
+GRID = ("scales", "zeros")  # of a weight in 2 bits, beside its codes
+COLD = (*CACHE, *PLANES, *GRID)  # what a model reads from memory
+DATA = ("x", "residual", "weight", "qkv", "q", "logits")  # what the timer may turn around; not indices
+DATA += (*PLANES, *GRID, "x_codes", "x_scales", "x_zeros")
 
 
 def moved(name: str, inputs: Mapping[str, Any], results: Any) -> int:  # noqa: ANN401
@@ -136,7 +141,7 @@ def tolerance(name: str, dtype: torch.dtype) -> float:
         return 0.0
     if name == "pple":
         return 1e-5
-    if name in PRODUCTS:
+    if name in PRODUCTS or name.startswith("w2a2"):
         return torch.finfo(dtype).eps + 1e-5
     return torch.finfo(dtype).eps + 1e-6
 

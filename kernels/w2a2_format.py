@@ -1,0 +1,140 @@
+"""2-bit weights and activations in groups of 32, with integer zeros: the format of the W2A2 kernels (Bit-by-Bit, 3.1).
+
+    w = factor · s_w (q_w - z_w)      x = s_x (q_x - z_x)      q, z in 0 ... 3
+
+A group of 32 codes is one word in each of two bit planes: bit j of plane p is bit p of the code of column 32 g + j, so
+that a product of codes is ANDs and bit counts, and nothing is unpacked:
+
+    sum q_w q_x = |w0 & x0| + 2 |w0 & x1| + 2 |w1 & x0| + 4 |w1 & x1|
+
+    codes    int32 [N, 2, G]            scales  uint8 [N, G], the bytes of E4M3, above 0
+    zeros    uint8 [N, ceil(G / 4)], 2 bits each      factor  float32, of the tensor
+
+Bytes a group: 8 + 1 + 1/4, 2.31 bits a weight. Activations are the same planes with scales float32 and zeros int32.
+"""
+
+import torch
+from torch import Tensor
+
+from repro.kernels.operators import Argument
+from repro.kernels.triton_language import tl, triton
+
+GROUP, MOST_TOKENS = 32, 4
+CODES = Argument((torch.int32,), "N 2 G")
+SCALES, ZEROS = Argument((torch.uint8,), "N G"), Argument((torch.uint8,), "N Z")
+
+
+def planes(codes: Tensor) -> Tensor:
+    """int32 `[A, 2, G]` of codes `[A, K]` from 0 to 3."""
+    lane = torch.arange(GROUP, device=codes.device)
+    groups = codes.view(len(codes), 1, -1, GROUP).long()
+    plane = torch.arange(2, device=codes.device)[:, None, None]
+    words = ((groups >> plane & 1) << lane).sum(-1)
+    return words.to(torch.int32)  # which keeps the low 32 bits
+
+
+def codes_of(words: Tensor) -> Tensor:
+    """uint8 `[A, K]` of planes int32 `[A, 2, G]`."""
+    lane = torch.arange(GROUP, device=words.device)
+    bits = words[..., None] >> lane & 1
+    return (bits[:, 0] + 2 * bits[:, 1]).flatten(1).to(torch.uint8)
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros of a weight in the format.
+
+    Args:
+        codes: uint8 `[N, K]` from 0 to 3.
+        scales: float8_e4m3fn `[N, G]`, above 0.
+        zeros: `[N, G]`, whole numbers from 0 to 3.
+
+    Raises:
+        ValueError: K is no multiple of 32, or a code or zero does not fit.
+    """
+    rows, columns = codes.shape
+    if columns % GROUP:
+        raise ValueError(f"{columns} columns do not divide into groups of {GROUP}")
+    if int(codes.max()) > 3:
+        raise ValueError(f"codes reach {int(codes.max())}; 2 bits hold 0 to 3")
+    if not ((zeros == zeros.round()) & (zeros >= 0) & (zeros <= 3)).all():
+        raise ValueError("zeros are not whole numbers from 0 to 3; the kernel has integer zeros alone")
+    groups = columns // GROUP
+    padded = torch.nn.functional.pad(zeros.to(torch.uint8), (0, -groups % 4)).view(rows, -1, 4)
+    packed = padded[..., 0] | padded[..., 1] << 2 | padded[..., 2] << 4 | padded[..., 3] << 6
+    return planes(codes), scales.view(torch.uint8), packed
+
+
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, factor: float) -> Tensor:
+    """float64 `[N, K]`, slow on purpose."""
+    groups = codes.shape[2]
+    z = torch.stack([zeros >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)[:, :groups]
+    q = codes_of(codes).view(len(codes), groups, GROUP).double()
+    step = scales.view(torch.float8_e4m3fn).double() * factor
+    return ((q - z.double()[..., None]) * step[..., None]).flatten(1)
+
+
+def make_weight(case: dict, device: torch.device | str = "cpu") -> dict:
+    """A random weight of a case: `codes`, `scales`, `zeros`, `factor`."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    rows, groups = case["N"], case["K"] // GROUP
+    codes = torch.randint(0, 4, (rows, case["K"]), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(rows, groups, generator=generator) * 400 + 0.002).to(torch.float8_e4m3fn)
+    zeros = torch.randint(0, 4, (rows, groups), generator=generator)
+    names = ("codes", "scales", "zeros")
+    made = {name: tensor.to(device) for name, tensor in zip(names, pack(codes, scales, zeros))}
+    return made | {"factor": 1 / (400 * case["K"] ** 0.5)}
+
+
+def misfit(tokens: int, groups: int, codes: Tensor, zeros: Tensor) -> str | None:
+    """What is wrong with the sizes of checked tensors, or None."""
+    if tokens > MOST_TOKENS:
+        return f"x has {tokens} tokens; it takes 1 to {MOST_TOKENS}"
+    if groups != codes.shape[2]:
+        return f"codes {list(codes.shape)} are of {codes.shape[2]} groups, and x has {groups}"
+    if zeros.shape[1] != -(-groups // 4):
+        return f"zeros {list(zeros.shape)} must have {-(-groups // 4)} bytes a row, four groups each"
+    return None
+
+
+@triton.jit
+def count_bits(x, PLAIN: tl.constexpr):  # noqa: ANN001, ANN201
+    """Bits that are set in each int32; PLAIN uses ordinary arithmetic, for Triton's interpreter."""
+    if PLAIN:
+        v = x.to(tl.uint32, bitcast=True)
+        v = v - ((v >> 1) & 0x55555555)
+        v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+        v = (v + (v >> 4)) & 0x0F0F0F0F
+        v = v + (v >> 8)
+        return ((v + (v >> 16)) & 63).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def from_e4m3(byte):  # noqa: ANN001, ANN201
+    """float32 of bytes of E4M3 above 0."""
+    bits = byte.to(tl.int32)
+    normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    return tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def half_up(u):  # noqa: ANN001, ANN201
+    """The nearest whole number, a half upwards, without the rounding of u + 1/2."""
+    below = tl.floor(u)
+    return below + ((u - below) >= 0.5).to(tl.float32)
+
+
+@triton.jit
+def quantized_group(value, lane):  # noqa: ANN001, ANN201
+    """(plane 0, plane 1, scale, zero) `[G]` of float32 inputs `[G, 32]`, on the min-max grid that includes 0."""
+    low = tl.minimum(tl.min(value, axis=1), 0.0)
+    high = tl.maximum(tl.max(value, axis=1), 0.0)
+    scale = tl.div_rn(high - low, tl.full(low.shape, 3.0, tl.float32))
+    scale = tl.where(scale == 0, 1.0, scale)
+    zero = tl.minimum(tl.maximum(half_up(tl.div_rn(-low, scale)), 0.0), 3.0)
+    steps = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
+    code = tl.minimum(tl.maximum(half_up(steps) + zero[:, None], 0.0), 3.0).to(tl.int32)
+    plane0 = tl.sum((code & 1) << lane[None, :], axis=1)
+    plane1 = tl.sum((code >> 1) << lane[None, :], axis=1)
+    return plane0, plane1, scale, zero.to(tl.int32)

@@ -1,0 +1,145 @@
+"""W2A2 for decoding: 1 to 4 tokens times 2-bit weights in groups of 32, activations quantized in the same launch.
+
+    y[m, n] = factor · sum_g s_w[n, g] s_x[m, g] sum_{k in g} (q_w[n, k] - z_w[n, g]) (q_x[m, k] - z_x[m, g])
+
+x: fp16, bf16 or float32 [M, K], K a multiple of 32, quantized as by `quantize_2bit.py`; the weight in the format of
+`w2a2_format.py`; y: [M, N] like x. The inner sum is exact in integers:
+
+    sum q_w q_x - z_w sum q_x - z_x sum q_w + 32 z_w z_x,      sum q_w = |w0| + 2 |w1|
+
+Bytes moved: 9.25 N K / 32 and the vectors; 32 products are four ANDs and bit counts. A program has a few rows and
+quantizes the tokens again while it walks along them.
+"""
+
+import torch
+from torch import Tensor
+
+from repro.kernels import quantize_2bit
+from repro.kernels import w2a2_format as form
+from repro.kernels.launch_config import lacks, launch_config
+from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.triton_language import tl, triton
+from repro.kernels.w2a2_format import CODES, SCALES, ZEROS, count_bits, from_e4m3, quantized_group
+
+CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B), dtype, seed
+    {"M": 3, "N": 19, "K": 352, "dtype": "float32", "seed": 0},
+    {"M": 1, "N": 7, "K": 1056, "dtype": "float16", "seed": 1},
+    {"M": 1, "N": 4096, "K": 4096, "dtype": "bfloat16", "seed": 2},
+    {"M": 1, "N": 14336, "K": 4096, "dtype": "bfloat16", "seed": 3},
+    {"M": 4, "N": 4096, "K": 14336, "dtype": "bfloat16", "seed": 4},
+    {"M": 1, "N": 28672, "K": 8192, "dtype": "bfloat16", "seed": 5},
+]
+SPACE = [  # rows of a program, groups that it reads at a time, warps
+    {"rows": rows, "groups": groups, "warps": warps}
+    for rows in (4, 8, 16, 32)
+    for groups, warps in ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
+]
+DEFAULT = {"rows": 16, "groups": 64, "warps": 4}
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
+    """Keywords of the operator."""
+    return {**quantize_2bit.make_inputs(case, device), **form.make_weight(case, device)}
+
+
+def reference(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float) -> Tensor:
+    """y [M, N] in the dtype of x, computed in float64 with both sides dequantized."""
+    return product(*quantize_2bit.reference(x), codes, scales, zeros, factor).to(x.dtype)
+
+
+def product(
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float
+) -> Tensor:
+    """float64 [M, N] of quantized tokens."""
+    q = form.codes_of(x_codes).view(*x_scales.shape, form.GROUP).double()
+    x = (q - x_zeros.double()[..., None]) * x_scales.double()[..., None]
+    return x.flatten(1) @ form.dequantize(codes, scales, zeros, factor).T
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why this kernel cannot run on `device`, or None if it can."""
+    return lacks("w2a2_gemv", device)
+
+
+@triton.jit
+def w2a2_kernel(  # noqa: ANN201
+    x, x_codes, x_scales, x_zeros, codes, scales, zeros, y, factor, N, G, Z,  # noqa: ANN001
+    READY: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """One token of a grid's second axis; READY: its codes, scales and zeros are read, else x is quantized."""
+    row, token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, 32)
+    acc = tl.zeros((ROWS, GROUPS), tl.float32)
+    for start in range(0, G, GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        inside = group < G
+        seen = (row < N)[:, None] & inside[None, :]
+        word = codes + (row * 2 * G)[:, None] + group[None, :]
+        w0 = tl.load(word, mask=seen, other=0, eviction_policy="evict_first")
+        w1 = tl.load(word + G, mask=seen, other=0, eviction_policy="evict_first")
+        step = from_e4m3(tl.load(scales + (row * G)[:, None] + group[None, :], mask=seen, other=0))
+        four = tl.load(zeros + (row * Z)[:, None] + (group // 4)[None, :], mask=seen, other=0).to(tl.int32)
+        w_zero = (four >> (2 * (group % 4))[None, :]) & 3
+        if READY:
+            first = x_codes + token * 2 * G + group
+            x0, x1 = tl.load(first, mask=inside, other=0), tl.load(first + G, mask=inside, other=0)
+            x_scale = tl.load(x_scales + token * G + group, mask=inside, other=0.0)
+            x_zero = tl.load(x_zeros + token * G + group, mask=inside, other=0)
+        else:
+            at = x + (token * G + group)[:, None] * 32 + lane[None, :]
+            value = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+            x0, x1, x_scale, x_zero = quantized_group(value, lane)
+        x_sum = count_bits(x0, PLAIN) + 2 * count_bits(x1, PLAIN)
+        w_sum = count_bits(w0, PLAIN) + 2 * count_bits(w1, PLAIN)
+        a, b, zero = x0[None, :], x1[None, :], x_zero[None, :]
+        dot = count_bits(w0 & a, PLAIN) + 4 * count_bits(w1 & b, PLAIN)
+        dot += 2 * (count_bits(w0 & b, PLAIN) + count_bits(w1 & a, PLAIN))
+        dot += 32 * w_zero * zero - w_zero * x_sum[None, :] - zero * w_sum
+        acc += tl.where(seen, step * x_scale[None, :] * dot.to(tl.float32), 0.0)
+    result = tl.sum(acc, axis=1) * factor
+    tl.store(y + token * N + row, result.to(y.dtype.element_ty), mask=row < N)
+
+
+def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.device | str) -> dict:
+    """The configuration recorded for the shape, or one for all."""
+    return launch_config(kernel, f"{m}x{rows}x{columns}", device) or DEFAULT
+
+
+def run(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple, ready: bool, config: dict) -> Tensor:
+    """Fill y [M, N] by the kernel: `given` are x, and codes, scales and zeros of x."""
+    codes, scales, zeros, factor = weight
+    (m, rows), groups = y.shape, codes.shape[2]
+    w2a2_kernel[(triton.cdiv(rows, config["rows"]), m)](
+        *given, codes, scales, zeros, y, factor, rows, groups, zeros.shape[1],
+        READY=ready, ROWS=config["rows"], GROUPS=config["groups"], PLAIN=not y.is_cuda, num_warps=config["warps"],
+    )  # fmt: skip
+    return y
+
+
+def launch(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float, config: dict | None = None
+) -> Tensor:
+    """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    (m, columns), rows = x.shape, codes.shape[0]
+    config = config or configuration("w2a2_gemv", m, rows, columns, x.device)
+    return run(x.new_empty(m, rows), (x, None, None, None), (codes, scales, zeros, factor), False, config)
+
+
+def on_cuda(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float) -> Tensor:
+    """y of the operator by the kernel, with its recorded configuration."""
+    return launch(x, codes, scales, zeros, factor)
+
+
+def limit(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    return quantize_2bit.limit(x) or form.misfit(x.shape[0], x.shape[1] // form.GROUP, codes, zeros)
+
+
+w2a2_gemv = operator(
+    "w2a2_gemv",
+    reference,
+    on_cuda,
+    {"x": Argument(FLOATS, "M K"), "codes": CODES, "scales": SCALES, "zeros": ZEROS},
+    empty=lambda x, codes, *rest: x.new_empty(x.shape[0], codes.shape[0]),
+    limit=limit,
+)

@@ -1,0 +1,76 @@
+"""W2A2 for decoding with activations that `quantize_2bit` has quantized beforehand; else as `w2a2_gemv.py`.
+
+x_codes: int32 [M, 2, G]; x_scales: float32 [M, G]; x_zeros: int32 [M, G]; y: float32 [M, N].
+"""
+
+import torch
+from torch import Tensor
+
+from repro.kernels import quantize_2bit, w2a2_gemv
+from repro.kernels import w2a2_format as form
+from repro.kernels.launch_config import lacks
+from repro.kernels.operators import Argument, operator
+from repro.kernels.w2a2_format import CODES, SCALES, ZEROS
+
+CASES, SPACE = w2a2_gemv.CASES, w2a2_gemv.SPACE
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
+    """Keywords of the operator."""
+    inputs = w2a2_gemv.make_inputs(case, device)
+    x_codes, x_scales, x_zeros = quantize_2bit.reference(inputs.pop("x"))
+    return {"x_codes": x_codes, "x_scales": x_scales, "x_zeros": x_zeros, **inputs}
+
+
+def reference(
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float
+) -> Tensor:
+    """y [M, N], computed in float64 with both sides dequantized."""
+    return w2a2_gemv.product(x_codes, x_scales, x_zeros, codes, scales, zeros, factor).float()
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why this kernel cannot run on `device`, or None if it can."""
+    return lacks("w2a2_ready", device)
+
+
+def launch(
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float,
+    config: dict | None = None,
+) -> Tensor:  # fmt: skip
+    """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    (m, groups), rows = x_scales.shape, codes.shape[0]
+    config = config or w2a2_gemv.configuration("w2a2_ready", m, rows, form.GROUP * groups, codes.device)
+    weight = codes, scales, zeros, factor
+    return w2a2_gemv.run(x_scales.new_empty(m, rows), (None, x_codes, x_scales, x_zeros), weight, True, config)
+
+
+def on_cuda(
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float
+) -> Tensor:
+    """y of the operator by the kernel, with its recorded configuration."""
+    return launch(x_codes, x_scales, x_zeros, codes, scales, zeros, factor)
+
+
+def limit(
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float
+) -> str | None:
+    """What is wrong with checked arguments, or None."""
+    return form.misfit(*x_scales.shape, codes, zeros)
+
+
+w2a2_ready = operator(
+    "w2a2_ready",
+    reference,
+    on_cuda,
+    {
+        "x_codes": Argument((torch.int32,), "M 2 G"),
+        "x_scales": Argument((torch.float32,), "M G"),
+        "x_zeros": Argument((torch.int32,), "M G"),
+        "codes": CODES,
+        "scales": SCALES,
+        "zeros": ZEROS,
+    },
+    empty=lambda x_codes, x_scales, x_zeros, codes, *rest: x_scales.new_empty(x_scales.shape[0], codes.shape[0]),
+    limit=limit,
+)

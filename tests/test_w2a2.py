@@ -1,0 +1,140 @@
+"""W2A2 on a CPU: format, quantizer of activations and products, against Bit-by-Bit's quantizer and integers.
+
+The Triton kernels run in the interpreter in `test_kernels_triton.py`.
+"""
+
+import pytest
+import torch
+from fake_device import Host
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from repro.bench import operators, timing  # noqa: E402
+from repro.bench.kernel_list import load  # noqa: E402
+from repro.kernels import quantize_2bit, w2a2_gemv  # noqa: E402
+from repro.kernels import w2a2_format as form  # noqa: E402
+from repro.models.groups import quantizer  # noqa: E402
+
+FAST = settings(max_examples=20, deadline=None, derandomize=True)
+GRID = quantizer.GroupGrid(bits=2, group=32, include_zero=True)
+NAMES = ("quantize_2bit", "w2a2_gemv", "w2a2_ready")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def op(name):
+    return getattr(torch.ops.lowbit, name)
+
+
+@FAST
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 99))
+def test_planes_hold_any_codes(rows, groups, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 4, (rows, 32 * groups), generator=generator, dtype=torch.uint8)
+    words = form.planes(codes)
+    assert words.shape == (rows, 2, groups) and torch.equal(form.codes_of(words), codes)
+    assert (words[0, 1, 0] >> 31 & 1) == codes[0, 31] >> 1
+
+
+def test_a_packed_weight_is_that_of_the_quantizer():
+    """Scales in E4M3, the smallest of them below its normal numbers, and a number of groups that 4 does not divide."""
+    weight = normal(9, 352)
+    weight[:, :32] *= 1e-5
+    groups = quantizer.split(weight, 32)
+    grid = quantizer.GroupGrid(bits=2, group=32, include_zero=True, scale="e4m3")
+    scales, factor, z = quantizer.fit(groups, grid)
+    s = quantizer.restored(scales, factor)
+    codes = quantizer.encode(groups, s, z, grid)
+    wanted = quantizer.decode(codes, s, z).flatten(1)
+    packed = form.pack(codes.flatten(1).to(torch.uint8), scales[..., 0], z[..., 0])
+    assert int(packed[1].min()) < 8 and packed[2].shape == (9, 3)
+    torch.testing.assert_close(form.dequantize(*packed, factor.item()).float(), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"zeros": torch.full((2, 1), 1.5)}, "integer zeros alone"), ({"zeros": torch.full((2, 1), 4.0)}, "0 to 3"),
+     ({"codes": torch.full((2, 32), 4, dtype=torch.uint8)}, "codes reach 4"),
+     ({"codes": torch.zeros(2, 40, dtype=torch.uint8)}, "40 columns do not divide")],
+)  # fmt: skip
+def test_a_weight_that_does_not_fit_is_refused(change, said):
+    whole = {"codes": torch.zeros(2, 32, dtype=torch.uint8), "zeros": torch.ones(2, 1)}
+    with pytest.raises(ValueError, match=said):
+        form.pack(**whole | change, scales=torch.ones(2, 1).to(torch.float8_e4m3fn))
+
+
+@FAST
+@given(st.integers(1, 4), st.integers(1, 9), st.floats(-3, 3), st.integers(0, 99))
+def test_activations_are_those_of_bit_by_bit(tokens, groups, mean, seed):
+    """Also groups that lie on one side of 0, and one of zeros."""
+    x = normal(tokens, 32 * groups, seed=seed) + mean
+    x[0, :32] = 0
+    codes, scales, zeros = op("quantize_2bit")(x)
+    q = form.codes_of(codes).view(tokens, groups, 32)
+    decoded = scales[..., None] * (q.float() - zeros[..., None])
+    wanted = quantizer.fake_quantize(x, GRID)
+    torch.testing.assert_close(decoded.flatten(1), wanted, rtol=1e-6, atol=1e-7)
+    assert ((zeros >= 0) & (zeros <= 3)).all() and scales[0, 0] == 1
+
+
+@FAST
+@given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 9), st.integers(0, 99))
+def test_products_are_integer_sums_of_groups(tokens, rows, groups, seed):
+    case = {"M": tokens, "N": rows, "K": 32 * groups, "dtype": "float32", "seed": seed}
+    weight, x = form.make_weight(case), normal(tokens, 32 * groups, seed=seed)
+    x_codes, x_scales, x_zeros = quantize_2bit.reference(x)
+    qx = form.codes_of(x_codes).view(tokens, groups, 32).long() - x_zeros.long()[..., None]
+    z = torch.stack([weight["zeros"] >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)[:, :groups]
+    qw = form.codes_of(weight["codes"]).view(rows, groups, 32).long() - z.long()[..., None]
+    whole = torch.einsum("mgk,ngk->mng", qx, qw).double()
+    s_w = weight["scales"].view(torch.float8_e4m3fn).double() * weight["factor"]
+    wanted = (whole * x_scales.double()[:, None] * s_w[None]).sum(-1)
+    for y in (op("w2a2_gemv")(x, **weight), op("w2a2_ready")(x_codes, x_scales, x_zeros, **weight)):
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_are_traceable(name):
+    module = load(name)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(op(name).default, (), module.make_inputs(module.CASES[0]), test_utils=checks)
+
+
+BYTES = {  # of the first cases, by hand: 11 groups
+    "quantize_2bit": 4 * 3 * 352 + 3 * 11 * 16,
+    "w2a2_gemv": 19 * (11 * 9 + 3) + 4 * (3 * 352 + 3 * 19),
+    "w2a2_ready": 19 * (11 * 9 + 3) + 3 * 11 * 16 + 4 * 3 * 19,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_are_sound_and_count_what_is_read(name):
+    task = operators.task(name, load(name).CASES[0], name, "cpu")
+    (timed,) = timing.measure([task], Host(), timing.WARM, rounds=3)
+    assert timed.nbytes == BYTES[name]
+
+
+def test_a_wider_weight_of_split_channels_fits_like_any_other():
+    """K = 4096 with a tenth of the channels split becomes 141 groups, an odd number."""
+    case = {"M": 1, "N": 2, "K": 4512, "dtype": "float32", "seed": 0}
+    inputs = w2a2_gemv.make_inputs(case)
+    assert inputs["zeros"].shape == (2, 36) and op("w2a2_gemv")(**inputs).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name, case", [(name, case) for name in NAMES for case in load(name).CASES], ids=str)
+def test_kernels_on_a_gpu(name, case):
+    """Against the reference, twice with the same bits."""
+    module = load(name)
+    inputs = module.make_inputs(case, "cuda")
+    want, got = (operators.tensors(make(**inputs)) for make in (module.reference, module.launch))
+    again = operators.tensors(module.launch(**inputs))
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    for a, b in zip(got, want, strict=True):
+        error = (a.double() - b.double()).norm() / b.double().norm()
+        assert error <= operators.tolerance(name, getattr(torch, case["dtype"])) + 1e-3
