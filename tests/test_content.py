@@ -108,9 +108,20 @@ def test_the_file_holds_every_cell(world, tmp_path):
 
 def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
     flow = Workflow(scales.load(CONFIG), recorded=False)
-    sheet = rendered.build(flow, "spqt/table1", tmp_path)
-    assert {m.status for m in from_csv(tmp_path / "spqt" / "table1.csv")} == {"other_device"}
-    assert sheet.rows == [["other device: the paper names machines on which nothing runs here; 16 printed cells"]]
+    sheet = rendered.build(flow, "spqt/table2", tmp_path)
+    found = from_csv(tmp_path / "spqt" / "table2.csv")
+    assert {m.status for m in found} == {"other_device"}
+    shown = [pair for row in sheet.rows for pair in row[1:] if pair.printed or pair.here]
+    assert shown and {pair.here for pair in shown} == {"other device"} and "14.78" in {pair.printed for pair in shown}
+
+
+def test_a_device_of_ours_is_beside_the_printed_ones(tmp_path):
+    """SpQt's Table 1 has datasheets; of the GPU that kernels are timed on, the rate that a read reaches."""
+    sheet = rendered.build(Workflow(scales.load(CONFIG), recorded=False), "spqt/table1", tmp_path)
+    found = from_csv(tmp_path / "spqt" / "table1.csv")
+    assert {m.status for m in found if m.printed} == {"other_device"} and len(sheet.rows) == 5
+    (ours,) = [m for m in found if m.status == "ok"]
+    assert ours.metric == "mem_bandwidth_gbs" and 4000 < ours.value < 4800 and "H200" in ours.device
 
 
 # --- fresh ------------------------------------------------------------------------------------------------------------

@@ -39,9 +39,7 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
     what = f"{label}: {spec.title}"
     title = what if paper in tables.FOLDERS else f"{what}. Scale {flow.scale.name}: {flow.scale.about}"
     if not tables.path_of(paper, number).is_file():
-        elsewhere = {m.status for m in found.values()} == {"other_device"}
-        why = "other device: the paper names machines on which nothing runs here" if elsewhere else "no spec yet"
-        return Sheet(what, ["", "printed"], [[f"{why}; {len(found)} printed cells"]], [])
+        return Sheet(what, ["", "printed"], [[f"no spec yet; {len(found)} printed cells"]], [])
     leads = {cell.col for cell in cells if cell.metric in spec.beside and _compares(cell)}
     columns = sorted(dict.fromkeys(cell.col for cell in cells), key=lambda col: col not in leads)
     rows: list[Sequence[str | Pair]] = []
