@@ -9,19 +9,21 @@ import torch
 
 from repro import models
 from repro.__main__ import main
+from repro.baselines import rtn
 from repro.cells import acceptance
 from repro.data import prompts
-from repro.engine import weights
+from repro.engine import drafts, eagle, weights
 from repro.engine.core import Core
 from repro.engine.substitute import draft_of
 from repro.errors import UserError
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.models.lowbit import LowBitModel
-from repro.record import observations
+from repro.record import measure, observations
 from repro.record.observations import Observations, Series
 from repro.spec import scale as scales
 from repro.spec import tables
+from repro.spec.workflow import Workflow
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,9 @@ def test_other_drafts_temperatures_and_sets_are_other_jobs():
         acceptance.Ask("mt-bench", top_k=4),
         acceptance.Ask("mt-bench", draft_temperature=1.0),
         acceptance.Ask("mt-bench", draft="self"),
+        acceptance.Ask("mt-bench", draft="small", draft_model="Qwen2.5-1.5B"),
+        acceptance.Ask("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=64),
+        acceptance.Ask("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=128),
     ]
     assert len({acceptance.jobs(ask, target)["prompts"].id for ask in asks}) == len(asks)
     named = acceptance.Ask("mt-bench", draft_temperature=0.2)  # the default, in words
@@ -101,6 +106,12 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
         ({"prompts": "mtbench"}, "unknown prompt set 'mtbench'"),
         ({"prompts": "gsm8k", "temperature": -1.0}, "temperature is -1"),
         ({"prompts": "gsm8k", "depth": -3}, "depth is -3"),
+        ({"prompts": "gsm8k", "draft": "small"}, "draft small needs a draft_model"),
+        (
+            {"prompts": "gsm8k", "draft_model": "Llama-3.2-1B"},
+            "draft subspec is made of the target",
+        ),
+        ({"prompts": "gsm8k", "budget": 64}, "draft subspec has no option 'budget'; options: bits, top_k, depth"),
     ],
 )
 def test_bad_asks_are_one_sentence(given, said):
@@ -125,10 +136,68 @@ def test_the_draft_leaves_the_target_as_it_is(tmp_path):
     assert not torch.allclose(Core("it", draft).logits([5, 6, 7]), before, atol=1e-3)
 
 
-def test_table_1_asks_for_the_papers_draft_in_every_subspec_row():
+def test_the_declared_inputs_of_a_subspec_draft_are_those_of_the_stored_results():
+    target = Target(scales.load(name="pocket"), "pocket-10m", "fp16")
+    declared = json.loads(acceptance.jobs(acceptance.Ask("gsm8k"), target)["prompts"].inputs)
+    assert "draft_model" not in declared and declared["draft"] == vars(subspec.Config())
+
+
+def test_the_stored_results_stand():
+    """Options that came later are no input of the cells that do not set them."""
+    flow = Workflow(scales.load(name="pocket"), recorded=True)
+    cells = [c for c in flow.cells("subspec", "1") if c.row.startswith("SubSpec") and c.stand_in and c.measure]
+    found = [one for one in measure.measure(flow, cells).values() if one.status != "not_run"]
+    assert len(found) == 10 and {one.status for one in found} == {"ok"}
+    small = next(c for c in flow.cells("subspec", "1") if c.row.startswith("Qwen2.5-1.5B") and c.stand_in)
+    assert flow.inputs(small)["ask"]["draft_model"] == "Qwen2.5-1.5B"
+
+
+def test_table_1_asks_for_the_papers_draft_in_every_row():
     cells = [c for c in tables.cells("subspec", "1") if c.measure == "acceptance" and c.metric == "accept_length"]
-    assert {(c.ask.temperature, c.ask.config) for c in cells} == {(t, subspec.Config()) for t in (0.0, 0.6)}
-    assert all(c.row.startswith("SubSpec") and c.recipe == "fp16" for c in cells)
+    asked = {(c.row.split()[0], c.ask.temperature, c.ask.draft, c.ask.draft_model, c.ask.config) for c in cells}
+    small = {
+        (name, t, "small", name, drafts.Small(6, 32, 1.0))
+        for name in ("Qwen2.5-1.5B", "Llama-3.2-1B", "Qwen2.5-7B")
+        for t in (0.0, 0.6)
+    }
+    ours = {("SubSpec", t, "subspec", "", subspec.Config()) for t in (0.0, 0.6)}
+    assert asked == small | ours | {("EAGLE-2", t, "eagle2", "", eagle.Eagle2(60, 6, 10)) for t in (0.0, 0.6)}
+    assert {c.ask.prompts for c in cells} == {"mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"}
+
+
+def test_table_4_sweeps_the_budget_and_table_7_the_target():
+    four = [c for c in tables.cells("subspec", "4") if c.metric == "accept_length"]
+    assert [c.ask.config.budget for c in four] == [64, 128, 256, 512, 1024]
+    assert {c.ask.draft for c in four} == {"specexec"}
+    seven = [c for c in tables.cells("subspec", "7") if c.metric == "accept_length"]
+    assert [c.recipe for c in seven] == ["fp16", "rtn-w8-g128"]
+    six = [c for c in tables.cells("subspec", "6") if c.metric == "accept_length" and c.measure]
+    assert {c.ask.prompts for c in six} == {"aime24", "math500"}
+
+
+def test_a_scale_without_the_draft_model_has_no_job():
+    target = Target(scales.load({"models": {"Qwen2.5-1.5B": None}}, name="pocket"), "pocket-10m", "fp16")
+    assert acceptance.jobs(acceptance.Ask("gsm8k", draft="small", draft_model="Qwen2.5-3B"), target) is None
+
+
+@pytest.mark.parametrize("draft", [{"draft": "small"}, {"draft": "specexec", "budget": 12}])
+def test_a_job_drafts_with_a_model_of_its_own(tmp_path, draft):
+    given = {"acceptance": {"prompts": 1, "tokens": 6}}
+    target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-5m", "fp16")
+    made = acceptance.jobs(acceptance.Ask("gsm8k", draft_model="Llama-3.2-1B", **draft), target)["prompts"]
+    assert made.given()["draft_model"] == "pocket-3m"
+    acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
+    kept = observations.load(tmp_path / observations.FILE).series
+    assert 1 < kept["tokens"].values[0] / kept["iterations"].values[0]
+
+
+def test_an_8_bit_target_drafts_with_its_own_weights(tmp_path):
+    lm = LowBitModel(models.load("pocket-3m", "cpu"))
+    rtn.apply(lm, None, rtn.Config(bits=8, group=128))
+    target = weights.decoder(lm, 128, torch.device("cpu"), torch.float32)
+    draft = draft_of(lm, target, subspec.Config())
+    error = (draft.blocks[0].down.weight - target.blocks[0].down.weight).abs().mean()
+    assert 0 < error < 0.1 * target.blocks[0].down.weight.abs().mean()
 
 
 def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
@@ -145,10 +214,12 @@ def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
     assert lengths["self"] == 15 / 3 > lengths["subspec"]  # the prefill and two whole paths of 6 with their bonus
 
 
-def test_table_5_asks_for_six_draft_temperatures_of_two_drafts():
+def test_table_5_asks_for_six_draft_temperatures_of_four_drafts():
     cells = [c for c in tables.cells("subspec", "5") if c.measure == "acceptance"]
     asked = {(c.ask.draft, c.ask.config.temperature) for c in cells}
-    assert asked == {(draft, t) for draft in ("self", "subspec") for t in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)}
+    assert asked == {
+        (draft, t) for draft in ("self", "subspec", "small", "eagle2") for t in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+    }
     assert {c.ask.prompts for c in cells} == {"mt-bench"}
 
 

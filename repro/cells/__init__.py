@@ -17,6 +17,8 @@ A kind is a module with
     PUBLIC                   optional: always so, also where something stands in
     JOBLESS                  optional: it takes no job, and is fresh everywhere
     FULL_FIRST               optional: a recipe is run only where the status of full precision is not `floor`
+    LATER                    optional: options of `Ask` that came after accepted results, with the value that changes
+                             nothing, which is not declared
     lacking(ask)             optional: why it cannot be measured here; empty if it can
     run(job, found, folder, origin), OUTPUTS     where the kind has a job of its own
     quantity(ask), several(ask), origin(asks)    instead of all but Ask, where results are the kind's own (kernel times)

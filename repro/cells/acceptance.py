@@ -1,8 +1,9 @@
 """Acceptance length of a speculating model: tokens of an iteration, on prompts of one set (SubSpec, Tables 1, 2, 5, 6).
 
 By the paper's counting: the bonus token counts, and the prefill is an iteration of one token. Losslessness makes it the
-same with and without offloading, so nothing is offloaded here; every block of the draft is a substitute, as in the
-published recipes. The models are base models without a chat template: prompts are plain text, first turns only.
+same with and without offloading, so nothing is offloaded here; every block of SubSpec's draft is a substitute, as in
+the published recipes. Other drafts are models of their own (`repro/engine/drafts.py`). The models are base models
+without a chat template: prompts are plain text, first turns only.
 
 Greedy continuations of small models repeat themselves, which a draft of the same model guesses well. So the share of
 repeated 4-grams in the new text is kept for every prompt, and there is a length of the less repetitive half.
@@ -16,8 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from repro import models
 from repro.data import prompts
-from repro.engine import weights
+from repro.engine import drafts, eagle, weights
 from repro.engine.speculating import Speculating
 from repro.engine.substitute import draft_of
 from repro.errors import UserError
@@ -32,6 +34,15 @@ VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
 GRAM = 4
+CONFIGS = {  # of each draft, and the options that an `Ask` may set
+    "subspec": (subspec.Config, ("bits", "top_k", "depth")),
+    "self": (subspec.Config, ("bits", "top_k", "depth")),
+    "small": (drafts.Small, ("top_k", "depth")),
+    "specexec": (drafts.SpecExec, ("budget",)),
+    "eagle2": (eagle.Eagle2, ("top_k", "depth")),
+}
+OWN = ("small", "specexec")  # drafts that are models of their own
+LATER = {"draft_model": "", "budget": 0}
 FEW = 3  # prompts of a build's own measurement: drawn text takes minutes for each on a CPU core
 
 
@@ -39,17 +50,21 @@ FEW = 3  # prompts of a build's own measurement: drawn text takes minutes for ea
 class Ask:
     """Tokens of an iteration, all new tokens over all iterations; or the share of repeated 4-grams, as a fraction.
 
-    `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth` and
-    `draft_temperature` are the draft's, 0 being the default of `methods.subspec.Config`. `self` is the target as draft.
+    `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth`,
+    `budget` and `draft_temperature` are the draft's, 0 being the default of its configuration. `self` is the target as
+    draft; `small` and `specexec` draft with the stand-in of `draft_model`, a paper's name; `eagle2` with a head that
+    was trained for the target.
     """
 
     prompts: str
     show: Literal["length", "repeated 4-grams", "less repetitive half"] = "length"
     temperature: float = 0.0
-    draft: Literal["subspec", "self"] = "subspec"
+    draft: Literal["subspec", "self", "small", "specexec", "eagle2"] = "subspec"
+    draft_model: str = ""
     bits: int = 0
     top_k: int = 0
     depth: int = 0
+    budget: int = 0
     draft_temperature: float = 0.0
     unit: str = "tokens"
 
@@ -60,12 +75,26 @@ class Ask:
         self.config  # noqa: B018  checks the values
 
     @property
-    def config(self) -> subspec.Config:
-        """The draft's configuration."""
-        given = {name: getattr(self, name) for name in ("bits", "top_k", "depth") if getattr(self, name)}
+    def config(self) -> Any:
+        """The draft's configuration.
+
+        Raises:
+            UserError: an option that this draft does not have, or a draft model where it needs none, or the reverse.
+        """
+        made, options = CONFIGS[self.draft]
+        given = {}
+        for name in ("bits", "top_k", "depth", "budget"):
+            value = getattr(self, name)
+            if value and name not in options:
+                raise UserError(f"draft {self.draft} has no option {name!r}; options: {', '.join(options)}")
+            if value:
+                given[name] = value
+        if (self.draft in OWN) != bool(self.draft_model):
+            needs = "needs a draft_model" if self.draft in OWN else "is made of the target; leave out draft_model"
+            raise UserError(f"draft {self.draft} {needs}")
         if self.draft_temperature:
             given["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
-        return subspec.Config(**given)
+        return made(**given)
 
 
 @dataclass(frozen=True)
@@ -96,9 +125,13 @@ def lacking(ask: Ask) -> str:
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
-    """One job decodes the prompts; None where the scale has no protocol, or the prompts are not here."""
+    """One job decodes the prompts; None where the scale has no protocol or no draft, or the prompts are not here."""
     protocol = target.scale.protocols["acceptance"]
-    if protocol is None or lacking(ask):
+    small = target.scale.models.get(ask.draft_model, "")
+    head = eagle.path_of(target.model)
+    if protocol is None or lacking(ask) or (ask.draft in OWN and not small):
+        return None
+    if ask.draft == "eagle2" and not head.is_file():
         return None
     count = min(protocol.prompts, prompts.SETS[ask.prompts].prompts)
     rule = {"tokens": protocol.tokens, "count": count, "temperature": ask.temperature}
@@ -107,6 +140,12 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     inputs["calibration"] = compress.job(target).declared().get("calibration")
     needs = {"weights": compress.job(target)} if target.recipe.steps else {}
     options = target.options() | rule | {"prompts": ask.prompts}
+    if small:
+        inputs["draft_model"] = models.fingerprint(small)
+        options["draft_model"] = small
+    if ask.draft == "eagle2":
+        inputs["draft_head"] = eagle.identity(head)
+        options["draft_head"] = str(head)
     return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
 
 
@@ -117,13 +156,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
         UserError: damaged inputs, or a model that the engine does not run; `Refused` for a prompt beyond the context.
     """
     given = job.given()
-    config = subspec.Config(**given["draft"])
-    lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
-    context = weights.check(given["model"], lm.model.config, None)
-    device = torch.device(given["device"])
-    target = weights.decoder(lm, context + config.nodes, device, getattr(torch, given["dtype"]))
-    drafting = target if given["of"] == "self" else draft_of(lm, target, config)
-    core = Speculating(given["model"], target, drafting, config, given["hub"])
+    core = speculating(given, found.get("weights"))
     columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "repeated": []}
     for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
         how = {"temperature": given["temperature"], "seed": number}
@@ -136,6 +169,33 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
     series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
     observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Speculating:
+    """The target of a job with its draft.
+
+    Raises:
+        UserError: damaged inputs, a model that the engine does not run, or a draft of another vocabulary.
+    """
+    config = CONFIGS[given["of"]][0](**given["draft"])
+    lm = compress.load(given | {"device": "cpu"}, weights_folder)
+    context = weights.check(given["model"], lm.model.config, None)
+    device, dtype = torch.device(given["device"]), getattr(torch, given["dtype"])
+    target = weights.decoder(lm, context + config.nodes, device, dtype)
+    if given["of"] == "self":
+        drafting = target
+    elif given["of"] == "subspec":
+        drafting = draft_of(lm, target, config)
+    elif given["of"] == "eagle2":
+        head = eagle.load(Path(given["draft_head"]), lm.model, models.fingerprint(given["model"]))
+        drafting = eagle.FittedHead(head, target)
+    else:
+        names, hub = (given["model"], given["draft_model"]), given["hub"]
+        drafts.check_vocabulary(*(models.tokenizer(name, hub) for name in names), names)
+        own = compress.load(given | {"device": "cpu", "model": names[1], "recipe": "fp16"}, None)
+        weights.check(names[1], own.model.config, context)
+        drafting = weights.decoder(own, context + config.slots, device, dtype)
+    return Speculating(given["model"], target, drafting, config, given["hub"])
 
 
 def repeated(tokens: list[int]) -> float:

@@ -72,12 +72,15 @@ class Drafted(Decoding):
         self.verified: list[tuple[float, float]] = []
         self.verify: Verifier | None = None
         self.path: list[int] = []
+        self.states: Tensor | None = None  # `[T, H]` of the prompt, from its prefill until the drafter has them
 
     def run(self, steps: Steps, chunk: int) -> Iterator[list[tuple[int, int, float]]]:
         """(0, token, log probability) of every token, one at a time."""
         began = time.perf_counter()
         self.state = steps.state(1, self.sampling.temperature > 0, self.scored)
         self._prefill(steps, chunk)
+        self.drafter.begin(list(self.prompts[0]), chunk, self.states)
+        self.states = None
         tokens, logprobs, ready = self._fetch()()
         self.prefill_s = ready - began
         self.verify = Verifier(steps.model, steps.cache, self.drafter.tree, self.sampling, self.seeds[0], self.scored)
@@ -93,6 +96,10 @@ class Drafted(Decoding):
                     return
             following = self._iterate(self.verify, following[-1][0], length)
             length += len(following)
+
+    def _last(self, steps: Steps, row: int, chunks: Iterator[Tensor]) -> Tensor:
+        self.states = torch.cat(list(chunks))
+        return self.states[-1:]
 
     def end(self, sequence: int) -> None:
         """End the sequence; the rest of what its last iteration accepted is dropped."""
@@ -112,6 +119,7 @@ class Drafted(Decoding):
         path, _ = accepted(tree.ids.tolist(), tree.parents.tolist(), said)
         self.path = path
         cache.gather(0, length, length + torch.tensor(path, device=tree.ids.device))
+        self.drafter.keep(length, path, verify.hidden)
         ended = time.perf_counter()
         self.draft_s.append(drafted - began)
         self.verify_s.append(ended - drafted)

@@ -102,6 +102,18 @@ class Drafter:
         for _ in range(1, self.tree.depth):
             level.replay()
 
+    def begin(self, prompt: list[int], chunk: int, states: Tensor) -> None:
+        """A text begins: the target's prefill has put its prompt into the cache that both share.
+
+        `states` `[T, H]` are the target's last hidden states of the prompt.
+        """
+
+    def keep(self, length: int, path: list[int], hidden: Tensor) -> None:
+        """Nodes were accepted behind `length` tokens; the target has written their keys and values.
+
+        `hidden` `[N, H]` are the target's last states of all nodes of the tree.
+        """
+
     def logits(self, tokens: Tokens) -> Tensor:
         """What the draft says after tokens, `[T, V]`; their keys and values are put into the cache."""
         return self.draft.head(step(self.draft, self.cache, tokens))

@@ -10,6 +10,8 @@ import torch
 from repro.engine.core import Core
 from repro.engine.decoding import Decoding, Sampling
 from repro.engine.drafted import Drafted
+from repro.engine.drafts import drafter_of
+from repro.engine.eagle import Eagle2, EagleDrafter
 from repro.engine.output import Stats, Text
 from repro.engine.speculate import Drafter, Tree
 from repro.engine.step import Decoder
@@ -52,9 +54,8 @@ class Speculating(Core):
 
     RATED = False  # an iteration reads two models and gives several tokens
 
-    def __init__(
-        self, name: str, target: Decoder, drafting: Decoder | None, draft: subspec.Config | None, hub: bool = False
-    ) -> None:
+    def __init__(self, name: str, target: Decoder, drafting: Decoder | None, draft: Any, hub: bool = False) -> None:
+        """`draft` is the configuration of SubSpec's draft, or of one with a model of its own (`drafts.py`)."""
         super().__init__(name, target, hub)
         self.draft, self.phases = draft, False
         self.batch: Decoding | None = None
@@ -63,8 +64,15 @@ class Speculating(Core):
         if draft:
             self.context -= draft.nodes
             for temperature in {draft.temperature, draft.sampled_temperature}:
-                tree = Tree(draft.top_k, draft.depth, temperature, target.device)
-                self._drafters[temperature] = Drafter(drafting, self.cache, tree)
+                self._drafters[temperature] = self._drafter(temperature)
+
+    def _drafter(self, temperature: float) -> Drafter:
+        if isinstance(self.draft, Eagle2):
+            return EagleDrafter(self._drafting, self.draft, temperature)
+        if not isinstance(self.draft, subspec.Config):
+            return drafter_of(self.draft, self._drafting, temperature)
+        tree = Tree(self.draft.top_k, self.draft.depth, temperature, self.model.device)
+        return Drafter(self._drafting, self.cache, tree)
 
     def generate(
         self, prompts: str | Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any

@@ -145,7 +145,11 @@ class Workflow:
 
         The device is none of it: the scale says which ones it may be, and a result names its own.
         """
-        asked = {key: value for key, value in asdict(cell.ask).items() if key != "unit"}
+        later = getattr(KINDS[cell.measure], "LATER", {})
+        asked = {}
+        for key, value in asdict(cell.ask).items():
+            if key != "unit" and not (key in later and value == later[key]):
+                asked[key] = value
         jobs = [{role: _without_device(job.declared()) for role, job in each.items()} for each in self.jobs(cell)]
         config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
         return {"measure": cell.measure, "ask": asked, "recipe": config, "jobs": jobs}
