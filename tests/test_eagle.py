@@ -182,6 +182,7 @@ def test_the_command_trains_and_writes(tmp_path, monkeypatch, capsys):
         training.main([*words[:-4], "--steps", "0"])
 
 
-def test_a_tree_of_fewer_slots_than_passes_expand_is_one_sentence():
-    with pytest.raises(UserError, match="size is 40; the passes expand 51 nodes"):
-        eagle.Eagle2(size=40)
+def test_a_deep_tree_has_room_for_what_it_expands():
+    assert (eagle.Eagle2().room, eagle.Eagle2(depth=48).room) == (60, 471)
+    with pytest.raises(UserError, match="size is 1; it is 2 or more"):
+        eagle.Eagle2(size=1)

@@ -9,7 +9,7 @@ import torch
 
 from repro.__main__ import main
 from repro.data import prompts
-from repro.engine import Engine, Limited, budget, decoding, drafted, fit, limited, offload, speculate, step, substitute
+from repro.engine import Engine, Limited, budget, decoding, drafted, fit, limits, offload, speculate, step, substitute
 from repro.engine import engine as engines_by_name
 from repro.errors import Refused, UserError
 from repro.jobs.target import Target
@@ -291,9 +291,9 @@ def test_the_allocator_is_bound_by_number_and_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**29)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    limited.limit(torch.device("cuda"), 8 * 2**30)  # half a GiB of context and others, a quarter for kernels
+    limits.limit(torch.device("cuda"), 8 * 2**30)  # half a GiB of context and others, a quarter for kernels
     assert bound == [(7.25 / 80, 0)]
-    limited.bound(2.0, torch.device("cuda:1"))
+    limits.bound(2.0, torch.device("cuda:1"))
     assert bound[1] == (1.0, 1)
 
 
@@ -483,7 +483,7 @@ def test_bad_words_are_one_sentence(capsys, words, said):
 
 
 def test_too_little_host_memory_names_both_amounts(monkeypatch):
-    monkeypatch.setattr(limited.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**20}))
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**20}))
     with pytest.raises(Refused, match=r"streams .* MiB from host memory, of which 1.00 MiB are free"):
         Limited.load("pocket-3m", BUDGET, **HERE)
 

@@ -22,20 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from repro.data import prompts
-from repro.engine import budget, fit, limited, weights
+from repro.engine import budget, limits
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
 from repro.engine.drafted import Drafted
-from repro.engine.engine import DTYPES, Engine, compressed, configuration, random_weight
+from repro.engine.engine import DTYPES, Engine, compressed, configuration
 from repro.engine.limited import Limited
+from repro.engine.shapes import offloaded, set_prefetch, timed
 from repro.engine.speculating import Speculating
 from repro.engine.step import run_of
 from repro.engine.step import step as one_step
 from repro.engine.substitute import Loaded, decoders
-from repro.engine.traffic import Traffic, Use, used
+from repro.engine.traffic import Traffic, Use, bus_rate, used
 from repro.errors import UserError
 from repro.files import write_text
 from repro.jobs.target import Target
@@ -76,7 +77,7 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         self.facts = {"device": provenance.device_name(device.type), "commit": provenance.commit()}
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.rate = fit.bus_rate(device)  # before anything is limited
+        self.rate = bus_rate(device)  # before anything is limited
         self.failed: list[str] = []
         self.engine: tuple[tuple[str, bool], Limited] | None = None  # the last shape, with a draft or without
 
@@ -118,7 +119,7 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            limited.bound(1.0, self.device)
+            limits.bound(1.0, self.device)
 
     # --- shapes -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Bench:
             "streamed_bytes": engine.plan.streamed_bytes,
         }
         if self.device.type == "cuda":
-            facts["device_bytes"] = limited.device_bytes(self.device)
+            facts["device_bytes"] = limits.device_bytes(self.device)
             facts["allocated_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
             facts["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
         return facts
@@ -157,10 +158,7 @@ class Bench:
     def plain(self, name: str, prefetch: bool) -> dict[str, Any]:
         """Seconds of steps without speculation."""
         engine = self.of_shape(name, draft=False)
-        for block in engine.model.blocks:
-            for product in (block.qkv, block.out, block.gate_up, block.down):
-                if hasattr(product, "lane"):
-                    product.lane.prefetch = prefetch
+        set_prefetch(engine, prefetch)
         batch = timed(engine, WARM + TIMED)
         seconds = batch.seconds[WARM:]
         step_s = statistics.median(seconds)
@@ -209,7 +207,7 @@ class Bench:
     def step(self, name: str) -> dict[str, Any]:
         """Seconds of a step at one token of the draft alone, which is the engine's step in the draft's format."""
         engine = self.of_shape(name, draft=True)
-        limited.bound(1.0, self.device)  # for a second cache
+        limits.bound(1.0, self.device)  # for a second cache
         alone = Core(engine.name, engine._drafting)
         alone.RATED = False
         prompt = min(engine.context - TIMED - WARM - 8, 900)
@@ -228,7 +226,7 @@ class Bench:
         batch = engine._decoding([[7] * (engine.context - new)], new, Sampling(), 0)
         for given, _ in enumerate(engine._run(batch)):
             if given % 8 == 0 and self.device.type == "cuda":
-                used.append(limited.device_bytes(self.device))
+                used.append(limits.device_bytes(self.device))
         growth = used[-1] - used[0] if used else 0
         within = bool(used) and max(used) <= engine.plan.budget
         return {"within": within, "growth_bytes": growth, "used_bytes": used} | self.where(engine)
@@ -249,50 +247,6 @@ def traffic_of(engine: Limited) -> Traffic:
     raise UserError(f"{engine.name}: no block streams; give a smaller --memory")
 
 
-class Random:
-    """The products of a shape with random weights, made on the device."""
-
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        self.model, self.device, self.dtype = model, device, dtype
-
-    def dense(self, weight: Tensor) -> Tensor:
-        """An embedding, head or norm."""
-        return self._random(tuple(weight.shape))
-
-    def _random(self, shape: tuple[int, ...]) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(shape[1] ** -0.5)
-
-    def _shape(self, names: Sequence[str]) -> tuple[int, int]:
-        linears = [self.model.get_submodule(name) for name in names]
-        return sum(linear.out_features for linear in linears), linears[0].in_features
-
-    def _bias(self, names: Sequence[str]) -> Tensor | None:
-        biased = self.model.get_submodule(names[0]).bias is not None
-        return self._random(self._shape(names)[:1]) if biased else None
-
-    def resident(self, names: Sequence[str]) -> nn.Module:
-        """A product on the device."""
-        return weights.Dense(*self.streamed(names))
-
-    def streamed(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a product."""
-        return self._random(self._shape(names)), self._bias(names)
-
-    def substitute(self, names: Sequence[str], draft: subspec.Config) -> nn.Module:
-        """A product of the draft."""
-        packed = random_weight(*self._shape(names), Format(draft), self.device)
-        return weights.made(packed, self._bias(names), self.dtype)
-
-
-class Format:
-    """The grid of a draft's codes, as `random_weight` reads it."""
-
-    def __init__(self, draft: subspec.Config) -> None:
-        self.bits, self.group, self.symmetric = draft.bits, draft.group, False
-
-
 def of_shape(
     shape: str,
     memory: str,
@@ -306,30 +260,9 @@ def of_shape(
     Raises:
         Refused: the budget is below the least that works, or the host has too little memory.
     """
-    from transformers import AutoModelForCausalLM
-
     config = configuration(Target(scales.load(name="pocket"), shape, "fp16"))
-    amount = budget.parse_bytes(memory)
-    packed = device.type == "cpu" or dtype != torch.float32
-    own = limited.reserved(device), packed, device.type == "cuda"
-    plan = budget.plan(shape, config, context, dtype, amount, draft, *own)
-    limited.check_host(shape, plan.streamed_bytes)
-    limited.limit(device, amount)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    made = decoders(model, Random(model, device, dtype), plan, context, draft)
-    return Limited(shape, *made, draft, plan)
-
-
-def timed(engine: Limited, new: int) -> Any:
-    """The batch of a generation of so many iterations behind a random prompt that fills most of the context."""
-    prompt = min(engine.context - new - 2, 900)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
-    batch = engine._decoding(ids, new + 1, Sampling(), 0)
-    for _ in engine._run(batch):
-        pass
-    return batch
+    target, drafting, plan = offloaded(shape, config, budget.parse_bytes(memory), draft, context, device, dtype)
+    return Limited(shape, target, drafting, draft, plan)
 
 
 # --- lossless ---------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from repro.cells import (
     kernel_time,
     llamacpp,
     memory,
+    offload_time,
     perplexity,
     placement,
     sensitivity,
@@ -79,6 +80,7 @@ KINDS: dict[str, ModuleType] = {
     "kernel_time": kernel_time,
     "decode": decode,
     "acceptance": acceptance,
+    "offload_time": offload_time,
     "switching": switching,
     "weight_divergence": weight_divergence,
 }

@@ -40,6 +40,7 @@ CONFIGS = {  # of each draft, and the options that an `Ask` may set
     "small": (drafts.Small, ("top_k", "depth")),
     "specexec": (drafts.SpecExec, ("budget",)),
     "eagle2": (eagle.Eagle2, ("top_k", "depth")),
+    "none": (subspec.Config, ()),  # every iteration is a token: nothing is measured
 }
 OWN = ("small", "specexec")  # drafts that are models of their own
 LATER = {"draft_model": "", "budget": 0}
@@ -59,7 +60,7 @@ class Ask:
     prompts: str
     show: Literal["length", "repeated 4-grams", "less repetitive half"] = "length"
     temperature: float = 0.0
-    draft: Literal["subspec", "self", "small", "specexec", "eagle2"] = "subspec"
+    draft: Literal["subspec", "self", "small", "specexec", "eagle2", "none"] = "subspec"
     draft_model: str = ""
     bits: int = 0
     top_k: int = 0
@@ -131,7 +132,7 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     head = eagle.path_of(target.model)
     if protocol is None or lacking(ask) or (ask.draft in OWN and not small):
         return None
-    if ask.draft == "eagle2" and not head.is_file():
+    if ask.draft == "none" or (ask.draft == "eagle2" and not head.is_file()):
         return None
     count = min(protocol.prompts, prompts.SETS[ask.prompts].prompts)
     rule = {"tokens": protocol.tokens, "count": count, "temperature": ask.temperature}
@@ -181,7 +182,7 @@ def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Specul
     lm = compress.load(given | {"device": "cpu"}, weights_folder)
     context = weights.check(given["model"], lm.model.config, None)
     device, dtype = torch.device(given["device"]), getattr(torch, given["dtype"])
-    target = weights.decoder(lm, context + config.nodes, device, dtype)
+    target = weights.decoder(lm, context + getattr(config, "room", config.nodes), device, dtype)
     if given["of"] == "self":
         drafting = target
     elif given["of"] == "subspec":

@@ -52,14 +52,16 @@ class Eagle2:
         for name, least in {"size": 2, "depth": 1, "top_k": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
-        expanded = 1 + self.top_k * (self.depth - 1)
-        if expanded > self.size:
-            raise UserError(f"size is {self.size}; the passes expand {expanded} nodes, which need as many slots")
 
     @property
     def nodes(self) -> int:
         """Nodes of the tree, the root among them."""
         return self.size
+
+    @property
+    def room(self) -> int:
+        """Slots behind the text: of the tree, and of the nodes that are expanded, in tables that both models share."""
+        return max(self.size, 1 + self.top_k * (self.depth - 1))
 
 
 class EagleHead(nn.Module):

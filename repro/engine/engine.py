@@ -8,7 +8,6 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,18 +16,16 @@ from torch import Tensor, nn
 from repro import models
 from repro.engine import q4_k, shape_sparsity, weights
 from repro.engine.core import SHAPE, Core
+from repro.engine.shapes import SHAPES, random_weight
 from repro.engine.step import Decoder
 from repro.errors import Refused, UserError, shortened, unknown
 from repro.jobs import compress, runner
 from repro.jobs.job import distinct
 from repro.jobs.target import Target
 from repro.jobs.workers import pool
-from repro.kernels.packing import TILE, PackedWeight, block_columns
 from repro.models.lowbit import LowBitModel
 from repro.spec import scale as scales
-from repro.strict import load_yaml
 
-SHAPES: dict[str, dict[str, Any]] = load_yaml(Path(__file__).with_name("shapes.yaml"))
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NATIVE = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}  # of a CPU
 
@@ -207,18 +204,3 @@ def shape_recipe(target: Target) -> tuple[Any, float]:
         said = "name one weight quantizer, fp16, or q4_k with spqt behind it"
         raise UserError(f"recipe {target.text!r}: a shape has random weights; {said}")
     return grid, configs[1].sparsity if sparse else 0.0
-
-
-def random_weight(rows: int, columns: int, grid: Any, device: torch.device) -> PackedWeight:
-    """A packed weight of uniform codes, whose standard deviation is that of a trained one: one over the root of K."""
-    slot, tiles = weights.slot(grid.bits), -(-rows // TILE)
-    shape = (tiles, -(-columns // block_columns(slot)), 32, 4)
-    codes = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
-    shape = (tiles, columns // grid.group if grid.group else 1, 8, 2, 2)
-    scale_zero = torch.full(shape, 2.0 ** (slot - 1), dtype=torch.float16, device=device)
-    scale_zero[..., 0] = (12 / columns) ** 0.5 / 2**slot
-    scale_zero = scale_zero[..., 0].contiguous() if grid.symmetric else scale_zero
-    try:
-        return PackedWeight(codes, scale_zero, slot, grid.group, rows, columns, grid.symmetric)
-    except ValueError as error:
-        raise UserError(f"{error}; name another grid in the recipe") from None

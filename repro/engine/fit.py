@@ -6,19 +6,17 @@ which the prefetched first block is already there (equation 2 of SubSpec with ga
 """
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
 
-from repro.engine import budget, engine, limited, weights
+from repro.engine import budget, engine, limits, weights
 from repro.engine.output import read_rate as fastest_read
+from repro.engine.traffic import bus_rate
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.spec import scale as scales
 
-BLOCK = 256 * 2**20  # bytes of a copy over the bus
-QUEUED = 8  # copies between two waits of the host
 READ = 2**30  # bytes at which the read rate of a device is asked for
 STEP_SHARE = 0.5  # of it that a decode step reaches: 0.46 to 0.55 with 4-bit weights, 0.66 to 0.75 in 16 bits
 
@@ -104,34 +102,13 @@ def of(
     )
     amount = budget.parse_bytes(memory) if isinstance(memory, str) else memory
     packed = at.type == "cpu" or kind != torch.float32
-    plan = budget.plan(model, config, slots, kind, amount, draft, limited.reserved(at), packed, at.type == "cuda")
+    plan = budget.plan(model, config, slots, kind, amount, draft, limits.reserved(at), packed, at.type == "cuda")
     draft_bytes = 0
     if draft:
         tables = plan.parts["embedding and head"] // (1 if config.tie_word_embeddings else 2)
         draft_bytes = plan.parts["draft"] + plan.parts["resident blocks"] + tables
     rates = bus or bus_rate(at), read or read_rate(at)
     return Fit(plan, *rates, draft_bytes, draft.depth if draft else 0, acceptance)
-
-
-def bus_rate(device: torch.device, seconds: float = 1.0) -> float:
-    """Bytes per second from pinned host memory to a GPU, over about a second; NaN on a CPU.
-
-    Several copies are queued between two waits of the host, as a pass queues them: a wait after each one would make the
-    bus look slower than a pass can find it.
-    """
-    if device.type != "cuda":
-        return math.nan
-    source = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(BLOCK, dtype=torch.uint8, device=device)
-    target.copy_(source)
-    torch.cuda.synchronize()
-    began, copies = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        for _ in range(QUEUED):
-            target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        copies += QUEUED
-    return copies * BLOCK / (time.perf_counter() - began)
 
 
 def read_rate(device: torch.device) -> float:

@@ -11,22 +11,20 @@ the driver says of the device's memory. On a CPU the same blocks stream, from me
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from repro.engine import budget, engine, weights
 from repro.engine.core import needs_weights
 from repro.engine.decoding import Decoding
+from repro.engine.limits import check_host, device_bytes, limit, reserved
 from repro.engine.speculating import DraftedStats, Speculating
 from repro.engine.step import Decoder
 from repro.engine.substitute import Loaded, decoders
-from repro.errors import Refused, shortened, unknown
+from repro.errors import shortened, unknown
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.spec import scale as scales
 from repro.strict import build, parse_yaml
-
-MARGIN = 256 * 2**20  # bytes of a budget for kernels that the driver loads while they are first used
 
 
 @dataclass(frozen=True)
@@ -151,46 +149,3 @@ def parse_draft(text: str) -> subspec.Config:
         key, _, value = word.partition("=")
         values[key.strip()] = parse_yaml(value, f"draft {shortened(text)!r}: {key.strip()}")
     return build(subspec.Config, values, f"draft {shortened(text)!r}")
-
-
-# --- the limit --------------------------------------------------------------------------------------------------------
-
-
-def reserved(device: torch.device) -> int:
-    """Bytes of a budget that are not the allocator's: what the device uses now besides it, and room for kernels."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.init()
-    return device_bytes(device) - torch.cuda.memory_reserved(device) + MARGIN
-
-
-def limit(device: torch.device, amount: int) -> None:
-    """Bound the allocator of this process so that the device's memory in use stays within an amount."""
-    if device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
-        bound((amount - reserved(device)) / total, device)
-
-
-def bound(share: float, device: torch.device) -> None:
-    """Let the allocator of this process take at most a share of a GPU's memory; 1 is no bound."""
-    if device.type == "cuda":
-        number = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), number)
-
-
-def device_bytes(device: torch.device) -> int:
-    """Bytes in use on a GPU as the driver counts them: contexts, kernels and allocators of all processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def check_host(name: str, needed: int) -> None:
-    """Raise where the host has too little free memory for the weights that stream.
-
-    Raises:
-        Refused: it has; the sentence names both amounts.
-    """
-    free = psutil.virtual_memory().available
-    if needed > free:
-        said = f"{name} streams {budget.shown(needed)} from host memory, of which {budget.shown(free)} are free"
-        raise Refused("oom", f"{said}; give a larger --memory, or a machine with more")

@@ -5,11 +5,15 @@ behind its last block the first one comes again for the next pass. So a share is
 inside a span of time; no copy overlaps another, and the share of time is at most 1.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+BLOCK = 256 * 2**20  # bytes of a copy over the bus
+QUEUED = 8  # copies between two waits of the host
 
 
 class Copy(NamedTuple):
@@ -78,3 +82,24 @@ class Traffic:
             return mark
         began, event = self._origin
         return began + event.elapsed_time(mark) / 1e3
+
+
+def bus_rate(device: torch.device, seconds: float = 1.0) -> float:
+    """Bytes per second from pinned host memory to a GPU, over about a second; NaN on a CPU.
+
+    Several copies are queued between two waits of the host, as a pass queues them: a wait after each one would make the
+    bus look slower than a pass can find it.
+    """
+    if device.type != "cuda":
+        return math.nan
+    source = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(BLOCK, dtype=torch.uint8, device=device)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    began, copies = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(QUEUED):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        copies += QUEUED
+    return copies * BLOCK / (time.perf_counter() - began)

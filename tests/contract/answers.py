@@ -236,6 +236,15 @@ def memory() -> Numbers:
     return {"Llama-3.2-1B": KINDS["memory"].exact(KINDS["memory"].Ask(), steps, scales.shape("Llama-3.2-1B"))}
 
 
+def offload_time() -> Numbers:
+    """What is shown of known times; a GPU measures them."""
+    module = KINDS["offload_time"]
+    mean = {"iteration": 0.4, "draft": 0.1, "verify": 0.3, "streamed": 11e9, "block": 1e9, "bus": 50e9, "peak": 8e9}
+    asks = [module.Ask("Qwen2.5-7B", "8GiB", show=show) for show in (*module.SHOWN, "share drafting")]
+    asks.append(module.Ask("Qwen2.5-7B", "8GiB", bus=20))
+    return {f"{ask.show} {ask.bus:g}": float(module.value(ask, mean)) for ask in asks}
+
+
 def kernel_time() -> Numbers:
     """What is shown of one row of kernel times."""
     row = kernel_rows.Row(
@@ -320,6 +329,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         at: the scale of `workplace`.
     """
     alone = {"saved": saved, "master": master, "memory": memory, "kernel_time": kernel_time, "derived": derived}
+    alone["offload_time"] = offload_time
     with contextlib.redirect_stdout(io.StringIO()):
         if name in alone:
             return alone[name]()

@@ -1,0 +1,49 @@
+"""A memory limit on a GPU and what it leaves: the allocator's bound, the driver's count, free memory of the host."""
+
+import psutil
+import torch
+
+from repro.engine import budget
+from repro.errors import Refused
+
+MARGIN = 256 * 2**20  # bytes of a budget for kernels that the driver loads while they are first used
+
+
+def reserved(device: torch.device) -> int:
+    """Bytes of a budget that are not the allocator's: what the device uses now besides it, and room for kernels."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.init()
+    return device_bytes(device) - torch.cuda.memory_reserved(device) + MARGIN
+
+
+def limit(device: torch.device, amount: int) -> None:
+    """Bound the allocator of this process so that the device's memory in use stays within an amount."""
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        bound((amount - reserved(device)) / total, device)
+
+
+def bound(share: float, device: torch.device) -> None:
+    """Let the allocator of this process take at most a share of a GPU's memory; 1 is no bound."""
+    if device.type == "cuda":
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), number)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Bytes in use on a GPU as the driver counts them: contexts, kernels and allocators of all processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def check_host(name: str, needed: int) -> None:
+    """Raise where the host has too little free memory for the weights that stream.
+
+    Raises:
+        Refused: it has; the sentence names both amounts.
+    """
+    free = psutil.virtual_memory().available
+    if needed > free:
+        said = f"{name} streams {budget.shown(needed)} from host memory, of which {budget.shown(free)} are free"
+        raise Refused("oom", f"{said}; give a larger --memory, or a machine with more")

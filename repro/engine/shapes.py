@@ -1,0 +1,130 @@
+"""Public shapes with random weights: their speed and memory are real, their texts mean nothing.
+
+`offloaded` makes one under a memory budget, with SubSpec's draft or without, and `timed` decodes with it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from repro.engine import budget, limits, weights
+from repro.engine.core import Core
+from repro.engine.decoding import Sampling
+from repro.engine.step import Decoder
+from repro.engine.substitute import decoders
+from repro.errors import UserError
+from repro.kernels.packing import TILE, PackedWeight, block_columns
+from repro.methods import subspec
+from repro.strict import load_yaml
+
+SHAPES: dict[str, dict[str, Any]] = load_yaml(Path(__file__).with_name("shapes.yaml"))
+
+
+def random_weight(rows: int, columns: int, grid: Any, device: torch.device) -> PackedWeight:
+    """A packed weight of uniform codes, whose standard deviation is that of a trained one: one over the root of K."""
+    slot, tiles = weights.slot(grid.bits), -(-rows // TILE)
+    shape = (tiles, -(-columns // block_columns(slot)), 32, 4)
+    codes = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
+    shape = (tiles, columns // grid.group if grid.group else 1, 8, 2, 2)
+    scale_zero = torch.full(shape, 2.0 ** (slot - 1), dtype=torch.float16, device=device)
+    scale_zero[..., 0] = (12 / columns) ** 0.5 / 2**slot
+    scale_zero = scale_zero[..., 0].contiguous() if grid.symmetric else scale_zero
+    try:
+        return PackedWeight(codes, scale_zero, slot, grid.group, rows, columns, grid.symmetric)
+    except ValueError as error:
+        raise UserError(f"{error}; name another grid in the recipe") from None
+
+
+# --- under a budget ---------------------------------------------------------------------------------------------------
+
+
+class Random:
+    """The products of a shape with random weights, made on the device."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.device, self.dtype = model, device, dtype
+
+    def dense(self, weight: Tensor) -> Tensor:
+        """An embedding, head or norm."""
+        return self._random(tuple(weight.shape))
+
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(shape[1] ** -0.5)
+
+    def _shape(self, names: Sequence[str]) -> tuple[int, int]:
+        linears = [self.model.get_submodule(name) for name in names]
+        return sum(linear.out_features for linear in linears), linears[0].in_features
+
+    def _bias(self, names: Sequence[str]) -> Tensor | None:
+        biased = self.model.get_submodule(names[0]).bias is not None
+        return self._random(self._shape(names)[:1]) if biased else None
+
+    def resident(self, names: Sequence[str]) -> nn.Module:
+        """A product on the device."""
+        return weights.Dense(*self.streamed(names))
+
+    def streamed(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a product."""
+        return self._random(self._shape(names)), self._bias(names)
+
+    def substitute(self, names: Sequence[str], draft: subspec.Config) -> nn.Module:
+        """A product of the draft."""
+        packed = random_weight(*self._shape(names), Format(draft), self.device)
+        return weights.made(packed, self._bias(names), self.dtype)
+
+
+class Format:
+    """The grid of a draft's codes, as `random_weight` reads it."""
+
+    def __init__(self, draft: subspec.Config) -> None:
+        self.bits, self.group, self.symmetric = draft.bits, draft.group, False
+
+
+def offloaded(
+    name: str,
+    config: Any,
+    amount: int,
+    draft: subspec.Config | None,
+    context: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Decoder, Decoder | None, budget.Plan]:
+    """A shape under a budget of `amount` bytes, which is enforced on a GPU: target, draft, and what lies where.
+
+    Raises:
+        Refused: the budget is below the least that works, or the host has too little memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    packed = device.type == "cpu" or dtype != torch.float32
+    own = limits.reserved(device), packed, device.type == "cuda"
+    plan = budget.plan(name, config, context, dtype, amount, draft, *own)
+    limits.check_host(name, plan.streamed_bytes)
+    limits.limit(device, amount)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return *decoders(model, Random(model, device, dtype), plan, context, draft), plan
+
+
+def set_prefetch(engine: Core, prefetch: bool) -> None:
+    """Copy the weights of an engine before they are needed, or when they are."""
+    for block in engine.model.blocks:
+        for product in (block.qkv, block.out, block.gate_up, block.down):
+            if hasattr(product, "lane"):
+                product.lane.prefetch = prefetch
+
+
+def timed(engine: Core, new: int) -> Any:
+    """The batch of a generation of so many iterations behind a random prompt that fills most of the context."""
+    prompt = min(engine.context - new - 2, 900)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
+    batch = engine._decoding(ids, new + 1, Sampling(), 0)
+    for _ in engine._run(batch):
+        pass
+    return batch
