@@ -21,8 +21,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Take measurements into results/."""
-    drawn = args.file.parts[:1] == ("figures",) or not args.file.is_file()
-    figure = drawn and names.is_figure(str(args.file.with_suffix("")))
+    drawn = args.file.parts[:1] == ("figures",) or not os.path.isfile(args.file)
+    figure = drawn and names.is_figure(os.path.splitext(args.file)[0])
     if not figure and (args.scale or args.device):
         raise UserError(f"{args.file}: --scale and --device belong to a figure; a table's .csv says them itself")
     for file, count in (_figure(args) if figure else _table(args.file)).items():
