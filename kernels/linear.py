@@ -129,4 +129,12 @@ def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
     return OPERATOR(tokens, packed.codes, packed.scale_zero, *form).view(*x.shape[:-1], packed.rows)
 
 
+def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
+    """Write x W^T of one token `[1, K]` into y `[1, N]`, a slice of a longer row; as `wna16`, without a copy."""
+    if known_path(1, packed.rows, packed.columns, packed.bits, x.device) == "decode":
+        wna16_gemv.into(x.contiguous(), packed, y)
+    else:
+        y.copy_(wna16(x, packed))
+
+
 w2a16 = w4a16 = w8a16 = wna16  # the bits are those of the packed weight

@@ -195,13 +195,24 @@ def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, **confi
     return function, -(-tiles // config["tiles"]) * config["splits"], 32 * config["warps"], rows, columns + -columns % 8
 
 
-def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple) -> Tensor:
+def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
+    """Write x W^T of one row into y.
+
+    Args:
+        x: float16 or bfloat16 `[1, K]`, contiguous, on a CUDA device.
+        packed: the weight `[N, K]` there.
+        y: `[1, N]` of x's type, as a slice of a longer row.
+    """
+    _run(x, packed.codes, packed.scale_zero, _plan(_form(packed), x.dtype, 1, x.device), y)
+
+
+def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple, y: Tensor | None = None) -> Tensor:
     function, grid, block, rows, columns = plan
     if columns != x.shape[1]:
         x = pad(x, (0, columns - x.shape[1]))
     elif x.data_ptr() % 16:
         x = x.clone()
-    y = x.new_empty(x.shape[0], rows)
+    y = x.new_empty(x.shape[0], rows) if y is None else y
     function(grid, block, codes, scale_zero, x, y, rows, x.shape[0])
     return y
 

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from repro import papers
 from repro.errors import UserError
 from repro.methods.flexquant import order, schedule
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import Move
 from repro.methods.flexquant.pple import fault_tolerance, pple
 from repro.methods.flexquant.schedule import Controller, Switch
+from repro.spec import tables
 
 LAYERS = ["a", "b", "c"]
 SIZES = {"a": 10, "b": 30, "c": 60}
@@ -223,3 +225,20 @@ def test_settings_that_mean_nothing_are_a_sentence(how, said):
     with pytest.raises(UserError) as error:
         Config(**how)
     assert said in str(error.value)
+
+
+# --- the paper's claims -----------------------------------------------------------------------------------------------
+
+BACKGROUND = {"F03", "F04", "F05", "F08"}  # figures of other papers that it cites, and its own constant of 20 tokens
+
+
+def test_every_claim_of_the_paper_has_a_predicate_or_a_line_among_its_own_numbers():
+    every = [*tables.headline().claims]
+    for paper, name in tables.specified():
+        every += tables.table(paper, name).claims if paper == "flexquant" else ()
+    named = {part for claim in every if claim.claim.startswith("flexquant") for part in claim.claim.split()[1:]}
+    lines = papers.claims("flexquant")
+    by_arithmetic = {name for name, line in lines.items() if line["consistent"] in ("yes", "no") and line["recomputed"]}
+    assert set(lines) - named - by_arithmetic == BACKGROUND
+    assert {"F01", "F02", "F06", "F07", "F09", "F10", "F11", "F12", "F13", "F14", "F15", "F17", "F20"} <= named
+    assert {"F11", "F18", "F19", "F20"} <= {name for name, line in lines.items() if line["consistent"] == "no"}

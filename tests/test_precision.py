@@ -1,5 +1,10 @@
 """Decoding that switches layers to fewer bits: the same tokens as models built at each state from scratch."""
 
+import sys
+import threading
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import engines
 import pytest
 import torch
@@ -8,7 +13,7 @@ from torch import nn
 from repro import models
 from repro.__main__ import main
 from repro.baselines import rtn
-from repro.engine import SwitchingEngine, copies, weights
+from repro.engine import SwitchingEngine, copies, precision, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Steps, prefill
 from repro.engine.precision import SwitchingCore
@@ -183,7 +188,7 @@ def test_held_widths_stay_and_a_rule_of_ones_own_decides(name):
 
 
 def test_a_w8a8_prefill_has_8_bit_weights_and_activations(name):
-    engine = make(name, "cpu", prefill="w8a8", threshold=1.0)
+    engine = make(name, "cpu", prefill="w8a8", threshold=1.0, window=5)
     lm = LowBitModel(models.load(name))
 
     class Wanted(nn.Module):
@@ -250,6 +255,164 @@ def states_along(name, device, prompt, output, log):
     return torch.cat(found).float()
 
 
+@torch.inference_mode()
+def test_an_oracle_orders_moves_by_what_each_does_alone_to_the_predictions(name):
+    """Against models built from scratch with one layer at a width, over every position of the outputs."""
+    prompts, outputs = [PROMPT, [9, 8]], [list(range(100, 110)), list(range(300, 304))]
+    engine = make(name, "cpu", order="oracle", **QUICK)
+    full = scratch(name, "cpu", dict.fromkeys(copies_names(name), 16))
+    engine.foresee(prompts, outputs, full)
+    wanted = {}
+    for bits in (8, 4):
+        for layer in copies_names(name)[::5]:
+            alone, nats = Core(name, scratch(name, "cpu", {layer: bits})), []
+            for prompt, output in zip(prompts, outputs):
+                p, q = (Core(name, full).logits(prompt + output), alone.logits(prompt + output))
+                p, q = (logits[len(prompt) - 1 : -1].log_softmax(-1) for logits in (p, q))
+                nats.append((p.exp() * (p - q)).sum(-1).mean())
+            wanted[layer, bits] = float(sum(nats) / 2)
+    measured = precision.output_divergences(engine.model, prompts, outputs, full, [16, 8, 4])
+    for (layer, bits), value in wanted.items():
+        assert measured[bits][layer] == pytest.approx(value, rel=5e-2, abs=1e-6)
+    order_of = {bits: [move.layer for move in engine.ahead if move.bits == bits] for bits in (8, 4)}
+    for bits, layers in order_of.items():
+        assert layers == sorted(copies_names(name), key=lambda layer: measured[bits][layer])
+    assert [move.bits for move in engine.ahead] == [8] * 14 + [4] * 14
+    with pytest.raises(UserError, match="it is a control of tables alone"):
+        SwitchingEngine.load("pocket-3m", precision="flexquant(order=oracle)")
+
+
+# --- captured steps, emulated -----------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """Streams and graphs on a CPU: what is captured runs at each replay; `threads` are those that captured."""
+
+    def __init__(self, monkeypatch):
+        self.threads, self.capturing, run = [], threading.local(), precision.advance
+        fake = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+        for name in ("Stream", "default_stream", "current_stream", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, lambda: fake)
+        for name in ("set_device", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda *given: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(self, run))
+
+        def advance(*given):
+            graph = getattr(self.capturing, "graph", None)
+            run(*given) if graph is None else graph.calls.append(given)
+
+        monkeypatch.setattr(precision, "advance", advance)
+
+
+class Graph:
+    """A captured step: the calls of `advance`."""
+
+    def __init__(self, owner, run):
+        self.owner, self.run, self.calls = owner, run, []
+
+    def capture_begin(self, **how):
+        assert how["capture_error_mode"] == "thread_local"
+        self.owner.threads.append(threading.current_thread().name)
+        self.owner.capturing.graph = self
+
+    def capture_end(self):
+        self.owner.capturing.graph = None
+
+    def replay(self):
+        for call in self.calls:
+            self.run(*call)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_steps_of_all_states_are_captured_in_a_thread_that_makes_their_products(name, monkeypatch, ahead):
+    """Each state once; the thread that decodes makes no product, so that a switch takes it the same at any state."""
+    wanted = tokens_of(make(name, "cpu", **QUICK), 50)
+    emulated, makers, rows_of = Emulated(monkeypatch), [], copies.rows_of
+
+    def rows(*given):
+        makers.append(threading.current_thread().name)
+        return rows_of(*given)
+
+    monkeypatch.setattr(copies, "rows_of", rows)
+    engine = make(name, "cpu", **QUICK)
+    engine.steps.graphed, engine.steps.ahead = True, ahead
+    assert tokens_of(engine, 50) == wanted
+    states = 1 + len({switch.step for switch in engine.switching.logs[0]})
+    recorder = engine.steps.recorder
+    assert len(emulated.threads) == len(recorder.captured) == states
+    assert all(thread.startswith("capture") for thread in emulated.threads)
+    assert len(recorder.waited) == (states - 1 if ahead else 0)
+    assert not ahead or all(thread.startswith("capture") for thread in makers)
+    assert tokens_of(engine, 50) == wanted  # the first state's graph is kept
+
+
+def test_the_interpreters_lock_is_handed_over_often_while_a_step_is_captured(name, monkeypatch):
+    Emulated(monkeypatch)
+    engine, seen, static = make(name, "cpu", **QUICK), [], copies.static
+
+    def seen_static(*given):
+        seen.append(sys.getswitchinterval())
+        return static(*given)
+
+    monkeypatch.setattr(copies, "static", seen_static)
+    engine.steps.graphed, before = True, sys.getswitchinterval()
+    tokens_of(engine, 10)
+    assert seen and max(seen) <= 2 * precision.TURN < before == sys.getswitchinterval()
+
+
+def test_one_tokens_products_of_several_widths_write_side_by_side():
+    """As branches: each begins after what the main stream had launched, and the main stream waits for all of them."""
+    torch.manual_seed(0)
+    parts = [weights.Dense(torch.randn(48, 64)), weights.Dense(torch.randn(16, 64), torch.randn(16)),
+             weights.Dense(torch.randn(32, 64))]  # fmt: skip
+    x, apart = torch.randn(1, 64), weights.Joined(parts)
+    assert torch.allclose(apart.side_by_side(x), apart(x), atol=1e-5)
+    events = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append((self.name, "waits for", other.name))
+
+    now, sides = [Stream("main")], [Stream("a"), Stream("b")]
+
+    @contextmanager
+    def running(stream):
+        now.append(stream)
+        yield
+        now.pop()
+
+    into = weights.Dense.into
+
+    def launched(product, x, y):
+        events.append((now[-1].name, "writes", len(y[0])))
+        into(product, x, y)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda: now[-1])
+        patch.setattr(torch.cuda, "stream", running)
+        patch.setattr(weights, "side_streams", lambda count: sides[:count])
+        patch.setattr(weights, "captured", lambda tensor: True)
+        patch.setattr(weights.Dense, "into", launched)
+        apart.branches = True
+        assert torch.allclose(apart.side_by_side(x), apart(x), atol=1e-5)
+    fork = [("a", "waits for", "main"), ("a", "writes", 16), ("b", "waits for", "main"), ("b", "writes", 32)]
+    assert events == [*fork, ("main", "writes", 48), ("main", "waits for", "a"), ("main", "waits for", "b")]
+
+
+def test_neighbours_of_one_width_are_one_launch(name):
+    engine = make(name, "cpu", **QUICK)
+    qkv = engine.steps.copies[0]
+    for bits, launches in {(8, 8, 16): 2, (8, 16, 8): 3, (4, 4, 4): 1}.items():
+        product = qkv.product(bits)
+        assert (len(product) if isinstance(product, weights.Joined) else 1) == launches
+        assert product is qkv.product(bits)
+    assert len(scratch(name, "cpu", {"0.self_attn.q_proj": 8, "0.self_attn.k_proj": 8}).blocks[0].qkv) == 2
+
+
 # --- for users --------------------------------------------------------------------------------------------------------
 
 
@@ -295,3 +458,41 @@ def test_copies_need_one_quantizer(recipe):
 def test_shapes_have_no_order_by_divergence():
     with pytest.raises(UserError, match="has random weights, and so no order by divergence; say order=model or random"):
         SwitchingEngine.load("shape/Llama-2-7B", "rtn-w4-g128", 64, device="meta", precision="flexquant")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--precision", "flexquant(path=[4, 8])"], "it goes down only"),
+        (["--precision", "flexquant(threshold=0.9)"], "PPLE is never below 1"),
+        (["--precision", "flexquant(window=20)", "--max-new-tokens", "20"], "longer than the generation of 20"),
+        (["--precision", "flexquant(copies=disk)"], "device"),
+        (["--precision", "flexquant", "--memory", "8GiB"], "--memory and --precision: give one of them"),
+    ],
+)
+def test_what_generate_cannot_do_is_one_sentence_and_exit_code_2(capsys, options, said):
+    given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--device", "cpu", *options, "Once upon"]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_bits_without_a_kernel_have_no_speed(capsys):
+    with pytest.raises(UserError, match="3 bits have no kernel and lie in slots of 4"):
+        SwitchingEngine.load("shape/Llama-2-7B", "rtn-w4-g128", 64, precision="flexquant(path=[4, 3], order=model)")
+    options = "flexquant(path=[4, 3], window=3, layers=50, threshold=1000)"
+    given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--device", "cpu", "--max-new-tokens", "12"]
+    assert main([*given, "--precision", options, "Once upon a time"]) == 0
+    assert "no speed: 3 bits have no kernel" in capsys.readouterr().out
+
+
+def test_a_generation_that_is_taken_up_again_has_the_same_schedule(name):
+    """Along its own text, and after it was broken off."""
+    engine = make(name, "cpu", **QUICK)
+    tokens, log = tokens_of(engine, 40)[0][0], engine.switching.logs[0]
+    full = scratch(name, "cpu", dict.fromkeys(copies_names(name), 16))
+    assert engine.forced([PROMPT], [tokens], full).switching.logs == [log]
+    pieces = engine.generate("Once upon a time", 40, eos=False)
+    next(pieces)
+    pieces.close()
+    assert tokens_of(engine, 40)[0][0] == tokens and engine.switching.logs == [log]

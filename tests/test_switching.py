@@ -100,10 +100,11 @@ def test_scores_and_bits_are_those_of_the_tokens_and_the_log(built, target):
     assert len(group) == 1 and held["KL"].group == full["KL"].group  # paired, prompt by prompt
 
 
-@pytest.mark.parametrize("control", ["uniform", "random_times", "other_order"])
+@pytest.mark.parametrize("control", ["uniform", "random_times", "reversed", "oracle"])
 def test_a_control_has_the_mean_bits_of_what_it_stands_against(built, control):
-    ask = Ask("bits", schedule=QUICK)
-    other = "flexquant(window=3, layers=2, prompt_tokens=4, order=reversed)" if control == "other_order" else QUICK
+    ask, other = Ask("bits", schedule=QUICK), QUICK
+    if control in ("reversed", "oracle"):
+        other, control = f"flexquant(window=3, layers=2, prompt_tokens=4, order={control})", "other_order"
     held, controlled = built(ask), built(replace(ask, control=control, schedule=other))
     for name in ("bits", "bits along"):
         assert controlled[name].values == pytest.approx(held[name].values, abs=0.35), name

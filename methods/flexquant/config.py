@@ -29,7 +29,8 @@ class Config:
         layers: layers that one switch takes. Not given; 1 is Algorithm 1's reading that the fewest tokens see at once.
             An 8B model then needs 4,704 tokens for its 224 layers from 16 to 8 bits, so tables sweep it.
         order: "kl" switches the layers with the smallest divergence first (section 4.3); "reversed", "random" and
-            "model" (first block first) are controls.
+            "model" (first block first) are controls. So is "oracle": by the divergence from full precision that each
+            move causes alone in what the model predicts along the very texts that are judged, which no rule can know.
         advance: "stage" takes all layers to one width before any goes to the next, as Figure 7 shows 16, then 8, then
             4 bits; "layer" takes a layer all the way before the next one begins. Not said.
         direction: of the divergence; the text has "the quantized in comparison to the original" weights, hence
@@ -51,7 +52,7 @@ class Config:
     multiple: float = 1.0
     prompt_tokens: int = 20
     layers: int = 1
-    order: Literal["kl", "reversed", "random", "model"] = "kl"
+    order: Literal["kl", "reversed", "random", "model", "oracle"] = "kl"
     advance: Literal["stage", "layer"] = "stage"
     direction: Literal["quantized", "full"] = "quantized"
     bins: int = 2048

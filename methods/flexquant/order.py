@@ -47,7 +47,8 @@ def moves(divergence: Mapping[int, Mapping[str, float]], layers: Sequence[str], 
     """Every switch of a generation in the order in which they are made: each layer, at each width after the first.
 
     Args:
-        divergence: width to layer to its divergence at that width; read for the orders "kl" and "reversed" alone.
+        divergence: width to layer to its divergence at that width: of its weights for the orders "kl" and "reversed",
+            of the model's predictions for "oracle"; not read for the others.
         layers: the layers in the model's order.
         config: path, order and how it advances; a random order is the same at every width.
 
@@ -62,7 +63,7 @@ def moves(divergence: Mapping[int, Mapping[str, float]], layers: Sequence[str], 
         if config.order == "model":
             return list(layers)
         by_divergence = sorted(layers, key=lambda layer: divergence[bits][layer])  # of equal ones the earlier first
-        return by_divergence if config.order == "kl" else by_divergence[::-1]
+        return by_divergence[::-1] if config.order == "reversed" else by_divergence
 
     widths = config.path[1:]
     every = []

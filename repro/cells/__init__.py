@@ -51,6 +51,7 @@ from repro.cells import (
     surface,
     switching,
     token_class,
+    tpot,
     training,
     weight_divergence,
     zeroshot,
@@ -83,6 +84,7 @@ KINDS: dict[str, ModuleType] = {
     "offload_time": offload_time,
     "switching": switching,
     "weight_divergence": weight_divergence,
+    "tpot": tpot,
 }
 
 

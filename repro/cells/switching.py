@@ -6,8 +6,9 @@ full precision's own text, the mean bits of both runs, and the log of switches.
 
 Controls have the mean bits of the schedule that they stand against, prompt by prompt: `uniform` spreads the same moves
 evenly over the text, `random_times` draws as many times at random, and `other_order` moves in another order at the
-times of the paper's, stretched to the same bits. A threshold may be a quantile of full precision's window means on
-validation prompts, which are others than those that are measured.
+times of the paper's, stretched to the same bits. The order `oracle` is by what each move does alone to the predictions
+along full precision's texts of the prompts that are decoded together. A threshold may be a quantile of full precision's
+window means on validation prompts, which are others than those that are measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -300,12 +301,16 @@ def _together(
 ) -> list[dict[str, Any]]:
     """What is kept of prompts that are decoded together: a mapping each."""
     prompts, signal = [ids[i] for i in numbers], held.get("signal")
+    references = []
+    if "full" in held:
+        references = [list(map(int, held["full"][f"tokens {i}"].values)) for i in numbers]
+    if engine.config.order == "oracle":
+        engine.foresee(prompts, references, full)
     rules = _rules(engine, given, numbers, signal, "") if signal else None
     engine.rule = rules
     texts = [text.tokens for text in engine.generate(prompts, given["new_tokens"], stop=STOPS.get(given["set"], ()))]
     free = engine.switching
-    references = texts if "full" not in held else [held["full"][f"tokens {i}"].values.astype(int) for i in numbers]
-    references = [list(map(int, tokens)) for tokens in references]
+    references = references or texts
     if signal:
         engine.rule = _rules(engine, given, numbers, signal, "along ")
     along = engine.forced(prompts, references, full)

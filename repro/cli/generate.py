@@ -89,6 +89,8 @@ def _limited(args: argparse.Namespace, named: tuple[str, str], where: dict[str, 
 def _switched(engine: "SwitchingEngine", prompt: str, given: dict[str, Any]) -> str:
     """What became of the precision, and the speed next to that of the first width alone on as many tokens."""
     switching, speed, high = engine.switching, engine.stats.tokens_per_s, engine.config.path[0]
+    if 3 in engine.config.path:
+        return f"{switching} | no speed: 3 bits have no kernel"
     engine.hold(high)
     for _ in engine.generate(prompt, **given | {"max_new_tokens": engine.stats.new_tokens, "stop": ()}, eos=False):
         pass

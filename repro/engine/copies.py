@@ -23,6 +23,7 @@ class Copies(nn.Module):
     """A product, x `[T, K]` to y `[T, N]`, of layers whose widths change one by one.
 
     Attributes:
+        branches: whether products of different widths run beside one another in a captured step (`Joined`).
         names, sizes, columns: the layers, how many outputs each has, and how many inputs all have.
         at: width to the product of all layers at that width; the first is the one that decoding begins with.
         bits: the width of each layer now.
@@ -39,6 +40,7 @@ class Copies(nn.Module):
         self.layer_of_column = layer_of_column.to(next(self.prefill.buffers()).device)
         self.bits = [self.high] * len(self.names)
         self._running = self.prefill
+        self.branches = True
         self._products: dict[tuple[int, ...], nn.Module] = {}  # of states that were asked for
 
     @property
@@ -49,6 +51,11 @@ class Copies(nn.Module):
     def set(self, bits: Sequence[int]) -> None:
         """Let each layer compute with the copy of a width."""
         self.bits, self._running = list(bits), self.product(bits)
+
+    def beside(self, branches: bool) -> None:
+        """Let products of different widths be branches of a step that is captured from now on, or follow each other."""
+        self.branches = branches
+        self._products.clear()
 
     def product(self, bits: Sequence[int]) -> nn.Module:
         """The product whose layers have these widths; on a GPU its weights are the copies' own, or views of them.
@@ -62,7 +69,11 @@ class Copies(nn.Module):
 
     def _made(self, bits: tuple[int, ...]) -> nn.Module:
         parts = [self.part(first, end, bits[first]) for first, end in runs(bits)]
-        return parts[0] if len(parts) == 1 else Joined(parts)
+        if len(parts) == 1:
+            return parts[0]
+        apart = Joined(parts)
+        apart.branches = self.branches
+        return apart
 
     def part(self, first: int, end: int, bits: int) -> nn.Module:
         """The product of layers `first` to `end`, without the last, at a width."""
@@ -116,8 +127,11 @@ def rows_of(product: nn.Module, start: int, end: int) -> nn.Module:
     """
     if isinstance(product, Joined):
         return _rows_of_parts(product, start, end)
-    outputs = _outputs(product)
-    if (start, end) == (0, outputs):
+    if not isinstance(product, Dense | Packed):
+        raise UserError(
+            "flexquant switches plain quantized weights; name a recipe of one quantizer, such as gptq-w4-g128"
+        )
+    if (start, end) == (0, product.outputs):
         return product
     bias = None if product.bias is None else product.bias[start:end]
     if isinstance(product, Dense):
@@ -134,20 +148,11 @@ def rows_of(product: nn.Module, start: int, end: int) -> nn.Module:
 def _rows_of_parts(whole: Joined, start: int, end: int) -> nn.Module:
     parts, begin = [], 0
     for part in whole:
-        outputs = _outputs(part)
-        first, last = max(start - begin, 0), min(end - begin, outputs)
+        first, last = max(start - begin, 0), min(end - begin, part.outputs)
         if first < last:
             parts.append(rows_of(part, first, last))
-        begin += outputs
+        begin += part.outputs
     return parts[0] if len(parts) == 1 else Joined(parts)
-
-
-def _outputs(product: nn.Module) -> int:
-    if isinstance(product, Packed):
-        return product.packed.rows
-    if isinstance(product, Dense):
-        return product.weight.shape[0]
-    raise UserError("flexquant switches plain quantized weights; name a recipe of one quantizer, such as gptq-w4-g128")
 
 
 def joined(decoders: Mapping[int, Decoder], int8_prefill: bool) -> Decoder:

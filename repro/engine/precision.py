@@ -6,9 +6,12 @@ the state before is replayed (`Recorder`). In a batch each sequence has a state 
 (`copies.py`).
 """
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -28,6 +31,8 @@ from repro.methods.flexquant.order import Move
 from repro.methods.flexquant.pple import fault_tolerance, pple
 from repro.methods.flexquant.schedule import Controller, Rule, Switch
 from repro.models.lowbit import LowBitModel, block_linears
+
+TURN = 1e-4  # seconds for which a thread that captures may keep the interpreter's lock from the one that decodes
 
 
 class SignalState(State):
@@ -55,6 +60,7 @@ class SwitchingSteps(Steps):
 
     Attributes:
         ahead: whether graphs are captured before they are asked for.
+        recorder: what captures them, from the first one on.
     """
 
     STATE = SignalState
@@ -68,7 +74,7 @@ class SwitchingSteps(Steps):
         self.ahead = True
         self.levels: Tensor | None = None  # int8 [rows, layers] on the host, of a batch
         self._on_device: Tensor | None = None  # the same on the device; the copies' own are views of it
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
         self._single: State | None = None
         self._next: dict[str, int] | None = None  # the state that may come next
         self._retired: list[torch.cuda.CUDAGraph] = []  # may still run
@@ -121,12 +127,12 @@ class SwitchingSteps(Steps):
                 each, layer = self.where[name]
                 wanted[name, width] = each.source(layer, width)
             self.staging.begin(wanted)
-        if self._recorder is not None:
+        if self.recorder is not None:
             self._begin_next()
 
     def _begin_next(self) -> None:
         if self.ahead and self._next is not None and self._next != self.bits:
-            self._recorder.begin(self._single, self._next)
+            self.recorder.begin(self._single, self._next)
 
     def switch(self, sequence: int, switches: Sequence[Switch]) -> None:
         """Make a sequence's switches, for the next step that is launched."""
@@ -144,10 +150,10 @@ class SwitchingSteps(Steps):
     def _capture(self, state: State) -> torch.cuda.CUDAGraph:
         if self.levels is not None:
             return super()._capture(state)
-        if self._recorder is not None:
-            return self._recorder.graph(state, self.bits)
-        self._recorder = Recorder(self.model, self.cache)
-        graph = self._recorder.graph(state, self.bits)
+        if self.recorder is not None:
+            return self.recorder.graph(state, self.bits)
+        self.recorder = Recorder(self.model, self.cache)
+        graph = self.recorder.graph(state, self.bits)
         self._begin_next()
         return graph
 
@@ -157,10 +163,19 @@ class Recorder:
 
     One thread captures all of them, because libraries keep their handles and workspaces by thread: what a capture may
     not set up is set up by running every product once before the first.
+
+    The thread makes the products of a state as well, so that a switch costs the thread that decodes nothing but looking
+    up those of the layers that it names. The interpreter's lock is handed over often while a capture runs.
+
+    Attributes:
+        captured: seconds of every capture.
+        waited: seconds that decoding waited for a graph that had been begun.
     """
 
     def __init__(self, model: Decoder, cache: Cache) -> None:
         self.model, self.cache = model, cache
+        self.captured: list[float] = []
+        self.waited: list[float] = []
         self._thread = ThreadPoolExecutor(1, "capture")
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self._first: tuple[tuple, torch.cuda.CUDAGraph] | None = None  # that of the state which generations begin with
@@ -171,7 +186,7 @@ class Recorder:
         """Begin to capture a state's step."""
         key = (id(state), *bits.values())
         if key not in self._begun:
-            self._begun[key] = self._thread.submit(self._record, copies.static(self.model, bits), state)
+            self._begun[key] = self._thread.submit(self._record, dict(bits), state)
         while len(self._begun) > 2:  # of a switch that was not made
             self._begun.pop(next(iter(self._begun)))
 
@@ -180,9 +195,12 @@ class Recorder:
         key = (id(state), *bits.values())
         if self._first and self._first[0] == key:
             return self._first[1]
+        began = time.perf_counter()
         if key in self._begun:
-            return self._begun.pop(key).result()
-        made = self._thread.submit(self._record, copies.static(self.model, bits), state).result()
+            made = self._begun.pop(key).result()
+            self.waited.append(time.perf_counter() - began)
+            return made
+        made = self._thread.submit(self._record, dict(bits), state).result()
         if self._first is None or self._first[0][0] != id(state):
             self._first = key, made
         return made
@@ -198,21 +216,39 @@ class Recorder:
                     x = torch.zeros(1, each.columns, dtype=self.model.embedding.dtype, device=self.model.device)
                     for first, end in combinations(range(len(each.names) + 1), 2):
                         each.part(first, end, bits)(x)
+                        for side in weights.side_streams(len(each.names) - 1):
+                            side.wait_stream(self._stream)
+                            with torch.cuda.stream(side):
+                                each.part(first, end, bits)(x)
             spare = SignalState(1, False, False, self.model.device)  # all of its rows are padding
             for _ in range(2):
                 advance(self.model, self.cache, spare)
-        self._stream.synchronize()
+        torch.cuda.synchronize()
 
-    def _record(self, model: Decoder, state: State) -> torch.cuda.CUDAGraph:
-        torch.cuda.set_device(model.device)
+    def _record(self, bits: Mapping[str, int], state: State) -> torch.cuda.CUDAGraph:
+        began = time.perf_counter()
+        torch.cuda.set_device(self.model.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with quick_turns(), torch.cuda.stream(self._stream):
+            model = copies.static(self.model, bits)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 advance(model, self.cache, state)
             finally:
                 graph.capture_end()
+        self.captured.append(time.perf_counter() - began)
         return graph
+
+
+@contextmanager
+def quick_turns() -> Iterator[None]:
+    """Let a thread that asks for the interpreter's lock wait for `TURN` at most; it is 5 ms else, a whole step."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class SwitchingDecoding(Decoding):
@@ -368,7 +404,9 @@ class SwitchingCore(Core):
         """
         make = {bits: partial(weights.decoder, lm, context, device, dtype) for bits, lm in models.items()}
         whole = assembled(make, config)
-        ahead = order.moves(divergences(models, config, original), list(copies.weights_of(whole)), config)
+        by_weights = divergences(models, config, original) if config.order in ("kl", "reversed") else {}
+        first_order = replace(config, order="model") if config.order == "oracle" else config  # until texts are known
+        ahead = order.moves(by_weights, list(copies.weights_of(whole)), first_order)
         return cls(name, whole, config, ahead, hub, rule)
 
     def hold(self, bits: Mapping[str, int] | int | None) -> None:
@@ -381,6 +419,10 @@ class SwitchingCore(Core):
         if len(ids) > 1 and self.steps.staging is not None:
             raise UserError("flexquant: copies=host decodes one prompt at a time; give one, or say copies=device")
         plain = super()._decoding(ids, new, sampling, seed, scored)
+        listens = self.ahead and self.rule is None and self._held is None and not self.config.interval
+        if listens and self.config.window >= max(plain.limits):
+            said = f"a window of {self.config.window} tokens is longer than the generation of {max(plain.limits)}"
+            raise UserError(f"flexquant: {said}, so that nothing would switch; take a shorter one, or more new tokens")
         given = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
         return SwitchingDecoding(*given, controllers=self._controllers(len(ids)), held=self._held)
 
@@ -427,6 +469,15 @@ class SwitchingCore(Core):
                 batch.signal[row].append(signal[row])
         return Along(kl, gap, self._became(batch))
 
+    def foresee(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], full: Decoder) -> None:
+        """Order the moves by what each does alone to the predictions along given outputs: a control that sees them.
+
+        Args:
+            prompts, outputs, full: as `forced`.
+        """
+        found = output_divergences(self.model, prompts, outputs, full, self.config.path)
+        self.ahead = order.moves(found, list(self.weights), self.config)
+
     def _run(self, batch: SwitchingDecoding) -> Iterator[list[tuple[int, int, float]]]:
         try:
             yield from super()._run(batch)
@@ -470,6 +521,46 @@ def _next_logits(
     positions = torch.tensor(at, dtype=int32, device=device)
     tokens = Tokens(ids, rows, positions, positions, positions + 1)
     return steps.model.head(step(steps.model, steps.cache, tokens))
+
+
+@torch.inference_mode()
+def output_divergences(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    full: Decoder,
+    path: Sequence[int],
+) -> dict[int, dict[str, float]]:
+    """Width to layer to the mean KL divergence in nats a token that the layer alone at that width causes.
+
+    All other layers have the first width of the path; every prompt with its output is one pass of each such model.
+
+    Args:
+        model: with copies at the widths of the path.
+        prompts: token ids of each sequence.
+        outputs: those that follow, at least one of each; the divergence is that of the predictions of these.
+        full: the decoder that it is from.
+        path: widths from the first one down.
+    """
+    texts = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, outputs)]
+    lengths = list(map(len, outputs))
+    reference = _predictions(full, texts, lengths)
+    layers = list(copies.weights_of(model))
+    divergence: dict[int, dict[str, float]] = {}
+    for bits in path[1:]:
+        divergence[bits] = {}
+        for layer in layers:
+            widths = dict.fromkeys(layers, path[0]) | {layer: bits}
+            ours = _predictions(copies.static(model, widths), texts, lengths)
+            nats = [kl_divergence(theirs, own).mean() for theirs, own in zip(reference, ours)]
+            divergence[bits][layer] = float(torch.stack(nats).mean())
+    return divergence
+
+
+def _predictions(model: Decoder, texts: Sequence[Sequence[int]], last: Sequence[int]) -> list[Tensor]:
+    """Logits `[N, V]` of the last N positions of each text."""
+    hidden = together(model, Cache(model, len(texts)), texts)
+    return [model.head(states[-count:]) for states, count in zip(hidden, last)]
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:

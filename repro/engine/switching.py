@@ -29,6 +29,8 @@ from repro.methods.flexquant.schedule import Rule
 from repro.spec import precision as named
 from repro.spec import scale as scales
 
+NO_SPEED = "flexquant: 3 bits have no kernel and lie in slots of 4, so that no speed is theirs"
+
 
 class SwitchingEngine(SwitchingCore):
     """A model by name with copies of its layers at several widths; `SwitchingCore` says what it can be asked."""
@@ -59,6 +61,8 @@ class SwitchingEngine(SwitchingCore):
         UserError, `Refused`: as `Engine.load`, and for a schedule or recipe that means nothing.
         """
         config = named.read(precision) if isinstance(precision, str) else precision
+        if config.order == "oracle":
+            raise UserError("flexquant: order=oracle sees the texts that are judged; it is a control of tables alone")
         recipe = named.DEFAULT if recipe == "fp16" else recipe
         at = device_of(device)
         targets = {
@@ -71,6 +75,8 @@ class SwitchingEngine(SwitchingCore):
         for bits in config.path[1:]:
             weights.slot(bits)
         if model.startswith(SHAPE):
+            if 3 in config.path:
+                raise UserError(f"{NO_SPEED}; {model} has speed alone: choose a path of 16, 8, 4 and 2 bits")
             make = {bits: partial(random_decoder, target, shape, slots, at, kind) for bits, target in targets.items()}
             layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
             if config.order in ("kl", "reversed"):

@@ -8,6 +8,7 @@ Q4_K in zigzag, and multiplied like others elsewhere.
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -57,6 +58,18 @@ class Dense(nn.Module):
 
     __call__ = forward  # a module's own looks for hooks, which takes longer than many a product of one token
 
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return self.weight.shape[0]
+
+    def into(self, x: Tensor, y: Tensor) -> None:
+        """Write the product of one token into y `[1, N]`, a slice of a longer row."""
+        if self.bias is None:
+            torch.mm(x, self.weight.T, out=y)
+        else:
+            torch.addmm(self.bias, x, self.weight.T, out=y)
+
 
 class Packed(nn.Module):
     """A product with a packed weight on a GPU, of columns of x in the order of the weight's (GPTQ's act order)."""
@@ -73,6 +86,17 @@ class Packed(nn.Module):
         y = kernel.wna16(x if self.order is None else x[:, self.order], self.packed)
         return y if self.bias is None else y + self.bias
 
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return self.packed.rows
+
+    def into(self, x: Tensor, y: Tensor) -> None:
+        """Write the product of one token into y `[1, N]`, a slice of a longer row."""
+        kernel.into(x if self.order is None else x[:, self.order], self.packed, y)
+        if self.bias is not None:
+            y += self.bias
+
     def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
         """The product with its weight dequantized, if a call with so many tokens would do that each time."""
         packed = self.packed
@@ -86,11 +110,39 @@ class Packed(nn.Module):
 class Joined(nn.ModuleList):
     """Products of one input whose formats or thresholds differ, so that they stay several launches.
 
-    Layers that are neighbours and alike are one of them.
+    Layers that are neighbours and alike are one of them. One token's outputs are written side by side on a GPU, without
+    a copy behind them.
+
+    Attributes:
+        branches: whether products are branches of a graph that is captured, beside one another: short ones leave most
+            of a GPU idle.
     """
 
+    branches = False
+
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1 and x.is_cuda and all(hasattr(product, "into") for product in self):
+            return self.side_by_side(x)
         return torch.cat([product(x) for product in self], 1)
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """y `[1, N]` of one token, each product writing its own part."""
+        y = x.new_empty(1, sum(product.outputs for product in self))
+        parts = y.split([product.outputs for product in self], dim=1)
+        if not (self.branches and captured(x)):
+            for product, part in zip(self, parts):
+                product.into(x, part)
+            return y
+        main = torch.cuda.current_stream()
+        sides = side_streams(len(self) - 1)
+        for side, product, part in zip(sides, list(self)[1:], parts[1:]):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                product.into(x, part)
+        self[0].into(x, parts[0])
+        for side in sides:
+            main.wait_stream(side)
+        return y
 
     @property
     def dense(self) -> "Joined":
@@ -100,6 +152,22 @@ class Joined(nn.ModuleList):
     def expanded(self, tokens: int, dtype: torch.dtype) -> "Joined":
         """The same with dense weights where they would be dequantized."""
         return Joined(expanded(product, tokens, dtype) for product in self)
+
+
+def captured(x: Tensor) -> bool:
+    """Whether what reads a tensor now is captured in a graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_sides = threading.local()  # a capture is one thread's, and so are the streams that join it
+
+
+def side_streams(count: int) -> list["torch.cuda.Stream"]:
+    """Streams of this thread on which products run beside the current one."""
+    streams = _sides.__dict__.setdefault("streams", [])
+    while len(streams) < count:
+        streams.append(torch.cuda.Stream())
+    return streams[:count]
 
 
 class SparseInputs(nn.Module):

@@ -5,8 +5,10 @@ there already is not measured again. The parts, each with the settings that it w
 
     step-<bits>-<context>   milliseconds of a step with all layers at a width, after so many tokens
     mixed-<state>           of a mixture, and what the static steps of its layers add up to
+    serial-<state>          the same where products of different widths run one after another
     signal                  of PPLE, window and decision: the engine that listens against the one that does not
-    switch-<how>-<layers>   how long the tokens around a switch take, with graphs captured ahead or when asked for
+    switch-<how>-<layers>   how long the tokens around a switch take, with graphs captured ahead or when asked for, or
+                            captured ahead with the copies on the host; and what of it is the host's own time
     whole                   a run to 2,000 tokens against the sum of the static steps along its log
 """
 
@@ -15,6 +17,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,9 @@ from repro.engine import copies
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
 from repro.engine.engine import configuration, random_decoder
-from repro.engine.precision import SwitchingCore
+from repro.engine.precision import SwitchingCore, SwitchingSteps, assembled
+from repro.engine.step import Decoder
+from repro.engine.weights import runs
 from repro.errors import UserError
 from repro.files import write_text
 from repro.jobs.target import Target
@@ -39,6 +45,7 @@ RECIPES = {16: "fp16", 8: "rtn-w8-pc-sym", 4: "rtn-w4-g128"}  # grids whose kern
 CONTEXTS = (128, 1024, 4096, 8000)  # tokens before those that are timed
 TIMED = 64  # steps of a measurement
 SHORT, LONG = 128, 1872  # prompt and new tokens of the whole run
+MOST = 16  # layers of a switch
 EVERY, SWITCHED = 22, 330  # steps between two switches, and of a run in which they are timed
 
 
@@ -66,14 +73,16 @@ class Bench:
         self.facts = {"shape": shape, "device": provenance.device_name(device.type), "commit": provenance.commit()}
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         began = time.perf_counter()
-        config, decoders = None, {}
+        config = None
+        self.make: dict[int, Callable[[], Decoder]] = {}
         for bits, recipe in RECIPES.items():
             target = Target(scales.load(name="pocket"), shape, recipe, 0)
             config = config or configuration(target)
             self.context = min(config.max_position_embeddings, CONTEXTS[-1] + TIMED + 2)
-            decoders[bits] = random_decoder(target, config, self.context, device, self.dtype)
-        self.model = copies.joined(decoders, int8_prefill=False)
-        self.plain = decoders
+            self.make[bits] = partial(random_decoder, target, config, self.context, device, self.dtype)
+        self.on_host: Decoder | None = None
+        self.plain = {bits: decoder() for bits, decoder in self.make.items()}
+        self.model = copies.joined(self.plain, int8_prefill=False)
         self.layers = list(copies.weights_of(self.model))
         self.name = shape
         self.static = self.engine()
@@ -88,12 +97,15 @@ class Bench:
                         f"step-{bits}-{context}", lambda b=bits, c=context: self.step(dict.fromkeys(self.layers, b), c)
                     )
         for name, bits in self.mixtures().items():
-            self.once(f"mixed-{name}", lambda b=bits: self.mixed(b))
+            self.once(f"mixed-{name}", lambda b=bits: self.mixed(b, self.static))
+            self.once(f"serial-{name}", lambda b=bits: self.serial(b))
         self.once("signal", self.signal)
         for how in ("ahead", "asked"):
-            for layers in (1, 4, 16):
+            for layers in (1, 4, MOST):
                 self.once(f"switch-{how}-{layers}", lambda h=how, n=layers: self.switches(h == "ahead", n))
         self.once("whole", self.whole)
+        for layers in (1, 4, MOST):
+            self.once(f"switch-host-{layers}", lambda n=layers: self.from_host(n))
 
     def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A measurement from its file, or made now."""
@@ -111,12 +123,19 @@ class Bench:
         config = Config(order="random", **how)
         return SwitchingCore(self.name, self.model, config, order.moves({}, self.layers, config))
 
-    def step(self, bits: Mapping[str, int], context: int) -> dict[str, Any]:
+    def step(self, bits: Mapping[str, int], context: int, engine: SwitchingCore | None = None) -> dict[str, Any]:
         """Milliseconds of a step in a state after `context` tokens; the better of two rounds."""
-        self.static.hold(bits)
-        rounds = [self.static.time(context, TIMED) for _ in range(2)]
+        engine = engine or self.static
+        engine.hold(bits)
+        rounds = [engine.time(context, TIMED) for _ in range(2)]
         best = min(rounds, key=lambda stats: stats.ms_p50)
-        return {"context": context, "ms": best.ms_p50, "ms at p99": best.ms_p99, "read_bytes": best.read_bytes}
+        return {
+            "context": context,
+            "timed": TIMED,
+            "ms": best.ms_p50,
+            "ms at p99": best.ms_p99,
+            "read_bytes": best.read_bytes,
+        }
 
     def mixtures(self) -> dict[str, dict[str, int]]:
         """States on the way from 16 to 8 to 4 bits, layers in random order, and in whole products."""
@@ -130,11 +149,27 @@ class Bench:
                 found[f"{name}-{share}"] = bits
         return found
 
-    def mixed(self, bits: Mapping[str, int]) -> dict[str, Any]:
+    def mixed(self, bits: Mapping[str, int], engine: SwitchingCore) -> dict[str, Any]:
         """A mixture's step, and what its layers' shares of the static steps add up to."""
         context = CONTEXTS[0]
-        measured, expected = self.step(bits, context), self.added_up(bits, context)
-        return measured | {"expected ms": expected, "ratio": measured["ms"] / expected}
+        measured, expected = self.step(bits, context, engine), self.added_up(bits, context)
+        launches = sum(len(runs(each.bits)) for each in engine.steps.copies)
+        return measured | {"expected ms": expected, "ratio": measured["ms"] / expected, "products": launches}
+
+    def serial(self, bits: Mapping[str, int]) -> dict[str, Any]:
+        """A mixture's step whose products are no branches of its graph."""
+        engine = self.engine()
+        try:
+            self.branches(False)
+            return self.mixed(bits, engine)
+        finally:
+            self.branches(True)
+
+    def branches(self, on: bool) -> None:
+        """Let products of different widths run beside one another, or not, in what is captured from now on."""
+        for block in self.model.blocks:
+            for each in copies.copies_of(block):
+                each.beside(on)
 
     def added_up(self, bits: Mapping[str, int], context: int) -> float:
         """Milliseconds of a state: each layer's share, by its weights, of the static step of its width."""
@@ -156,20 +191,52 @@ class Bench:
 
     def switches(self, ahead: bool, layers: int) -> dict[str, Any]:
         """Milliseconds of the tokens around switches, against the median of the others."""
-        engine, steps = self.engine(interval=EVERY, layers=layers), SWITCHED
+        engine = self.engine(interval=EVERY, layers=layers)
         engine.steps.ahead = ahead
-        seconds, log = self.timed(engine, CONTEXTS[0], steps)
+        return self.around(engine, layers)
+
+    def from_host(self, layers: int) -> dict[str, Any]:
+        """The same with the copies on the host: also the device memory, and what was not there in time."""
+        config = Config(order="random", interval=EVERY, layers=layers, copies="host")
+        if self.on_host is None:
+            self.static, self.model, self.plain = None, None, {}  # the device holds one width from here on
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.on_host = assembled(self.make, replace(config, layers=MOST))
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        model = self.on_host
+        engine = SwitchingCore(self.name, model, config, order.moves({}, self.layers, config))
+        found = self.around(engine, layers)
+        staging = engine.steps.staging
+        weights = sum(tensor.nbytes for each in engine.steps.copies for tensor in each.at[max(RECIPES)].buffers())
+        found |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
+        if self.device.type == "cuda":
+            found |= {"peak bytes": torch.cuda.max_memory_allocated(self.device)}
+        return found | {"bytes of the first width's layers": weights}
+
+    def around(self, engine: SwitchingCore, layers: int) -> dict[str, Any]:
+        """Milliseconds of the tokens around an engine's switches, and the host's share in them."""
+        host: list[float] = []
+        clocked(engine.steps, "switch", host)
+        clocked(engine.steps, "prepare", host)
+        seconds, log = self.timed(engine, CONTEXTS[0], SWITCHED)
         every = sorted({switch.step for switch in log})
         near = {step + offset for step in every for offset in (-2, -1, 0, 1)}
         quiet = statistics.median(ms for step, ms in enumerate(seconds, start=1) if step not in near)
         late = [max(seconds[step - 2 : step + 1]) - quiet for step in every[1:]]  # the first graph is made in between
         worst = {"late ms, median": statistics.median(late), "late ms, worst": max(late)}
+        others = [ms - quiet for step, ms in enumerate(seconds, start=1) if step not in near]
+        worst |= {"other late ms, worst": max(others), "host ms, worst": 1e3 * max(host)}
+        if (recorder := engine.steps.recorder) is not None:
+            worst["capture ms, median"] = 1e3 * statistics.median(recorder.captured)
+            worst["waited ms, worst"] = 1e3 * max(recorder.waited, default=0.0)
         return {"layers": layers, "switches": len(every), "quiet ms": quiet, **worst, "ms": seconds, "steps": every}
 
     def timed(self, engine: SwitchingCore, prompt: int, new: int) -> tuple[list[float], list[Any]]:
         """Milliseconds of every step after a random prompt, and the log of switches; a first run warms up."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.model.config.vocab_size, (1, prompt), generator=generator).tolist()
+        ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
         for _ in range(2):
             batch = engine._decoding(ids, new, Sampling(), 0)
             for _ in engine._run(batch):
@@ -198,6 +265,19 @@ class Bench:
             "tokens": len(seconds),
             "log": [[switch.step, switch.layer, switch.bits] for switch in log],
         }
+
+
+def clocked(steps: SwitchingSteps, name: str, seconds: list[float]) -> None:
+    """Take the host's time of every call of a method of these steps."""
+    method = getattr(steps, name)
+
+    def timed(*given: Any) -> Any:  # noqa: ANN401
+        began = time.perf_counter()
+        result = method(*given)
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    setattr(steps, name, timed)
 
 
 if __name__ == "__main__":

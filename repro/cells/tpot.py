@@ -1,0 +1,222 @@
+"""Milliseconds a token at a paper's shapes along a schedule of precision, calculated from measured steps.
+
+The steps are those of `python -m repro.bench.commands.precision`, one JSON file each: all layers at one width, after so
+many tokens. Each layer's share of the weights takes its share of the step of its width, between the measured contexts
+by interpolation; a text's time is the sum of its steps (FlexQuant, Figures 6 and 7). That run's `whole.json` compares
+one whole run with such a sum.
+
+A schedule is shown at its best: every window qualifies, and no threshold can be faster with as many layers a switch.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+
+from repro.engine import weights
+from repro.errors import UserError
+from repro.judge.quantity import Quantity
+from repro.judge.statistics import Interval
+from repro.methods.flexquant import order
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.schedule import Controller, Switch
+from repro.record.measurement import RESULTS
+from repro.spec import precision
+from repro.strict import load_yaml
+
+VERSION = 1
+BUILT = Path("build") / "precision"
+STORED = RESULTS / "nvidia-h200" / "precision"
+PROMPT = 128  # tokens before the text
+HIGH = 16
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A time of a text of a number of tokens.
+
+    Attributes:
+        show: `ms` a token, in the mean over the text, or how many `times` that of 16 bits is as long; of the last token
+            alone, `16 bits`, `8 bits` and `4 bits` are the milliseconds of the layers at a width, `cache` what keys and
+            values add, `PPLE` what the signal costs, `switching` what switches delay a token in the mean.
+        schedule: such as `flexquant(layers=4)`; empty is `bits` from the first token to the last.
+    """
+
+    show: Literal["ms", "times", "16 bits", "8 bits", "4 bits", "cache", "PPLE", "switching"]
+    tokens: str
+    schedule: str = ""
+    bits: str = ""
+    unit: str = "ms"
+
+    def __post_init__(self) -> None:
+        if not self.tokens.isdecimal() or int(self.tokens) < 1:
+            raise UserError(f"tpot: tokens is {self.tokens!r:.40}; it is a number, 1 or more")
+        if bool(self.schedule) == bool(self.bits):
+            raise UserError("tpot: give a schedule, such as flexquant(layers=4), or bits, such as 8")
+        widths = precision.read(self.schedule).path if self.schedule else [self.bits]
+        if odd := [bits for bits in widths if str(bits) not in ("16", "8", "4")]:
+            raise UserError(f"tpot: {odd[0]} bits have no step that is timed; choose from 16, 8, 4")
+
+
+def quantity(ask: Ask) -> Quantity | None:
+    """The number; None where a step that it takes was not measured."""
+    value = _value(ask, *_folder())
+    if value is None:
+        return None
+    known = Interval(value, value, value, 0, None, "", (value,))
+    return Quantity([{}], lambda mean: mean["x"], known={"x": known})
+
+
+def several(ask: Ask) -> bool:
+    """One number a cell."""
+    return False
+
+
+def origin(asks: Sequence[Ask]) -> dict[str, str]:
+    """Where the steps come from, as fields of a measurement."""
+    folder, files = _folder()
+    facts = [json.loads((folder / name).read_text()) for name, _ in files if name.startswith("step-")]
+    joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit", "shape")}
+    return {
+        "device": joined["device"],
+        "stand_in": joined["shape"],
+        "commit": joined["commit"],
+        "device_class": "cuda",
+        "protocol": f"sum of measured steps after {PROMPT} tokens",
+        "live": "live" if folder == BUILT else "recorded",
+        "status": "ok",
+        "note": "calculated",
+    }
+
+
+def shares(config: Config, sizes: dict[str, int], steps: int) -> tuple[np.ndarray, list[int]]:
+    """The share of the weights at each width in each of decode steps 1 to `steps`, if every window qualifies.
+
+    Args:
+        config: window, layers a switch and path.
+        sizes: weights of each layer, in the model's order.
+        steps: decode steps.
+
+    Returns:
+        float64 `[steps, widths]`, and the steps at which layers are switched.
+    """
+    always = replace(config, threshold=None, multiple=1e30, order="model")
+    controller = Controller(always, order.moves({}, list(sizes), always))
+    controller.start([1.0])
+    for token in range(1, steps):
+        controller.observe(1.0, token)
+    return _shares(controller.log, config.path, sizes, steps), sorted({switch.step for switch in controller.log})
+
+
+def _shares(log: Sequence[Switch], path: Sequence[int], sizes: dict[str, int], steps: int) -> np.ndarray:
+    change = np.zeros((steps + 1, len(path)))
+    change[0, 0] = sum(sizes.values())
+    width = dict.fromkeys(sizes, path[0])
+    for switch in log:
+        at = min(switch.step - 1, steps)
+        change[at, path.index(width[switch.layer])] -= sizes[switch.layer]
+        change[at, path.index(switch.bits)] += sizes[switch.layer]
+        width[switch.layer] = switch.bits
+    return change.cumsum(0)[:steps] / sum(sizes.values())
+
+
+# --- measured steps ---------------------------------------------------------------------------------------------------
+
+
+Stamps = tuple[tuple[str, int], ...]  # files of a folder, and when each was written
+
+
+def _folder() -> tuple[Path, Stamps]:
+    """Where the measurements are, here before stored."""
+    for folder in (BUILT, STORED):
+        files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.json"))
+        if any(name.startswith("step-") for name, _ in files):
+            return folder, tuple(files)
+    return STORED, ()
+
+
+@cache
+def _steps(folder: Path, files: Stamps) -> dict[int, tuple[list[float], list[float]]]:
+    """Width to the contexts of its measured steps, in the middle of what was timed, and their milliseconds."""
+    points: dict[int, list[tuple[float, float]]] = {}
+    for name, _ in files:
+        if name.startswith("step-"):
+            one = json.loads((folder / name).read_text())
+            middle = one["context"] + one["timed"] / 2
+            points.setdefault(int(name.split("-")[1]), []).append((middle, one["ms"]))
+    return {bits: tuple(map(list, zip(*sorted(pairs)))) for bits, pairs in points.items()}
+
+
+@cache
+def _sizes(shape: str) -> dict[str, int]:
+    """Weights of every layer of a shape, in the model's order."""
+    public = load_yaml(Path(weights.__file__).with_name("shapes.yaml"))
+    config = SimpleNamespace(**public[shape.removeprefix("shape/")])
+    sizes = {}
+    for number in range(config.num_hidden_layers):
+        for product, (rows, columns) in weights.layer_sizes(config).items():
+            for layer, size in zip(weights.LAYERS[product], rows):
+                sizes[f"{number}.{layer}"] = size * columns
+    return sizes
+
+
+@cache
+def _value(ask: Ask, folder: Path, files: Stamps) -> float | None:
+    steps, count = _steps(folder, files), int(ask.tokens)
+    config = precision.read(ask.schedule) if ask.schedule else None
+    path = config.path if config else [int(ask.bits)]
+    needed = {*path, HIGH} if ask.show == "times" else set(path)
+    if needed - steps.keys():
+        return None
+    at = PROMPT + np.arange(1, count + 1)
+    if any(at[-1] > steps[bits][0][-1] for bits in needed):
+        return None  # beyond the longest context that was measured
+    share, switches = np.ones((count, 1)), []
+    if config:
+        share, switches = shares(config, _sizes(_read(folder, files, "step-")["shape"]), count)
+    each = np.stack([np.interp(at, *steps[bits]) for bits in path], axis=1)
+    if ask.show == "ms":
+        return float((share * each).sum(1).mean())
+    if ask.show == "times":
+        return float(np.interp(at, *steps[HIGH]).mean() / (share * each).sum(1).mean())
+    if ask.show in ("PPLE", "switching"):
+        return _by_itself(ask, folder, files, switches)
+    return _part(ask.show, path, share[-1], each[-1], [steps[bits][1][0] for bits in path])
+
+
+def _by_itself(ask: Ask, folder: Path, files: Stamps, switches: Sequence[int]) -> float | None:
+    """Milliseconds a token of the signal, or of switches; None where they were not measured."""
+    if not ask.schedule:
+        return 0.0
+    if ask.show == "PPLE":
+        measured = _read(folder, files, "signal.json")
+        return None if measured is None else max(0.0, measured["listening ms"] - measured["plain ms"])
+    measured = _read(folder, files, f"switch-ahead-{precision.read(ask.schedule).layers}.json")
+    return None if measured is None else max(0.0, measured["late ms, median"]) * len(switches) / int(ask.tokens)
+
+
+def _part(show: str, path: Sequence[int], share: np.ndarray, each: np.ndarray, short: Sequence[float]) -> float:
+    """Milliseconds of one part of a step.
+
+    Args:
+        show: `cache`, or a width.
+        path: widths.
+        share: of the weights at each width.
+        each: the step of each width at this context.
+        short: and at the shortest one that was measured, where keys and values are next to nothing.
+    """
+    if show == "cache":
+        return float((share * (each - short)).sum())
+    bits = int(show.split()[0])
+    return float(share[path.index(bits)] * short[path.index(bits)]) if bits in path else 0.0
+
+
+def _read(folder: Path, files: Stamps, name: str) -> Any:  # noqa: ANN401
+    """The first file whose name begins so; None where there is none."""
+    path = next((folder / file for file, _ in files if file.startswith(name)), None)
+    return json.loads(path.read_text()) if path else None
