@@ -5,17 +5,20 @@ from dataclasses import asdict, replace
 import engines
 import numpy as np
 import pytest
+import torch
 
 from repro import models
 from repro.__main__ import main
 from repro.cells import KINDS, switching
 from repro.cells.switching import Ask, Protocol
 from repro.data import prompts, text_scores
+from repro.engine import weights
 from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import built_under, distinct
 from repro.jobs.target import Target
 from repro.methods.flexquant import schedule as plan
+from repro.models.lowbit import LowBitModel
 from repro.record import observations
 from repro.spec import precision
 from repro.spec import scale as scales
@@ -132,7 +135,24 @@ def test_references_are_scored_where_a_set_has_them(built, target):
     held = built(Ask("rougeL", prompts="gsm8k", schedule=QUICK))
     assert len(held["rougeL"].values) == 4 and 0 <= shown(held, Ask("bleu")) <= 100
     assert shown(held, Ask("rougeL")) == pytest.approx(held["rougeL"].values.mean())
+    assert 0 < shown(held, Ask("similarity")) == pytest.approx(held["similarity"].values.mean()) < 100
     assert not switching.series(Ask("rougeL"), {"texts": observations.Observations(built(Ask("agreement")), {})}, None)
+
+
+def test_similarity_is_that_of_full_precisions_hidden_states(target):
+    """Against Transformers' last hidden states of each text alone; a text of no token has none."""
+    lm, tokenizer = LowBitModel(models.load(target.model)), models.tokenizer(target.model)
+    full = weights.decoder(lm, 64, torch.device("cpu"), torch.float32)
+    text, references = "Once upon a time", ["There was a time", "Once upon"]
+
+    @torch.no_grad()
+    def states(words):
+        ids = torch.tensor([tokenizer(words)["input_ids"]])
+        return lm.model.base_model(ids).last_hidden_state[0].numpy()
+
+    wanted = max(text_scores.matched_f1(states(text), states(one)) for one in references)
+    assert switching._similarity(full, tokenizer, text, references) == pytest.approx(wanted, rel=1e-4)
+    assert switching._similarity(full, tokenizer, text, [text]) == pytest.approx(100)
 
 
 def test_jobs_declare_what_decides_them(target):

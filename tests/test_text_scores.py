@@ -46,6 +46,17 @@ def test_bleu_of_mean_counts_is_sacrebleus_corpus_bleu(pairs):
     assert text_scores.bleu(both) == pytest.approx([wanted, wanted], abs=1e-6)
 
 
+def test_greedy_matching_by_cosine_is_bertscores_f1():
+    """By hand: each token's nearest one, whatever the lengths of the vectors."""
+    one, other = np.asarray([[2.0, 0.0], [0.0, 1.0]]), np.asarray([[3.0, 0.0], [1.0, 1.0], [-1.0, 0.0]])
+    half = 0.5**0.5
+    precision, recall = (1 + half) / 2, (1 + half + 0) / 3
+    assert text_scores.matched_f1(one, other) == pytest.approx(100 * 2 * precision * recall / (precision + recall))
+    assert text_scores.matched_f1(other, one) == pytest.approx(text_scores.matched_f1(one, other))
+    assert text_scores.matched_f1(one, one) == pytest.approx(100)
+    assert text_scores.matched_f1(one, other[:0]) == 0 and text_scores.matched_f1(one[:1], -one[:1]) == 0
+
+
 def test_a_common_prefix_ends_at_the_first_difference():
     assert text_scores.common_prefix([1, 2, 3], [1, 2, 4, 3]) == 2
     assert text_scores.common_prefix([1, 2], [1, 2, 3]) == 2 and text_scores.common_prefix([], [1]) == 0

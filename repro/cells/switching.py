@@ -25,7 +25,8 @@ from repro.data import text_scores
 from repro.engine import copies, weights
 from repro.engine.core import MOST
 from repro.engine.precision import SwitchingCore
-from repro.engine.step import Decoder
+from repro.engine.prefill import together
+from repro.engine.step import Cache, Decoder
 from repro.errors import UserError
 from repro.jobs import compress
 from repro.jobs.job import Job, make
@@ -46,7 +47,7 @@ WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
 REPEATED = 8  # tokens of a repetition
 CURVES = ("PPLE", "PPLE spread", "gap", "gap spread")
 COMPARED = ("agreement", "prefix", "KL")  # with full precision, by themselves
-TASK = ("rougeL", "bleu")  # with the references of the prompt set
+TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Ask:
             the text begins with, `KL` nats a token along it; `bits` are the mean bits of a weight over the decode
             steps, `bits with prefill` with the prefill as one step more, `bits along` those of the run that KL is of;
             `switches` counts layers; `threshold` is the one that decided; `rougeL` and `bleu` are of the references;
+            `similarity` to them is what BERTScore computes, from full precision's own last hidden states;
             `repeated` is the share in percent of tokens that end eight which the text had before. For a figure, by
             token: the mean over prompts of the window's mean `PPLE`, or of the `gap` between the two most likely tokens
             along full precision's text, and their standard deviations (`spread`).
@@ -78,6 +80,7 @@ class Ask:
         "threshold",
         "rougeL",
         "bleu",
+        "similarity",
         "repeated",
         "PPLE",
         "PPLE spread",
@@ -219,6 +222,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
         if prompt.references:
             row["rougeL"] = text_scores.rouge_l(text, prompt.references)
             row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
+            row["similarity"] = _similarity(full, tokenizer, text, prompt.references)
     numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
     series |= {name: Series(np.asarray([row[name] for row in rows]), "prompts", group) for name in numbers}
     observations.save(folder / OUTPUTS[0], series, origin)
@@ -229,6 +233,16 @@ def _prompts(given: Mapping[str, Any]) -> list[sets.Prompt]:
     every = sets.load(given["set"], len(sets.rows(given["set"])))
     last = min(given["prompts"], len(every) - given["validation"])
     return every[last : last + given["validation"]] if given["validating"] else every[:last]
+
+
+def _similarity(full: Decoder, tokenizer: Any, text: str, references: Sequence[str]) -> float:
+    """The best F1 of greedy matching with a reference, by the last hidden states of the model in full precision."""
+    states = []
+    for one in (text, *references):
+        ids = tokenizer(one)["input_ids"][: len(full.cos)]
+        hidden = together(full, Cache(full, 1), [ids])[0] if ids else full.embedding[:0]
+        states.append(hidden.float().cpu().numpy())
+    return max(text_scores.matched_f1(states[0], reference) for reference in states[1:])
 
 
 def _text(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:

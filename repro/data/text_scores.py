@@ -74,6 +74,24 @@ def bleu(counts: Mapping[str, Any]) -> Any:
         return 100 * np.exp(brevity + logs)
 
 
+def matched_f1(one: np.ndarray, other: np.ndarray) -> float:
+    """F1 of greedy matching by cosine, times 100: what BERTScore computes from token embeddings `[T, H]` of two texts.
+
+    Precision is the mean over the tokens of the first text of the largest cosine with any of the second, recall the
+    other way round (Zhang et al. 2020, section 3). 0 where a text has no token, or neither is positive.
+    """
+    if not len(one) or not len(other):
+        return 0.0
+    cosine = _unit(one) @ _unit(other).T
+    precision, recall = float(cosine.max(1).mean()), float(cosine.max(0).mean())
+    return 100 * max(0.0, 2 * precision * recall / (precision + recall)) if precision + recall > 0 else 0.0
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    vectors = vectors.astype(float)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two lists begin with alike."""
     for length, (a, b) in enumerate(zip(one, other)):

@@ -257,6 +257,20 @@ def kernel_time() -> Numbers:
     return {name: float(show(row)) for name, show in KINDS["kernel_time"].SHOWN.items()}
 
 
+def tpot() -> Numbers:
+    """Times of a text from made-up steps."""
+    module, facts = KINDS["tpot"], {"shape": "shape/Llama-3-8B", "device": "", "commit": "", "timed": 64}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BUILT", Path(folder))
+        for bits, short, long in ((16, 4.6, 5.4), (8, 2.6, 3.4), (4, 2.0, 2.8)):
+            for context, ms in ((128, short), (4096, long)):
+                write_text(
+                    Path(folder) / f"step-{bits}-{context}.json", json.dumps(facts | {"context": context, "ms": ms})
+                )
+        asked = [module.Ask(show, "900", "flexquant(layers=8)") for show in ("ms", "times", "16 bits", "cache")]
+        return {ask.show: module.quantity(ask).interval().value for ask in asked}
+
+
 def derived() -> Numbers:
     """Arithmetic over operands."""
     ask = KINDS["derived"].Ask(
@@ -328,8 +342,15 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         name: of `names`.
         at: the scale of `workplace`.
     """
-    alone = {"saved": saved, "master": master, "memory": memory, "kernel_time": kernel_time, "derived": derived}
-    alone["offload_time"] = offload_time
+    alone = {
+        "saved": saved,
+        "master": master,
+        "memory": memory,
+        "kernel_time": kernel_time,
+        "derived": derived,
+        "offload_time": offload_time,
+        "tpot": tpot,
+    }
     with contextlib.redirect_stdout(io.StringIO()):
         if name in alone:
             return alone[name]()
