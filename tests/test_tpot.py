@@ -97,7 +97,7 @@ def test_what_was_not_measured_has_no_value(measured, monkeypatch, tmp_path):
 
 def test_where_times_come_from(measured):
     found = tpot.origin([Ask("ms", "100", bits="8")])
-    assert found["device"] == "NVIDIA H200" and found["note"] == "calculated" and found["live"] == "live"
+    assert found["device"] == "NVIDIA H200" and found["note"] == "calculated" and found["live"] == "fresh"
 
 
 def test_no_threshold_switches_earlier():

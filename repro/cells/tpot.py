@@ -88,7 +88,7 @@ def origin(asks: Sequence[Ask]) -> dict[str, str]:
         "commit": joined["commit"],
         "device_class": "cuda",
         "protocol": f"sum of measured steps after {PROMPT} tokens",
-        "live": "live" if folder == BUILT else "recorded",
+        "live": "fresh" if folder == BUILT else "stored",
         "status": "ok",
         "note": "calculated",
     }
