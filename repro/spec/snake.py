@@ -3,7 +3,7 @@
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from repro.cells import KINDS
 from repro.errors import UserError, sentence, unknown
 from repro.files import HOME, ROOT
 from repro.jobs import runner
-from repro.jobs.job import Job, distinct
+from repro.jobs.job import Job
 from repro.record import accepted, provenance, replicate, versions
-from repro.spec import figures, recipe, scale, tables
+from repro.spec import figures, scale, tables
 from repro.spec.cell import table_name
 from repro.spec.names import FORMATS, OWN, canonical
 from repro.spec.workflow import Workflow
@@ -68,10 +68,6 @@ class Snake:
         self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)
         self._jobs_of: dict[str, list[Job]] = {}
         self._known: dict[str, Job] = {}
-        if workflow:
-            self._drawing()  # small files of versions come before the DAG: Snakemake lists a folder once
-            for job in {(job.kind, job.steps): job for job in self._of_each_sort()}.values():
-                versions.file(job)
 
     def _settle(self) -> None:
         """Let contents decide a rerun, in Snakemake's settings, which it makes after it has read the Snakefile.
@@ -114,18 +110,11 @@ class Snake:
             self._known |= {job.id: job for job in self._jobs_of[name]}
         return self._jobs_of[name]
 
-    def _of_each_sort(self) -> Iterator[Job]:
-        """Jobs of every kind under every list of steps that a build may run: those of one cell of each sort."""
-        cells = [cell for both in tables.specified() for cell in self.flow.cells(*both)]
-        cells += [cell for both in figures.specified() for cell in self.flow.cells(*both, "figure")]
-        known = set()
-        for cell in cells:
-            if not self.flow.is_live(cell) or self.flow.is_taken(cell):
-                continue
-            sort = (cell.measure, tuple(step.name for step in recipe.parse(cell.recipe).steps), str(cell.ask)[:200])
-            if sort not in known:
-                known.add(sort)
-                yield from distinct([job for each in self.flow.jobs(cell)[:1] for job in each.values()])
+    def _there(self, path: Path) -> Path:
+        """A small file that was just written, made known to Snakemake, which lists a folder only once."""
+        if self.workflow:
+            self.workflow.iocache.exists_local[str(path)] = True
+        return path
 
     @plainly
     def everything(self) -> list[str]:
@@ -153,7 +142,7 @@ class Snake:
         job = self._job(wildcards)
         weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
         needed = [path for _, need in job.needs for path in runner.outputs(need)]
-        return [*_known_as([versions.file(job), *needed]), *map(ancient, _known_as(weights))]
+        return [*_known_as([self._there(versions.file(job)), *needed]), *map(ancient, _known_as(weights))]
 
     @plainly
     def job_json(self, wildcards: Any) -> str:
@@ -192,7 +181,7 @@ class Snake:
     def _drawing(self) -> list[Path]:
         """The file of the hash of the code that draws: drawing is cheap, so it is done again after any change of it."""
         self._settle()
-        return [versions.input_file("sources", provenance.sources_hash())]
+        return [self._there(versions.input_file("sources", provenance.sources_hash()))]
 
 
 def _known_as(paths: Iterable[Path]) -> list[str]:
