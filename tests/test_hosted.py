@@ -161,4 +161,6 @@ def test_what_does_not_go_together_is_a_sentence(every_width):
     engine = make(every_width, copies="host")
     with pytest.raises(UserError, match="copies=host decodes one prompt at a time"):
         list(engine.generate([PROMPT, PROMPT], 3))
+    with pytest.raises(UserError, match="copies=host decodes one prompt at a time"):
+        engine.forced([PROMPT, PROMPT], [[1], [2]], engine.model)
     assert switching.SHARE == hosted.SHARE

@@ -416,8 +416,7 @@ class SwitchingCore(Core):
     def _decoding(
         self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int], scored: bool = False
     ) -> Decoding:
-        if len(ids) > 1 and self.steps.staging is not None:
-            raise UserError("flexquant: copies=host decodes one prompt at a time; give one, or say copies=device")
+        self._check_count(len(ids))
         plain = super()._decoding(ids, new, sampling, seed, scored)
         listens = self.ahead and self.rule is None and self._held is None and not self.config.interval
         if listens and self.config.window >= max(plain.limits):
@@ -425,6 +424,11 @@ class SwitchingCore(Core):
             raise UserError(f"flexquant: {said}, so that nothing would switch; take a shorter one, or more new tokens")
         given = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
         return SwitchingDecoding(*given, controllers=self._controllers(len(ids)), held=self._held)
+
+    def _check_count(self, count: int) -> None:
+        """UserError for several sequences, each in its own state, where the device has the weights of one state."""
+        if count > 1 and self.steps.staging is not None:
+            raise UserError("flexquant: copies=host decodes one prompt at a time; give one, or say copies=device")
 
     def _controllers(self, count: int) -> list[Controller]:
         """A controller for each sequence; one that never switches while widths are held."""
@@ -445,6 +449,7 @@ class SwitchingCore(Core):
             full: the decoder that the divergence is from, such as that of full precision; on the same device.
         """
         count = len(prompts)
+        self._check_count(count)
         steps, theirs = self.STEPS(self.model, count), Steps(full, count)
         batch = SwitchingDecoding(
             prompts, list(map(len, outputs)), Sampling(), [0] * count, controllers=self._controllers(count)
