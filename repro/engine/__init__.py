@@ -20,6 +20,9 @@ limited.py     such engines by name          budget.py       what a budget holds
 offload.py     streamed weights              speculate.py    draft trees, and what is accepted of them
 substitute.py  a target and its draft        drafted.py      iterations with a draft
 fit.py         what a budget gives           speculating.py  engines with a draft
+limits.py      the limit on a GPU            traffic.py      when the bus copies
+drafts.py      drafts that are models        ranked.py       dynamic trees
+eagle.py       EAGLE-2's head and draft      shapes.py       shapes with random weights, also under a budget
 """
 
 from typing import Any
