@@ -245,6 +245,13 @@ def offload_time() -> Numbers:
     return {f"{ask.show} {ask.bus:g}": float(module.value(ask, mean)) for ask in asks}
 
 
+def shape_decode() -> Numbers:
+    """What is shown of a known step; a GPU measures it."""
+    module = KINDS["shape_decode"]
+    asks = [module.Ask("Llama-2-7B", "s50", show=show) for show in ("tokens/s", "ms")]
+    return {ask.show: float(module.value(ask, {"ms": 4.0})) for ask in asks}
+
+
 def kernel_time() -> Numbers:
     """What is shown of one row of kernel times."""
     row = kernel_rows.Row(
@@ -349,6 +356,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         "kernel_time": kernel_time,
         "derived": derived,
         "offload_time": offload_time,
+        "shape_decode": shape_decode,
         "tpot": tpot,
     }
     with contextlib.redirect_stdout(io.StringIO()):

@@ -28,7 +28,8 @@ import torch
 from repro.bench import listed_reader, operators, timing
 from repro.bench.kernel_list import OURS, SPARSITIES, load
 from repro.bench.task import Layer
-from repro.engine import Engine, q4_k
+from repro.cells.shape_decode import HOW, loaded
+from repro.engine import q4_k
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.errors import Refused, UserError
 from repro.files import write_text
@@ -39,15 +40,6 @@ from repro.record import provenance
 LAYERS_TIMED = [(4096, 4096), (14336, 4096), (4096, 14336), (5120, 13824), (28672, 8192), (8192, 28672)]
 COLUMNS = (4096, 8192, 14336, 28672)
 SHAPES = ("Llama-3-8B", "Llama-2-7B", "Llama-2-13B", "Llama-2-70B")
-ZIGZAG = "q4_k(layout=zigzag)"
-HOW = {  # a step: recipe, and how inputs are skipped
-    "bf16": ("fp16", "listed"),
-    "rows": ("q4_k", "listed"),
-    "zigzag": (ZIGZAG, "listed"),
-    **{f"s{s}": (f"{ZIGZAG} + spqt(sparsity={s / 100})", "listed") for s in SPARSITIES},
-    "s50-masked": (f"{ZIGZAG} + spqt(sparsity=0.5)", "masked"),
-    "s50-naive": ("q4_k + spqt(sparsity=0.5)", "naive"),
-}
 PROMPT, NEW, ROUNDS = 128, 64, 3
 
 
@@ -202,14 +194,11 @@ class Bench:
     def step(self, shape: str, how: str) -> dict[str, Any]:
         """Tokens a second of a shape, the best round; what a step reads, and how many launches its lists add."""
         recipe, method = HOW[how]
-        engine = Engine.load(f"shape/{shape}", recipe, PROMPT + NEW + 1, device=self.device)
-        lists = 0
+        engine, lists = loaded(shape, recipe, method, PROMPT + NEW + 1, torch.device(self.device)), 0
         for block in engine.model.blocks:
-            for name in LAYERS:
-                product = getattr(block, name)
-                if isinstance(product, SparseInputs) and isinstance(product.dense, q4_k.Q4K):
-                    product.dense.method = method
-                    lists += method != "masked"
+            for product in (getattr(block, name) for name in LAYERS):
+                sparse = isinstance(product, SparseInputs) and isinstance(product.dense, q4_k.Q4K)
+                lists += sparse and method != "masked"
         rounds = [engine.time(PROMPT, NEW) for _ in range(1 + ROUNDS)][1:]
         best = min(rounds, key=lambda stats: stats.ms_p50)
         facts = {"shape": shape, "recipe": recipe, "method": method, "lists": lists, "read_bytes": best.read_bytes}
