@@ -11,7 +11,9 @@ from scipy import stats
 from series import interval
 
 from repro.errors import UserError
-from repro.judge.statistics import Interval, block_length, block_starts
+from repro.judge import statistics
+from repro.judge.statistics import Draw, Interval, block_length, block_starts, lag_one, share_of_blocks
+from repro.record.observations import Series
 
 SERIES = 2000  # simulated; the standard error of a coverage near 0.93 is 0.006
 
@@ -57,6 +59,13 @@ def test_covers_a_perplexity(n, random):
     assert 0.92 <= coverage(found, np.exp(2)) <= 0.97
     assert {i.covers for i in found} == {"windows only"}
     assert coverage((mean(nll, units="items") for nll in windows[:1000]), 2) < 0.72  # as if windows were independent
+
+
+@pytest.mark.parametrize("n", [100, 213])
+def test_covers_where_windows_are_strongly_correlated(n, random):
+    found = [mean(windows) for windows in correlated(random, (1000, n), 0.8)]
+    assert 0.92 <= coverage(found, 0) <= 0.97
+    assert np.median([one.df for one in found]) < n // 12 - 1, "blocks are longer than 12"
 
 
 @pytest.mark.parametrize("n", [100, 166, 213])
@@ -107,6 +116,23 @@ def test_blocks_are_neighbours_and_use_every_window(n):
 
 def test_block_length():
     assert [block_length(n) for n in (2, 8, 17, 18, 40, 71, 72, 100, 213, 2000)] == [2, 2, 2, 3, 6, 11, 12, 12, 12, 12]
+    assert [block_length(213, rho) for rho in (0, 0.35, 0.6, 0.8, 0.95)] == [12, 12, 12, 19, 35]
+    assert block_length(100, 0.8) == 15 and block_length(100, 0.95) == 16, "six blocks at least"
+
+
+def test_blocks_show_a_part_of_the_variance():
+    """By the covariances of an AR(1) block, added up."""
+    rho, length = 0.7, 9
+    total = sum(rho ** abs(i - j) for i in range(length) for j in range(length)) / length
+    assert share_of_blocks(length, rho) == pytest.approx(total / ((1 + rho) / (1 - rho)))
+    assert share_of_blocks(12, 0.0) == 1.0
+
+
+def test_the_lag_one_correlation_is_not_biased(random):
+    for rho in (0.0, 0.6):
+        found = [lag_one(windows) for windows in correlated(random, (500, 100), rho)]
+        assert np.median(found) == pytest.approx(rho, abs=0.03)
+    assert lag_one(np.ones(100)) == 0.0
 
 
 def test_a_hand_computed_case():
@@ -118,10 +144,20 @@ def test_a_hand_computed_case():
 
 
 def test_equal_blocks_give_the_t_interval_of_block_means(random):
-    values = random.normal(size=120)
-    found, means = mean(values), values.reshape(10, 12).mean(axis=1)
-    want = stats.t.interval(0.95, 9, loc=means.mean(), scale=stats.sem(means))
-    assert (found.lo, found.hi, found.df) == pytest.approx((*want, 9))
+    values = random.normal(size=96)
+    found, means = mean(values), values.reshape(8, 12).mean(axis=1)
+    want = stats.t.interval(0.95, 7, loc=means.mean(), scale=stats.sem(means))
+    assert (found.lo, found.hi, found.df) == pytest.approx((*want, 7))
+
+
+def test_a_draw_adds_its_variance(random):
+    """Two draws of the same size, one of which moves both series: of a difference it moves nothing."""
+    values = random.normal(size=90)
+    seeds = [{name: Series(values, "windows") for name in ("a", "b")}]
+    own, both = Draw({"a": 0.5}, 20), Draw({"a": 0.5, "b": 0.5}, 20)
+    one, none = (statistics.interval(seeds, lambda m: m["a"] - m["b"], draws=[draw]) for draw in (own, both))
+    assert (none.lo, none.hi) == (0, 0) and none.covers == "windows and pooled seeds"
+    assert (one.hi, one.df) == (pytest.approx(0.5 * stats.t.ppf(0.975, 20)), pytest.approx(20))
 
 
 def test_a_hand_computed_case_of_two_seeds():

@@ -142,6 +142,11 @@ def reference(ask: Ask) -> bool:
     return ask.show in COMPARED
 
 
+def limits(ask: Ask) -> tuple[float, float]:
+    """A perplexity is 1 or more, KL 0 or more, agreement a percentage."""
+    return {"perplexity": (1.0, np.inf), "kl": (0.0, np.inf)}.get(ask.show, (0.0, 100.0))
+
+
 def itself(ask: Ask) -> float | None:
     """KL and agreement of full precision with itself."""
     return COMPARED.get(ask.show)

@@ -128,6 +128,11 @@ def reference(ask: Ask) -> bool:
     return ask.show == "kl"
 
 
+def limits(ask: Ask) -> tuple[float, float]:
+    """A loss or KL is 0 or more."""
+    return (0.0, np.inf)
+
+
 def itself(ask: Ask) -> float | None:
     """KL of full precision with itself."""
     return 0.0 if ask.show == "kl" else None

@@ -130,6 +130,11 @@ def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
     return (100 if ask.percent else 1) * np.mean(list(mean.values()), axis=0)
 
 
+def limits(ask: Ask) -> tuple[float, float]:
+    """A share, or a percentage."""
+    return (0.0, 100.0 if ask.percent else 1.0)
+
+
 def status(ask: Ask, full: Mapping[str, Series]) -> str:
     """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
     correct = {name.partition("/")[0]: one.values for name, one in full.items()}

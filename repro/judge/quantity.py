@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -47,6 +47,7 @@ class Quantity:
         compares: whether it compares two models on the same units by itself (KL); None where its series say so.
         known: results of which only value and interval are left (a recorded time), by name.
         limits: the least and the greatest value that there can be; intervals end there.
+        draws: what was drawn once, by what was drawn, so that two cells of one compressed model move together.
     """
 
     seeds: Sequence[Mapping[str, Series]]
@@ -54,6 +55,7 @@ class Quantity:
     compares: bool | None = None
     known: Mapping[str, statistics.Interval] | None = None
     limits: tuple[float, float] = (-math.inf, math.inf)
+    draws: Mapping[str, statistics.Draw] = field(default_factory=dict)
 
     def interval(self) -> statistics.Interval:
         """The value with its interval.
@@ -61,7 +63,7 @@ class Quantity:
         Raises:
             UserError: seeds with different series or numbers of units, or a value that is no finite number.
         """
-        found = statistics.interval(self.seeds, self.value, self.compares, self.known)
+        found = statistics.interval(self.seeds, self.value, self.compares, self.known, list(self.draws.values()))
         if found.lo is None or found.hi is None:
             return found
         return replace(found, lo=max(found.lo, self.limits[0]), hi=min(found.hi, self.limits[1]))
@@ -99,7 +101,18 @@ def compose(expression: str, parts: Mapping[str, Quantity]) -> Quantity:
     alone = next(iter(parts.values())).compares if len(parts) == 1 else None
     compares = True if any(part.compares for part in parts.values()) else alone
     limits = parts[expression].limits if expression in parts else Quantity.limits
-    return Quantity(merged, value, compares, known or None, limits)
+    return Quantity(merged, value, compares, known or None, limits, _draws(parts))
+
+
+def _draws(parts: Mapping[str, Quantity]) -> dict[str, statistics.Draw]:
+    """The draws of all parts, the effects of one draw together."""
+    merged: dict[str, statistics.Draw] = {}
+    for name, part in parts.items():
+        for drawn, draw in part.draws.items():
+            effects = {f"{name}:{key}": effect for key, effect in draw.effects.items()}
+            before = merged[drawn].effects if drawn in merged else {}
+            merged[drawn] = statistics.Draw({**before, **effects}, draw.df)
+    return merged
 
 
 def constant(x: float) -> Quantity:

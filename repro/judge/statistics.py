@@ -5,17 +5,24 @@ so the unit of resampling is a block of neighbours. `interval` leaves out one bl
 (one corpus or task) together, and takes a t quantile. Items of a zero-shot task are independent: their blocks have one
 item, and for a plain mean the result is the classic t interval. Equal inputs give equal bytes.
 
+From 100 windows on, the lag-1 correlation rho of what the windows contribute to the value decides twice: how long a
+block is, at least 12 (the length of least error for AR(1), Politis and White), and what share of the variance of a mean
+blocks of that length miss, which is divided out.
+
 Ranks and sets of layers are steps of their means: leaving out one of 64 sequences seldom moves them, so a jackknife
 would find them certain. A quantity of `sequences` is evaluated on resamples of them instead, with a fixed seed. Noise
 lowers an agreement, and a resample has twice the noise, so the interval is the hull of the resamples' quantiles and of
 their reflection at the value: of rank correlations of 77 layers it covers 0.97 where the quantiles alone cover 0.05.
 
-Coverage on simulated AR(1) windows (tests/test_statistics.py): 0.93 at rho = 0.6 and 0.94 at rho = 0.35 for 100 to
-213 windows, where independent windows would give 0.67 and 0.83.
+Where one seed ran, `Draw` gives what another draw would change, from the pooled variance of its family.
+
+Coverage on simulated AR(1) windows (tests/test_statistics.py), 100 to 213 of them: 0.94 to 0.95 for rho up to 0.8. With
+blocks of 12 alone it was 0.93 at 0.6 and 0.90 at 0.8, for independent windows 0.67 at 0.6.
 
 Sources: the block jackknife, Künsch (1989), Annals of Statistics 17, 1217-1241; blocks of unequal size, Busing, Meijer
-and van der Leeden (1999), Statistics and Computing 9, 3-8; degrees of freedom, Satterthwaite (1946), Biometrics
-Bulletin 2, 110-114; the bootstrap, Efron (1979), Annals of Statistics 7, 1-26.
+and van der Leeden (1999), Statistics and Computing 9, 3-8; their length, Politis and White (2004), Econometric Reviews
+23, 53-70; the bias of a lag-1 correlation, Kendall (1954), Biometrika 41, 403-404; degrees of freedom, Satterthwaite
+(1946), Biometrics Bulletin 2, 110-114; the bootstrap, Efron (1979), Annals of Statistics 7, 1-26.
 """
 
 import math
@@ -31,8 +38,9 @@ from repro.record.observations import Series
 
 LEVEL = 0.95
 UNITS = ("windows", "items", "draws", "sequences")  # correlated neighbours; independent, twice; resampled
+POOLED = "pooled seeds"  # what an interval covers where one seed ran, by the variance of its family
 RESAMPLES = 1000
-BLOCK = 12  # windows: with 8, coverage at rho = 0.6 is 0.916; longer blocks leave too few of them in 100 windows
+BLOCK = 12  # windows at least: with 8, coverage at rho = 0.6 is 0.916
 FEWEST_BLOCKS = 6  # shorter blocks before fewer blocks: 6 blocks of 4 cover 0.93 at rho = 0.35, with t = 2.57
 FEWEST_WINDOWS = 100  # below, the blocks are too short for the correlation of a single perplexity
 
@@ -60,9 +68,41 @@ class Interval:
     by_seed: tuple[float, ...]
 
 
-def block_length(n: int) -> int:
-    """Windows in a block: 12; with fewer than 72 windows a sixth of them, at least 2."""
-    return min(BLOCK, max(2, n // FEWEST_BLOCKS))
+@dataclass(frozen=True)
+class Draw:
+    """One draw of calibration text or initialization that ran once: one standard deviation of what it changes.
+
+    Attributes:
+        effects: by the name of a series, the change of its mean; all of them move together.
+        df: degrees of freedom of the pooled variance.
+    """
+
+    effects: Mapping[str, float]
+    df: int
+
+
+def block_length(n: int, rho: float = 0.0) -> int:
+    """Windows in a block: 12, or as many as least error asks for at this lag-1 correlation; a sixth of all at most.
+
+    At least 2.
+    """
+    least_error = math.ceil(1.5 ** (1 / 3) * (2 * rho / (1 - rho**2)) ** (2 / 3) * n ** (1 / 3))
+    return min(max(BLOCK, least_error), max(2, n // FEWEST_BLOCKS))
+
+
+def lag_one(contributions: np.ndarray) -> float:
+    """The lag-1 correlation of values `[n]`, without its bias in a short series, 0 to 0.95."""
+    centred = contributions - contributions.mean()
+    total = float(centred @ centred)
+    if total == 0:
+        return 0.0
+    rho = float(centred[1:] @ centred[:-1]) / total
+    return min(0.95, max(0.0, rho + (1 + 4 * rho) / len(centred)))
+
+
+def share_of_blocks(length: float, rho: float) -> float:
+    """Of the variance of a long AR(1) mean, the share that independent blocks of `length` show."""
+    return 1 - 2 * rho * (1 - rho**length) / (length * (1 - rho**2))
 
 
 def block_starts(n: int, length: int) -> np.ndarray:
@@ -76,12 +116,14 @@ def interval(
     expression: Callable[[dict[str, np.ndarray]], Any],
     paired: bool | None = None,
     known: Mapping[str, Interval] | None = None,
+    draws: Sequence[Draw] = (),
 ) -> Interval:
     """Interval of an expression of several means, such as `lambda m: np.exp(m["w4"] - m["w16"])`.
 
-    The variance is the sum of three parts, and the t quantile has Satterthwaite's degrees of freedom:
+    The variance is the sum of four parts, and the t quantile has Satterthwaite's degrees of freedom:
     each group's block jackknife of the mean over seeds, or one bootstrap for all groups of sequences, which gives
-    the ends where nothing else varies; s^2 / S over the S seeds' values; the variance of each known result. A seed
+    the ends where nothing else varies; s^2 / S over the S seeds' values; the variance of each known result; what each
+    draw that ran once would change. A seed
     is the draw of calibration text, and of initialization and order where something is trained; use three or more (two
     cover 0.90 to 0.95 where they differ more than windows do).
 
@@ -94,6 +136,7 @@ def interval(
         paired: whether the quantity compares two models on the same windows. None: yes in groups of two or more
             series. Say so for KL and top-1 agreement, which are one series but compare with full precision.
         known: results of which only the interval is left, by their name in the expression; independent of all else.
+        draws: what was drawn once, each independent of all else.
 
     Raises:
         UserError: seeds with different series or numbers of units; series of one group of different lengths; fewer
@@ -132,18 +175,19 @@ def interval(
             again |= {name: values @ weights.T for name, values in series.items()}
             fewest = min(n, fewest)
             continue
-        starts = block_starts(n, block_length(n) if unit[group] == "windows" else 1)
         single = not (len(series) > 1 if paired is None else paired)
+        length, rho = 1, 0.0
+        if unit[group] == "windows":
+            if n >= FEWEST_WINDOWS:
+                rho = lag_one(_contributions(expression, means, series, np.arange(n), count))
+            length = block_length(n, rho)
+        starts = block_starts(n, length)
         if len(starts) < 2 or (unit[group] == "windows" and single and n < FEWEST_WINDOWS):
             possible = False
             continue
-        left = n - np.diff(starts, append=n)
-        without = {
-            name: (values.sum(axis=1)[:, None] - np.add.reduceat(values, starts, axis=1)) / left
-            for name, values in series.items()
-        }
-        moved = left * (value - _evaluate(expression, means | without, count, len(starts)).mean(axis=0))
-        parts.append((float(np.sum(moved**2)) * len(starts) / (len(starts) - 1) / n**2, len(starts) - 1))
+        moved = _contributions(expression, means, series, starts, count)
+        shown = share_of_blocks(n / len(starts), rho)
+        parts.append((float(np.sum(moved**2)) * len(starts) / (len(starts) - 1) / n**2 / shown, len(starts) - 1))
     for name, result in (known or {}).items():
         if result.lo is None or result.hi is None:
             possible = False
@@ -153,6 +197,10 @@ def interval(
         ends = np.array([[result.value - error, result.value + error]])
         below, above = _evaluate(expression, means | {name: ends}, count, 2).mean(axis=0)
         parts.append((float((above - below) / 2) ** 2, df))
+    for draw in draws:
+        ends = {name: means[name] + effect * np.array([[-1.0, 1.0]]) for name, effect in draw.effects.items()}
+        below, above = _evaluate(expression, means | ends, count, 2).mean(axis=0)
+        parts.append((float((above - below) / 2) ** 2, draw.df))
     if again:
         resampled = _evaluate(expression, means | again, count, RESAMPLES).mean(axis=0)
         parts.append((float(resampled.var(ddof=1)), fewest - 1))
@@ -173,9 +221,30 @@ def interval(
         low, high = map(float, np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
         lo, hi = min(low, 2 * value - high), max(high, 2 * value - low)
     seeded = count > 1 or any(result.covers.endswith("seeds") for result in (known or {}).values())
-    varied = [name for name in UNITS if name in unit.values()] + ["seeds"] * seeded
-    covers = " and ".join(varied) if seeded else f"{' and '.join(varied) or 'results'} only"
+    seeds_covered = ["seeds"] if seeded else [POOLED] if draws else []
+    varied = [name for name in UNITS if name in unit.values()] + seeds_covered
+    covers = " and ".join(varied) if seeds_covered else f"{' and '.join(varied) or 'results'} only"
     return Interval(value, lo, hi, n, df, covers, each)
+
+
+def _contributions(
+    expression: Callable[[dict[str, np.ndarray]], Any],
+    means: Mapping[str, np.ndarray],
+    series: Mapping[str, np.ndarray],
+    starts: np.ndarray,
+    count: int,
+) -> np.ndarray:
+    """What each block of a group's series contributes to the value, `[blocks]`: by leaving it out, times what is left.
+
+    Their squares add up to the variance of the value, times n^2 and the usual (k - 1) / k of k blocks.
+    """
+    without = {}
+    for name, values in series.items():
+        n = values.shape[1]
+        left = n - np.diff(starts, append=n)
+        without[name] = (values.sum(axis=1)[:, None] - np.add.reduceat(values, starts, axis=1)) / left
+    value = _evaluate(expression, means, count, 1).mean()
+    return left * (value - _evaluate(expression, {**means, **without}, count, len(starts)).mean(axis=0))
 
 
 def _stacked(seeds: Sequence[Mapping[str, Series]]) -> dict[str, np.ndarray]:

@@ -102,6 +102,15 @@ def _seeds(row: Measurement) -> Iterator[Measurement]:
         yield replace(row, seeds=seed, observations=digest, inputs=hash, value=None, lo=None, hi=None, n=None)
 
 
+def of_table(table: str) -> list[Measurement]:
+    """The accepted measurements of one table, of all devices and scales.
+
+    Raises:
+        UserError: its file is damaged.
+    """
+    return list(_rows(RESULTS, table.replace("/", "-")).values())
+
+
 def every() -> list[Measurement]:
     """All accepted measurements of cells, of all devices."""
     return [row for path in files() for row in _read(path)]

@@ -30,7 +30,8 @@ WORDS = """## Words
 - same direction, smaller (or larger); no effect; opposite direction: it fails, by Holm's procedure over its cases
 - undecided, k of n hold: neither; no verdict: nothing that is measured can decide it, and why
 - grade A: the paper's model and protocol; B: its shapes and real kernels; C: a scaled analogue
-- one seed: a cell rests on a single draw; an interval then covers windows or items, not seeds"""
+- one seed: a cell rests on a single draw of calibration text or initialization; an interval over pooled seeds adds what
+  three seeds of SPEAR and its quantizers vary (repro/record/draws.py), one of accuracy covers items alone"""
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 

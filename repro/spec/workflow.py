@@ -14,7 +14,7 @@ from repro.errors import UserError
 from repro.jobs.job import Job, distinct
 from repro.jobs.target import Target
 from repro.judge.quantity import Quantity, compose
-from repro.record import observations
+from repro.record import draws, observations
 from repro.spec import figures, recipe, scale, tables
 from repro.spec.cell import Cell
 from repro.spec.names import OWN, canonical  # noqa: F401  asked for here too
@@ -204,7 +204,8 @@ class Workflow:
         module, asked = KINDS[cell.measure], cell.ask
         compares = module.reference(asked) if hasattr(module, "reference") else None
         limits = module.limits(asked) if hasattr(module, "limits") else Quantity.limits
-        return Quantity(seeds, lambda mean: module.value(asked, mean), compares, limits=limits)
+        once = draws.of(self, cell, seeds)
+        return Quantity(seeds, lambda mean: module.value(asked, mean), compares, limits=limits, draws=once)
 
     # --- what a target needs ------------------------------------------------------------------------------------------
 
