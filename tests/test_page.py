@@ -14,8 +14,9 @@ from repro.judge import claims
 from repro.judge.claims import Case, Judged, Reading
 from repro.record import accepted, recorded
 from repro.record.measurement import Measurement
-from repro.render import page
+from repro.render import content, page
 from repro.render import tables as rendered
+from repro.render.sheet import read_markdown
 from repro.spec import figures, scale, tables
 from repro.spec.workflow import Workflow
 
@@ -55,6 +56,38 @@ def test_the_committed_page_of_bitbybit_is_what_specs_and_results_give(bitbybit)
     assert not (folder / "bitbybit.svg").exists(), "a picture without a spec would be a blank one"
     written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
     assert all(claim.says in text for claim in written)
+
+
+@pytest.mark.parametrize("paper", ["spear", "bitbybit"])
+def test_the_committed_grids_are_those_of_the_results(paper, request):
+    """Every measured table has a page that is linked; those that are gone have none."""
+    text, folder = request.getfixturevalue(paper)
+    built = {path.name: path.read_bytes() for path in (folder / paper).iterdir()}
+    committed = {path.name: path.read_bytes() for path in (ROOT / "docs" / paper).iterdir()}
+    assert built.keys() == committed.keys() and len(built) >= 1
+    changed = [name for name in built if built[name] != committed[name]]
+    assert not changed, f"docs/{paper}/{changed}: rebuild with python -m repro make docs/{paper}.md"
+    assert set(re.findall(rf"\]\({paper}/(table\d+\.md)\)", text)) == built.keys()
+
+
+def test_a_grid_shows_every_measured_cell(spear):
+    grid = (spear[1] / "spear" / "table4.md").read_text(encoding="utf-8")
+    rows = [row for row in accepted.of_table("spear/4") if row.printed]
+    assert rows and all(row.printed in grid and content.number(row.value) in grid for row in rows)
+    assert read_markdown(grid.partition("\n\n")[2].partition("\n\n")[2]).paired
+
+
+def test_the_grid_of_a_table_that_is_not_measured_any_more_goes(flow, tmp_path):
+    (tmp_path / "flexquant").mkdir()
+    (tmp_path / "flexquant" / "table99.md").write_text("old", encoding="utf-8")
+    page._grids(Workflow.of_results(flow.scale), "flexquant", tmp_path)
+    assert not (tmp_path / "flexquant" / "table99.md").exists()
+
+
+def test_what_was_asked_once_is_remembered_by_results_alone(flow):
+    once, again = Workflow.of_results(flow.scale), Workflow(flow.scale, recorded=True)
+    numbers = iter(range(9))
+    assert [at.once(("x",), lambda: next(numbers)) for at in (once, once, again, again)] == [0, 0, 1, 2]
 
 
 def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):

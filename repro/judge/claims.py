@@ -143,6 +143,12 @@ def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
     Raises:
         UserError: the spec names a claim, cell, column or metric that is not there, or a predicate that is none.
     """
+    key = ("claim", claim.table, claim.claim, claim.says, claim.quantity, claim.holds, repr(claim.cells))
+    return flow.once(key, lambda: _judged(flow, claim))
+
+
+def _judged(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
+    """The same, judged anew."""
     _check(claim)
     cases, cells, scale = evidence(flow, claim)
     printed = own_numbers(claim, cases)

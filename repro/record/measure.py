@@ -32,6 +32,12 @@ def measure(flow: Workflow, cells: Collection[Cell]) -> dict[Place, Measurement]
 
 def one(flow: Workflow, cell: Cell) -> Measurement:
     """The measurement of one cell."""
+    key = ("cell", cell.table, *cell.place, cell.recipe, str(cell.seeds), repr(cell.ask))
+    return flow.once(key, lambda: _one(flow, cell))
+
+
+def _one(flow: Workflow, cell: Cell) -> Measurement:
+    """The same, computed."""
     blank = _blank(flow, cell)
     if flow.is_taken(cell):
         return taken(flow, cell)

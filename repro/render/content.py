@@ -39,7 +39,7 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
     what = f"{label}: {spec.title}"
     title = what if paper in tables.FOLDERS else f"{what}. Scale {flow.scale.name}: {flow.scale.about}"
     if not tables.path_of(paper, number).is_file():
-        return Sheet(what, ["", "printed"], [[f"no spec yet; {len(found)} printed cells"]], [])
+        return _printed_grid(what, cells, f"As printed, {len(found)} cells; no spec yet.")
     leads = {cell.col for cell in cells if cell.metric in spec.beside and _compares(cell)}
     columns = sorted(dict.fromkeys(cell.col for cell in cells), key=lambda col: col not in leads)
     rows: list[Sequence[str | Pair]] = []
@@ -56,6 +56,22 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
     if paper in tables.FOLDERS and columns == [""]:
         columns, rows = ["target", "verdict"], _with_targets(flow, tables.table(paper, number), rows)
     return Sheet(title, ["", *columns], rows, remarks(flow, paper, number, list(found.values())))
+
+
+def _printed_grid(title: str, cells: Sequence[Cell], note: str) -> Sheet:
+    """The paper's grid alone, where nothing measures it; several metrics of a cell joined as the paper does."""
+    columns = list(dict.fromkeys(cell.col for cell in cells))
+    rows: list[Sequence[str]] = []
+    for model in dict.fromkeys(cell.model for cell in cells):
+        mine = [cell for cell in cells if cell.model == model]
+        if model:
+            rows.append([model])
+        for row in dict.fromkeys(cell.row for cell in mine):
+            texts = []
+            for col in columns:
+                texts.append(" / ".join(cell.printed or "–" for cell in mine if (cell.row, cell.col) == (row, col)))
+            rows.append([row, *texts])
+    return Sheet(title, ["", *columns], rows, [note])
 
 
 def _with_targets(flow: Workflow, spec: tables.Spec, rows: list[Sequence[str | Pair]]) -> list[Sequence[str | Pair]]:

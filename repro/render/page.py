@@ -36,13 +36,17 @@ HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
 def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
-    """Write a paper's page, and its picture where figures/<paper>/summary.yaml asks for one; return the page.
+    """Write a paper's page, one of each of its tables that is measured in `docs/<paper>/`, and its picture, if any.
+
+    Returns:
+        The paper's page.
 
     Raises:
         UserError: there is no such paper, or what a spec says wrongly.
     """
     at = flow.scale
-    flow = Workflow(at, recorded=True)
+    flow = Workflow.of_results(at)
+    grids = _grids(flow, paper, out)
     judged = [claims.judge(flow, claim) for claim in _claims(paper)]
     parts = [
         f"# {papers.ABOUT[paper].title}",
@@ -50,8 +54,9 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         f"it from the accepted results of scale {at.name}: {at.about}. Grades and words: README.md.",
         *_first(paper, judged),
         *_picture(flow, paper, out),
+        *_measured_grids(paper, grids),
         WORDS,
-        *_verdicts(paper, judged),
+        *_verdicts(paper, judged, grids),
         *_own_numbers(paper, judged),
         *_summary(paper, judged),
         *_folded("Every case with its further readings", _readings(paper, judged), _classes(flow, paper)),
@@ -61,6 +66,36 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     text = "\n\n".join(part.strip("\n") for part in parts) + "\n"
     write_text(out / f"{paper}.md", text)
     return text
+
+
+def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
+    """Write the grid of every printed table of which something is measured here; return the tables' numbers."""
+    written = []
+    for number in papers.tables(paper):
+        cells = flow.cells(paper, number)
+        measured = measure.measure(flow, cells)
+        if not any(m.status in MEASURED and m.live != "arithmetic" for m in measured.values()):
+            continue
+        grid = markdown(content.sheet(flow, f"{paper}/{number}", measured, cells))
+        head = f"# {paper}, Table {number}\n\n[All of this paper](../{paper}.md). How to read a cell: "
+        head += "[README](../../README.md). Above or left what the paper printed, under it or right of it what was "
+        head += f"measured here. From stored results, by `make docs/{paper}.md`."
+        write_text(out / paper / f"table{number}.md", f"{head}\n\n{grid}")
+        written.append(number)
+    for old in sorted((out / paper).glob("table*.md")):
+        if old.stem.removeprefix("table") not in written:
+            old.unlink()
+    return written
+
+
+def _measured_grids(paper: str, grids: Sequence[str]) -> Iterator[str]:
+    """Links to the pages of the tables that are measured."""
+    if grids:
+        yield f"Every measured cell, table by table: {', '.join(_link(paper, number) for number in grids)}."
+
+
+def _link(paper: str, number: str) -> str:
+    return f"[{_title(number)}]({paper}/table{number}.md)"
 
 
 def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
@@ -156,8 +191,8 @@ def _numbers(one: Judged) -> list[str]:
     return [tables.split(name)[1] for name in (one.spec.table, *one.spec.more)]
 
 
-def _verdicts(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
-    """Every verdict by table, the audit's findings on the table as footnotes at its title."""
+def _verdicts(paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Iterator[str]:
+    """Every verdict by table with a link to its grid, the audit's findings on the table as footnotes at its title."""
     rows: list[list[str]] = []
     last = ""
     for one in (one for one in judged if one.verdict):
@@ -165,7 +200,8 @@ def _verdicts(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         if number != last:
             about = {n for same in judged if same.verdict and _numbers(same)[0] == number for n in _numbers(same)}
             marks = [f"[^{f.id}]" for f in papers.audit(paper) if about & set(f.table.split("; "))]
-            rows.append([f"{_title(number)}: {tables.table(paper, number).title} {''.join(marks)}"])
+            where = _link(paper, number) if number in grids else _title(number)
+            rows.append([f"{where}: {tables.table(paper, number).title} {''.join(marks)}"])
             last = number
         here = content.readings(content.of_measured(one), one.spec.percent) if one.measured else "–"
         word = "; ".join(filter(None, [one.said, "one seed" * one.one_seed, *content.also(one)]))

@@ -3,7 +3,7 @@
 Paths of what is built are relative to the working directory, sources are those of this checkout.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,23 @@ class Workflow:
         self.stored_first = recorded is None
         self._cells: dict[tuple[str, str, str], list[Cell]] = {}
         self._jobs: dict[str, list[dict[str, Job]]] = {}
+        self._remembered: dict[tuple[str, ...], Any] | None = None
         self.recorded = (at.device == "cuda" and not has_cuda()) if recorded is None else recorded
+
+    @classmethod
+    def of_results(cls, at: scale.Scale) -> "Workflow":
+        """Accepted results alone, which do not change while it lives: what was asked once is not computed again."""
+        flow = cls(at, recorded=True)
+        flow._remembered = {}
+        return flow
+
+    def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+        """What `make` gives, computed once for a key where this workflow may remember it."""
+        if self._remembered is None:
+            return make()
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        return self._remembered[key]
 
     @cached_property
     def brief(self) -> "Workflow":
