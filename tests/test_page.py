@@ -144,6 +144,19 @@ def test_every_predicate_has_its_line_and_every_other_claim_is_named(spear):
     assert set(re.findall(r"(?:^|; )(C\d{3}) ", bare[2])) == left_out and int(bare[1]) == len(left_out)
 
 
+@pytest.mark.parametrize(
+    ("how", "where", "carrier"),
+    [
+        ("Table 7: BF16/W2A2, max over shapes", "abstract", "Table 7"),
+        ("", "App. A.1, Table 6 caption", "Table 6"),
+        ("", "4.5 vs Fig. 7", "Figure 7"),
+        ("", "5.2", "the text alone"),
+    ],
+)
+def test_a_claim_without_a_predicate_names_what_would_carry_it(how, where, carrier):
+    assert page._carrier({"how_to_recompute": how, "where": where}) == carrier
+
+
 @pytest.mark.parametrize("paper", papers.PAPERS)
 def test_every_finding_of_the_audit_is_a_footnote_that_is_named(flow, tmp_path, paper, spear):
     """For any paper by its name."""

@@ -5,7 +5,7 @@ import pytest
 from series import interval
 
 from repro.errors import UserError
-from repro.judge.quantity import Quantity, compose, constant, evaluate, satisfied
+from repro.judge.quantity import Quantity, compose, constant, evaluate, on_same_windows, satisfied
 from repro.judge.statistics import Interval
 from repro.record.observations import Series
 
@@ -183,3 +183,16 @@ def test_a_result_of_which_only_the_interval_is_left():
 def test_a_name_that_no_expression_can_hold():
     with pytest.raises(UserError, match="'a:b' is no name"):
         compose("a", {"a:b": constant(1.0)})
+
+
+def test_readings_of_a_few_windows_are_compared_on_those():
+    """Known answer: the long series is lower behind its first 10 windows, which the short one does not have."""
+    short = windows(drawn(1, 10), group="text, first 10", compares=True)
+    long = windows(np.concatenate([drawn(1, 10), drawn(1) - 1]), group="text")
+    other = windows(drawn(3), group="another text")
+    one, two, three = on_same_windows([short, long, other])
+    gap = compose("x - y", {"x": one, "y": two}).interval()
+    assert ends(gap) == (0, 0, 0) and gap.n == 10
+    assert len(three.seeds[0]["nll"].values) == 30 and one.compares
+    apart = compose("x - y", {"x": short, "y": long}).interval()
+    assert apart.n == 50 and apart.value > 0.5

@@ -26,7 +26,7 @@ from repro import papers
 from repro.cells import KINDS
 from repro.errors import UserError, shortened, unknown
 from repro.judge import rounding
-from repro.judge.quantity import Quantity, compose, constant, evaluate, satisfied
+from repro.judge.quantity import Quantity, compose, constant, evaluate, on_same_windows, satisfied
 from repro.judge.statistics import LEVEL
 from repro.record import measure
 from repro.record.measurement import MEASURED, Measurement
@@ -53,7 +53,7 @@ REASONS = {
 class Reading(NamedTuple):
     """A further reading of a case: its value and interval, its verdict by the same predicate.
 
-    `apart`: the 95 % interval of its difference to the case's own value excludes 0.
+    `apart`: the 95 % interval of its difference to the case's own value excludes 0, on the windows that both have.
     """
 
     name: str
@@ -405,7 +405,8 @@ def _readings(
                 parts[part] = measure.quantity(flow, other, m)
         if parts.keys() == cells.keys():
             reading = compose(quantity, parts)
-            got, gap = reading.interval(), compose("x - y", {"x": reading, "y": own}).interval()
+            got, both = reading.interval(), on_same_windows([reading, own])
+            gap = compose("x - y", dict(zip("xy", both))).interval()
             verdict = verdict_of(replace(case, measured=got.value, lo=got.lo, hi=got.hi))
             apart = gap.lo is not None and gap.hi is not None and not gap.lo <= 0 <= gap.hi
             yield Reading(name, got.value, got.lo, got.hi, verdict, apart)

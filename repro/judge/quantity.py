@@ -115,6 +115,29 @@ def _draws(parts: Mapping[str, Quantity]) -> dict[str, statistics.Draw]:
     return merged
 
 
+def on_same_windows(quantities: Sequence[Quantity]) -> list[Quantity]:
+    """Quantities cut to the windows that all of them have: those of a text, and of `TEXT, first 32` where one is.
+
+    Only then are they paired, and compared on the same text.
+    """
+    first: dict[str, int] = {}
+    for one in (series for quantity in quantities for seed in quantity.seeds for series in seed.values()):
+        if match := re.fullmatch(r"(.*), first (\d+)", one.group):
+            first[match[1]] = min(int(match[2]), first.get(match[1], len(one.values)))
+
+    def cut(one: Series) -> Series:
+        base = one.group.partition(", first ")[0]
+        if base not in first:
+            return one
+        return Series(one.values[: first[base]], one.units, f"{base}, first {first[base]}")
+
+    found = []
+    for quantity in quantities:
+        seeds = [{name: cut(one) for name, one in seed.items()} for seed in quantity.seeds]
+        found.append(replace(quantity, seeds=seeds))
+    return found
+
+
 def constant(x: float) -> Quantity:
     """A number without spread."""
     return Quantity([{"x": Series(np.asarray([x], dtype=float), "model")}], lambda mean: mean["x"])

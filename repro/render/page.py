@@ -4,7 +4,8 @@ It is made of specs and accepted results alone, so that it comes out the same wh
 committed copy with them.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from repro import papers
@@ -154,13 +155,21 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     named = {part for one in judged for item in one.spec.claim.split()[1:] for part in item.split("-")}
     bare = [line for name, line in papers.claims(paper).items() if name not in named and not _inside(name, judged)]
     if bare:
-        listed = (f"{line['id']} {line['statement']} ({line['where']})" for line in bare)
+        listed = (f"{line['id']} {line['statement']} ({line['where']}; {_carrier(line)})" for line in bare)
         yield f"Without a predicate ({len(bare)}): {'; '.join(listed)}."
     known = [line for line in bare if line["consistent"] in ("yes", "no") and line["recomputed"]]
     if known:
         words = {"yes": "consistent", "no": "inconsistent"}
         lines = (f"{line['id']} {line['recomputed']} ({words[line['consistent']]})" for line in known)
         yield f"Of these by arithmetic on printed numbers ({len(known)}): {'; '.join(lines)}."
+
+
+def _carrier(line: Mapping[str, str]) -> str:
+    """The table or figure of the paper that a claim without a predicate would be judged on."""
+    named = re.search(r"\b(Table|Figure|Fig\.) (\d+)", f"{line['how_to_recompute']} {line['where']}")
+    if not named:
+        return "the text alone"
+    return f"{'Table' if named[1] == 'Table' else 'Figure'} {named[2]}"
 
 
 def _ids(one: Judged) -> str:
@@ -269,7 +278,8 @@ def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         yield "No case with a further reading is measured yet."
         return
     by_model = (f"{name} on {on} in {claims.counted(found)}" for (on, name), found in count.items())
-    yield f"≠: the 95 % interval of the difference to the claim's own value excludes 0: {'; '.join(by_model)}."
+    said = "the 95 % interval of the difference to the claim's own value, on the windows that both have, excludes 0"
+    yield f"≠: {said}: {'; '.join(by_model)}."
     if any(map(any, count.values())):
         asked = (paper, CLASSES) in tables.own()
         more = f"tables/{paper}/{CLASSES}.yaml asks it by token class" if asked else "no spec asks it"
