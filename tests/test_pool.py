@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tqdm import tqdm
 
 from repro.__main__ import main
 from repro.errors import Crowded, Refused, UserError
@@ -94,6 +96,9 @@ def work(job, found, folder, origin):
             Path(given["tries"]).open("a").write("x")
             if len(Path(given["tries"]).read_text()) <= given["times"]:
                 raise Crowded("the GPU's memory did not suffice beside 100 GiB of other programs")
+        case "train":
+            for _ in tqdm(range(3), "loss goes down", mininterval=0, leave=False):
+                print("a note", file=sys.stderr)
         case "hold":
             began = time.monotonic()
             begun(job.label, given["until"])
@@ -133,6 +138,19 @@ def test_a_failing_job_stops_what_needs_it_and_nothing_else(job, capfd):
     assert (top.folder / "log.txt").read_text() == "said by top\n"
     assert pool.run_all(jobs) == 3, "what was done is not done again"
     assert "fake/top" not in capfd.readouterr().out
+
+
+def test_progress_inside_a_step_is_shown_where_a_job_runs_at_once(job, capfd):
+    """All else of its output goes to its log, the bars too."""
+    one = job("one", "train")
+    pool.run_here([one])
+    out, err = capfd.readouterr()
+    log = (one.folder / "log.txt").read_text()
+    assert "loss goes down: 33%" in " ".join(err.split()) and "a note" not in out + err and out.startswith("1/1 fake/")
+    assert log.count("a note") == 3 and "loss goes down" in log
+    two = job("two", "train")
+    pool.run_all([two])
+    assert "loss goes down" not in capfd.readouterr().err, "beside others nobody could read them"
 
 
 def test_the_seconds_of_a_job_are_kept_for_plan(job):

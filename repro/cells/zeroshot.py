@@ -1,6 +1,6 @@
 """Zero-shot accuracy of lm-eval tasks on local data, per task or as the plain mean over tasks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,25 +81,28 @@ def brief(protocol: Protocol, least: Any) -> Protocol:
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     """One job scores all tasks of a scale, so that a model is loaded once; None where it measures no such task."""
-    protocol = target.scale.protocols["zeroshot"]
+    return scoring_job("zeroshot", ask, target)
+
+
+def scoring_job(kind: str, ask: Ask, target: Target) -> dict[str, Job] | None:
+    """The job of a kind that scores tasks, under the scale's protocol for that kind."""
+    protocol = target.scale.protocols[kind]
     if protocol is None:
         return None
     tasks = [task for task in protocol.tasks if not target.recipe.steps or protocol.draw(task) == task]
-    tasks = [task for task in tasks if task not in protocol.absent]
     if set(protocol.answered(ask)) - set(tasks):
         return None
     needs = {f"requests {task}": requests.job(target, task, protocol.limit) for task in tasks}
-    compressed = compress.job(target)
     inputs = target.inputs() | {
-        "calibration": compressed.declared().get("calibration"),
+        "calibration": compress.job(target).declared().get("calibration"),
         "tasks": {task: entries.identifier(task) for task in tasks},
         "limit": protocol.limit,
         "tokens": protocol.tokens,
     }
     if target.recipe.steps:
-        needs["weights"] = compressed
+        needs["weights"] = compress.job(target)
     rule = {"tasks": tasks, "limit": protocol.limit, "tokens": protocol.tokens}
-    return {"items": make("zeroshot", target.label, inputs, target.options() | rule, needs, target.steps)}
+    return {"items": make(kind, target.label, inputs, target.options() | rule, needs, target.steps)}
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -108,14 +111,25 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     Raises:
         UserError: damaged inputs, an answer beyond the context, NaN in the logits.
     """
+    score(job, found, folder, origin, ("correct",))
+
+
+def score(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str], columns: Sequence[str]) -> None:
+    """Score the tasks of a job and keep columns of `scoring.run`, a series a task each; what has no value is left out.
+
+    Raises:
+        UserError: as `run`.
+    """
     given = job.given()
     lm = compress.load(given, found.get("weights"))
     series = {}
     for task in given["tasks"]:
         one = stored.load(found[f"requests {task}"] / requests.OUTPUTS[0])
         label = f"lm-eval {one.meta['harness']}" + (f" n{given['limit']}" if given["limit"] else "")
-        correct = scoring.run(lm.model, [one], given["tokens"])["correct"].to_numpy(dtype=float)
-        series[f"{task}/correct"] = Series(correct, "items", f"{label}: {task}")
+        frame = scoring.run(lm.model, [one], given["tokens"])
+        for name in columns:
+            values = frame[name].dropna().to_numpy(dtype=float)
+            series[f"{task}/{name}"] = Series(values, "items", f"{label}: {task}")
     observations.save(folder / OUTPUTS[0], series, origin)
 
 

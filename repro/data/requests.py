@@ -111,6 +111,7 @@ def load_shipped(task: Task, data: Path | None, limit: int | None = None) -> dic
             held = {split: Dataset.from_list([one for _, one in records]) for split, records in splits.items()}
             unused = {f"{split}_split": None for split in ("training", "validation", "test") if split != task.split}
             source = {"custom_dataset": lambda held=held, **_: held, "dataset_kwargs": None, "process_docs": None}
+            source[f"{task.split}_split"] = task.split  # BLiMP's own is `train`
             name = f"{task.shipped}_{subject}" if subject else task.shipped
             members.append({"task": name, "num_fewshot": task.shots} | source | unused)
             known[name] = (subject, [number for number, _ in splits[task.split]])
@@ -193,9 +194,9 @@ def _add(
         ids = tokenizer([*fresh, *(text + answer for text, answer in part)], add_special_tokens=False)["input_ids"]
         for text, found in zip(fresh, ids):
             index[text] = len(prompts)
-            prompts.append(np.asarray(bos + found, dtype=np.int32))
+            prompts.append(np.asarray(bos + found or _start(tokenizer), dtype=np.int32))
         for (text, _), whole in zip(part, ids[len(fresh) :]):
-            answer = (bos + whole)[len(prompts[index[text]]) :]
+            answer = (bos + whole)[len(prompts[index[text]]) :] if text else whole
             if not answer:
                 raise UserError(f"task {one.config.task}: the tokenizer leaves nothing of an answer after its prompt")
             held["answer"].append(answer)
@@ -214,11 +215,17 @@ def _add(
             held[field].append(value)
 
 
+def _start(tokenizer: Any) -> list[int]:
+    """What an empty prompt is, as lm-eval has it: BOS, or else the end of a text."""
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise UserError("a prompt is empty, and the tokenizer has no BOS and no EOS to begin with; use another task")
+    return [start]
+
+
 def _moved(prompt: str, answer: str) -> tuple[str, str]:
     """Blanks at the end of a prompt go to the answer, as lm-eval has it, so that words are tokenized as words."""
     text = prompt.rstrip()
-    if not text:
-        raise UserError(f"a request has no prompt before the answer {answer[:40]!r}")
     return text, prompt[len(text) :] + answer
 
 

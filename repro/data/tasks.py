@@ -14,9 +14,9 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from repro.data import sources
 from repro.errors import UserError, unknown
@@ -81,6 +81,52 @@ def _mmlu(content: bytes) -> Iterator[Record]:
                 yield {"subject": subject, "split": split} | record
 
 
+def _blimp(content: bytes) -> Iterator[Record]:
+    for record in jsonl(content):
+        yield {"subject": record["UID"]} | {key: record[key] for key in ("sentence_good", "sentence_bad")}
+
+
+def _cloze(near: bool, content: bytes) -> Iterator[Record]:
+    """How a paragraph goes on, out of four runs of words, in the columns of HellaSwag.
+
+    The text is the held-out one; an empty line ends a document. Every paragraph of 60 words or more gives an item: its
+    first 40 words and the 12 after them. The other three runs of 12 begin anywhere in other paragraphs: of the same
+    document where it is `near`, of other documents where not. Paragraphs, runs and order are drawn by a seed.
+    """
+    rng = random.Random(f"cloze near={near}")
+    documents = []
+    for document in content.decode("utf-8").split("\n\n"):
+        paragraphs = [line.split() for line in document.splitlines()]
+        documents.append([words for words in paragraphs if len(words) >= CLOZE.least])
+    every = [(d, p) for d, paragraphs in enumerate(documents) for p in range(len(paragraphs))]
+    for d, p in sorted(rng.sample(every, min(CLOZE.items, len(every)))):
+        others = [at for at in every if (at[0] == d) == near and at != (d, p)]
+        if len(others) < CLOZE.choices - 1:
+            continue
+        words = documents[d][p]
+        choices = [words[CLOZE.context : CLOZE.context + CLOZE.run]]
+        for other_d, other_p in rng.sample(others, CLOZE.choices - 1):
+            other = documents[other_d][other_p]
+            start = rng.randrange(len(other) - CLOZE.run + 1)
+            choices.append(other[start : start + CLOZE.run])
+        order = rng.sample(range(CLOZE.choices), CLOZE.choices)
+        texts = [" ".join(choices[i]) for i in order]
+        yield {"query": " ".join(words[: CLOZE.context]), "choices": texts, "label": order.index(0)}
+
+
+class Cloze(NamedTuple):
+    """Words of a cloze's context and runs, of the least paragraph; choices; items at most."""
+
+    context: int = 40
+    run: int = 12
+    least: int = 60
+    choices: int = 4
+    items: int = 1000
+
+
+CLOZE = Cloze()
+
+
 @dataclass(frozen=True)
 class Task:
     """One task: `task` is lm-eval's own name where ours differs, `folder` is where lm-eval/tasks keeps it.
@@ -124,6 +170,9 @@ CONVERT: dict[str, Callable[..., Iterator[Record]]] = {
     "boolq": _boolq,
     "lambada": _lambada,
     "mmlu": _mmlu,
+    "blimp": _blimp,
+    "cloze_far": partial(_cloze, False),
+    "cloze_near": partial(_cloze, True),
 }
 TASKS: dict[str, Task] = {
     name: build(Task, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")

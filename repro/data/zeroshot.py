@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.special import logsumexp
 
 from repro.data.requests import Requests
 from repro.data.tasks import TASKS
@@ -26,9 +27,10 @@ def run(model: Any, every: Sequence[Requests], tokens: int = 4096) -> pd.DataFra
 
     Returns:
         One row per item: task, number (in its file or subject), subject ("" but for MMLU), correct (under the task's
-        metric), acc, acc_norm (that of one answer is acc), logliks (natural logs, one per answer), truncated (a prompt
-        was cut from the left to fit the context). LAMBADA has one answer, the last word, and is correct when greedy
-        decoding gives it.
+        metric), acc, acc_norm (that of one answer is acc), logliks (natural logs, one per answer), nll (of the right
+        answer, nats), choice (log of its probability among the answers; NaN where it is the only one), truncated (a
+        prompt was cut from the left to fit the context). LAMBADA has one answer, the last word, and is correct when
+        greedy decoding gives it.
 
     Raises:
         UserError: as `loglikelihood.score`.
@@ -40,7 +42,7 @@ def run(model: Any, every: Sequence[Requests], tokens: int = 4096) -> pd.DataFra
         by_item = [np.split(values, ends) for values in (logliks, greedy, cut, requests.answer_chars)]
         right = [_right(*values, gold) for *values, gold in zip(*by_item, requests.gold.tolist())]
         subjects = np.asarray(json.loads(requests.meta["subjects"]), dtype=object)
-        frame = pd.DataFrame(right, columns=["acc", "acc_norm", "logliks", "truncated"])
+        frame = pd.DataFrame(right, columns=["acc", "acc_norm", "logliks", "nll", "choice", "truncated"])
         names = {"task": requests.meta["task"], "number": requests.number, "subject": subjects[requests.subject]}
         frames.append(frame.assign(**names, correct=frame[requests.meta["metric"]]))
     return pd.concat(frames, ignore_index=True)
@@ -48,13 +50,15 @@ def run(model: Any, every: Sequence[Requests], tokens: int = 4096) -> pd.DataFra
 
 def _right(
     logliks: np.ndarray, greedy: np.ndarray, cut: np.ndarray, chars: np.ndarray, gold: int
-) -> tuple[int, int, list[float], bool]:
-    """Whether an item is right by the largest log likelihood, and by the largest one per character."""
+) -> tuple[int, int, list[float], float, float, bool]:
+    """Whether an item is right by the largest log likelihood and by the largest one per character; its likelihoods."""
     if gold < 0:
         acc = norm = int(greedy[0])
     else:
         acc, norm = int(logliks.argmax() == gold), int((logliks / chars).argmax() == gold)
-    return acc, norm, logliks.tolist(), bool(cut.any())
+    right = float(logliks[max(gold, 0)])
+    choice = right - float(logsumexp(logliks)) if len(logliks) > 1 else np.nan
+    return acc, norm, logliks.tolist(), -right, choice, bool(cut.any())
 
 
 def at_chance(correct: Mapping[str, np.ndarray]) -> bool:

@@ -9,6 +9,7 @@ a GPU only while the bytes that they declare fit it (`memory`).
 
 import contextlib
 import gc
+import io
 import multiprocessing
 import os
 import shutil
@@ -23,6 +24,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -142,7 +144,7 @@ def run_here(jobs: Sequence[Job]) -> None:
     todo = [job for job in jobs if not runner.done(job)]
     for i, job in enumerate(todo, start=1):
         versions.file(job)
-        seconds, problem, _ = _run(job)
+        seconds, problem, _ = _run(job, sys.stderr)
         if problem:
             raise UserError(f"{job.id}: {problem}")
         print(f"{i}/{len(todo)} {job.id} {seconds:.1f} s", flush=True)
@@ -155,10 +157,29 @@ def weight(job: Job) -> float:
     return size * sum(getattr(STEPS[step], "COST", 1.0) for step in job.steps)
 
 
-def _run(job: Job) -> tuple[float, str, bool]:
+class Bars(io.TextIOBase):
+    """A log that shows progress bars elsewhere, too: what rewrites its line, as tqdm does."""
+
+    def __init__(self, log: TextIO, shown: TextIO) -> None:
+        self.log, self.shown = log, shown
+
+    def write(self, text: str) -> int:
+        """Write to the log, and to the terminal what begins with a carriage return."""
+        if text.startswith("\r"):
+            self.shown.write(text)
+            self.shown.flush()
+        return self.log.write(text)
+
+    def flush(self) -> None:
+        """Flush the log."""
+        self.log.flush()
+
+
+def _run(job: Job, shown: TextIO | None = None) -> tuple[float, str, bool]:
     """Seconds that a job took, kept for `plan`; what went wrong in one sentence; whether it was others' GPU memory.
 
-    Its output goes to its log, with the most that it held of a GPU beside what it declared.
+    Its output goes to its log, with the most that it held of a GPU beside what it declared. Progress bars inside a step
+    are shown on `shown`, too.
     """
     began, path, problem, crowded = time.monotonic(), job.folder / "log.txt", "", False
     if torch.cuda.is_initialized():
@@ -168,7 +189,8 @@ def _run(job: Job) -> tuple[float, str, bool]:
         log = open(path, "w", encoding="utf-8")
     with log:
         try:
-            with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
+            errors = Bars(log, shown) if shown else log
+            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(log):
                 runner.run(job)
                 if torch.cuda.is_initialized():
                     held, said = torch.cuda.max_memory_reserved() / 2**30, memory.gpu_bytes(job) / 2**30
