@@ -59,3 +59,11 @@ def tiny_llama():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def no_pooled_seeds(monkeypatch):
+    """For results that a test makes up: what stored seeds vary is no evidence on them."""
+    from repro.record import draws
+
+    monkeypatch.setattr(draws, "pooled", lambda measure: None)

@@ -27,6 +27,8 @@ from repro.spec import snake, tables
 from repro.spec.tables import ClaimSpec
 from repro.spec.workflow import Workflow
 
+pytestmark = pytest.mark.usefixtures("no_pooled_seeds")
+
 HEAD = tables.headline()
 BY_ID = {claim.claim: claim for claim in HEAD.claims}
 GAP = next(claim for claim in tables.table("spear", "1").claims if claim.claim == "spear C001 C004")

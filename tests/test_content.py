@@ -21,6 +21,8 @@ from repro.spec import tables
 from repro.spec.tables import Spec
 from repro.spec.workflow import Workflow
 
+pytestmark = pytest.mark.usefixtures("no_pooled_seeds")
+
 PRINTED = papers.printed("spear", "1")
 ONE, SEVEN = "Llama-3.2-1B", "Llama-2-7B"
 ROWS = {"FP16": "fp16", "RTN pc": "rtn-w4-pc", "GPTQ pc": "gptq-w4-pc"}

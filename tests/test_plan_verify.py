@@ -24,6 +24,8 @@ from repro.spec import scale
 from repro.spec.recipe import STEPS
 from repro.spec.workflow import Workflow
 
+pytestmark = pytest.mark.usefixtures("no_pooled_seeds")
+
 POCKET = scale.load(name="pocket")
 START = START_S  # a job that takes no longer is not scaled
 

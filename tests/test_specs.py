@@ -18,6 +18,8 @@ from repro.spec import figures, names, tables, templates
 from repro.spec import scale as scales
 from repro.spec.workflow import Workflow
 
+pytestmark = pytest.mark.usefixtures("no_pooled_seeds")
+
 ONE = "Llama-3.2-1B"
 GAP = {
     "title": "what is recovered",

@@ -82,6 +82,10 @@ FILES = {
         {"query": "Question: 2 and 2 ?\nA. 4\nB. 5 %\nC. none\nD. 1,0\nAnswer: ", "choices": [*"ABCD"], "gold": 0},
         {"query": "Question: a\nor b ?\nA. a\nB. b\nC. c d\nD. 2\nAnswer: ", "choices": [*"ABCD"], "gold": 3},
     ],
+    "blimp-100.jsonl": [
+        {"sentence_good": "Ann sees herself.", "sentence_bad": "Ann sees himself.", "UID": "anaphor_gender_agreement"},
+        {"sentence_good": "Who left?", "sentence_bad": "Left who?", "UID": "adjunct_island"},
+    ],
     "raw/lambada_test.jsonl": [{"text": "He had a dog.\n\n“Come,” he said to the dog"}, {"text": "a b c"}],
 }
 SUBJECTS = ("anatomy", "high_school_physics", "virology")
@@ -99,6 +103,9 @@ def small_files(tmp_path_factory) -> Path:
     for name, content in FILES.items():
         text = content if isinstance(content, str) else "".join(json.dumps(r) + "\n" for r in content)
         (folder / "zeroshot" / name).write_text(text, encoding="utf-8")
+    (folder / "corpus").mkdir()
+    paragraphs = [" ".join(f"{word}{i}" for i in range(61)) for word in ("sun", "rain", "ice", "fog", "sea")]
+    (folder / "corpus/valid.txt").write_text("\n\n".join(["\n".join(paragraphs)] * 2), encoding="utf-8")
     with tarfile.open(folder / "zeroshot/raw/mmlu.tar.xz", "w:xz") as archive:
         for subject in SUBJECTS:
             for split, text in (("dev", csv(100, 5)), ("test", csv(1, 4))):
@@ -212,7 +219,8 @@ def asked(task: str, data: Path, limit: int) -> dict[str, list[list[tuple[str, s
 
 
 MMLU = ("mmlu", "mmlu-10")
-OTHERS = [name for name in tasks.TASKS if name not in MMLU]
+BY_HAND_ELSEWHERE = ("blimp-100", "cloze-far", "cloze-near")  # test_likelihood.py
+OTHERS = [name for name in tasks.TASKS if name not in (*MMLU, *BY_HAND_ELSEWHERE)]
 
 
 @pytest.mark.parametrize("task", OTHERS)
