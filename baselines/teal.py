@@ -20,6 +20,7 @@ from repro.models.lowbit import LowBitModel, block_inputs, block_linears, blocks
 
 BINS, TAIL = 10_000, 0.01  # of a histogram; the share of the inputs in each of its two outer bins
 LAST = 0.25  # the part of a window whose outputs the search compares
+ROUNDING = 1e-9  # steps that add up to a whole layer give a little less than 1
 Sparsities = Mapping[str, float]
 
 
@@ -71,7 +72,7 @@ def greedy(error: Callable[[Sparsities], float], sizes: Mapping[str, int], targe
     before_reached = reached = 0.0
     while reached < target:
         tried = {name: found[name] + step * first / size for name, size in sizes.items()}
-        errors = {name: error({**found, name: s}) for name, s in tried.items() if s < 1}
+        errors = {name: error({**found, name: s}) for name, s in tried.items() if s < 1 - ROUNDING}
         if not errors:
             raise UserError(f"no layer takes another step of {step} towards a sparsity of {target}; lower `step`")
         best = min(errors, key=errors.__getitem__)

@@ -140,8 +140,11 @@ def test_a_failing_job_stops_what_needs_it_and_nothing_else(job, capfd):
     assert "fake/top" not in capfd.readouterr().out
 
 
-def test_progress_inside_a_step_is_shown_where_a_job_runs_at_once(job, capfd):
-    """All else of its output goes to its log, the bars too."""
+def test_progress_inside_a_step_is_shown_where_a_job_runs_at_once(job, capfd, monkeypatch):
+    """On a terminal. All else of its output goes to its log, the bars too."""
+    pool.run_here([job("none", "train")])
+    assert "loss goes down" not in capfd.readouterr().err, "nobody watches a file"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     one = job("one", "train")
     pool.run_here([one])
     out, err = capfd.readouterr()

@@ -68,7 +68,7 @@ def test_a_carried_text_needs_no_folder(without_mirror, name):
 
 @pytest.mark.parametrize("name", [name for name in tasks.TASKS if not name.startswith("mmlu")])
 def test_the_records_of_a_carried_task_need_no_folder(without_mirror, name):
-    assert sum(len(records) for splits in tasks.items(tasks.TASKS[name]).values() for records in splits.values()) > 1000
+    assert sum(len(records) for splits in tasks.items(tasks.TASKS[name]).values() for records in splits.values()) > 900
 
 
 def test_a_task_that_is_not_carried_says_where_its_file_would_be_found(without_mirror):

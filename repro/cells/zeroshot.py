@@ -90,17 +90,19 @@ def scoring_job(kind: str, ask: Ask, target: Target) -> dict[str, Job] | None:
     if protocol is None:
         return None
     tasks = [task for task in protocol.tasks if not target.recipe.steps or protocol.draw(task) == task]
+    tasks = [task for task in tasks if task not in protocol.absent]
     if set(protocol.answered(ask)) - set(tasks):
         return None
     needs = {f"requests {task}": requests.job(target, task, protocol.limit) for task in tasks}
+    compressed = compress.job(target)
     inputs = target.inputs() | {
-        "calibration": compress.job(target).declared().get("calibration"),
+        "calibration": compressed.declared().get("calibration"),
         "tasks": {task: entries.identifier(task) for task in tasks},
         "limit": protocol.limit,
         "tokens": protocol.tokens,
     }
     if target.recipe.steps:
-        needs["weights"] = compress.job(target)
+        needs["weights"] = compressed
     rule = {"tasks": tasks, "limit": protocol.limit, "tokens": protocol.tokens}
     return {"items": make(kind, target.label, inputs, target.options() | rule, needs, target.steps)}
 

@@ -144,7 +144,10 @@ def run_here(jobs: Sequence[Job]) -> None:
     todo = [job for job in jobs if not runner.done(job)]
     for i, job in enumerate(todo, start=1):
         versions.file(job)
-        seconds, problem, _ = _run(job, sys.stderr)
+        shown = sys.stderr if sys.stderr.isatty() else None
+        seconds, problem, _ = _run(job, shown)
+        if problem and shown:
+            print(file=shown)  # behind an unfinished bar
         if problem:
             raise UserError(f"{job.id}: {problem}")
         print(f"{i}/{len(todo)} {job.id} {seconds:.1f} s", flush=True)
