@@ -184,6 +184,7 @@ def test_small_mirror_is_joined(small_mirror):
     assert text("wikitext2-train-part") == "The text of wikitext2-train-part.\r\n\n"
 
 
+@pytest.mark.slow
 def test_no_sequence_of_table_17_shares_a_passage_with_an_evaluated_text(mirror):
     """32 tokens in a row. Four documents of `c4-prefix` share some with `c4-local`, so that not every seed will do."""
     full = scales.load(None, "pocket")

@@ -123,7 +123,7 @@ def agree(found, wanted):
 
 @pytest.mark.parametrize("length", [pytest.param(LENGTH, marks=pytest.mark.slow), LENGTH - 7])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("pocket-3m", marks=pytest.mark.slow), "tiny"])
 def test_decoding_is_the_second_protocol_token_by_token(cases, names, text, model, recipe, length):
     """The first half of a window in a prefill, then each token of the second fed alone, then all of them at once."""
     (lm, dense), half = cases(model, recipe), length // 2

@@ -606,7 +606,7 @@ def q4_k_variants():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [80, 90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100))])
 @pytest.mark.parametrize("variant", variants(), ids=lambda variant: variant[0])
 def test_it_compiles_ahead_of_time(variant, capability, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget

@@ -132,8 +132,15 @@ def configurations_of_the_source():
         yield case, dtype, dict(zip(("warps", "tiles", "chunk", "stages", "splits"), launch))  # a chunk for every warp
 
 
+def half_of_them_slow():
+    """Each case is compiled by itself, which takes more than a second; of those that always run dtypes differ."""
+    for number, case in enumerate(configurations_of_the_source()):
+        always = number % 4 in (0, 3)
+        yield pytest.param(*case, marks=() if always else pytest.mark.slow)
+
+
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case, dtype, config", configurations_of_the_source(), ids=str)
+@pytest.mark.parametrize("case, dtype, config", half_of_them_slow(), ids=str)
 def test_source_on_the_cpu(case, dtype, config, monkeypatch):
     """The .cu file itself: indices, copies and their waits, swizzles, chains, ragged ends, clusters."""
     x, packed = kernel.make_inputs(case, dtype=dtype)
@@ -226,7 +233,9 @@ def test_recorded_configurations_fit_their_device():
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"compile check: {nvrtc.unavailable()}")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "arch", ["sm_90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("sm_80", "sm_100"))]
+)
 def test_compiles(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for case, m, splits in zip(kernel.CASES[:7], (1, 8, 16, 1, 8, 1, 16), (1, 1, 1, 2, 4, 1, 2)):
