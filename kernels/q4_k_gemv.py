@@ -24,11 +24,10 @@ CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), d
     {"N": 14336, "K": 4096, "dtype": "bfloat16", "seed": 3},
     {"N": 8192, "K": 28672, "dtype": "bfloat16", "seed": 4},
 ]
-SPACE = [  # rows of a program; groups of 64 columns that it reads at a time; warps
-    {"rows": rows, "groups": groups, "warps": warps}
-    for rows in (1, 2, 4, 8)
-    for groups, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
-]
+SPACE = []  # rows of a program; groups of 64 columns that it reads at a time; warps
+for rows in (1, 2, 4, 8):
+    for groups, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
+        SPACE.append({"rows": rows, "groups": groups, "warps": warps})
 DEFAULT = {"rows": 4, "groups": 64, "warps": 4}
 
 

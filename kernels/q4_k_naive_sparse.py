@@ -21,11 +21,10 @@ from repro.kernels.q4_k_planes import CODES, HEADERS, X, header_factors
 from repro.kernels.triton_language import tl, triton
 
 CASES = [case | {"share": share} for case, share in zip(q4_k_gemv.CASES, (0.5, 0.35, 0.5, 0.5, 0.5))]
-SPACE = [
-    {"rows": rows, "columns": columns, "warps": warps}
-    for rows in (2, 4, 8)
-    for columns, warps in ((64, 2), (128, 4), (256, 8))
-]
+SPACE = []  # rows of a program, listed columns that it reads at a time, warps
+for rows in (2, 4, 8):
+    for columns, warps in ((64, 2), (128, 4), (256, 8)):
+        SPACE.append({"rows": rows, "columns": columns, "warps": warps})
 DEFAULT = {"rows": 4, "columns": 128, "warps": 4}
 ACTIVE = Argument((torch.int32,), "count")
 

@@ -29,11 +29,10 @@ CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B)
     {"M": 4, "N": 4096, "K": 14336, "dtype": "bfloat16", "seed": 4},
     {"M": 1, "N": 28672, "K": 8192, "dtype": "bfloat16", "seed": 5},
 ]
-SPACE = [  # rows of a program, groups that it reads at a time, warps
-    {"rows": rows, "groups": groups, "warps": warps}
-    for rows in (4, 8, 16, 32)
-    for groups, warps in ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
-]
+SPACE = []  # rows of a program, groups that it reads at a time, warps
+for rows in (4, 8, 16, 32):
+    for groups, warps in ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
+        SPACE.append({"rows": rows, "groups": groups, "warps": warps})
 DEFAULT = {"rows": 16, "groups": 64, "warps": 4}
 
 

@@ -38,6 +38,22 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {given!r}; {hint}choose from: {listed or 'none yet'}")
 
 
+def at_least(config: object, **least: float) -> None:
+    """Check that fields of a configuration are as large as they have to be; one that is None is left open.
+
+    Args:
+        config: whose fields are checked.
+        least: the least value of each field by its name.
+
+    Raises:
+        UserError: a smaller value.
+    """
+    for name, lowest in least.items():
+        value = getattr(config, name)
+        if value is not None and value < lowest:
+            raise UserError(f"{name} is {value}; it is {lowest} or more")
+
+
 def shortened(text: object, most: int = 60) -> str:
     """A value as it stands in a message: the start of a long one."""
     text = str(text)

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from repro.bench import kernel_list  # noqa: E402
+from repro.bench.operators import OPERATORS  # noqa: E402
 from repro.bench.task import tensors  # noqa: E402
 from repro.kernels import linear, operators, packing, w8a8  # noqa: E402
 from repro.kernels.operators import VECTOR, Argument  # noqa: E402
@@ -20,26 +21,11 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 DEVICES = ["cpu", GPU]
 WEIGHT = {"N": 48, "K": 256, "bits": 4, "group": 64, "symmetric": False, "dtype": "float16", "seed": 0}
 INT8 = {"M": 4, "N": 24, "K": 64, "dtype": "float16", "seed": 0}
-SMALL = {  # an operator to the changes of its first case that make it small
+SMALL = {
     "rms_norm": {"H": 256},
     "silu_product": {"F": 128},
-    "rope_append": {},
-    "attention": {},
     "sample": {"V": 1024},
-    "argmax": {},
-    "pple": {},
-    "active_inputs": {},
-    "rms_norm_active": {},
-    "silu_product_active": {},
-    "q4_k_gemv": {},
-    "q4_k_naive_sparse": {},
-    "zigzag_gemv": {},
-    "zigzag_sparse": {},
-    "zigzag_masked": {},
-    "quantize_2bit": {},
-    "w2a2_gemv": {},
-    "w2a2_ready": {},
-}
+}  # changes of an operator's first case
 NAMES = (
     *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready"),
     *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
@@ -55,9 +41,9 @@ def overload(name):
 
 def right(name, device="cpu"):
     """Keywords of an operator that it takes."""
-    if name in SMALL:
+    if name in OPERATORS:
         module = kernel_list.load(name)
-        return module.make_inputs(module.CASES[0] | SMALL[name], device)
+        return module.make_inputs(module.CASES[0] | SMALL.get(name, {}), device)
     if name in ("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"):
         packed = kernel_list.load("w4a16_gemm").random_weight(WEIGHT).to(device)
         x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(device, torch.float16)

@@ -14,11 +14,10 @@ from torch import Tensor
 from repro.bench.task import Task
 from repro.kernels.triton_language import tl, triton
 
-CONFIGS = [  # programs of a band, columns that each reads at a time, warps; the fastest is the floor
-    {"splits": splits, "columns": columns, "warps": warps}
-    for splits in (8, 16, 32)
-    for columns, warps in ((16, 1), (32, 2), (64, 4))
-]
+CONFIGS = []  # programs of a band, columns that each reads at a time, warps; the fastest is the floor
+for splits in (8, 16, 32):
+    for columns, warps in ((16, 1), (32, 2), (64, 4)):
+        CONFIGS.append({"splits": splits, "columns": columns, "warps": warps})
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from repro.data import prompts
 from repro.engine import drafts, eagle, weights
 from repro.engine.speculating import Speculating
 from repro.engine.substitute import draft_of
-from repro.errors import UserError
+from repro.errors import UserError, at_least
 from repro.jobs import compress
 from repro.jobs.job import Job, make
 from repro.jobs.target import Target
@@ -43,7 +43,7 @@ CONFIGS = {  # of each draft, and the options that an `Ask` may set
     "none": (subspec.Config, ()),  # every iteration is a token: nothing is measured
 }
 OWN = ("small", "specexec")  # drafts that are models of their own
-LATER = {"draft_model": "", "budget": 0}
+LATER = {"draft_model": "", "budget": 0}  # fields that stored results do not declare, and what they mean there
 FEW = 3  # prompts of a build's own measurement: drawn text takes minutes for each on a CPU core
 
 
@@ -106,9 +106,7 @@ class Protocol:
     tokens: int = 256
 
     def __post_init__(self) -> None:
-        for name, least in {"prompts": 1, "tokens": 2}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, prompts=1, tokens=2)
 
 
 def brief(protocol: Protocol, least: Any) -> Protocol:

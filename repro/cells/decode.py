@@ -10,7 +10,7 @@ import torch
 
 from repro.engine import weights
 from repro.engine.core import Core
-from repro.errors import UserError
+from repro.errors import at_least
 from repro.jobs import compress
 from repro.jobs.job import Job, make
 from repro.jobs.target import Target
@@ -48,9 +48,7 @@ class Protocol:
     rounds: int = 5
 
     def __post_init__(self) -> None:
-        for name, least in {"prompt": 1, "new": 2, "batch": 1, "rounds": 1}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, prompt=1, new=2, batch=1, rounds=1)
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:

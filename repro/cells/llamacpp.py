@@ -23,7 +23,7 @@ from repro import models
 from repro.cells import perplexity
 from repro.cells.sensitivity import token_nll
 from repro.data import corpora
-from repro.errors import UserError
+from repro.errors import at_least
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.job import Job
 from repro.jobs.target import Target
@@ -54,9 +54,7 @@ class Protocol:
     chunks: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in {"context": 4, "chunks": 1}.items():
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, context=4, chunks=1)
 
     @property
     def label(self) -> str:

@@ -24,7 +24,7 @@ from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed
 from repro.engine.speculating import Speculating
 from repro.engine.step import Decoder
 from repro.engine.traffic import bus_rate
-from repro.errors import Refused, UserError, unknown
+from repro.errors import Refused, UserError, at_least, unknown
 from repro.jobs.job import Job, make
 from repro.jobs.target import Target
 from repro.methods import subspec
@@ -88,9 +88,7 @@ class Protocol:
     timed: int = 20
 
     def __post_init__(self) -> None:
-        for name, least in {"context": 64, "warm": 1, "timed": 2}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, context=64, warm=1, timed=2)
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:

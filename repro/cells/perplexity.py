@@ -9,7 +9,7 @@ import numpy as np
 
 from repro import models
 from repro.data import corpora
-from repro.errors import UserError
+from repro.errors import UserError, at_least
 from repro.jobs import compress, tokens
 from repro.jobs.job import Job, make
 from repro.jobs.target import Target
@@ -41,9 +41,7 @@ class Protocol:
     kl_windows: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in {"length": 2, "windows": 1, "kl_windows": 0}.items():
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, length=2, windows=1, kl_windows=0)
 
     @property
     def label(self) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from repro.cells.sensitivity import token_nll
 from repro.cells.similarity import passages
 from repro.data import corpora
-from repro.errors import UserError
+from repro.errors import UserError, at_least
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.job import Job
 from repro.jobs.target import Target
@@ -79,9 +79,7 @@ class Protocol:
             raise UserError(f"points is {self.points}; an odd number, 3 or more, has the model itself in the middle")
         if not 0 < self.reach < np.inf:
             raise UserError(f"reach is {self.reach}; it is above 0")
-        for name, least in {"sequences": 2, "tokens": 2, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, sequences=2, tokens=2, seed=0)
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:

@@ -27,7 +27,7 @@ from repro.engine.core import MOST
 from repro.engine.precision import SwitchingCore
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder
-from repro.errors import UserError
+from repro.errors import UserError, at_least
 from repro.jobs import compress
 from repro.jobs.job import Job, make
 from repro.jobs.target import Target
@@ -125,9 +125,7 @@ class Protocol:
     short: int = 256
 
     def __post_init__(self) -> None:
-        for name, least in {"prompts": 2, "new_tokens": 2, "context": 4, "validation": 1, "together": 1}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, prompts=2, new_tokens=2, context=4, validation=1, together=1)
         if self.together > MOST:
             raise UserError(f"together is {self.together}; at most {MOST} are decoded together")
         if self.new_tokens >= self.context:

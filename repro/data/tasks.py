@@ -98,7 +98,9 @@ def _cloze(near: bool, content: bytes) -> Iterator[Record]:
     for document in content.decode("utf-8").split("\n\n"):
         paragraphs = [line.split() for line in document.splitlines()]
         documents.append([words for words in paragraphs if len(words) >= CLOZE.least])
-    every = [(d, p) for d, paragraphs in enumerate(documents) for p in range(len(paragraphs))]
+    every: list[tuple[int, int]] = []  # numbers of a document and of a paragraph in it
+    for d, paragraphs in enumerate(documents):
+        every += [(d, p) for p in range(len(paragraphs))]
     for d, p in sorted(rng.sample(every, min(CLOZE.items, len(every)))):
         others = [at for at in every if (at[0] == d) == near and at != (d, p)]
         if len(others) < CLOZE.choices - 1:

@@ -24,7 +24,7 @@ from repro.engine.drafts import RankedDrafter
 from repro.engine.ranked import RankedTree, level_by_level
 from repro.engine.step import Block, Cache, Decoder, Tokens, run_of
 from repro.engine.weights import LAYERS, Dense
-from repro.errors import UserError
+from repro.errors import UserError, at_least
 from repro.files import ROOT
 
 HEADS = ROOT / "repro" / "pocket" / "heads"
@@ -49,9 +49,7 @@ class Eagle2:
     sampled_temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, least in {"size": 2, "depth": 1, "top_k": 1}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, size=2, depth=1, top_k=1)
 
     @property
     def nodes(self) -> int:

@@ -99,7 +99,7 @@ class HostCopies(Copies):
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
-        return sum(tensor.nbytes for whole in self.host.values() for tensor in tensors_of(whole))
+        return sum(sum(tensor.nbytes for tensor in tensors_of(whole)) for whole in self.host.values())
 
 
 class Staging:

@@ -121,9 +121,11 @@ def on_same_windows(quantities: Sequence[Quantity]) -> list[Quantity]:
     Only then are they paired, and compared on the same text.
     """
     first: dict[str, int] = {}
-    for one in (series for quantity in quantities for seed in quantity.seeds for series in seed.values()):
-        if match := re.fullmatch(r"(.*), first (\d+)", one.group):
-            first[match[1]] = min(int(match[2]), first.get(match[1], len(one.values)))
+    for quantity in quantities:
+        for seed in quantity.seeds:
+            for one in seed.values():
+                if match := re.fullmatch(r"(.*), first (\d+)", one.group):
+                    first[match[1]] = min(int(match[2]), first.get(match[1], len(one.values)))
 
     def cut(one: Series) -> Series:
         base = one.group.partition(", first ")[0]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from repro import models
 from repro.data import corpora
 from repro.engine import eagle
-from repro.errors import UserError
+from repro.errors import UserError, at_least
 from repro.files import atomic, write_text
 
 MOST_BYTES = 2_500_000  # of a head's file, which lies in the repository
@@ -55,9 +55,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"steps": 1, "batch": 1, "length": 4, "warm_up": 0}.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        at_least(self, steps=1, batch=1, length=4, warm_up=0)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -209,7 +209,9 @@ class Bench:
         engine = SwitchingCore(self.name, model, config, order.moves({}, self.layers, config))
         found = self.around(engine, layers)
         staging = engine.steps.staging
-        weights = sum(tensor.nbytes for each in engine.steps.copies for tensor in each.at[max(RECIPES)].buffers())
+        weights = 0
+        for each in engine.steps.copies:
+            weights += sum(tensor.nbytes for tensor in each.at[max(RECIPES)].buffers())
         found |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
         if self.device.type == "cuda":
             found |= {"peak bytes": torch.cuda.max_memory_allocated(self.device)}
