@@ -127,6 +127,22 @@ def test_the_drafts_cache_holds_the_text_and_nothing_else(speculating, name):
     assert torch.allclose(keys, drafter.cache.keys[:, 0, :, :length], atol=1e-3)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_states_of_a_prompt_are_kept_for_a_drafter_that_reads_them(speculating, monkeypatch, reads):
+    """Else memory would grow with the prompt for nothing."""
+    given = []
+    begin = drafts.OwnDrafter.begin
+    monkeypatch.setattr(drafts.OwnDrafter, "READS_STATES", reads)
+    monkeypatch.setattr(
+        drafts.OwnDrafter,
+        "begin",
+        lambda self, prompt, chunk, states: given.append(states) or begin(self, prompt, chunk, states),
+    )
+    next(speculating["small"].generate([PROMPT], 2))
+    (states,) = given
+    assert (states is not None and states.shape[0] == len(PROMPT)) == reads
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_as_its_own_draft_is_accepted_to_the_end(name):
     config = {

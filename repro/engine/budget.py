@@ -20,10 +20,8 @@ from repro.kernels.packing import TILE
 from repro.methods import subspec
 
 MIB = 2**20
-SMALL, LARGE = (
-    MIB,
-    10 * MIB,
-)  # bytes of a tensor that the allocator puts among small ones, and into a segment of its own
+SMALL = MIB  # bytes of a tensor that the allocator puts among small ones
+LARGE = 10 * MIB  # of one that has a segment of its own
 SEGMENT, STEP = 20 * MIB, 2 * MIB  # of tensors between the two, and what every other segment is a multiple of
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 CHUNK = 256  # tokens of a prefill at a time (section 4.3)

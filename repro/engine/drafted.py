@@ -98,6 +98,8 @@ class Drafted(Decoding):
             length += len(following)
 
     def _last(self, steps: Steps, row: int, chunks: Iterator[Tensor]) -> Tensor:
+        if not self.drafter.READS_STATES:
+            return super()._last(steps, row, chunks)
         self.states = torch.cat(list(chunks))
         return self.states[-1:]
 

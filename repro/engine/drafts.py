@@ -92,7 +92,7 @@ class OwnDrafter(Drafter):
     def __init__(self, draft: Decoder, tree: Any) -> None:
         super().__init__(draft, Cache(draft, 1), tree)
 
-    def begin(self, prompt: list[int], chunk: int, states: Tensor) -> None:
+    def begin(self, prompt: list[int], chunk: int, states: Tensor | None) -> None:
         """Put the prompt into the draft's cache."""
         together(self.draft, self.cache, [prompt], chunk)
 

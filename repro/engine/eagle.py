@@ -139,6 +139,8 @@ class FittedHead:
 class EagleDrafter(RankedDrafter):
     """Grows EAGLE-2's tree. Slot i of the head's cache is of token i + 1, which has the target's state of token i."""
 
+    READS_STATES = True
+
     def __init__(self, head: FittedHead, config: Eagle2, temperature: float) -> None:
         policy = level_by_level(config.depth - 1, config.top_k)
         device = head.decoder.device
@@ -149,7 +151,7 @@ class EagleDrafter(RankedDrafter):
         self.guessed: dict[int, Tensor] = {}  # the head's states of expanded nodes by their number
 
     @torch.inference_mode()
-    def begin(self, prompt: list[int], chunk: int, states: Tensor) -> None:
+    def begin(self, prompt: list[int], chunk: int, states: Tensor | None) -> None:
         """Put a prompt into the head's cache, with the target's states `[T, H]` of it."""
         ids = torch.tensor(prompt[1:], dtype=torch.int64, device=states.device)
         for first in range(0, len(ids), CHUNK):

@@ -83,7 +83,13 @@ class Tree:
 
 
 class Drafter:
-    """Grows a tree with a draft's passes; on a GPU they are two captured graphs, of the root and of a level."""
+    """Grows a tree with a draft's passes; on a GPU they are two captured graphs, of the root and of a level.
+
+    Attributes:
+        READS_STATES: whether it computes from the target's hidden states of the prompt, which are kept only then.
+    """
+
+    READS_STATES = False
 
     def __init__(self, draft: Decoder, cache: Cache, tree: Tree) -> None:
         self.draft, self.cache, self.tree = draft, cache, tree
@@ -102,10 +108,10 @@ class Drafter:
         for _ in range(1, self.tree.depth):
             level.replay()
 
-    def begin(self, prompt: list[int], chunk: int, states: Tensor) -> None:
+    def begin(self, prompt: list[int], chunk: int, states: Tensor | None) -> None:
         """A text begins: the target's prefill has put its prompt into the cache that both share.
 
-        `states` `[T, H]` are the target's last hidden states of the prompt.
+        `states` `[T, H]` are the target's last hidden states of the prompt where the drafter reads them.
         """
 
     def keep(self, length: int, path: list[int], hidden: Tensor) -> None:
