@@ -29,16 +29,15 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "TOKENS", 8)
     monkeypatch.setattr(bench, "SETS", {"mt-bench": 2})
     monkeypatch.setattr(bench, "DRAFT", subspec.Config(top_k=3, depth=5))
+    monkeypatch.setattr(bench, "recorded_lengths", lambda: [[6, 2, 1], [4, 5]])
 
 
 def test_every_measurement_is_written_once(small, tmp_path, capsys):
     words = ["--out", str(tmp_path), "--device", "cpu", "--memory", "6.2MiB"]
     bench.main([*words, "--only", "llama8b", "limit", "lossless-float32"])
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == {f"llama8b-{n}" for n in ("sync", "prefetch", "speculate", "step")} | {
-        "limit",
-        "lossless-float32",
-    }
+    shapes = {f"llama8b-{name}" for name in ("sync", "prefetch", "speculate", "step", "whole")}
+    assert set(found) == shapes | {"limit", "lossless-float32"}
     speculate = found["llama8b-speculate"]
     assert speculate["nodes"] == 16 and len(speculate["seconds"]) >= 1 and speculate["draft_pass_s"] > 0
     assert speculate["streamed_bytes"] > 0 and len(found["llama8b-sync"]["seconds"]) == 2
@@ -47,6 +46,43 @@ def test_every_measurement_is_written_once(small, tmp_path, capsys):
     capsys.readouterr()
     bench.main([*words, "--only", "llama8b", "limit", "lossless-float32"])
     assert capsys.readouterr().out == ""
+
+
+def test_a_whole_run_accepts_what_the_record_says(small, tmp_path):
+    """The tree's best node of a level with its ancestors: a path of the very length, whatever random weights say."""
+    made = bench.Bench(tmp_path, torch.device("cpu"), "6.2MiB", [])
+    found = made.whole("llama8b")
+    assert (found["prompts"], found["tokens"], found["iterations"]) == (2, 20, 7) and len(found["seconds"]) == 5
+    per_iteration = found["tokens"] / found["iterations"]
+    assert found["calculated_tokens_per_s"] == pytest.approx(per_iteration / found["iteration_s"])
+    spent = sum(found["prefill_seconds"]) + sum(found["seconds"])
+    assert found["tokens_per_s"] == pytest.approx(20 / spent)
+    assert found["ratio"] == pytest.approx(found["tokens_per_s"] / found["calculated_tokens_per_s"])
+    assert found["decode_ratio"] == pytest.approx(5 * found["iteration_s"] / sum(found["seconds"]))
+
+
+def test_recorded_lengths_are_paths_of_the_tree(small):
+    engine = bench.of_shape("shape/tiny", "6.2MiB", bench.DRAFT, 96, torch.device("cpu"), torch.float32)
+    batch = bench.Replayed(engine._decoding([[7] * 9], 14, bench.Sampling(), 0), [6, 1, 3, 3])
+    text = []
+    for found in engine._run(batch):
+        text += found
+        if len(text) > 1 and len(batch.path) > 1:
+            parents = batch.drafter.tree.parents.tolist()
+            assert [parents[node] for node in batch.path[1:]] == batch.path[:-1] and batch.path[0] == 0
+    assert batch.lengths == [1, 6, 1, 3, 3] and len(text) == 14
+    assert batch.verify.cache.lengths[0] == 9 + 13
+
+
+def test_the_record_is_spread_over_iterations_of_whole_tokens():
+    assert bench.spread(10, 4) == [2, 3, 2, 3] and sum(bench.spread(255, 7)) == 255
+
+
+def test_the_stored_record_has_forty_prompts():
+    found = bench.recorded_lengths()
+    assert len(found) == 40 and all(1 <= length <= 49 for one in found for length in one)
+    tokens, iterations = sum(map(sum, found)) + 40, sum(map(len, found)) + 40
+    assert 30 < tokens / iterations < 40
 
 
 def test_a_measurement_that_fails_is_named_and_not_written(small, tmp_path):

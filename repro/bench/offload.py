@@ -8,6 +8,8 @@ Shapes have random weights: their times and bytes are real, their texts and acce
     <shape>-prefetch    the same, prefetching; the bus rate next to it
     <shape>-speculate   an iteration with the paper's tree: its draft passes, its verification, both together
     <shape>-step        a step of the draft's own format at one token, for the bar of a draft pass
+    <shape>-whole       generations that accept as many tokens in each iteration as the stored acceptance record says,
+                        against their calculated tokens a second: accepted tokens over the time of an iteration
     limit               memory by the driver's count over a long generation within the budget
 """
 
@@ -41,8 +43,9 @@ from repro.errors import UserError
 from repro.files import write_text
 from repro.jobs.target import Target
 from repro.methods import subspec
-from repro.record import provenance
+from repro.record import measure, provenance
 from repro.spec import scale as scales
+from repro.spec.workflow import Workflow
 
 MODEL, TOKENS = "pocket-10m", 64  # of the lossless texts
 SETS = {"mt-bench": 40, "humaneval": 40, "gsm8k": 50, "aime24": 30, "math500": 40}  # prompts of each: 200
@@ -52,6 +55,8 @@ SHAPES = {"llama8b": ("shape/Llama-3.1-8B", 1024), "qwen7b": ("shape/Qwen2.5-7B"
 MEMORY = "8GiB"
 DRAFT = subspec.Config()  # the paper's
 WARM, TIMED = 3, 20  # iterations
+RECORD = ("subspec", "1", "SubSpec [T=0, 8GB]", "MT-Bench tau", "Qwen2.5-7B-Instruct")  # of accepted lengths
+WHOLE = 10  # prompts of the record that a whole run decodes
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -89,6 +94,7 @@ class Bench:
             self.once(f"{name}-sync", lambda n=name: self.plain(n, prefetch=False))
             self.once(f"{name}-prefetch", lambda n=name: self.plain(n, prefetch=True))
             self.once(f"{name}-speculate", lambda n=name: self.speculate(n))
+            self.once(f"{name}-whole", lambda n=name: self.whole(n))
             if name == "llama8b":
                 self.once("limit", lambda n=name: self.limit(n))
             self.once(f"{name}-step", lambda n=name: self.step(n))  # lifts the limit
@@ -217,6 +223,42 @@ class Bench:
         self.free()
         return found
 
+    def whole(self, name: str) -> dict[str, Any]:
+        """Generations with the record's accepted lengths against what lengths and times give by themselves.
+
+        Returns:
+            tokens_per_s: new tokens over the seconds of prefills and iterations (the paper's counting).
+            calculated_tokens_per_s: tokens an iteration, the prefill being one, over the mean seconds of iterations
+                that were timed before, as Table 1 calculates it.
+            ratio: the first over the second; decode_ratio: the same without prefills on either side.
+        """
+        engine = self.of_shape(name, draft=True)
+        engine.phases = False
+        iteration_s = statistics.mean(timed(engine, WARM + TIMED).seconds[WARM:])
+        lengths = recorded_lengths()[:WHOLE]
+        prompt = min(engine.context - 1 - max(map(sum, lengths)), 900)
+        generator = torch.Generator().manual_seed(0)
+        prefills, iterations, decoded, counted = [], [], 0, 0
+        for number, each in enumerate(lengths):
+            ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
+            batch = Replayed(engine._decoding(ids, 1 + sum(each), Sampling(), number), each)
+            for _ in engine._run(batch):
+                pass
+            prefills.append(batch.prefill_s)
+            iterations += batch.seconds
+            counted += len(batch.lengths)
+            decoded += sum(batch.lengths[1:])
+        tokens, seconds = decoded + len(lengths), sum(prefills) + sum(iterations)
+        calculated = tokens / counted / iteration_s
+        ratios = {
+            "ratio": tokens / seconds / calculated,
+            "decode_ratio": iteration_s * len(iterations) / sum(iterations),
+        }
+        found = {"tokens_per_s": tokens / seconds, "calculated_tokens_per_s": calculated} | ratios
+        found |= {"iteration_s": iteration_s, "prompts": len(lengths), "tokens": tokens, "iterations": counted}
+        found |= {"prompt_tokens": prompt, "lengths": lengths, "record": list(RECORD)}
+        return found | {"prefill_seconds": prefills, "seconds": iterations} | self.where(engine)
+
     def limit(self, name: str) -> dict[str, Any]:
         """Memory by the driver's count at every eighth token of a generation."""
         engine = self.of_shape(name, draft=True)
@@ -230,6 +272,52 @@ class Bench:
         growth = used[-1] - used[0] if used else 0
         within = bool(used) and max(used) <= engine.plan.budget
         return {"within": within, "growth_bytes": growth, "used_bytes": used} | self.where(engine)
+
+
+class Replayed(Drafted):
+    """A generation that accepts as many nodes in each iteration as is given: the best one of a level and its ancestors.
+
+    The target's own choices are still followed, for the host's part in an iteration.
+    """
+
+    def __init__(self, batch: Drafted, lengths: Sequence[int]) -> None:
+        super().__init__(batch, batch.drafter, batch.phases)
+        self.given = iter(lengths)
+
+    def _accepted(self, said: list[int]) -> list[int]:
+        super()._accepted(said)
+        tree = self.drafter.tree
+        parents, level = tree.parents.tolist(), next(self.given) - 1
+        path = [0] if level == 0 else [1 + tree.top_k * (level - 1)]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        return path
+
+
+def recorded_lengths() -> list[list[int]]:
+    """Tokens of every iteration behind the prefill, prompt by prompt, from the stored record of accepted lengths.
+
+    The record has each prompt's tokens and iterations; an iteration has their mean, as whole numbers.
+
+    Raises:
+        UserError: nothing is stored.
+    """
+    flow = Workflow.of_results(scales.load(name="pocket"))
+    paper, number, *place = RECORD
+    cell = next(cell for cell in flow.cells(paper, number) if list(cell.place[:3]) == place)
+    quantity = measure.quantity(flow, cell, measure.one(flow, cell))
+    if quantity is None:
+        raise UserError(f"no accepted length of {' / '.join(place)} is stored; accept one, or leave out `whole`")
+    series = quantity.seeds[0]
+    found = []
+    for tokens, iterations in zip(series["tokens"].values, series["iterations"].values):
+        found.append(spread(int(tokens) - 1, int(iterations) - 1))
+    return found
+
+
+def spread(total: int, count: int) -> list[int]:
+    """`count` whole numbers, as even as can be, that add up to `total`."""
+    return [(n + 1) * total // count - n * total // count for n in range(count)]
 
 
 def bus_shares(uses: Sequence[Use], seconds: float, rate: float) -> dict[str, float]:

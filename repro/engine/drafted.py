@@ -118,8 +118,7 @@ class Drafted(Decoding):
         drafted = time.perf_counter()
         chosen, chances = verify()
         said, logprobs = chosen.tolist(), chances.tolist()
-        path, _ = accepted(tree.ids.tolist(), tree.parents.tolist(), said)
-        self.path = path
+        self.path = path = self._accepted(said)
         cache.gather(0, length, length + torch.tensor(path, device=tree.ids.device))
         self.drafter.keep(length, path, verify.hidden)
         ended = time.perf_counter()
@@ -130,3 +129,8 @@ class Drafted(Decoding):
         self.slots += tree.depth * length + length
         self.lengths.append(len(path))
         return [(said[node], logprobs[node]) for node in path]
+
+    def _accepted(self, said: list[int]) -> list[int]:
+        """The nodes that are accepted, the root first, where the target says these tokens after the nodes."""
+        tree = self.drafter.tree
+        return accepted(tree.ids.tolist(), tree.parents.tolist(), said).nodes
