@@ -234,6 +234,16 @@ def interpret_w2a2(case: dict) -> float:
     return max(relative(kernel.launch(**inputs, config=config), want) for config in configs)
 
 
+def interpret_dense_gemv(case: dict) -> float:
+    """Columns that a load divides and others, the last rows of a program being nobody's."""
+    from repro.kernels import dense_gemv as kernel
+
+    inputs = kernel.make_inputs(case)
+    want = kernel.reference(**inputs)
+    configs = ({"rows": 1, "columns": 64, "warps": 1}, {"rows": 4, "columns": 128, "warps": 2})
+    return max(relative(kernel.launch(**inputs, config=config), want) for config in configs)
+
+
 def interpret_q4_k(case: dict) -> float:
     """Every configuration of a case, sums in both orders, twice: the scratch memory is as before after a launch."""
     from repro.bench import kernel_list
@@ -382,6 +392,11 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         ],
         5e-4,
     ),
+    "dense_gemv": (
+        interpret_dense_gemv,
+        [{"N": n, "K": k, "dtype": "float16", "seed": k} for n, k in ((19, 353), (7, 384))],
+        1e-3,
+    ),
     "q4_k": (
         interpret_q4_k,
         [{"name": name, "seed": 3, "share": 0.4, "ordered": True, **case} for name, case in Q4_K],
@@ -504,6 +519,7 @@ def decode_variants():
     )  # fmt: skip
     yield from q4_k_variants()
     yield from w2a2_variants()
+    yield from dense_variants()
     types = {"logits": "*bf16", "temperature": "*fp32", "top_k": indices, "top_p": "*fp32", "peak": "*fp32", "V": "i32"}
     types |= {
         "sums": "*i64",
@@ -551,6 +567,18 @@ def w2a2_variants():
             f"w2a2 {'ready' if ready else 'fused'}", w2a2_gemv.w2a2_kernel, weight | given,
             {"READY": ready, "ROWS": 16, "GROUPS": 64, "PLAIN": False} | absent,
             (*given, "codes", "scales", "zeros", "y"), {"num_warps": 4}, counted,
+        )  # fmt: skip
+
+
+def dense_variants():
+    """A 16-bit product of one token, whose weights are loads of 16 bytes where the columns allow it."""
+    from repro.kernels import dense_gemv
+
+    for columns in (4096, 4000):
+        constants = {"K": columns, **{name.upper(): dense_gemv.LARGE[name] for name in ("rows", "columns")}}
+        yield (
+            f"dense {columns}", dense_gemv.dense_gemv_kernel, dict.fromkeys(("x", "w", "y"), "*bf16") | {"N": "i32"},
+            constants, ("x", "w", "y"), {"num_warps": 4}, dict.fromkeys((80, 90, 100), "v4.b32"),
         )  # fmt: skip
 
 

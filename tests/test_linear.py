@@ -102,7 +102,7 @@ def test_dequantize_is_traceable_and_refuses_other_types():
 NEED_8_0 = (
     *("wna16_gemv", "w4a16_gemm", "dequantize", "w8a8_gemv", "w8a8_gemm"),
     *("rms_norm", "rope_append", "attention", "silu_product", "sample", "argmax", "pple"),
-    *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready"),
+    *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready", "dense_gemv"),
     *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
 )
 

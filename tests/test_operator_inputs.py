@@ -27,7 +27,7 @@ SMALL = {
     "sample": {"V": 1024},
 }  # changes of an operator's first case
 NAMES = (
-    *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready"),
+    *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready", "dense_gemv"),
     *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
     *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax", "pple"),
     *("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"),

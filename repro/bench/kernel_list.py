@@ -20,11 +20,16 @@ from repro.bench.task import Layer
 from repro.errors import unknown
 from repro.files import short_hash
 from repro.kernels import nvrtc, packing, q4_k_planes
+from repro.models.groups import quantizer as group_quantizer
+from repro.models.groups import weight as group_weight
+from repro.models.groups.weight import GroupWeight
 
 DISPATCHERS = {"linear": "w4a16_gemm", "w8a8": "w8a8_gemm"}  # no kernel themselves; what they need at least
 SPARSITIES = (25, 40, 50, 65)  # percent of the inputs, as SpQt's Table 2
 PROGRAMS = (4, 8, 16, 32, 64)  # n1, the programs that share a band of zigzag (Figure 10)
 ZIGZAG = {"n2": 2, "columns": 16, "stages": 2}  # the rest of the configuration that they are compared in
+TWO_BIT = group_quantizer.GroupGrid(bits=2, group=32, include_zero=True, scale="e4m3")  # Bit-by-Bit's weights
+QUANTIZED = ("x_codes", "x_scales", "x_zeros")  # activations in 2 bits
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -156,6 +161,60 @@ def _q4_k(name: str, share: float = 1.0, config: dict[str, int] | None = None) -
     return prepare
 
 
+def _two_bit(layer: Layer) -> GroupWeight:
+    """The layer in 2 bits as Bit-by-Bit stores it: groups of 32 whose ranges include 0, scales in E4M3."""
+    return layer.once("two bits", lambda: group_weight.pack(layer.weight, TWO_BIT))
+
+
+def _w2a2(name: str) -> Callable[[Layer, int], tuple]:
+    """Weights and activations in 2 bits; `w2a2_ready` gets activations quantized beforehand.
+
+    The right product is float64, of the very codes.
+    """
+
+    def prepare(layer: Layer, count: int) -> tuple:
+        kernel, quantizer = load(name), load("quantize_2bit")
+
+        def make() -> dict[str, torch.Tensor]:
+            weight = _two_bit(layer)
+            packed = kernel.form.pack(weight.codes, weight.scales, weight.zeros)
+            return dict(zip(("codes", "scales", "zeros"), packed))
+
+        held, x = layer.once("w2a2", make), layer.activations(count, torch.bfloat16)
+        factor, product = _two_bit(layer).factor.item(), load("w2a2_gemv").product
+        op = functools.partial(getattr(torch.ops.lowbit, name), factor=factor)
+        if name == "w2a2_ready":
+            given = dict(zip(QUANTIZED, quantizer.reference(x)))
+            return given | held, op, functools.partial(product, factor=factor)
+        want = lambda x, **held: product(*quantizer.reference(x), **held, factor=factor)  # noqa: E731
+        return {"x": x} | held, op, want
+
+    return prepare
+
+
+def _w2a16(layer: Layer, count: int) -> tuple:
+    """The same weight times 16-bit activations; its scales are rounded to 16 bits, which the reference has, too."""
+    kernel = load("wna16_gemv")
+
+    def pack() -> packing.PackedWeight:
+        weight = _two_bit(layer)
+        scales = group_quantizer.restored(weight.scales, weight.factor)
+        return packing.pack(weight.codes, scales, weight.zeros, weight.bits, weight.group)
+
+    packed, x = layer.once("w2a16", pack), layer.activations(count, torch.bfloat16)
+    launch = lambda x, packed: kernel.wna16_gemv(x, packed)  # noqa: E731
+    want = lambda x, packed: x.double() @ packing.dequantize(packed).double().T  # noqa: E731
+    return {"x": x, "packed": packed}, launch, want
+
+
+def _dense(layer: Layer, count: int) -> tuple:
+    """A 16-bit product by our kernel, the weight being that of the library's."""
+    load("dense_gemv")
+    w = layer.once(torch.bfloat16, lambda: layer.weight.to(torch.bfloat16))
+    want = lambda x, w: x.double() @ w.double().T  # noqa: E731
+    return {"x": layer.activations(1, torch.bfloat16), "w": w}, torch.ops.lowbit.dense_gemv, want
+
+
 def _listed(share: float) -> Callable[[Layer], int]:
     """Bytes of the listed columns of a layer in zigzag."""
 
@@ -206,6 +265,11 @@ OURS = {
             )
             for s in SPARSITIES
         ),
+        # Bit-by-Bit: Table 7 and Figure 6, and what its kernels are compared with (`bench/commands/two_bit.py`).
+        _provider("w2a2_gemv", "w2a2-g32", _w2a2("w2a2_gemv"), "bf16", most=4),
+        _provider("w2a2_ready", "w2a2-g32", _w2a2("w2a2_ready"), "bf16", most=4, hot=QUANTIZED),
+        _provider("wna16_gemv", "w2-g32", _w2a16, "bf16", most=4),
+        _provider("dense_gemv", "bf16", _dense, "bf16", most=1),
         _provider("zigzag_masked", "q4_k-zigzag-s50", _q4_k("zigzag_masked", 0.5), "bf16", most=1, read=_listed(0.5)),
         _provider("q4_k_naive_sparse", "q4_k-s50", _q4_k("q4_k_naive_sparse", 0.5), "bf16", most=1),
         *(

@@ -47,6 +47,7 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "quantize_2bit": 1,
     "w2a2_gemv": 1,
     "w2a2_ready": 1,
+    "dense_gemv": 1,
 }
 USES = {  # kernels that others launch, and whose versions decide the times of these, too
     "linear": ("wna16_gemv", "w4a16_gemm", "dequantize"),

@@ -79,6 +79,7 @@ OPERATORS: Mapping[str, dict[str, Provider]] = {  # its peers; `torch` is PyTorc
     "quantize_2bit": {},
     "w2a2_gemv": {},
     "w2a2_ready": {},
+    "dense_gemv": {},
 }
 PRODUCTS = ("q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked")  # with Q4_K
 TOKENS = ("sample", "argmax", "active_inputs")  # operators whose outputs are integers
@@ -86,8 +87,8 @@ TOKENS = ("sample", "argmax", "active_inputs")  # operators whose outputs are in
 CACHE = ("keys", "values")
 PLANES = ("codes", "headers")  # of a weight in Q4_K
 GRID = ("scales", "zeros")  # of a weight in 2 bits, beside its codes
-COLD = (*CACHE, *PLANES, *GRID)  # what a model reads from memory
-DATA = ("x", "residual", "weight", "qkv", "q", "logits")  # what the timer may turn around; not indices
+COLD = (*CACHE, *PLANES, *GRID, "w")  # what a model reads from memory
+DATA = ("x", "w", "residual", "weight", "qkv", "q", "logits")  # what the timer may turn around; not indices
 DATA += (*PLANES, *GRID, "x_codes", "x_scales", "x_zeros")
 
 
