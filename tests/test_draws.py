@@ -9,7 +9,7 @@ from scipy.signal import lfilter
 
 from repro.judge.quantity import Quantity, compose
 from repro.judge.statistics import Draw
-from repro.record import accepted, draws
+from repro.record import accepted, draws, recorded
 from repro.record.observations import Series
 from repro.spec import scale as scales
 from repro.spec.workflow import Workflow
@@ -73,6 +73,15 @@ def test_the_docstring_has_the_pool_of_today():
     for what in ("quantizer", "compensator", "alone"):
         assert f"{getattr(loss, what):.3f}; {getattr(kl, what):.3f}" in draws.__doc__
     assert f"{loss.follows:.2f}; {kl.follows:.2f}" in draws.__doc__
+
+
+def test_the_interval_that_is_shown_has_the_pool_of_today_not_the_rows(pocket):
+    """The row was accepted before seeds were pooled, and says so; nothing of its interval is believed."""
+    cells = [cell for cell in pocket.cells("spear", "1") if cell.unit == "ppl" and cell.recipe.startswith("omniquant")]
+    row, cell = next((row, cell) for cell in cells if (row := accepted.find("pocket", cell)) and row.seeds == "0")
+    shown = recorded.find(pocket, cell)
+    assert (row.covers, shown.covers) == ("windows only", "windows and pooled seeds")
+    assert shown.value == pytest.approx(row.value) and shown.hi - shown.lo > row.hi - row.lo + 0.1
 
 
 def test_without_the_stored_seeds_nothing_is_added(monkeypatch, tmp_path):

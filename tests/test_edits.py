@@ -10,7 +10,7 @@ from tiny_results import MODEL, refusal
 
 from repro.files import csv_text
 from repro.jobs import runner
-from repro.record import accepted, observations, row_digest
+from repro.record import accepted, observations, row_digest, row_list
 from repro.record.accept import accept
 from repro.record.measurement import COLUMNS, from_csv
 from repro.record.observations import FILE
@@ -141,7 +141,7 @@ def test_a_row_that_is_gone_twice_or_new_is_noticed(stored):
 
 def test_what_rows_a_file_has_is_listed(stored):
     path, _ = lines_of(stored)
-    listed = path.with_name(accepted.KEYS)
+    listed = path.with_name(row_list.NAME)
     whole = listed.read_text()
     for text in (whole.replace(path.name, "spear-table2.csv"), "{}", "[", json.dumps({path.name: "0"})):
         listed.write_text(text)
@@ -234,5 +234,6 @@ def test_what_a_killed_build_left_is_no_input(stored, tmp_path):
     assert accepted.every() and leftover not in accepted.files()
 
 
-def test_the_digest_covers_every_field():
-    assert (*row_digest.SIGNED, "digest") == COLUMNS
+def test_the_digest_covers_every_field(stored):
+    row = from_csv(lines_of(stored)[0])[0]
+    assert (*row_digest.signed_texts(row), "digest") == COLUMNS

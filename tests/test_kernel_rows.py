@@ -1,5 +1,6 @@
 """The file of kernel times: what may enter results/, and what is said of the rest."""
 
+import csv
 import dataclasses
 
 import pytest
@@ -8,7 +9,8 @@ from repro.__main__ import main
 from repro.bench import kernel_rows
 from repro.bench.kernel_rows import Row
 from repro.errors import UserError
-from repro.record import provenance
+from repro.files import csv_text
+from repro.record import provenance, row_list
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 
@@ -186,6 +188,75 @@ def test_peers_rescaled_from_another_device_are_refused(tmp_path, note, whose):
         kernel_rows.accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
     if note:
         kernel_rows.accept(written(tmp_path / "a.csv", good(), peer), tmp_path / "results")
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """The file of two accepted rows, and its lines."""
+    monkeypatch.setattr(kernel_rows, "RESULTS", tmp_path / "results")
+    kernel_rows.accept(written(tmp_path / "a.csv", good(), good(M=4)), tmp_path / "results")
+    path = tmp_path / "results" / "nvidia-h200" / "kernels.csv"
+    assert kernel_rows.files() == [path]
+    return path, list(csv.reader(path.read_text().splitlines()))
+
+
+def refused(path, lines):
+    """What is said when the file holds these lines, by whoever shows times and by whoever accepts more."""
+    path.write_text(csv_text(lines))
+    with pytest.raises(UserError) as shown:
+        kernel_rows.timed(kernel_rows.stamps())
+    before = path.read_bytes()
+    with pytest.raises(UserError) as merged:
+        kernel_rows.accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
+    assert str(shown.value) == str(merged.value) and path.read_bytes() == before
+    return str(shown.value)
+
+
+def test_an_edit_of_any_field_of_an_accepted_time_is_named_by_row_and_field(stored):
+    path, lines = stored
+    for i, name in enumerate(kernel_rows.COLUMNS):
+        edited = [list(line) for line in lines]
+        number = name in (*kernel_rows.INTEGERS, *kernel_rows.FLOATS)
+        edited[1][i] = "2" if number else "unsupported" if name == "status" else "edited"
+        said = refused(path, edited)
+        assert str(path) in said and ("digest" in said if name == "digest" else f"{name} is {edited[1][i]!r}" in said)
+        assert name in ("kernel", "provider") or "wna16_gemv (w4-g128, " in said, said
+
+
+def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored):
+    path, lines = stored
+    us, digest = map(kernel_rows.COLUMNS.index, ("us", "digest"))
+    for i, what in ((us, "us is "), (digest, "edited after it was accepted")):
+        edited = [list(line) for line in lines]
+        edited[1][us] = "4.25"
+        edited[1][i], edited[2][i] = edited[2][i], edited[1][i]
+        assert what in refused(path, edited)
+    assert "other rows than were accepted" in refused(path, lines[:-1])
+    assert "given twice" in refused(path, [*lines, lines[1]])
+    path.write_text(csv_text(lines))
+    listed = path.with_name(row_list.NAME)
+    listed.rename(listed.with_suffix(".aside"))
+    assert "other rows than were accepted" in refused(path, lines)
+    listed.with_suffix(".aside").rename(listed)
+    path.unlink()
+    with pytest.raises(UserError, match="no such file"):
+        kernel_rows.timed(kernel_rows.stamps())
+    with pytest.raises(UserError, match="no such file"):
+        kernel_rows.accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
+    path.write_text(csv_text(lines))
+    moved = path.parent.rename(path.parent.with_name("nvidia-b200")) / path.name
+    with pytest.raises(UserError, match="on NVIDIA H200 does not belong there"):
+        kernel_rows.stored(moved)
+
+
+def test_every_accepted_time_is_signed_and_possible():
+    """All that is in results/, by the checks of `accept`."""
+    for path in kernel_rows.RESULTS.glob("*/kernels.csv"):
+        rows = kernel_rows.stored(path)
+        for row in rows:
+            if row.status in ("ok", "bridged"):
+                kernel_rows._check(row, row.where, *kernel_rows.peaks_of(row.device, rows, path))
+        assert rows and not any(map(kernel_rows.broken_of_ours, rows))
 
 
 @pytest.mark.parametrize("status, what", [("wrong", "its result is wrong"), ("failed", "it failed")])

@@ -14,7 +14,7 @@ from repro.errors import UserError
 from repro.files import ROOT
 from repro.judge import claims
 from repro.judge.quantity import compose
-from repro.record import measure
+from repro.record import measure, row_list
 from repro.render import content
 from repro.render import figures as drawn
 from repro.render import tables as written
@@ -59,10 +59,11 @@ def rows():
 @pytest.fixture
 def accepted(tmp_path, monkeypatch):
     """Writes rows as the accepted ones."""
-    path = tmp_path / "kernels.csv"
+    path = tmp_path / "nvidia-h200" / "kernels.csv"
+    path.parent.mkdir()
 
     def write(some):
-        path.write_text(kernel_rows.to_csv(some))
+        row_list.write(path, some, kernel_rows.to_csv)
         kernel_time._chosen.cache_clear()
         kernel_rows.timed.cache_clear()
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from repro.bench import kernel_list  # noqa: E402
 from repro.bench.operators import OPERATORS  # noqa: E402
 from repro.bench.task import tensors  # noqa: E402
-from repro.kernels import linear, operators, packing, w8a8  # noqa: E402
+from repro.kernels import active_inputs, linear, operators, packing, w8a8  # noqa: E402
 from repro.kernels.operators import VECTOR, Argument  # noqa: E402
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
@@ -26,6 +26,7 @@ SMALL = {
     "silu_product": {"F": 128},
     "sample": {"V": 1024},
 }  # changes of an operator's first case
+LISTS = ("active_inputs", "rms_norm_active", "silu_product_active")  # whose last output is a list of active inputs
 NAMES = (
     *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready", "dense_gemv"),
     *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
@@ -61,9 +62,11 @@ def right(name, device="cpu"):
 
 
 def called(name, inputs):
-    """The outputs of an operator, those that it writes to among them."""
+    """The outputs of an operator, those that it writes to among them; of a list only what it lists, in order."""
     inputs = {n: v.clone() if torch.is_tensor(v) and is_written(name, n) else v for n, v in inputs.items()}
     results = tensors(overload(name)(**inputs))
+    if name in LISTS and not results[-1].is_meta:
+        results[-1] = active_inputs.in_order(results[-1])  # what is behind the count may be memory that nobody wrote
     return results + [v for n, v in inputs.items() if is_written(name, n)]
 
 
@@ -157,6 +160,23 @@ def test_a_tensor_off_its_alignment_is_refused_or_computed_right(name, argument,
         return
     for got, want in zip(called(name, moved), called(name, inputs)):
         torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_is_behind_a_lists_count_is_not_compared(name, monkeypatch):
+    """A kernel that keeps no order writes as many entries as it lists, in any order; the rest is what was there."""
+    inputs, true = right(name), overload(name)
+    want = called(name, inputs)
+
+    def unordered(**inputs):
+        *others, active = tensors(true(**inputs))
+        count = int(active[0])
+        active[1 : 1 + count] = active[1 : 1 + count].flip(0)
+        active[1 + count :] = torch.randint(-(2**31), 2**31, active[1 + count :].shape, dtype=torch.int32)
+        return *others, active
+
+    monkeypatch.setitem(globals(), "overload", lambda _: unordered)
+    assert all(torch.equal(got, one) for got, one in zip(called(name, inputs), want, strict=True))
 
 
 LIMITS = [  # an operator, what is changed, and what is said: more tokens than it takes, or numbers that do not fit

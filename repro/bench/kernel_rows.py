@@ -1,7 +1,9 @@
 """The file of kernel times: one tidy row a kernel or peer, shape and mode, with where it came from.
 
 `bench` writes such files; `accept` takes one into `results/<device>/kernels.csv`: schema, provenance, and nothing
-faster than the device's roofline. What is there already stays, unless the new file has a row of the same key.
+faster than the device's roofline. What is there already stays, unless the new file has a row of the same key. An
+accepted row carries a digest of all its fields, and `rows.json` says which rows there are, as of every stored result
+(`repro.record.row_digest`, `row_list`); a row that was edited is never read.
 """
 
 import csv
@@ -15,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError, unknown
-from repro.files import write_text
-from repro.record import provenance
+from repro.record import provenance, row_digest, row_list
 from repro.record.measurement import RESULTS, slug
 
 KERNELS = {  # this project's own, by module of kernels/, with their versions: raise one when its times may change
@@ -97,6 +98,7 @@ class Row:
     `fraction` their ratio; `copy_fraction` is bytes over time over the device's own copy bandwidth; `relerr` the error
     against float32; `joule` a launch. `machine` is the digest of the machine code that ran (a library: `libraries`),
     `versions` are those of the timer and of the kernel or the peers; empty where none were kept yet.
+    `digest` is that of an accepted row; empty elsewhere.
     Status `bridged` is a time of another run, times the library's time here over then.
     """
 
@@ -128,6 +130,7 @@ class Row:
     environment: str = ""
     date: str = ""
     note: str = ""
+    digest: str = ""
     built: bool = field(default=False, compare=False)
 
     @property
@@ -145,6 +148,15 @@ class Row:
         """What makes a cell of the file."""
         return (self.kernel, self.provider, self.dtype, self.N or 0, self.K or 0, self.M or 0, self.mode)
 
+    @property
+    def where(self) -> str:
+        """The row in a message."""
+        return f"{self.provider} ({self.kernel}, {self.dtype}) at {self.N} x {self.K}, M = {self.M}, {self.mode}"
+
+    def texts(self) -> dict[str, str]:
+        """Its fields as CSV text, by column."""
+        return {name: _text(getattr(self, name)) for name in COLUMNS}
+
 
 COLUMNS = tuple(f.name for f in fields(Row) if f.compare)  # `built` is where a row was read
 INTEGERS = ("N", "K", "M", "bytes", "rounds", "copies", "clock_mhz")
@@ -157,9 +169,14 @@ def to_csv(rows: Iterable[Row]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
-        values = [getattr(row, name) for name in COLUMNS]
-        writer.writerow(["" if v is None else f"{v:.5g}" if isinstance(v, float) else v for v in values])
+        writer.writerow(row.texts().values())
     return out.getvalue()
+
+
+def _text(value: str | int | float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def is_kernel_rows(path: Path) -> bool:
@@ -205,6 +222,26 @@ def _row(line: list[str], where: str) -> Row:
     return Row(**values)
 
 
+def stored(path: Path) -> list[Row]:
+    """Read accepted rows.
+
+    Raises:
+        UserError: a row that was edited after it was accepted, belongs to another device or is given twice; one that is
+            gone or new.
+    """
+    rows, seen = from_csv(path), set()
+    for row in rows:
+        where = f"{path}: {row.where}"
+        row_digest.check(row, where)
+        if slug(row.device) != path.parent.name:
+            raise UserError(f"{where} on {row.device} does not belong there")
+        if row.key in seen:
+            raise UserError(f"{where} is given twice; check the file out again")
+        seen.add(row.key)
+    row_list.check(path, rows)
+    return [replace(row, digest="") for row in rows]
+
+
 # ---- accepting
 
 
@@ -216,7 +253,8 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
 
     Raises:
         UserError: schema, a row given twice, a missing origin, uncommitted code, a failure or wrong result of ours, or
-            a time that the device cannot have, a peer that is rescaled from another device.
+            a time that the device cannot have, a peer that is rescaled from another device; an accepted row that was
+            edited.
     """
     rows = from_csv(path)
     if not any(row.status == "ok" for row in rows):
@@ -224,7 +262,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     seen: set[tuple] = set()
     by_file: dict[Path, list[Row]] = {}
     for row in rows:
-        where = f"{path}: {row.provider} ({row.kernel}, {row.dtype}) at {row.N} x {row.K}, M = {row.M}, {row.mode}"
+        where = f"{path}: {row.where}"
         if row.key in seen:
             raise UserError(f"{where}: given twice")
         seen.add(row.key)
@@ -238,10 +276,11 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         by_file.setdefault(results / slug(row.device) / "kernels.csv", []).append(row)
     merged = {}
     for file, new in by_file.items():
-        old = from_csv(file) if file.exists() else []
+        there = file.is_file() or file.name in row_list.listed(file.parent)
+        old = stored(file) if there else []
         merged[file] = {row.key: row for row in (*old, *new)}
     for file, by_key in merged.items():
-        write_text(file, to_csv(row for _, row in sorted(by_key.items())))
+        row_list.write(file, [by_key[key] for key in sorted(by_key)], to_csv)
     return {str(file): len(by_file[file]) for file in by_file}
 
 
@@ -355,8 +394,10 @@ def roofline(row: Row, peaks: Mapping[str, float]) -> tuple[float, str]:
 
 
 def files() -> list[Path]:
-    """Where kernel times are read from: accepted ones, then what was measured here."""
-    return [*sorted(RESULTS.glob("*/kernels.csv")), *([BUILT] if BUILT.is_file() else [])]
+    """Where kernel times are read from: accepted ones, those that are missing too, then what was measured here."""
+    accepted = [folder / BUILT.name for folder in sorted(RESULTS.glob("*/"))]
+    there = [path for path in accepted if path.is_file() or path.name in row_list.listed(path.parent)]
+    return [*there, *([BUILT] if BUILT.is_file() else [])]
 
 
 Stamps = tuple[tuple[Path, int], ...]
@@ -364,7 +405,12 @@ Stamps = tuple[tuple[Path, int], ...]
 
 def stamps() -> Stamps:
     """The files with their modification times: what is read from them is read once per version."""
-    return tuple((path, path.stat().st_mtime_ns) for path in files())
+    return tuple((path, path.stat().st_mtime_ns if path.is_file() else 0) for path in files())
+
+
+def _read(path: Path) -> list[Row]:
+    """The rows of one of `files`: those built here as they are, accepted ones checked."""
+    return from_csv(path) if path == BUILT else stored(path)
 
 
 @cache
@@ -377,7 +423,7 @@ def shown_device(stamps: Stamps) -> str:
 @cache
 def timed(stamps: Stamps) -> dict[tuple[str, str, int, str], list[Row]]:
     """Rows with a time by device, layer (`4096x14336`; `0x0` of a ceiling), tokens and mode; those built here win."""
-    rows = {(r.device, r.key): replace(r, built=path == BUILT) for path, _ in stamps for r in from_csv(path) if r.us}
+    rows = {(r.device, r.key): replace(r, built=path == BUILT) for path, _ in stamps for r in _read(path) if r.us}
     found: dict[tuple[str, str, int, str], list[Row]] = {}
     for row in rows.values():
         found.setdefault((row.device, f"{row.N or 0}x{row.K or 0}", row.M or 0, row.mode), []).append(row)

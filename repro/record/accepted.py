@@ -17,19 +17,20 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError
 from repro.files import atomic, write_text
-from repro.record import folded, measurement, observations, row_digest
+from repro.record import folded, measurement, observations, row_digest, row_list
 from repro.record.measurement import Measurement, from_csv, slug, to_csv
 from repro.record.observations import Series
 from repro.spec.cell import Cell, Place
 
 RESULTS = measurement.RESULTS
-KEYS = "rows.json"  # a digest of the keys of each file; two of a file that is being written: before and after
+OF_CELLS = "*-*.csv"  # files of measurements; kernel times, which `repro.bench.kernel_rows` reads, have no dash
 INPUTS = "inputs.json"  # spells out the hashes of declared inputs of a device's rows
 
 
@@ -44,7 +45,7 @@ def _rows(results: Path, name: str) -> dict[tuple[Place, str], Measurement]:
     found = {}
     for folder in sorted(results.glob("*/")):
         path = folder / f"{name}.csv"
-        if path.is_file() or path.name in _keys(folder):
+        if path.is_file() or path.name in row_list.listed(folder):
             found |= {(row.place, row.scale): row for row in _read(path)}
     return found
 
@@ -65,8 +66,7 @@ def _read(path: Path) -> list[Measurement]:
             raise UserError(f"{where} is given twice; check the file out again")
         seen.add(row.key)
         rows.append(replace(row, digest=""))
-    if row_digest.of_keys(rows) not in _keys(path.parent).get(path.name, ()):
-        raise UserError(f"{path}: it has other rows than were accepted ({path.parent / KEYS}); check both out again")
+    row_list.check(path, rows)
     return rows
 
 
@@ -122,23 +122,15 @@ def files() -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those in a device's folder; peers' times and sanitizer results are others."""
-    found = {folder / name for name in _keys(folder)}
-    for path in folder.glob("*-*.csv"):
+    """Those in a device's folder; kernel times, peers' times and sanitizer results are others."""
+    found = {folder / name for name in row_list.listed(folder) if fnmatchcase(name, OF_CELLS)}
+    for path in folder.glob(OF_CELLS):
         if path.name.startswith("."):  # left by a process that was killed
             continue
         with open(path, encoding="utf-8", errors="replace") as file:
             if file.readline().startswith("paper,kind,number,row,"):
                 found.add(path)
     return sorted(found)
-
-
-def _keys(folder: Path) -> dict[str, list[str]]:
-    """The digests of keys of a device's files by their names."""
-    found = _facts(folder / KEYS)
-    if not all(isinstance(digests, list) for digests in found.values()):
-        raise UserError(f"{folder / KEYS}: not lists of digests by file; check it out again")
-    return found
 
 
 # --- series -----------------------------------------------------------------------------------------------------------
@@ -217,7 +209,7 @@ def write(taken: Iterable[Taken]) -> dict[str, int]:
 
 def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], Taken]:
     """What a file holds already besides the keys `new`, by key."""
-    there = path.is_file() or path.name in _keys(path.parent)
+    there = path.is_file() or path.name in row_list.listed(path.parent)
     rows = [row for row in (_read(path) if there else []) if row.key not in new]
     return {row.key: Taken(row, series(row), inputs_of(row) or {}) for row in rows}
 
@@ -245,6 +237,7 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
     said = sorted(folded.fold(dict(sorted(known.items()))).items())
     lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in said]
     write_text(path.with_name(INPUTS), "{\n" + ",\n".join(lines) + "\n}\n")
+    _facts_of.cache_clear()  # a file that was written twice within a tick of the clock has one time
     store(path, [one.row for one in rows])
     for pack in set(_packs(path.parent, path.stem)) - packs.keys():
         pack.unlink()
@@ -252,20 +245,7 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
 
 def store(path: Path, rows: Sequence[Measurement]) -> None:
     """Write a file of signed rows; without rows it goes. Whenever that is interrupted, the file and its keys agree."""
-    _facts_of.cache_clear()  # a file that was written twice within a tick of the clock has one time
-    before, after = _keys(path.parent), row_digest.of_keys(rows)
-    _write_keys(path.parent, before | {path.name: [*before.get(path.name, []), after]})
-    if rows:
-        write_text(path, to_csv(map(row_digest.signed, rows)))
-        _write_keys(path.parent, before | {path.name: [after]})
-    else:
-        path.unlink(missing_ok=True)
-        _write_keys(path.parent, {name: digests for name, digests in before.items() if name != path.name})
-
-
-def _write_keys(folder: Path, keys: Mapping[str, list[str]]) -> None:
-    lines = [f"{json.dumps(name)}: {json.dumps(digests)}" for name, digests in sorted(keys.items())]
-    write_text(folder / KEYS, "{\n" + ",\n".join(lines) + "\n}\n")
+    row_list.write(path, rows, to_csv)
 
 
 def rewrite(change: Callable[[Taken], Taken | None]) -> dict[str, int]:

@@ -12,6 +12,10 @@ quarter of its sequences, three models, three seeds, two texts. Families, with t
 
 (tests/test_draws.py computes them anew.) Where a method has no seeds there, such as a training at low bits, it gets
 those of its family; an interval that rests on them covers `pooled seeds`.
+
+A stored row names no family, since its recipe and seeds decide which one it has, and since the variance is that of all
+accepted seeds of today: a number kept in each row would be another fact to contradict them. So the interval in a row is
+what was known when it was accepted; what is shown is computed anew from its series and this pool (`recorded.find`).
 """
 
 import json

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,10 @@ class Measurement:
         """The cell in a message."""
         return f"{self.paper} {self.kind} {self.number} / " + " / ".join(map(shortened, self.place))
 
+    def texts(self) -> dict[str, str]:
+        """Its fields as CSV text, by column."""
+        return {name: text(getattr(self, name)) for name in COLUMNS}
+
 
 COLUMNS = tuple(f.name for f in fields(Measurement))
 SEEDS = "([0-9]{1,10}( [0-9]{1,10})*)?"
@@ -115,7 +119,7 @@ def to_csv(rows: Iterable[Measurement]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
-        writer.writerow([text(value) for value in asdict(row).values()])
+        writer.writerow(row.texts().values())
     return out.getvalue()
 
 
