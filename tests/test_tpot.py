@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from repro.bench import along
 from repro.cells import tpot
 from repro.cells.tpot import Ask
 from repro.errors import UserError
@@ -14,6 +15,9 @@ from repro.spec import tables
 from repro.spec.workflow import Workflow
 
 MS = {16: (4.6, 5.4), 8: (2.6, 3.4), 4: (2.0, 2.8)}  # after 128 and 4,096 tokens
+EXTRA = {0.5: 0.2, 1.5: 0.1}  # ms of a mixture beyond its static steps, by moves over layers
+LOST = {1: 0.3, 4: 0.6, 16: 3.0}  # ms by layers of a switch
+SWITCHES = [23, 45, 67, 89]  # of a run in which they were timed
 FACTS = {"shape": "shape/Llama-3-8B", "device": "NVIDIA H200", "commit": "abc"}
 
 
@@ -25,12 +29,23 @@ def measured(tmp_path, monkeypatch):
         for context, ms in zip((128, 4096), times):
             write(tmp_path / f"step-{bits}-{context}.json", {"context": context, "timed": 64, "ms": ms})
     write(tmp_path / "signal.json", {"listening ms": 2.02, "plain ms": 2.0})
-    write(tmp_path / "switch-ahead-4.json", {"late ms, median": 0.5})
+    for share, extra in EXTRA.items():
+        write(tmp_path / f"mixed-random-{share}.json", {"ms": 3.0 + extra, "expected ms": 3.0})
+    for layers, ms in LOST.items():
+        write(tmp_path / f"switch-ahead-{layers}.json", {"layers": layers, "ms": around(ms), "steps": SWITCHES})
     return tmp_path
 
 
 def write(path, found):
     path.write_text(json.dumps(FACTS | found))
+
+
+def around(lost):
+    """Milliseconds of steps around switches, each of which delays its token; between them layers get faster."""
+    ms = [4.0 - 0.01 * sum(step >= at for at in SWITCHES) for step in range(1, 101)]
+    for at in SWITCHES:
+        ms[at - 1] += lost
+    return ms
 
 
 def shown(ask):
@@ -60,28 +75,50 @@ def test_a_schedule_takes_each_layers_share_of_the_step_of_its_width(measured, l
     sizes, total, seconds = tpot._sizes("shape/Llama-3-8B"), 0, []
     names = list(sizes)
     assert len(names) == 224 and sum(sizes.values()) == 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
-    bits, made = dict.fromkeys(names, 16), 0
+    bits, made, switches = dict.fromkeys(names, 16), 0, 0
     moves = [(name, width) for width in (8, 4) for name in names]
     for token in range(1, 1501):
         if token >= 22 and (token - 22) % 21 == 0:
             for name, width in moves[made : made + layers]:
                 bits[name] = width
+            switches += made < len(moves)
             made += layers
         held = {width: sum(size for name, size in sizes.items() if bits[name] == width) for width in MS}
         total = sum(sizes.values())
-        seconds.append(sum(held[width] / total * step(width, 128 + token) for width in MS))
+        mixed = np.interp((held[8] + 2 * held[4]) / total, [0, 0.5, 1, 1.5, 2], [0, 0.2, 0, 0.1, 0])
+        seconds.append(mixed + sum(held[width] / total * step(width, 128 + token) for width in MS))
     ask = Ask("ms", "1500", f"flexquant(layers={layers})")
-    assert shown(ask) == pytest.approx(np.mean(seconds))
-    parts = [shown(Ask(part, "1500", ask.schedule)) for part in ("16 bits", "8 bits", "4 bits", "cache")]
-    assert sum(parts) == pytest.approx(seconds[-1])
+    assert shown(ask) == pytest.approx(np.mean(seconds) + switches * LOST[layers] / 1500)
+    parts = [shown(Ask(part, "1500", ask.schedule)) for part in ("16 bits", "8 bits", "4 bits", "cache", "mixing")]
+    assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1)
     assert parts[2] > 0 if layers == 16 else parts[2] == 0
 
 
 def test_parts_that_are_measured_by_themselves(measured):
     assert shown(Ask("PPLE", "1000", "flexquant(layers=4)")) == pytest.approx(0.02)
     switches = 1 + (999 - 22) // 21
-    assert shown(Ask("switching", "1000", "flexquant(layers=4)")) == pytest.approx(0.5 * switches / 1000, rel=0.03)
-    assert shown(Ask("switching", "1000", "flexquant(layers=8)")) is None and shown(Ask("PPLE", "9", bits="8")) == 0
+    assert shown(Ask("switching", "1000", "flexquant(layers=4)")) == pytest.approx(0.6 * switches / 1000, rel=0.03)
+    between = shown(Ask("switching", "1000", "flexquant(layers=8)"))  # of 4 and 16 layers
+    assert between == pytest.approx(1.4 * switches / 1000, rel=0.03) and shown(Ask("PPLE", "9", bits="8")) == 0
+
+
+def test_a_switch_loses_what_its_tokens_take_beyond_the_settled_ones():
+    ms = around(0.6)
+    ms[40] += 5.0  # late in an interval: the settled ones are its median
+    assert along.lost(ms, SWITCHES) == pytest.approx([0.6, 0.6], abs=1e-9)
+    ms[43] += 1.0  # the token before a switch belongs to it
+    assert along.lost(ms, SWITCHES) == pytest.approx([1.6, 0.6], abs=1e-9)
+    ms = [4.0] * 100
+    for at in range(45, 55):
+        ms[at] = 4.5  # a graph is captured beside these
+    assert along.lost(ms, SWITCHES) == pytest.approx([5.0, 0.0], abs=1e-9)
+
+
+@pytest.mark.parametrize("absent", ["mixed-random", "switch-ahead"])
+def test_a_schedule_needs_mixtures_and_switches(measured, absent):
+    for path in measured.glob(f"{absent}-*.json"):
+        path.unlink()
+    assert shown(Ask("ms", "1000", "flexquant(layers=4)")) is None and shown(Ask("ms", "1000", bits="4")) is not None
 
 
 def test_what_was_not_measured_has_no_value(measured, monkeypatch, tmp_path):
@@ -102,8 +139,11 @@ def test_where_times_come_from(measured):
 
 def test_no_threshold_switches_earlier():
     """At its best: as many switches as windows fit in."""
-    share, switches = tpot.shares(Config(layers=1), {"a": 3, "b": 1}, 100)
-    assert switches == [22, 43, 64, 85] and share[21].tolist() == [0.25, 0.75, 0] and share[99].tolist() == [0, 0, 1]
+    sizes = {"a": 3, "b": 1}
+    log = tpot.at_best(Config(layers=1), sizes, 100)
+    share = along.shares(log, [16, 8, 4], sizes, 100)
+    assert [switch.step for switch in log] == [22, 43, 64, 85]
+    assert share[21].tolist() == [0.25, 0.75, 0] and share[99].tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Milliseconds a token at a paper's shapes along a schedule of precision, calculated from measured steps.
 
 The steps are those of `python -m repro.bench.commands.precision`, one JSON file each: all layers at one width, after so
-many tokens. Each layer's share of the weights takes its share of the step of its width, between the measured contexts
-by interpolation; a text's time is the sum of its steps (FlexQuant, Figures 6 and 7). That run's `whole.json` compares
-one whole run with such a sum.
+many tokens, mixtures of widths, and what switches lose. A text's time is their sum along its switches
+(`repro/bench/along.py`; FlexQuant, Figures 6 and 7). That run's `whole.json` compares one whole run with such a sum.
 
 A schedule is shown at its best: every window qualifies, and no threshold can be faster with as many layers a switch.
 """
@@ -14,10 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from repro.bench import along
+from repro.bench.along import Measured
 from repro.engine import weights
 from repro.errors import UserError
 from repro.judge.quantity import Quantity
@@ -29,7 +30,7 @@ from repro.record.measurement import RESULTS
 from repro.spec import precision
 from repro.strict import load_yaml
 
-VERSION = 1
+VERSION = 2
 BUILT = Path("build") / "precision"
 STORED = RESULTS / "nvidia-h200" / "precision"
 PROMPT = 128  # tokens before the text
@@ -42,12 +43,13 @@ class Ask:
 
     Attributes:
         show: `ms` a token, in the mean over the text, or how many `times` that of 16 bits is as long; of the last token
-            alone, `16 bits`, `8 bits` and `4 bits` are the milliseconds of the layers at a width, `cache` what keys and
-            values add, `PPLE` what the signal costs, `switching` what switches delay a token in the mean.
+            alone, `16 bits`, `8 bits` and `4 bits` are the milliseconds of the layers at a width, `mixing` what the
+            mixture of widths takes beyond these, `cache` what keys and values add, `PPLE` what the signal costs,
+            `switching` what switches delay a token in the mean.
         schedule: such as `flexquant(layers=4)`; empty is `bits` from the first token to the last.
     """
 
-    show: Literal["ms", "times", "16 bits", "8 bits", "4 bits", "cache", "PPLE", "switching"]
+    show: Literal["ms", "times", "16 bits", "8 bits", "4 bits", "mixing", "cache", "PPLE", "switching"]
     tokens: str
     schedule: str = ""
     bits: str = ""
@@ -94,35 +96,20 @@ def origin(asks: Sequence[Ask]) -> dict[str, str]:
     }
 
 
-def shares(config: Config, sizes: dict[str, int], steps: int) -> tuple[np.ndarray, list[int]]:
-    """The share of the weights at each width in each of decode steps 1 to `steps`, if every window qualifies.
+def at_best(config: Config, sizes: dict[str, int], steps: int) -> list[Switch]:
+    """The switches in decode steps 1 to `steps` if every window qualifies: none is earlier with as many layers each.
 
     Args:
         config: window, layers a switch and path.
         sizes: weights of each layer, in the model's order.
         steps: decode steps.
-
-    Returns:
-        float64 `[steps, widths]`, and the steps at which layers are switched.
     """
     always = replace(config, threshold=None, multiple=1e30, order="model")
     controller = Controller(always, order.moves({}, list(sizes), always))
     controller.start([1.0])
     for token in range(1, steps):
         controller.observe(1.0, token)
-    return _shares(controller.log, config.path, sizes, steps), sorted({switch.step for switch in controller.log})
-
-
-def _shares(log: Sequence[Switch], path: Sequence[int], sizes: dict[str, int], steps: int) -> np.ndarray:
-    change = np.zeros((steps + 1, len(path)))
-    change[0, 0] = sum(sizes.values())
-    width = dict.fromkeys(sizes, path[0])
-    for switch in log:
-        at = min(switch.step - 1, steps)
-        change[at, path.index(width[switch.layer])] -= sizes[switch.layer]
-        change[at, path.index(switch.bits)] += sizes[switch.layer]
-        width[switch.layer] = switch.bits
-    return change.cumsum(0)[:steps] / sum(sizes.values())
+    return [switch for switch in controller.log if switch.step <= steps]
 
 
 # --- measured steps ---------------------------------------------------------------------------------------------------
@@ -141,15 +128,9 @@ def _folder() -> tuple[Path, Stamps]:
 
 
 @cache
-def _steps(folder: Path, files: Stamps) -> dict[int, tuple[list[float], list[float]]]:
-    """Width to the contexts of its measured steps, in the middle of what was timed, and their milliseconds."""
-    points: dict[int, list[tuple[float, float]]] = {}
-    for name, _ in files:
-        if name.startswith("step-"):
-            one = json.loads((folder / name).read_text())
-            middle = one["context"] + one["timed"] / 2
-            points.setdefault(int(name.split("-")[1]), []).append((middle, one["ms"]))
-    return {bits: tuple(map(list, zip(*sorted(pairs)))) for bits, pairs in points.items()}
+def _measured(folder: Path, files: Stamps) -> Measured:
+    """The measurements of a folder whose files are those."""
+    return along.read(folder)
 
 
 @cache
@@ -167,37 +148,40 @@ def _sizes(shape: str) -> dict[str, int]:
 
 @cache
 def _value(ask: Ask, folder: Path, files: Stamps) -> float | None:
-    steps, count = _steps(folder, files), int(ask.tokens)
+    measured, count = _measured(folder, files), int(ask.tokens)
     config = precision.read(ask.schedule) if ask.schedule else None
     path = config.path if config else [int(ask.bits)]
-    needed = {*path, HIGH} if ask.show == "times" else set(path)
-    if needed - steps.keys():
+    widths = {*path, HIGH} if ask.show == "times" else set(path)
+    contexts = PROMPT + np.arange(1, count + 1)
+    if measured.lacks(sorted(widths), contexts[-1], switches=config is not None):
         return None
-    at = PROMPT + np.arange(1, count + 1)
-    if any(at[-1] > steps[bits][0][-1] for bits in needed):
-        return None  # beyond the longest context that was measured
     share, switches = np.ones((count, 1)), []
     if config:
-        share, switches = shares(config, _sizes(_read(folder, files, "step-")["shape"]), count)
-    each = np.stack([np.interp(at, *steps[bits]) for bits in path], axis=1)
-    if ask.show == "ms":
-        return float((share * each).sum(1).mean())
-    if ask.show == "times":
-        return float(np.interp(at, *steps[HIGH]).mean() / (share * each).sum(1).mean())
-    if ask.show in ("PPLE", "switching"):
-        return _by_itself(ask, folder, files, switches)
-    return _part(ask.show, path, share[-1], each[-1], [steps[bits][1][0] for bits in path])
-
-
-def _by_itself(ask: Ask, folder: Path, files: Stamps, switches: Sequence[int]) -> float | None:
-    """Milliseconds a token of the signal, or of switches; None where they were not measured."""
-    if not ask.schedule:
-        return 0.0
+        sizes = _sizes(measured.shape)
+        log = at_best(config, sizes, count)
+        share, switches = along.shares(log, path, sizes, count), sorted({switch.step for switch in log})
+    lost = len(switches) * measured.lost_by(config.layers) / count if switches else 0.0
+    if ask.show == "switching":
+        return lost
     if ask.show == "PPLE":
-        measured = _read(folder, files, "signal.json")
-        return None if measured is None else max(0.0, measured["listening ms"] - measured["plain ms"])
-    measured = _read(folder, files, f"switch-ahead-{precision.read(ask.schedule).layers}.json")
-    return None if measured is None else max(0.0, measured["late ms, median"]) * len(switches) / int(ask.tokens)
+        return _signal(folder) if config else 0.0
+    if ask.show in ("ms", "times"):
+        mean = float(measured.tokens(path, share, contexts).mean()) + lost
+        return mean if ask.show == "ms" else float(measured.static([HIGH], contexts).mean()) / mean
+    short = [measured.steps[bits][1][0] for bits in path]
+    last = contexts[-1:]
+    if ask.show == "mixing":
+        return float((measured.tokens(path, share[-1:], last) - (share[-1:] * measured.static(path, last)).sum())[0])
+    return _part(ask.show, path, share[-1], measured.static(path, last)[0], short)
+
+
+def _signal(folder: Path) -> float | None:
+    """Milliseconds a token of PPLE, window and decision; None where they were not measured."""
+    path = folder / "signal.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    return max(0.0, found["listening ms"] - found["plain ms"])
 
 
 def _part(show: str, path: Sequence[int], share: np.ndarray, each: np.ndarray, short: Sequence[float]) -> float:
@@ -214,9 +198,3 @@ def _part(show: str, path: Sequence[int], share: np.ndarray, each: np.ndarray, s
         return float((share * (each - short)).sum())
     bits = int(show.split()[0])
     return float(share[path.index(bits)] * short[path.index(bits)]) if bits in path else 0.0
-
-
-def _read(folder: Path, files: Stamps, name: str) -> Any:  # noqa: ANN401
-    """The first file whose name begins so; None where there is none."""
-    path = next((folder / file for file, _ in files if file.startswith(name)), None)
-    return json.loads(path.read_text()) if path else None

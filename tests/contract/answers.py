@@ -276,7 +276,13 @@ def tpot() -> Numbers:
                 write_text(
                     Path(folder) / f"step-{bits}-{context}.json", json.dumps(facts | {"context": context, "ms": ms})
                 )
-        asked = [module.Ask(show, "900", "flexquant(layers=8)") for show in ("ms", "times", "16 bits", "cache")]
+        mixed = facts | {"ms": 3.2, "expected ms": 3.0}
+        for share in (0.5, 1.5):
+            write_text(Path(folder) / f"mixed-random-{share}.json", json.dumps(mixed))
+        around = facts | {"layers": 8, "ms": [4.0] * 44 + [4.6] + [4.0] * 55, "steps": [23, 45, 67]}
+        write_text(Path(folder) / "switch-ahead-8.json", json.dumps(around))
+        shows = ("ms", "times", "16 bits", "cache", "mixing", "switching")
+        asked = [module.Ask(show, "900", "flexquant(layers=8)") for show in shows]
         return {ask.show: module.quantity(ask).interval().value for ask in asked}
 
 

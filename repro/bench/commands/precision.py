@@ -9,21 +9,25 @@ there already is not measured again. The parts, each with the settings that it w
     signal                  of PPLE, window and decision: the engine that listens against the one that does not
     switch-<how>-<layers>   how long the tokens around a switch take, with graphs captured ahead or when asked for, or
                             captured ahead with the copies on the host; and what of it is the host's own time
-    whole                   a run to 2,000 tokens against the sum of the static steps along its log
+    whole                   a run to 2,000 tokens that replays a log of switches, against the sum of measured steps
+                            along it: static ones, what mixtures take beyond these, what switches lose (bench/along.py)
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from repro.bench import along
 from repro.engine import copies
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
@@ -36,16 +40,19 @@ from repro.files import write_text
 from repro.jobs.target import Target
 from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
-from repro.methods.flexquant.schedule import bits_by_step
-from repro.record import provenance
+from repro.methods.flexquant.schedule import bits_by_step, planned_rule
+from repro.record import observations, provenance
 from repro.spec import scale as scales
 
 SHAPE = "shape/Llama-3-8B"
 RECIPES = {16: "fp16", 8: "rtn-w8-pc-sym", 4: "rtn-w4-g128"}  # grids whose kernels are tuned
 CONTEXTS = (128, 1024, 4096, 8000)  # tokens before those that are timed
+MIXTURES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # moves made, over the number of layers: 1 is all at 8 bits
 TIMED = 64  # steps of a measurement
 SHORT, LONG = 128, 1872  # prompt and new tokens of the whole run
-MOST = 16  # layers of a switch
+SWITCHED_LAYERS = (1, 4, 8, 16)  # layers of a switch
+MOST = SWITCHED_LAYERS[-1]
+WHOLE = 4  # layers of a switch of the whole run
 EVERY, SWITCHED = 22, 330  # steps between two switches, and of a run in which they are timed
 
 
@@ -53,13 +60,15 @@ def main() -> None:
     """Measure what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the measurements")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measurements whose name has a word")
+    parser.add_argument("--log", type=Path, help="observations of a switching job, whose switches `whole` replays")
     parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
     try:
-        Bench(args.shape, torch.device(args.device), args.out).run()
+        Bench(args.shape, torch.device(args.device), args.out, args.only, args.log).run()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 
@@ -67,8 +76,10 @@ def main() -> None:
 class Bench:
     """The measurements of one shape on one device."""
 
-    def __init__(self, shape: str, device: torch.device, folder: Path) -> None:
-        self.folder, self.device = folder, device
+    def __init__(
+        self, shape: str, device: torch.device, folder: Path, only: Sequence[str] = (), log: Path | None = None
+    ) -> None:
+        self.folder, self.device, self.only, self.log = folder, device, only, log
         folder.mkdir(parents=True, exist_ok=True)
         self.facts = {"shape": shape, "device": provenance.device_name(device.type), "commit": provenance.commit()}
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -100,16 +111,19 @@ class Bench:
             self.once(f"mixed-{name}", lambda b=bits: self.mixed(b, self.static))
             self.once(f"serial-{name}", lambda b=bits: self.serial(b))
         self.once("signal", self.signal)
-        for how in ("ahead", "asked"):
-            for layers in (1, 4, MOST):
-                self.once(f"switch-{how}-{layers}", lambda h=how, n=layers: self.switches(h == "ahead", n))
+        for layers in SWITCHED_LAYERS:
+            self.once(f"switch-ahead-{layers}", lambda n=layers: self.switches(True, n))
+        for layers in (1, 4, MOST):
+            self.once(f"switch-asked-{layers}", lambda n=layers: self.switches(False, n))
         self.once("whole", self.whole)
         for layers in (1, 4, MOST):
             self.once(f"switch-host-{layers}", lambda n=layers: self.from_host(n))
 
     def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A measurement from its file, or made now."""
+        """A measurement from its file, or made now; empty where neither is, since it is not asked for."""
         path = self.folder / f"{name}.json"
+        if not path.is_file() and self.only and not any(word in name for word in self.only):
+            return {}
         if not path.is_file():
             began = time.perf_counter()
             found = self.facts | measure()
@@ -142,7 +156,7 @@ class Bench:
         moves = order.moves({}, self.layers, Config(order="random"))
         by_product = order.moves({}, self.layers, Config(order="model"))
         found = {}
-        for share in (0.25, 0.5, 1.0, 1.5, 1.75):
+        for share in MIXTURES:
             for name, made in (("random", moves), ("model", by_product)):
                 bits = dict.fromkeys(self.layers, 16)
                 bits |= {move.layer: move.bits for move in made[: int(share * len(self.layers))]}
@@ -246,27 +260,68 @@ class Bench:
         return [1e3 * one for one in batch.seconds], list(engine.switching.logs[0])
 
     def whole(self) -> dict[str, Any]:
-        """A run of four layers a switch against the static steps along its log, interpolated by context."""
-        engine = self.engine(interval=EVERY, layers=4)
+        """A run of four layers a switch that replays a recorded log, against the sum of measured steps along it.
+
+        Without a log of another run, that of a first run here is replayed. A step of 16 bits is measured before and
+        after: where it is not the same, something else ran on the device. What lies between the sum and the run is said
+        apart: `settled ratio` is that of the medians between switches, which other load moves least, and `lost ms` are
+        what the switches of this run cost.
+        """
+        measured, path, contexts = along.read(self.folder), list(RECIPES), SHORT + np.arange(1, LONG)
+        if measured.lacks(path, contexts[-1], switches=True):
+            raise UserError("whole: its parts are not measured yet; say --only step mixed-random switch-ahead whole")
+        engine = self.engine(interval=EVERY, layers=WHOLE)
+        high = dict.fromkeys(self.layers, max(RECIPES))
+        before = self.step(high, CONTEXTS[0])["ms"]
+        if self.log is None:
+            _, recorded = self.timed(engine, SHORT, LONG)
+            when = [switch.step for switch in recorded]
+        else:
+            when = switch_steps(self.log, WHOLE)
+        engine.rule = planned_rule(when[::WHOLE], WHOLE)
         seconds, log = self.timed(engine, SHORT, LONG)
+        after = self.step(high, CONTEXTS[0])["ms"]
         sizes = copies.weights_of(self.model)
-        widths = bits_by_step(log, sizes, max(RECIPES), len(seconds)).tolist()
-        bits, due, expected = dict.fromkeys(self.layers, 16), {}, 0.0
-        for switch in log:
-            due.setdefault(switch.step, []).append(switch)
-        near, far = CONTEXTS[0], CONTEXTS[1]
-        for step in range(1, len(seconds) + 1):
-            bits |= {switch.layer: switch.bits for switch in due.get(step, [])}
-            share = (SHORT + step - near - TIMED / 2) / (far - near)
-            expected += (1 - share) * self.added_up(bits, near) + share * self.added_up(bits, far)
+        share = along.shares(log, path, sizes, len(seconds))
+        each = measured.tokens(path, share, contexts)
+        steps = sorted({switch.step for switch in log})
+        expected = float(each.sum()) + len(steps) * measured.lost_by(WHOLE)
+        settled = [along.settled_ms(seconds, *pair) for pair in pairwise(steps)]
+        by_sum = [along.settled_ms(each.tolist(), *pair) for pair in pairwise(steps)]
         return {
             "measured ms": sum(seconds),
             "calculated ms": expected,
             "ratio": sum(seconds) / expected,
-            "mean bits": statistics.mean(widths),
+            "static sum ms": float((share * measured.static(path, contexts)).sum()),
+            "settled ratio": sum(settled) / sum(by_sum),
+            "lost ms, mean": statistics.mean(along.lost(seconds, steps)),
+            "lost ms, expected": measured.lost_by(WHOLE),
+            "16 bits before, ms": before,
+            "16 bits after, ms": after,
+            "mean bits": statistics.mean(bits_by_step(log, sizes, max(RECIPES), len(seconds)).tolist()),
             "tokens": len(seconds),
+            "ms": seconds,
             "log": [[switch.step, switch.layer, switch.bits] for switch in log],
+            "replayed": str(self.log or "a first run's"),
         }
+
+
+def switch_steps(path: Path, layers: int) -> list[int]:
+    """The steps of a recorded run's switches, `layers` times each: of that prompt of a job whose text switched most.
+
+    Args:
+        path: observations of a job of `repro/cells/switching.py`.
+        layers: that each switch takes here.
+
+    Raises:
+        UserError: no text of the job switched.
+    """
+    held = observations.load(path).series
+    logs = [one.values for name, one in held.items() if name.startswith("log ")]
+    if not logs:
+        raise UserError(f"{path}: no text of this run switched; name the observations of one that did")
+    longest = max((sorted({int(step) for step in log}) for log in logs), key=len)
+    return [step for step in longest for _ in range(layers)]
 
 
 def clocked(steps: SwitchingSteps, name: str, seconds: list[float]) -> None:
