@@ -12,6 +12,7 @@ from series import interval
 
 from repro.errors import UserError
 from repro.judge import statistics
+from repro.judge.quantity import Quantity, choices, compose, evaluate
 from repro.judge.statistics import Draw, Interval, block_length, block_starts, lag_one, share_of_blocks
 from repro.record.observations import Series
 
@@ -90,6 +91,61 @@ def test_covers_a_recovered_share(n, random):
     truth = share({"full": 2.0, "base": 2.2, "ours": 2.1})
     found = (interval({"full": f, "base": b, "ours": s}, share) for f, b, s in zip(full, base, ours))
     assert 0.92 <= coverage(found, truth) <= 0.97
+
+
+BEST_OF_FIVE, FLAT = "min(a, b, c, d, e) - s", "max(a, b, c) / min(a, b, c) - 1"
+
+
+def extremes(gap, expression, count=250):
+    """Intervals of perplexities that differ by steps of `gap` nats, plain and as `compose` gives them; the truth.
+
+    What `s` loses varies less, since it loses less.
+    """
+    random = np.random.default_rng(20261126)
+    losses = {name: 0.1 + gap * i for i, name in enumerate("abcde" if expression == BEST_OF_FIVE else "abc")}
+    losses |= {"s": 0.08} if expression == BEST_OF_FIVE else {}
+    own = 0.05 * correlated(random, (count, len(losses), 213), 0.35)
+    full = 2 + 0.25 * correlated(random, (count, 213), 0.6)
+    plain, found = [], []
+    for common, noise in zip(full, own):
+        parts = {}
+        for (name, lost), each in zip(losses.items(), noise):
+            nll = Series(common + lost + each * (0.3 if name == "s" else 1), "windows", "text")
+            parts[name] = Quantity([{"nll": nll}], lambda mean: np.exp(mean["nll"]))
+        both = compose(expression, parts)
+        found.append(both.interval())
+        plain.append(replace(both, branches=tuple).interval())
+    truth = float(evaluate(expression, {name: np.exp(2 + lost) for name, lost in losses.items()}))
+    return plain, [replace(one, lo=one.lo - 1e-12) for one in found], truth
+
+
+@pytest.mark.parametrize("expression", [BEST_OF_FIVE, FLAT])
+@pytest.mark.parametrize("gap, most", [(0.0, 0.99), (0.004, 1.0), (0.1, 0.97)])
+def test_covers_the_least_and_the_greatest_of_several(gap, most, expression):
+    """Equal, close and far apart. Where they are close it is only known that several may be the least."""
+    plain, found, truth = extremes(gap, expression)
+    assert 0.93 <= coverage(found, truth) <= most
+    assert all(one.lo <= one.value <= one.hi for one in found)
+    if not gap:
+        assert coverage(plain, truth) < 0.91, "the least of five estimates is too low"
+        assert min(one.lo for one in found) >= -1e-12 or expression == BEST_OF_FIVE, "at least 0"
+    if gap == 0.1:
+        widths = [(one.hi - one.lo) / (other.hi - other.lo) for one, other in zip(found, plain)]
+        assert np.median(widths) == pytest.approx(1, abs=0.02), "one alone may be the least"
+
+
+def test_a_least_of_one_certain_and_one_uncertain_value(random):
+    """A series without spread beside one with: no correlation to divide by."""
+    series = {"a": Series(1 + 0.1 * random.normal(size=120), "windows"), "b": Series(np.full(120, 1.0), "windows")}
+    parts = {name: Quantity([{"x": one}], lambda mean: mean["x"]) for name, one in series.items()}
+    found = compose("min(a, b)", parts).interval()
+    assert found.lo < 1 and found.hi == 1.0
+
+
+def test_the_choices_of_an_expression():
+    assert choices("max(a, b) / min(a, b) - 1") == ["a / a - 1", "a / b - 1", "b / a - 1", "b / b - 1"]
+    assert choices("-min(a, max(b, c))") == ["-a", "-b", "-c"]
+    assert choices("(a - s) / b") == [] == choices("max(a / b)"), "of one argument it is over its layers"
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.3])

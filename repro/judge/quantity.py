@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Quantity:
         known: results of which only value and interval are left (a recorded time), by name.
         limits: the least and the greatest value that there can be; intervals end there.
         draws: what was drawn once, by what was drawn, so that two cells of one compressed model move together.
+        branches: gives what the value is the least or the greatest of, where it has a `min` or `max` of several.
     """
 
     seeds: Sequence[Mapping[str, Series]]
@@ -56,6 +58,7 @@ class Quantity:
     known: Mapping[str, statistics.Interval] | None = None
     limits: tuple[float, float] = (-math.inf, math.inf)
     draws: Mapping[str, statistics.Draw] = field(default_factory=dict)
+    branches: Callable[[], Sequence[Callable[[Mapping[str, Any]], Any]]] = tuple
 
     def interval(self) -> statistics.Interval:
         """The value with its interval.
@@ -63,7 +66,8 @@ class Quantity:
         Raises:
             UserError: seeds with different series or numbers of units, or a value that is no finite number.
         """
-        found = statistics.interval(self.seeds, self.value, self.compares, self.known, list(self.draws.values()))
+        draws = list(self.draws.values())
+        found = statistics.interval(self.seeds, self.value, self.compares, self.known, draws, self.branches())
         if found.lo is None or found.hi is None:
             return found
         return replace(found, lo=max(found.lo, self.limits[0]), hi=min(found.hi, self.limits[1]))
@@ -91,17 +95,23 @@ def compose(expression: str, parts: Mapping[str, Quantity]) -> Quantity:
                 target |= {f"{name}:{key}": one for key, one in found.items()}
     known = {f"{name}:{key}": one for name, part in parts.items() for key, one in (part.known or {}).items()}
 
-    def value(mean: Mapping[str, Any]) -> Any:
-        split: dict[str, dict[str, Any]] = {name: {} for name in parts}
-        for key, one in mean.items():
-            name, _, inner = key.partition(":")
-            split[name][inner] = one
-        return evaluate(expression, {name: part.value(split[name]) for name, part in parts.items()})
+    def value_of(text: str) -> Callable[[Mapping[str, Any]], Any]:
+        def value(mean: Mapping[str, Any]) -> Any:
+            split: dict[str, dict[str, Any]] = {name: {} for name in parts}
+            for key, one in mean.items():
+                name, _, inner = key.partition(":")
+                split[name][inner] = one
+            return evaluate(text, {name: part.value(split[name]) for name, part in parts.items()})
+
+        return value
+
+    def branches() -> list[Callable[[Mapping[str, Any]], Any]]:
+        return [value_of(text) for text in choices(expression)]
 
     alone = next(iter(parts.values())).compares if len(parts) == 1 else None
     compares = True if any(part.compares for part in parts.values()) else alone
     limits = parts[expression].limits if expression in parts else Quantity.limits
-    return Quantity(merged, value, compares, known or None, limits, _draws(parts))
+    return Quantity(merged, value_of(expression), compares, known or None, limits, _draws(parts), branches)
 
 
 def _draws(parts: Mapping[str, Quantity]) -> dict[str, statistics.Draw]:
@@ -191,6 +201,28 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
         raise UserError(f"predicate {shortened(expression)!r}: nested too deeply") from None
     except (TypeError, ValueError) as error:  # shapes, or a number of arguments, that a function does not take
         raise UserError(f"predicate {shortened(expression)!r}: cannot be computed ({error!s:.80})") from None
+
+
+def choices(expression: str) -> list[str]:
+    """An expression with each `min` and `max` of several arguments replaced by one of them, in every combination.
+
+    `max(a, b) / min(a, b)` becomes a / a, a / b, b / a and b / b; empty where there is no such call.
+    """
+    found = [ast.unparse(tree) for tree in _alternatives(ast.parse(expression, mode="eval").body)]
+    return list(dict.fromkeys(found)) if len(found) > 1 else []
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    """The trees that a tree becomes by such a choice."""
+    match node:
+        case ast.Call(func=ast.Name(id="min" | "max"), args=[_, _, *_] as args):
+            return [tree for arg in args for tree in _alternatives(arg)]
+        case ast.BinOp(left=left, op=op, right=right):
+            both = product(_alternatives(left), _alternatives(right))
+            return [ast.BinOp(one, op, other) for one, other in both]
+        case ast.UnaryOp(op=op, operand=operand):
+            return [ast.UnaryOp(op, tree) for tree in _alternatives(operand)]
+    return [node]
 
 
 def satisfied(holds: str, x: Any) -> Any:
