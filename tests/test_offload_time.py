@@ -12,6 +12,7 @@ from repro.cells.offload_time import Ask
 from repro.engine import budget, shapes
 from repro.errors import Refused, UserError
 from repro.jobs.target import Target
+from repro.judge.quantity import evaluate
 from repro.methods import subspec
 from repro.record import observations
 from repro.record.observations import Series
@@ -152,6 +153,23 @@ def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(ti
     lengths = _value(found["accept_length"])
     assert _value(found["tokens_per_s"]) == pytest.approx(lengths / 0.4)
     assert _value(found["speedup"]) == pytest.approx(lengths * 0.1 / 0.4)
+
+
+@pytest.mark.parametrize("slope, off", [(3.0, 0.0), (2.0, 0.1)])
+def test_the_time_model_is_the_least_squares_line_of_three_depths(slope, off):
+    """The spec's arithmetic against numpy's fit; a depth that is not on the line lies off it by as much."""
+    flow = Workflow(scales.load(name="pocket").on("cpu"))
+    ratios = {c.col: c for c in flow.cells("subspec", "depths") if c.metric == "model over measured"}
+    rng = np.random.default_rng(0)
+    ms = {depth: 200 + slope * depth + rng.normal() for depth in (4, 16, 48)}
+    line = np.polynomial.Polynomial.fit(list(ms), list(ms.values()), 1)
+    for depth in (8, 32, 64):
+        took = line(depth) * (1 + off)
+        cell = ratios[f"depth {depth}"]
+        found = evaluate(cell.ask.quantity, {"a": ms[4], "b": ms[16], "c": ms[48], "t": took})
+        assert found == pytest.approx(1 / (1 + off))
+        parts = flow.parts(cell)
+        assert [parts[name].ask.config.depth for name in "abct"] == [4, 16, 48, depth]
 
 
 def _value(quantity):

@@ -33,12 +33,12 @@ from repro.engine.decoding import Sampling
 from repro.engine.drafted import Drafted
 from repro.engine.engine import DTYPES, Engine, compressed, configuration
 from repro.engine.limited import Limited
-from repro.engine.shapes import offloaded, set_prefetch, timed
+from repro.engine.shapes import offloaded, set_prefetch, timed, traffic_of
 from repro.engine.speculating import Speculating
 from repro.engine.step import run_of
 from repro.engine.step import step as one_step
 from repro.engine.substitute import Loaded, decoders
-from repro.engine.traffic import Traffic, Use, bus_rate, used
+from repro.engine.traffic import Use, bus_rate, used
 from repro.errors import UserError
 from repro.files import write_text
 from repro.jobs.target import Target
@@ -325,14 +325,6 @@ def bus_shares(uses: Sequence[Use], seconds: float, rate: float) -> dict[str, fl
     nbytes = sum(use.nbytes for use in uses)
     busy = sum(use.seconds for use in uses)
     return {"bus_bytes_per_s": rate, "bus_share": nbytes / seconds / rate, "bus_busy": busy / seconds}
-
-
-def traffic_of(engine: Limited) -> Traffic:
-    """What notes the copies of an engine, of which a block streams at least."""
-    for block in engine.model.blocks:
-        if hasattr(block.down, "lane"):
-            return block.down.lane.traffic
-    raise UserError(f"{engine.name}: no block streams; give a smaller --memory")
 
 
 def of_shape(

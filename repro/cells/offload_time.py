@@ -22,7 +22,6 @@ from repro.engine.core import Core
 from repro.engine.limits import bound
 from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed
 from repro.engine.speculating import Speculating
-from repro.engine.step import Decoder
 from repro.engine.traffic import bus_rate
 from repro.errors import Refused, UserError, at_least, unknown
 from repro.jobs.job import Job, make
@@ -134,22 +133,16 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
     Raises:
         Refused: the budget is below the least that works.
     """
-    from transformers import AutoConfig  # takes seconds
-
-    draft = subspec.Config(**given["draft"]) if given["draft"] else None
     rate = bus_rate(device)  # before memory is limited
-    name, config = f"shape/{given['shape']}", AutoConfig.for_model(**SHAPES[given["shape"]])
-    *models, plan = offloaded(name, config, given["memory"], draft, given["context"], device, dtype)
-    engine = Speculating(name, *models, draft)
+    engine, plan = engine_of(given, device, dtype)
     warm, count = given["warm"], given["warm"] + given["timed"]
-    set_prefetch(engine, given["prefetch"])
     try:
         if given["alone"]:
-            return {"iteration": alone(name, models[1], given, device)}
+            return {"iteration": alone(engine, given, device)}
         iteration = timed(engine, count).seconds[warm:]
         found = {"iteration": iteration, "streamed": [float(plan.streamed_bytes)], "bus": [rate]}
         found |= {"draft": [0.0], "verify": iteration, "block": [float(plan.block_bytes)]}
-        if draft:
+        if engine.draft:
             engine.phases = True
             batch = timed(engine, count)
             found |= {"draft": batch.draft_s[warm:], "verify": batch.verify_s[warm:]}
@@ -159,10 +152,26 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
         bound(1.0, device)
 
 
-def alone(name: str, model: Decoder, given: Mapping[str, Any], device: torch.device) -> list[float]:
+def engine_of(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> tuple[Speculating, budget.Plan]:
+    """The engine of a job's shape, memory, draft and prefetching, and what lies where.
+
+    Raises:
+        Refused: the budget is below the least that works.
+    """
+    from transformers import AutoConfig  # takes seconds
+
+    draft = subspec.Config(**given["draft"]) if given["draft"] else None
+    name, config = f"shape/{given['shape']}", AutoConfig.for_model(**SHAPES[given["shape"]])
+    *models, plan = offloaded(name, config, given["memory"], draft, given["context"], device, dtype)
+    engine = Speculating(name, *models, draft)
+    set_prefetch(engine, given["prefetch"])
+    return engine, plan
+
+
+def alone(engine: Speculating, given: Mapping[str, Any], device: torch.device) -> list[float]:
     """Seconds of the steps of a draft by itself, beyond the budget by a cache of its own."""
     bound(1.0, device)
-    core = Core(name, model)
+    core = Core(engine.name, engine._drafting)
     core.RATED = False
     return timed(core, given["warm"] + given["timed"]).seconds[given["warm"] :]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder, Tokens, on, step
+from repro.engine.traffic import Traffic, noted
 from repro.errors import UserError
 from repro.kernels import argmax, sample
 
@@ -75,9 +76,13 @@ class Steps:
     """`advance`, on a GPU as one CUDA graph for each number of tokens; it owns whatever a captured step reads.
 
     A model whose weights stream is not captured.
+
+    Attributes:
+        passes: notes every step for a measurement.
     """
 
     STATE = State
+    passes: Traffic | None = None
 
     def __init__(self, model: Decoder, rows: int) -> None:
         self.model, self.cache = model, Cache(model, rows)
@@ -96,7 +101,8 @@ class Steps:
         """One step."""
         if self.graphed and state not in self.graphs:
             self.graphs[state] = self._capture(state)
-        self.graphs[state].replay() if self.graphed else advance(self.model, self.cache, state)
+        with noted(self.passes):
+            self.graphs[state].replay() if self.graphed else advance(self.model, self.cache, state)
 
     def _capture(self, state: State) -> torch.cuda.CUDAGraph:
         """The step as a graph. It runs twice before, as libraries set themselves up, with all rows as padding."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from repro.engine.decoding import Decoding, Sampling, State, Steps
 from repro.engine.speculate import Drafter, Tree, accepted
 from repro.engine.step import Cache, Decoder, step
+from repro.engine.traffic import Traffic, noted
 from repro.errors import UserError
 
 TOGETHER = 64  # nodes whose logits are there at once: of 289 and 150,000 tokens they would take a GB
@@ -63,7 +64,10 @@ class Drafted(Decoding):
         verified: when each verification began and ended, seconds of `time.perf_counter`.
         verify: the verifier of this generation, once it runs.
         path: nodes that the last iteration accepted, the root first.
+        verifications: notes every verification for a measurement.
     """
+
+    verifications: Traffic | None = None
 
     def __init__(self, plain: Decoding, drafter: Drafter, phases: bool = False) -> None:
         super().__init__(plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored)
@@ -116,7 +120,8 @@ class Drafted(Decoding):
         if self.phases and tree.ids.is_cuda:
             torch.cuda.synchronize()
         drafted = time.perf_counter()
-        chosen, chances = verify()
+        with noted(self.verifications):
+            chosen, chances = verify()
         said, logprobs = chosen.tolist(), chances.tolist()
         self.path = path = self._accepted(said)
         cache.gather(0, length, length + torch.tensor(path, device=tree.ids.device))

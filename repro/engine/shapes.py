@@ -15,6 +15,7 @@ from repro.engine.core import Core
 from repro.engine.decoding import Sampling
 from repro.engine.step import Decoder
 from repro.engine.substitute import decoders
+from repro.engine.traffic import Traffic
 from repro.errors import UserError
 from repro.kernels.packing import TILE, PackedWeight, block_columns
 from repro.methods import subspec
@@ -119,12 +120,29 @@ def set_prefetch(engine: Core, prefetch: bool) -> None:
                 product.lane.prefetch = prefetch
 
 
-def timed(engine: Core, new: int) -> Any:
-    """The batch of a generation of so many iterations behind a random prompt that fills most of the context."""
+def traffic_of(engine: Core) -> Traffic:
+    """What notes the copies of an engine, of which a block streams at least.
+
+    Raises:
+        UserError: every block is resident.
+    """
+    for block in engine.model.blocks:
+        if hasattr(block.down, "lane"):
+            return block.down.lane.traffic
+    raise UserError(f"{engine.name}: no block streams; give a smaller --memory")
+
+
+def generation(engine: Core, new: int) -> Any:
+    """A generation of so many iterations behind a random prompt that fills most of the context, not yet begun."""
     prompt = min(engine.context - new - 2, 900)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
-    batch = engine._decoding(ids, new + 1, Sampling(), 0)
+    return engine._decoding(ids, new + 1, Sampling(), 0)
+
+
+def timed(engine: Core, new: int) -> Any:
+    """The batch of a `generation` that has ended."""
+    batch = generation(engine, new)
     for _ in engine._run(batch):
         pass
     return batch

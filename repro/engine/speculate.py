@@ -7,12 +7,14 @@ on the device, the level too: one captured pass is replayed for all levels, with
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from repro.engine.step import Cache, Decoder, Tokens, step
+from repro.engine.traffic import Traffic, noted
 
 Logits = Callable[[Tokens], Tensor]  # from tokens to float `[T, V]`
 
@@ -87,9 +89,11 @@ class Drafter:
 
     Attributes:
         READS_STATES: whether it computes from the target's hidden states of the prompt, which are kept only then.
+        passes: notes every pass for a measurement.
     """
 
     READS_STATES = False
+    passes: Traffic | None = None
 
     def __init__(self, draft: Decoder, cache: Cache, tree: Tree) -> None:
         self.draft, self.cache, self.tree = draft, cache, tree
@@ -98,15 +102,15 @@ class Drafter:
     @torch.inference_mode()
     def __call__(self) -> None:
         """All levels of a planted tree."""
-        if self.draft.device.type != "cuda":
-            self.tree.grow_root(self.logits)
-            for _ in range(1, self.tree.depth):
-                self.tree.grow(self.logits)
-            return
-        root, level = self.graphs
-        root.replay()
+        if self.draft.device.type == "cuda":
+            root, level = (graph.replay for graph in self.graphs)
+        else:
+            root, level = (partial(grow, self.logits) for grow in (self.tree.grow_root, self.tree.grow))
+        with noted(self.passes):
+            root()
         for _ in range(1, self.tree.depth):
-            level.replay()
+            with noted(self.passes):
+                level()
 
     def begin(self, prompt: list[int], chunk: int, states: Tensor | None) -> None:
         """A text begins: the target's prefill has put its prompt into the cache that both share.

@@ -1,4 +1,4 @@
-"""When the bus copied, and how many bytes: what a share of the bus is computed from.
+"""When the bus copied, and how many bytes: what a share of the bus is computed from. Passes are noted likewise.
 
 A pass does not copy its own streamed bytes alone: the first block of a verification came while the draft computed, and
 behind its last block the first one comes again for the next pass. So a share is that of the copies which really lay
@@ -7,7 +7,8 @@ inside a span of time; no copy overlaps another, and the share of time is at mos
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,17 @@ class Traffic:
             return mark
         began, event = self._origin
         return began + event.elapsed_time(mark) / 1e3
+
+
+@contextmanager
+def noted(passes: Traffic | None) -> Iterator[None]:
+    """Note what is launched on the current stream as one span of no bytes, where somebody wants to know."""
+    if passes is None or not passes.on:
+        yield
+        return
+    began = passes.mark()
+    yield
+    passes.note(began, 0)
 
 
 def bus_rate(device: torch.device, seconds: float = 1.0) -> float:

@@ -23,7 +23,11 @@ Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, 
 Panels = dict[str, dict[str, Points]]  # by model and series
 Drawn = tuple[Panels, dict[Place, Measurement], str]
 PLOTS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (plot.lines, plot.scatter, plot.semilog, plot.loglog, plot.surface, plot.bars, plot.roofline)
+    f.__name__: f
+    for f in (
+        *(plot.lines, plot.scatter, plot.semilog, plot.loglog),
+        *(plot.surface, plot.bars, plot.roofline, plot.timeline),
+    )
 }
 
 

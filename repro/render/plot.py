@@ -240,6 +240,31 @@ def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
         save(figure, path)
 
 
+def timeline(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
+    """Spans of time, a lane a series, from top to bottom; lanes whose names end alike have one colour.
+
+    Args:
+        panels: one, of series to points, whose first number is where a span begins and whose second is its length.
+        title, x, y, path: as of `lines`.
+    """
+    lanes = {name: points for panel in panels.values() for name, points in panel.items() if points}
+    if not lanes:
+        return nothing(f"{title}: not measured", path)
+    kinds = list(dict.fromkeys(name.rpartition(": ")[2] for name in lanes))
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(7.2, 0.34 * len(lanes) + 1.2))
+        for place, (name, points) in enumerate(lanes.items()):
+            colour = PALETTE[kinds.index(name.rpartition(": ")[2]) % len(PALETTE)]
+            spans = [(point[0], point[1]) for point in points]
+            axis.broken_barh(spans, (place - 0.36, 0.72), facecolors=colour, edgecolors="white", linewidth=0.3)
+        axis.set_yticks(range(len(lanes)), lanes)
+        axis.set_ylim(len(lanes) - 0.5, -0.5)
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
+        _head(figure, title)
+        save(figure, path)
+
+
 def nothing(text: str, path: Path) -> None:
     """A figure that says why it is empty."""
     with plt.rc_context(STYLE):

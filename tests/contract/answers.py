@@ -33,11 +33,13 @@ from repro.baselines import saved as saved_step  # noqa: E402
 from repro.bench import kernel_rows  # noqa: E402
 from repro.cells import KINDS  # noqa: E402
 from repro.data import corpora, generated  # noqa: E402
+from repro.engine.traffic import Copy  # noqa: E402
 from repro.files import sha256, write_text  # noqa: E402
 from repro.jobs import compress, questions, requests, runner, tokens  # noqa: E402
 from repro.jobs.job import Job, distinct  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.judge.quantity import Quantity, compose, constant  # noqa: E402
+from repro.methods import subspec  # noqa: E402
 from repro.models import bits  # noqa: E402
 from repro.models.lowbit import LowBitModel  # noqa: E402
 from repro.record import observations, versions  # noqa: E402
@@ -247,6 +249,20 @@ def offload_time() -> Numbers:
     return {f"{ask.show} {ask.bus:g}": float(module.value(ask, mean)) for ask in asks}
 
 
+def timeline() -> Numbers:
+    """The spans of an iteration of known copies and passes; a GPU measures them."""
+    module = KINDS["timeline"]
+    lanes = {
+        "copies": [Copy(0.0, 1.0, 5), Copy(9.5, 11.0, 5), Copy(13.0, 14.0, 5)],
+        "draft passes": [Copy(1, 2, 0), Copy(10, 12.5, 0)],
+        "verification": [Copy(3, 9, 0), Copy(12.5, 15.5, 0)],
+    }
+    found = {}
+    for lane, spans in module.spans_of(lanes, subspec.Config(depth=1), 1).items():
+        found |= {f"{lane} begin": sum(a for a, _ in spans), f"{lane} end": sum(b for _, b in spans)}
+    return found
+
+
 def shape_decode() -> Numbers:
     """What is shown of a known step; a GPU measures it."""
     module = KINDS["shape_decode"]
@@ -364,6 +380,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         "kernel_time": kernel_time,
         "derived": derived,
         "offload_time": offload_time,
+        "timeline": timeline,
         "shape_decode": shape_decode,
         "tpot": tpot,
     }
