@@ -34,7 +34,7 @@ OPERATORS: dict[type, Callable[..., Any]] = {
 FUNCTIONS = {
     "min": lambda *v: np.minimum.reduce(np.broadcast_arrays(*v) if len(v) > 1 else v[0]),  # of one: over its layers
     "max": lambda *v: np.maximum.reduce(np.broadcast_arrays(*v) if len(v) > 1 else v[0]),
-    "geomean": lambda v: np.exp(np.mean(np.log(v), axis=0)),
+    "geomean": lambda *v: np.exp(np.mean(np.log(np.broadcast_arrays(*v) if len(v) > 1 else v[0]), axis=0)),
 }
 
 

@@ -49,7 +49,9 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
         stand_in = flow.scale.stand_in(model) if model else None
         if model:
             graded = f", grade {flow.scale.grade}" if stand_in else ""
-            rows.append([f"{model}; here: {stand_in or 'no stand-in at this scale'}{graded}"])
+            devices = {found[cell.place].stand_in for cell in mine if flow.is_taken(cell)} - {""}  # of times of shapes
+            here = stand_in or " and ".join(sorted(devices)) or "no stand-in at this scale"
+            rows.append([f"{model}; here: {here}{graded}"])
         for row in dict.fromkeys(cell.row for cell in mine):
             at = {col: [cell for cell in mine if (cell.row, cell.col) == (row, col)] for col in used}
             rows.append([row, *(_pair(flow, at.get(col, ()), found) for col in columns)])
