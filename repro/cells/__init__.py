@@ -21,6 +21,7 @@ A kind is a module with
                              nothing, which is not declared
     lacking(ask)             optional: why it cannot be measured here; empty if it can
     run(job, found, folder, origin), OUTPUTS     where the kind has a job of its own
+    absent(ask)              optional: why results of the kind's own have no number
     quantity(ask), several(ask), origin(asks)    instead of all but Ask, where results are the kind's own (kernel times)
 """
 
@@ -30,6 +31,7 @@ from typing import Any
 from repro.cells import (
     acceptance,
     agreement,
+    bench,
     block_error,
     by_error,
     curve,
@@ -91,6 +93,7 @@ KINDS: dict[str, ModuleType] = {
     "switching": switching,
     "weight_divergence": weight_divergence,
     "tpot": tpot,
+    "bench": bench,
 }
 
 

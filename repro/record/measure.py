@@ -90,9 +90,11 @@ def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
 def taken(flow: Workflow, cell: Cell) -> Measurement:
     """A cell from results of its kind's own, such as kernel times; the geometric mean of several numbers."""
     found, parts = flow.quantity(cell), flow.parts(cell)
+    one_of_them = next(iter(parts.values()), cell)
+    module = KINDS[one_of_them.measure]
     if found is None:
-        return replace(_blank(flow, cell), note="no such time is accepted or built here")
-    module = KINDS[next(iter(parts.values()), cell).measure]
+        absent = module.absent(one_of_them.ask) if hasattr(module, "absent") else ""
+        return replace(_blank(flow, cell), note=absent or "no such time is accepted or built here")
     if not parts and module.several(cell.ask):
         found = compose("geomean(x)", {"x": found})
     facts = module.origin([part.ask for part in parts.values()] or [cell.ask])

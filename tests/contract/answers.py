@@ -302,6 +302,16 @@ def tpot() -> Numbers:
         return {ask.show: module.quantity(ask).interval().value for ask in asked}
 
 
+def bench() -> Numbers:
+    """A number of a file that a bench has written."""
+    module = KINDS["bench"]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BUILT", Path(folder))
+        (Path(folder) / "offload").mkdir()
+        write_text(Path(folder) / "offload" / "limit.json", json.dumps({"growth_bytes": 3.5}))
+        return {"growth": module.quantity(module.Ask("offload", "limit", "growth_bytes")).interval().value}
+
+
 def derived() -> Numbers:
     """Arithmetic over operands."""
     ask = KINDS["derived"].Ask(
@@ -383,6 +393,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         "timeline": timeline,
         "shape_decode": shape_decode,
         "tpot": tpot,
+        "bench": bench,
     }
     with contextlib.redirect_stdout(io.StringIO()):
         if name in alone:

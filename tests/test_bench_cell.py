@@ -1,0 +1,83 @@
+"""Numbers of benches as cells: what a file says, why there is none, and the verdicts on whole runs."""
+
+import json
+
+import pytest
+
+from repro.cells import bench
+from repro.cells.bench import Ask
+from repro.judge import claims
+from repro.record import measure
+from repro.spec import scale as scales
+from repro.spec import tables
+from repro.spec.workflow import Workflow
+
+FACTS = {"device": "NVIDIA H200", "commit": "abc1234"}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Writes what a bench would have written; nothing else is there."""
+    monkeypatch.setattr(bench, "BUILT", tmp_path / "build")
+    monkeypatch.setattr(bench, "STORED", tmp_path / "results")
+
+    def write(where, name, **found):
+        path = tmp_path / where / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(FACTS | found))
+
+    return write
+
+
+def shown(table):
+    """Row and metric to the measurement of a table."""
+    flow = Workflow(scales.load(name="pocket"))
+    return {(c.row, c.metric): measure.one(flow, c) for c in flow.cells(*table)}
+
+
+def verdict(table):
+    flow = Workflow(scales.load(name="pocket"))
+    (claim,) = tables.table(*table).claims
+    return claims.judge(flow, claim)
+
+
+@pytest.mark.parametrize("ratio, holds", [(0.96, True), (1.051, False)])
+def test_a_whole_offloaded_run_is_judged_within_five_percent(files, ratio, holds):
+    assert verdict(("subspec", "whole")).said == "no verdict: not run"
+    files("build/offload", "qwen7b-whole", ratio=ratio, tokens_per_s=80.0, calculated_tokens_per_s=80 / ratio)
+    found = shown(("subspec", "whole"))
+    speed = found["Qwen2.5-7B", "tokens/s"]
+    assert (speed.value, speed.device, speed.grade, speed.live) == (80.0, "NVIDIA H200", "B", "fresh")
+    assert found["Qwen2.5-7B", "the same without prefills"].status == "not_run"
+    judged = verdict(("subspec", "whole"))
+    assert judged.said.startswith("holds" if holds else "same direction")
+    assert judged.cases[0].measured == ratio
+
+
+@pytest.mark.parametrize("ratio, holds", [(1.029, True), (1.031, False)])
+def test_a_whole_run_of_switches_is_judged_within_three_percent(files, ratio, holds):
+    files("results/precision", "whole", ratio=ratio)
+    judged = verdict(("flexquant", "whole"))
+    assert judged.said.startswith("holds") == holds and judged.cells[0].live == "stored"
+
+
+def test_peers_have_rows_with_a_number_or_the_reason(files):
+    files("results/offload", "Llama-3.1-8B-accelerate", pass_s=0.4, status="ok")
+    files("results/offload", "llama8b-prefetch", step_s=0.2)
+    files("results/offload", "Llama-3.1-8B-llamacpp", status="not_run", why="llama.cpp is not installed")
+    files("results/offload", "Llama-3.1-8B-llamacpp-calculated", pass_s=0.3, status="calculated")
+    found = {row: m for (row, _), m in shown(("subspec", "peers")).items()}
+    assert found["Accelerate"].value == pytest.approx(400) and found["prefetching"].value == pytest.approx(200)
+    assert (found["llama.cpp"].status, found["llama.cpp"].note) == ("not_run", "llama.cpp is not installed")
+    line = found["llama.cpp, calculated"]
+    assert line.value == pytest.approx(300) and line.note == "calculated"
+    assert found["synchronous copies"].note == "offload has no measurement llama8b-sync here"
+    assert verdict(("subspec", "peers")).said.startswith("holds")
+
+
+def test_what_was_built_here_comes_before_what_is_stored(files):
+    ask = Ask("offload", "limit", "growth_bytes")
+    assert bench.quantity(ask) is None
+    files("results/offload", "limit", growth_bytes=1)
+    files("build/offload", "limit", growth_bytes=2)
+    assert bench.quantity(ask).interval().value == 2 and bench.origin([ask])["live"] == "fresh"
