@@ -1,5 +1,6 @@
 """Decoding that switches layers to fewer bits: the same tokens as models built at each state from scratch."""
 
+import gc
 import sys
 import threading
 from contextlib import contextmanager, nullcontext
@@ -313,6 +314,7 @@ class Graph:
 
     def capture_begin(self, **how):
         assert how["capture_error_mode"] == "thread_local"
+        assert not gc.isenabled()  # a collection in this thread may free an older graph, which ends the capture
         self.owner.threads.append(threading.current_thread().name)
         self.owner.capturing.graph = self
 
@@ -345,6 +347,7 @@ def test_steps_of_all_states_are_captured_in_a_thread_that_makes_their_products(
     assert len(recorder.waited) == (states - 1 if ahead else 0)
     assert not ahead or all(thread.startswith("capture") for thread in makers)
     assert tokens_of(engine, 50) == wanted  # the first state's graph is kept
+    assert gc.isenabled()
 
 
 def test_the_interpreters_lock_is_handed_over_often_while_a_step_is_captured(name, monkeypatch):

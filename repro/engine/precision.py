@@ -6,6 +6,7 @@ the state before is replayed (`Recorder`). In a batch each sequence has a state 
 (`copies.py`).
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -229,7 +230,7 @@ class Recorder:
         began = time.perf_counter()
         torch.cuda.set_device(self.model.device)
         graph = torch.cuda.CUDAGraph()
-        with quick_turns(), torch.cuda.stream(self._stream):
+        with quick_turns(), no_collection(), torch.cuda.stream(self._stream):
             model = copies.static(self.model, bits)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -249,6 +250,18 @@ def quick_turns() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Let no garbage collection begin: it may free an older graph, which a thread that captures must not do."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class SwitchingDecoding(Decoding):
