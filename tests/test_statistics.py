@@ -369,6 +369,15 @@ def test_a_known_result_adds_its_variance(random):
     assert interval({"w4": values}, difference, known={"w16": bare}).lo is None
 
 
+def test_the_least_of_times_that_have_no_units_has_an_interval():
+    """Recorded times count no units; of two far apart the least has the interval of the smaller one."""
+    times = {name: Interval(value, value - 0.1, value + 0.1, 0, None, "items only", (value,))
+             for name, value in {"a": 2.0, "b": 9.0}.items()}  # fmt: skip
+    least = statistics.interval([], lambda m: np.minimum(m["a"], m["b"]), known=times, branches=[
+        lambda m: m["a"], lambda m: m["b"]])  # fmt: skip
+    assert (least.value, least.lo, least.hi) == pytest.approx((2.0, 1.9, 2.1), abs=5e-3)
+
+
 @given(st.floats(-5, 5), st.floats(0.1, 5), st.integers(4, 150), st.integers(1, 3))
 def test_moves_with_shift_and_scale(shift, scale, n, seeds):
     values = np.random.default_rng(n).normal(size=(seeds, n))

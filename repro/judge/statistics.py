@@ -270,7 +270,7 @@ def _ends_of_extreme(
         value: of the expression itself.
         found: of its branches, `[branches]`.
         errors: theirs, as `interval` puts them together.
-        n: units behind them.
+        n: units behind them; fewer than three, as where all are times of one run, count as three.
     """
     variance, freedom = _spread(errors)
     error, quantile = np.sqrt(variance), np.array([_quantile(df) for df in freedom])
@@ -283,7 +283,7 @@ def _ends_of_extreme(
     sign = 1.0 if value <= found.min() + slack else -1.0
     found = sign * found
     greatest = _greatest_errors(errors, error, float(freedom.min()))
-    wide = float(np.quantile(greatest(np.full(len(found), True)), 1 - 0.1 / math.log(n)))
+    wide = float(np.quantile(greatest(np.full(len(found), True)), 1 - 0.1 / math.log(max(n, 3))))
     possible = found <= np.min(found + wide * error) + 2 * wide * error
     together = float(np.quantile(greatest(possible), (1 + LEVEL) / 2))
     low = float(np.min((found - quantile * error)[possible]))
