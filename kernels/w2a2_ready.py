@@ -10,9 +10,10 @@ from repro.kernels import quantize_2bit, w2a2_gemv
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import Argument, operator
-from repro.kernels.w2a2_format import CODES, SCALES, ZEROS
+from repro.kernels.w2a2_format import CODES, FACTORS, SCALES, ZEROS
 
-CASES, SPACE = w2a2_gemv.CASES, w2a2_gemv.SPACE
+CASES = [case for case in w2a2_gemv.CASES if "split" not in case]  # columns are gathered before
+SPACE = w2a2_gemv.SPACE
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -23,10 +24,10 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
 
 
 def reference(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor
 ) -> Tensor:
     """y [M, N], computed in float64 with both sides dequantized."""
-    return w2a2_gemv.product(x_codes, x_scales, x_zeros, codes, scales, zeros, factor).float()
+    return w2a2_gemv.product(x_codes, x_scales, x_zeros, codes, scales, zeros, factors).float()
 
 
 def unsupported(device: torch.device | str) -> str | None:
@@ -35,25 +36,25 @@ def unsupported(device: torch.device | str) -> str | None:
 
 
 def launch(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float,
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor,
     config: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
     (m, groups), rows = x_scales.shape, codes.shape[0]
     config = config or w2a2_gemv.configuration("w2a2_ready", m, rows, form.GROUP * groups, codes.device)
-    weight = codes, scales, zeros, factor
-    return w2a2_gemv.run(x_scales.new_empty(m, rows), (None, x_codes, x_scales, x_zeros), weight, True, config)
+    weight = codes, scales, zeros, factors
+    return w2a2_gemv.run(x_scales.new_empty(m, rows), (None, None, x_codes, x_scales, x_zeros), weight, config)
 
 
 def on_cuda(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor
 ) -> Tensor:
     """y of the operator by the kernel, with its recorded configuration."""
-    return launch(x_codes, x_scales, x_zeros, codes, scales, zeros, factor)
+    return launch(x_codes, x_scales, x_zeros, codes, scales, zeros, factors)
 
 
 def limit(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factor: float
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor
 ) -> str | None:
     """What is wrong with checked arguments, or None."""
     return form.misfit(*x_scales.shape, codes, zeros)
@@ -70,6 +71,7 @@ w2a2_ready = operator(
         "codes": CODES,
         "scales": SCALES,
         "zeros": ZEROS,
+        "factors": FACTORS,
     },
     empty=lambda x_codes, x_scales, x_zeros, codes, *rest: x_scales.new_empty(x_scales.shape[0], codes.shape[0]),
     limit=limit,

@@ -407,12 +407,14 @@ def test_inputs_of_another_model_are_refused():
         inputs.attached(linear, {}, {"bits": 2, "group": 48, "include_zero": True, "columns": 64})
 
 
-def test_the_engine_refuses_quantized_inputs():
-    """It computes what is attached apart from the layer's product, which would leave the inputs as they are."""
+def test_the_engine_quantizes_inputs_as_the_layer_does():
     name, lm = "model.layers.0.self_attn.o_proj", LowBitModel(tiny.model("llama"))
     lm.attach(name, inputs.attachment("bitbybit", 64, GroupGrid(8, 16)))
-    with pytest.raises(UserError, match="the engine does not run layers on quantized inputs; leave act_bits at 16"):
-        weights.product(lm, [name], torch.device("cpu"), torch.float32)
+    product = weights.product(lm, [name], torch.device("cpu"), torch.float32)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    layer = lm.model.get_submodule(name)
+    torch.testing.assert_close(product(x), layer(x), rtol=1e-5, atol=1e-6)
+    assert (product(x) - layer.linear(x)).abs().max() > 1e-3, "the layer without quantized inputs is another one"
 
 
 # --- the master -------------------------------------------------------------------------------------------------------

@@ -389,6 +389,8 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
             {"name": "w2a2_gemv", "M": 3, "N": 19, "K": 352, "dtype": "float32", "seed": 0},
             {"name": "w2a2_gemv", "M": 1, "N": 8, "K": 96, "dtype": "float16", "seed": 1},
             {"name": "w2a2_ready", "M": 2, "N": 7, "K": 1056, "dtype": "float32", "seed": 2},
+            {"name": "w2a2_ready", "M": 1, "N": 7, "K": 352, "dtype": "float32", "seed": 3, "real": True},
+            {"name": "w2a2_gemv", "M": 2, "N": 7, "K": 352, "dtype": "float32", "seed": 4, "real": True, "split": 30},
         ],
         5e-4,
     ),
@@ -558,14 +560,18 @@ def w2a2_variants():
         {"x": "*bf16", "codes": "*i32", "scales": "*fp32", "zeros": "*i32", "G": "i32"},
         {"GROUPS": quantize_2bit.GROUPS}, ("x", "codes", "scales", "zeros"), {"num_warps": 4}, {},
     )  # fmt: skip
-    weight = {"codes": "*i32", "scales": "*u8", "zeros": "*u8", "y": "*bf16", "factor": "fp32"}
-    weight |= dict.fromkeys("NGZ", "i32")
+    weight = {"codes": "*i32", "scales": "*u8", "y": "*bf16", "factors": "*fp32"} | dict.fromkeys("NGZK", "i32")
     quantized = {"x_codes": "*i32", "x_scales": "*fp32", "x_zeros": "*i32"}
-    for ready, given in ((False, {"x": "*bf16"}), (True, quantized)):
-        absent = {name: None for name in ("x", *quantized) if name not in given}
+    for name, given, real in (
+        ("fused", {"x": "*bf16"}, False),
+        ("ready", quantized, False),
+        ("split, real zeros", {"x": "*bf16", "index": "*i32"}, True),
+    ):
+        types = weight | given | {"zeros": "*fp16" if real else "*u8"}
+        absent = {name: None for name in ("x", "index", *quantized) if name not in given}
+        how = {"READY": "x" not in given, "SPLIT": "index" in given, "REAL": real, "PLAIN": False}
         yield (
-            f"w2a2 {'ready' if ready else 'fused'}", w2a2_gemv.w2a2_kernel, weight | given,
-            {"READY": ready, "ROWS": 16, "GROUPS": 64, "PLAIN": False} | absent,
+            f"w2a2 {name}", w2a2_gemv.w2a2_kernel, types, how | {"ROWS": 16, "GROUPS": 64} | absent,
             (*given, "codes", "scales", "zeros", "y"), {"num_warps": 4}, counted,
         )  # fmt: skip
 

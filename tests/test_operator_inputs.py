@@ -205,6 +205,8 @@ LIMITS = [  # an operator, what is changed, and what is said: more tokens than i
     ("w2a2_gemv", {"x": torch.ones(5, 352)}, "x has 5 tokens; it takes 1 to 4"),
     ("w2a2_gemv", {"x": torch.ones(1, 320)}, r"codes \[19, 2, 11\] are of 11 groups, and x has 10"),
     ("w2a2_gemv", {"zeros": torch.ones(19, 2, dtype=torch.uint8)}, r"zeros \[19, 2\] must have 3 bytes a row"),
+    ("w2a2_gemv", {"zeros": torch.ones(19, 3).half()}, r"zeros \[19, 3\] must have 11 numbers a row"),
+    ("w2a2_gemv", {"index": torch.zeros(320, dtype=torch.int32)}, r"index has 320 columns, and codes \[19, 2, 11\]"),
     ("w2a2_ready", {"zeros": torch.ones(19, 4, dtype=torch.uint8)}, r"zeros \[19, 4\] must have 3 bytes a row"),
     ("rms_norm_active", {"threshold": math.nan}, "threshold is nan"),
     ("silu_product_active", {"threshold": -1.0}, "threshold is -1.0"),

@@ -16,6 +16,7 @@ from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import quantize_2bit, w2a2_gemv  # noqa: E402
 from repro.kernels import w2a2_format as form  # noqa: E402
 from repro.models.groups import quantizer  # noqa: E402
+from repro.models.groups import weight as group_weight  # noqa: E402
 
 FAST = settings(max_examples=20, deadline=None, derandomize=True)
 GRID = quantizer.GroupGrid(bits=2, group=32, include_zero=True)
@@ -52,12 +53,35 @@ def test_a_packed_weight_is_that_of_the_quantizer():
     wanted = quantizer.decode(codes, s, z).flatten(1)
     packed = form.pack(codes.flatten(1).to(torch.uint8), scales[..., 0], z[..., 0])
     assert int(packed[1].min()) < 8 and packed[2].shape == (9, 3)
-    torch.testing.assert_close(form.dequantize(*packed, factor.item()).float(), wanted, rtol=1e-6, atol=0)
+    factors = factor.expand(9)
+    torch.testing.assert_close(form.dequantize(*packed, factors), wanted, rtol=1e-6, atol=0)
+
+
+@FAST
+@given(st.sampled_from(["seq", "master", "beyond"]), st.integers(0, 99))
+def test_a_packed_weight_has_any_zero_that_16_bits_hold(levels, seed):
+    """SEQ's half steps, a centred 8-bit master read at 2 bits, and zeros that are no codes."""
+    weight = normal(5, 96, seed=seed) + (3 if levels == "beyond" else 0)
+    grid = quantizer.GroupGrid(
+        bits=8 if levels == "master" else 2, levels="seq" if levels == "seq" else "asymmetric", scale="e4m3",
+        include_zero=levels == "master",
+    )  # fmt: skip
+    stored = group_weight.pack(weight, grid)
+    read = stored.at(2)
+    packed, zeros = form.pack(read.codes, read.scales, effective(read)), effective(read)
+    assert packed[2].dtype == torch.float16 and torch.equal(packed[2].double(), zeros.double())
+    factors = (read.factor * 2**read.shift).expand(5)
+    torch.testing.assert_close(form.dequantize(*packed, factors), read.dequantize(), rtol=1e-5, atol=1e-7)
+
+
+def effective(weight):
+    z = torch.full(weight.scales.shape, 1.5) if weight.zeros is None else weight.zeros.double()
+    return (z - quantizer.offset(weight.shift, weight.delta)) / 2**weight.shift
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"zeros": torch.full((2, 1), 1.5)}, "integer zeros alone"), ({"zeros": torch.full((2, 1), 4.0)}, "0 to 3"),
+    [({"zeros": torch.full((2, 1), 0.1)}, "a zero is 0.1; the kernel takes codes, or numbers that float16 holds"),
      ({"codes": torch.full((2, 32), 4, dtype=torch.uint8)}, "codes reach 4"),
      ({"codes": torch.zeros(2, 40, dtype=torch.uint8)}, "40 columns do not divide")],
 )  # fmt: skip
@@ -85,13 +109,15 @@ def test_activations_are_those_of_bit_by_bit(tokens, groups, mean, seed):
 @given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 9), st.integers(0, 99))
 def test_products_are_integer_sums_of_groups(tokens, rows, groups, seed):
     case = {"M": tokens, "N": rows, "K": 32 * groups, "dtype": "float32", "seed": seed}
-    weight, x = form.make_weight(case), normal(tokens, 32 * groups, seed=seed)
+    weight, x = form.make_weight(case | {"real": bool(seed % 2)}), normal(tokens, 32 * groups, seed=seed)
     x_codes, x_scales, x_zeros = quantize_2bit.reference(x)
     qx = form.codes_of(x_codes).view(tokens, groups, 32).long() - x_zeros.long()[..., None]
-    z = torch.stack([weight["zeros"] >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)[:, :groups]
-    qw = form.codes_of(weight["codes"]).view(rows, groups, 32).long() - z.long()[..., None]
-    whole = torch.einsum("mgk,ngk->mng", qx, qw).double()
-    s_w = weight["scales"].view(torch.float8_e4m3fn).double() * weight["factor"]
+    z = weight["zeros"].double()
+    if not seed % 2:
+        z = torch.stack([weight["zeros"] >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)[:, :groups]
+    qw = form.codes_of(weight["codes"]).view(rows, groups, 32) - z.double()[..., None]
+    whole = torch.einsum("mgk,ngk->mng", qx.double(), qw)
+    s_w = weight["scales"].view(torch.float8_e4m3fn).double() * weight["factors"][:, None]
     wanted = (whole * x_scales.double()[:, None] * s_w[None]).sum(-1)
     for y in (op("w2a2_gemv")(x, **weight), op("w2a2_ready")(x_codes, x_scales, x_zeros, **weight)):
         torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6)
@@ -106,8 +132,8 @@ def test_operators_are_traceable(name):
 
 BYTES = {  # of the first cases, by hand: 11 groups
     "quantize_2bit": 4 * 3 * 352 + 3 * 11 * 16,
-    "w2a2_gemv": 19 * (11 * 9 + 3) + 4 * (3 * 352 + 3 * 19),
-    "w2a2_ready": 19 * (11 * 9 + 3) + 3 * 11 * 16 + 4 * 3 * 19,
+    "w2a2_gemv": 19 * (11 * 9 + 3 + 4) + 4 * (3 * 352 + 3 * 19),
+    "w2a2_ready": 19 * (11 * 9 + 3 + 4) + 3 * 11 * 16 + 4 * 3 * 19,
 }
 
 
@@ -118,11 +144,16 @@ def test_tasks_are_sound_and_count_what_is_read(name):
     assert timed.nbytes == BYTES[name]
 
 
-def test_a_wider_weight_of_split_channels_fits_like_any_other():
+def test_a_wider_weight_of_split_channels_reads_its_inputs_by_their_index():
     """K = 4096 with a tenth of the channels split becomes 141 groups, an odd number."""
-    case = {"M": 1, "N": 2, "K": 4512, "dtype": "float32", "seed": 0}
+    case = {"M": 1, "N": 2, "K": 4512, "split": 416, "dtype": "float32", "seed": 0}
     inputs = w2a2_gemv.make_inputs(case)
-    assert inputs["zeros"].shape == (2, 36) and op("w2a2_gemv")(**inputs).isfinite().all()
+    assert inputs["zeros"].shape == (2, 36) and inputs["x"].shape == (1, 4096)
+    index = inputs["index"].long()
+    assert len(index) == 4512 and int(index.max()) == 4096 and (index.bincount() <= 2).all()
+    gathered = torch.cat([inputs["x"], torch.zeros(1, 1)], 1)[:, index]
+    plain = {name: value for name, value in inputs.items() if name != "index"} | {"x": gathered}
+    assert torch.equal(op("w2a2_gemv")(**inputs), op("w2a2_gemv")(**plain))
 
 
 @pytest.mark.gpu

@@ -178,15 +178,14 @@ def _w2a2(name: str) -> Callable[[Layer, int], tuple]:
         def make() -> dict[str, torch.Tensor]:
             weight = _two_bit(layer)
             packed = kernel.form.pack(weight.codes, weight.scales, weight.zeros)
-            return dict(zip(("codes", "scales", "zeros"), packed))
+            factors = weight.factor.expand(layer.rows).contiguous()
+            return dict(zip(("codes", "scales", "zeros"), packed)) | {"factors": factors}
 
         held, x = layer.once("w2a2", make), layer.activations(count, torch.bfloat16)
-        factor, product = _two_bit(layer).factor.item(), load("w2a2_gemv").product
-        op = functools.partial(getattr(torch.ops.lowbit, name), factor=factor)
+        op, product = getattr(torch.ops.lowbit, name), load("w2a2_gemv").product
         if name == "w2a2_ready":
-            given = dict(zip(QUANTIZED, quantizer.reference(x)))
-            return given | held, op, functools.partial(product, factor=factor)
-        want = lambda x, **held: product(*quantizer.reference(x), **held, factor=factor)  # noqa: E731
+            return dict(zip(QUANTIZED, quantizer.reference(x))) | held, op, product
+        want = lambda x, **held: product(*quantizer.reference(x), **held)  # noqa: E731
         return {"x": x} | held, op, want
 
     return prepare

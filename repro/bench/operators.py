@@ -86,7 +86,7 @@ TOKENS = ("sample", "argmax", "active_inputs")  # operators whose outputs are in
 
 CACHE = ("keys", "values")
 PLANES = ("codes", "headers")  # of a weight in Q4_K
-GRID = ("scales", "zeros")  # of a weight in 2 bits, beside its codes
+GRID = ("scales", "zeros", "factors")  # of a weight in 2 bits, beside its codes
 COLD = (*CACHE, *PLANES, *GRID, "w")  # what a model reads from memory
 DATA = ("x", "w", "residual", "weight", "qkv", "q", "logits")  # what the timer may turn around; not indices
 DATA += (*PLANES, *GRID, "x_codes", "x_scales", "x_zeros")

@@ -2,8 +2,8 @@
 
 Layers that share their input are one product. A compressed weight is packed once for `kernels.linear`. Where no kernel
 takes it (a CPU, float32, a format that is no uniform grid), it is dequantized once and the library multiplies: the same
-numbers, more bytes. Inputs that a layer takes as zero (SpQt) are skipped where a kernel does so, for one token on
-Q4_K in zigzag, and multiplied like others elsewhere.
+numbers, more bytes. Inputs that are quantized in groups are so here, too (`two_bit.py`). Inputs that a layer takes as
+zero (SpQt) are skipped where a kernel does so, for one token on Q4_K in zigzag, and multiplied like others elsewhere.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from repro.baselines.teal import zeroed
-from repro.engine import q4_k
+from repro.engine import q4_k, two_bit
 from repro.engine.step import Block, Decoder
 from repro.errors import Refused, UserError
 from repro.kernels import linear as kernel
@@ -241,11 +241,13 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
     linears, weights = [lm.model.get_submodule(name) for name in names], [lm.weights.get(name) for name in names]
     beside = [{a.kind: a for a in lm.attachments.get(name, [])} for name in names]
     thresholds = [own.pop("sparsity").tensors["threshold"].item() if "sparsity" in own else None for own in beside]
+    taken = [two_bit.taken_by(own, linear) for own, linear in zip(beside, linears)]
     with in_layer(names[0]):
-        formats = list(zip(map(_format, weights), thresholds))
+        keys = [None if each is None else each.key for each in taken]
+        formats = list(zip(map(_format, weights), map(two_bit.key_of, weights), thresholds, keys))
         if len(set(formats)) > 1:
             return Joined(product(lm, names[first:end], device, dtype) for first, end in runs(formats))
-        found = _product(linears, weights, device, dtype)
+        found = _product(linears, weights, taken[0], device, dtype)
     corrections, start = [], 0
     for linear, own in zip(linears, beside):
         corrections += [(start, a.build(Nothing(linear, device))) for a in own.values()]
@@ -265,10 +267,20 @@ def runs(values: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _product(
-    linears: list[nn.Linear], weights: list[QuantizedWeight | None], device: torch.device, dtype: torch.dtype
+    linears: list[nn.Linear],
+    weights: list[QuantizedWeight | None],
+    taken: two_bit.Inputs | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> nn.Module:
     biased = linears[0].bias is not None  # then all of them are
     bias = torch.cat([linear.bias.data for linear in linears]).to(device, dtype) if biased else None
+    if (fitting := two_bit.made(weights, taken, bias, device, dtype)) is not None:
+        return fitting
+    if taken is not None:
+        if taken.columns is not None:
+            taken = two_bit.Inputs(taken.grid, taken.columns.to(device))
+        return two_bit.OnQuantized(_product(linears, weights, None, device, dtype), taken)
     if runs_q4_k(device, dtype) and all(weight is not None and weight.FORMAT == "q4_k" for weight in weights):
         if (packed := q4_k.made(weights, bias, device)) is not None:
             return packed

@@ -35,7 +35,7 @@ class Attachment:
     @property
     def kind(self) -> str:
         """What the step says it attaches; the step's own name where it says nothing."""
-        return getattr(_module(self.step), "KIND", self.step)
+        return getattr(module_of(self.step), "KIND", self.step)
 
     def build(self, linear: nn.Linear) -> nn.Linear:
         """`linear` with this attachment.
@@ -43,7 +43,7 @@ class Attachment:
         Raises:
             UserError: no step of that name attaches anything.
         """
-        return _module(self.step).attached(linear, self.tensors, self.numbers)
+        return module_of(self.step).attached(linear, self.tensors, self.numbers)
 
 
 class Beside(nn.Linear):
@@ -59,7 +59,7 @@ class Beside(nn.Linear):
         return y + self.extra(x).to(y.dtype)
 
 
-def _module(step: str) -> ModuleType:
+def module_of(step: str) -> ModuleType:
     """The module of a step that attaches something."""
     found = next((registry[step] for registry in REGISTRIES if step in registry), None)
     if not hasattr(found, "attached"):

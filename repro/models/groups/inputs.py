@@ -46,6 +46,11 @@ def attachment(step: str, columns: int, grid: GroupGrid, split: Columns | None =
     return QuantizedInputsAttachment(step, {} if split is None else {"index": split.stored()}, numbers)
 
 
+def grid_of(numbers: Mapping[str, float]) -> GroupGrid:
+    """The grid of an attachment's numbers."""
+    return GroupGrid(int(numbers["bits"]), int(numbers["group"]), include_zero=bool(numbers["include_zero"]))
+
+
 def quantized(x: Tensor, grid: GroupGrid, columns: Columns | None = None) -> Tensor:
     """Inputs `[…, K]` rounded in groups of channels, or in groups of a layer's columns."""
     return fake_quantize(x, grid) if columns is None else columns.taken(fake_quantize(columns.gather(x), grid))
@@ -75,7 +80,7 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
             `linear` has no weight, as where the decode engine asks for what an attachment adds to a layer's output.
     """
     check_layer(linear, "quantized", numbers["columns"], "leave act_bits at 16")
-    grid = GroupGrid(int(numbers["bits"]), int(numbers["group"]), include_zero=bool(numbers["include_zero"]))
+    grid = grid_of(numbers)
     if "index" in tensors:
         columns = Columns.of(tensors["index"], linear.in_features, grid.group)
         return QuantizedInputs(linear, grid, columns.to(linear.weight.device))

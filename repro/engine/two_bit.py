@@ -1,0 +1,254 @@
+"""Products of Bit-by-Bit's models: weights in groups with scales in E4M3, inputs in 2 bits, channels split or not.
+
+On a GPU up to four tokens with both in 2 bits and groups of 32 go through `w2a2_gemv`, which quantizes them; weights
+alone in 2, 4 or 8 bits through the kernels of packed weights. More tokens, and everything that no kernel takes, are
+quantized as they run and multiplied with the dequantized weight: the same codes, more bytes. A weight's zero point may
+be any number that 16 bits hold; inputs have whole ones, since their ranges include 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from repro.errors import UserError
+from repro.kernels import packing, w2a2_gemv
+from repro.kernels import w2a2_format as form
+from repro.models.attachments import Attachment, module_of
+from repro.models.groups import inputs, quantizer
+from repro.models.groups.columns import Columns
+from repro.models.groups.quantizer import GroupGrid
+from repro.models.groups.weight import GroupWeight, WideWeight
+
+BITS = 2
+
+
+class Inputs:
+    """How the inputs of a layer are quantized: their grid, and the columns of its groups where channels are split."""
+
+    def __init__(self, grid: GroupGrid, columns: Columns | None) -> None:
+        self.grid, self.columns = grid, columns
+
+    @property
+    def key(self) -> tuple:
+        """Equal for layers whose quantized inputs are the same."""
+        index = None if self.columns is None else self.columns.index.cpu().numpy().tobytes()
+        return self.grid.bits, self.grid.group, self.grid.include_zero, index
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return inputs.quantized(x, self.grid, self.columns)
+
+
+class OnQuantized(nn.Module):
+    """A product of inputs `[T, K]` that are quantized as they come."""
+
+    def __init__(self, product: nn.Module, taken: Inputs) -> None:
+        super().__init__()
+        self.product, self.taken = product, taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.taken(x))
+
+    __call__ = forward  # a module's own looks for hooks
+
+
+class W2A2(nn.Module):
+    """A product, x `[T, K]` to y `[T, N]`, with weights and inputs in 2 bits; tensors as of `w2a2_format`.
+
+    Args:
+        weight: `codes`, `scales`, `zeros`, `factors`.
+        taken: how inputs are quantized; with columns, `index` names the input of each.
+        bias: `[N]`.
+    """
+
+    def __init__(self, weight: dict[str, Tensor], taken: Inputs, bias: Tensor | None) -> None:
+        super().__init__()
+        self.taken = taken
+        for name in ("codes", "scales", "zeros", "factors"):
+            self.register_buffer(name, weight[name])
+        index = None if taken.columns is None else taken.columns.index.to(weight["codes"].device, torch.int32)
+        self.register_buffer("index", index)
+        self.register_buffer("bias", bias)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The weight, as the kernel takes it."""
+        return self.codes, self.scales, self.zeros, self.factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > form.MOST_TOKENS:
+            return F.linear(self.taken(x), self.weight(x.dtype), self.bias)
+        y = w2a2_gemv.w2a2_gemv(x, *self.stored, self.index)
+        return y if self.bias is None else y + self.bias
+
+    __call__ = forward
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return len(self.codes)
+
+    def into(self, x: Tensor, y: Tensor) -> None:
+        """Write the product of one token into y `[1, N]`, a slice of a longer row."""
+        w2a2_gemv.into(y, x, *self.stored, self.index)
+        if self.bias is not None:
+            y += self.bias
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """`[N, K]`, dequantized; of a split channel the sum of its columns."""
+        columns = self.taken.columns
+        whole = form.dequantize(*self.stored)
+        return (whole if columns is None else columns.joined(whole)).to(dtype)
+
+    def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
+        """The product for many calls of so many tokens, without dequantizing at each."""
+        if tokens <= form.MOST_TOKENS:
+            return self
+        return OnQuantized(_dense(self.weight(dtype), self.bias), self.taken)
+
+
+class Wide(nn.Module):
+    """A product with a packed weight whose split channels have two columns: inputs are gathered, 0 for empty ones."""
+
+    def __init__(self, product: nn.Module, columns: Columns) -> None:
+        super().__init__()
+        self.product = product
+        self.register_buffer("index", columns.index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(F.pad(x, (0, 1))[:, self.index])
+
+    __call__ = forward
+
+    def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
+        """The same on a dense weight where it would be dequantized at each call."""
+        wide = self.product.expanded(tokens, dtype)
+        return self if wide is self.product else Wide(wide, self)
+
+
+def _dense(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    from repro.engine.weights import Dense  # which imports this module
+
+    return Dense(weight, bias)
+
+
+def taken_by(own: dict[str, Attachment], linear: nn.Linear) -> Inputs | None:
+    """How a layer's inputs are quantized; the attachment is taken out of `own`, by kind. None where they are not."""
+    for kind, one in own.items():
+        if getattr(module_of(one.step), "attached", None) is inputs.attached and "bits" in one.numbers:
+            grid, columns = inputs.grid_of(one.numbers), None
+            if "index" in one.tensors:
+                columns = Columns.of(one.tensors["index"], linear.in_features, grid.group)
+            del own[kind]
+            return Inputs(grid, columns)
+    return None
+
+
+def key_of(weight: Any) -> tuple | None:
+    """What weights have in common whose rows can be one product's; None for other formats."""
+    if not isinstance(weight, GroupWeight):
+        return None
+    index = weight.index.cpu().numpy().tobytes() if isinstance(weight, WideWeight) else None
+    return weight.bits, weight.shift, weight.delta, weight.group, index
+
+
+def made(
+    weights: Sequence[Any], taken: Inputs | None, bias: Tensor | None, device: torch.device, dtype: torch.dtype
+) -> nn.Module | None:
+    """The product of layers that share their input by a kernel; None where none takes their formats.
+
+    Raises:
+        UserError: weights or inputs in 2 bits whose zeros the kernel does not take.
+    """
+    if not runs_kernels(device, dtype) or key_of(weights[0]) is None:
+        return None
+    first = weights[0]
+    if taken is None:
+        return packed_weights(weights, bias, device, dtype)
+    in_two_bits = first.bits == taken.grid.bits == BITS and first.group == taken.grid.group == form.GROUP
+    if not in_two_bits or first.scales.dtype != torch.float8_e4m3fn:
+        return None
+    if not taken.grid.include_zero:
+        raise UserError(
+            "zero points of its 2-bit inputs are no codes, which the kernel takes; include_zero=true has such"
+        )
+    if (taken.columns is None) == isinstance(first, WideWeight):
+        raise UserError("its inputs and its weight differ in which channels are split")
+    zeros = torch.cat([zeros_of(weight) for weight in weights])
+    codes, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
+    try:
+        stored = dict(zip(("codes", "scales", "zeros"), form.pack(codes, scales, zeros)))
+    except ValueError as error:
+        raise UserError(f"{error}; quantize it with levels seq or a range that includes 0") from None
+    factors = [(weight.factor * 2**weight.shift).expand(len(weight.codes)) for weight in weights]
+    stored = {name: tensor.to(device) for name, tensor in (stored | {"factors": torch.cat(factors)}).items()}
+    if taken.columns is not None:
+        taken = Inputs(taken.grid, taken.columns.to(device))
+    return W2A2(stored, taken, bias)
+
+
+def zeros_of(weight: GroupWeight) -> Tensor:
+    """float64 `[N, G]`: zero points in steps of the codes that are stored, ŵ = 2^shift s (q - z)."""
+    if weight.zeros is None:
+        zeros = torch.full(weight.scales.shape, (2**weight.master - 1) / 2, dtype=torch.float64)
+    else:
+        zeros = weight.zeros.double()
+    return (zeros - quantizer.offset(weight.shift, weight.delta)) / 2**weight.shift
+
+
+def packed_weights(
+    weights: Sequence[GroupWeight], bias: Tensor | None, device: torch.device, dtype: torch.dtype
+) -> nn.Module | None:
+    """A product with 16-bit inputs, whose scales and zeros are rounded to 16 bits."""
+    from repro.engine.weights import Packed
+
+    first = weights[0]
+    if first.bits not in packing.BITS or first.group not in packing.GROUPS:
+        return None
+    codes, zeros = torch.cat([weight.codes for weight in weights]), torch.cat([zeros_of(weight) for weight in weights])
+    scales = torch.cat([quantizer.restored(weight.scales, weight.factor) * 2**weight.shift for weight in weights])
+    try:
+        packed = packing.pack(codes.to(device), scales.to(device), zeros.to(device), first.bits, first.group)
+    except ValueError as error:
+        raise UserError(f"{error}; its scales are beyond what 16 bits hold") from None
+    product = Packed(packed, bias, None)
+    return Wide(product, first.columns.to(device)) if isinstance(first, WideWeight) else product
+
+
+def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels run: on a GPU, in 16 bits, as those of other formats."""
+    return device.type == "cuda" and dtype != torch.float32 and w2a2_gemv.unsupported(device) is None
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def random(
+    rows: int, columns: int, split: Columns | None, act_bits: int, bias: Tensor | None, device: torch.device
+) -> nn.Module:
+    """A product of a shape with random codes on a device, which can be `meta`; inputs of 2 or of 16 bits."""
+    width = columns if split is None else len(split.index)
+    groups = width // form.GROUP
+    if act_bits != BITS:
+        from repro.engine.shapes import random_weight
+        from repro.engine.weights import Packed
+
+        product = Packed(random_weight(rows, width, Asymmetric, device), bias, None)
+        return product if split is None else Wide(product, split.to(device))
+    sizes = {"codes": (rows, 2, groups), "scales": (rows, groups), "zeros": (rows, -(-groups // 4))}
+    stored = {
+        "codes": torch.randint(-(2**31), 2**31, sizes["codes"], dtype=torch.int32, device=device),
+        "scales": torch.randint(64, 127, sizes["scales"], dtype=torch.uint8, device=device),  # of E4M3, 2 to 448
+        "zeros": torch.full(sizes["zeros"], 0b01100110, dtype=torch.uint8, device=device),  # 2, 1, 2, 1
+        "factors": torch.full((rows,), 1 / (64 * columns**0.5), device=device),
+    }
+    grid = GroupGrid(BITS, form.GROUP, include_zero=True)
+    return W2A2(stored, Inputs(grid, None if split is None else split.to(device)), bias)
+
+
+class Asymmetric:
+    """The grid of 2-bit codes in groups of 32, as `random_weight` reads it."""
+
+    bits, group, symmetric = BITS, form.GROUP, False
