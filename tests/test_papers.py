@@ -11,6 +11,8 @@ import pytest
 from repro import papers
 from repro.errors import UserError
 from repro.files import ROOT, sha256
+from repro.judge.claims import unjudged
+from repro.spec import tables
 
 SUMS = {
     name: digest
@@ -152,3 +154,18 @@ def test_unknown_names_say_what_there_is(ask, message):
 def test_import_is_light():
     code = "import sys, repro.papers; sys.exit(bool({'torch', 'pandas', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("paper", ["subspec", "flexquant"])
+def test_every_claim_has_a_predicate_or_a_line_among_the_papers_own_numbers_or_a_reason(paper):
+    judged = set()
+    for both in tables.specified():
+        if both[0] == paper:
+            judged |= {name for claim in tables.table(*both).claims for name in claim.claim.split()[1:]}
+    arithmetic = set()
+    for name, line in papers.claims(paper).items():
+        if line["consistent"] in ("yes", "partly", "no") and line["recomputed"]:
+            arithmetic.add(name)
+    reasons = unjudged(paper)
+    assert papers.claims(paper).keys() == judged | arithmetic | reasons.keys()
+    assert not reasons.keys() & (judged | arithmetic) and all(reasons.values())

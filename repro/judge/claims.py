@@ -33,6 +33,7 @@ from repro.record.measurement import MEASURED, Measurement
 from repro.spec import recipe, tables
 from repro.spec.cell import Cell, Place
 from repro.spec.workflow import Workflow
+from repro.strict import load_yaml
 
 PLAIN = ("holds", "fails", "undecided")
 HOLDS, FAILS, UNDECIDED = range(3)
@@ -137,6 +138,12 @@ def counted(found: Sequence[bool]) -> str:
     return f"{sum(found)} of {len(found)} case{'s' * (len(found) != 1)}"
 
 
+def unjudged(paper: str) -> dict[str, str]:
+    """Claims of a paper that neither a predicate nor arithmetic on its numbers can judge, by id, and why."""
+    path = papers.HERE / paper / "unjudged.yaml"
+    return load_yaml(path) if path.is_file() else {}
+
+
 def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
     """Judge one claim on what is measured at this scale.
 
@@ -204,7 +211,7 @@ def _word(claim: tables.ClaimSpec, cases: Sequence[Case], cells: Sequence[Measur
     if claim.most:
         return _word_of_most(claim, judged, cases, cells)
     failing = rejected(judged)
-    ours = tables.split(claim.table)[0] in tables.FOLDERS  # a target of our own is met or not
+    ours = claim.target or tables.split(claim.table)[0] in tables.FOLDERS  # a target of our own is met or not
     if failing:
         return PLAIN[FAILS] if ours else direction(failing, claim.neutral)
     left = [case for case in cases if case.verdict is None and case.missing not in EXCUSED]

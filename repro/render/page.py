@@ -157,11 +157,16 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     if bare:
         listed = (f"{line['id']} {line['statement']} ({line['where']}; {_carrier(line)})" for line in bare)
         yield f"Without a predicate ({len(bare)}): {'; '.join(listed)}."
-    known = [line for line in bare if line["consistent"] in ("yes", "no") and line["recomputed"]]
+    words = {"yes": "consistent", "partly": "partly consistent", "no": "inconsistent"}
+    known = [line for line in bare if line["consistent"] in words and line["recomputed"]]
     if known:
-        words = {"yes": "consistent", "no": "inconsistent"}
         lines = (f"{line['id']} {line['recomputed']} ({words[line['consistent']]})" for line in known)
         yield f"Of these by arithmetic on printed numbers ({len(known)}): {'; '.join(lines)}."
+    reasons = claims.unjudged(paper)
+    left = [line["id"] for line in bare if line["id"] in reasons]
+    if left:
+        lines = (f"{name} {reasons[name]}" for name in left)
+        yield f"Of these nothing can judge ({len(left)}): {'; '.join(lines)}."
 
 
 def _carrier(line: Mapping[str, str]) -> str:
@@ -173,7 +178,8 @@ def _carrier(line: Mapping[str, str]) -> str:
 
 
 def _ids(one: Judged) -> str:
-    return f"{one.spec.claim.partition(' ')[2] or 'a figure'} ({_title(_numbers(one)[0])})"
+    bare = "a target" if one.spec.target else "a figure"
+    return f"{one.spec.claim.partition(' ')[2] or bare} ({_title(_numbers(one)[0])})"
 
 
 def _title(number: str) -> str:

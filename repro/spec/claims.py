@@ -26,6 +26,7 @@ class ClaimSpec:
         quantity: arithmetic over the names; `{key}` as in `cells` (a constant of the case, such as a parameter count).
         holds: a comparison such as `>= 0.555` or `0.1 <= x <= 0.2`; `{key}` as in `cells`.
         neutral: the quantity where nothing has an effect, 0 of a difference, 1 of a ratio: tells the direction.
+        target: it is a target of this project and no claim of the paper: it is met or not.
         most: the claim is about most cases ("typically"), not about every one.
         percent: show the quantity as a percentage.
         also: further readings of the claim by name, each a column of the table, printed or beside it, that replaces
@@ -45,6 +46,7 @@ class ClaimSpec:
     quantity: str
     holds: str
     neutral: float = 0.0
+    target: bool = False
     most: bool = False
     percent: bool = False
     also: dict[str, str] = field(default_factory=dict)
