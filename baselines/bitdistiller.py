@@ -1,14 +1,17 @@
 """BitDistiller (Du et al. 2024, arXiv 2402.10631): a low-bit model taught by itself in full precision.
 
 1. The range of each row and group is cut at both ends (`asymmetric_clip`, section 3.1).
-2. The cut weights are trained as the grid rounds them: it is fitted anew to every step's weights, whose gradient is
-   that of the rounded ones. The loss is CAKLD, of the full-precision model P_T and this one, P_S, with P_T's mean
-   confidence β, summed over the tokens of a sequence: β KL(P_S ‖ P_T) + (1 - β) KL(P_T ‖ P_S).
+2. The cut weights are trained as the grid rounds them: it is fitted anew to every step's weights. As in the authors'
+   code rounding passes gradients straight through, and they run through the clamp of the codes and through the largest
+   and the smallest weight of a group, which make its scale. The loss is CAKLD, of the full-precision model P_T and
+   this one, P_S, with P_T's mean confidence β, summed over the tokens of a sequence: β KL(P_S ‖ P_T) +
+   (1 - β) KL(P_T ‖ P_S).
 3. One step of every four is scored on sequences that are not trained on, and the best is kept.
 
 Unlike in the authors' code β is a mean (there one batch more is summed than it divides by), the grid's range includes 0
-and its scales are rounded as stored, 3-bit weights are integers (there NF3), and there is no prompt. Activations take
-dynamic asymmetric ranges of each token and group, as Bit-by-Bit extends this baseline (section 4.1), but not clipped.
+and its scales are rounded as stored (with the gradient of those that are not), 3-bit weights are integers (there NF3),
+and there is no prompt. Activations take dynamic asymmetric ranges of each token and group, as Bit-by-Bit extends this
+baseline (section 4.1), but not clipped.
 """
 
 import math
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from repro.baselines import grid, qat
-from repro.baselines.asymmetric_clip import clipped, round_to_grid
+from repro.baselines.asymmetric_clip import clipped
 from repro.errors import UserError
 from repro.methods.spear.calibration import self_sampled
 from repro.models.groups.quantizer import StraightThrough
@@ -29,8 +32,9 @@ from repro.train.blocks import checkpoint_folder, steps_per_epoch, training_ids
 from repro.train.end_to_end import Validation, fitting, train
 from repro.train.streams import Dtype, computing
 
-VERSION = 1
+VERSION = 2
 CALIBRATED = True
+READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens, and clipping its first 64 sequences
 COST = 50.0  # relative to RTN, for scheduling alone
 attached = qat.attached
 
@@ -115,6 +119,19 @@ def cakld(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return ((beta * log_s.exp() - (1 - beta) * log_t.exp()) * (log_s - log_t)).sum() / len(student)
 
 
+def fake_quantize(weight: Tensor, config: Config) -> Tensor:
+    """The weight `[N, K]` as its own grid rounds it, float32, differentiable in it and in the ends of its groups."""
+    groups, levels = grid.split(weight, config), 2**config.bits - 1
+    with torch.no_grad():
+        stored, zero = grid.fit(groups, config)
+    low = groups.amin(-1, keepdim=True).clamp(max=0)
+    high = groups.amax(-1, keepdim=True).clamp(min=0)
+    scale = StraightThrough.apply((high - low) / levels, stored)
+    steps = groups / scale
+    codes = (StraightThrough.apply(steps, steps.detach().round()) + zero).clamp(0, levels)
+    return ((codes - zero) * scale).flatten(1)
+
+
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Train and quantize every block linear of `lm`; `calibration` int64 `[sequences, length]` is the text.
 
@@ -136,7 +153,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     student = qat.student(model, config.compute, taken)
 
     def loss(rows: Tensor) -> Tensor:
-        made = {f"{name}.weight": StraightThrough.apply(w, round_to_grid(w, config)) for name, w in weights.items()}
+        made = {f"{name}.weight": fake_quantize(weight, config) for name, weight in weights.items()}
         with torch.no_grad():
             wanted = teacher(rows, use_cache=False).logits
         return cakld(qat.logits(student, made, rows), wanted, beta)

@@ -6,9 +6,12 @@ from quantized blocks gives what the full-precision block gives on full-precisio
     Ŵ = (clip(⌊W/s⌉ + ⌊z⌉, 0, 2^b - 1) - ⌊z⌉) s,    s in [1e-4, 1e4],    ⌊z⌉ in [0, 2^b - 1]
 
 Both bounds and all roundings pass gradients straight through; the clip of codes does not. s and z start as the min-max
-grid's. Unlike in the authors' code that grid includes 0 from the start (no difference for a group with both signs),
-blocks run in the model's own precision without AMP, and norms stay those of full precision, so that a step that comes
-after finds its teacher.
+grid's. Unlike in the authors' code
+
+- that grid includes 0 from the start (no difference for a group with both signs);
+- blocks run in a dtype of their own (`compute`) without AMP;
+- norms stay those of full precision, so that a step that comes after finds its teacher; there they are trained, too;
+- a step has the rate of its place on the cosine; there, from the second step on, that of the step after it.
 
 The second phase (the scales alone, end to end) is the step `e2e_qp`. Low-bit activations are quantized as the
 Bit-by-Bit paper extends this baseline (section 4.1): scales of each token and group, computed as they are needed.

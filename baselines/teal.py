@@ -20,7 +20,7 @@ from repro.models.lowbit import LowBitModel, block_inputs, block_linears, blocks
 
 BINS, TAIL = 10_000, 0.01  # of a histogram; the share of the inputs in each of its two outer bins
 LAST = 0.25  # the part of a window whose outputs the search compares
-ROUNDING = 1e-9  # steps that add up to a whole layer give a little less than 1
+ROUNDING = 1e-9  # steps that add up to a whole layer may give a little less than 1
 Sparsities = Mapping[str, float]
 
 
@@ -59,22 +59,22 @@ def histogram(x: Tensor) -> Histogram:
 def greedy(error: Callable[[Sparsities], float], sizes: Mapping[str, int], target: float, step: float) -> Sparsities:
     """The sparsity of each layer of a block: steps go to the layer where the error stays least, up to the target.
 
+    As in the authors' code every layer below 1 takes a step, and the last one may end at 1 or beyond it, whose
+    threshold is the middle of the last bin; it counts as it is. Unlike there, of the states before and after reaching
+    the target the nearer one is taken, and sizes are those of the model.
+
     Args:
         error: of the block's output at given sparsities.
         sizes: parameters of the layers by name, q's first.
-        target: mean sparsity by parameters; of the states before and after reaching it the nearer one is taken.
+        target: mean sparsity by parameters, below 1.
         step: sparsity that a layer of q's size gets at a time; others get it divided by their size relative to q's.
-
-    UserError if no layer can take another step.
     """
     total, first = sum(sizes.values()), next(iter(sizes.values()))
     before = found = dict.fromkeys(sizes, 0.0)
     before_reached = reached = 0.0
     while reached < target:
-        tried = {name: found[name] + step * first / size for name, size in sizes.items()}
-        errors = {name: error({**found, name: s}) for name, s in tried.items() if s < 1 - ROUNDING}
-        if not errors:
-            raise UserError(f"no layer takes another step of {step} towards a sparsity of {target}; lower `step`")
+        tried = {name: found[name] + step * first / size for name, size in sizes.items() if found[name] < 1 - ROUNDING}
+        errors = {name: error({**found, name: s}) for name, s in tried.items()}
         best = min(errors, key=errors.__getitem__)
         before, found = found, {**found, best: tried[best]}
         before_reached, reached = reached, sum(found[name] * size for name, size in sizes.items()) / total

@@ -103,7 +103,7 @@ def search(error, sizes: dict[str, int], target: float, step: float) -> dict[str
         return sum(at(row)[name] * size for name, size in sizes.items()) / sum(sizes.values())
 
     while mean(rows[-1]) < target - 1e-12:
-        tried = [{**rows[-1], name: rows[-1][name] + 1} for name in sizes]
-        tried = [row for row in tried if max(at(row).values()) < 1]
+        full = at(rows[-1])
+        tried = [{**rows[-1], name: rows[-1][name] + 1} for name in sizes if full[name] < 1 - 1e-9]
         rows.append(min(tried, key=lambda row: error(at(row))))
     return at(min(rows, key=lambda row: abs(mean(row) - target)))

@@ -259,12 +259,14 @@ def test_a_stage_lowers_only_its_blocks(monkeypatch):
         return lambda x: seen.append((str(precision), self)) or run(x)
 
     monkeypatch.setattr(bitbybit.TrainedBlock, "at", noted)
-    lm = made(sampling="first", lr=0.0)
+    lm = made(sampling="first", lr=0.0, rho=0.5)
     order = list(dict.fromkeys(id(state) for _, state in seen))
     found = [[p for p, state in seen if id(state) == one] for one in order]
     kept = [list(dict.fromkeys(each)) for each in found]
     assert kept == [["w8a16", "w4a16", "w2a16"], ["w16a16", "w4a16", "w2a16"]]
     assert all(weight.bits == 2 for weight in lm.weights.values())
+    whole = made(lr=0.0).facts["training/tokens"][0]
+    assert lm.facts["training/tokens"] == [whole * (1 + 2 + 2) / 6], "five of six passes through a block train it"
 
 
 @pytest.mark.parametrize("order", ["A", "B", "C", "D"])

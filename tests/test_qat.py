@@ -1,5 +1,6 @@
 """ParetoQ, BitDistiller and MatQuant: official gradients and losses, rate 0, what is trained, stored and read again."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -483,6 +484,36 @@ def test_the_teacher_is_full_precision_and_the_gradient_that_of_rounded_weights(
     coarse = rounded(start, lambda _, w: grid.rtn(w, config).dequantize())
     torch.testing.assert_close(student.detach(), logits(coarse, rows))
     assert lm.facts["training/loss"][0] == pytest.approx(true_cakld(*calls[0]).item(), rel=1e-5)
+
+
+def test_bitdistillers_gradient_runs_through_the_ends_of_a_group_and_the_clamp():
+    """Against Σ ∂ŵ_j/∂w_i g_j by hand: u_j - z - q_j on both ends over the levels, and 1 for codes inside the range."""
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(5, 32, generator=random)
+    weight[0, :16] = torch.linspace(-1.5, 1.5, 16)  # both ends are ties, and the upper one gets a code of 4
+    weight.requires_grad_()
+    upstream = torch.randn(5, 32, generator=random)
+    config = bitdistiller.Config(bits=2, group=16, scale_dtype="float32")
+    made = bitdistiller.fake_quantize(weight, config)
+    torch.testing.assert_close(made, asymmetric_clip.round_to_grid(weight.detach(), config), rtol=0, atol=0)
+    (got,) = torch.autograd.grad(made, weight, upstream)
+    want, outside = torch.zeros(5, 2, 16), 0
+    for row, g in itertools.product(range(5), range(2)):
+        w, up = weight.detach()[row, 16 * g : 16 * g + 16], upstream[row, 16 * g : 16 * g + 16]
+        low, high = w.min(), w.max()
+        s = (high - low) / 3
+        z = -torch.round(low / s)
+        code = torch.round(w / s) + z
+        inside = (code >= 0) & (code <= 3)
+        outside += int((~inside).sum())
+        by_scale = torch.where(inside, code - z - w / s, code.clamp(0, 3) - z)
+        d = (up * by_scale).sum() / 3
+        want[row, g] = up * inside
+        want[row, g, w.argmax()] += d
+        want[row, g, w.argmin()] -= d
+    torch.testing.assert_close(got, want.flatten(1), rtol=1e-4, atol=1e-5)
+    assert outside == 1
+    assert (got - upstream).norm() > 0.1 * upstream.norm()
 
 
 def test_sequences_are_sampled_or_the_text_and_cut():

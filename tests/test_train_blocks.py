@@ -340,6 +340,17 @@ def test_checkpoints_belong_to_model_text_settings_and_code(monkeypatch):
     assert all(folder.parent == job.BUILD / "training" for folder in folders)
 
 
+def test_tokens_are_those_that_trained(tmp_path):
+    """Two blocks: a pass that trains one of them counts a half of its tokens, one that trains none counts nothing."""
+    run, latents = trainer(tmp_path)
+    counted = []
+    for number, trained in enumerate([(0, 1), (1,), ()]):
+        run.run(f"w{number}", task_of(latents, trained=trained), squares)
+        counted.append(run.tokens)
+    whole = 2 * 6 * 16
+    assert counted == [whole, 3 * whole // 2, 3 * whole // 2]
+
+
 def test_no_training_at_all(tmp_path):
     run, latents = trainer(tmp_path, epochs=0)
     before = [{name: w.clone() for name, w in latent.items()} for latent in latents]

@@ -48,8 +48,8 @@ class Config:
         teacher: what computes on the higher-precision inputs: the block's full-precision weights, as printed in the
             rebuilt loss, or those that it had before the stage. Not given; as printed, until swept.
         lambdas: λ_b by width, 1 where not said. Not given; equal until swept.
-        rho: ρ_0, the share of the blocks that the first stage lowers; 1 lowers all at once. Not given; half lets a
-            model of two blocks go one by one.
+        rho: ρ_0, the share of the blocks that the first stage lowers. By default 1: a stage lowers "the model"
+            (section 4.1). Below 1 are the growing subsets of appendix B.1.2, a named variant whose ρ_0 is not given.
         alpha: α of the bias to early blocks. Not given; 1 is linear in depth, as its growth is said to be.
         sampling: of the blocks of a stage: drawn, or the first ones (both in appendix B.1.2).
         kurtosis: τ; inputs of down-projections above it get `outlier_bits`. Not given; on text that one of
@@ -89,7 +89,7 @@ class Config:
     second: float = 1.0
     teacher: Literal["full", "earlier"] = "full"
     lambdas: dict[int, float] = field(default_factory=dict)
-    rho: float = 0.5
+    rho: float = 1.0
     alpha: float = 1.0
     sampling: Sampling = "biased"
     kurtosis: float = 1000.0

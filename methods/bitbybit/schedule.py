@@ -95,13 +95,18 @@ def coverage(stages: Sequence[Precision], start: float) -> list[float]:
     return shares
 
 
+def lowered_blocks(share: float, count: int) -> int:
+    """⌈ρ_t L⌉ of `count` blocks, where a product such as 0.55 · 20 is not taken for more than 11."""
+    return math.ceil(round(share * count, 9))
+
+
 def chosen(share: float, count: int, alpha: float, sampling: Sampling, seed: int, stage: int) -> set[int]:
     """S_t, the numbers of the ⌈ρ_t L⌉ of `count` blocks that a stage lowers (appendix B.1.2).
 
     "biased" draws them without replacement, block l of 1 … L with probability proportional to (L - l + 1)^α; "first"
     takes the first ones.
     """
-    size = math.ceil(round(share * count, 9))
+    size = lowered_blocks(share, count)
     if sampling == "first" or size == count:
         return set(range(size))
     p = np.arange(count, 0, -1, dtype=float) ** alpha

@@ -19,7 +19,7 @@ from repro.errors import UserError
 from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel
 
-VERSION = 1
+VERSION = 2
 CALIBRATED = True
 COST = 10.0  # relative to RTN, for scheduling alone
 KIND = "sparsity"  # a layer takes one

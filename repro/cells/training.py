@@ -19,9 +19,9 @@ LAST = 1 / 16  # the share of a loss curve whose mean is where it ended
 
 @dataclass(frozen=True)
 class Ask:
-    """`tokens`: all that the model was trained on, a sequence once an epoch whatever the number of blocks; 0 where
-    nothing was trained. `loss`: the mean of the last sixteenth of the last step's curve, that of the last blocks where
-    blocks are trained one by one."""  # fmt: skip
+    """`tokens`: all that the model was trained on, a sequence once an epoch; a pass that trains a half of the blocks
+    counts a half; 0 where nothing was trained. `loss`: the mean of the last sixteenth of the last step's curve, that of
+    the last blocks where blocks are trained one by one."""  # fmt: skip
 
     show: Literal["tokens", "loss"] = "tokens"
     unit: str = "tokens"

@@ -210,7 +210,8 @@ class BlockTrainer:
 
     Attributes:
         losses: the mean losses of `POINTS` stretches of steps, block after block and pass after pass.
-        tokens: that the model was trained on so far: sequences by length by epochs of every pass that trained a block.
+        block_tokens: that blocks were trained on so far: sequences by length by epochs, of every block that a pass
+            trained.
         seconds: spent in passes, what a checkpoint spared not included.
     """
 
@@ -218,8 +219,13 @@ class BlockTrainer:
         """`ids` int64 `[S, L]`, `folder` for checkpoints, `who` for messages."""
         self.model, self.ids, self.settings, self.folder, self.who = model, ids, settings, folder, who
         self.losses: list[float] = []
-        self.tokens, self.steps, self.passes, self.seconds = 0, 0, 0, 0.0
+        self.block_tokens, self.steps, self.passes, self.seconds = 0, 0, 0, 0.0
         self.start, self.kwargs = embedded(model, ids, settings.streams, settings.place)
+
+    @property
+    def tokens(self) -> int:
+        """That the model was trained on so far; a pass that trains a half of the blocks counts a half."""
+        return round(self.block_tokens / len(blocks(self.model)))
 
     def run(self, name: str, tasks: Callable[[nn.Module, dict, int], BlockTask], loss: Loss) -> None:
         """One pass: train block after block.
@@ -232,7 +238,7 @@ class BlockTrainer:
         Raises:
             Refused: a loss is not finite.
         """
-        started, trained = time.perf_counter(), False
+        started, trained = time.perf_counter(), 0
         full, earlier, inputs = self.start.copy(), None, []
         for index, (prefix, block) in enumerate(tqdm(blocks(self.model).items(), f"{self.who} {name}", **QUIET)):
             task = tasks(block, self.kwargs[index], index)
@@ -247,15 +253,14 @@ class BlockTrainer:
             if earlier is not None:
                 earlier.advance(task.earlier)
             if task.tensors:
-                trained = True
+                trained += 1
                 self._train(f"{prefix} in {name}", index, task, loss, [*inputs, full, *targets])
             for stream, forward in zip(inputs, task.students, strict=True):
                 stream.advance(forward)
         self.passes += 1
         self.steps += self.settings.epochs * steps_per_epoch(len(self.ids), self.settings)
-        if trained:  # a sequence counts once an epoch, whatever the number of blocks and students
-            used = steps_per_epoch(len(self.ids), self.settings) * self.settings.batch
-            self.tokens += self.settings.epochs * used * self.ids.shape[1]
+        used = steps_per_epoch(len(self.ids), self.settings) * self.settings.batch
+        self.block_tokens += trained * self.settings.epochs * used * self.ids.shape[1]
         self.seconds += time.perf_counter() - started
         curve = " ".join(f"{value:.3g}" for value in self.losses[-POINTS :: POINTS // 4])
         print(f"{self.who}: {name}, {self.tokens:,} tokens, {self.seconds:.1f} s, last block {curve}", file=sys.stderr)

@@ -4,7 +4,6 @@ Arithmetic on a configuration and a shape; nothing is loaded. Bytes are those of
 `end_to_end` hold at once, counted up: hidden states exactly, what autograd keeps by the tensors of a quantizer.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -57,6 +56,7 @@ class Work:
         latent: float32 copies of the trained weights, gradients and AdamW's averages not among them.
         models: of full precision, in the model's dtype.
         whole: whether all blocks are trained at once.
+        trained: passes that train a block, as a mean over the blocks.
     """
 
     sequences: int = 0
@@ -67,6 +67,7 @@ class Work:
     latent: int = 0
     models: int = 1
     whole: bool = False
+    trained: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def shape(name: str, hub: bool = False) -> Shape:
 def _progressive(config: Any, sequences: int, quantized: bool, count: int) -> Work:
     """Bit-by-Bit: its passes one by one."""
     passes, streams, most, each = 0.0, 0, 1, max(1, sequences // config.batch) * config.batch / max(1, sequences)
+    trained = 0.0
     widths: set[int] = set()
     for number, (stage, share) in enumerate(
         zip(config.stages, schedule.coverage(config.stages, config.rho), strict=True)
@@ -130,9 +132,10 @@ def _progressive(config: Any, sequences: int, quantized: bool, count: int) -> Wo
         earlier = int(bool(config.second) and not config.any_precision and (number > 0 or quantized))
         targets = earlier + (students - 1 if config.second else 0)
         streams, most = max(streams, 2 + students + earlier + targets), max(most, students)
-        picked = math.ceil(round(share * count, 9)) / count
+        picked = schedule.lowered_blocks(share, count) / count
+        trained += picked
         passes += 1 + students + earlier + picked * (targets + config.epochs * each * students * TRAINED)
-    return Work(sequences, 0, passes, streams, most, 1, 1 + int(quantized))
+    return Work(sequences, 0, passes, streams, most, 1, 1 + int(quantized), trained=trained)
 
 
 def _blocks(config: Any, sequences: int, quantized: bool, count: int) -> Work:
@@ -178,8 +181,8 @@ def work(step: Any, sequences: int, length: int, quantized: bool, count: int) ->
         return Work(sequences, 0, 2.0 if step.calibrated else 0.0, 2 if step.calibrated else 0)
     used = max(1, min(sequences, config.tokens // length))
     found = STEPS[step.name](config, used, quantized, count)
-    passes = len(config.stages) if step.name == "bitbybit" else 1
-    return replace(found, tokens=passes * config.epochs * (used // config.batch) * config.batch * length)
+    seen = config.epochs * (used // config.batch) * config.batch * length
+    return replace(found, tokens=round(found.trained * seen))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
