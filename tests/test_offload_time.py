@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from repro import papers
 from repro.cells import acceptance, offload_time
 from repro.cells.offload_time import Ask
 from repro.engine import budget, shapes
@@ -17,6 +18,7 @@ from repro.methods import subspec
 from repro.record import observations
 from repro.record.observations import Series
 from repro.spec import scale as scales
+from repro.spec import tables
 from repro.spec.workflow import Workflow
 
 SHAPE = {
@@ -170,6 +172,29 @@ def test_the_time_model_is_the_least_squares_line_of_three_depths(slope, off):
         assert found == pytest.approx(1 / (1 + off))
         parts = flow.parts(cell)
         assert [parts[name].ask.config.depth for name in "abct"] == [4, 16, 48, depth]
+
+
+def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations():
+    flow = Workflow(scales.load(name="pocket").on("cpu"))
+    cells = {(c.row, c.col, c.metric): c for c in flow.cells("subspec", "printed")}
+    cell = cells["SubSpec, Qwen2.5-14B-Instruct", "T 0.6, set GSM8K", "tokens/s"]
+    printed = papers.printed("subspec", "1")
+    (tau,) = [
+        c.number
+        for c in printed
+        if (c.row, c.col, c.model) == ("SubSpec [T=0.6, 12GB]", "GSM8K tau", "Qwen2.5-14B-Instruct")
+    ]
+    assert evaluate(cell.ask.quantity, {"t": 800.0}) == pytest.approx(1000 * tau / 800)
+    timed = {name: part.ask for name, part in flow.parts(cell).items()}
+    assert timed == {"t": Ask("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
+    over = flow.parts(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].ask
+    assert over == Ask("Qwen2.5-32B", "24GiB", draft="none", prefetch=False)
+
+
+def test_a_number_that_was_not_printed_is_one_sentence():
+    for place in ("1 | SubSpec [T=0, 8GB] | MT-Bench tau | Qwen2.5-9B", "1 | SubSpec"):
+        with pytest.raises(UserError, match="subspec has no number at"):
+            tables._number("subspec", place, "it")
 
 
 def _value(quantity):

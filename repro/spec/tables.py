@@ -38,6 +38,7 @@ from repro.spec.templates import (
     bound,
     check_pattern,
     fill_in,
+    filled,
     measures,
     plain,
     variables,
@@ -64,6 +65,7 @@ class Spec:
         models: of a question of our own: the papers' models whose stand-ins are measured.
         over: of a question of our own: variable to values; a column is one combination of them.
         measure: of a question of our own: metric to what is measured.
+        printed: of a question of our own: variable to `table | row | column | model`, whose printed number it is.
         scales: of a question of our own: the scales that measure it; none is every scale.
         chosen: of a question of our own: the row that is the answer, once it is known, or several of other variables.
     """
@@ -82,6 +84,7 @@ class Spec:
     models: tuple[str, ...] = ()
     over: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     measure: dict[str, dict[str, Any]] = field(default_factory=dict)
+    printed: dict[str, str] = field(default_factory=dict)
     scales: tuple[str, ...] = ()
     chosen: str | tuple[str, ...] = ()
 
@@ -130,7 +133,7 @@ def table(paper: str, number: str) -> Spec:
             split(name)
     if number.isdecimal():
         cells = papers.printed(paper, number)
-        for name in ("models", "over", "measure", "scales", "chosen"):
+        for name in ("models", "over", "measure", "printed", "scales", "chosen"):
             if getattr(spec, name):
                 raise UserError(f"{where}: {name} belongs to a spec of our own, not to a printed table")
         for kind, labels, known in (
@@ -255,6 +258,8 @@ def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
         col = ", ".join(f"{key} {plain(value)}" for key, value in point.items())
         more = point | (variables(spec.columns, col) or {})
         values = bound(spec.of_models.get(model, {}) | (variables(spec.rows, row) or {}) | more, spec.recipe, choice)
+        if values is not None:
+            values |= {key: _number(paper, filled(text, values), where) for key, text in spec.printed.items()}
         made = []
         for metric, measure in spec.measure.items():
             bare = Cell(paper, "table", name, row, col, model, metric, unit=str(measure.get("unit", "")))
@@ -262,6 +267,19 @@ def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
             made.append(bare if values is None else fill_in(bare, *args))
         yield from made
         yield from _beside(made[-1], spec, where) if values is not None else ()
+
+
+def _number(paper: str, place: str, where: str) -> float:
+    """The number that a paper printed at `table | row | column | model`.
+
+    Raises:
+        UserError: there is no such cell, or it holds no number.
+    """
+    number, *wanted = place.split(" | ")
+    for cell in papers.printed(paper, number):
+        if [cell.row, cell.col, cell.model] == wanted and cell.number is not None:
+            return cell.number
+    raise UserError(f"{where}: printed: {paper} has no number at {place!r}; write table | row | column | model")
 
 
 def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
