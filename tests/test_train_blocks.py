@@ -17,7 +17,7 @@ from repro.methods.bitbybit import Config, Precision
 from repro.models import graphs
 from repro.models.lowbit import LowBitModel, block_inputs, blocks
 from repro.train import blocks as training
-from repro.train import streams
+from repro.train import compiled, end_to_end, streams
 from repro.train.blocks import BlockSettings, BlockTask, BlockTrainer, batch_rows, checkpoint_folder, fit, training_ids
 from repro.train.streams import Stream
 
@@ -266,8 +266,8 @@ def test_a_compiled_step_takes_the_gradient_of_a_plain_one(monkeypatch, columns)
     """Of fake-quantized weights, also of split channels, and of quantized inputs; sums are in another order."""
     chosen = Config(compute="float32", tokens=96, group=16, act_bits=8, split="rounding_aware" if columns else "none")
     made, found = tiny.model("llama").cuda(), []
-    for compiled in (training.compiled, lambda function, _: function):
-        monkeypatch.setattr(training, "compiled", compiled)
+    for form in (lambda function, *_: torch.compile(function), lambda function, *_: function):
+        monkeypatch.setattr(training, "compiled", form)
         states = bitbybit.trained_blocks(LowBitModel(made), made, {}, chosen)
         if columns:
             bitbybit.split_channels(made, states, IDS, chosen)
@@ -279,6 +279,25 @@ def test_a_compiled_step_takes_the_gradient_of_a_plain_one(monkeypatch, columns)
     assert losses == pytest.approx(plain_losses, rel=1e-3) and losses != plain_losses[::-1]
     moved = (plain - made.model.layers[0].mlp.up_proj.weight).abs().mean()
     assert (latent - plain).abs().mean() < 0.05 * moved
+
+
+def test_a_short_training_is_not_compiled(monkeypatch, tmp_path):
+    """Compiling takes longer than a thousand steps; block-wise and end-to-end trainers say how many they take."""
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda function: made.append(function) or "compiled")
+    gpu, plain = torch.device("cuda"), lambda x: x
+    assert compiled.compiled(plain, gpu, compiled.WORTH - 1) is plain and not made
+    assert compiled.compiled(plain, gpu, compiled.WORTH) == "compiled" and made == [plain]
+    assert compiled.compiled(plain, torch.device("cpu"), 10**6) is plain
+    said = []
+    for module in (training, end_to_end):
+        monkeypatch.setattr(module, "compiled", lambda function, device, steps: said.append(steps) or function)
+    run, latents = trainer(tmp_path)
+    run.run("w", task_of(latents), squares)
+    weight = torch.ones(2)
+    chosen = end_to_end.EndToEndSettings(1e-3, 3, 2)
+    end_to_end.train(lambda rows: weight.sum() * len(rows), {"w": weight}, IDS, chosen, tmp_path / "e", "test")
+    assert said == [6, 6, 9]
 
 
 # --- the dtype that is computed in ------------------------------------------------------------------------------------

@@ -166,7 +166,9 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
         outputs = [forward(x) for forward, x in zip(task.students, rows[:count], strict=True)]
         return loss(outputs, rows[count], [next(wants) if there else None for there in second])
 
-    ahead = compiled(total, device)
+    sequences = len(streams[0].hidden)
+    each = steps_per_epoch(sequences, settings)
+    ahead = compiled(total, device, settings.epochs * each)
 
     def step(*rows: Tensor) -> Tensor:
         value, share = ahead(*rows), 1 / rows[count].numel()  # the target is of an output's shape
@@ -181,7 +183,6 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
         return [tensor for optimizer in optimizers.values() for tensor in graphs.changed(optimizer)]
 
     replayed, losses = graphs.Replayed(step, changed), []
-    sequences, each = len(streams[0].hidden), steps_per_epoch(len(streams[0].hidden), settings)
     for epoch in range(settings.epochs):
         taken = [batch_rows(first + epoch * each + i, sequences, settings) for i in range(each)]
         found = []

@@ -135,7 +135,8 @@ def train(
     trained = [tensor.requires_grad_() for tensor in tensors.values()]
     fused = ids.is_cuda
     optimizer = graphs.adamw(trained, settings.lr, weight_decay=settings.weight_decay, fused=fused)
-    part_loss = compiled(loss, ids.device)
+    steps = settings.epochs * steps_per_epoch(len(ids), settings)
+    part_loss = compiled(loss, ids.device, steps)
     path, losses = folder / "end-to-end.safetensors", []
     if path.is_file():
         losses = _load(path, tensors, optimizer, validation)
@@ -163,7 +164,6 @@ def train(
 
     replayed, found = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
     looked = graphs.Replayed(scored, list)
-    steps = settings.epochs * steps_per_epoch(len(ids), settings)
     for number in tqdm(range(len(losses), steps), who, **QUIET):
         graphs.set_rate(optimizer, settings.rate(number, steps))
         found.append(replayed(ids[batch_rows(number, len(ids), settings).to(ids.device)]).float().clone())
