@@ -41,6 +41,7 @@ rule make:
         "build/benchmarks/{kind}/{job}.tsv"
     wildcard_constraints:
         kind="tokens|requests|questions|compress",
+    priority: flow.priority
     threads: flow.threads
     resources:
         mem_mb=flow.memory,

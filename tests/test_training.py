@@ -1,5 +1,7 @@
 """The kind `training`: tokens that a method saw, and where its loss ended; beside which table the headline makes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from repro import papers
 from repro.cells import KINDS, training
 from repro.errors import UserError
 from repro.jobs.target import Target
-from repro.record import observations
+from repro.record import observations, replicate
 from repro.record.observations import Observations, Series
 from repro.spec import recipe, tables
 from repro.spec import scale as scales
@@ -65,6 +67,25 @@ def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():
     with_jobs = {"bitbybit", "subspec"}
     assert not with_jobs & beside
     assert {(paper, "1") for paper in with_jobs} <= set(tables.specified())
+
+
+def test_the_longest_way_through_the_headline_is_begun_first():
+    """SPEAR's training alone behind everything else was two minutes of one idle core."""
+    snake = Snake(scales.load(name="pocket").as_config(), None)
+    jobs = {job.id: job for name in ("table1", "spear/table1") for job in snake.jobs_of(name)}
+
+    def priority(job):
+        kind, _, name = job.id.partition("/")
+        return snake.priority(SimpleNamespace(kind=kind, job=name))
+
+    first = max(jobs.values(), key=priority)
+    trained = next(job for job in jobs.values() if job.kind == "compress" and "spear" in job.steps)
+    assert first.id in {need.id for need in trained.every()}
+    way = [need for need in trained.every() if need.id != trained.id]
+    others = [job for job in jobs.values() if job not in way and job != trained]
+    assert min(map(priority, way)) > priority(trained) > 2 * max(map(priority, others))
+    for job in jobs.values():
+        assert all(priority(need) >= priority(job) + replicate.expected_seconds(need) for _, need in job.needs)
 
 
 def test_a_training_of_no_epochs_is_kept_without_a_curve(tmp_path):

@@ -7,6 +7,7 @@ counts, except those that Transformers never reads.
 Source: Transformers 5, `AutoTokenizer.from_pretrained` and `PreTrainedModel.from_pretrained`: what these look for.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -75,14 +76,15 @@ def tokenizer_digest(place: Path) -> str:
 
 def _stamps(folder: Path) -> list[tuple]:
     """What changes as soon as a file of a folder does, in name order: names, inodes, sizes and times."""
-    if not folder.is_dir():
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
         return []
     stamps = []
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if os.path.exists(entry.path):  # not a link to nothing
-                at = entry.stat()
-                stamps.append((entry.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # a link to nothing
+            at = os.stat(f"{folder}/{name}")
+            stamps.append((name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
     return stamps
 
 

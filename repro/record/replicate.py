@@ -166,7 +166,7 @@ def jobs(flow: Workflow, name: str) -> list[Job]:
 
 def too_long(flow: Workflow, cell: Cell) -> float | None:
     """Seconds that a build's own measurement of a cell takes, estimated, where that is too long here; else None."""
-    seconds = sum(_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)))
+    seconds = sum(expected_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)))
     return seconds if seconds > flow.scale.replicate.cell_seconds else None
 
 
@@ -197,7 +197,7 @@ def _named(flow: Workflow, cell: Cell) -> bool:
 
 def _fits(flow: Workflow, cell: Cell, spent: dict[str, float]) -> bool:
     """Whether a table's own measurements, with this one, still take little time; `spent` are the seconds by job."""
-    new = {job.id: _seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)) if job.id not in spent}
+    new = {job.id: expected_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)) if job.id not in spent}
     if sum(spent.values()) + sum(new.values()) > flow.scale.replicate.seconds:
         return False
     spent |= new
@@ -215,7 +215,8 @@ def _seconds_of(run: estimate.Run, job: Job) -> float:
     return estimate.estimate(job, _committed())[0]
 
 
-def _seconds(job: Job) -> float:
+def expected_seconds(job: Job) -> float:
+    """What a job takes here, by the committed times alone."""
     return _seconds_of(estimate.run_of(job), job)
 
 

@@ -9,6 +9,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from repro.errors import UserError
@@ -75,6 +76,7 @@ def check(row: StoredRow, where: str) -> None:
     raise UserError(f"{where}: edited after it was accepted: {said}; check the file out again, or measure it anew")
 
 
+@cache
 def _of_field(name: str, value: str) -> str:
     found = hashlib.sha256(f"{name}={value}".encode()).digest()
     return base64.urlsafe_b64encode(found)[:EACH].decode()

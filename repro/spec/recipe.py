@@ -67,7 +67,7 @@ class Recipe:
         """The canonical text: in each step the fields that differ from their defaults, and always bits and group."""
         return " + ".join(map(_spell, self.steps)) or "fp16"
 
-    @property
+    @cached_property
     def config(self) -> list[list]:
         """`[name, {field: value}]` of every step with all fields, fit for JSON: what a run's hash is made of."""
         return [[step.name, _fields(step.config)] for step in self.steps]
@@ -82,7 +82,7 @@ class Recipe:
         """Whether the result depends on a seed: a step is calibrated or has a field `seed`."""
         return any(step.calibrated or hasattr(step.config, "seed") for step in self.steps)
 
-    @property
+    @cached_property
     def before(self) -> str:
         """The recipe minus its last step, if that compressed model can be reused as a starting point; otherwise empty.
 
@@ -92,11 +92,16 @@ class Recipe:
         reusable = earlier and not any(getattr(step.module, "RESCALES", False) for step in earlier)
         return Recipe(earlier).name if reusable else ""
 
-    @property
+    @cached_property
     def slug(self) -> str:
         """The name as a file name of at most 80 characters; a hash of the name ends it when it is cut."""
         slug = re.sub(r"[^A-Za-z0-9_.=-]+", "_", self.name).strip("_")
         return slug if len(slug) <= SLUG else f"{slug[: SLUG - 9]}.{short_hash(self.name)}"
+
+    @cached_property
+    def _by_seed(self) -> dict[int, "Recipe"]:
+        """What `with_seed` made of it: every cell asks again."""
+        return {}
 
 
 def parse(text: str) -> Recipe:
@@ -154,13 +159,15 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
     """The recipe with `seed` in every step that has a field `seed` which its text does not give; 0 changes nothing."""
     if seed == 0:
         return recipe
-    steps = []
-    for step in recipe.steps:
-        if hasattr(step.config, "seed") and "seed" not in step.given:
-            config = dataclasses.replace(step.config, seed=seed)
-            step = dataclasses.replace(step, config=config, given=step.given | {"seed"})
-        steps.append(step)
-    return Recipe(tuple(steps))
+    if seed not in recipe._by_seed:
+        steps = []
+        for step in recipe.steps:
+            if hasattr(step.config, "seed") and "seed" not in step.given:
+                config = dataclasses.replace(step.config, seed=seed)
+                step = dataclasses.replace(step, config=config, given=step.given | {"seed"})
+            steps.append(step)
+        recipe._by_seed[seed] = Recipe(tuple(steps))
+    return recipe._by_seed[seed]
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

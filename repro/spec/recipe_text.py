@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Container, Iterable
+from functools import cache
 from typing import Any
 
 import yaml
@@ -95,7 +96,7 @@ def read_value(raw: str, name: str, step: str) -> Any:
         ValueError: it is not one YAML value that JSON can hold.
     """
     try:  # read in brackets, where YAML has no block collections: those would nest without brackets
-        values = yaml.load(f"[{raw}]", _Loader)
+        values = _bracketed(raw)
         if len(values) > 1:
             raise ValueError
         return _clean(values[0]) if values else None
@@ -103,8 +104,14 @@ def read_value(raw: str, name: str, step: str) -> Any:
         raise ValueError(f"{cut(raw)!r} is no value for {name} of {step}") from None
 
 
+@cache
+def _bracketed(raw: str) -> list:
+    """The values of text between brackets, read once: recipes say the same few options thousands of times."""
+    return yaml.load(f"[{raw}]", _Loader)
+
+
 def _clean(value: Any) -> Any:
-    """A YAML value that JSON can hold; raises ValueError for NaN, infinity and integers of more than 64 bits."""
+    """A copy of a YAML value that JSON can hold; ValueError for NaN, infinity and integers of more than 64 bits."""
     if isinstance(value, list):
         return [_clean(v) for v in value]
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
 """What the Snakefile asks of specs and a scale, one function a directive; bad input ends it with one sentence."""
 
 import functools
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,7 @@ from repro.spec.names import FORMATS, OWN, canonical
 from repro.spec.workflow import Workflow
 
 __all__ = ["FORMATS", "Snake", "config_file"]
+gc.freeze()  # what was imported stays; going through it again and again is an eighth of listing all jobs
 HASHED = 200_000_000  # bytes; inputs up to that size are known by content where only their time has changed
 
 
@@ -68,6 +70,7 @@ class Snake:
         self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)
         self._jobs_of: dict[str, list[Job]] = {}
         self._known: dict[str, Job] = {}
+        self._seconds_left: dict[str, float] = {}
 
     def _settle(self) -> None:
         """Let contents decide a rerun, in Snakemake's settings, which it makes after it has read the Snakefile.
@@ -153,6 +156,12 @@ class Snake:
         """CPU threads of a job."""
         return int(self._job(wildcards).given().get("threads", 1))
 
+    def priority(self, wildcards: Any) -> float:
+        """Expected seconds until all that waits for a job can have ended, so that the longest way is begun first."""
+        if len(self._seconds_left) != len(self._known):
+            self._seconds_left = _seconds_left(self._known.values())
+        return self._seconds_left[self._job(wildcards).id]
+
     def gpus(self, wildcards: Any) -> int:
         """GPUs of a job."""
         return int(self._job(wildcards).given().get("device") == "cuda")
@@ -182,6 +191,24 @@ class Snake:
         """The file of the hash of the code that draws: drawing is cheap, so it is done again after any change of it."""
         self._settle()
         return [self._there(versions.input_file("sources", provenance.sources_hash()))]
+
+
+def _seconds_left(jobs: Iterable[Job]) -> dict[str, float]:
+    """By id the expected seconds of each job and of the longest chain of jobs that waits for it."""
+    waiting: dict[str, list[Job]] = {job.id: [] for job in jobs}
+    for job in jobs:
+        for _, need in job.needs:
+            waiting[need.id].append(job)
+    found: dict[str, float] = {}
+
+    def left(job: Job) -> float:
+        if job.id not in found:
+            found[job.id] = replicate.expected_seconds(job) + max(map(left, waiting[job.id]), default=0.0)
+        return found[job.id]
+
+    for job in jobs:
+        left(job)
+    return found
 
 
 def _known_as(paths: Iterable[Path]) -> list[str]:
