@@ -142,18 +142,29 @@ def test_the_declared_inputs_of_a_subspec_draft_are_those_of_the_stored_results(
     assert "draft_model" not in declared and declared["draft"] == vars(subspec.Config())
 
 
-def test_the_stored_results_stand():
-    """Options that came later are no input of the cells that do not set them."""
+def test_the_stored_results_stand_where_a_prompt_set_is_not(monkeypatch):
+    """Options that came later are no input of the cells that do not set them; a stored length needs no prompts."""
+    monkeypatch.delenv("REPRO_DATA", raising=False)
     flow = Workflow(scales.load(name="pocket"), recorded=True)
     cells = [c for c in flow.cells("subspec", "1") if c.row.startswith("SubSpec") and c.stand_in and c.measure]
-    found = [one for one in measure.measure(flow, cells).values() if one.status != "not_run"]
-    assert len(found) == 10 and {one.status for one in found} == {"ok"}
-    small = next(
-        c
-        for c in flow.cells("subspec", "1")
-        if c.row.startswith("Qwen2.5-1.5B") and c.metric == "accept_length" and c.stand_in and c.measure
-    )
-    assert flow.inputs(small)["ask"]["draft_model"] == "Qwen2.5-1.5B"
+    taus = [c for c in cells if c.measure == "acceptance" and c.col in ("MT-Bench tau", "Alpaca tau", "CNN/DM tau")]
+    found = measure.measure(flow, taus)
+    assert {(place[1], one.status) for place, one in found.items()} == {
+        ("MT-Bench tau", "ok"),
+        ("Alpaca tau", "ok"),
+        ("CNN/DM tau", "too_long"),
+    }
+
+
+def test_a_set_that_is_not_here_is_no_job(monkeypatch):
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    flow = Workflow(scales.load(name="pocket"), recorded=False)
+    rows = [c for c in flow.cells("subspec", "1") if c.stand_in and c.row.startswith("EAGLE-2")]
+    cells = [c for c in rows if c.measure == "acceptance"]
+    alpaca = [c for c in cells if c.col == "Alpaca tau"]
+    assert alpaca and all(map(flow.jobs, alpaca)) and not flow.every_job(alpaca) and not measure.missing(flow, alpaca)
+    assert flow.every_job([c for c in cells if c.col == "GSM8K tau"])
+    assert "REPRO_DATA" in flow.lacking(alpaca[0])
 
 
 def test_table_1_asks_for_the_papers_draft_in_every_row():

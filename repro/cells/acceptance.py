@@ -124,11 +124,11 @@ def lacking(ask: Ask) -> str:
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
-    """One job decodes the prompts; None where the scale has no protocol or no draft, or the prompts are not here."""
+    """One job decodes the prompts; None where the scale has no protocol or no draft."""
     protocol = target.scale.protocols["acceptance"]
     small = target.scale.models.get(ask.draft_model, "")
     head = eagle.path_of(target.model)
-    if protocol is None or lacking(ask) or (ask.draft in OWN and not small):
+    if protocol is None or (ask.draft in OWN and not small):
         return None
     if ask.draft == "none" or (ask.draft == "eagle2" and not head.is_file()):
         return None

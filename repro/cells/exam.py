@@ -78,9 +78,9 @@ def lacking(ask: Ask) -> str:
 
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
-    """One job scores one task; None where the scale has no protocol, or the task cannot be scored here."""
+    """One job scores one task; None where the scale has no protocol."""
     protocol = target.scale.protocols["exam"]
-    if protocol is None or lacking(ask):
+    if protocol is None:
         return None
     rule = vars(protocol) | {"task": ask.task}
     if ask.task in CHOSEN:

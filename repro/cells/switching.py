@@ -145,7 +145,7 @@ def lacking(ask: Ask) -> str:
 
 def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
-    if target.scale.protocols["switching"] is None or lacking(ask):
+    if target.scale.protocols["switching"] is None:
         return None
     return {"texts": _job(ask, target)}
 

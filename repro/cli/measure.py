@@ -70,9 +70,9 @@ def run(args: argparse.Namespace, kind: str) -> None:
     nowhere = Cell(paper="", kind="", number="", row="", col="", model=target.model, metric="")
     asks = {"measure": kind, "ask": asked, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
     cell = dataclasses.replace(nowhere, **asks)
+    if why := lacking(kind, asked):
+        raise UserError(why)
     if not flow.jobs(cell):
-        if why := lacking(kind, asked):
-            raise UserError(why)
         raise UserError(
             f"scale {flow.scale.name} has no protocol for {kind}; add the key {kind!r}, "
             "or choose another scale with --scale"

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from repro.cells import KINDS, lacking
+from repro.cells import KINDS
 from repro.errors import Refused, UserError, unknown
 from repro.jobs import runner
 from repro.jobs.job import Job, distinct
@@ -50,9 +50,10 @@ def _one(flow: Workflow, cell: Cell) -> Measurement:
         return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
     if hasattr(KINDS[cell.measure], "JOBLESS"):
         return fresh(flow, cell)
-    absent = lacking(cell.measure, cell.ask)
-    if absent or not flow.jobs(cell):
-        return replace(blank, note=absent or f"scale {flow.scale.name} does not measure it")
+    if not flow.jobs(cell):
+        return replace(blank, note=f"scale {flow.scale.name} does not measure it")
+    if absent := flow.lacking(cell):
+        return recorded.find(flow, cell) or replace(blank, note=absent)
     if flow.stored_first or flow.recorded:
         stored = recorded.find(flow, cell)
         if stored and stored.status != "stale":
@@ -172,7 +173,9 @@ def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
         UserError: results/ is damaged.
     """
     found: list[Job] = []
-    for cell in filter(flow.is_measured, cells):
+    for cell in cells:
+        if not flow.is_measured(cell) or flow.lacking(cell):
+            continue
         full = flow.full_precision(cell)
         if flow.held_back(cell) and one(flow, full).status != "ok":
             cell = full

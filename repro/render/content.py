@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from repro.cells import KINDS, lacking
+from repro.cells import KINDS
 from repro.judge import claims
 from repro.judge.statistics import Interval
 from repro.record import measure
@@ -168,7 +168,7 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
         out.append("Measured on " + "; ".join(made) + ".")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
     out += [f"Not possible: {note}." for note in missing]
-    absent = {lacking(cell.measure, cell.ask) for cell in flow.cells(paper, number_)} - {""}
+    absent = {flow.lacking(cell) for cell in flow.cells(paper, number_)} & {m.note for m in cells} - {""}
     out += [f"Not run: {why}." for why in sorted(absent)]
     marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from repro import papers
-from repro.cells import KINDS
+from repro.cells import KINDS, lacking
 from repro.errors import UserError
 from repro.jobs.job import Job, distinct
 from repro.jobs.target import Target
@@ -77,7 +77,14 @@ class Workflow:
 
     def is_live(self, cell: Cell) -> bool:
         """Whether this scale measures a cell here."""
-        return not self.recorded and self.is_measured(cell)
+        return not self.recorded and self.is_measured(cell) and not self.lacking(cell)
+
+    def lacking(self, cell: Cell) -> str:
+        """What is not on this machine of what a cell, or a part of a derived one, is measured with; empty if all is."""
+        for part in self.parts(cell).values():
+            if why := self.lacking(part):
+                return why
+        return lacking(cell.measure, cell.ask)
 
     def is_measured(self, cell: Cell) -> bool:
         """Whether this scale measures a cell anywhere."""
