@@ -77,10 +77,12 @@ def test_other_drafts_temperatures_and_sets_are_other_jobs():
     assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
 
 
-def test_a_build_measures_the_first_prompts_as_long_as_all():
+def test_a_build_measures_the_beginnings_of_the_first_prompts():
     whole = scales.load(name="pocket")
     few = whole.brief().protocols["acceptance"]
-    assert (few.prompts, few.tokens) == (3, whole.protocols["acceptance"].tokens)
+    assert (few.prompts, few.tokens) == (3, 64) and whole.protocols["acceptance"].tokens == 256
+    shorter = scales.load({"acceptance": {"prompts": 2, "tokens": 9}}, name="pocket").brief().protocols["acceptance"]
+    assert (shorter.prompts, shorter.tokens) == (2, 9)
     assert [p.id for p in prompts.load("mt-bench", 3)] == [p.id for p in prompts.load("mt-bench", 40)][:3]
 
 

@@ -85,6 +85,14 @@ def test_the_stored_record_has_forty_prompts():
     assert 30 < tokens / iterations < 40
 
 
+def test_ten_prompts_are_two_of_each_set(tmp_path):
+    sets = {"mt-bench": 40, "humaneval": 40, "gsm8k": 50, "aime24": 30, "math500": 40}
+    assert set(bench.first_of_all(sets, 10).values()) == {2} and bench.first_of_all(sets, 200) == sets
+    assert bench.first_of_all(sets, 5) == dict.fromkeys(sets, 1)
+    with pytest.raises(SystemExit, match="give one of each of 5 sets at least"):
+        bench.main(["--out", str(tmp_path), "--device", "cpu", "--prompts", "4"])
+
+
 def test_a_measurement_that_fails_is_named_and_not_written(small, tmp_path):
     with pytest.raises(SystemExit, match="not measured: llama8b-sync"):
         bench.main(["--out", str(tmp_path), "--device", "cpu", "--memory", "1KiB", "--only", "llama8b-sync"])

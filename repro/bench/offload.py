@@ -3,7 +3,8 @@
 A measurement is one JSON file in DIR, written as soon as it is there; what is there already is not measured again.
 Shapes have random weights: their times and bytes are real, their texts and acceptance lengths mean nothing.
 
-    lossless-<dtype>    texts of 200 prompts with the paper's draft, of which blocks stream, against plain decoding
+    lossless-<dtype>    texts of 200 prompts (`--prompts`) with the paper's draft, of which blocks stream, against plain
+                        decoding
     <shape>-sync        a step of the offloaded shape, each weight copied when it is needed
     <shape>-prefetch    the same, prefetching; the bus rate next to it
     <shape>-speculate   an iteration with the paper's tree: its draft passes, its verification, both together
@@ -66,10 +67,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measurements whose name has a word")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--memory", default=MEMORY, help="budget of the shapes")
+    about = "prompts of the lossless texts, evenly of all sets; a CPU takes 10 in a minute or two"
+    parser.add_argument("--prompts", type=int, default=sum(SETS.values()), help=about)
     args = parser.parse_args(words)
+    if args.prompts < len(SETS):
+        raise SystemExit(
+            f"error: --prompts {args.prompts}: there are {len(SETS)} sets; give one prompt of each at least"
+        )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
-    failed = Bench(args.out, torch.device(args.device), args.memory, args.only).run()
+    failed = Bench(args.out, torch.device(args.device), args.memory, args.only, args.prompts).run()
     if failed:
         raise SystemExit(f"error: not measured: {', '.join(failed)}")
 
@@ -77,8 +84,11 @@ def main(words: Sequence[str] | None = None) -> None:
 class Bench:
     """The measurements on one device."""
 
-    def __init__(self, folder: Path, device: torch.device, memory: str, only: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, memory: str, only: Sequence[str], prompts: int | None = None
+    ) -> None:
         self.folder, self.device, self.memory, self.only = folder, device, memory, only
+        self.sets = first_of_all(SETS, prompts or sum(SETS.values()))
         folder.mkdir(parents=True, exist_ok=True)
         self.facts = {"device": provenance.device_name(device.type), "commit": provenance.commit()}
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -89,7 +99,7 @@ class Bench:
     def run(self) -> list[str]:
         """All measurements in order; the names of those that failed."""
         for dtype in ("float32", "bfloat16"):
-            self.once(f"lossless-{dtype}", lambda d=dtype: lossless(self.device, DTYPES[d]))
+            self.once(f"lossless-{dtype}", lambda d=dtype: lossless(self.device, DTYPES[d], self.sets))
         for name in SHAPES:
             self.once(f"{name}-sync", lambda n=name: self.plain(n, prefetch=False))
             self.once(f"{name}-prefetch", lambda n=name: self.plain(n, prefetch=True))
@@ -348,7 +358,13 @@ def of_shape(
 # --- lossless ---------------------------------------------------------------------------------------------------------
 
 
-def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int] | None = None) -> dict[str, Any]:
+def first_of_all(sets: dict[str, int], count: int) -> dict[str, int]:
+    """So many prompts of each set, by its share of all, that they are about `count` together; one at least."""
+    total = sum(sets.values())
+    return {name: max(1, min(most, round(most * count / total))) for name, most in sets.items()}
+
+
+def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int]) -> dict[str, Any]:
     """Texts with a draft against those of plain decoding, token for token.
 
     Of a disagreement is kept by how much the plain pass prefers its own token (`gap`), and how far the two passes lay
@@ -369,7 +385,7 @@ def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int] | No
         plain if dtype == torch.float32 else Engine.load(MODEL, context=context, device=device.type, dtype="float32")
     )
     count, iterations, new, rows = 0, 0, 0, []
-    for name, most in (sets or SETS).items():
+    for name, most in sets.items():
         for prompt in prompts.load(name, most):
             ids = plain._ids(prompt.text)[-(context - TOKENS) :]
             own = next(plain.generate([ids], TOKENS)).tokens

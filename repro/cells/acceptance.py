@@ -44,7 +44,7 @@ CONFIGS = {  # of each draft, and the options that an `Ask` may set
 }
 OWN = ("small", "specexec")  # drafts that are models of their own
 LATER = {"draft_model": "", "budget": 0}  # fields that stored results do not declare, and what they mean there
-FEW = 3  # prompts of a build's own measurement: drawn text takes minutes for each on a CPU core
+FEW, SHORT = 3, 64  # prompts and new tokens of a build's own measurement: a drawn text of 256 takes a minute on a core
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Protocol:
 
 
 def brief(protocol: Protocol, least: Any) -> Protocol:
-    """The protocol of a build's own measurement: the first prompts, as long as all."""
-    return replace(protocol, prompts=min(protocol.prompts, FEW))
+    """The protocol of a build's own measurement: the first prompts, and the beginnings of their texts."""
+    return replace(protocol, prompts=min(protocol.prompts, FEW), tokens=min(protocol.tokens, SHORT))
 
 
 def lacking(ask: Ask) -> str:
