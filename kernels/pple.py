@@ -1,11 +1,13 @@
-"""Perplexity entropy of every row of logits, in one launch: the exponential of the entropy of their softmax.
+"""Perplexity entropy and greedy choice of every row of logits, in one launch that reads them once.
 
     pple[t] = exp(log S - (sum_i e[i] (x[i] - m)) / S),    e[i] = exp(x[i] - m),  S = sum_i e[i],  m = max_i x[i]
+    token[t] = the lowest i with x[i] = m
 
-1 where one token has all the probability, V where all are alike (FlexQuant, equation 5). A row with a NaN, or whose
-largest logit is infinite, gives NaN. logits: fp16, bf16 or float32 [T, V], V below 2^31; pple: float32 [T].
-Bytes moved, of element size s: s T V from memory, once more from L2. One program reads a row: first for m, then for
-both sums, so that no logit is rescaled.
+pple is 1 where one token has all the probability, V where all are alike (FlexQuant, equation 5). A row with a NaN, or
+whose largest logit is infinite, gives NaN and the token -1, as `argmax.py` says of it. logits: fp16, bf16 or float32
+[T, V], V below 2^31; pple: float32 [T]; tokens: int64 [T]. Bytes moved, of element size s: s T V.
+One program reads a row. Each lane keeps the largest of its own logits and both sums relative to it; four logits of a
+lane are read together, so that its sums are rescaled once for all of them. The lanes are joined at the end.
 """
 
 import torch
@@ -20,7 +22,7 @@ CASES = [  # rows, vocabulary, dtype, seed
     {"T": 1, "V": 128256, "dtype": "bfloat16", "seed": 2},
     {"T": 16, "V": 128256, "dtype": "bfloat16", "seed": 3},
 ]
-BLOCK = 8192  # logits that a program adds up at a time
+BLOCK, WARPS = 4096, 16  # lanes of a program: eight of each thread, which has 128 registers
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -30,10 +32,12 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     return {"logits": logits.to(device)}
 
 
-def reference(logits: torch.Tensor) -> torch.Tensor:
-    """pple float32 [T], computed in float64: in float32 a sum over 128,256 tokens is off by up to 9e-5 on a CPU."""
+def reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pple float32 [T], tokens int64 [T]); in float32 a CPU's sum over 128,256 tokens would be off by up to 9e-5."""
+    largest, first = logits.max(1)
+    sound = largest.isfinite()
     entropy = torch.special.entr(logits.double().softmax(-1)).sum(-1)
-    return entropy.exp().float().where(logits.amax(-1).isfinite(), torch.nan)
+    return entropy.exp().float().where(sound, torch.nan), first.where(sound, -1)
 
 
 def unsupported(device: torch.device | str) -> str | None:
@@ -42,40 +46,75 @@ def unsupported(device: torch.device | str) -> str | None:
 
 
 @triton.jit
-def pple_kernel(logits, pple, V, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+def read(logits, token, V):  # noqa: ANN001, ANN201
+    """Logits of tokens as float32; minus infinity beyond the last."""
+    return tl.load(logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def weighed(value, top):  # noqa: ANN001, ANN201
+    """exp(value - top), and its product with the exponent; both 0 where a token cannot be."""
+    weight = tl.where(value == float("-inf"), 0.0, tl.exp(value - top))
+    return weight, tl.where(weight > 0, weight * (value - top), 0.0)
+
+
+@triton.jit
+def rescaled(total, weighted, best, top):  # noqa: ANN001, ANN201
+    """Both sums relative to `best` as sums relative to `top`, which is as large or larger."""
+    shift = tl.where(best == top, 0.0, best - top)
+    moved = weighted + tl.where(total > 0, total * shift, 0.0)
+    shrink = tl.exp(shift)
+    return total * shrink, tl.where(shrink > 0, moved * shrink, 0.0)
+
+
+@triton.jit
+def pple_kernel(logits, pple, tokens, V, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    logits += row * V
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    broken = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, V, BLOCK):
-        value = tl.load(logits + row * V + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
-        broken = broken | (value != value).to(tl.int32)
-        best = tl.maximum(best, value)
-    top = tl.max(best, axis=0)
+    at = tl.zeros((BLOCK,), tl.int32)
     total, weighted = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        value = tl.load(logits + row * V + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
-        below = value - top
-        weight = tl.exp(below)
-        total += weight
-        weighted += tl.where(weight > 0, weight * below, 0.0)  # 0 times -inf
+    for start in range(0, V, 4 * BLOCK):
+        first = start + lane
+        a, b = read(logits, first, V), read(logits, first + BLOCK, V)
+        c, d = read(logits, first + 2 * BLOCK, V), read(logits, first + 3 * BLOCK, V)
+        top, where = best, at
+        where, top = tl.where(a > top, first, where), tl.where(a > top, a, top)  # not equal: the first stays
+        where, top = tl.where(b > top, first + BLOCK, where), tl.where(b > top, b, top)
+        where, top = tl.where(c > top, first + 2 * BLOCK, where), tl.where(c > top, c, top)
+        where, top = tl.where(d > top, first + 3 * BLOCK, where), tl.where(d > top, d, top)
+        total, weighted = rescaled(total, weighted, best, top)
+        best, at = top, where
+        one, other = weighed(a, top)
+        total, weighted = total + one, weighted + other
+        one, other = weighed(b, top)
+        total, weighted = total + one, weighted + other
+        one, other = weighed(c, top)
+        total, weighted = total + one, weighted + other
+        one, other = weighed(d, top)
+        total, weighted = total + one, weighted + other
+    largest = tl.max(best, axis=0)
+    chosen = tl.min(tl.where(best == largest, at, V), axis=0)
+    total, weighted = rescaled(total, weighted, best, largest)
     size = tl.sum(total, axis=0)
     found = tl.exp(tl.log(size) - tl.sum(weighted, axis=0) / size)
-    sound = (tl.max(broken, axis=0) == 0) & (tl.abs(top) < float("inf"))
+    sound = (size == size) & (tl.abs(largest) < float("inf"))  # a NaN among the logits is one in the sum
     tl.store(pple + row, tl.where(sound, found, float("nan")))
+    tl.store(tokens + row, tl.where(sound, chosen, -1).to(tl.int64))
 
 
-def launch(logits: torch.Tensor) -> torch.Tensor:
-    """pple of the operator, computed by the kernel; its tensor is not checked."""
+def launch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pple, tokens) of the operator, computed by the kernel; its tensor is not checked."""
     count, length = logits.shape
-    found = torch.empty(count, dtype=torch.float32, device=logits.device)
-    pple_kernel[(count,)](logits, found, length, BLOCK=BLOCK, num_warps=32)
-    return found
+    found, tokens = empty(logits)
+    pple_kernel[(count,)](logits, found, tokens, length, BLOCK=BLOCK, num_warps=WARPS)
+    return found, tokens
 
 
-pple = operator(
-    "pple",
-    reference,
-    launch,
-    {"logits": Argument(FLOATS, "T V")},
-    empty=lambda logits: torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device),
-)
+def empty(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the right shape and dtype."""
+    count, device = logits.shape[0], logits.device
+    return torch.empty(count, dtype=torch.float32, device=device), torch.empty(count, dtype=torch.int64, device=device)
+
+
+pple = operator("pple", reference, launch, {"logits": Argument(FLOATS, "T V")}, empty=empty)

@@ -158,16 +158,19 @@ def interpret_argmax(case: dict) -> float:
 
 
 def interpret_pple(case: dict) -> float:
-    """Largest relative error: certain, uniform, two alike, tokens that cannot be, NaN and infinity."""
+    """Largest relative error: certain, uniform, two alike, tokens that cannot be, NaN, infinity, rising logits."""
     from repro.kernels import pple as kernel
 
-    logits = kernel.make_inputs(case | {"T": 7})["logits"]
+    logits = kernel.make_inputs(case | {"T": 10})["logits"]
+    logits[7] = torch.linspace(-90, 90, case["V"])  # each block's largest is larger than all before it
+    logits[8], logits[9, 1:] = logits[7].flip(0), float("-inf")
     logits[1] = 2.0
     logits[2] = float("-inf")
     logits[2, [3, case["V"] - 1]] = 4.0
     logits[3, 5] = 1e4
     logits[4, -1], logits[5, 0] = float("nan"), float("inf")
-    found, want = kernel.launch(logits), kernel.reference(logits)
+    (found, tokens), (want, greedy) = kernel.launch(logits), kernel.reference(logits)
+    assert torch.equal(tokens, greedy) and greedy[[1, 2, 3]].tolist() == [0, 3, 5] and want[9] == 1
     known = torch.tensor([case["V"], 2.0, 1.0])
     assert want[4:6].isnan().all() and found[4:6].isnan().all() and torch.allclose(want[1:4], known, rtol=1e-4)
     finite = want.isfinite()
@@ -516,8 +519,8 @@ def decode_variants():
         {"BLOCK": argmax.BLOCK, "UNROLLED": argmax.UNROLLED}, ("logits", "V"), {"num_warps": 32}, wide,
     )  # fmt: skip
     yield (
-        "pple", pple.pple_kernel, {"logits": "*bf16", "pple": "*fp32", "V": "i32"},
-        {"BLOCK": pple.BLOCK}, ("logits", "V"), {"num_warps": 32}, wide,
+        "pple", pple.pple_kernel, {"logits": "*bf16", "pple": "*fp32", "tokens": "*i64", "V": "i32"},
+        {"BLOCK": pple.BLOCK}, ("logits", "V"), {"num_warps": pple.WARPS}, wide,
     )  # fmt: skip
     yield from q4_k_variants()
     yield from w2a2_variants()

@@ -355,7 +355,7 @@ BYTES = {  # of the first cases, by hand from the formulas of the files
     "silu_product": 4 * 3 * 129 * 3,
     "sample": 4 * 3 * 1001 + 8 * 3,
     "argmax": 4 * 3 * 1001 + 8 * 3,
-    "pple": 4 * 3 * 1001 + 4 * 3,
+    "pple": 4 * 3 * 1001 + (4 + 8) * 3,
 }
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from repro import models
 from repro.__main__ import main
 from repro.baselines import rtn
-from repro.engine import SwitchingEngine, copies, precision, weights
+from repro.engine import SwitchingEngine, copies, decoding, precision, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Steps, prefill
-from repro.engine.precision import SwitchingCore
+from repro.engine.precision import SignalState, SwitchingCore
 from repro.engine.step import Tokens, step
 from repro.errors import UserError
 from repro.kernels import w8a8
@@ -499,3 +499,18 @@ def test_a_generation_that_is_taken_up_again_has_the_same_schedule(name):
     next(pieces)
     pieces.close()
     assert tokens_of(engine, 40)[0][0] == tokens and engine.switching.logs == [log]
+
+
+def test_the_signal_and_the_greedy_choice_are_one_pass_over_the_logits(monkeypatch):
+    """A step that listens asks for no other choice; a drawn one keeps the signal of what it draws from."""
+    logits = torch.randn(3, 257, generator=torch.Generator().manual_seed(0)) * 3
+    logits[2, 5] = float("nan")
+    lengths = torch.tensor([4, 5, 6], dtype=torch.int32)
+    drawn = SignalState(3, True, False, torch.device("cpu"))
+    drawn.choose(logits, lengths)
+    monkeypatch.setattr(decoding.argmax, "reference", lambda logits: pytest.fail("a second pass"))
+    greedy = SignalState(3, False, False, torch.device("cpu"))
+    greedy.choose(logits, lengths)
+    assert greedy.ids.tolist() == [*logits[:2].argmax(1).tolist(), -1]
+    for state in (greedy, drawn):
+        assert torch.equal(state.pple[:2], pple(logits[:2])) and state.pple[2].isnan()

@@ -13,6 +13,11 @@ from repro.kernels import pple as kernel
 
 def pple(logits: Tensor) -> Tensor:
     """PPLE float32 `[T]` of logits `[T, V]` in fp16, bf16 or float32; NaN where they have no softmax."""
+    return pple_and_token(logits)[0]
+
+
+def pple_and_token(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """PPLE, and the greedy choice int64 `[T]`, -1 where there is none: on a GPU in one pass over the logits."""
     return kernel.pple(logits) if logits.device.type == "cuda" else kernel.reference(logits)
 
 

@@ -36,7 +36,7 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "silu_product": 1,
     "sample": 1,
     "argmax": 1,
-    "pple": 1,
+    "pple": 2,
     "active_inputs": 1,
     "rms_norm_active": 1,
     "silu_product_active": 1,

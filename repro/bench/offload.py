@@ -71,9 +71,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=sum(SETS.values()), help=about)
     args = parser.parse_args(words)
     if args.prompts < len(SETS):
-        raise SystemExit(
-            f"error: --prompts {args.prompts}: there are {len(SETS)} sets; give one prompt of each at least"
-        )
+        raise SystemExit(f"error: --prompts {args.prompts}: give one of each of {len(SETS)} sets at least")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
     failed = Bench(args.out, torch.device(args.device), args.memory, args.only, args.prompts).run()

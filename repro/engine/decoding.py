@@ -51,13 +51,16 @@ class State:
 
     def choose(self, logits: Tensor, lengths: Tensor) -> None:
         """Sample every sequence's next token, whose position is the number of tokens before it."""
-        if self.drawn:
-            how = self.seeds, lengths.long(), self.temperature, self.top_k, self.top_p
-            self.ids.copy_(on(logits.device, sample)(logits, *how))
-        else:
-            self.ids.copy_(on(logits.device, argmax)(logits))
+        self.ids.copy_(self.following(logits, lengths))
         if self.scored:
             self.logprobs.copy_(logits.float().log_softmax(1).gather(1, self.ids.clamp(min=0)[:, None])[:, 0])
+
+    def following(self, logits: Tensor, lengths: Tensor) -> Tensor:
+        """Every sequence's next token, int64 `[T]`; -1 where the logits are not finite."""
+        if not self.drawn:
+            return on(logits.device, argmax)(logits)
+        how = self.seeds, lengths.long(), self.temperature, self.top_k, self.top_p
+        return on(logits.device, sample)(logits, *how)
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ from repro.errors import UserError
 from repro.methods.flexquant import order, schedule
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import Move
-from repro.methods.flexquant.pple import fault_tolerance, pple
+from repro.methods.flexquant.pple import fault_tolerance, pple, pple_and_token
 from repro.methods.flexquant.schedule import Controller, Rule, Switch
 from repro.models.lowbit import LowBitModel, block_linears
 
@@ -47,10 +47,11 @@ class SignalState(State):
         super().__init__(size, drawn, scored, device)
         self.pple = torch.zeros(size, device=device)
 
-    def choose(self, logits: Tensor, lengths: Tensor) -> None:
-        """Sample every sequence's next token, and keep the signal of its distribution."""
-        super().choose(logits, lengths)
-        self.pple.copy_(pple(logits))
+    def following(self, logits: Tensor, lengths: Tensor) -> Tensor:
+        """Every sequence's next token; the signal of its distribution is kept."""
+        signal, greedy = pple_and_token(logits)
+        self.pple.copy_(signal)
+        return super().following(logits, lengths) if self.drawn else greedy
 
 
 class SwitchingSteps(Steps):
