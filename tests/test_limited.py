@@ -1,5 +1,6 @@
 """Engines under a memory limit: what lies where, lossless texts, streamed weights, and faults that must show."""
 
+import json
 import math
 import re
 
@@ -8,10 +9,12 @@ import pytest
 import torch
 
 from repro.__main__ import main
+from repro.bench import kernel_rows
 from repro.data import prompts
 from repro.engine import Engine, Limited, budget, decoding, drafted, fit, limits, offload, speculate, step, substitute
 from repro.engine import engine as engines_by_name
 from repro.errors import Refused, UserError
+from repro.files import ROOT
 from repro.jobs.target import Target
 from repro.kernels import packing
 from repro.methods import subspec
@@ -501,6 +504,25 @@ def test_the_command_streams_a_text_under_a_limit(plain, capsys):
     assert out.startswith(whole(plain, count=16))
     for part in ("acceptance length", "0 of 2 blocks resident", "streamed a pass", "tokens/s"):
         assert part in out
+
+
+@pytest.mark.parametrize("shape", ["llama8b", "qwen7b"])
+def test_fit_predicts_the_times_measured_on_an_h200_within_a_tenth(shape):
+    """From the bus of that run and the read rate among the stored kernel times."""
+    folder = ROOT / "results" / "nvidia-h200"
+    rows = [row for row in kernel_rows.stored(folder / "kernels.csv") if row.kernel == "read_floor"]
+    fastest = min(row.us / row.bytes for row in rows if row.bytes == fit.READ)
+    for name, measured, depth in (("prefetch", "step_s", 0), ("speculate", "iteration_s", 48)):
+        run = json.loads((folder / "offload" / f"{shape}-{name}.json").read_text())
+        resident, streaming = tuple(run["resident"]), run["blocks"] - len(run["resident"])
+        plan = budget.Plan(
+            run["budget_bytes"], run["parts"], resident, run["blocks"], run["streamed_bytes"] // streaming
+        )
+        draft_bytes = run["parts"].get("draft", 0) + run["parts"]["resident blocks"]
+        draft_bytes += run["parts"]["embedding and head"] // 2  # a pass reads the head
+        said = fit.Fit(plan, run["bus_bytes_per_s"], fit.STEP_SHARE * 1e6 / fastest, draft_bytes, depth, 1.0)
+        expected = said.iteration_s if depth else said.step_s
+        assert expected == pytest.approx(run[measured], rel=0.1), name
 
 
 def test_fit_says_what_a_budget_gives_before_anything_is_loaded(capsys):
