@@ -772,6 +772,8 @@ def test_no_threshold_changes_without_its_reason():
         for claim, entry in zip(found, kept[name], strict=True):
             holds = list(dict.fromkeys(claim.holds.format(**keys) for keys, _ in claim.places()))
             assert (claim.quantity, holds) == (entry["quantity"], entry["holds"]), f"{name}: {claim.claim}"
-            for text in re.findall(r"\d+(?:\.\d+)?", " ".join(holds)):
+            nats = list(dict.fromkeys(claim.log_probability.format(**keys) for keys, _ in claim.places()))
+            assert nats == entry.get("log_probability", [""]), f"{name}: {claim.claim}"
+            for text in re.findall(r"\d+(?:\.\d+)?", " ".join(holds + nats)):
                 said = re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.]*\d)", entry["because"])
                 assert said, f"{claim.claim}: the reason does not name {text}"

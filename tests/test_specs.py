@@ -144,9 +144,30 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
     assert flow().every_job(flow().cells("spear", "gap")) == [], "another scale's question"
 
 
+def printed_cells(number):
+    """Those of a table of SPEAR's without what is read next to an accuracy, which has one seed."""
+    return [c for c in tables.cells("spear", number) if not c.metric.endswith(tables.LOG_PROBABILITY)]
+
+
+def test_what_is_read_next_to_an_accuracy_has_its_place_and_its_first_seed(write):
+    write("tables/spear/table1.yaml", SHORT | {"seeds": {"GPTQ {group}": [3, 1]}})
+    found = [c for c in tables.cells("spear", "1") if c.metric.endswith(tables.LOG_PROBABILITY)]
+    assert {c.col for c in found} == {"ZS"} and {c.printed for c in found} == {""}
+    (gptq,) = (c for c in found if c.row == "GPTQ pc" and c.model == ONE)
+    assert (gptq.seeds, gptq.metric, gptq.unit) == ((3,), "zeroshot_avg, log probability", "nats")
+    tasks = {text["tasks"][0] for text in gptq.ask.cells.values()}
+    assert tasks == {"piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande"}, "no BoolQ"
+
+
+def test_seeds_of_a_column_may_be_others_than_its_row_s(write):
+    blimp = {"kind": "likelihood", "tasks": ["blimp-100"], "seeds": [0]}
+    write("tables/spear/table1.yaml", SHORT | {"seeds": [0, 1, 2], "beside": {"grammar": blimp}})
+    assert {c.seeds for c in tables.cells("spear", "1") if c.col == "grammar"} == {(0,)}
+
+
 def test_seeds_of_some_rows_and_at_most_as_many_as_a_scale_draws(write):
     write("tables/spear/table1.yaml", SHORT | {"seeds": {"GPTQ {group}": [0, 1, 2]}})
-    assert {c.row: c.seeds for c in tables.cells("spear", "1")}["GPTQ pc"] == (0, 1, 2)
+    assert {c.row: c.seeds for c in printed_cells("1")}["GPTQ pc"] == (0, 1, 2)
     assert {c.seeds for c in tables.cells("spear", "1") if c.row == "RTN pc"} == {(0,)}
     for most, drawn in ((None, [0, 1, 2]), (2, [0, 1]), (9, [0, 1, 2])):
         at = flow(seeds=most)
@@ -159,11 +180,11 @@ def test_seeds_of_a_row_on_one_model(write):
     """The first label that matches counts, so a row on a model stands before the row."""
     of = {f"GPTQ {{group}} | {ONE}": [0, 1, 2, 3, 4], "GPTQ {group}": [0, 1, 2]}
     write("tables/spear/table1.yaml", SHORT | {"seeds": of})
-    found = {(c.row, c.model): c.seeds for c in tables.cells("spear", "1")}
+    found = {(c.row, c.model): c.seeds for c in printed_cells("1")}
     assert found["GPTQ pc", ONE] == (0, 1, 2, 3, 4) and found["RTN pc", ONE] == (0,)
     assert {seeds for (row, model), seeds in found.items() if row == "GPTQ pc" and model != ONE} == {(0, 1, 2)}
     write("tables/spear/table1.yaml", SHORT | {"seeds": dict(reversed(of.items()))})
-    assert {c.seeds for c in tables.cells("spear", "1") if c.row == "GPTQ pc"} == {(0, 1, 2)}
+    assert {c.seeds for c in printed_cells("1") if c.row == "GPTQ pc"} == {(0, 1, 2)}
     write("tables/spear/table1.yaml", SHORT | {"seeds": {"GPTQ pc | LLaMA-9": [0, 1]}})
     with pytest.raises(UserError, match="seeds: unknown row 'GPTQ pc | LLaMA-9'"):
         tables.cells("spear", "1")
@@ -519,7 +540,7 @@ def test_every_shipped_spec_has_cells_that_parse():
 def test_accuracy_tables_have_a_recipe_in_every_printed_cell(number):
     """Tables 19 to 24: a template for each quantizer. 25 is of a model without a stand-in."""
     at = Workflow(scales.load(None, "pocket"), recorded=False)
-    cells = at.cells("spear", number)
+    cells = at.cells("spear", number)[: len(papers.printed("spear", number))]
     assert [c.place for c in cells] == [(c.row, c.col, c.model, c.metric) for c in papers.printed("spear", number)]
     if number == "25":
         assert {measure.one(at, c).status for c in cells} == {"no_stand_in"}

@@ -6,11 +6,14 @@ from typing import Any
 from repro.errors import UserError, shortened
 
 VERSION = 1
+LATER = {"against": ""}
 
 
 @dataclass(frozen=True)
 class Ask:
     """`quantity` over names; each name is a recipe, or a mapping: `recipe`, `measure`, other keys that go over `of`.
+
+    `against`: how it is read against full precision, such as `q - f`.
 
     Example: `quantity: (b - s) / (b - f)`, `cells: {s: "{recipe}", b: rtn-w4-pc, f: fp16}`.
     """
@@ -19,6 +22,7 @@ class Ask:
     cells: dict[str, str | dict[str, Any]]
     of: dict[str, Any]
     unit: str = ""
+    against: str = ""
 
     def __post_init__(self) -> None:
         if odd := [name for name in self.cells if not name.isidentifier()]:
@@ -32,3 +36,8 @@ def parts(ask: Ask) -> dict[str, tuple[str, dict[str, Any]]]:
         name: (cell.get("recipe", ""), cell.get("measure", ask.of | {k: v for k, v in cell.items() if k != "recipe"}))
         for name, cell in whole.items()
     }
+
+
+def against(ask: Ask) -> str:
+    """As its spec says."""
+    return ask.against

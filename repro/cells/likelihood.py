@@ -88,6 +88,11 @@ def limits(ask: Ask) -> tuple[float, float]:
     return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(ask.show, (0.0, 1.0))
 
 
+def status(ask: Ask, full: Mapping[str, Series]) -> str:
+    """`floor` where it is whether answers are right, and full precision is at chance, as of `zeroshot`; else `ok`."""
+    return zeroshot.status(zeroshot.Ask(ask.tasks), full) if ask.show == "correct" else "ok"
+
+
 def against(ask: Ask) -> str:
     """It is read as the paired change against full precision."""
     return "q - f"

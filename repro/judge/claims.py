@@ -12,6 +12,9 @@ chance. What fails is said by its direction: the same as in the paper but smalle
 
 What the paper's own cells say of the claim by arithmetic is another question (`own_numbers`): consistent, inconsistent,
 or within their rounding. It is no verdict on the method.
+
+A claim on accuracy is judged on the log probability of the right answers where its spec says so: on the paired change
+in nats, which moves before accuracy does, and where accuracy is at chance.
 """
 
 import math
@@ -70,10 +73,12 @@ class Case:
     """One case of a claim: its comparison, the quantity on the printed cells, on the measured ones with interval.
 
     Attributes:
+        holds: the predicate that judges it.
         verdict: 0 holds, 1 fails, 2 undecided; None where the case is not judged.
         df: degrees of freedom of the interval's t quantile, none for a normal one.
         on: the stand-ins, `*` after those whose cells were measured here on their first windows or items alone.
         missing: why it is not judged: the status of the first cell that is not measured, or of one of `EXCUSED`.
+        nats: whether log probabilities are compared, and the printed value is of accuracies.
         also: its further readings.
     """
 
@@ -88,6 +93,7 @@ class Case:
     on: str = ""
     missing: str = ""
     also: tuple[Reading, ...] = ()
+    nats: bool = False
     verdict: int | None = None
 
 
@@ -151,6 +157,7 @@ def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
         UserError: the spec names a claim, cell, column or metric that is not there, or a predicate that is none.
     """
     key = ("claim", claim.table, claim.claim, claim.says, claim.quantity, claim.holds, repr(claim.cells))
+    key += (claim.log_probability,)
     return flow.once(key, lambda: _judged(flow, claim))
 
 
@@ -176,9 +183,9 @@ def own_numbers(claim: tables.ClaimSpec, cases: Sequence[Case]) -> str:
     if any(case.printed is None for case in cases):
         return ""
     known, found = rounding.cells(claim), []
-    for case, (keys, named) in zip(cases, claim.places()):
+    for keys, named in claim.places():
         cell = {name: known[place] for name, place in named.items()}
-        found.append(_verdict(rounding.corners(claim.quantity.format(**keys), case.holds, cell)))
+        found.append(_verdict(rounding.corners(claim.quantity.format(**keys), claim.holds.format(**keys), cell)))
     return OWN_NUMBERS[together(found, claim.most)]
 
 
@@ -285,7 +292,8 @@ def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
         elif low <= 0:
             words.append(DIRECTIONS[1])
         else:
-            larger = case.printed is not None and abs(case.measured - neutral) > abs(case.printed - neutral)
+            comparable = case.printed is not None and not case.nats
+            larger = comparable and abs(case.measured - neutral) > abs(case.printed - neutral)
             words.append(DIRECTIONS[3 if larger else 2])
     return max(words, key=lambda word: (words.count(word), DIRECTIONS.index(word)))
 
@@ -332,11 +340,14 @@ def evidence(flow: Workflow, claim: tables.ClaimSpec) -> tuple[tuple[Case, ...],
                 where = f"{row} | {col}{' | ' * bool(metric)}{metric}"
                 raise UserError(f"claim {claim.claim}: {claim.table} has no cell {where} of {model}")
         bound = {name: known[place] for name, place in named.items()}
+        printed = {name: papers.number(cell.printed) for name, cell in bound.items()}
+        nats = _log_probabilities(claim, bound, known)
+        bound = nats or bound
         for cell in bound.values():
             if cell.place not in measured:
                 measured[cell.place] = measure.one(flow, cell)
         here = {name: measured[cell.place] for name, cell in bound.items()}
-        cases.append(_case(flow, claim, keys, bound, here, tuple(known.values())))
+        cases.append(_case(flow, claim, keys, printed, bound, here, tuple(known.values()), bool(nats)))
     return tuple(cases), tuple(measured.values()), flow.scale.name
 
 
@@ -344,21 +355,25 @@ def _case(
     flow: Workflow,
     claim: tables.ClaimSpec,
     keys: Mapping[str, object],
+    known: Mapping[str, float | None],
     cells: Mapping[str, Cell],
     here: Mapping[str, Measurement],
     table: Sequence[Cell],
+    nats: bool,
 ) -> Case:
     quantity = claim.quantity.format(**keys)
-    known = {name: papers.number(cell.printed) for name, cell in cells.items()}
     printed = None if None in known.values() else float(evaluate(quantity, known))
     if printed is not None and not np.isfinite(printed):
         raise UserError(
             f"claim {claim.claim}: {shortened(quantity)!r} of the printed cells is {printed}, no finite number"
         )
-    case = Case(str(keys["model"]), claim.holds.format(**keys), printed)
+    holds = claim.log_probability if nats else claim.holds
+    case = Case(str(keys["model"]), holds.format(**keys), printed, nats=nats)
     missing = [m for m in here.values() if m.status not in MEASURED or (m.value is None and not m.live)]
     if missing:
         return replace(case, missing=missing[0].status)
+    if claim.log_probability and not nats and "floor" in {m.status for m in here.values()}:
+        return replace(case, missing="floor")  # equal accuracies at chance have no quotient
     if any(m.live == "partial" and recipe.parse(m.recipe).seeded for m in here.values()):
         return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
     own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})
@@ -373,6 +388,19 @@ def _case(
     if _all_lost(flow, cells, here):
         return replace(case, also=also, missing=LOST)
     return replace(case, also=also, verdict=verdict_of(case))
+
+
+def _log_probabilities(
+    claim: tables.ClaimSpec, cells: Mapping[str, Cell], known: Mapping[Place, Cell]
+) -> dict[str, Cell]:
+    """What is read next to the named accuracies; empty unless the claim is judged on it and each of them has one."""
+    found = {}
+    for name, cell in cells.items() if claim.log_probability else ():
+        place = (*cell.place[:3], cell.metric + tables.LOG_PROBABILITY)
+        if place not in known:
+            return {}
+        found[name] = known[place]
+    return found
 
 
 def _all_lost(flow: Workflow, cells: Mapping[str, Cell], here: Mapping[str, Measurement]) -> bool:

@@ -1,6 +1,7 @@
 """A table's content: under each printed column the paper's value and what was measured, then verdicts and remarks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from repro.cells import KINDS
 from repro.judge import claims
@@ -29,6 +30,12 @@ LEGEND = {
     "†": "stale: stored, and its declared inputs or versions have changed since",
     "‡": "at chance: full precision itself is less than 3 standard errors above it",
 }
+
+NATS = (
+    "Nats: the paired change, against full precision, of the log probability of the right answer among the answers (of "
+    "LAMBADA's last word itself); less than 0 is damage. A mean is that of tasks with several answers, without BoolQ, "
+    "which full precision answers with one word throughout, and without MMLU, at chance."
+)
 
 
 def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Sequence[Cell]) -> Sheet:
@@ -105,15 +112,50 @@ def _compares(cell: Cell) -> bool:
 
 def _pair(flow: Workflow, cells: Iterable[Cell], found: dict[Place, Measurement]) -> Pair:
     """What the paper printed and what was measured in one place; several metrics are joined as the paper does."""
-    cells = list(cells)
+    every = list(cells)
+    cells = [cell for cell in every if not cell.metric.endswith(tables.LOG_PROBABILITY)]
+    nats = [(cell, found[cell.place]) for cell in every if cell not in cells]
     several = len(cells) > 1 and cells[0].number.isdecimal()
     printed = " / ".join(cell.printed or "–" for cell in cells if cell.printed or several)
-    shown = [here(found[cell.place], measure.against_full(flow, cell, found[cell.place])) for cell in cells]
+    known = any(m.status in SHOWN for _, m in nats)
+    shown = [_accuracy(found[cell.place]) if known else _first(flow, cell, found[cell.place]) for cell in cells]
     if len(set(shown)) == 1:
         shown = shown[:1]
-    return Pair(
-        printed or ("–" if cells and cells[0].kind == "table" and not cells[0].variables else ""), " / ".join(shown)
-    )
+    text = " / ".join(shown)
+    for cell, m in nats:
+        change = _in_nats(m, measure.against_full(flow, cell, m))
+        text += f"; {change}" * (change != f"nats {text}")
+    return Pair(printed or ("–" if cells and cells[0].kind == "table" and not cells[0].variables else ""), text)
+
+
+def _first(flow: Workflow, cell: Cell, m: Measurement) -> str:
+    """A measured value against full precision; the mark alone of an accuracy that is at chance, which says nothing."""
+    if _is_folded(m):
+        return MARKS["floor"]
+    if m.status == "not_run" and cell.recipe == flow.full_precision(cell).recipe and _compares(cell):
+        itself = getattr(KINDS[cell.measure], "itself", lambda ask: None)(cell.ask)
+        return here(m) if itself is None else f"{itself:g}"
+    return here(m, measure.against_full(flow, cell, m))
+
+
+def _accuracy(m: Measurement) -> str:
+    """An accuracy next to the log probability that is compared: where it is above chance, and no interval."""
+    return MARKS["floor"] if _is_folded(m) else here(replace(m, lo=None, hi=None))
+
+
+def _is_folded(m: Measurement) -> bool:
+    """Whether it is one of many accuracies at chance, of which the table says what full precision has in one line."""
+    return m.status == "floor" and m.number.isdecimal()
+
+
+def _in_nats(m: Measurement, change: Interval | None) -> str:
+    """A log probability's paired change against full precision, or of full precision itself its value."""
+    if m.status not in SHOWN or m.value is None:
+        return f"nats {WORDS.get(m.status, m.status)}"
+    if change is None:
+        return f"{here(m)} nats"
+    ends = [None if end is None else f"{end:.3f}" for end in (change.lo, change.hi)]
+    return f"{change.value:+.3f}{_ends(f'{change.value:.3f}', *ends)} nats"
 
 
 def number(x: float | None) -> str:
@@ -170,8 +212,23 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
     out += [f"Not possible: {note}." for note in missing]
     absent = {flow.lacking(cell) for cell in flow.cells(paper, number_)} & {m.note for m in cells} - {""}
     out += [f"Not run: {why}." for why in sorted(absent)]
+    out += _at_chance(cells)
     marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
+
+
+def _at_chance(cells: Sequence[Measurement]) -> Iterator[str]:
+    """What full precision has of the tasks that are folded, by stand-in, in one line."""
+    folded = [m for m in cells if _is_folded(m) and m.recipe == "fp16" and m.value is not None]
+    said = []
+    for name in dict.fromkeys(m.stand_in for m in folded):
+        mine = dict.fromkeys(f"{m.col} {number(m.value)}" for m in folded if m.stand_in == name)
+        said.append(f"{name} {', '.join(mine)}")
+    if said:
+        where = "every recipe's is in the table's CSV"
+        yield f"Accuracies at chance are folded ({where}); full precision's: {'; '.join(said)}."
+    if any(m.metric.endswith(tables.LOG_PROBABILITY) for m in cells):
+        yield NATS
 
 
 def verdict_line(judged: claims.Judged) -> str:
@@ -182,13 +239,20 @@ def verdict_line(judged: claims.Judged) -> str:
         models = ", ".join(dict.fromkeys(name for case in judged.cases for name in case.on.split(", ") if name))
         facts += [f"grade {judged.grade}", f"on {models}"]
         facts += ["one seed"] if judged.one_seed else []
-        facts += [f"measured: {readings(of_measured(judged), spec.percent)}"]
+        facts += [f"measured: {measured(judged)}"]
         facts += also(judged)
     facts += [judged.why] if judged.why else []
     facts += [f"predicate changed after the runs: {spec.changed}"] if spec.changed else []
     facts += [f"the paper's own numbers: {judged.own_numbers}"] if judged.own_numbers and not ours else []
     text = "; ".join(facts)
     return f"{spec.claim}: {spec.says}. {'Target' if ours else 'Printed'}: {spec.printed}. {text[0].upper()}{text[1:]}."
+
+
+def measured(judged: claims.Judged) -> str:
+    """The values of the cases that have a verdict, with their intervals if they are few; what is compared in nats."""
+    shown = readings(of_measured(judged), judged.spec.percent)
+    nats = any(case.nats and case.verdict is not None for case in judged.cases)
+    return f"{shown} (of log probability, in nats)" if nats else shown
 
 
 def of_measured(judged: claims.Judged) -> list[tuple[float | None, float | None, float | None]]:

@@ -110,7 +110,7 @@ def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         return
     lines = []
     for one in first[:FIRST]:
-        shown = content.readings(content.of_measured(one), one.spec.percent)
+        shown = content.measured(one)
         lines.append(f"- {one.spec.says}: **{one.said}**, {shown}. Printed: {one.spec.printed}.")
     yield "\n".join(lines)
 
@@ -218,7 +218,7 @@ def _verdicts(paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Ite
             where = _link(paper, number) if number in grids else _title(number)
             rows.append([f"{where}: {tables.table(paper, number).title} {''.join(marks)}"])
             last = number
-        here = content.readings(content.of_measured(one), one.spec.percent) if one.measured else "–"
+        here = content.measured(one) if one.measured else "–"
         word = "; ".join(filter(None, [one.said, "one seed" * one.one_seed, *content.also(one)]))
         word += f"; {one.why}" * bool(one.why)
         word += f"; predicate changed after the runs: {one.spec.changed}" * bool(one.spec.changed)

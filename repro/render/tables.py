@@ -95,7 +95,7 @@ def _headline_row(one: claims.Judged) -> list[str]:
     """A claim without its paper, what was printed and measured, and the verdict or what the paper's own numbers say."""
     named = one.spec.claim.partition(" ")[2] or "figure"
     if one.measured:
-        shown = content.readings(content.of_measured(one), one.spec.percent)
+        shown = content.measured(one)
         shown += "*" * any("*" in case.on for case in one.cases)  # on a few windows
         word = "; ".join([one.said, *["one seed"] * one.one_seed])
         return [named, one.spec.says, one.spec.printed, shown, f"{one.grade}: {word}"]

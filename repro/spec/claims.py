@@ -25,6 +25,9 @@ class ClaimSpec:
         cases: model labels, mappings with `model` and other keys, or mappings of lists, which mean their product.
         quantity: arithmetic over the names; `{key}` as in `cells` (a constant of the case, such as a parameter count).
         holds: a comparison such as `>= 0.555` or `0.1 <= x <= 0.2`; `{key}` as in `cells`.
+        log_probability: of a claim on accuracy, the comparison that the same quantity of the log probabilities next to
+            the named cells must satisfy, which judges it; `holds` is then of the paper's own numbers, and of cases
+            without such a log probability.
         neutral: the quantity where nothing has an effect, 0 of a difference, 1 of a ratio: tells the direction.
         target: it is a target of this project and no claim of the paper: it is met or not.
         most: the claim is about most cases ("typically"), not about every one.
@@ -45,6 +48,7 @@ class ClaimSpec:
     cases: tuple[str | dict[str, Value | tuple[Value, ...]], ...]
     quantity: str
     holds: str
+    log_probability: str = ""
     neutral: float = 0.0
     target: bool = False
     most: bool = False
@@ -58,7 +62,7 @@ class ClaimSpec:
     def __post_init__(self) -> None:
         places = self.places()
         for keys, named in places:
-            for text in (self.quantity, self.holds):
+            for text in (self.quantity, self.holds, self.log_probability):
                 self.filled(text, keys)
             if not named:
                 raise UserError(f"claim {self.claim!r}: `cells` needs a cell, such as {{f: FP16 | Wiki}}")

@@ -39,6 +39,7 @@ from repro.spec.templates import (
     check_pattern,
     fill_in,
     filled,
+    log_probabilities,
     measures,
     plain,
     variables,
@@ -58,7 +59,8 @@ class Spec:
         extra: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
         also_on: models that the paper does not print, a column of our own each, for all rows.
         choice: the spec of our own whose chosen rows give variables to recipes; until they have, these are not run.
-        beside: further columns, label to what is measured, with the row's recipe.
+        beside: further columns, label to what is measured, with the row's recipe; `seeds` where they are others than
+            the row's.
         seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
             or pattern, or by `row | model`, of which the first that matches counts; all others have one.
         claims: what the paper says about this table, judged under it; their `table` is this one.
@@ -207,7 +209,10 @@ def cells(paper: str, number: str) -> list[Cell]:
         UserError: as `table`, `ask` and `parse` say.
     """
     spec = table(paper, number)
-    return list(_printed(paper, number, spec) if number.isdecimal() else _own(paper, number, spec))
+    if not number.isdecimal():
+        return list(_own(paper, number, spec))
+    found = list(_printed(paper, number, spec))
+    return found + [next_to for cell in found for next_to in _log_probability(cell)]
 
 
 def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
@@ -284,6 +289,21 @@ def _number(paper: str, place: str, where: str) -> float:
 
 def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
     for label, measure in spec.beside.items():
-        kind, asked = ask(measure, dict(made.variables), where)
+        seeds = tuple(measure.get("seeds", made.seeds))
+        kind, asked = ask({k: v for k, v in measure.items() if k != "seeds"}, dict(made.variables), where)
         col = f"{label}, {made.col}" if spec.over else label
-        yield replace(made, col=col, metric=label, printed="", unit=asked.unit, measure=kind, ask=asked)
+        facts = {"unit": asked.unit, "measure": kind, "ask": asked, "seeds": seeds}
+        yield replace(made, col=col, metric=label, printed="", **facts)
+
+
+LOG_PROBABILITY = ", log probability"  # ends the metric of what is read next to an accuracy, in the accuracy's place
+
+
+def _log_probability(accuracy: Cell) -> Iterator[Cell]:
+    """What is read next to an accuracy, with the first of its seeds; nothing for other cells."""
+    measure = log_probabilities(accuracy.paper).get(accuracy.metric)
+    if measure and accuracy.measure:
+        kind, asked = ask(measure, dict(accuracy.variables), f"{accuracy.table}: {accuracy.metric}")
+        metric = accuracy.metric + LOG_PROBABILITY
+        facts = {"printed": "", "unit": asked.unit, "measure": kind, "ask": asked, "seeds": accuracy.seeds[:1]}
+        yield replace(accuracy, metric=metric, **facts)

@@ -111,6 +111,18 @@ def measures(paper: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+@cache
+def log_probabilities(paper: str) -> dict[str, dict[str, Any]]:
+    """What is read next to an accuracy of a paper, by metric or by the label of a column of our own.
+
+    Raises:
+        UserError: the file holds anything else.
+    """
+    path = ROOT / "repro" / "papers" / paper / "log_probability.yaml"
+    found = load_yaml(path) if path.is_file() else {}
+    return convert(dict[str, dict[str, Any]], found, str(path.relative_to(ROOT)))
+
+
 def ask(measure: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[str, Any]:
     """The kind of a measure and its `Ask`, variables filled in.
 
