@@ -9,7 +9,7 @@ from repro.bench.kernel_rows import Row
 from repro.cells import kernel_time
 from repro.judge import claims, coverage
 from repro.judge.quantity import evaluate
-from repro.record import measure
+from repro.record import measure, row_list
 from repro.render import figures as drawn
 from repro.render import tables as written
 from repro.spec import scale as scales
@@ -43,8 +43,9 @@ def rows():
 
 @pytest.fixture
 def accepted(tmp_path, monkeypatch):
-    path = tmp_path / "kernels.csv"
-    path.write_text(kernel_rows.to_csv(rows()))
+    path = tmp_path / "nvidia-h200" / "kernels.csv"
+    path.parent.mkdir()
+    row_list.write(path, rows(), kernel_rows.to_csv)
     monkeypatch.setattr(kernel_rows, "files", lambda: [path])
     kernel_time._chosen.cache_clear()
     kernel_rows.timed.cache_clear()

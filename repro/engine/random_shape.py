@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from repro.engine import q4_k, shape_sparsity, weights
+from repro.engine import q4_k, shape_sparsity, two_bit, weights
 from repro.engine.shapes import random_weight
 from repro.engine.step import Decoder
 from repro.errors import UserError
 from repro.jobs.target import Target
+from repro.kernels.w2a2_format import GROUP
+from repro.methods.bitbybit import splitting
+from repro.models.groups.columns import Columns
 
 
 def random_decoder(target: Target, config: Any, context: int, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -36,6 +39,15 @@ def random_decoder(target: Target, config: Any, context: int, device: torch.devi
         bias = None if linears[0].bias is None else dense(torch.empty(rows, device="meta"))
         if grid is None:
             return weights.Dense(dense(torch.empty(rows, columns, device="meta")), bias)
+        if hasattr(grid, "split_metric"):
+            shared = [rows] if grid.split == "none" else [linear.out_features for linear in linears]
+            parts = []
+            for number, size in enumerate(shared):  # each layer has split channels of its own, and so a launch
+                split = split_columns(grid, names[number], columns, config.num_hidden_layers)
+                own = None if bias is None else bias.split(shared)[number].contiguous()
+                parts.append(two_bit.random(size, columns, split, grid.act_bits, own, device, dtype))
+                stored += stored_bytes(size, columns if split is None else len(split.index), split is not None)
+            return parts[0] if len(parts) == 1 else weights.Joined(parts)
         if hasattr(grid, "layout"):
             made = q4_k.random(rows, columns, grid.layout != "row", bias, device)
             stored += made.codes.nbytes + made.headers.nbytes
@@ -48,16 +60,36 @@ def random_decoder(target: Target, config: Any, context: int, device: torch.devi
     return decoder if device.type == "meta" else shape_sparsity.with_thresholds(decoder, sparsity)
 
 
+def split_columns(grid: Any, name: str, columns: int, blocks: int) -> Columns | None:
+    """Columns of a layer whose random channels are split, as many as Bit-by-Bit splits in its block; None of none."""
+    if grid.split == "none":
+        return None
+    block = int(name.rpartition(".layers.")[2].partition(".")[0])
+    share = splitting.ratio(block, blocks, grid.split_first, grid.split_last)
+    values = torch.rand(columns, generator=torch.Generator().manual_seed(block))
+    return splitting.chosen(values, splitting.count(share, columns), GROUP)
+
+
+def stored_bytes(rows: int, columns: int, split: bool) -> int:
+    """Of 2-bit codes with E4M3 scales, 2-bit zeros, a factor, and 16 bits a column where channels are split."""
+    return (rows * (2 * columns + (8 + 2) * columns // GROUP) + 32 + 16 * columns * split) // 8
+
+
 def shape_recipe(target: Target) -> tuple[Any, float]:
     """The config of a shape's weight quantizer, None for none, and the sparsity of its inputs.
 
-    UserError for a recipe that is not one uniform quantizer, or Q4_K with SpQt's sparsity behind it or not.
+    UserError for a recipe that is not one uniform quantizer, Q4_K with SpQt's sparsity behind it or not, or
+    Bit-by-Bit's 2 bits in groups of 32 with inputs of 2 or of 16 bits.
     """
     configs = [step.config for step in target.recipe.steps]
     grid = configs[0] if configs else None
-    quantizes = grid is None or hasattr(grid, "symmetric") or hasattr(grid, "layout")
+    if hasattr(grid, "split_metric"):
+        quantizes = (grid.bits, grid.group, grid.any_precision) == (2, GROUP, False) and grid.act_bits in (2, 16)
+    else:
+        quantizes = grid is None or hasattr(grid, "symmetric") or hasattr(grid, "layout")
+        quantizes = quantizes and getattr(grid, "act_bits", 16) == 16
     sparse = len(configs) == 2 and hasattr(grid, "layout") and hasattr(configs[1], "sparsity")
-    if not quantizes or getattr(grid, "act_bits", 16) < 16 or not (len(configs) < 2 or sparse):
-        said = "name one weight quantizer, fp16, or q4_k with spqt behind it"
+    if not quantizes or not (len(configs) < 2 or sparse):
+        said = "name one weight quantizer, fp16, q4_k with spqt behind it, or bitbybit at w2a2 or w2a16 in groups of 32"
         raise UserError(f"recipe {target.text!r}: a shape has random weights; {said}")
     return grid, configs[1].sparsity if sparse else 0.0

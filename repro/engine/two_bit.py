@@ -112,10 +112,10 @@ class W2A2(nn.Module):
 class Wide(nn.Module):
     """A product with a packed weight whose split channels have two columns: inputs are gathered, 0 for empty ones."""
 
-    def __init__(self, product: nn.Module, columns: Columns) -> None:
+    def __init__(self, product: nn.Module, index: Tensor) -> None:
         super().__init__()
         self.product = product
-        self.register_buffer("index", columns.index)
+        self.register_buffer("index", index)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(F.pad(x, (0, 1))[:, self.index])
@@ -124,8 +124,9 @@ class Wide(nn.Module):
 
     def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
         """The same on a dense weight where it would be dequantized at each call."""
-        wide = self.product.expanded(tokens, dtype)
-        return self if wide is self.product else Wide(wide, self)
+        if not hasattr(self.product, "expanded"):
+            return self
+        return Wide(self.product.expanded(tokens, dtype), self.index)
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -214,7 +215,7 @@ def packed_weights(
     except ValueError as error:
         raise UserError(f"{error}; its scales are beyond what 16 bits hold") from None
     product = Packed(packed, bias, None)
-    return Wide(product, first.columns.to(device)) if isinstance(first, WideWeight) else product
+    return Wide(product, first.columns.index.to(device)) if isinstance(first, WideWeight) else product
 
 
 def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -226,26 +227,34 @@ def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def random(
-    rows: int, columns: int, split: Columns | None, act_bits: int, bias: Tensor | None, device: torch.device
+    rows: int,
+    columns: int,
+    split: Columns | None,
+    act_bits: int,
+    bias: Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> nn.Module:
     """A product of a shape with random codes on a device, which can be `meta`; inputs of 2 or of 16 bits."""
+    split = None if split is None else split.to(device)
     width = columns if split is None else len(split.index)
-    groups = width // form.GROUP
     if act_bits != BITS:
         from repro.engine.shapes import random_weight
-        from repro.engine.weights import Packed
+        from repro.engine.weights import made as packed
 
-        product = Packed(random_weight(rows, width, Asymmetric, device), bias, None)
-        return product if split is None else Wide(product, split.to(device))
-    sizes = {"codes": (rows, 2, groups), "scales": (rows, groups), "zeros": (rows, -(-groups // 4))}
+        product = packed(random_weight(rows, width, Asymmetric, device), bias, dtype)
+        return product if split is None else Wide(product, split.index)
+    groups = width // form.GROUP
     stored = {
-        "codes": torch.randint(-(2**31), 2**31, sizes["codes"], dtype=torch.int32, device=device),
-        "scales": torch.randint(64, 127, sizes["scales"], dtype=torch.uint8, device=device),  # of E4M3, 2 to 448
-        "zeros": torch.full(sizes["zeros"], 0b01100110, dtype=torch.uint8, device=device),  # 2, 1, 2, 1
+        "codes": torch.randint(-(2**31), 2**31, (rows, 2, groups), dtype=torch.int32, device=device),
+        "scales": torch.randint(64, 127, (rows, groups), dtype=torch.uint8, device=device),  # of E4M3, 2 to 448
+        "zeros": torch.full((rows, -(-groups // 4)), 0b01100110, dtype=torch.uint8, device=device),  # 2, 1, 2, 1
         "factors": torch.full((rows,), 1 / (64 * columns**0.5), device=device),
     }
-    grid = GroupGrid(BITS, form.GROUP, include_zero=True)
-    return W2A2(stored, Inputs(grid, None if split is None else split.to(device)), bias)
+    made_here = W2A2(stored, Inputs(GroupGrid(BITS, form.GROUP, include_zero=True), split), bias)
+    if device.type == "meta" or runs_kernels(device, dtype):
+        return made_here
+    return made_here.expanded(form.MOST_TOKENS + 1, dtype)
 
 
 class Asymmetric:
