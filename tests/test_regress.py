@@ -125,6 +125,17 @@ def test_one_reference_that_got_faster_is_no_regression(tmp_path, base, referenc
     assert regress.regress(new, base)[0] == 0
 
 
+@pytest.mark.parametrize("reference", ["library", "floor"])
+def test_one_reference_that_got_slower_hides_nothing(tmp_path, base, reference):
+    """An older cuBLAS, or a slower reader, beside a kernel that is 5 % slower at one shape."""
+    new = [
+        run(tmp_path / f"new{i}.json", 1.05, (4096, 4096), seed=20 + i, noise=0.001, **{reference: 1.06})
+        for i in range(2)
+    ]
+    status, lines = regress.regress(new, base)
+    assert status == 1 and len(lines) == 1 and "4096 x 4096" in lines[0]
+
+
 def test_noisy_rounds_raise_what_is_allowed(tmp_path, base):
     new = [run(tmp_path / f"new{i}.json", 1.05, seed=i, spread=0.12) for i in range(2)]
     assert regress.regress(new, base)[0] == 0

@@ -3,8 +3,10 @@
     python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark.json [more.json ...]
 
 Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own.
-Absolute times never count: a kernel's time is divided by two reference times of its own run, the read floor of its
+A kernel's absolute time never counts: it is divided by two reference times of its own run, the read floor of its
 bytes and the library's bf16 matmul (the median over its shapes), and is called slower only by as much as both agree on.
+Where the two references moved apart, the one that moved less counts alone: a library that became slower, beside read
+floors as before, hides nothing.
 What is allowed is the threshold, or more where repeats say that a cell is noisier. One slow run is a suspicion (exit 3:
 measure again); two runs that agree are a regression (exit 1, a sentence with kernel, shape and percent).
 """
@@ -22,6 +24,7 @@ from repro.files import regular
 
 THRESHOLD = 0.03  # a smaller slowdown of one cell is never called one
 SIGMAS = 3.0  # nor one within so many standard errors
+APART = 0.02  # of a time: references that moved by more against each other do not count both
 FINE, REGRESSION, SUSPICION = 0, 1, 3
 PLACE = ("kernel", "dtype", "provider", "N", "K", "M", "mode")
 LIBRARY = ("bf16", "bf16", "torch.matmul")  # kernel, dtype, provider of the library's reference
@@ -49,10 +52,8 @@ class Run:
     device: str
     cells: dict[str, Cell]
 
-    def ratios(self, other: "Run") -> dict[str, tuple[float, float]]:
-        """log of each cell's time over its read floor, and over the library's level in this run.
-
-        That level is how slow the library is here, over how slow it is in another run: the median of common shapes.
+    def library_level(self, other: "Run") -> float:
+        """log of how slow the library is here, over how slow it is in another run: the median of common shapes.
 
         Raises:
             UserError: the runs have no time of the library in common.
@@ -60,8 +61,28 @@ class Run:
         common = [name for name, cell in self.cells.items() if cell.is_library and name in other.cells]
         if not common:
             raise UserError(f"{self.path} and {other.path}: no time of {LIBRARY[2]} in common")
-        level = statistics.median(math.log(self.cells[name].us / other.cells[name].us) for name in common)
+        return statistics.median(math.log(self.cells[name].us / other.cells[name].us) for name in common)
+
+    def floor_level(self, other: "Run") -> float:
+        """The same of the read floors, over all common cells."""
+        common = [name for name in self.cells if name in other.cells]
+        return statistics.median(math.log(self.cells[name].floor_us / other.cells[name].floor_us) for name in common)
+
+    def ratios(self, other: "Run") -> dict[str, tuple[float, float]]:
+        """log of each cell's time over its read floor, and over the library's level between this run and another.
+
+        Raises:
+            UserError: as `library_level`.
+        """
+        level = self.library_level(other)
         return {name: (math.log(c.us / c.floor_us), math.log(c.us) - level) for name, c in self.cells.items()}
+
+    def references(self, other: "Run") -> slice:
+        """Which of the two ratios count between this run and another: both, or that whose reference moved less."""
+        floor, library = self.floor_level(other), self.library_level(other)
+        if abs(floor - library) <= APART:
+            return slice(0, 2)
+        return slice(0, 1) if abs(floor) < abs(library) else slice(1, 2)
 
 
 @dataclass(frozen=True)
@@ -134,9 +155,10 @@ def compare(new: Run, baseline: Sequence[Run], threshold: float = THRESHOLD) -> 
     # runs is itself uncertain, so it goes half and half with what is usual among the cells.
     spreads = {name: max(map(_spread, zip(*theirs))) for name, theirs in olds.items() if len(theirs) > 1}
     usual = statistics.median(spreads.values()) if spreads else 0.0
-    changes = {}
+    changes, counted = {}, new.references(baseline[0])
     for name, theirs in olds.items():
-        step = min(mine - statistics.median(old) for mine, old in zip(here[name], zip(*theirs)))
+        steps = [mine - statistics.median(old) for mine, old in zip(here[name], zip(*theirs))]
+        step = min(steps[counted])
         rounds = statistics.median(run.cells[name].error for run in baseline if name in run.cells)
         between = math.sqrt((spreads.get(name, usual) ** 2 + usual**2) / 2)
         error = math.hypot(new.cells[name].error, rounds, between)
