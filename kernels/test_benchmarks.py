@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,10 @@ from repro.bench.task import Layer
 
 FEW = [(2048, 2048), (4096, 4096), (14336, 4096), (8192, 8192)]
 COUNTS = (1, 8, 64)
+WATCHED = (16, 128, 256)  # timed of this project's kernels and the library alone, where other kernels are chosen
+UNTUNED = (3584, 3584)  # a layer for which no launch configuration is recorded, so that the heuristic chooses
+LIBRARY = "bf16/bf16/torch.matmul"
+HOST_CALLS = 300  # launched without waiting
 
 
 @functools.lru_cache(maxsize=1)
@@ -30,14 +35,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize with shapes in the outer loop and providers in the inner one, so that each layer is made once."""
     if "provider" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-shape")
-        cells = [
-            pytest.param(n, k, m, provider, id=f"{n}x{k}-M{m}-{provider.label}")
-            for n, k in (shapes() if every else FEW)
-            for m in COUNTS
-            for provider in {**PEERS, **OURS}.values()
-            if provider.takes(m)
-        ]
+        cells = []
+        for n, k in [*(shapes() if every else FEW), UNTUNED]:
+            for m in sorted((*COUNTS, *WATCHED)):
+                for provider in providers(m, (n, k) == UNTUNED):
+                    cells.append(pytest.param(n, k, m, provider, id=f"{n}x{k}-M{m}-{provider.label}"))
         metafunc.parametrize("rows, columns, count, provider", cells)
+
+
+def providers(count: int, untuned: bool) -> list[Any]:
+    """Who is timed at a number of tokens: all, or this project's kernels and the library."""
+    some = {**PEERS, **OURS} if count in COUNTS and not untuned else {LIBRARY: PEERS[LIBRARY], **OURS}
+    return [provider for provider in some.values() if provider.takes(count)]
 
 
 @pytest.mark.gpu
@@ -65,6 +74,65 @@ def test_this_suite_and_the_timer_agree(gpu_benchmark, backend, name) -> None:  
     alone = timing.measure([task], backend, floor=timing.read_floors)[0]
     found = gpu_benchmark(task)
     assert found.us == pytest.approx(alone.us, rel=0.03)
+
+
+# ---- time of the host, and of a whole prefill
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("name", ["F.linear", "wna16", "w8a8"])
+def test_host_time(benchmark, backend, name, count) -> None:  # noqa: ANN001
+    """What a call costs the host on a layer whose kernel takes less than that; its floor is `F.linear` beside it."""
+    from repro.kernels import linear, w8a8
+
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(count, 1024, device="cuda", dtype=torch.bfloat16)
+    packed = load("w4a16_gemm").random_weight(
+        {"N": 1024, "K": 1024, "bits": 4, "group": 128, "symmetric": False, "seed": 0}
+    )
+    packed, codes = packed.to("cuda"), w8a8.quantize_weight(weight)
+    calls = {
+        "F.linear": lambda: torch.nn.functional.linear(x, weight),
+        "wna16": lambda: linear.wna16(x, packed),
+        "w8a8": lambda: w8a8.w8a8(x, *codes),
+    }
+    library = min(host_seconds(calls["F.linear"]) for _ in range(7)) * 1e6
+    place = {"N": 1024, "K": 1024, "M": count, "mode": "host", "device": torch.cuda.get_device_name()}
+    who = {"kernel": name, "dtype": "bf16", "provider": "call"}
+    benchmark.extra_info |= who | place | {"ours": name != "F.linear", "floor_us": library}
+    benchmark.pedantic(calls[name], rounds=timing.ROUNDS, iterations=HOST_CALLS, warmup_rounds=2)
+    torch.cuda.synchronize()
+
+
+def host_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of the host for a call, launched `HOST_CALLS` times without waiting."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    seconds = (time.perf_counter() - began) / HOST_CALLS
+    torch.cuda.synchronize()
+    return seconds
+
+
+@pytest.mark.gpu
+def test_prefill(benchmark, backend) -> None:  # noqa: ANN001
+    """A prompt of 2,048 tokens and a step behind it at a 1B model's shapes, 4-bit weights.
+
+    Its floor is a bf16 product of the largest layer, as often as a prompt goes through one like it.
+    """
+    from repro.engine import Engine
+
+    tokens, rows, columns = 2048, 8192, 2048
+    engine = Engine.load("shape/Llama-3.2-1B", "rtn-w4-g128", context=tokens + 64, device="cuda")
+    (product,) = timing.measure([PEERS[LIBRARY].task(layer(rows, columns), tokens)], backend)
+    products = 3 * engine.model.config.num_hidden_layers
+    who = {"kernel": "w4-g128", "dtype": "bf16", "provider": "prefill", "N": rows, "K": columns, "M": tokens}
+    facts = {"mode": "whole", "ours": True, "device": torch.cuda.get_device_name()}
+    benchmark.extra_info |= who | facts | {"floor_us": product.us * products}
+    benchmark.pedantic(engine.time, args=(tokens, 2), rounds=9, warmup_rounds=1)
 
 
 # ---- on a CPU, at small sizes

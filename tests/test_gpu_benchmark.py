@@ -94,3 +94,18 @@ def test_the_suite_runs_on_a_processor(tmp_path):
     table = [sys.executable, "-m", "pytest_benchmark", "compare", str(run), "--columns=median,iqr,rounds"]
     done = subprocess.run(table, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "test_packing[pack-4]" in done.stdout
+
+
+def test_larger_counts_and_a_layer_without_a_recorded_choice_are_watched():
+    """Of this project's kernels and of the library that they are compared with; peers stay at a few counts."""
+    from repro.kernels import test_benchmarks as suite
+
+    rows, columns = suite.UNTUNED
+    recorded = json.loads((ROOT / "kernels" / "configs" / "nvidia-h200.json").read_text())
+    assert not [key for choices in recorded.values() for key in choices if f"{rows}x{columns}" in key]
+    for count in suite.WATCHED:
+        labels = {provider.label for provider in suite.providers(count, untuned=False)}
+        assert {suite.LIBRARY, "w4-g128/bf16/linear", "w8a8/bf16/w8a8"} <= labels
+        assert "w4-g128/bf16/tinygemm" not in labels
+    assert "w4-g128/bf16/tinygemm" in {provider.label for provider in suite.providers(64, untuned=False)}
+    assert "w4-g128/bf16/tinygemm" not in {provider.label for provider in suite.providers(64, untuned=True)}

@@ -3,8 +3,9 @@
     python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark.json [more.json ...]
 
 Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own.
-A kernel's absolute time never counts: it is divided by two reference times of its own run, the read floor of its
-bytes and the library's bf16 matmul (the median over its shapes), and is called slower only by as much as both agree on.
+A kernel's absolute time never counts: it is divided by two reference times of its own run, the read floor of its bytes
+(for the host's time of a call that of `F.linear`, for a prefill bf16 products alone) and the library's bf16 matmul (the
+median over its shapes), and is called slower only by as much as both agree on.
 Where the two references moved apart, the one that moved less counts alone: a library that became slower, beside read
 floors as before, hides nothing.
 What is allowed is the threshold, or more where repeats say that a cell is noisier. One slow run is a suspicion (exit 3:
