@@ -28,6 +28,7 @@ from repro.baselines import (
     saved,
     smoothquant,
     spinquant,
+    staged_ap,
     uniform,
 )
 
@@ -40,6 +41,7 @@ BASELINES = {
     "smoothquant": smoothquant,
     "spinquant": spinquant,
     "efficientqat": efficientqat,
+    "staged_ap": staged_ap,
     "e2e_qp": e2e_qp,
     "paretoq": paretoq,
     "bitdistiller": bitdistiller,

@@ -17,6 +17,7 @@ The second phase (the scales alone, end to end) is the step `e2e_qp`. Low-bit ac
 Bit-by-Bit paper extends this baseline (section 4.1): scales of each token and group, computed as they are needed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +123,13 @@ def quantized(block: nn.Module, tensors: dict[str, Tensor], config: Config, kwar
     return run
 
 
+@torch.no_grad()
+def refit(tensors: dict[str, Tensor], config: Config) -> None:
+    """Put s and z of the min-max grid of a block's weights, as they are now, in the place of those that it has."""
+    for name, (weight, *_) in linears(tensors).items():
+        tensors[f"{name}/s"], tensors[f"{name}/z"] = grid.fit(grid.split(weight, config), config)
+
+
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Train and quantize every block of `lm`; `calibration` int64 `[sequences, length]` is the training text.
 
@@ -129,19 +137,43 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
         Refused: the training diverged.
     """
-    ids = training_ids(calibration, config.tokens, "efficientqat")
+    train(lm, calibration, [config], "efficientqat")
+
+
+def train(lm: LowBitModel, calibration: Tensor | None, stages: Sequence[Config], who: str) -> None:
+    """The same in stages whose widths differ: each trains the weights of the one before on a grid of its own.
+
+    Args:
+        lm: the decoder; edited.
+        calibration: int64 token ids `[sequences, length]`.
+        stages: settings of each pass over the blocks; the last one's grid is stored.
+        who: the step, for messages and for what is attached.
+
+    Raises:
+        UserError: as `apply`.
+        Refused: likewise.
+    """
+    config = stages[-1]
+    ids = training_ids(calibration, config.tokens, who)
     settings = BlockSettings(
         config.epochs, config.batch, config.lr_final, 0.0, config.seed, config.streams, config.place
     )
-    states = [start(block, prefix, config) for prefix, block in blocks(lm.model).items()]
+    states = [start(block, prefix, stages[0]) for prefix, block in blocks(lm.model).items()]
     teacher = computing(lm.model, config.compute)
-    trainer = BlockTrainer(teacher, ids, settings, checkpoint_folder(lm.model, ids, __file__, config), "efficientqat")
+    trainer = BlockTrainer(teacher, ids, settings, checkpoint_folder(lm.model, ids, __file__, *stages), who)
+    for number, stage in enumerate(stages):
 
-    def task(block: nn.Module, kwargs: dict, index: int) -> BlockTask:
-        rates = {name: config.quant_lr if "/" in name else config.lr for name in states[index]}
-        return BlockTask([quantized(block, states[index], config, kwargs)], [None], None, states[index], rates)
+        def task(
+            block: nn.Module, kwargs: dict, index: int, stage: Config = stage, again: bool = number > 0
+        ) -> BlockTask:
+            if again:
+                refit(states[index], stage)
+            rates = {name: stage.quant_lr if "/" in name else stage.lr for name in states[index]}
+            return BlockTask([quantized(block, states[index], stage, kwargs)], [None], None, states[index], rates)
 
-    trainer.run("Block-AP", task, lambda outputs, full, _: (outputs[0] - full).float().square().sum())
+        trainer.run(
+            f"Block-AP w{stage.bits}", task, lambda outputs, full, _: (outputs[0] - full).float().square().sum()
+        )
     for prefix, tensors in zip(blocks(lm.model), states, strict=True):
         for name, (weight, s, z) in linears(tensors).items():
             s, z = steps(s, z, config)
@@ -150,6 +182,6 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
                 lm.set_weight(f"{prefix}.{name}", grid.pack(codes, s, z, config))
             if config.act_bits < FULL:
                 taken = GroupGrid(config.act_bits, config.group)
-                lm.attach(f"{prefix}.{name}", inputs.attachment("efficientqat", codes.shape[1], taken))
+                lm.attach(f"{prefix}.{name}", inputs.attachment(who, codes.shape[1], taken))
     trainer.finish()
     lm.facts |= {"training/loss": trainer.losses, "training/tokens": [float(trainer.tokens)]}

@@ -280,6 +280,7 @@ RECIPES = {
     "bitbybit(schedule=[w2a16, w4a16, w2a16])": ("rises from w2a16 to w4a16", "order=D"),
     "bitbybit(g=96, tokens=64)": ("q_proj", "do not divide into groups of 96"),
     "bitbybit-w2": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
+    "staged_ap-w2": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
     "efficientqat-w2": ("trains on 8,388,608 tokens an epoch", "the calibration text has", "tokens="),
     "spinquant-w2": ("trains on 1,638,400 tokens an epoch", "the calibration text has", "tokens="),
     "spinquant(w=2, a=16)": ("nothing is quantized while it trains", "solver=rtn"),

@@ -19,6 +19,7 @@ CLOSE = 1e-5
 SEQUENCES = X.view(4, 128, 256)
 QUANTIZERS = sorted(name for name, module in BASELINES.items() if issubclass(module.Config, Grid))  # on a grid
 SHORT = {
+    "staged_ap": {"tokens": 144},
     "efficientqat": {"tokens": 144},  # all of tiny.tokens()
     "bitdistiller": {"tokens": 144, "batch": 1, "group": 64},
     "smoothquant": {"act_bits": 16},  # what it attaches has a test of its own

@@ -15,6 +15,7 @@ from repro.spec import scale as scales
 from repro.spec.cell import is_printed, table_name
 from repro.spec.names import canonical
 from repro.spec.workflow import Workflow
+from repro.train import estimate
 
 PARTS = ("figure1", "figure2a", "figure2b", "figure2c", "figure3", "codes")
 
@@ -35,42 +36,64 @@ def ids(flow, cell):
             for each in flow.jobs(cell)]  # fmt: skip
 
 
-def test_the_ends_of_the_budget_axis_are_table_1s_own_rows(at):
+METHODS = ("ParetoQ", "EfficientQAT", "BitDistiller", "Bit-by-Bit")
+
+
+def test_the_ends_of_the_budget_axis_are_rows_of_table_1_and_of_the_full_budget(at):
     flow = at()
     table1 = {c.row: c for c in flow.cells("bitbybit", "1") if c.col == "WikiText2 3.2-3B"}
+    whole = {
+        c.row: c for c in flow.cells("bitbybit", "full-budget") if (c.metric, c.stand_in) == ("WikiText-2", "pocket-5m")
+    }
     budget = {(c.row, c.col): c for c in flow.cells("bitbybit", "budget") if c.metric == "WikiText-2"}
-    assert len(budget) == 16 and {len(flow.jobs(c)) for c in budget.values()} == {3}
-    groups = {"ParetoQ": "g-1"}
-    for method in ("ParetoQ", "EfficientQAT", "BitDistiller", "Bit-by-Bit"):
-        own = f"{method} [w2a16 {groups.get(method, 'g32')}]"
-        for share, row in (("1", own), ("1/64", f"{own}, 1/64 of the tokens (ours)")):
-            here, there = budget[method, f"share {share}"], table1[row]
-            first = flow.jobs(there)[: len(here.seeds)]  # of five, where Table 1 has five
-            assert [j["scores"].id for j in flow.jobs(here)] == [j["scores"].id for j in first], (own, share)
+    assert len(budget) == 12 and {len(flow.jobs(c)) for c in budget.values()} == {1}
+    for method in METHODS:
+        own = f"{method} [w2a16 {'g-1' if method == 'ParetoQ' else 'g32'}]"
+        for share, there in (("1", whole[method]), ("1/64", table1[own])):
+            here = budget[method, f"share {share}"]
+            assert flow.jobs(here)[0]["scores"].id == flow.jobs(there)[0]["scores"].id, (own, share)
             assert recipe.parse(here.recipe).config == recipe.parse(there.recipe).config
 
 
 def test_every_budget_has_the_same_epochs_and_a_share_of_the_tokens(at):
-    """And a quarter is the sweep of rates, seed 0."""
     flow = at()
-    cells = [c for c in flow.cells("bitbybit", "budget") if c.metric == "tokens"]
-    for cell in cells:
-        divisor = {"1": 1, "1/4": 4, "1/16": 16, "1/64": 64}[cell.col.removeprefix("share ")]
+    for cell in (c for c in flow.cells("bitbybit", "budget") if c.metric == "tokens"):
+        divisor = {"1": 1, "1/16": 16, "1/64": 64}[cell.col.removeprefix("share ")]
         steps = recipe.parse(cell.recipe).steps
         assert {step.config.tokens for step in steps} == {8388608 // divisor}
         epochs = sum(step.config.epochs for step in steps if step.name != "bitbybit")
         assert epochs in (0, 6), "Bit-by-Bit's are two of three stages"
-    rates = {c.row: c for c in flow.cells("bitbybit", "rates") if c.metric == "KL"}
-    quarter = {c.row: c for c in cells if c.col == "share 1/4"}
-    for method, cell in quarter.items():
-        assert {*ids(flow, cell)[0]} == {*ids(flow, rates[f"{method}, x 10"])[0]}
 
 
-def test_the_middle_size_has_five_seeds_at_w2a16(at):
+def epochs_of(text):
+    """Passes over the tokens that a recipe's steps train in."""
+    total = 0
+    for step in recipe.parse(text).steps:
+        passes = len(step.config.stages) if hasattr(step.config, "stages") else 1
+        total += passes * getattr(step.config, "epochs", 0)
+    return total
+
+
+def test_what_is_judged_trains_on_the_tokens_that_its_rate_was_chosen_at(at):
+    """1/64 of the paper's: 6 epochs of 131,072 tokens at w2a16 and of a master, 12 at w2a2, in every row."""
+    flow, seen = at(), 0
+    rows = [c for number in ("1", "2", "3", "4", "6") for c in flow.cells("bitbybit", number)]
+    rows += flow.cells("bitbybit", "rates")
+    for cell in rows:
+        trained = [s for s in recipe.parse(cell.recipe or "fp16").steps if s.name in estimate.STEPS]
+        if not trained or trained[0].name == "spinquant":
+            continue
+        seen += 1
+        assert {step.config.tokens for step in trained} == {131072}, cell.row
+        assert epochs_of(cell.recipe) == (12 if "a=2" in cell.recipe or "-a2" in cell.recipe else 6), cell.recipe
+    assert seen > 300
+
+
+def test_the_middle_size_has_five_seeds(at):
     flow = at()
     for cell in flow.cells("bitbybit", "1"):
-        if cell.row != "FP16" and cell.recipe:
-            five = "[w2a16" in cell.row and cell.stand_in == "pocket-5m" and "1/64" not in cell.row
+        if cell.row not in ("FP16", "RTN [w2a16 g32] (ours)") and cell.recipe:
+            five = cell.stand_in == "pocket-5m" and cell.row.partition(" ")[0] not in ("SmoothQuant", "SpinQuant")
             assert len(cell.seeds) == (5 if five else 3), (cell.row, cell.model)
             assert not cell.stand_in or len(flow.jobs(cell)) == len(cell.seeds)
 
@@ -97,14 +120,14 @@ def test_the_rule_of_spikes_is_written_in_the_spec(at):
     assert {row: ask.merged for row, ask in asks.items()} == {"at 2 bits at once": 1, "8, 4, 2 bits": 3}
 
 
-def test_figures_1_and_3_are_of_the_smallest_model_with_the_papers_tokens(at):
+def test_figures_1_and_3_are_of_the_smallest_model(at):
     flow = at("pocket")
     assert {c.stand_in for c in flow.cells("bitbybit", "3", "figure")} == {"pocket-3m"}
     (master,) = {
         job.given()["recipe"] for job in flow.every_job(flow.cells("bitbybit", "3", "figure"))
         if job.kind == "compress" and job.steps == ("bitbybit",)
     }  # fmt: skip
-    assert "tokens" not in master and "any_precision" in master
+    assert "tokens=131072" in master and "any_precision" in master
     grid = [job.given() for job in flow.every_job(flow.cells("bitbybit", "1", "figure")) if job.kind == "surface"]
     assert {(given["points"], given["directions"]) for given in grid} == {(21, 0)} and len(grid) == 8
 
@@ -114,10 +137,10 @@ def test_without_a_choice_cells_are_there_and_not_run(monkeypatch):
     bare = replace(kept("bitbybit", "rates"), chosen=())
     monkeypatch.setattr(tables, "table", lambda *both: bare if both == ("bitbybit", "rates") else kept(*both))
     flow = Workflow(scales.load(name="pocket"), recorded=False)
-    for name, kind, count in (("budget", "table", 48), ("2b", "figure", 3), ("spikes", "table", 12)):
+    for name, kind, count in (("2b", "figure", 3), ("spikes", "table", 12)):
         cells = flow.cells("bitbybit", name, kind)
         assert len(cells) == count and {measure.one(flow, c).status for c in cells} == {"not_run"}
-    assert flow.every_job(flow.cells("bitbybit", "budget")) == []
+    assert flow.every_job(flow.cells("bitbybit", "spikes")) == []
 
 
 def test_a_part_of_a_figure_has_a_name_of_its_own():

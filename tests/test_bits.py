@@ -127,6 +127,7 @@ METHODS = {
     **{step: f"{step}-w3-g32" for step in ("gptq-act_order", "awq")},
     "omniquant": "omniquant(w=3, g=32, epochs=1)",
     "e2e_qp": "rtn-w3-g32 + e2e_qp(epochs=0, batch=1, tokens=192)",
+    "staged_ap": "staged_ap(w=3, g=32, epochs=0, tokens=192)",
     "efficientqat": "efficientqat(w=3, g=32, epochs=0, tokens=192)",
     "smoothquant": "smoothquant(w=3, a=4, g=32)",
     "spinquant": "spinquant(w=3, a=4, g=32, tokens=192)",

@@ -8,7 +8,7 @@ import torch
 from known import W, X, errors
 
 from repro import models
-from repro.baselines import efficientqat, grid, rtn
+from repro.baselines import efficientqat, grid, rtn, staged_ap
 from repro.baselines.efficientqat import Config, fake_quantize, steps
 from repro.data import corpora
 from repro.errors import Refused, UserError
@@ -16,6 +16,7 @@ from repro.jobs import job
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel
 from repro.spec import recipe
+from repro.train import blocks as training
 
 IDS, SCORED = tiny.tokens(6, 16), tiny.tokens(3, 20, seed=5)
 SMALL = {"tokens": 96, "compute": "float32", "streams": "float32", "epochs": 1, "group": 16}
@@ -169,3 +170,56 @@ def test_bad_input():
         made(group=48)
     with pytest.raises(Refused, match="efficientqat: the loss is not finite at step .* lower its learning rate"):
         made(lr=1e37, epochs=8)
+
+
+# --- in stages --------------------------------------------------------------------------------------------------------
+
+
+def staged(**options) -> LowBitModel:
+    lm = LowBitModel(tiny.model("llama"))
+    staged_ap.apply(lm, IDS, staged_ap.Config(**SMALL | {"lr": 1e-3, "quant_lr": 1e-3} | options))
+    return lm
+
+
+def test_one_stage_is_block_ap_itself():
+    alone, plain = staged(before=[], act_bits=4), made(lr=1e-3, quant_lr=1e-3, act_bits=4)
+    assert torch.equal(logits(alone.model), logits(plain.model))
+    assert alone.facts == plain.facts
+    assert {attachment.step for both in alone.attachments.values() for attachment in both} == {"staged_ap"}
+
+
+def test_a_stage_goes_on_from_the_weights_before_it_on_a_grid_of_their_own(monkeypatch):
+    """At rate 0 of a stage its s and z are those that RTN gives its first weights; three passes see three epochs."""
+    names, true_run, fitted, true_refit = [], training.BlockTrainer.run, [], efficientqat.refit
+
+    def noted(tensors, config):
+        before = {name: weight.clone() for name, (weight, *_) in efficientqat.linears(tensors).items()}
+        true_refit(tensors, config)
+        after = {name: (s.clone(), z.clone()) for name, (_, s, z) in efficientqat.linears(tensors).items()}
+        fitted.append((config.bits, before, after))
+
+    monkeypatch.setattr(efficientqat, "refit", noted)
+    monkeypatch.setattr(
+        training.BlockTrainer, "run", lambda self, name, *rest: names.append(name) or true_run(self, name, *rest)
+    )
+    lm = staged()
+    assert names == ["Block-AP w8", "Block-AP w4", "Block-AP w2"]
+    assert lm.facts["training/tokens"] == [3 * 96.0] and [bits for bits, *_ in fitted] == [4, 4, 2, 2]
+    original = tiny.model("llama").model.layers[0]
+    for bits, before, after in fitted:
+        grid_of = Config(bits=bits, group=16)
+        for name, (s, z) in after.items():
+            want_s, want_z = grid.fit(grid.split(before[name], grid_of), grid_of)
+            assert torch.equal(s, want_s) and torch.equal(z, want_z)
+    moved = fitted[0][1]["mlp.up_proj"] - original.mlp.up_proj.weight
+    assert moved.abs().max() > 0, "the second stage starts from what the first one trained"
+    still = staged(lr=0.0, quant_lr=0.0)
+    plain = LowBitModel(tiny.model("llama"))
+    rtn.apply(plain, None, rtn.Config(bits=2, group=16))
+    assert torch.equal(logits(still.model), logits(plain.model))
+
+
+@pytest.mark.parametrize("words", ["before=[4, 8]", "before=[2]", "before=[16, 4]", "before=[8, 8]"])
+def test_widths_of_stages_fall(words):
+    with pytest.raises(UserError, match="the widths fall from at most 8 and end above 2"):
+        recipe.parse(f"staged_ap(w=2, {words})")

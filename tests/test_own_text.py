@@ -329,6 +329,7 @@ def test_weights_of_another_model_are_refused(folders, here, capfd):
         "bitbybit-w2a16-rho=0.5",
         "bitbybit(w2a16, schedule=[w4a16, w2a16], second=0.0)",
         "efficientqat-w2-g32",
+        "staged_ap-w2-g32",
         "rtn-w4-g32 + bitbybit-w2a16",
     ],
 )
@@ -345,7 +346,9 @@ def test_streams_are_as_many_as_was_said(folders, monkeypatch, tmp_path, text):
 
     monkeypatch.setattr(streams.Stream, "__init__", noted)
     name = str(folders["llama"])
-    steps = recipe.with_options(text, {step: {"tokens": 256, "epochs": 1} for step in ("bitbybit", "efficientqat")})
+    steps = recipe.with_options(
+        text, {step: {"tokens": 256, "epochs": 1} for step in ("bitbybit", "efficientqat", "staged_ap")}
+    )
     steps = recipe.parse(steps).steps
     lm, ids = LowBitModel(models.load(name)), torch.arange(256).view(4, 64)
     monkeypatch.chdir(tmp_path)

@@ -156,7 +156,7 @@ def test_import_is_light():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("paper", ["subspec", "flexquant"])
+@pytest.mark.parametrize("paper", ["subspec", "flexquant", "bitbybit"])
 def test_every_claim_has_a_predicate_or_a_line_among_the_papers_own_numbers_or_a_reason(paper):
     judged = set()
     for both in tables.specified():

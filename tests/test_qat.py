@@ -531,6 +531,15 @@ def test_sequences_are_sampled_or_the_text_and_cut():
         of(tokens=15)
 
 
+def test_bitdistiller_reads_the_first_sequences_of_the_text_alone(monkeypatch):
+    """Those that clipping searches on, and those that it trains on where they are text."""
+    monkeypatch.setattr(asymmetric_clip, "SEQUENCES", 4)
+    for data in ("sampled", "text"):
+        words = {"data": data, "tokens": 64, "epochs": 1, "held_out": 0.0, "clip_tokens": 64}
+        some, more = made(bitdistiller, ids=IDS[:4], **words), made(bitdistiller, **words)
+        assert torch.equal(logits(some.model), logits(more.model)), data
+
+
 def test_held_out_sequences_are_not_trained_on_and_choose_the_step(monkeypatch):
     trained, true_train = [], bitdistiller.train
 

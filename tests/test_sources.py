@@ -193,7 +193,7 @@ def test_the_job_that_trains_is_the_same_with_and_without_the_folder(without_mir
 
 @pytest.mark.parametrize(
     "recipe",
-    ["bitbybit(w2a16, tokens=133120)", "bitbybit(w2a16)", "bitdistiller(g=32, tokens=131072)", "gptq-w4-g128"],
+    ["bitbybit(w2a16, tokens=133120)", "bitbybit(w2a16)", "bitdistiller(g=32, tokens=133120)", "gptq-w4-g128"],
 )
 def test_what_reads_more_than_the_excerpt_needs_the_whole_text(without_mirror, tmp_path, recipe):
     """One sequence more; the paper's budget; and steps that read other parts of the text, too."""
@@ -226,7 +226,9 @@ class Unread:
         raise AssertionError(f"the step read the calibration text itself ({name})")
 
 
-@pytest.mark.parametrize("step", ["bitbybit", "paretoq", "efficientqat", "e2e_qp", "matquant", "group_qat"])
+@pytest.mark.parametrize(
+    "step", ["bitbybit", "paretoq", "efficientqat", "staged_ap", "e2e_qp", "matquant", "group_qat"]
+)
 def test_steps_that_say_so_read_their_first_tokens_alone(step, monkeypatch, tiny_llama):
     module = recipe.STEPS[step]
     text = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -237,7 +239,8 @@ def test_steps_that_say_so_read_their_first_tokens_alone(step, monkeypatch, tiny
         asked.append(tokens)
         return text
 
-    monkeypatch.setattr(module, "training_ids", first_tokens)
+    reader = recipe.STEPS["efficientqat"] if step == "staged_ap" else module
+    monkeypatch.setattr(reader, "training_ids", first_tokens)
     small = {"tokens": 64, "batch": 1, "epochs": 1}
     known = {field.name for field in dataclasses.fields(module.Config)}
     config = dataclasses.replace(module.Config(), **{key: value for key, value in small.items() if key in known})

@@ -9,7 +9,7 @@ import yaml
 from fake_jobs import CONFIG, fake, nll  # noqa: F401
 
 from repro import papers
-from repro.baselines import bitdistiller, e2e_qp, efficientqat, matquant, paretoq
+from repro.baselines import bitdistiller, e2e_qp, efficientqat, group_qat, matquant, paretoq
 from repro.errors import UserError
 from repro.methods import bitbybit, spear
 from repro.record import accepted, measure
@@ -252,30 +252,32 @@ def test_printed_rows_take_from_a_choice_of_several_rows_each_what_they_name(wri
         recipes()
 
 
-def test_the_rates_of_bit_by_bit_and_its_baselines_are_five_multiples_of_the_official_ones():
+def test_the_rates_of_bit_by_bit_and_its_baselines_are_the_same_multiples_of_the_official_ones():
     """What is measured is what a chosen row gives to Tables 1 to 4 and 6, where every trained method's rate is open."""
     rates, official = tables.table("bitbybit", "rates"), {}
     assert rates.models == ("Llama-3.2-3B",) and rates.scales == ("pocket",)
+    multiples = {}
     for label, row in rates.rows.items():
         method, k = label.split(", x ")
         given = {name: value for name, value in row.items() if name != "recipe"}
         first = official.setdefault(method, given)
-        assert given == pytest.approx({name: int(k) * value for name, value in first.items()})
-        said = [float(x) for x in re.findall(r"(?:^|[(, ])(?:quant_)?lr=([0-9.e-]+)", row["recipe"])]
-        assert sorted(said) == pytest.approx(sorted(given.values())) and "tokens=2097152" in row["recipe"]
-    assert len(rates.rows) == 5 * len(official) == 25
+        assert given == pytest.approx({name: float(k) * value for name, value in first.items()})
+        assert set(re.findall(r"{(\w+)}", row["recipe"])) == set(given) and "tokens=131072" in row["recipe"]
+        multiples.setdefault(method, []).append(float(k))
+    assert all({1, 10, 30, 100, 300} <= set(each) for each in multiples.values()) and len(multiples) == 16
+    base = bitbybit.Config().lr
+    block_ap = {"lr": efficientqat.Config().lr, "quant_lr": efficientqat.Config().quant_lr}
     configs = {
-        "Bit-by-Bit": {"bitbybit_lr": bitbybit.Config().lr},
-        "EfficientQAT": {
-            "efficientqat_lr": efficientqat.Config().lr,
-            "quant_lr": efficientqat.Config().quant_lr,
-            "e2e_lr": e2e_qp.Config().lr,
-        },
-        "ParetoQ": {"paretoq_lr": paretoq.Config().lr},
-        "BitDistiller": {"bitdistiller_lr": bitdistiller.Config().lr},
-        "MatQuant": {"matquant_lr": matquant.Config().lr},
+        "Bit-by-Bit w2a16": [base],
+        "EfficientQAT w2a16": [block_ap["lr"], block_ap["quant_lr"], e2e_qp.Config().lr],
+        "Block-AP w2a16 at once": [*block_ap.values()],
+        "ParetoQ w2a16": [paretoq.Config().lr],
+        "BitDistiller w2a2": [bitdistiller.Config().lr],
+        "next-token loss w2a16": [group_qat.Config().lr],
+        "MatQuant master at 2 bits": [matquant.Config().lr],
     }
-    assert official == configs
+    for method, values in configs.items():
+        assert sorted(official[method].values()) == sorted(values), method
     named = set()
     for number in ("1", "2", "3", "4", "6"):
         spec = tables.table("bitbybit", number)
@@ -283,8 +285,8 @@ def test_the_rates_of_bit_by_bit_and_its_baselines_are_five_multiples_of_the_off
         texts = [
             row if isinstance(row, str) else row["recipe"] for row in [*spec.rows.values(), *dict(spec.extra).values()]
         ]
-        trained = [text for text in texts if re.search("bitbybit|qat|paretoq|bitdistiller|matquant", text)]
-        assert trained and all("lr={" in text for text in trained)
+        trained = [text for text in texts if re.search("bitbybit|qat|staged_ap|paretoq|bitdistiller|matquant", text)]
+        assert trained and all("lr={" in text and "tokens=131072" in text for text in trained)
         named |= {name for text in trained for name in re.findall(r"{(\w+lr)}", text)}
     assert named == {name for values in official.values() for name in values}
 

@@ -143,6 +143,14 @@ def _blocks(config: Any, sequences: int, quantized: bool, count: int) -> Work:
     return Work(sequences, 0, 2 + config.epochs * TRAINED, 3, 1, 1)
 
 
+def _stages(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """The same, stage by stage."""
+    stages = len(config.stages)
+    return replace(
+        _blocks(config, sequences, quantized, count), passes=stages * (2 + config.epochs * TRAINED), trained=stages
+    )
+
+
 def _whole(config: Any, sequences: int, quantized: bool, count: int) -> Work:
     """All weights, end to end."""
     return Work(sequences, 0, config.epochs * TRAINED, 0, 1, 1, whole=True)
@@ -165,6 +173,7 @@ def _distilled(config: Any, sequences: int, quantized: bool, count: int) -> Work
 STEPS: Mapping[str, Callable[[Any, int, bool, int], Work]] = {
     "bitbybit": _progressive,
     "efficientqat": _blocks,
+    "staged_ap": _stages,
     "e2e_qp": _whole,
     "paretoq": _whole,
     "matquant": _widths,

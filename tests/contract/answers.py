@@ -62,6 +62,7 @@ RECIPES = {
     "smoothquant": "smoothquant-w8-a8",
     "spinquant": "spinquant(w4, a4, tokens=144, sequences=6, batch=2)",
     "efficientqat": f"efficientqat(w3, g32, {TRAINED}, epochs=1)",
+    "staged_ap": f"staged_ap(w3, g32, {TRAINED}, epochs=1)",
     "e2e_qp": "rtn-w3-g32 + e2e_qp(tokens=144, batch=2, lr=0.003)",
     "paretoq": f"paretoq(w3, {TRAINED})",
     "bitdistiller": f"bitdistiller(w3, g32, data=text, clip_tokens=48, length=24, held_out=0.25, {TRAINED})",

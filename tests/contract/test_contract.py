@@ -14,7 +14,17 @@ EXACT = 1e-9  # of counts and arithmetic, which no rounding touches
 CLOSE = 5e-3  # of what is computed in float32, where a code or two of thousands may round the other way
 LEARNED = 2e-2  # of what is trained or sampled, where such a difference grows
 GROWS = (
-    *("omniquant", "spinquant", "efficientqat", "e2e_qp", "paretoq", "bitdistiller", "matquant", "group_qat"),
+    *(
+        "omniquant",
+        "spinquant",
+        "efficientqat",
+        "staged_ap",
+        "e2e_qp",
+        "paretoq",
+        "bitdistiller",
+        "matquant",
+        "group_qat",
+    ),
     *("bitbybit", "sliced", "spear", "uniform"),
     *("placement", "sensitivity", "agreement", "similarity", "training", "curve", "switching"),
 )

@@ -1,0 +1,35 @@
+"""Name the best rate of every method of a sweep in its spec, and go on where the best is at an end of its list."""
+
+import argparse
+
+from repro.cli import options as common
+from repro.spec import names
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Which sweep, and whose measurements."""
+    common.add_scale(parser)
+    parser.add_argument("sweep", help="such as bitbybit/rates")
+    about = "with --built: what it was run on, where the scale leaves it open"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help=about)
+    parser.add_argument("--built", action="store_true", help="by what was run here, not by accepted results")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rewrite the spec; 1 where rows are new or not measured yet, so that it is run and chosen from again."""
+    name = names.canonical(args.sweep)
+    from repro.record import choose
+    from repro.spec import tables
+
+    flow = common.workflow(args, recorded=False if args.built else None)
+    if args.built and flow.scale.device == "any":
+        flow.scale = flow.scale.on(args.device)
+    paper, number = tables.split(name)
+    found = choose.sweep(flow, paper, number)
+    chosen = choose.choices(found)
+    for method, values in found.items():
+        shown = ", ".join(f"x {multiple:g}: {'-' if v is None else f'{v:.4g}'}" for multiple, v in values.items())
+        print(f"{method}: {f'x {chosen[method]:g}' if method in chosen else 'no choice yet'} ({shown})")
+    new = choose.rewrite(tables.path_of(paper, number), found)
+    print(*(f"new: {row}" for row in new), sep="\n")
+    return 0 if len(chosen) == len(found) else 1
