@@ -56,6 +56,10 @@ def test_the_committed_page_of_bitbybit_is_what_specs_and_results_give(bitbybit)
     assert not (folder / "bitbybit.svg").exists(), "a picture without a spec would be a blank one"
     written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
     assert all(claim.says in text for claim in written)
+    grid = (folder / "bitbybit" / "table1.md").read_text(encoding="utf-8")
+    notes = tables.table("bitbybit", "1").notes
+    assert any("baselines saw" in note for note in notes), "what they were trained on is a line of the page"
+    assert all(f"- Table 1: {note}" in text and note in grid for note in notes)
 
 
 @pytest.mark.parametrize("paper", ["spear", "bitbybit"])

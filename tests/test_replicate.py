@@ -225,6 +225,29 @@ def test_of_other_tables_only_what_fits_into_their_time_is_replicated(small):
         assert bool(again) is some and not any(cell.recipe != "fp16" for cell in missing)
 
 
+def test_a_row_is_named_by_its_label_where_a_sweep_chooses_its_rate(small):
+    accept(small.table())
+    named = {"spear/table1": {"GPTQ g128": tuple(small.scale.models.values())}, "spear/table2": {"RTN pc": ("x",)}}
+    at = replace(small.scale.replicate, recipes={}, rows=named)
+    again, _ = replicate.chosen(Workflow(replace(small.scale, replicate=at)), "spear/table1")
+    assert {cell.row for cell in again} == {"GPTQ g128"}
+
+
+def test_bit_by_bits_first_table_is_replicated_from_what_is_in_the_repository(monkeypatch):
+    """RTN, GPTQ and one whole training are named, and none of them needs text that is not carried."""
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    at, kept = scales.load(name="pocket"), tables.table
+    rates = kept("bitbybit", "rates")
+    chosen = replace(rates, chosen=tuple(label for label in rates.rows if label.endswith("x 30")))
+    monkeypatch.setattr(tables, "table", lambda *both: chosen if both == ("bitbybit", "rates") else kept(*both))
+    flow = Workflow(at, recorded=None)
+    named = [c for c in flow.cells("bitbybit", "1") if c.recipe and c.stand_in and replicate._named(flow, c)]
+    found = {(cell.row, cell.stand_in) for cell in named if cell.measure == "perplexity"}
+    everywhere = {(row, f"pocket-{size}m") for row in ("FP16", "RTN [w2a16 g32] (ours)") for size in (3, 5, 10)}
+    assert found == everywhere | {("GPTQ [w2a16 g32]", "pocket-3m"), ("Bit-by-Bit [w2a16 g32]", "pocket-3m")}
+    assert not any(replicate.data_lacking(flow, cell) for cell in named)
+
+
 def test_the_headline_waits_for_no_kind_that_was_never_timed():
     flow = Workflow(scales.load(name="pocket"))
     _, missing = replicate.chosen(flow, "table1")

@@ -22,7 +22,7 @@ from repro.spec import scale as scales
 from repro.train.blocks import training_ids
 
 NAMES = sorted(sources.EMBEDDED)
-LIMIT, LIMIT_OF_ALL = 1_000_000, 5_000_000  # bytes
+LIMIT, LIMIT_OF_ALL = 1_000_000, 5_300_000  # bytes; 0.26 MB are what GPTQ is calibrated on in Bit-by-Bit's Table 1
 TEXTS = [name for name, corpus in corpora.CORPORA.items() if corpus.source in sources.EMBEDDED]
 
 
@@ -158,6 +158,7 @@ def _mappings(value):
 # --- the excerpt of the training pool ---------------------------------------------------------------------------------
 
 SIXTY_FOURTH = "bitbybit(w2a16, tokens=131072)"
+POOL, FIRST_DRAW = "corpus/train-wiki-00.pool-64.ids", "corpus/train-wiki-00.draw-128.ids"
 
 
 def trained(recipe: str, seed: int = 0) -> Target:
@@ -191,6 +192,21 @@ def test_the_job_that_trains_is_the_same_with_and_without_the_folder(without_mir
     assert "excerpt" in calibration_job(trained(SIXTY_FOURTH)).declared()
 
 
+def test_the_first_draw_of_128_sequences_is_in_the_repository(without_mirror, tmp_path):
+    """What GPTQ reads of it with seed 0; another seed draws others, and fewer sequences are the first ones."""
+    at = scales.load(name="pocket")
+    target = Target(at.calibrated_on("redpajama-128", 0), "pocket-3m", "gptq-w2-g32", 0)
+    job = calibration_job(target)
+    tokens.run(job, {}, tmp_path, {})
+    crops = compress.job(target).given()["calibration"]
+    data = compress.calibration_sequences(tmp_path, crops)
+    assert data.shape == (128, 2048) and crops["seed"] == 0
+    few = compress.calibration_sequences(tmp_path, crops | {"sequences": 100})
+    assert torch.equal(few, data[:100])
+    other = Target(at.calibrated_on("redpajama-128", 1), "pocket-3m", "gptq-w2-g32", 1)
+    assert "excerpt" not in calibration_job(other).declared()
+
+
 @pytest.mark.parametrize(
     "recipe",
     ["bitbybit(w2a16, tokens=133120)", "bitbybit(w2a16)", "bitdistiller(g=32, tokens=133120)", "gptq-w4-g128"],
@@ -206,7 +222,7 @@ def test_what_reads_more_than_the_excerpt_needs_the_whole_text(without_mirror, t
 def test_the_excerpt_is_of_one_tokenizer(without_mirror, monkeypatch):
     monkeypatch.setattr(corpora, "tokenizer_sha256", lambda tokenizer: "0" * 64)
     with pytest.raises(UserError, match="no such file corpus/train-wiki-00.txt.xz"):
-        corpora.excerpt_ids("training-wiki-part", models.tokenizer("pocket-3m"))
+        corpora.excerpt_ids("training-wiki-part", models.tokenizer("pocket-3m"), POOL)
 
 
 @pytest.mark.slow
@@ -215,8 +231,10 @@ def test_the_excerpt_is_the_beginning_of_the_pool(mirror):
     tokenizer = models.tokenizer("pocket-3m")
     ids = corpora.token_ids("training-wiki-part", tokenizer)
     whole = corpora.calibration(ids, 4096, 2048, scales.POOLS)
-    assert np.array_equal(whole[:64].numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer))
-    assert not np.array_equal(whole[1:65].numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer))
+    assert np.array_equal(whole[:64].numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer, POOL))
+    assert not np.array_equal(whole[1:65].numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer, POOL))
+    first = corpora.calibration(ids, 128, 2048, 0)
+    assert np.array_equal(first.numpy(), corpora.excerpt_ids("training-wiki-part", tokenizer, FIRST_DRAW))
 
 
 class Unread:

@@ -58,7 +58,7 @@ class Corpus:
         source: the data file (`repro.data.sources`), or the hub data set with its configuration or file.
         joining: what stands between two documents (rows) of the text.
         empty_row: what an empty row reads as.
-        excerpt: calibration sequences that the repository has although it does not have the whole text.
+        excerpts: calibration sequences that the repository has although it does not have the whole text.
         split: which part of the data set it is.
         reader: what reads the documents that are joined, key of `READERS`.
         sha256: of the joined text (UTF-8), where it is known beforehand.
@@ -78,7 +78,7 @@ class Corpus:
     max_tokens: int | None = None
     on_hub: str = ""
     empty_row: str = ""
-    excerpt: Excerpt | None = None
+    excerpts: tuple[Excerpt, ...] = ()
 
 
 # --- where the documents come from ------------------------------------------------------------------------------------
@@ -201,21 +201,22 @@ def token_ids(name: str, tokenizer: Callable[..., Any], hub: bool = False) -> np
 def excerpt_for(name: str, sequences: int, length: int, seed: int) -> Excerpt | None:
     """The excerpt with the first `sequences` crops of a draw; None where there is none, or the whole text is here."""
     corpus = CORPORA[name]
-    held = corpus.excerpt
-    if held is None or sources.available(corpus.source):
+    if sources.available(corpus.source):
         return None
-    fits = (length, seed) == (held.length, held.seed) and sequences <= held.sequences
-    return held if fits else None
+    for held in corpus.excerpts:
+        if (length, seed) == (held.length, held.seed) and sequences <= held.sequences:
+            return held
+    return None
 
 
-def excerpt_ids(name: str, tokenizer: Any) -> np.ndarray:
-    """Token ids int32 `[sequences, length]` of a corpus's excerpt.
+def excerpt_ids(name: str, tokenizer: Any, file: str) -> np.ndarray:
+    """Token ids int32 `[sequences, length]` of a corpus's excerpt, which `file` names.
 
     Raises:
         UserError: the ids are another tokenizer's; then the whole text is needed, and the sentence says how to get it.
     """
-    held = CORPORA[name].excerpt
-    if held is None or tokenizer_sha256(tokenizer) != held.tokenizer_sha256:
+    held = next(excerpt for excerpt in CORPORA[name].excerpts if excerpt.file == file)
+    if tokenizer_sha256(tokenizer) != held.tokenizer_sha256:
         text(name)
         raise UserError(f"corpus {name!r}: its excerpt is of another tokenizer; build again from the whole text")
     ids = np.frombuffer(sources.read(held.file, f"corpus {name!r}"), dtype="<u2")

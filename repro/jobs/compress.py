@@ -73,7 +73,8 @@ def calibration_sequences(folder: Path, crops: Mapping[str, Any]) -> Tensor:
     """
     ids, meta = corpora.load_tokens(folder / tokens.OUTPUTS[0])
     if "excerpt_length" in meta:
-        return torch.from_numpy(ids.astype(np.int64)).reshape(-1, int(meta["excerpt_length"]))
+        held = torch.from_numpy(ids.astype(np.int64)).reshape(-1, int(meta["excerpt_length"]))
+        return held[: crops["sequences"]]
     return corpora.calibration(ids, crops["sequences"], crops["length"], crops["seed"])
 
 

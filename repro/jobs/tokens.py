@@ -36,7 +36,7 @@ def excerpt_job(target: Target, corpus: str, excerpt: corpora.Excerpt) -> Job:
     """
     whole = job(target, corpus)
     inputs = whole.declared() | {"excerpt": asdict(excerpt)}
-    return make("tokens", f"{corpus}-excerpt", inputs, whole.given() | {"excerpt": True})
+    return make("tokens", f"{corpus}-excerpt", inputs, whole.given() | {"excerpt": excerpt.file})
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -48,7 +48,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     given = job.given()
     tokenizer = models.tokenizer(given["model"], given["hub"])
     if given.get("excerpt"):
-        sequences = corpora.excerpt_ids(given["corpus"], tokenizer)
+        sequences = corpora.excerpt_ids(given["corpus"], tokenizer, given["excerpt"])
         ids = sequences.ravel()
         meta = {"corpus": given["corpus"], "excerpt_length": str(sequences.shape[1])}
     else:

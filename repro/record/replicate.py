@@ -186,13 +186,14 @@ def _never_timed(flow: Workflow, cell: Cell) -> bool:
 
 
 def _named(flow: Workflow, cell: Cell) -> bool:
-    """Whether the scale names a cell's recipe and stand-in: bits, and the texts that are scored together."""
+    """Whether the scale names a cell's recipe or row, and stand-in: bits, and the texts that are scored together."""
     corpus = getattr(cell.ask, "corpus", None)
     texts = {*flow.scale.corpora, *flow.scale.corpora.values()}
     if cell.measure == "zeroshot" or (corpus is not None and corpus not in texts):
         return False
     named = {recipe.parse(text).name: models for text, models in flow.scale.replicate.recipes.items()}
-    return cell.stand_in in named.get(recipe.parse(cell.recipe).name, ())
+    rows = flow.scale.replicate.rows.get(cell.table, {})
+    return cell.stand_in in {*named.get(recipe.parse(cell.recipe).name, ()), *rows.get(cell.row, ())}
 
 
 def _fits(flow: Workflow, cell: Cell, spent: dict[str, float]) -> bool:

@@ -195,8 +195,9 @@ def _ends(value: str | None, lo: str | None, hi: str | None) -> str:
 
 
 def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measurement]) -> list[str]:
-    """Verdicts of the table's own claims, how it was measured, where, and what the marks mean."""
-    out = [verdict_line(claims.judge(flow, claim)) for claim in tables.table(paper, number_).claims]
+    """The table's own notes, verdicts of its claims, how it was measured, where, and what the marks mean."""
+    spec = tables.table(paper, number_)
+    out = [*spec.notes, *(verdict_line(claims.judge(flow, claim)) for claim in spec.claims)]
     ran = [m for m in cells if m.value is not None and m.live and m.device]
     if ran:
         covers = sorted({m.covers for m in ran if m.covers})

@@ -56,6 +56,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         *_first(paper, judged),
         *_picture(flow, paper, out),
         *_measured_grids(paper, grids),
+        *_notes(paper),
         WORDS,
         *_verdicts(paper, judged, grids),
         *_own_numbers(paper, judged),
@@ -93,6 +94,15 @@ def _measured_grids(paper: str, grids: Sequence[str]) -> Iterator[str]:
     """Links to the pages of the tables that are measured."""
     if grids:
         yield f"Every measured cell, table by table: {', '.join(_link(paper, number) for number in grids)}."
+
+
+def _notes(paper: str) -> Iterator[str]:
+    """What the specs of printed tables note of them, such as what is trained on."""
+    lines = []
+    for number in papers.tables(paper):
+        lines += [f"- {_title(number)}: {note}" for note in tables.table(paper, number).notes]
+    if lines:
+        yield "\n".join(lines)
 
 
 def _link(paper: str, number: str) -> str:

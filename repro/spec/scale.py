@@ -70,6 +70,7 @@ class Replicate:
         cell_seconds: likewise the most that a cell without a stored value may take.
         tables: where `recipes` are replicated whatever they take.
         recipes: to the stand-ins on which that is done.
+        rows: likewise of a table, by its label: a row whose recipe has a rate that a sweep chooses.
     """
 
     windows: int = 8
@@ -78,6 +79,7 @@ class Replicate:
     cell_seconds: float = 600.0
     tables: tuple[str, ...] = ()
     recipes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    rows: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in {"windows": 1, "items": 2, "seconds": 0, "cell_seconds": 0}.items():

@@ -63,6 +63,7 @@ class Spec:
             the row's.
         seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
             or pattern, or by `row | model`, of which the first that matches counts; all others have one.
+        notes: sentences under the table, and on the paper's page where it is a printed one.
         claims: what the paper says about this table, judged under it; their `table` is this one.
         models: of a question of our own: the papers' models whose stand-ins are measured.
         over: of a question of our own: variable to values; a column is one combination of them.
@@ -82,6 +83,7 @@ class Spec:
     choice: str = ""
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: dict[str, tuple[int, ...]] | tuple[int, ...] = (0,)
+    notes: tuple[str, ...] = ()
     claims: tuple[ClaimSpec, ...] = ()
     models: tuple[str, ...] = ()
     over: dict[str, tuple[Value, ...]] = field(default_factory=dict)
