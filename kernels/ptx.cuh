@@ -60,6 +60,13 @@ INLINE void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) { // C [8, 8] += 
                  : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
+// C [16, 8] += bits that A [16, 256] and B [256, 8] have in common; a lane's words are of columns 32 t and 128 + 32 t
+INLINE void count_common(int c[4], const u32 a[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // 8 x 8 16-bit values: lane 4 g + t passes columns 2 t, 2 t + 1 of row g and receives rows 2 t, 2 t + 1 of column g.
 INLINE u32 transpose(u32 pair) {
     u32 out;

@@ -9,18 +9,25 @@ K': a layer whose channels are split. The inner sum is
     sum q_w q_x - z_w sum q_x - z_x sum q_w + 32 z_w z_x,      sum q_w = |w0| + 2 |w1|
 
 and exact in integers; of real zeros the same in float32, which is exact as well where they have few bits. Bytes moved:
-9.25 N K / 32 (11 with real zeros) and the vectors; 32 products are four ANDs and bit counts. A program has a few rows
-and quantizes its token again while it walks along them; programs of the same rows follow one another, so that tokens
-after the first find the weight in the cache.
+9.25 N K / 32 (11 with real zeros) and the vectors.
+
+There are two kernels of this format. On a GPU w2a2_gemv.cu multiplies bit planes on the tensor cores, 16 rows times 8
+groups an instruction; every warp has a share of the columns, whose weights are on their way while it quantizes x.
+Where no CUDA C++ compiles, a Triton program does it with ANDs and bit counts, whose number bounds it at half of the
+read floor or less; it has a few rows and quantizes its token again while it walks along them.
 """
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from repro.kernels import quantize_2bit
+from repro.kernels import nvrtc, quantize_2bit
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.operators import FLOATS, VECTOR, Argument, operator
 from repro.kernels.triton_language import tl, triton
 from repro.kernels.w2a2_format import CODES, FACTORS, SCALES, ZEROS, count_bits, from_e4m3, quantized_group
 
@@ -39,6 +46,14 @@ for rows in (4, 8, 16, 32):
     for groups, warps in ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
         SPACE.append({"rows": rows, "groups": groups, "warps": warps})
 DEFAULT = {"rows": 16, "groups": 64, "warps": 4}
+SOURCE, CHUNK = Path(__file__).with_suffix(".cu"), 16  # groups that a warp of the source takes at a time
+MOST_WARPS = 16  # of a block of the source
+TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
+for tiles in (1, 2, 4):
+    for warps in (4, 6, 8, 9, 12, 14, 16):
+        for blocks in (1, 2, 3, 4):
+            if tiles * warps * blocks <= 32:
+                SPACE.append({"tiles": tiles, "warps": warps, "blocks": blocks})
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -120,12 +135,24 @@ def w2a2_kernel(  # noqa: ANN201
 
 
 def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape, or one for all."""
-    return launch_config(kernel, f"{m}x{rows}x{columns}", device) or DEFAULT
+    """The configuration recorded for the shape; else the source's by rule, or Triton's where nothing compiles it."""
+    recorded = launch_config(kernel, f"{m}x{rows}x{columns}", device)
+    if recorded or torch.device(device).type != "cuda" or nvrtc.unavailable():
+        return recorded or DEFAULT
+    return heuristic(m, rows, columns)
+
+
+def heuristic(m: int, rows: int, columns: int) -> dict:
+    """A configuration of the source: one chunk of columns a warp, or as few as `MOST_WARPS` allow, all alike."""
+    chunks = -(-columns // (CHUNK * form.GROUP))
+    warps = -(-chunks // -(-chunks // MOST_WARPS))
+    tiles = 2 if rows >= 8192 else 1  # so many that every SM has some blocks
+    threads = 1024 // 32 // tiles if m == 1 else 512 // 32 // tiles  # whose registers fit an SM, in warps
+    return {"tiles": tiles, "warps": warps, "blocks": max(1, threads // warps)}
 
 
 def run(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple, config: dict) -> Tensor:
-    """Fill y [M, N] by the kernel.
+    """Fill y [M, N] by a kernel.
 
     Args:
         y: the result.
@@ -137,12 +164,41 @@ def run(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple, config: dict
     (m, rows), groups = y.shape, codes.shape[2]
     x, index = given[:2]
     columns = groups * form.GROUP if x is None else x.shape[1]
+    if "tiles" in config:
+        return by_source(y, given, weight, columns, config)
     w2a2_kernel[(m, triton.cdiv(rows, config["rows"]))](
         *given, codes, scales, zeros, factors, y, rows, groups, zeros.shape[1], columns,
         READY=x is None, SPLIT=index is not None, REAL=zeros.dtype == torch.float16, ROWS=config["rows"],
         GROUPS=config["groups"], PLAIN=not y.is_cuda, num_warps=config["warps"],
     )  # fmt: skip
     return y
+
+
+def by_source(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple, columns: int, config: dict) -> Tensor:
+    """The same by w2a2_gemv.cu, whose loads of 16 bytes need such addresses."""
+    (m, rows), (codes, scales, zeros, factors) = y.shape, weight
+    x, index = given[:2]
+    if x is not None and x.data_ptr() % VECTOR:
+        x = x.clone()
+    codes, scales, zeros = (t if t.data_ptr() % VECTOR == 0 else t.clone() for t in (codes, scales, zeros))
+    tensors = codes, scales, zeros, factors, x, index, *given[2:]
+    groups, real = codes.shape[2], zeros.dtype == torch.float16
+    kind = TYPES.index(y.dtype if x is None else x.dtype)
+    function = source(groups, m, kind, x is None, index is not None, real, y.device, **config)
+    blocks = -(-rows // (16 * config["tiles"]))
+    absent = factors  # an address that is not read
+    function(blocks, 32 * config["warps"], *(absent if t is None else t for t in tensors), y, rows, columns)
+    return y
+
+
+@cache
+def source(
+    groups: int, m: int, kind: int, ready: bool, split: bool, real: bool, device: torch.device, **config: int
+) -> Callable[..., None]:
+    """w2a2_gemv.cu, compiled for a number of groups and tokens, types, and a configuration."""
+    macros = {"G": groups, "TOKENS": m, "X": kind, "READY": int(ready), "GATHER": int(split), "REAL": int(real)}
+    macros |= {name.upper(): config[name] for name in ("warps", "tiles", "blocks")}
+    return nvrtc.load(SOURCE, "w2a2_gemv", macros, device, 4 * config["warps"] * m * 16 * config["tiles"])
 
 
 def launch(

@@ -298,6 +298,25 @@ inline void mma_int8(int c[4], u32 a0, u32 a2, u32 b0, u32 b1) {
         }
     __syncwarp();
 }
+inline void count_common(int c[4], const u32 a[4], u32 b0, u32 b1) {
+    Warp &w = warp_of();
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) w.a[lane][i] = a[i];
+    w.b[lane][0] = b0, w.b[lane][1] = b1;
+    __syncwarp();
+    for (int i = 0; i < 4; i++)
+        for (int word = 0; word < 8; word++) { // of 32 columns of A, rows of B
+            u32 of_a = w.a[g * 4 + word % 4][i / 2 + word / 4 * 2], of_b = w.b[(2 * t + i % 2) * 4 + word % 4][word / 4];
+            c[i] += __builtin_popcount(of_a & of_b);
+        }
+    __syncwarp();
+}
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline float __fmaf_ru(float a, float b, float c) { // exact in double for factors of a few bits
+    double exact = (double)a * b + c;
+    float rounded = (float)exact;
+    return (double)rounded < exact ? std::nextafter(rounded, INFINITY) : rounded;
+}
 inline void cluster_arrive() { cluster->arrived++; }
 inline void cluster_wait() { // for the barrier's next end: threads of a cluster arrive once for each
     int ends = ++block->fibers[threadIdx.x]->cluster_barriers;

@@ -3,6 +3,7 @@
 The Triton kernels run in the interpreter in `test_kernels_triton.py`.
 """
 
+import cuda_on_cpu
 import pytest
 import torch
 from fake_device import Host
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 
 from repro.bench import operators, timing  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
-from repro.kernels import quantize_2bit, w2a2_gemv  # noqa: E402
+from repro.kernels import nvrtc, quantize_2bit, w2a2_gemv  # noqa: E402
 from repro.kernels import w2a2_format as form  # noqa: E402
 from repro.models.groups import quantizer  # noqa: E402
 from repro.models.groups import weight as group_weight  # noqa: E402
@@ -154,6 +155,79 @@ def test_a_wider_weight_of_split_channels_reads_its_inputs_by_their_index():
     gathered = torch.cat([inputs["x"], torch.zeros(1, 1)], 1)[:, index]
     plain = {name: value for name, value in inputs.items() if name != "index"} | {"x": gathered}
     assert torch.equal(op("w2a2_gemv")(**inputs), op("w2a2_gemv")(**plain))
+
+
+SOURCE_CASES = [  # tokens, rows, columns, type of x; tiles, warps; changes of the case
+    (1, 70, 1024, "float16", (1, 2), {}),
+    (1, 33, 4096, "bfloat16", (2, 4), {}),  # two chunks a warp
+    (3, 19, 352, "float32", (1, 2), {}),  # 11 groups: no vectors
+    (2, 40, 640, "bfloat16", (2, 3), {"real": True}),  # a warp without columns, groups past the end
+    (1, 7, 1056, "float16", (4, 3), {"real": True}),
+    (2, 19, 1120, "bfloat16", (1, 3), {"split": 100}),
+    (4, 16, 96, "float32", (1, 4), {"split": 30, "real": True}),
+]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
+@pytest.mark.parametrize("name", ["w2a2_gemv", "w2a2_ready"])
+def test_source_on_the_cpu(case, name, monkeypatch):
+    """The .cu file itself: fragments, groups and rows past the last ones, every type."""
+    m, n, k, dtype, (tiles, warps), changes = case
+    if name == "w2a2_ready":
+        changes = {key: value for key, value in changes.items() if key != "split"}
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    w2a2_gemv.source.cache_clear()
+    module, case = load(name), {"M": m, "N": n, "K": k, "dtype": dtype, "seed": n} | changes
+    inputs = module.make_inputs(case)
+    got = module.launch(**inputs, config={"tiles": tiles, "warps": warps, "blocks": 1})
+    w2a2_gemv.source.cache_clear()
+    want = module.reference(**inputs)
+    assert got.dtype == want.dtype
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error <= (1e-6 if want.dtype == torch.float32 else operators.tolerance(name, want.dtype) / 4)
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+def test_the_source_s_codes_are_the_nearest_also_at_halves(monkeypatch):
+    """Values on and beside the borders between codes, one group a border: 0 of 2,000 codes differ from division's."""
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    w2a2_gemv.source.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 32, generator=generator)
+    x[:, 0], x[:, 1] = -torch.rand(64, generator=generator), torch.rand(64, generator=generator) * 3 + 0.1
+    low, high = x[:, :2].amin(1).clamp(max=0), x[:, :2].amax(1).clamp(min=0)
+    step = (high - low) / 3
+    for place in range(2, 32):
+        border = (torch.arange(64) % 6 - 2.5) * step
+        off = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])[place % 5] * 2.0**-23
+        x[:, place] = (border * (1 + off)).clamp(min=low, max=high)
+    codes, scales, zeros = quantize_2bit.reference(x)
+    case = {"M": 1, "N": 32, "K": 2048, "dtype": "float32", "seed": 0}
+    weight = form.make_weight(case)
+    one_hot = torch.eye(32, dtype=torch.uint8).repeat(1, 64)  # row n picks column n of every group
+    weight["codes"], weight["zeros"] = form.planes(one_hot), torch.zeros(32, 16, dtype=torch.uint8)
+    weight["scales"] = torch.full((32, 64), 56, dtype=torch.uint8)  # 1
+    weight["factors"] = torch.ones(32)
+    for at in range(64):  # a group alone, the others being 0
+        alone = torch.zeros(1, 2048)
+        alone[0, 32 * at : 32 * at + 32] = x[at]
+        got = w2a2_gemv.launch(alone, **weight, config={"tiles": 2, "warps": 4, "blocks": 1})[0]
+        q = form.codes_of(codes)[at].float() - zeros[at].float()
+        torch.testing.assert_close(got, q * scales[at], rtol=1e-6, atol=0)
+    w2a2_gemv.source.cache_clear()
+
+
+def test_every_shape_has_a_configuration_of_the_source():
+    """Warps are as many as there are chunks of 16 groups, or share them evenly; blocks fit an SM's threads."""
+    for m in (1, 4):
+        for rows, columns in ((1024, 3072), (4096, 14336), (28672, 8192), (8192, 28672), (14336, 4512), (7, 32)):
+            config = w2a2_gemv.heuristic(m, rows, columns)
+            chunks = -(-columns // 512)
+            turns = -(-chunks // config["warps"])
+            assert config["warps"] <= 16 and turns * config["warps"] - chunks < turns + config["warps"]
+            assert config["blocks"] * config["warps"] * 32 <= 2048 and config["blocks"] >= 1
+    assert w2a2_gemv.heuristic(1, 4096, 14336) == {"tiles": 1, "warps": 14, "blocks": 2}
 
 
 @pytest.mark.gpu
