@@ -8,6 +8,7 @@ import pytest
 
 from repro import papers
 from repro.bench import kernel_rows
+from repro.cells import bench, tpot
 from repro.errors import UserError
 from repro.judge import coverage
 from repro.judge.coverage import HEADER, summary, to_csv, to_text
@@ -27,7 +28,7 @@ def flow():
 
 
 @pytest.fixture
-def at(flow, monkeypatch):
+def at(flow, monkeypatch, tmp_path):
     """`coverage` of scale pocket with the given accepted rows, and rows that the jobs of their cells would give.
 
     Of one table and one figure of SPEAR, or of those named, or of `only=ALL` papers.
@@ -40,6 +41,8 @@ def at(flow, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(papers, "PAPERS", only)
             patch.setattr(kernel_rows, "files", lambda: [])  # no accepted times of kernels
+            for kind in (bench, tpot):  # nor of steps
+                patch.setattr(kind, "STORED", tmp_path)
             if only != ALL:
                 patch.setattr(papers, "tables", lambda paper: list(numbers))
                 patch.setattr(
@@ -170,7 +173,7 @@ def test_what_would_have_to_come(at, flow):
     assert wanted["spear table 1"] == {
         "a run": 153, "a stand-in for Llama-2-13B": 51,
     }  # fmt: skip
-    assert wanted["bitbybit table 6"] == {"a spec": 14, "a run": 8}
+    assert wanted["bitbybit table 6"] == {"a spec": 22}  # of which 8 wait for a rate that is chosen
     assert wanted["spear table 3"] == {"a kind and a spec": 36}
     assert wanted["bitbybit table 4"] == {"a run": 20}
     assert wanted["bitbybit table 5"]["a protocol for exam"] == 3

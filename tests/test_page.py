@@ -106,11 +106,14 @@ def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
     assert any("73.21" in f"{one.printed} {one.recomputed}" for one in audited), "the text's number for 4 bits"
 
 
+TIMES = {"bitbybit/7", "bitbybit/8", "bitbybit/kernels", "bitbybit/decode"}  # no choice of training decides them
+
+
 def test_a_claim_of_bitbybit_that_is_not_seen_names_what_was_run_to_find_the_cause(flow, monkeypatch, bitbybit):
     at = Workflow(flow.scale, recorded=True)
     for claim in page._claims("bitbybit"):
         found = claims.judge(at, claim)
-        if found.measured and found.verdict in claims.DIRECTIONS:
+        if found.measured and found.verdict in claims.DIRECTIONS and claim.table not in TIMES:
             assert claim.causes, (
                 f"{claim.claim}, {claim.says}: run a cell that looks for the cause, name it in `causes`"
             )
