@@ -16,7 +16,7 @@ from repro.kernels import quantize_2bit  # noqa: E402
 from repro.kernels import w2a2_format as form  # noqa: E402
 from repro.methods import bitbybit  # noqa: E402
 from repro.methods.bitbybit import sliced  # noqa: E402
-from repro.models.groups import quantizer  # noqa: E402
+from repro.models.groups import inputs, quantizer  # noqa: E402
 from repro.models.lowbit import LowBitModel  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -132,13 +132,7 @@ def test_codes_of_weights_and_inputs_are_the_harness_s_on_one_block(made, by_ker
         got, scales, zeros = quantize_2bit.quantize_2bit(wide)
         assert torch.equal(form.codes_of(got), quantizer.encode(groups, s, z, layer.grid).flatten(1).to(torch.uint8))
         assert torch.equal(zeros, z[..., 0].int()) and torch.equal(scales, s[..., 0])
-        assert torch.equal(products[0].taken(x), layer_inputs(layer, x))
-
-
-def layer_inputs(layer, x):
-    from repro.models.groups import inputs
-
-    return inputs.quantized(x, layer.grid, layer.columns)
+        assert torch.equal(products[0].taken(x), inputs.quantized(x, layer.grid, layer.columns))
 
 
 def test_layers_that_share_an_input_are_one_launch_with_factors_of_their_own(made, by_kernels):

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from repro.bench import peers, timing
-from repro.bench.kernel_list import load
+from repro.bench.commands import two_bit
+from repro.bench.kernel_list import QUANTIZED, load
 from repro.bench.recorded import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
 from repro.errors import UserError
@@ -121,6 +122,31 @@ def _q4_k(name: str) -> list[Place]:
     return [Place(f"{case['N']}x{case['K']}", module.SPACE, functools.partial(prepare, case)) for case in cases]
 
 
+def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
+    """W2A2 by its CUDA source, one token and four, on the layers of Bit-by-Bit's Table 7; warps with equal shares."""
+    module = load(name)
+
+    def prepare(case: Case) -> Callable[[Config], Task]:
+        inputs = module.make_inputs(case, "cuda")
+        return lambda config: Task(
+            name, functools.partial(module.launch, config=dict(config)), inputs, module.reference, 4e-3, hot
+        )
+
+    places = []
+    for n, k in two_bit.TABLE7:
+        space = [config for config in module.SPACE if "tiles" in config and shares_evenly(config["warps"], k)]
+        for m in (1, 4):
+            case = {"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}
+            places.append(Place(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
+    return places
+
+
+def shares_evenly(warps: int, columns: int) -> bool:
+    """Whether so many warps take turns at chunks of 512 columns and none has more than one turn less than another."""
+    chunks = -(-columns // 512)
+    return warps == -(-chunks // -(-chunks // warps))
+
+
 TUNABLE: dict[str, Callable[[], list[Place]]] = {
     "read_floor": _read_floor,
     "wna16_gemv": _wna16_gemv,
@@ -131,6 +157,8 @@ TUNABLE: dict[str, Callable[[], list[Place]]] = {
     "zigzag_gemv": lambda: _q4_k("zigzag_gemv"),
     "zigzag_sparse": lambda: _q4_k("zigzag_sparse"),
     "zigzag_masked": lambda: _q4_k("zigzag_masked"),
+    "w2a2_gemv": lambda: _two_bit("w2a2_gemv", ("x",)),
+    "w2a2_ready": lambda: _two_bit("w2a2_ready", QUANTIZED),
     "w8a8_gemm": lambda: _places("w8a8_gemm", _cases(16, 32, 64, 128, 256, 512, 1024, 2048), hot=("x_q", "s_x")),
 }
 
