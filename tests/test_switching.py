@@ -17,11 +17,13 @@ from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import built_under, distinct
 from repro.jobs.target import Target
+from repro.judge.quantity import Quantity, compose
 from repro.methods.flexquant import schedule as plan
 from repro.models.lowbit import LowBitModel
-from repro.record import observations
+from repro.record import measure, observations
 from repro.spec import precision
 from repro.spec import scale as scales
+from repro.spec.workflow import Workflow
 
 QUICK = "flexquant(window=3, layers=2, prompt_tokens=4)"
 LOW = "rtn-w4-g64"
@@ -215,3 +217,57 @@ def test_run_says_which_package_a_table_lacks(monkeypatch, capsys):
     said = capsys.readouterr()
     assert "switching/" not in said.out
     assert "flexquant/table2: not run: " in said.err and "a_package_that_is_not_here" in said.err
+
+
+# --- at chance --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gain, status", [(5.0, "ok"), (0.2, "floor"), (-5.0, "floor")])
+def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_fewest_bits(monkeypatch, gain, status):
+    """Rows of Table 1 with made-up scores a prompt; agreement, which compares by itself, is never at chance."""
+    flow = Workflow(scales.load(name="pocket"))
+    scores = np.random.default_rng(0).normal(20, 2, 50)
+    of = {"fp16": scores + gain, "gptq-w2-g128-sym": scores + np.random.default_rng(1).normal(0, 1, 50)}
+
+    def made(flow, cell):
+        blank = measure._blank(flow, cell)
+        return replace(blank, status="ok", value=1.0, live="fresh") if cell.recipe in of else blank
+
+    def quantity(flow, cell, m):
+        assert not cell.ask.schedule or cell.recipe == "fp16"
+        return Quantity([{"s": observations.Series(of[cell.recipe], "sequences", "g")}], lambda mean: mean["s"])
+
+    monkeypatch.setattr(measure, "_as_it_is", made)
+    monkeypatch.setattr(measure, "quantity", quantity)
+    cells = [c for c in flow.cells("flexquant", "1") if c.model == "Vicuna-7B" and c.recipe in of]
+    found = {(c.row, c.col): measure.one(flow, c).status for c in cells}
+    for row in ("Baseline-l", "FlexQuant", "FP16 (ours)", "PMPD static, 85 tokens"):
+        assert found[row, "CNN/DM Rouge-L"] == found[row, "IWSLT BLEU"] == status
+        assert found[row, "agreement, CNN/DM"] == found[row, "CNN/DM Bits"] == "ok"
+    del of["fp16"]  # not measured yet: nothing says that it is at chance
+    left = next(c for c in cells if (c.row, c.col) == ("FlexQuant", "CNN/DM Rouge-L"))
+    assert measure.one(flow, left).status == "ok"
+
+
+def test_the_fewest_bits_are_those_of_a_static_row():
+    cells = Workflow(scales.load(name="pocket")).cells("flexquant", "1")
+    high = next(c for c in cells if (c.row, c.col, c.model) == ("Baseline-h", "CNN/DM Rouge-L", "Vicuna-7B"))
+    peers = [c for c in cells if c.place[1:] == high.place[1:]]
+    assert switching.fewest_bits(high, peers).row == "Baseline-l"
+    beside = next(c for c in cells if c.col == "KL, CNN/DM")
+    assert switching.fewest_bits(beside, cells) is None
+
+
+def test_numbers_of_prompts_have_a_paired_interval(built, target):
+    """Of a cell, of BLEU over all texts together, and of a difference of two schedules on the same prompts."""
+    quantities = {}
+    for name, schedule in (("a", QUICK), ("b", "")):
+        held = {"texts": observations.Observations(built(Ask("KL", schedule=schedule)), {})}
+        ask = Ask("KL", schedule=schedule)
+        quantities[name] = Quantity([switching.series(ask, held, target)], lambda mean: mean["KL"], compares=True)
+        alone = quantities[name].interval()
+        assert alone.lo < alone.value < alone.hi and alone.n == 4
+    gap = compose("b - a", quantities).interval()
+    assert gap.lo < gap.value < gap.hi
+    same = compose("a - c", {"a": quantities["a"], "c": quantities["a"]}).interval()
+    assert same.lo == same.hi == 0

@@ -13,6 +13,8 @@ A kind is a module with
     against(ask)             optional: how it is read against full precision, such as `q / f`
     limits(ask)              optional: the least and the greatest value that there can be, where intervals end
     status(ask, full)        optional: `floor` or `ok`, from the series of full precision
+    fewest_bits(cell, peers) optional: of the cells of other rows that which full precision has to be better than, by
+                             more than its interval, for the cell not to be at chance
     exact(ask, steps, shape) optional: the value by arithmetic on the public shape of a model that nothing stands in for
     PUBLIC                   optional: always so, also where something stands in
     JOBLESS                  optional: it takes no job, and is fresh everywhere

@@ -6,7 +6,8 @@ full precision's own text, the mean bits of both runs, and the log of switches.
 
 Controls have the mean bits of the schedule that they stand against, prompt by prompt: `uniform` spreads the same moves
 evenly over the text, `random_times` draws as many times at random, and `other_order` moves in another order at the
-times of the paper's, stretched to the same bits. The order `oracle` is by what each move does alone to the predictions
+times of the paper's, stretched to the same bits. `learned` is PMPD: all layers go at the one of four points that a
+trained scheduler chooses for a prompt. The order `oracle` is by what each move does alone to the predictions
 along full precision's texts of the prompts that are decoded together. A threshold may be a quantile of full precision's
 window means on validation prompts, which are others than those that are measured.
 """
@@ -22,7 +23,7 @@ import torch
 from repro import models
 from repro.data import prompts as sets
 from repro.data import text_scores
-from repro.engine import copies, weights
+from repro.engine import copies, pmpd, weights
 from repro.engine.core import MOST
 from repro.engine.precision import SwitchingCore
 from repro.engine.prefill import together
@@ -37,7 +38,8 @@ from repro.methods.flexquant.schedule import Rule, Switch
 from repro.models.lowbit import LowBitModel
 from repro.record import observations
 from repro.record.observations import Observations, Series
-from repro.spec import precision
+from repro.spec import precision, recipe
+from repro.spec.cell import Cell
 
 VERSION = 1
 OUTPUTS = (observations.FILE,)
@@ -45,6 +47,7 @@ DEFAULT = None  # a scale that says nothing of it does not measure it
 STOPS = {"cnn-dm": "\n\n", "dialogsum": "\n", "iwslt": "\n"}  # what ends an answer of a base model
 WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
 REPEATED = 8  # tokens of a repetition
+RESAMPLED = "sequences"  # what a prompt's number is to an interval: a paired bootstrap over prompts
 CURVES = ("PPLE", "PPLE spread", "gap", "gap spread")
 COMPARED = ("agreement", "prefix", "KL")  # with full precision, by themselves
 TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
@@ -66,7 +69,7 @@ class Ask:
         prompts: a prompt set.
         schedule: such as `flexquant(threshold=2.0)`; empty is the recipe from the first token to the last.
         quantile: the threshold is this quantile of full precision's window means on validation prompts; 0 is off.
-        control: a schedule of the same mean bits that does not listen to the signal.
+        control: a schedule of the same mean bits that does not listen to the signal, or PMPD's `learned` one.
     """
 
     show: Literal[
@@ -90,7 +93,7 @@ class Ask:
     prompts: str = "longwriter-en"
     schedule: str = ""
     quantile: float = 0.0
-    control: Literal["", "uniform", "random_times", "other_order"] = ""
+    control: Literal["", "uniform", "random_times", "other_order", "learned"] = ""
     unit: str = ""
 
     def __post_init__(self) -> None:
@@ -101,6 +104,10 @@ class Ask:
             raise UserError(f"switching: quantile is {self.quantile}; it is a share above 0 and below 1, or 0 for none")
         if self.quantile and config and config.threshold is not None:
             raise UserError("switching: a quantile sets the threshold; leave threshold out of the schedule")
+        if self.control == "learned" and (config.window or config.interval or len(config.path) > 2):
+            raise UserError(
+                "switching: learned takes two widths and no window, such as flexquant(path=[4, 3], window=0)"
+            )
         if config and config.copies == "host":
             raise UserError("switching: prompts are decoded together, each in its own state; leave copies=host out")
         if self.prompts not in sets.SETS:
@@ -147,7 +154,14 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
     """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
     if target.scale.protocols["switching"] is None:
         return None
+    if ask.control == "learned" and target.recipe.steps and not _scheduler(ask, target).is_file():
+        return None
     return {"texts": _job(ask, target)}
+
+
+def _scheduler(ask: Ask, target: Target) -> Path:
+    """The file of the trained scheduler of a model between two widths."""
+    return pmpd.path_of(target.model, *precision.read(ask.schedule).path)
 
 
 def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
@@ -166,7 +180,7 @@ def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
         rule |= {"quantile": ask.quantile, "control": ask.control}
         if ask.quantile:
             needs["validation"] = _job(ask, target.under("fp16"), validating=True)
-        if ask.control:
+        if ask.control and ask.control != "learned":
             needs["signal"] = _job(replace(ask, control="", schedule=_in_the_papers_order(ask.schedule)), target)
             rule["seed"] = target.seed
     rule["new_tokens"] = protocol.tokens_of(ask.prompts)
@@ -174,7 +188,12 @@ def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
         del rule[name]
     inputs = target.inputs() | rule | {"prompts": sets.identifier(ask.prompts)}
     inputs |= {"calibration": calibration, "schedule": _declared(config) if config else None}
+    learned = {}
+    if config and ask.control == "learned":
+        path = _scheduler(ask, target)
+        inputs["scheduler"], learned = pmpd.identity(path), {"scheduler": str(path)}
     options = target.options() | rule | {"set": ask.prompts, "schedule": schedule, "together": protocol.together}
+    options |= learned
     return make("switching", target.label, inputs, options, needs, target.steps)
 
 
@@ -222,7 +241,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
             row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
             row["similarity"] = _similarity(full, tokenizer, text, prompt.references)
     numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
-    series |= {name: Series(np.asarray([row[name] for row in rows]), "prompts", group) for name in numbers}
+    series |= {name: Series(np.asarray([row[name] for row in rows]), RESAMPLED, group) for name in numbers}
     observations.save(folder / OUTPUTS[0], series, origin)
 
 
@@ -318,8 +337,9 @@ def _together(
         references = [list(map(int, held["full"][f"tokens {i}"].values)) for i in numbers]
     if engine.config.order == "oracle":
         engine.foresee(prompts, references, full)
-    rules = _rules(engine, given, numbers, signal, "") if signal else None
-    engine.rule = rules
+    engine.rule = _rules(engine, given, numbers, signal, "") if signal else None
+    if "scheduler" in given:
+        engine.rule = _learned(engine, given, prompts)
     texts = [text.tokens for text in engine.generate(prompts, given["new_tokens"], stop=STOPS.get(given["set"], ()))]
     free = engine.switching
     references = references or texts
@@ -335,6 +355,13 @@ def _together(
         threshold = free.thresholds[i] if given["schedule"] else 1.0  # which no PPLE is below
         rows.append(row | {"threshold": float(threshold)})
     return rows
+
+
+def _learned(engine: SwitchingCore, given: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> list[Rule]:
+    """PMPD's rule for each prompt."""
+    size = engine.model.cos.shape[1]
+    scheduler = pmpd.load(Path(given["scheduler"]), size, models.fingerprint(given["model"]))
+    return [pmpd.rule_of(point) for point in pmpd.chosen(scheduler, engine.model, prompts)]
 
 
 def _rules(
@@ -406,9 +433,10 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     held = found["texts"].series
     if ask.show in CURVES:
         return {ask.show: Series(_curve(held, *ask.show.partition(" ")[::2]), "tokens")}
+    names = [ask.show] if ask.show in held else []
     if ask.show == "bleu":
-        return {name: one for name, one in held.items() if name.startswith("bleu ")}
-    return {ask.show: held[ask.show]} if ask.show in held else {}
+        names = [name for name in held if name.startswith("bleu ")]
+    return {name: Series(held[name].values, RESAMPLED, held[name].group) for name in names}
 
 
 def _curve(held: Mapping[str, Series], name: str, spread: str) -> np.ndarray:
@@ -442,6 +470,16 @@ def reference(ask: Ask) -> bool:
 def itself(ask: Ask) -> float | None:
     """Full precision agrees with itself."""
     return {"agreement": 100.0, "prefix": 100.0, "KL": 0.0}.get(ask.show)
+
+
+def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
+    """Of the cells of other rows that without a schedule of the fewest bits, which a task has to tell from full
+    precision; None of what is compared with full precision by itself."""  # fmt: skip
+    if cell.ask.show not in TASK:
+        return None
+    static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.ask.schedule]
+    quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
+    return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
 
 
 def against(ask: Ask) -> str:

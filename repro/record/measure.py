@@ -37,7 +37,37 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
 
 
 def _one(flow: Workflow, cell: Cell) -> Measurement:
-    """The same, computed."""
+    """The same, computed; at chance where full precision is no better than the fewest bits of its table."""
+    found = _as_it_is(flow, cell)
+    if found.status == "ok" and _at_chance(flow, cell):
+        note = "full precision is not better than the fewest bits by more than its interval"
+        return replace(found, status="floor", note=note)
+    return found
+
+
+def _at_chance(flow: Workflow, cell: Cell) -> bool:
+    """Whether the task of a cell does not tell full precision from the fewest bits of its table."""
+    module = KINDS.get(cell.measure)
+    if not hasattr(module, "fewest_bits"):
+        return False
+    peers = [one for one in flow.cells(cell.paper, cell.number, cell.kind) if one.place[1:] == cell.place[1:]]
+    fewest = module.fewest_bits(cell, peers)
+    if fewest is None:
+        return False
+    quantities = {}
+    full = flow.full_precision(cell)
+    full = next((peer for peer in peers if peer.recipe == full.recipe), full)
+    for name, other in (("f", full), ("l", fewest)):
+        m = _as_it_is(flow, other)
+        quantities[name] = quantity(flow, other, m) if m.status in MEASURED else None
+    if None in quantities.values():
+        return False
+    gain = compose("f - l", quantities).interval()
+    return gain.lo is not None and gain.lo <= 0
+
+
+def _as_it_is(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell's measurement by itself."""
     blank = _blank(flow, cell)
     if flow.is_taken(cell):
         return taken(flow, cell)
