@@ -83,6 +83,7 @@ def test_the_calculated_line_reads_every_weight_where_it_lies(tiny, monkeypatch)
         memory = str(int((head + blocks * block) / 0.8) + 1)
         found = peers.calculated("tiny", memory, torch.device("cpu"))
         assert found["layers_on_device"] == blocks and found["pass_s"] == pytest.approx((2 - blocks) * block / 1e6)
+    assert peers.layers_on_device("tiny", str(int((head + 2 * block) / 0.8) - 1)) == 1
     assert peers.calculated("tiny", "1KiB", torch.device("cpu"))["layers_on_device"] == 0
     monkeypatch.setattr(peers.fit, "read_rate", lambda device: 1e7)
     on_gpu = peers.calculated("tiny", memory, torch.device("cuda"))

@@ -185,6 +185,11 @@ def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations()
         if (c.row, c.col, c.model) == ("SubSpec [T=0.6, 12GB]", "GSM8K tau", "Qwen2.5-14B-Instruct")
     ]
     assert evaluate(cell.ask.quantity, {"t": 800.0}) == pytest.approx(1000 * tau / 800)
+    greedy = {}
+    for target in ("Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"):  # rows of one label in the paper
+        one = cells[f"SubSpec, {target}", "T 0, set MT-Bench", "tokens/s"]
+        greedy[target] = evaluate(one.ask.quantity, {"t": 1000.0})
+    assert greedy == pytest.approx({"Llama-3.1-8B-Instruct": 28.35, "Qwen2.5-7B-Instruct": 27.08})
     timed = {name: part.ask for name, part in flow.parts(cell).items()}
     assert timed == {"t": Ask("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
     over = flow.parts(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].ask

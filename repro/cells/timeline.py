@@ -105,7 +105,7 @@ def measured(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype)
     """
     engine, _ = engine_of(given, device, dtype)
     try:
-        return spans_of(noted(engine, given["warm"] + 2), engine.draft, given["warm"])
+        return spans_of(noted(engine, 2 * given["warm"] + 2), engine.draft, given["warm"])
     finally:
         bound(1.0, device)
 
