@@ -25,7 +25,7 @@ ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch
 PUBLISHED = {
     "nvidia-h200-bars.md": "tables/kernels/targets.md",
     "nvidia-h200-roofline.svg": "figures/kernels/roofline.svg",
-    **{f"nvidia-h200-peers-m{m}.svg": f"figures/kernels/peers-m{m}.svg" for m in (1, 16, 64)},
+    **{f"nvidia-h200-peers-m{m}.svg": f"figures/kernels/peers-m{m}.svg" for m in (1, 64)},
 }
 
 
