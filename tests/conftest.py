@@ -15,7 +15,7 @@ from repro.files import ROOT
 
 torch.set_num_threads(1)
 short_texts.register()
-hypothesis.settings.register_profile("suite", max_examples=40, deadline=None)  # HYPOTHESIS_PROFILE=default: 100
+hypothesis.settings.register_profile("suite", max_examples=25, deadline=None)  # HYPOTHESIS_PROFILE=default: 100
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 LONGEST = (  # of these only the first needs the build that workers share at once; the longest first
     "test_workflow.py", "test_w4a16_gemm.py", "test_interrupt.py", "test_wna16_gemv.py", "test_kernels_triton.py",

@@ -18,7 +18,6 @@ from repro.record import accepted, measure, observations, provenance
 from repro.record.accept import accept
 from repro.record.measurement import COLUMNS, from_csv, text
 from repro.record.observations import FILE, Series
-from repro.spec import scale as scales
 from repro.spec import tables
 from repro.spec.workflow import Workflow
 
@@ -414,27 +413,6 @@ def test_changed_series_leave_the_old_ones_until_their_row_is_written(house, mon
     rows = {(row.row, row.col): row for row in from_csv(stored(house))}
     (seed,) = accepted.series(rows["RTN pc", "Wiki"])
     assert np.exp(seed["nll"].values.mean()) == before
-
-
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_is_stored_is_what_its_observations_say(every):
-    """Every accepted row of this checkout is readable, in its place, and its value recomputed from its series.
-
-    An interval is that of the day of acceptance; what is shown has today's, from the same series.
-    """
-    accepted.forget()
-    rows = accepted.every()
-    flows = {name: Workflow(scales.load(name=name), recorded=True) for name in {row.scale for row in rows}}
-    for row in rows[::every]:
-        flow = flows[row.scale]
-        try:
-            cell = measure.cell_of(flow, row)
-        except UserError:
-            continue  # its spec is gone
-        shown = measure.one(flow, cell)
-        if shown.status != "stale":
-            assert [text(shown.value), shown.n] == [text(row.value), row.n]
-            assert (shown.lo is None) == (row.lo is None)
 
 
 # --- what makes a recorded row stale ----------------------------------------------------------------------------------

@@ -200,7 +200,8 @@ def test_generated_tokens_are_those_of_the_second_protocol_also_in_a_batch(cases
 
 @pytest.mark.parametrize(
     ("quantizer", "kind"),
-    [(None, weights.Dense), ((q4_k, {}), weights.Dense), ((rtn, {"bits": 4, "group": 64}), weights.Dense),
+    [(None, weights.Dense), ((q4_k, {}), weights.Dense),
+     pytest.param((rtn, {"bits": 4, "group": 64}), weights.Dense, marks=pytest.mark.slow),
      ((gptq, {"bits": 4, "group": 32, "act_order": True}), weights.Dense),
      ((qera, {"rank": 4}), weights.Corrected)],
 )  # fmt: skip

@@ -1,15 +1,16 @@
 """The fixture of the GPU benchmarks, on the fake device: what pytest-benchmark stores is device time per launch."""
 
 import json
-import os
-import subprocess
 import sys
 
+import dag
 import pytest
 
 from repro.bench.commands.regress import load
 from repro.files import ROOT
 
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+ALONE = {"PYTEST_ADDOPTS": "", "PYTEST_XDIST_WORKER": ""}  # a run of its own, whoever runs this one
 CONFTEST = """
 import dataclasses, sys
 sys.path.insert(0, {tests!r})
@@ -58,11 +59,9 @@ def test_what_is_stored(tmp_path, words):
     (tmp_path / "conftest.py").write_text(CONFTEST.format(tests=str(ROOT / "tests")))
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-json=run.json", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [*PYTEST, "--benchmark-json=run.json", *words, tmp_path]
+    done = dag.quick(command, tmp_path, ROOT, **ALONE)
+    assert done.code == 0, done.text
     if words:
         return
     assert "UNSERIALIZABLE" not in (tmp_path / "run.json").read_text()
@@ -79,12 +78,9 @@ def test_what_is_stored(tmp_path, words):
 def test_the_suite_runs_on_a_processor(tmp_path):
     """Packing, quantizers and references are timed; what needs a GPU is skipped by name."""
     run = tmp_path / "run.json"
-    command = [sys.executable, "-m", "pytest", "kernels", "-q", "-p", "no:cacheprovider", "--benchmark-only"]
-    command += ["--benchmark-max-time=0.01", f"--benchmark-json={run}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [*PYTEST, "kernels", "--benchmark-only", "--benchmark-max-time=0.01", f"--benchmark-json={run}"]
+    done = dag.quick(command, ROOT, ROOT, **ALONE, CUDA_VISIBLE_DEVICES="")
+    assert done.code == 0, done.text
     content = json.loads(run.read_text())
     assert {b["name"].split("[")[0] for b in content["benchmarks"]} == {
         "test_packing", "test_round_to_nearest", "test_reference"
@@ -92,8 +88,8 @@ def test_the_suite_runs_on_a_processor(tmp_path):
     assert not any("data" in b["stats"] for b in content["benchmarks"]) and content["machine_info"]["node"] == ""
     assert run.stat().st_size < 100_000
     table = [sys.executable, "-m", "pytest_benchmark", "compare", str(run), "--columns=median,iqr,rounds"]
-    done = subprocess.run(table, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "test_packing[pack-4]" in done.stdout
+    done = dag.quick(table, tmp_path, ROOT)
+    assert done.code == 0 and "test_packing[pack-4]" in done.out
 
 
 def test_larger_counts_and_a_layer_without_a_recorded_choice_are_watched():

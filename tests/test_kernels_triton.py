@@ -319,7 +319,7 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         interpret_w8a8_gemm,
         [
             {"M": m, "N": n, "K": k, "seed": m}
-            for m, n, k in ((140, 130, 520), (17, 129, 127), (65, 127, 1001), (1, 5, 3))
+            for m, n, k in ((140, 130, 260), (17, 129, 127), (65, 127, 500), (1, 5, 3))
         ],
         5e-4,
     ),
@@ -344,12 +344,11 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
     ),
     "attention": (
         interpret_attention,
-        operators(
-            "attention",
-            {"B": 3, "n": 2, "context": 70, "Hq": 6, "Hk": 2, "D": 64, "tree": False},
-            {"B": 1, "n": 5, "context": 80, "Hq": 8, "Hk": 1, "D": 128, "tree": True},
-            {"B": 2, "n": 5, "context": 1, "Hq": 1, "Hk": 1, "D": 64, "tree": False},
-        ),
+        [
+            *operators("attention", {"B": 1, "n": 5, "context": 80, "Hq": 8, "Hk": 1, "D": 128, "tree": True}),
+            *operators("attention", {"B": 3, "n": 2, "context": 70, "Hq": 6, "Hk": 2, "D": 64, "tree": False})[:1],
+            *operators("attention", {"B": 2, "n": 5, "context": 1, "Hq": 1, "Hk": 1, "D": 64, "tree": False})[1:],
+        ],
         1,
     ),
     "sample": (

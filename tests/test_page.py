@@ -10,10 +10,10 @@ import pytest
 from repro import papers
 from repro.errors import UserError
 from repro.files import ROOT
-from repro.judge import claims
+from repro.judge import claims, coverage
 from repro.judge.claims import Case, Judged, Reading
-from repro.record import accepted, recorded
-from repro.record.measurement import Measurement
+from repro.record import accepted, measure, recorded
+from repro.record.measurement import Measurement, text
 from repro.render import content, page
 from repro.render import tables as rendered
 from repro.render.sheet import read_markdown
@@ -30,15 +30,21 @@ def flow():
 
 
 @pytest.fixture(scope="module")
-def spear(flow, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("docs")
-    return page.build(flow, "spear", folder), folder
+def stored():
+    """What is stored of this checkout, computed once for all tests of this file."""
+    return Workflow.of_results(scale.load(name="pocket"))
 
 
 @pytest.fixture(scope="module")
-def bitbybit(flow, tmp_path_factory):
+def spear(stored, tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
-    return page.build(flow, "bitbybit", folder), folder
+    return page.build(stored, "spear", folder), folder
+
+
+@pytest.fixture(scope="module")
+def bitbybit(stored, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    return page.build(stored, "bitbybit", folder), folder
 
 
 def test_the_committed_page_is_what_specs_and_results_give(spear):
@@ -109,10 +115,9 @@ def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
 TIMES = {"bitbybit/7", "bitbybit/8", "bitbybit/kernels", "bitbybit/decode"}  # no choice of training decides them
 
 
-def test_a_claim_of_bitbybit_that_is_not_seen_names_what_was_run_to_find_the_cause(flow, monkeypatch, bitbybit):
-    at = Workflow(flow.scale, recorded=True)
+def test_a_claim_of_bitbybit_that_is_not_seen_names_what_was_run_to_find_the_cause(stored, monkeypatch, bitbybit):
     for claim in page._claims("bitbybit"):
-        found = claims.judge(at, claim)
+        found = claims.judge(stored, claim)
         if found.measured and found.verdict in claims.DIRECTIONS and claim.table not in TIMES:
             assert claim.causes, (
                 f"{claim.claim}, {claim.says}: run a cell that looks for the cause, name it in `causes`"
@@ -165,9 +170,9 @@ def test_a_claim_without_a_predicate_names_what_would_carry_it(how, where, carri
 
 
 @pytest.mark.parametrize("paper", papers.PAPERS)
-def test_every_finding_of_the_audit_is_a_footnote_that_is_named(flow, tmp_path, paper, spear):
+def test_every_finding_of_the_audit_is_a_footnote_that_is_named(stored, tmp_path, paper, spear):
     """For any paper by its name."""
-    text = spear[0] if paper == "spear" else page.build(flow, paper, tmp_path)
+    text = spear[0] if paper == "spear" else page.build(stored, paper, tmp_path)
     found = {one.id for one in papers.audit(paper)}
     defined = re.findall(r"^\[\^(\w+)\]: ", text, re.MULTILINE)
     used = re.findall(r"\[\^(\w+)\](?!:)", text)
@@ -262,3 +267,46 @@ def test_the_summary_counts_verdicts_and_leaves_out_what_is_printed_alone():
     assert "C002 " in text and "C001 share" not in text, "claims without a predicate are named"
     numbers = "\n".join(page._own_numbers("spear", [alone, part]))
     assert numbers.count(CLAIM.says) == 1 and "| consistent" in numbers
+
+
+# --- what else is said of all that is stored ------------------------------------------------------------------------
+
+
+WHOLE_AND_PARTIAL = (("fresh", "stored"), ("partial",))
+
+
+def test_the_readme_counts_the_tables_that_are_measured(stored):
+    lines = coverage.coverage(stored)
+    of_tables = [line for line in lines if line.kind == "table"]
+    whole = {line.number for line in of_tables if line.status in WHOLE_AND_PARTIAL[0]}
+    partial = [line for line in of_tables if line.status in WHOLE_AND_PARTIAL[1]]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(r"(\d+) of 45 tables, all SPEAR's \(([^)]*)\), and (\d+) more in part", text)
+    assert (int(said[1]), int(said[3])) == (len(whole), len(partial))
+    drawn = [line for line in lines if line.kind == "figure"]
+    count = {1: "one"}.get(n := sum(line.status in WHOLE_AND_PARTIAL[0] for line in drawn), str(n))
+    assert f"{count} of {len(drawn)} figures" in text
+    cells = re.search(r"([\d,]+) of ([\d,]+) printed cells", text)
+    tables = [line for line in lines if line.kind == "table"]
+    wanted = (sum(line.measured for line in tables), sum(line.printed for line in tables))
+    assert tuple(int(number.replace(",", "")) for number in cells.groups()) == wanted
+    spans = [re.split(" to ", span) for span in said[2].split(", ")]
+    assert {str(n) for span in spans for n in range(int(span[0]), int(span[-1]) + 1)} == whole
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_stored_is_what_its_observations_say(stored, every):
+    """Every accepted row of this checkout is readable, in its place, and its value recomputed from its series.
+
+    An interval is that of the day of acceptance; what is shown has today's, from the same series.
+    """
+    rows = accepted.every()
+    assert {row.scale for row in rows} == {stored.scale.name}
+    for row in rows[::every]:
+        cell = measure.asked(stored, row)
+        if cell is None:
+            continue  # its spec is gone
+        shown = measure.one(stored, cell)
+        if shown.status != "stale":
+            assert [text(shown.value), shown.n] == [text(row.value), row.n]
+            assert (shown.lo is None) == (row.lo is None)

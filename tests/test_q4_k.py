@@ -472,7 +472,7 @@ def test_a_weight_too_large_for_half_precision_factors_is_refused():
         quantized("q4_k", model)
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", [*LAYOUTS[:2], pytest.param(LAYOUTS[2], marks=pytest.mark.slow)])
 def test_compensators_that_need_no_grid_run_behind_it_and_others_say_so(text):
     ids, lm = tiny.tokens(16, 48), quantized(text)  # more tokens than the 512 channels of down_proj
     with torch.no_grad():

@@ -5,9 +5,6 @@ import re
 
 from repro import papers
 from repro.files import ROOT
-from repro.judge import coverage
-from repro.spec import scale
-from repro.spec.workflow import Workflow
 
 
 def test_from_spec_to_latex_there_are_at_most_twelve_files():
@@ -76,28 +73,6 @@ def test_what_the_readme_says_of_other_papers_is_what_is_judged():
     assert f"switching costs {min(lost):.1f} to {max(lost):.0f} %" in readme()
 
 
-WHOLE_AND_PARTIAL = (("fresh", "stored"), ("partial",))
-
-
 def test_what_the_readme_says_of_accuracies():
     status = [row["status"] for number in range(19, 25) for row in accepted(f"table{number}")]
     assert f"Of the accuracies {status.count('floor')} of {len(status)} are at chance" in readme()
-
-
-def test_the_readme_counts_the_tables_that_are_measured():
-    lines = coverage.coverage(Workflow(scale.load(name="pocket"), recorded=True))
-    of_tables = [line for line in lines if line.kind == "table"]
-    whole = {line.number for line in of_tables if line.status in WHOLE_AND_PARTIAL[0]}
-    partial = [line for line in of_tables if line.status in WHOLE_AND_PARTIAL[1]]
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    said = re.search(r"(\d+) of 45 tables, all SPEAR's \(([^)]*)\), and (\d+) more in part", text)
-    assert (int(said[1]), int(said[3])) == (len(whole), len(partial))
-    drawn = [line for line in lines if line.kind == "figure"]
-    count = {1: "one"}.get(n := sum(line.status in WHOLE_AND_PARTIAL[0] for line in drawn), str(n))
-    assert f"{count} of {len(drawn)} figures" in text
-    cells = re.search(r"([\d,]+) of ([\d,]+) printed cells", text)
-    tables = [line for line in lines if line.kind == "table"]
-    wanted = (sum(line.measured for line in tables), sum(line.printed for line in tables))
-    assert tuple(int(number.replace(",", "")) for number in cells.groups()) == wanted
-    spans = [re.split(" to ", span) for span in said[2].split(", ")]
-    assert {str(n) for span in spans for n in range(int(span[0]), int(span[-1]) + 1)} == whole

@@ -268,7 +268,7 @@ def learned(monkeypatch) -> list:
     return found
 
 
-@pytest.mark.parametrize("solver, epochs", [("gptq", 6), ("rtn", 4)])
+@pytest.mark.parametrize("solver, epochs", [("gptq", 6), pytest.param("rtn", 4, marks=pytest.mark.slow)])
 def test_learned_rotations_are_orthogonal_and_training_lowers_the_loss(learned, solver, epochs):
     """One batch of all sequences, so that losses compare."""
     ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:512]).long()
@@ -376,10 +376,17 @@ def test_8_bits_are_the_model_itself(solver):
             assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
 
 
+STORED = [{}, {"group": 32, "bits": 2, "act_bits": 2}, {"act_bits": 16, "epochs": 0}, {"online": False}]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"group": 32, "bits": 2, "act_bits": 2}, {"act_bits": 16, "epochs": 0}, {"online": False}]
+    "layout, options",
+    [
+        pytest.param(layout, options, marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, layout in enumerate(LAYOUTS)
+        for j, options in enumerate(STORED)
+    ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_saved_and_loaded_it_gives_the_same_bits(monkeypatch, tmp_path, layout, options):
     monkeypatch.setattr(tiny, "MODELS", LAYOUTS)
     lm, path = made(layout, **options), tmp_path / "model.safetensors"

@@ -16,6 +16,8 @@ from repro.judge.quantity import Quantity, choices, compose, evaluate
 from repro.judge.statistics import Draw, Interval, block_length, block_starts, lag_one, share_of_blocks
 from repro.record.observations import Series
 
+SEEDS = [(3, 0.0), (3, 0.3), (5, 0.1)]  # how many, and how far apart
+MORE_SEEDS = [pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 0.1), (5, 0.0), (5, 0.3))]
 SERIES = 2000  # simulated; the standard error of a coverage near 0.93 is 0.006
 
 
@@ -53,7 +55,7 @@ def share(m):
     return (base - np.exp(m["ours"])) / (base - full)
 
 
-@pytest.mark.parametrize("n", [100, 166, 213])
+@pytest.mark.parametrize("n", [100, pytest.param(166, marks=pytest.mark.slow), 213])
 def test_covers_a_perplexity(n, random):
     windows = 2 + 0.25 * correlated(random, (SERIES, n), 0.6)
     found = [interval({"nll": nll}, lambda m: np.exp(m["nll"])) for nll in windows]
@@ -69,7 +71,7 @@ def test_covers_where_windows_are_strongly_correlated(n, random):
     assert np.median([one.df for one in found]) < n // 12 - 1, "blocks are longer than 12"
 
 
-@pytest.mark.parametrize("n", [100, 166, 213])
+@pytest.mark.parametrize("n", [100, pytest.param(166, marks=pytest.mark.slow), 213])
 def test_covers_a_paired_difference(n, random):
     common, own = correlated(random, (SERIES, n), 0.6), correlated(random, (SERIES, n), 0.35)
     found = [interval({"w16": w16, "w4": w16 + 0.1 + 0.02 * d}, difference) for w16, d in zip(common, own)]
@@ -83,7 +85,7 @@ def test_covers_a_paired_difference_of_few_windows(n, least, random):
     assert least <= coverage((interval({"w16": 0 * d, "w4": d}, difference) for d in own), 0) <= 0.97
 
 
-@pytest.mark.parametrize("n", [40, 100, 213])
+@pytest.mark.parametrize("n", [40, pytest.param(100, marks=pytest.mark.slow), 213])
 def test_covers_a_recovered_share(n, random):
     full = 2 + 0.25 * correlated(random, (SERIES, n), 0.6)
     base = full + 0.2 + 0.1 * correlated(random, (SERIES, n), 0.35)
@@ -148,8 +150,7 @@ def test_the_choices_of_an_expression():
     assert choices("(a - s) / b") == [] == choices("max(a / b)"), "of one argument it is over its layers"
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("count", [3, 5])
+@pytest.mark.parametrize("count, spread", [*SEEDS, *MORE_SEEDS])
 def test_covers_windows_and_seeds(count, spread, random):
     """Over seeds that move the value by up to three times the standard error from windows."""
     windows = correlated(random, (SERIES, 1, 100), 0.35) + 0.3 * correlated(random, (SERIES, count, 100), 0.35)

@@ -40,8 +40,13 @@ SOURCE_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MT RT W
 ]
 
 
+def some_slow(cases, always):
+    """Each case is compiled by itself; those that always run have every width, group, dtype and kind of tile."""
+    return [pytest.param(case, marks=() if i in always else pytest.mark.slow) for i, case in enumerate(cases)]
+
+
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
+@pytest.mark.parametrize("case", some_slow(SOURCE_CASES, (1, 2, 4, 7, 8)), ids=str)
 def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: staged copies and their waits, swizzle, fragments, folds, ragged ends, clusters."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
@@ -71,7 +76,7 @@ WGMMA_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; WGS MB K
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", WGMMA_CASES, ids=str)
+@pytest.mark.parametrize("case", some_slow(WGMMA_CASES, (1, 2, 3, 5, 7, 8)), ids=str)
 def test_wgmma_source_on_the_cpu(case, monkeypatch):
     """Products of the tensor cores run as late as they may: a buffer that is written too early shows."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
@@ -202,7 +207,7 @@ def test_compiles(tmp_path, arch, bits, group, symmetric, bf16):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("group, symmetric, bf16", [(128, 0, 0), (0, 1, 1), (32, 0, 1)])
-@pytest.mark.parametrize("tile", w4a16_gemm.WGMMA_TILES[::2], ids=str)
+@pytest.mark.parametrize("tile", some_slow(w4a16_gemm.WGMMA_TILES[::2], (0, 3, 6)), ids=str)
 def test_wgmma_compiles(tmp_path, tile, group, symmetric, bf16):
     """For the one architecture that has the instruction, without spilling; products do not wait."""
     constants = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2)))

@@ -70,7 +70,15 @@ H200 = types.SimpleNamespace(shared_memory_per_block_optin=232448, major=9, mult
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", SOURCE_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *SOURCE_CASES[1:6],
+        pytest.param(SOURCE_CASES[0], marks=pytest.mark.slow),
+        pytest.param(SOURCE_CASES[6], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_source_on_the_cpu(case, monkeypatch):
     """The .cu file itself: pieces and their stages, codes, fragments, sums in a cluster, ragged ends."""
     m, n, k, dtype, numbers = case

@@ -151,7 +151,7 @@ def test_everything_is_planned(built):
     assert printed - {f"table {dag.TARGET}"} | own <= found and len(printed) == 45  # that one is built already
 
 
-@pytest.mark.parametrize("name", scale.names())
+@pytest.mark.parametrize("name", ["pocket", "gpu", pytest.param("paper", marks=pytest.mark.slow)])
 def test_every_scale_has_a_plan(name):
     flow = Workflow(scale.load(None, name), recorded=False)
     cells = flow.table_cells("table2")

@@ -134,6 +134,7 @@ def _run(base: list[str], words: list[str], env: dict[str, str]) -> int:
     os.environ.clear()
     os.environ.update(env)
     sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
+    sys.pycache_prefix = env.get("PYTHONPYCACHEPREFIX")
     kind, what, *arguments = words
     code: object = None
     first = os.getcwd() if kind == "-m" else ""

@@ -39,6 +39,8 @@ HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     """Write a paper's page, one of each of its tables that is measured in `docs/<paper>/`, and its picture, if any.
 
+    All of it comes from accepted results: of a workflow of these alone (`Workflow.of_results`) what it has computed.
+
     Returns:
         The paper's page.
 
@@ -46,7 +48,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         UserError: there is no such paper, or what a spec says wrongly.
     """
     at = flow.scale
-    flow = Workflow.of_results(at)
+    flow = flow if flow.remembers else Workflow.of_results(at)
     grids = _grids(flow, paper, out)
     judged = [claims.judge(flow, claim) for claim in _claims(paper)]
     parts = [

@@ -44,6 +44,11 @@ class Workflow:
         flow._remembered = {}
         return flow
 
+    @property
+    def remembers(self) -> bool:
+        """Whether it is one of accepted results alone."""
+        return self._remembered is not None
+
     def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
         """What `make` gives, computed once for a key where this workflow may remember it."""
         if self._remembered is None:
