@@ -11,10 +11,11 @@ K': a layer whose channels are split. The inner sum is
 and exact in integers; of real zeros the same in float32, which is exact as well where they have few bits. Bytes moved:
 9.25 N K / 32 (11 with real zeros) and the vectors.
 
-There are two kernels of this format. On a GPU w2a2_gemv.cu multiplies bit planes on the tensor cores, 16 rows times 8
-groups an instruction; every warp has a share of the columns, whose weights are on their way while it quantizes x.
-Where no CUDA C++ compiles, a Triton program does it with ANDs and bit counts, whose number bounds it at half of the
-read floor or less; it has a few rows and quantizes its token again while it walks along them.
+There are two kernels of this format. A Triton program does it with ANDs and bit counts, whose number bounds it at half
+of the read floor or less; it has a few rows and quantizes its token again while it walks along them. w2a2_gemv.cu
+multiplies bit planes on the tensor cores, 16 rows times 8 groups an instruction; every warp has a share of the columns,
+whose weights are on their way while it quantizes x. It runs where a recorded configuration is one of its own, and
+everywhere with `BY_SOURCE`, which is off while its results on a GPU are not accepted.
 """
 
 from collections.abc import Callable
@@ -48,6 +49,7 @@ for rows in (4, 8, 16, 32):
 DEFAULT = {"rows": 16, "groups": 64, "warps": 4}
 SOURCE, CHUNK = Path(__file__).with_suffix(".cu"), 16  # groups that a warp of the source takes at a time
 MOST_WARPS = 16  # of a block of the source
+BY_SOURCE = False  # whether a shape without a record runs w2a2_gemv.cu
 TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
 for tiles in (1, 2, 4):
     for warps in (4, 6, 8, 9, 12, 14, 16):
@@ -135,11 +137,11 @@ def w2a2_kernel(  # noqa: ANN201
 
 
 def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape; else the source's by rule, or Triton's where nothing compiles it."""
+    """The configuration recorded for the shape; else Triton's, or the source's by rule where it is switched on."""
     recorded = launch_config(kernel, f"{m}x{rows}x{columns}", device)
-    if recorded or torch.device(device).type != "cuda" or nvrtc.unavailable():
-        return recorded or DEFAULT
-    return heuristic(m, rows, columns)
+    if recorded:
+        return recorded
+    return heuristic(m, rows, columns) if BY_SOURCE else DEFAULT
 
 
 def heuristic(m: int, rows: int, columns: int) -> dict:

@@ -218,6 +218,12 @@ def test_the_source_s_codes_are_the_nearest_also_at_halves(monkeypatch):
     w2a2_gemv.source.cache_clear()
 
 
+def test_triton_is_the_default_while_the_source_has_not_run_on_a_gpu(monkeypatch):
+    assert w2a2_gemv.configuration("w2a2_gemv", 1, 96, 352, "cpu") == w2a2_gemv.DEFAULT
+    monkeypatch.setattr(w2a2_gemv, "BY_SOURCE", True)
+    assert w2a2_gemv.configuration("w2a2_gemv", 1, 96, 352, "cpu") == w2a2_gemv.heuristic(1, 96, 352)
+
+
 def test_every_shape_has_a_configuration_of_the_source():
     """Warps are as many as there are chunks of 16 groups, or share them evenly; blocks fit an SM's threads."""
     for m in (1, 4):
@@ -232,9 +238,11 @@ def test_every_shape_has_a_configuration_of_the_source():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("by_source", [False, True])
 @pytest.mark.parametrize("name, case", [(name, case) for name in NAMES for case in load(name).CASES], ids=str)
-def test_kernels_on_a_gpu(name, case):
+def test_kernels_on_a_gpu(name, case, by_source, monkeypatch):
     """Against the reference, twice with the same bits."""
+    monkeypatch.setattr(w2a2_gemv, "BY_SOURCE", by_source)
     module = load(name)
     inputs = module.make_inputs(case, "cuda")
     want, got = (operators.tensors(make(**inputs)) for make in (module.reference, module.launch))

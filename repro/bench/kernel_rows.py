@@ -46,7 +46,7 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "zigzag_sparse": 1,
     "zigzag_masked": 1,
     "quantize_2bit": 1,
-    "w2a2_gemv": 2,  # bit planes on the tensor cores
+    "w2a2_gemv": 1,
     "w2a2_ready": 1,
     "dense_gemv": 1,
 }

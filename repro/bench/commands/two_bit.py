@@ -20,6 +20,7 @@ from pathlib import Path
 
 from repro.bench import bench, kernel_rows
 from repro.errors import UserError
+from repro.kernels import w2a2_gemv
 
 WHO = ("w2a2-g32/", "w2-g32/", "bf16/bf16/dense_gemv")
 MLP = ((8192, 3072), (3072, 8192), (14336, 4096), (4096, 14336))  # N x K, of Llama 3.2 3B and Llama 3 8B (Figure 6)
@@ -47,7 +48,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the files")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="files whose name has a word")
+    parser.add_argument("--source", action="store_true", help="W2A2 by w2a2_gemv.cu, not by Triton")
     args = parser.parse_args(words)
+    w2a2_gemv.BY_SOURCE = args.source
     try:
         run(args.out, bench.this_gpu(), args.only)
     except UserError as error:
