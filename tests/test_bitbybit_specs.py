@@ -129,7 +129,7 @@ def test_figures_1_and_3_are_of_the_smallest_model(at):
     }  # fmt: skip
     assert "tokens=131072" in master and "any_precision" in master
     grid = [job.given() for job in flow.every_job(flow.cells("bitbybit", "1", "figure")) if job.kind == "surface"]
-    assert {(given["points"], given["directions"]) for given in grid} == {(21, 0)} and len(grid) == 8
+    assert {(given["points"], given["directions"]) for given in grid} == {(11, 0)} and len(grid) == 8
 
 
 def test_without_a_choice_cells_are_there_and_not_run(monkeypatch):

@@ -83,9 +83,12 @@ def test_more_units_than_are_stored_or_another_series_never_agree():
 
 
 def test_what_a_unit_is_decides_how_it_is_compared():
-    assert [replicate.unit_of(name) for name in ("nll", "kl", "top1", "piqa/correct", "bits/bpw")] == [
-        "nats", "nats", "tokens", "items", "bits",
-    ]  # fmt: skip
+    names = ("nll", "kl", "top1", "piqa/correct", "bits/bpw", "at 0 3", "weights")
+    units = ["nats", "nats", "tokens", "items", "bits", "nats", "shares"]
+    assert [replicate.unit_of(name) for name in names] == units
+    shares = np.asarray([10.0, 90.0])
+    assert replicate.difference("weights", shares, shares + [0.01, -0.01]) == pytest.approx(0.01)
+    assert {"surface", "histogram"} <= set(replicate.COMPARED), "figures 1 and 3 of Bit-by-Bit"
     answers = np.r_[np.ones(50), np.zeros(50)]
     flipped = np.where(np.arange(100) == 3, 0.0, answers)
     assert replicate.difference("piqa/correct", answers, flipped) == pytest.approx(0.01)

@@ -115,7 +115,7 @@ def test_one_pair_of_directions_and_a_job_for_each_width():
     jobs = {bits: surface.jobs(surface.Ask(bits), at)["surface"] for bits in (16, 8, 2)}
     assert len({job.id for job in jobs.values()}) == 3
     assert {job.given()["directions"] for job in jobs.values()} == {0}
-    assert {(job.given()["points"], job.given()["reach"]) for job in jobs.values()} == {(21, 0.1)}
+    assert {(job.given()["points"], job.given()["reach"]) for job in jobs.values()} == {(11, 0.1)}
     other = surface.jobs(surface.Ask(8, group=64), at)["surface"].id
     assert other != jobs[8].id and surface.jobs(surface.Ask(16, group=64), at)["surface"].id == jobs[16].id
     assert surface.jobs(surface.Ask(2, "surface"), at)["surface"].id == jobs[2].id, "both shows share it"

@@ -11,6 +11,7 @@ and on what a unit is. The bounds were fixed before the comparisons that they ju
   (C4), SPEAR's whole training by 0.0004 and 0.0008. 3e-3 is twice the largest.
 - Top-1 agreement and answers are counts: one token of a thousand, or one item of a hundred, may lie at a tie.
 - Stored bits are exact, except where a training decides which layers get how much.
+- A bin's share of the weights, in percent, moves where a weight lies at the edge of a bin.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,12 +32,20 @@ from repro.spec import recipe
 from repro.spec.cell import Cell, Place
 from repro.spec.workflow import Workflow
 
-COMPARED = ("perplexity", "zeroshot", "storage")  # kinds whose units are the same on every machine
+COMPARED = (
+    "perplexity",
+    "zeroshot",
+    "storage",
+    "surface",
+    "histogram",
+)  # kinds whose units are the same on every machine
+SHARES = ("weights", "codes", "bins", "levels", "values", "groups")  # series of a histogram
 BOUNDS = {  # what a unit is: the bound for what only rounds, and for what calibrates or trains
     "nats": (1e-4, 3e-3),
     "tokens": (1e-3, 1e-2),
     "items": (1e-2, 5e-2),
     "bits": (0.0, 1e-2),  # of their number
+    "shares": (1e-3, 1e-2),
 }
 
 
@@ -71,6 +80,8 @@ def unit_of(name: str) -> str:
         return "bits"
     if name.endswith("/correct"):
         return "items"
+    if name in SHARES:
+        return "shares"
     return "tokens" if name == "top1" else "nats"
 
 
