@@ -18,9 +18,10 @@ short_texts.register()
 hypothesis.settings.register_profile("suite", max_examples=25, deadline=None)  # HYPOTHESIS_PROFILE=default: 100
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 LONGEST = (  # of these only the first needs the build that workers share at once; the longest first
-    "test_workflow.py", "test_w4a16_gemm.py", "test_interrupt.py", "test_wna16_gemv.py", "test_kernels_triton.py",
-    "test_accept.py", "test_engine_sparse.py", "test_spinquant.py", "test_bad_input.py", "test_toy_kind.py",
-    "test_pool.py", "test_coverage.py", "test_package.py", "test_page.py", "test_plan_verify.py",
+    "test_workflow.py", "test_page.py", "test_interrupt.py", "test_w4a16_gemm.py", "test_kernels_triton.py",
+    "test_engine_sparse.py", "test_spinquant.py", "test_statistics.py", "test_engine.py", "test_limited.py",
+    "test_bad_input.py", "test_wna16_gemv.py", "test_toy_kind.py", "test_pool.py", "test_package.py",
+    "test_plan_verify.py",
 )  # fmt: skip
 
 
