@@ -238,3 +238,13 @@ def test_labels_of_peers_are_known_to_the_guard():
     from repro.bench.commands import regress
 
     assert "/".join(regress.LIBRARY) in PEERS
+
+
+@pytest.mark.parametrize(("only", "who"), [((), {"awq_gemv", "marlin", "gemlite-recorded"}), (("mine",), set())])
+def test_peers_that_do_not_run_here_are_rescaled_where_they_are_asked_for(device, tmp_path, only, who):
+    """A run of some providers leaves accepted rows of the others as they are, whose rivals are of another run."""
+    mine = {label: p for label, p in device.providers.items() if p.name in ("torch.matmul", "mine")}
+    some = dataclasses.replace(device, providers=mine)
+    rows = bench.bench(tmp_path / "x.csv", [(512, 2048)], (1,), only=only, say=str, device=some, rounds=3)
+    found = {r.provider for r in rows if r.status == "bridged"}
+    assert found <= who and bool(found) == bool(who)

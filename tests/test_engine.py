@@ -436,7 +436,7 @@ def test_packed_products_hold_the_codes(bits):
     found, seen = [], packing.pack
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "pack", lambda *given: found.append(seen(*given)) or found[-1])
-        product = weights._product(linears, held, torch.device("cpu"), torch.float32)
+        product = weights._product(linears, held, None, torch.device("cpu"), torch.float32)
     assert len(found) == 1 and (found[0].bits, found[0].rows) == (4, 80)
     x = torch.randn(3, 128, generator=generator)
     wanted = [x @ weight.dequantize().T + linear.bias for weight, linear in zip(held, linears)]
@@ -503,12 +503,12 @@ def test_a_shape_has_speed_and_memory_only(shape):
     for ask in (lambda: engine.generate("text"), lambda: engine.logits([1]), lambda: engine.score([1, 2])):
         with pytest.raises(UserError, match="random weights: they have speed and memory, but no text and no quality"):
             ask()
-    with pytest.raises(UserError, match="name one weight quantizer, fp16, or q4_k"):
+    with pytest.raises(UserError, match="name one weight quantizer, fp16, q4_k with spqt"):
         Engine.load(shape, "rtn-w4-g128 + spear", device="cpu")
     for recipe in ("spinquant-w4-g128-a16-epochs=0", "bitbybit-w4-g128"):  # they store more than a grid
-        with pytest.raises(UserError, match="name one weight quantizer, fp16, or q4_k"):
+        with pytest.raises(UserError, match="name one weight quantizer, fp16, q4_k with spqt"):
             Engine.load(shape, recipe, device="cpu")
-    with pytest.raises(UserError, match="name one weight quantizer, fp16, or q4_k"):
+    with pytest.raises(UserError, match="name one weight quantizer, fp16, q4_k with spqt"):
         Engine.load(shape, "smoothquant-w4-a4-g128", device="cpu")
     with pytest.raises(UserError, match="unknown shape 'Llama-2-7'"):
         Engine.load("shape/Llama-2-7")

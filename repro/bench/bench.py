@@ -122,7 +122,7 @@ def bench(
             rows.append(Row(provider.format, provider.name, provider.dtype, status="unsupported", note=reason, **about))
             say(f"{name}: {reason}")
     best = device.ceilings()
-    run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say)
+    run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say, tuple(only))
     run.note("read_floor", device.floor(timing.CEILING_BYTES))
     for t in best.values():
         rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
@@ -190,6 +190,7 @@ class _Run:
     rounds: int
     joule_seconds: float
     say: Callable[[str], None]
+    only: tuple[str, ...] = ()
     machine: dict[str, str] = field(default_factory=dict)
 
     def at(self, layer: Layer, m: int, modes: Sequence[str]) -> list[Row]:
@@ -212,7 +213,9 @@ class _Run:
                     f"error {t.relerr:.1e}" + (f", {t.watts:.0f} W" if t.watts else "")
                 )
             library = {(layer.rows, layer.columns, m, t.mode): t.us for t in found if t.name == peers.LIBRARY_LABEL}
-            rows += _bridged(library, device.origin)
+            bridged = _bridged(library, device.origin)
+            # Who was not asked for keeps the ratio of the run that its rivals are of.
+            rows += [row for row in bridged if not self.only or any(word in row.label for word in self.only)]
             for name, error in failed.items():
                 p = self.chosen[name]
                 status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), "failed")
