@@ -176,7 +176,7 @@ def test_what_would_have_to_come(at, flow):
     assert wanted["bitbybit table 6"] == {"a spec": 22}  # of which 8 wait for a rate that is chosen
     assert wanted["spear table 3"] == {"a kind and a spec": 36}
     assert sum(wanted["bitbybit table 4"].values()) == 20
-    assert wanted["bitbybit table 5"]["a protocol for exam"] == 3
+    assert "a run" in wanted["bitbybit table 5"] and "a stand-in for Llama2-13B" in wanted["bitbybit table 5"]
     assert wanted["spear table 25"] == {"a stand-in for Llama-2-13B": 153}
     assert wanted["spqt table 1"] == {"the machines that it names": 16}
     assert wanted["spear figure 13"] == {"a run": 2} and wanted["spear figure 8"] == {"a spec": 0}

@@ -10,7 +10,7 @@ from repro.models.groups.columns import paired
 from repro.models.groups.quantizer import GroupGrid
 from repro.models.groups.weight import pack
 from repro.record import measure
-from repro.spec import recipe, scale
+from repro.spec import recipe, scale, tables
 from repro.spec.scale import PublicShape
 from repro.spec.workflow import Workflow
 
@@ -60,5 +60,8 @@ def test_table_3s_memory_is_grade_d_at_every_scale(name):
     cells = [cell for cell in flow.cells("bitbybit", "3") if cell.metric == "memory_gb"]
     found = [measure.one(flow, cell) for cell in cells]
     assert len([cell for cell in cells if cell.printed]) == 9
+    if not all(cell.recipe for cell in cells):  # recipes wait for the rates that are chosen
+        assert {m.status for m in found} == {"not_run"} and not tables.table("bitbybit", "rates").chosen
+        return
     assert {(m.status, m.grade, m.live, m.stand_in, m.unit) for m in found} == {("ok", "D", "arithmetic", "", "GB")}
     assert all(job == {} for cell in cells for job in flow.jobs(cell))

@@ -36,7 +36,7 @@ SCALES = st.sampled_from([1e-12, 1e-4, 1.0, 1e4, 1e9])
 
 def quantized(layout: str = "llama", bits: int = 3, baseline: str = "rtn") -> LowBitModel:
     lm, module = LowBitModel(tiny.model(layout)), BASELINES[baseline]
-    options = {"omniquant": {"epochs": 1}, "efficientqat": {"tokens": 144}}
+    options = {"omniquant": {"epochs": 1}, "efficientqat": {"tokens": 144}, "staged_ap": {"tokens": 144}}
     options["smoothquant"] = {"act_bits": 16}
     options["bitdistiller"] = {"tokens": 144, "batch": 1, "group": 64}
     module.apply(lm, tiny.tokens(), module.Config(bits=bits, **options.get(baseline, {})))
