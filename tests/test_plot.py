@@ -63,3 +63,11 @@ def test_a_broken_axis_leaves_out_what_is_empty(tmp_path):
     panels = {"m": {"a": one(*enumerate(heights[2:])), "b": one((0, 12), (1, 15))}}
     whole, broken = (texts(drawn(tmp_path / "f.svg", panels, broken=b)) for b in (False, True))
     assert "30" in whole and "30" not in broken
+
+
+def test_coordinates_have_two_decimals_and_text_is_as_it_was():
+    svg = (
+        '<path d="M 1.23456 -7.8 L 12.000001 3.005"/><text x="0.33333" transform="rotate(-90 1.5555 2)">0.12345</text>'
+    )
+    want = '<path d="M 1.23 -7.8 L 12.00 3.00"/><text x="0.33" transform="rotate(-90 1.56 2)">0.12345</text>'
+    assert plot.rounded(svg) == want

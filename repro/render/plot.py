@@ -1,5 +1,6 @@
 """Figures as SVG and PDF, byte for byte the same for the same numbers."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,18 @@ def save(figure: plt.Figure, path: Path) -> None:
     dates = {"svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
     with atomic(path) as temporary:
         figure.savefig(temporary, format=form, metadata=dates[form])
+        if form == "svg":
+            temporary.write_text(rounded(temporary.read_text(encoding="utf-8")), encoding="utf-8")
     plt.close(figure)
+
+
+def rounded(svg: str) -> str:
+    """The same picture with coordinates of two decimals, a hundredth of a point; its text as it was."""
+
+    def shorter(attribute: re.Match) -> str:
+        return re.sub(r"-?\d+\.\d{3,}(?!e)", lambda number: f"{float(number[0]):.2f}", attribute[0])
+
+    return re.sub(r' (?:d|x|y|points|transform|width|height)="[^"]*"', shorter, svg)
 
 
 def lines(
