@@ -14,7 +14,7 @@ from repro.judge import claims, coverage
 from repro.judge.claims import Case, Judged, Reading
 from repro.record import accepted, measure, recorded
 from repro.record.measurement import Measurement, text
-from repro.render import content, page
+from repro.render import content, own_numbers, page
 from repro.render import tables as rendered
 from repro.render.sheet import read_markdown
 from repro.spec import figures, scale, tables
@@ -116,7 +116,7 @@ TIMES = {"bitbybit/7", "bitbybit/8", "bitbybit/kernels", "bitbybit/decode"}  # n
 
 
 def test_a_claim_of_bitbybit_that_is_not_seen_names_what_was_run_to_find_the_cause(stored, monkeypatch, bitbybit):
-    for claim in page._claims("bitbybit"):
+    for claim in own_numbers.claims_of("bitbybit"):
         found = claims.judge(stored, claim)
         if found.measured and found.verdict in claims.DIRECTIONS and claim.table not in TIMES:
             assert claim.causes, (

@@ -147,6 +147,7 @@ def test_everything_is_planned(built):
     found = dag.dry_run(built.place, built.place, "all")
     printed = {f"table tables/{p}/table{n}.csv" for p in papers.PAPERS for n in papers.tables(p)}
     own = {"table tables/table1.csv", "table tables/table2.csv", "table tables/audit.csv", "page docs/spear.md"}
+    own |= {"table tables/own-numbers.csv"}
     own |= {"figure figures/leaderboard.svg"}
     assert printed - {f"table {dag.TARGET}"} | own <= found and len(printed) == 45  # that one is built already
 

@@ -16,7 +16,7 @@ from repro.judge.claims import Judged
 from repro.judge.quantity import compose
 from repro.record import measure
 from repro.record.measurement import MEASURED
-from repro.render import content, figures
+from repro.render import content, figures, own_numbers
 from repro.render.sheet import Sheet, markdown
 from repro.spec import figures as drawn
 from repro.spec import tables
@@ -50,7 +50,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     at = flow.scale
     flow = flow if flow.remembers else Workflow.of_results(at)
     grids = _grids(flow, paper, out)
-    judged = [claims.judge(flow, claim) for claim in _claims(paper)]
+    judged = [claims.judge(flow, claim) for claim in own_numbers.claims_of(paper)]
     parts = [
         f"# {papers.ABOUT[paper].title}",
         f"What this project has seen of arXiv {papers.ABOUT[paper].arxiv}, and what not. `make docs/{paper}.md` makes "
@@ -102,13 +102,13 @@ def _notes(paper: str) -> Iterator[str]:
     """What the specs of printed tables note of them, such as what is trained on."""
     lines = []
     for number in papers.tables(paper):
-        lines += [f"- {_title(number)}: {note}" for note in tables.table(paper, number).notes]
+        lines += [f"- {own_numbers.title(number)}: {note}" for note in tables.table(paper, number).notes]
     if lines:
         yield "\n".join(lines)
 
 
 def _link(paper: str, number: str) -> str:
-    return f"[{_title(number)}]({paper}/table{number}.md)"
+    return f"[{own_numbers.title(number)}]({paper}/table{number}.md)"
 
 
 def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
@@ -137,15 +137,6 @@ def _folded(summary: str, *parts: Iterator[str]) -> Iterator[str]:
     yield "</details>"
 
 
-def _claims(paper: str) -> list[tables.ClaimSpec]:
-    """Every predicate on the paper, the headline table's first, in the order of the tables."""
-    every = [claim for claim in tables.headline().claims if tables.split(claim.table)[0] == paper]
-    every += [claim for both in tables.specified() if both[0] == paper for claim in tables.table(*both).claims]
-    order = papers.tables(paper)
-    numbers = [tables.split(claim.table)[1] for claim in every]
-    return [c for _, c in sorted(zip(numbers, every), key=lambda x: order.index(x[0]) if x[0] in order else len(order))]
-
-
 def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     """How many claims have which verdict, and which have none."""
     yield "## What was seen, and what not"
@@ -164,15 +155,13 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         said = (f"{_ids(one)}{f', {one.spec.says}' * one.measured}" for one in words[word])
         lines.append(f"- {word} ({len(words[word])}): {'; '.join(said)}")
     yield "\n".join(lines)
-    named = {part for one in judged for item in one.spec.claim.split()[1:] for part in item.split("-")}
-    bare = [line for name, line in papers.claims(paper).items() if name not in named and not _inside(name, judged)]
+    bare = own_numbers.without_predicate(paper, [one.spec for one in judged])
     if bare:
         listed = (f"{line['id']} {line['statement']} ({line['where']}; {_carrier(line)})" for line in bare)
         yield f"Without a predicate ({len(bare)}): {'; '.join(listed)}."
-    words = {"yes": "consistent", "partly": "partly consistent", "no": "inconsistent"}
-    known = [line for line in bare if line["consistent"] in words and line["recomputed"]]
+    known = own_numbers.by_formula(bare)
     if known:
-        lines = (f"{line['id']} {line['recomputed']} ({words[line['consistent']]})" for line in known)
+        lines = (f"{line['id']} {line['recomputed']} ({own_numbers.WORDS[line['consistent']]})" for line in known)
         yield f"Of these by arithmetic on printed numbers ({len(known)}): {'; '.join(lines)}."
     reasons = claims.unjudged(paper)
     left = [line["id"] for line in bare if line["id"] in reasons]
@@ -191,17 +180,7 @@ def _carrier(line: Mapping[str, str]) -> str:
 
 def _ids(one: Judged) -> str:
     bare = "a target" if one.spec.target else "a figure"
-    return f"{one.spec.claim.partition(' ')[2] or bare} ({_title(_numbers(one)[0])})"
-
-
-def _title(number: str) -> str:
-    return f"Table {number}" if number.isdecimal() else number
-
-
-def _inside(name: str, judged: Sequence[Judged]) -> bool:
-    """Whether a claim's id lies in a range such as `C018-C020`."""
-    ranges = [item.split("-") for one in judged for item in one.spec.claim.split() if "-" in item]
-    return any(first < name < last for first, last in ranges)
+    return f"{one.spec.claim.partition(' ')[2] or bare} ({own_numbers.title(_numbers(one)[0])})"
 
 
 def _picture(flow: Workflow, paper: str, out: Path) -> Iterator[str]:
@@ -227,7 +206,7 @@ def _verdicts(paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Ite
         if number != last:
             about = {n for same in judged if same.verdict and _numbers(same)[0] == number for n in _numbers(same)}
             marks = [f"[^{f.id}]" for f in papers.audit(paper) if about & set(f.table.split("; "))]
-            where = _link(paper, number) if number in grids else _title(number)
+            where = _link(paper, number) if number in grids else own_numbers.title(number)
             rows.append([f"{where}: {tables.table(paper, number).title} {''.join(marks)}"])
             last = number
         here = content.measured(one) if one.measured else "–"
@@ -242,19 +221,10 @@ def _verdicts(paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Ite
 
 def _own_numbers(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     """What arithmetic on the paper's own cells says of its claims; no verdict on the method, and without a grade."""
-    rows = []
-    for one in judged:
-        if one.own_numbers or one.spec.judged_on_printed:
-            printed = content.readings([(case.printed, None, None) for case in one.cases], one.spec.percent) or "–"
-            held = [case.measured for case in one.cases if case.measured is not None]
-            here = content.readings([(x, None, None) for x in held], one.spec.percent) if not one.verdict else ""
-            said = "; ".join(filter(None, [one.own_numbers or "not all printed", one.why * (not one.verdict)]))
-            said += f"; on the stand-ins {here}" * bool(here)
-            where = _title(_numbers(one)[0])
-            rows.append([one.spec.claim, where, one.spec.says, one.spec.printed, printed, said])
+    rows = list(own_numbers.rows(judged))
     if rows:
         yield "## The paper's own numbers"
-        head = ["claim", "where", "what it says", "printed", "from its cells", "the numbers are"]
+        head = own_numbers.HEAD
         yield markdown(Sheet("Arithmetic on printed cells, each within its rounding", head, rows, left=len(head)))
 
 
@@ -268,7 +238,7 @@ def _cause(text: str) -> str:
     rows = {cell.row for cell in tables.cells(*tables.split(name))}
     if row not in rows:
         raise UserError(f"causes: {name}: {unknown('row', row, rows)}")
-    return f"{row} ({_title(tables.split(name)[1])})"
+    return f"{row} ({own_numbers.title(tables.split(name)[1])})"
 
 
 def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from repro.judge import claims, coverage
 from repro.judge.statistics import Interval
 from repro.record import measure, replicate
 from repro.record.measurement import MEASURED, Measurement, text, to_csv
-from repro.render import content
+from repro.render import content, own_numbers
 from repro.render.latex import latex
 from repro.render.sheet import Sheet, markdown
 from repro.spec import tables
@@ -35,7 +35,8 @@ def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
     """One table, and its CSV with every cell.
 
     Args:
-        name: `spear/table1`, `spear/memory`, or one of the project's own: `table1`, `table2`, `audit`.
+        name: `spear/table1`, `spear/memory`, or one of the project's own: `table1`, `table2`, `audit`,
+            `own-numbers`.
 
     Raises:
         UserError: unknown table, or what its spec says wrongly.
@@ -61,24 +62,28 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def headline(flow: Workflow) -> tuple[Sheet, str]:
-    """The project's own Table 1: a line a claim, what was measured first, then what only the papers' numbers say."""
+    """The project's own Table 1: a line a claim that is measured; below, per paper, which of them are not."""
     head = tables.headline()
     judged = [claims.judge(flow, claim) for claim in tables.headline_claims()]
     rows: list[list[str]] = []
-    for measured in (True, False):
-        for paper in papers.PAPERS:
-            mine = [one for one in judged if tables.split(one.spec.table)[0] == paper and one.measured == measured]
-            if mine:
-                rows.append([f"{paper}: {'measured here' if measured else 'not measured yet; its own numbers alone'}"])
-            rows += [_headline_row(one) for one in mine]
+    waiting = []
+    for paper in papers.PAPERS:
+        mine = [one for one in judged if tables.split(one.spec.table)[0] == paper]
+        if measured := [_headline_row(one) for one in mine if one.measured]:
+            rows += [[paper], *measured]
+        named = [f"{_ids(one)} {one.spec.says}" for one in mine if not one.measured]
+        figures = [text.partition(" ")[2] for text in head.figures_only if text.startswith(f"{paper} ")]
+        if named or figures:
+            waiting.append(f"Not measured of {paper}: {'; '.join([*named, *figures])}.")
     columns = ["claim", "what it says", "printed", "measured here", "verdict"]
     remarks = [
         f"Judged on the accepted results of scale {judged[0].scale}; values of up to three cases with their 95 % "
         "intervals, of more the least and the greatest.",
         "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, at which claims "
-        "hold on the stand-ins. What rests on the paper's own numbers alone is no verdict on the method.",
+        "hold on the stand-ins.",
+        *waiting,
+        "What the papers' own numbers say of their claims, which is no verdict on a method: tables/own-numbers.",
         *[f"* {content.LEGEND['*']}."] * any("*" in case.on for one in judged for case in one.cases),
-        "Only in figures, without printed cells: " + "; ".join(head.figures_only) + ".",
         *replicate.said(replicate.replicas(flow, "table1")),
     ]
     top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict"]
@@ -92,16 +97,30 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
 
 
 def _headline_row(one: claims.Judged) -> list[str]:
-    """A claim without its paper, what was printed and measured, and the verdict or what the paper's own numbers say."""
-    named = one.spec.claim.partition(" ")[2] or "figure"
-    if one.measured:
-        shown = content.measured(one)
-        shown += "*" * any("*" in case.on for case in one.cases)  # on a few windows
-        word = "; ".join([one.said, *["one seed"] * one.one_seed])
-        return [named, one.spec.says, one.spec.printed, shown, f"{one.grade}: {word}"]
-    printed = content.readings([(case.printed, None, None) for case in one.cases], one.spec.percent)
-    said = f"recomputed {printed}: {one.own_numbers}" if one.own_numbers else "not all printed"
-    return [named, one.spec.says, one.spec.printed, "–", said]
+    """A claim without its paper, what was printed and measured, and the verdict."""
+    shown = content.measured(one)
+    shown += "*" * any("*" in case.on for case in one.cases)  # on a few windows
+    word = "; ".join([one.said, *["one seed"] * one.one_seed])
+    return [_ids(one), one.spec.says, one.spec.printed, shown, f"{one.grade}: {word}"]
+
+
+def _ids(one: claims.Judged) -> str:
+    return one.spec.claim.partition(" ")[2] or "figure"
+
+
+def printed_alone(flow: Workflow) -> tuple[Sheet, str]:
+    """What the papers' own numbers say of their claims: no verdict on a method, without a grade."""
+    found = []
+    lines = [["paper", *own_numbers.HEAD]]
+    for paper in papers.PAPERS:
+        written = own_numbers.claims_of(paper)
+        mine = list(own_numbers.rows([claims.judge(flow, claim) for claim in written]))
+        mine += own_numbers.formula_rows(paper, own_numbers.without_predicate(paper, written))
+        found += [[paper], *([row[0].partition(" ")[2], *row[1:]] for row in mine)] if mine else []
+        lines += [[paper, *row] for row in mine]
+    remark = "Each printed cell is known to half a unit of its last digit: within rounding, both are possible."
+    title = "The papers' own numbers: what arithmetic on printed cells says of a claim"
+    return Sheet(title, own_numbers.HEAD, found, [remark], left=len(own_numbers.HEAD)), csv_text(lines)
 
 
 def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]], dict[tuple[str, str], Interval]]:
@@ -170,4 +189,4 @@ def audit(flow: Workflow) -> tuple[Sheet, str]:
     return Sheet(title, columns, rows, left=len(columns)), csv_text([columns, *rows])
 
 
-OWN = {"table1": headline, "table2": leaderboard, "audit": audit}
+OWN = {"table1": headline, "table2": leaderboard, "audit": audit, "own-numbers": printed_alone}

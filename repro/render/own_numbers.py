@@ -1,0 +1,64 @@
+"""What the papers' own numbers say of their claims, by arithmetic on printed cells: never a verdict on a method."""
+
+from collections.abc import Iterator, Sequence
+
+from repro import papers
+from repro.judge.claims import Judged
+from repro.render import content
+from repro.spec import tables
+from repro.spec.claims import ClaimSpec
+
+HEAD = ("claim", "where", "what it says", "printed", "from its cells", "the numbers are")
+WORDS = {"yes": "consistent", "partly": "partly consistent", "no": "inconsistent"}  # of claims.csv
+
+
+def claims_of(paper: str) -> list[ClaimSpec]:
+    """Every predicate on a paper, the headline table's first, in the order of the tables."""
+    every = [claim for claim in tables.headline().claims if tables.split(claim.table)[0] == paper]
+    every += [claim for both in tables.specified() if both[0] == paper for claim in tables.table(*both).claims]
+    order = papers.tables(paper)
+    numbers = [tables.split(claim.table)[1] for claim in every]
+    return [c for _, c in sorted(zip(numbers, every), key=lambda x: order.index(x[0]) if x[0] in order else len(order))]
+
+
+def title(number: str) -> str:
+    """`Table 4`, or the name of a spec of our own."""
+    return f"Table {number}" if number.isdecimal() else number
+
+
+def rows(judged: Sequence[Judged]) -> Iterator[list[str]]:
+    """A line for every predicate whose cells are printed, in the columns of `HEAD`."""
+    for one in judged:
+        if one.own_numbers or one.spec.judged_on_printed:
+            printed = content.readings([(case.printed, None, None) for case in one.cases], one.spec.percent) or "–"
+            held = [case.measured for case in one.cases if case.measured is not None]
+            here = content.readings([(x, None, None) for x in held], one.spec.percent) if not one.verdict else ""
+            said = "; ".join(filter(None, [one.own_numbers or "not all printed", one.why * (not one.verdict)]))
+            said += f"; on the stand-ins {here}" * bool(here)
+            where = title(tables.split(one.spec.table)[1])
+            yield [one.spec.claim, where, one.spec.says, one.spec.printed, printed, said]
+
+
+def without_predicate(paper: str, written: Sequence[ClaimSpec]) -> list[dict[str, str]]:
+    """The paper's claims that no predicate names."""
+    items = [item for claim in written for item in claim.claim.split()[1:]]
+    named = {part for item in items for part in item.split("-")}
+    ranges = [item.split("-") for item in items if "-" in item]  # such as C018-C020
+
+    def inside(name: str) -> bool:
+        return any(first < name < last for first, last in ranges)
+
+    return [line for name, line in papers.claims(paper).items() if name not in named and not inside(name)]
+
+
+def by_formula(lines: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Those of claims without a predicate whose formula on printed numbers was computed, in claims.csv."""
+    return [line for line in lines if line["consistent"] in WORDS and line["recomputed"]]
+
+
+def formula_rows(paper: str, lines: Sequence[dict[str, str]]) -> Iterator[list[str]]:
+    """Their lines, in the columns of `HEAD`."""
+    for line in by_formula(lines):
+        printed = line.get("printed") or line.get("values", "")
+        named = [f"{paper} {line['id']}", line["where"], line["statement"], printed]
+        yield [*named, line["recomputed"], WORDS[line["consistent"]]]
