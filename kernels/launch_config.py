@@ -43,6 +43,11 @@ def lacks(kernel: str, device: torch.device | str, capability: tuple[int, int] =
     return None
 
 
+def processors(device: torch.device) -> int:
+    """The number of multiprocessors; that of an H200 where there is no CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 @cache
 def configurations(slug: str) -> dict[str, dict[str, dict]]:
     """Every kernel's configurations on one device: its own, and where it has none those of a card like it."""

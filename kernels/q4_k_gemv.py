@@ -5,15 +5,16 @@
 x: fp16, bf16 or float32 [1, K]; codes and headers of the weight in two planes (`q4_k_planes.py`), K a multiple of 256;
 y: [1, N] like x. Bytes moved: 144 N K / 256 + (K + N) sizes of x; operations 2 N K. A program has a few rows and walks
 along them: 16 bytes of codes, 32 weights, are one load. Sums are float32 in a fixed order; one program has a whole row,
-so that nothing is joined.
+so that nothing is joined. A launch configuration with `"kernel": "cuda"` runs `q4_k_cuda.py` instead, of fp16 and bf16.
 """
 
 import torch
 from torch import Tensor
 
+from repro.kernels import q4_k_cuda
 from repro.kernels import q4_k_planes as planes
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.operators import operator
+from repro.kernels.operators import HALVES, operator
 from repro.kernels.q4_k_planes import CODES, HEADERS, X, header_factors, unit_code
 from repro.kernels.triton_language import tl, triton
 
@@ -24,10 +25,10 @@ CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), d
     {"N": 14336, "K": 4096, "dtype": "bfloat16", "seed": 3},
     {"N": 8192, "K": 28672, "dtype": "bfloat16", "seed": 4},
 ]
-SPACE = []  # rows of a program; groups of 64 columns that it reads at a time; warps
-for rows in (1, 2, 4, 8):
-    for groups, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
-        SPACE.append({"rows": rows, "groups": groups, "warps": warps})
+SPACE = [  # rows of a program; groups of 64 columns that it reads at a time; warps
+    {"rows": rows, "groups": groups, "warps": warps} for rows in (2, 4) for groups, warps in ((32, 1), (64, 4))
+]
+SPACE += q4_k_cuda.SPACE  # Triton's are few: they reach a tenth of the read floor
 DEFAULT = {"rows": 4, "groups": 64, "warps": 4}
 
 
@@ -80,7 +81,12 @@ def configuration(rows: int, columns: int, device: torch.device | str) -> dict:
 def launch(x: Tensor, codes: Tensor, headers: Tensor, config: dict | None = None) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
     rows, columns = codes.shape[0], x.shape[1]
-    config = config or configuration(rows, columns, x.device)
+    recorded = configuration(rows, columns, x.device)
+    config = config or recorded
+    if config.get("kernel") == "cuda" and x.dtype in HALVES:
+        return q4_k_cuda.run(x, codes, headers, q4_k_cuda.complete(config, recorded, rows, columns, x.device))
+    if "kernel" in config:
+        config = DEFAULT
     y = x.new_empty(1, rows)
     q4_k_gemv_kernel[(triton.cdiv(rows, config["rows"]),)](
         x, codes.view(torch.int32), headers.view(torch.int32), y, rows, columns // 64,

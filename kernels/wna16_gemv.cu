@@ -11,7 +11,7 @@
 // reduction. The time of a small layer depends on the instructions before the first copy and after the last: hence K is
 // a compile-time constant, and there is no loop if every warp has one chunk.
 
-#include "ptx.cuh"
+#include "halves.cuh"
 
 constexpr u32 PARTS = CHUNK / 128;                 // of a chunk; one part's codes are in registers at a time
 constexpr int LOADS = BITS / 2;                    // of 16 bytes: a lane's codes of one part of a tile
@@ -46,8 +46,6 @@ constexpr bool SPREAD = BITS == 2 && !BRAIN;           // the second chain's cod
 constexpr int CHAINS = COLUMNS == 1 || SPREAD ? 2 : 1; // independent accumulators
 
 // ---- arithmetic
-
-INLINE u32 upper_bytes(u32 v) { return __byte_perm(v, 0, 0x4341); } // v >> 8 & 0x00FF00FF
 
 // c += codes times x for a pair of steps, 32 columns. words: the lane's codes of a part; x: its share of 8 rows each.
 INLINE void multiply(float (*c)[BATCHES][4], const uint4 *words, int pair, const uint4 *x) {
@@ -117,14 +115,13 @@ INLINE float scale_down(const char *x, u32 lane) {
     u32 most = 0;
     UNROLL for (int i = 0; i < PARTS; i++)
         most = __vmaxu2(most, __vmaxu2(own[32 * i].x & 0x7FFF7FFF, own[32 * i].y & 0x7FFF7FFF));
-    const u32 exponent = max(__reduce_max_sync(~0u, max(most >> 16, most & 0xFFFF)) >> 7, 15u);
-    const float factor = __uint_as_float(268 - exponent << 23);
+    const Power power = power_of(most);
     auto scaled = [&](u32 v) {
-        return to_halves<0>(__uint_as_float(v << 16) * factor, __uint_as_float(v & 0xFFFF0000) * factor);
+        return to_halves<0>(__uint_as_float(v << 16) * power.factor, __uint_as_float(v & 0xFFFF0000) * power.factor);
     };
     UNROLL for (int i = 0; i < PARTS; i++) own[32 * i] = {scaled(own[32 * i].x), scaled(own[32 * i].y)};
     __syncwarp();
-    return __uint_as_float(exponent - 14 << 23);
+    return power.inverse;
 }
 
 // ---- the kernel; a thread block computes TILES row tiles

@@ -11,15 +11,17 @@ warps (its simdgroups), 32 and 2 unless a device's configurations say otherwise.
 float32; the last one that arrives at a band joins the sums of all. `ordered` keeps them apart in memory and adds them
 up by their number, which gives the same bits at every run; without it every program adds to one vector by atomics.
 
-`zigzag_sparse.py` and `zigzag_masked.py` run the same kernel over a part of the columns.
+`zigzag_sparse.py` and `zigzag_masked.py` run the same kernel over a part of the columns. A launch configuration with
+`"kernel": "cuda"` runs all three by `zigzag_cuda.py` instead, of fp16 and bf16.
 """
 
 import torch
 from torch import Tensor
 
 from repro.kernels import q4_k_planes as planes
+from repro.kernels import zigzag_cuda
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.operators import operator
+from repro.kernels.operators import HALVES, operator
 from repro.kernels.q4_k_planes import CODES, HEADERS, SUPER, X, header_factors, unit_code
 from repro.kernels.triton_language import tl, triton
 
@@ -31,10 +33,10 @@ CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), o
     {"N": 28672, "K": 8192, "ordered": True, "dtype": "bfloat16", "seed": 4},
     {"N": 8192, "K": 28672, "ordered": True, "dtype": "bfloat16", "seed": 5},
 ]
-SPACE = []  # programs of a band, warps of a program, columns that it reads at a time, batches of them in flight
-for n1 in (8, 16, 32, 64):
-    for n2, columns in ((1, 8), (2, 16), (4, 16), (4, 32), (8, 32)):
-        SPACE += [{"n1": n1, "n2": n2, "columns": columns, "stages": stages} for stages in (1, 2, 3)]
+SPACE = [  # programs of a band, warps of a program, columns that it reads at a time, batches of them in flight
+    {"n1": n1, "n2": n2, "columns": columns, "stages": 2} for n1 in (16, 32, 64) for n2, columns in ((2, 16), (4, 32))
+]
+SPACE += zigzag_cuda.SPACE  # Triton's are few: they reach a third of the read floor
 DEFAULT = {"n1": 32, "n2": 2, "columns": 16, "stages": 2}  # the paper's n1 and n2 (sections 4.2.2 and 6.3)
 ALL, LISTED, MASKED = 0, 1, 2  # which columns are computed
 
@@ -159,10 +161,18 @@ def run(
 ) -> Tensor:  # fmt: skip
     """y [1, N] of one of the three zigzag kernels, with a configuration of SPACE or that recorded for `kernel`."""
     bands, columns = codes.shape[:2]
-    config = config or configuration(kernel, rows, columns, x.device)
+    recorded = configuration(kernel, rows, columns, x.device)
+    config = config or recorded
+    by_cuda = config.get("kernel") == "cuda" and x.dtype in HALVES
+    if by_cuda:
+        config = zigzag_cuda.complete(config, recorded, bands, columns, x.device)
+    elif "kernel" in config:
+        config = DEFAULT
     splits, name = config["n1"], "zigzag ordered" if ordered else "zigzag"
     parts = scratch_parts(name, bands * SUPER * (splits if ordered else 1), x.device)
     tickets = planes.scratch("zigzag tickets", bands, torch.int32, x.device)
+    if by_cuda:
+        return zigzag_cuda.run(mode, x, codes, headers, rows, ordered, active, threshold, config, parts, tickets)
     y = x.new_empty(1, rows)
     zigzag_kernel[(bands, splits)](
         x, codes.view(torch.int32), headers.view(torch.int32), active, y, parts, tickets, rows, columns, threshold,

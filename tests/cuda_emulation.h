@@ -143,6 +143,9 @@ inline u32 __shfl_xor_sync(unsigned, u32 v, int mask) {
 inline float __shfl_sync(unsigned, float v, int from, int width) {
     return exchange(v, threadIdx.x % 32 / width * width + from % width);
 }
+inline u32 __shfl_sync(unsigned, u32 v, int from, int width) {
+    return as_bits(__shfl_sync(0, as_float(v), from, width));
+}
 inline u32 __reduce_max_sync(unsigned, u32 v) {
     Warp &w = warp_of();
     w.value[threadIdx.x % 32] = v;
@@ -155,7 +158,10 @@ inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int atomicAdd(int *to, int v) { int old = *to; *to += v; return old; } // fibers of one thread
+inline float atomicAdd(float *to, float v) { float old = *to; *to += v; return old; }
+inline void __threadfence() {} // blocks of a grid run one after the other
 template <class T> T __ldg(const T *p) { check_read(p, sizeof(T)); return *p; }
+template <class T> T __ldcg(const T *p) { return __ldg(p); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     unsigned r = 0;

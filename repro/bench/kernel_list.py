@@ -229,6 +229,14 @@ def _provider(name: str, form: str, prepare: Callable, dtype: str, **more: Any) 
     return Provider(name, form, cannot_run(name), prepare, tolerance=tolerance, dtype=dtype, **more)
 
 
+def _in_cuda(name: str, form: str, share: float = 1.0, **more: Any) -> Provider:  # noqa: ANN401
+    """A product with Q4_K by its source in CUDA C++, whatever the device's configurations say."""
+    cannot = cannot_run(name)
+    unavailable = lambda device: cannot(device) or nvrtc.unavailable()  # noqa: E731
+    prepare = _q4_k(name, share, {"kernel": "cuda"})
+    return Provider(name, form, unavailable, prepare, tolerance=4e-3, dtype="bf16", most=1, **more)
+
+
 OURS = {
     provider.label: provider
     for provider in (
@@ -277,5 +285,12 @@ OURS = {
             )
             for n1 in PROGRAMS
         ),
+        _in_cuda("q4_k_gemv", "q4_k-cuda"),
+        _in_cuda("zigzag_gemv", "q4_k-zigzag-cuda"),
+        *(
+            _in_cuda("zigzag_sparse", f"q4_k-zigzag-cuda-s{s}", 1 - s / 100, read=_listed(1 - s / 100))
+            for s in SPARSITIES
+        ),
+        _in_cuda("zigzag_masked", "q4_k-zigzag-cuda-s50", 0.5, read=_listed(0.5)),
     )
 }

@@ -24,6 +24,7 @@ from repro.bench.recorded import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
 from repro.errors import UserError
 from repro.files import short_hash, write_text
+from repro.kernels import q4_k_planes
 from repro.kernels.launch_config import FOLDER, device_slug
 
 DONE = Path("build") / "tune"  # a file a device and kernel: keys that were swept, with the hash of their space
@@ -118,8 +119,18 @@ def _q4_k(name: str) -> list[Place]:
 
         return task
 
-    cases = [{"N": n, "K": k, "seed": 0, "dtype": "bfloat16", "ordered": True, "share": 0.5} for n, k in shapes()]
-    return [Place(f"{case['N']}x{case['K']}", module.SPACE, functools.partial(prepare, case)) for case in cases]
+    places = []
+    for n, k in shapes():
+        case = {"N": n, "K": k, "seed": 0, "dtype": "bfloat16", "ordered": True, "share": 0.5}
+        bands = -(-n // q4_k_planes.SUPER)
+        space = [c for c in module.SPACE if not name.startswith("zigzag") or zigzag_fits(c, bands)]
+        places.append(Place(f"{n}x{k}", space, functools.partial(prepare, case)))
+    return places
+
+
+def zigzag_fits(config: Config, bands: int) -> bool:
+    """Whether a configuration of the zigzag kernels is tried for so many bands."""
+    return "kernel" not in config or load("zigzag_gemv").zigzag_cuda.worth_trying(config, bands)
 
 
 def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:

@@ -1,0 +1,32 @@
+// Q4_K (q4_k_planes.py) as operands of tensor core products: what the sources of its layouts share.
+//
+// A warp reads 16 super-blocks at a time into shared memory: 16 lines of 128 bytes of codes, then their 16 headers. The
+// 16-byte pieces of a line lie in an order that its readers choose, so that they read from different banks.
+//
+// Codes are masked where they are and read as float16 subnormals: q * 2^-24 from bits 0 to 3, q * 2^-20 from bits 4 to
+// 7. The code of low nibbles keeps its high one, q + 16 q', and the product with q' is subtracted from its sum, which
+// saves an instruction. Scales and minima act in float32, or as float16 with a power of two that keeps them in range.
+#ifndef Q4_K_CUH
+#define Q4_K_CUH
+
+#include "halves.cuh"
+
+constexpr u32 LINES = 16, LINE = 128, HEADER = 16;
+constexpr u32 HEADERS_AT = LINES * LINE, BATCH = HEADERS_AT + LINES * HEADER; // in shared memory
+constexpr float UNITS = 1 << 24;                                              // of low nibbles; a 16th for high ones
+
+// Which bits of a header's three words belong to a lane's sub-blocks: 0 to 3, or 4 to 7.
+struct Bits {
+    u32 down, own, rest;
+    INLINE Bits(bool last) : down(last ? 2 : 0), own(last ? 0x30303030 : 0x3F3F3F3F), rest(last ? 0x0F0F0F0F : 0) {}
+    INLINE u32 scales(uint4 header) const { return header.y >> down & own | header.w & rest; } // four bytes
+    INLINE u32 minima(uint4 header) const { return header.z >> down & own | header.w >> 4 & rest; }
+};
+INLINE float byte_to_float(u32 bytes, u32 which) { // under the exponent of 2^23, where its lowest bit is 1
+    return __uint_as_float(__byte_perm(bytes, 0x4B000000, 0x7440 | which)) - (1 << 23);
+}
+
+INLINE u32 high_nibbles(u32 v) { return v & 0x00F000F0; } // of the lower bytes
+INLINE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+#endif

@@ -1,0 +1,189 @@
+"""Q4_K in CUDA C++: its sources on a CPU against the float64 references, and compiled; on a GPU for real."""
+
+import shutil
+import subprocess
+
+import cuda_on_cpu
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from repro.bench import operators  # noqa: E402
+from repro.bench.kernel_list import load  # noqa: E402
+from repro.kernels import nvrtc, q4_k_cuda, q4_k_planes, zigzag_cuda  # noqa: E402
+
+ROWS = {"kernel": "cuda", "warps": 2, "tiles": 1, "stages": 2, "blocks": 1}
+BANDS = {"kernel": "cuda", "n1": 3, "n2": 2, "stages": 2, "blocks": 1}
+CASES = [  # operator, shape, what differs from the configurations above
+    ("q4_k_gemv", {"N": 19, "K": 1280, "dtype": "bfloat16"}, {}),  # a ragged tile; a warp has one super-block more
+    ("q4_k_gemv", {"N": 33, "K": 512, "dtype": "float16"}, {"tiles": 2, "stages": 1}),  # a tile without rows
+    ("q4_k_gemv", {"N": 5, "K": 256, "dtype": "bfloat16"}, {"warps": 4, "stages": 3}),  # warps without super-blocks
+    ("zigzag_gemv", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),  # an odd number of columns
+    ("zigzag_gemv", {"N": 256, "K": 97, "dtype": "float16", "ordered": True}, {"n1": 1, "n2": 1, "stages": 1}),
+    ("zigzag_gemv", {"N": 20, "K": 30, "dtype": "bfloat16", "ordered": False}, {"n1": 2, "stages": 3}),
+    ("zigzag_sparse", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),
+    ("zigzag_sparse", {"N": 512, "K": 97, "dtype": "float16", "ordered": False}, {"stages": 3}),
+    ("zigzag_masked", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),
+    ("zigzag_masked", {"N": 40, "K": 97, "dtype": "float16", "ordered": False}, {"n1": 2}),
+]
+FP16 = 5e-4  # relative error that is allowed where x, d and scale are one float16
+
+
+def made(name, case):
+    module = load(name)
+    return module, module.make_inputs({"seed": 3, "share": 0.4, "ordered": True} | case)
+
+
+def emulate(monkeypatch, name, inputs, config):
+    """The operator's own launch path, its source compiled as C++ for the CPU."""
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    return load(name).launch(**inputs, config=config)
+
+
+def off(y, want):
+    return float((y.double() - want.double()).norm() / want.double().norm())
+
+
+def in_double(module, inputs):
+    """The reference before its rounding to the dtype of x."""
+    return module.reference(**inputs | {"x": inputs["x"].double()})
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("name, case, changes", CASES, ids=str)
+def test_sources_on_the_cpu(name, case, changes, monkeypatch):
+    """Copies and their waits, places of codes, scales and minima, ragged ends, sums of programs; same bits twice."""
+    module, inputs = made(name, case)
+    config = (ROWS if name == "q4_k_gemv" else BANDS) | changes
+    got = [emulate(monkeypatch, name, inputs, config) for _ in range(2)]
+    assert torch.equal(*got) and got[0].dtype == inputs["x"].dtype
+    rounding = torch.finfo(inputs["x"].dtype).eps / 2
+    assert off(got[0], in_double(module, inputs)) < FP16 + rounding
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("name, config", [("q4_k_gemv", ROWS), ("zigzag_gemv", BANDS | {"n1": 1, "n2": 1})], ids=str)
+def test_inputs_that_float16_cannot_hold(name, config, monkeypatch):
+    """Scaled by powers of two: tiny and huge bfloat16 inputs, ones that grow along a warp's columns, zeros, and NaN."""
+    module, inputs = made(name, {"N": 20, "K": 512, "dtype": "bfloat16"})
+    x = inputs["x"]
+    for scale in (1e-30, 1e30):
+        grown = x * scale * torch.logspace(-4, 2, x.shape[1]).to(x.dtype)
+        grown[0, :100] = 0
+        given = inputs | {"x": grown}
+        assert off(emulate(monkeypatch, name, given, config), in_double(module, given)) < FP16 + 2**-8
+    assert not emulate(monkeypatch, name, inputs | {"x": x * 0}, config).any()
+    spoiled = x.clone()
+    spoiled[0, 300] = torch.nan
+    assert emulate(monkeypatch, name, inputs | {"x": spoiled}, config).isnan().all()
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+def test_skipped_columns_are_not_read(monkeypatch):
+    """Codes and headers of a column that is not listed, or not above the threshold, may be anything."""
+    for name in ("zigzag_sparse", "zigzag_masked"):
+        module, inputs = made(name, {"N": 40, "K": 97, "dtype": "bfloat16"})
+        skipped = ~q4_k_planes.kept(inputs["x"], inputs.get("threshold", 0.0))[0]
+        if name == "zigzag_sparse":
+            skipped[:] = True
+            skipped[inputs["active"][1 : 1 + int(inputs["active"][0])].long()] = False
+        want = emulate(monkeypatch, name, inputs, BANDS)
+        for plane in ("codes", "headers"):
+            inputs[plane][:, skipped] = 255  # a scale that is NaN
+        assert skipped.any() and torch.equal(emulate(monkeypatch, name, inputs, BANDS), want)
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("name, config", [("q4_k_gemv", ROWS), ("zigzag_gemv", BANDS)], ids=str)
+def test_nothing_is_written_past_the_last_row(name, config, monkeypatch):
+    _, inputs = made(name, {"N": 20, "K": 512, "dtype": "bfloat16"})
+    around = torch.full((512,), 7, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: around[: shape[1]].view(shape))
+    emulate(monkeypatch, name, inputs, config)
+    assert (around[20:] == 7).all()
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+def test_a_list_of_nothing_gives_zeros(monkeypatch):
+    _, inputs = made("zigzag_sparse", {"N": 40, "K": 97, "dtype": "bfloat16"})
+    inputs["active"] = torch.zeros_like(inputs["active"])
+    assert not emulate(monkeypatch, "zigzag_sparse", inputs, BANDS).any()
+
+
+def test_one_setting_chooses_the_source(monkeypatch):
+    """`"kernel": "cuda"` alone is a configuration; float32 runs by Triton whatever is asked, as does the default."""
+    seen = []
+    for module in (q4_k_cuda, zigzag_cuda):
+        monkeypatch.setattr(module, "run", lambda *given, **more: seen.append(given) or torch.ones(1))
+    for name in ("q4_k_gemv", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"):
+        module, inputs = made(name, {"N": 40, "K": 256, "dtype": "bfloat16"})
+        module.launch(**inputs, config={"kernel": "cuda"})
+    assert len(seen) == 4 and seen[0][3] == q4_k_cuda.heuristic(40, 256)
+    assert [given[8] for given in seen[1:]] == [zigzag_cuda.heuristic(1, 256)] * 3
+    assert [given[0] for given in seen[1:]] == [0, 1, 2]
+    launched = []
+    for name, kernel in (("q4_k_gemv", "q4_k_gemv_kernel"), ("zigzag_gemv", "zigzag_kernel")):
+        module, inputs = made(name, {"N": 40, "K": 256, "dtype": "float32"})
+        launches = type("", (), {"__getitem__": lambda self, grid: lambda *_, **more: launched.append(grid)})()
+        monkeypatch.setattr(module, kernel, launches)
+        module.launch(**inputs, config={"kernel": "cuda"})
+        module.launch(**inputs | {"x": inputs["x"].half()})
+    assert len(launched) == 4 and len(seen) == 4
+
+
+def test_configurations_fit_a_multiprocessor():
+    """227 KB of shared memory and 64 K registers, of which a source takes at least 56 or 120 a thread."""
+    for config in q4_k_cuda.SPACE:
+        assert config["blocks"] * (q4_k_cuda.shared_bytes(config) + 1024) <= 228 * 1024
+        assert 32 * config["warps"] * config["blocks"] <= 1024
+    for config in zigzag_cuda.SPACE:
+        assert config["blocks"] * (zigzag_cuda.shared_bytes(config) + 1024) <= 228 * 1024
+        assert 32 * config["n2"] * config["blocks"] <= 512
+
+
+SHAPES = [(112, 8192), (32, 28672), (56, 4096), (16, 14336), (4, 4096), (1, 40), (400, 9)]
+
+
+@pytest.mark.parametrize("bands, columns", SHAPES)
+def test_programs_fill_the_device_in_one_wave(bands, columns):
+    config = zigzag_cuda.heuristic(bands, columns)
+    assert {key: value for key, value in config.items() if key != "n1"} in zigzag_cuda.FORMS
+    assert bands * config["n1"] <= 132 * config["blocks"] or config["n1"] == 1
+    assert columns < 4096 or zigzag_cuda.fill(config, bands) >= 0.48
+    assert bands < 16 or columns < 4096 or zigzag_cuda.fill(config, bands) >= 0.95
+    tried = [config for config in zigzag_cuda.SPACE if zigzag_cuda.worth_trying(config, bands)]
+    assert bands > 112 or 3 < len(tried) < 40
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm_80", "sm_100"))])
+def test_the_sources_compile_without_spills(arch, tmp_path):
+    """Registers that a launch configuration leaves are enough."""
+    forms = [(zigzag_cuda.SOURCE, zigzag_cuda.defines(1, True, torch.bfloat16, zigzag_cuda.FORMS[0]))]
+    forms.append((q4_k_cuda.SOURCE, q4_k_cuda.defines(torch.bfloat16, q4_k_cuda.heuristic(28672, 8192))))
+    for source, macros in forms:
+        words = [f"-D{name}={value}" for name, value in macros.items()]
+        command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
+        done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert " 0 bytes spill stores, 0 bytes spill loads" in done.stderr, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["q4_k_gemv", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"])
+def test_sources_on_a_gpu(name):
+    """Every case of 16 bits, with several configurations; three times, with the same bits where the order is fixed."""
+    module = load(name)
+    space = [{"kernel": "cuda"}, *(config for config in module.SPACE if "kernel" in config)]
+    for case in [case for case in module.CASES if case["dtype"] != "float32"]:
+        inputs = module.make_inputs(case, "cuda")
+        want = module.reference(**inputs).double()
+        for config in (space[0], *space[1 :: max(1, len(space) // 12)]):
+            got = [module.launch(**inputs, config=config) for _ in range(3)]
+            if inputs.get("ordered", True):
+                assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+            for one in got:
+                error = (one.double() - want).norm() / want.norm()
+                assert error <= operators.tolerance(name, getattr(torch, case["dtype"])), (case, config)
