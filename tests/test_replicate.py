@@ -170,7 +170,7 @@ def test_without_results_all_is_measured_here_and_marked_with_its_windows(small)
     assert any("*8" in text for text in shown) and any(note.startswith("* measured here") for note in sheet.notes)
     assert not any("replicated" in note for note in (*sheet.notes, *head.notes))
     (section,), line = head.rows
-    assert section == "spear: measured here" and line[3].endswith("]*")
+    assert section == "spear" and line[3].endswith("]*")
 
 
 def test_with_results_they_are_shown_and_replicated_to_the_last_bit(small):
