@@ -44,7 +44,7 @@ def lacks(kernel: str, device: torch.device | str, capability: tuple[int, int] =
 
 
 def processors(device: torch.device) -> int:
-    """The number of multiprocessors; that of an H200 where there is no CUDA device."""
+    """The number of SMs; that of an H200 where there is no CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

@@ -24,17 +24,18 @@ from repro.kernels.q4_k_planes import SUPER
 SOURCE = Path(__file__).with_suffix(".cu")
 ROWS = 16  # of a tile
 TILE = ROWS * (q4_k_planes.LINE + q4_k_planes.HEADER)  # bytes of a super-block of a tile
-SPACE = [  # warps of a block, tiles of it, super-blocks that a warp has in flight, blocks of a multiprocessor
-    {"kernel": "cuda", "warps": warps, "tiles": tiles, "stages": stages, "blocks": threads // (32 * warps)}
-    for warps in (2, 4, 8, 16)
-    for tiles, stages, threads in (
-        (1, 1, 1024), (1, 2, 1024), (1, 2, 768), (1, 3, 768), (1, 3, 512), (1, 4, 512), (2, 1, 768), (2, 2, 512),
-    )
-]  # fmt: skip
+FORMS = (  # tiles of a block, super-blocks that a warp has in flight, threads of an SM
+    (1, 1, 1024), (1, 2, 1024), (1, 2, 768), (1, 3, 768), (1, 3, 512), (1, 4, 512), (2, 1, 768), (2, 2, 512),
+)  # fmt: skip
+SPACE = []  # with warps of a block, and blocks of an SM
+for warps in (2, 4, 8, 16):
+    for tiles, stages, threads in FORMS:
+        blocks = threads // (32 * warps)
+        SPACE.append({"kernel": "cuda", "warps": warps, "tiles": tiles, "stages": stages, "blocks": blocks})
 
 
 def heuristic(rows: int, columns: int, processors: int = 132) -> dict:
-    """A configuration for an untuned shape: about 24 warps of a multiprocessor, two or more super-blocks a warp."""
+    """A configuration for an untuned shape: about 24 warps of an SM, two or more super-blocks a warp."""
     supers, tiles = columns // SUPER, -(-rows // ROWS)
     many = tiles > 8 * processors
     warps = 4 if many or supers <= 16 else 8

@@ -25,9 +25,10 @@ CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), d
     {"N": 14336, "K": 4096, "dtype": "bfloat16", "seed": 3},
     {"N": 8192, "K": 28672, "dtype": "bfloat16", "seed": 4},
 ]
-SPACE = [  # rows of a program; groups of 64 columns that it reads at a time; warps
-    {"rows": rows, "groups": groups, "warps": warps} for rows in (2, 4) for groups, warps in ((32, 1), (64, 4))
-]
+SPACE = []  # rows of a program; groups of 64 columns that it reads at a time; warps
+for rows in (2, 4):
+    for groups, warps in ((32, 1), (64, 4)):
+        SPACE.append({"rows": rows, "groups": groups, "warps": warps})
 SPACE += q4_k_cuda.SPACE  # Triton's are few: they reach a tenth of the read floor
 DEFAULT = {"rows": 4, "groups": 64, "warps": 4}
 

@@ -2,7 +2,7 @@
 //
 // Compile-time constants (-D). Problem: MODE 0 all columns, 1 the listed ones, 2 those above the threshold; ORDERED 0 1;
 // BF16 0 1 (else float16). Launch: N2 warps of a program; STAGES batches of 16 columns that a warp has in flight; BLOCKS
-// programs of a multiprocessor, which caps the registers. An argument: n1 programs of a band of 256 rows.
+// programs of an SM, which caps the registers. An argument: n1 programs of a band of 256 rows.
 //
 // Row g of operand A has the low nibbles of piece g of the lines, 16 bytes of sub-blocks g / 2 * 2 (low nibbles) and the
 // next (high ones), and row g + 8 the high nibbles; column n of operand B has x d scale of sub-block n. A byte of the

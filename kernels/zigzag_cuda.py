@@ -30,13 +30,17 @@ from repro.kernels.q4_k_planes import SUPER
 SOURCE = Path(__file__).with_suffix(".cu")
 OPERAND = 2 * 16 * 8  # bytes of operand B
 SLOT = 16 * (q4_k_planes.LINE + q4_k_planes.HEADER + 4)  # bytes of a batch of 16 columns: codes, headers, inputs
-FORMS = [  # warps of a program, batches that each has in flight, programs of a multiprocessor: 12 to 16 warps there
+FORMS = [  # warps of a program, batches that each has in flight, programs of an SM: 12 to 16 warps there
     {"kernel": "cuda", "n2": n2, "stages": stages, "blocks": blocks}
     for n2, stages, blocks in (
         (4, 3, 4), (4, 2, 4), (4, 3, 3), (4, 4, 3), (8, 3, 2), (8, 2, 2), (2, 3, 8), (2, 2, 8), (2, 3, 6), (1, 3, 12),
     )
 ]  # fmt: skip
-SPACE = [form | {"n1": n1} for form in FORMS for n1 in (*range(1, 17), 19, 20, 22, 24, 26, 28, 33, 40, 49, 66, 82, 99)]
+PROGRAMS = (*range(1, 17), 19, 20, 22, 24, 26, 28, 33, 40, 49, 66, 82, 99)  # of a band
+SPACE = []
+for form in FORMS:
+    for n1 in PROGRAMS:
+        SPACE.append(form | {"n1": n1})
 
 
 def heuristic(bands: int, columns: int, processors: int = 132) -> dict:
@@ -60,7 +64,7 @@ def fill(config: dict, bands: int, processors: int = 132) -> float:
 
 
 def worth_trying(config: dict, bands: int, processors: int = 132) -> bool:
-    """Whether a configuration of SPACE fills the multiprocessors once or twice, nearly, or as far as SPACE goes."""
+    """Whether a configuration of SPACE fills the SMs once or twice, nearly, or as far as SPACE goes."""
     fits = bands * config["n1"] <= 2 * processors * config["blocks"]
     return fits and (fill(config, bands, processors) >= 0.85 or config["n1"] >= 66)
 

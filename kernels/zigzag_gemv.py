@@ -33,9 +33,10 @@ CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), o
     {"N": 28672, "K": 8192, "ordered": True, "dtype": "bfloat16", "seed": 4},
     {"N": 8192, "K": 28672, "ordered": True, "dtype": "bfloat16", "seed": 5},
 ]
-SPACE = [  # programs of a band, warps of a program, columns that it reads at a time, batches of them in flight
-    {"n1": n1, "n2": n2, "columns": columns, "stages": 2} for n1 in (16, 32, 64) for n2, columns in ((2, 16), (4, 32))
-]
+SPACE = []  # programs of a band, warps of a program, columns that it reads at a time, batches of them in flight
+for n1 in (16, 32, 64):
+    for n2, columns in ((2, 16), (4, 32)):
+        SPACE.append({"n1": n1, "n2": n2, "columns": columns, "stages": 2})
 SPACE += zigzag_cuda.SPACE  # Triton's are few: they reach a third of the read floor
 DEFAULT = {"n1": 32, "n2": 2, "columns": 16, "stages": 2}  # the paper's n1 and n2 (sections 4.2.2 and 6.3)
 ALL, LISTED, MASKED = 0, 1, 2  # which columns are computed
