@@ -6,6 +6,7 @@ The file (`kernel_rows.py`) is written anew after every shape and number of acti
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import multiprocessing
 import os
 import time
@@ -128,7 +129,8 @@ def bench(
         rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
         work = f"{2 * LARGE**3 / t.us / 1e6:.0f} T operations/s" if t.facts else f"{t.gb_per_s:.0f} GB/s"
         say(f"{t.name}: {work}")
-    places, todo = [(n, k, m) for n, k in shapes or recorded.shapes() for m in counts], []
+    places = [(*shape, m) for shape, m in itertools.product(shapes or recorded.shapes(), counts)]
+    todo = []
     for place in places:
         wanted = {(name, mode) for name, p in chosen.items() if p.takes(place[2]) for mode in modes}
         done = [row for row in old if (row.N, row.K, row.M) == place]
@@ -163,7 +165,9 @@ def compile_ahead(labels: Sequence[str], places: Sequence[tuple[int, int, int]],
     by_layer: dict[tuple[int, int], list[int]] = {}
     for n, k, m in places:
         by_layer.setdefault((n, k), []).append(m)
-    jobs = [(label, n, k, counts) for (n, k), counts in by_layer.items() for label in labels]
+    jobs = []
+    for (n, k), counts in by_layer.items():
+        jobs += [(label, n, k, counts) for label in labels]
     with ProcessPoolExecutor(min(workers, len(jobs)) or 1, multiprocessing.get_context("spawn")) as pool:
         for job in [pool.submit(_first_launches, *job) for job in jobs]:
             job.exception()

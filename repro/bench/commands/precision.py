@@ -321,7 +321,10 @@ def switch_steps(path: Path, layers: int) -> list[int]:
     if not logs:
         raise UserError(f"{path}: no text of this run switched; name the observations of one that did")
     longest = max((sorted({int(step) for step in log}) for log in logs), key=len)
-    return [step for step in longest for _ in range(layers)]
+    steps = []
+    for step in longest:
+        steps += [step] * layers
+    return steps
 
 
 def clocked(steps: SwitchingSteps, name: str, seconds: list[float]) -> None:
