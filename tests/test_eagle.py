@@ -7,7 +7,7 @@ import torch
 
 from repro import models
 from repro.cells import acceptance
-from repro.engine import Engine, eagle
+from repro.engine import Engine, eagle, head_files
 from repro.engine.speculating import Speculating
 from repro.engine.step import Cache, run_of
 from repro.engine.weights import decoder
@@ -146,13 +146,21 @@ def test_a_file_gives_back_the_head_in_16_bits(model, trained, written):
 
 
 def test_what_is_not_this_models_head_is_one_sentence(model, written, tmp_path):
-    with pytest.raises(UserError, match="the head of another model \\(pocket-3m\\)"):
+    with pytest.raises(UserError, match="the draft head of another model \\(pocket-3m\\)"):
         eagle.load(written, model, "other")
     with pytest.raises(UserError, match="no draft head; train one with python -m repro.train.eagle --model mine"):
         eagle.load(tmp_path / "mine-eagle2.safetensors", model, "it")
     written.write_bytes(b"no safetensors")
     with pytest.raises(UserError, match="not a draft head"):
         eagle.load(written, model, "it")
+
+
+def test_a_file_too_large_for_the_repository_is_not_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(head_files, "HEADS", tmp_path)
+    with pytest.raises(UserError, match="16 bytes; the repository takes 15 of it, name another --out"):
+        head_files.write(tmp_path / "x.safetensors", "eagle2", "pocket-3m", {"w": torch.zeros(8)}, {}, 15)
+    assert not list(tmp_path.iterdir())
+    assert head_files.write(tmp_path / "x.safetensors", "eagle2", "pocket-3m", {"w": torch.zeros(8)}, {}, 16) == 16
 
 
 def test_the_acceptance_cell_takes_a_head_that_is_there(written, monkeypatch, tmp_path):
@@ -163,7 +171,7 @@ def test_the_acceptance_cell_takes_a_head_that_is_there(written, monkeypatch, tm
     assert acceptance.jobs(ask, target) is None
     monkeypatch.setattr(eagle, "HEADS", written.parent)
     made = acceptance.jobs(ask, target)["prompts"]
-    assert json.loads(made.inputs)["draft_head"] == eagle.identity(written)
+    assert json.loads(made.inputs)["draft_head"] == head_files.identity(written)
     acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
     assert observations.load(tmp_path / observations.FILE).series["tokens"].values[0] >= 5
     assert acceptance.limits(ask) == (1, 7)

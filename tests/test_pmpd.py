@@ -10,7 +10,7 @@ from test_switching import SMALL
 
 from repro.cells import switching
 from repro.cells.switching import Ask
-from repro.engine import pmpd
+from repro.engine import head_files, pmpd
 from repro.errors import UserError
 from repro.jobs import runner
 from repro.jobs.job import built_under, distinct
@@ -92,12 +92,13 @@ def test_the_command_writes_a_small_file_with_its_card(trained):
 
 
 def test_a_file_that_does_not_fit_is_one_sentence(trained, tmp_path):
-    assert pmpd.load(trained, 64, json.loads(trained.with_suffix(".json").read_text())["fingerprint"])
-    with pytest.raises(UserError, match="the scheduler of another model \\(pocket-3m\\)"):
+    fingerprint = json.loads(trained.with_suffix(".json").read_text())["fingerprint"]
+    assert pmpd.load(trained, 64, fingerprint)
+    with pytest.raises(UserError, match="the PMPD scheduler of another model \\(pocket-3m\\)"):
         pmpd.load(trained, 64, "other")
     for path, size in ((trained, 32), (tmp_path / "none", 64)):
         with pytest.raises(UserError, match="no PMPD scheduler"):
-            pmpd.load(path, size, "it")
+            pmpd.load(path, size, fingerprint)
 
 
 def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkeypatch):
@@ -110,7 +111,7 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
     assert switching.jobs(ask, target) is None
     monkeypatch.setattr(pmpd, "HEADS", trained.parent)
     job = switching.jobs(ask, target)["texts"]
-    assert json.loads(job.inputs)["scheduler"] == pmpd.identity(trained) and "signal" not in dict(job.needs)
+    assert json.loads(job.inputs)["scheduler"] == head_files.identity(trained) and "signal" not in dict(job.needs)
     asked = []
 
     def chosen(scheduler, model, prompts):

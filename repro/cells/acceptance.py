@@ -19,7 +19,7 @@ import torch
 
 from repro import models
 from repro.data import prompts
-from repro.engine import drafts, eagle, weights
+from repro.engine import drafts, eagle, head_files, weights
 from repro.engine.speculating import Speculating
 from repro.engine.substitute import draft_of
 from repro.errors import UserError, at_least
@@ -143,7 +143,7 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
         inputs["draft_model"] = models.fingerprint(small)
         options["draft_model"] = small
     if ask.draft == "eagle2":
-        inputs["draft_head"] = eagle.identity(head)
+        inputs["draft_head"] = head_files.identity(head)
         options["draft_head"] = str(head)
     return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
 

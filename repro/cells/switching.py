@@ -23,7 +23,7 @@ import torch
 from repro import models
 from repro.data import prompts as sets
 from repro.data import text_scores
-from repro.engine import copies, pmpd, weights
+from repro.engine import copies, head_files, pmpd, weights
 from repro.engine.core import MOST
 from repro.engine.precision import SwitchingCore
 from repro.engine.prefill import together
@@ -191,7 +191,7 @@ def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
     learned = {}
     if config and ask.control == "learned":
         path = _scheduler(ask, target)
-        inputs["scheduler"], learned = pmpd.identity(path), {"scheduler": str(path)}
+        inputs["scheduler"], learned = head_files.identity(path), {"scheduler": str(path)}
     options = target.options() | rule | {"set": ask.prompts, "schedule": schedule, "together": protocol.together}
     options |= learned
     return make("switching", target.label, inputs, options, needs, target.steps)

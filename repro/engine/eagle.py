@@ -9,25 +9,21 @@ A head is trained by `python -m repro.train.eagle`.
 """
 
 import copy
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from repro.engine import head_files
 from repro.engine.drafts import RankedDrafter
+from repro.engine.head_files import HEADS
 from repro.engine.ranked import RankedTree, level_by_level
 from repro.engine.step import Block, Cache, Decoder, Tokens, run_of
 from repro.engine.weights import LAYERS, Dense
 from repro.errors import UserError, at_least
-from repro.files import ROOT
 
-HEADS = ROOT / "repro" / "pocket" / "heads"
 CHUNK = 256  # tokens of a prompt that the head computes at a time
 
 
@@ -187,28 +183,14 @@ def path_of(model: str) -> Path:
     return HEADS / f"{Path(model).name}-eagle2.safetensors"
 
 
-def identity(path: Path) -> str:
-    """Hash of a head's file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
 def load(path: Path, model: nn.Module, fingerprint: str) -> EagleHead:
     """The head of a model.
 
     Raises:
         UserError: the file is not there, not readable, or belongs to another model.
     """
-    name = path.name.removesuffix("-eagle2.safetensors")
-    if not path.is_file():
-        raise UserError(f"{path}: no draft head; train one with python -m repro.train.eagle --model {name}")
-    try:
-        with safe_open(path, "pt") as file:
-            facts = json.loads((file.metadata() or {})["eagle2"])
-        tensors = load_file(path)
-    except Exception as error:  # what a damaged file leads to has many kinds
-        raise UserError(f"{path}: not a draft head ({' '.join(str(error).split())[:100]}); train it again") from None
-    if facts["fingerprint"] != fingerprint:
-        raise UserError(f"{path}: the head of another model ({facts['model']}); train one for this")
+    command = f"python -m repro.train.eagle --model {path.name.removesuffix('-eagle2.safetensors')}"
+    tensors = head_files.read(path, "eagle2", "draft head", command, fingerprint)
     head = EagleHead(model)
     missing, odd = head.load_state_dict(tensors, strict=False)
     if odd or set(missing) & set(head.trained()):

@@ -5,17 +5,14 @@ layer norm and a two-layer perceptron choose one of four points, the numbers of 
 precision. It is trained by `python -m repro.train.pmpd`.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from repro.engine.eagle import HEADS
+from repro.engine import head_files
+from repro.engine.head_files import HEADS
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder
 from repro.errors import UserError
@@ -75,25 +72,16 @@ def path_of(model: str, high: int, low: int) -> Path:
     return HEADS / f"{Path(model).name}-pmpd-{high}-{low}.safetensors"
 
 
-def identity(path: Path) -> str:
-    """Hash of a scheduler's file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
 def load(path: Path, size: int, fingerprint: str) -> Scheduler:
     """The scheduler of a model whose heads have `size` numbers.
 
     Raises:
         UserError: the file is not there, not readable, or belongs to another model.
     """
-    again = "train one with python -m repro.train.pmpd"
+    tensors = head_files.read(path, "pmpd", "PMPD scheduler", "python -m repro.train.pmpd", fingerprint)
+    scheduler = Scheduler(size)
     try:
-        with safe_open(path, "pt") as file:
-            facts = json.loads((file.metadata() or {})["pmpd"])
-        scheduler = Scheduler(size)
-        scheduler.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
-    except Exception as error:  # what a damaged file leads to has many kinds
-        raise UserError(f"{path}: no PMPD scheduler ({' '.join(str(error).split())[:100]}); {again}") from None
-    if facts["fingerprint"] != fingerprint:
-        raise UserError(f"{path}: the scheduler of another model ({facts['model']}); {again}")
+        scheduler.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    except RuntimeError:  # names or shapes
+        raise UserError(f"{path}: no PMPD scheduler of heads of {size} numbers; train it again") from None
     return scheduler.eval()

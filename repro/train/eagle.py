@@ -9,22 +9,19 @@ On an H200 the defaults take about two minutes for pocket-10m; a run that was st
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from repro import models
 from repro.data import corpora
-from repro.engine import eagle
+from repro.engine import eagle, head_files
 from repro.errors import UserError, at_least
-from repro.files import atomic, write_text
 
 MOST_BYTES = 2_500_000  # of a head's file, which lies in the repository
 HELD_OUT = "held-out"
@@ -174,15 +171,7 @@ def write(path: Path, name: str, head: eagle.EagleHead, facts: dict) -> None:
     Raises:
         UserError: a pocket model's head is larger than the repository takes.
     """
-    tensors = {key: value.to("cpu", torch.float16).contiguous() for key, value in head.trained().items()}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if path.is_relative_to(eagle.HEADS) and size > MOST_BYTES:
-        raise UserError(f"{path}: {size:,} bytes of a head; the repository takes {MOST_BYTES:,}, name another --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"model": name, "fingerprint": models.fingerprint(name)}
-    with atomic(path) as temporary:
-        save_file(tensors, temporary, {"eagle2": json.dumps(about)})
-    write_text(path.with_suffix(".json"), json.dumps(about | facts | {"bytes": size}, indent=1) + "\n")
+    size = head_files.write(path, "eagle2", name, head.trained(), facts, MOST_BYTES)
     said(f"{path}: {size:,} bytes, agrees with the target on {facts['held_out_top1_agreement']:.1%} of held-out tokens")
 
 

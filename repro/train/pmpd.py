@@ -10,7 +10,6 @@ scheduler is right there, and how often always naming the most frequent point wo
 """
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,19 +17,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from repro import models
 from repro.data import corpora
-from repro.engine import pmpd, weights
+from repro.engine import head_files, pmpd, weights
 from repro.engine.engine import activations, compressed, configuration
 from repro.engine.pmpd import POINTS, Scheduler
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder
 from repro.errors import UserError, at_least
-from repro.files import atomic, write_text
 from repro.jobs.target import Target
 from repro.spec import precision
 from repro.spec import scale as scales
@@ -158,17 +155,7 @@ def write(path: Path, name: str, scheduler: Scheduler, facts: dict) -> None:
     Raises:
         UserError: a pocket model's scheduler is larger than the repository takes.
     """
-    tensors = {key: value.half().contiguous() for key, value in scheduler.state_dict().items()}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if path.is_relative_to(pmpd.HEADS) and size > MOST_BYTES:
-        raise UserError(
-            f"{path}: {size:,} bytes of a scheduler; the repository takes {MOST_BYTES:,}, name another --out"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"model": name, "fingerprint": models.fingerprint(name)}
-    with atomic(path) as temporary:
-        save_file(tensors, temporary, {"pmpd": json.dumps(about)})
-    write_text(path.with_suffix(".json"), json.dumps(about | facts | {"bytes": size}, indent=1) + "\n")
+    size = head_files.write(path, "pmpd", name, scheduler.state_dict(), facts, MOST_BYTES)
     right, frequent = facts["held_out_right"], facts["held_out_most_frequent"]
     print(f"{path}: {size:,} bytes; right on {right:.0%} of held-out prompts, the most frequent on {frequent:.0%}")
 
