@@ -342,6 +342,14 @@ def test_verify_needs_the_device_of_the_cells(rebuilt, small, bits, monkeypatch)
         rebuilt([at(small, awq)], [])
 
 
+def test_verify_says_what_is_not_here(rebuilt, small, bits, monkeypatch):
+    monkeypatch.setattr(Workflow, "lacking", lambda self, cell: "no prompts here")
+    with pytest.raises(
+        UserError, match="^verify: the stored cells of scale pocket cannot be rebuilt: no prompts here$"
+    ):
+        rebuilt([at(small, bits["RTN pc"])], [])
+
+
 def test_verify_rebuilds_from_nothing(small, bits, here, monkeypatch, capsys):
     """For real: a first build's value is recorded; results that lie there are not taken; another value differs."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)

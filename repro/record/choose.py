@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from repro.errors import UserError
+from repro.files import write_text
 from repro.record import measure
 from repro.spec.workflow import Workflow
 
@@ -98,7 +99,7 @@ def rewrite(spec: Path, found: Sweep) -> list[str]:
             text = _with_row(text, method, multiple, best(values))
     lines = [f"  - {label(*choice)}" for choice in choices(found).items()]
     text = CHOSEN.sub(lambda _: "\n".join(["chosen:", *lines]) if lines else "chosen: []", text)
-    spec.write_text(text, encoding="utf-8")
+    write_text(spec, text)
     return new
 
 

@@ -86,9 +86,10 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
     cells = {row.key: cell for row in rows if (cell := measure.asked(flow, row)) and flow.jobs(cell)}
     here = {key: cell for key, cell in cells.items() if _can_run(flow, cell)}
     if not here:
-        absent = next(filter(None, map(flow.lacking, cells.values())), "")
-        why = f"cannot be rebuilt: {absent}" if absent else "need a CUDA device, and this machine has none"
-        why = why if cells else "are in no spec any more"
+        why = "need a CUDA device, and this machine has none" if cells else "are in no spec any more"
+        for cell in cells.values():
+            if absent := flow.lacking(cell):
+                why = f"cannot be rebuilt: {absent}"
         raise UserError(f"verify: the stored cells of scale {flow.scale.name} {why}")
     failed = pool.rebuild(distinct([job for cell in here.values() for job in recorded.jobs(flow, cell)]), FOLDER)
     with built_under(FOLDER):
