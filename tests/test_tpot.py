@@ -124,6 +124,9 @@ def test_a_schedule_needs_mixtures_and_switches(measured, absent):
 def test_what_was_not_measured_has_no_value(measured, monkeypatch, tmp_path):
     assert shown(Ask("ms", "4000", bits="8")) is not None
     assert shown(Ask("ms", "4001", bits="8")) is None  # beyond the longest context
+    most = max(LOST)
+    assert shown(Ask("ms", "1000", f"flexquant(layers={most})")) is not None
+    assert shown(Ask("ms", "1000", f"flexquant(layers={most + 1})")) is None  # more than any measured switch
     (measured / "step-4-128.json").unlink()
     (measured / "step-4-4096.json").unlink()
     assert shown(Ask("ms", "100", "flexquant")) is None and shown(Ask("ms", "100", bits="8")) is not None

@@ -39,12 +39,18 @@ class Measured:
     extra: Points
     lost: Points
 
-    def lacks(self, widths: Sequence[int], context: float, switches: bool) -> bool:
-        """Whether something that a text needs was not measured: a width, so long a context, mixtures or switches."""
+    def lacks(self, widths: Sequence[int], context: float, layers: int) -> bool:
+        """Whether something that a text needs was not measured: a width, so long a context, mixtures, or its switches.
+
+        Args:
+            widths: that the text has.
+            context: slots that its last token sees.
+            layers: of a switch; 0 is a text that never switches.
+        """
         absent = [bits for bits in widths if bits not in self.steps]
         if absent or any(context > self.steps[bits][0][-1] for bits in widths):
             return True
-        return switches and not (len(self.extra[0]) and len(self.lost[0]))
+        return layers > 0 and not (len(self.extra[0]) and layers <= max(self.lost[0], default=0))
 
     def static(self, widths: Sequence[int], contexts: np.ndarray) -> np.ndarray:
         """Milliseconds of static steps, float64 `[tokens, widths]`, between the measured contexts by interpolation."""

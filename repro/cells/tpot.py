@@ -153,7 +153,7 @@ def _value(ask: Ask, folder: Path, files: Stamps) -> float | None:
     path = config.path if config else [int(ask.bits)]
     widths = {*path, HIGH} if ask.show == "times" else set(path)
     contexts = PROMPT + np.arange(1, count + 1)
-    if measured.lacks(sorted(widths), contexts[-1], switches=config is not None):
+    if measured.lacks(sorted(widths), contexts[-1], config.layers if config else 0):
         return None
     share, switches = np.ones((count, 1)), []
     if config:

@@ -268,7 +268,7 @@ class Bench:
         what the switches of this run cost.
         """
         measured, path, contexts = along.read(self.folder), list(RECIPES), SHORT + np.arange(1, LONG)
-        if measured.lacks(path, contexts[-1], switches=True):
+        if measured.lacks(path, contexts[-1], WHOLE):
             raise UserError("whole: its parts are not measured yet; say --only step mixed-random switch-ahead whole")
         engine = self.engine(interval=EVERY, layers=WHOLE)
         high = dict.fromkeys(self.layers, max(RECIPES))
