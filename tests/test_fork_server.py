@@ -46,8 +46,11 @@ def until(condition) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    """Whether a process has ended, also while this asks."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_work_is_done_in_a_fork_with_the_askers_output_and_environment(server, tmp_path):
