@@ -3,6 +3,7 @@
 `CALIBRATED` says whether `apply` needs calibration tokens, unless a property `calibrated` of the config does;
 `RESCALES`, if defined, that it changes weights before it quantizes them, and `PREPARES` that it only changes them, so
 that a quantizer must follow; `KIND` = "compensator" that it runs after a quantizer and adds something to its layers.
+A trained step has `work(config, sequences, quantized, count)`, which says what its training takes (`estimate.Work`).
 """
 
 from repro.baselines import (

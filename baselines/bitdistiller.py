@@ -15,7 +15,7 @@ baseline (section 4.1), but not clipped.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,7 @@ from repro.errors import UserError
 from repro.methods.spear.calibration import self_sampled
 from repro.models.groups.quantizer import StraightThrough
 from repro.models.lowbit import LowBitModel, in_layer
+from repro.train import estimate
 from repro.train.blocks import checkpoint_folder, steps_per_epoch, training_ids
 from repro.train.end_to_end import Validation, fitting, train
 from repro.train.streams import Dtype, computing
@@ -165,3 +166,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             lm.set_weight(name, grid.rtn(weight, config))
     qat.finish(lm, "bitdistiller", taken, losses, ids, settings, validation)
     lm.facts["training/beta"] = [beta]
+
+
+def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+    """What its training takes: a teacher's pass in each step, and a copy of the best weights."""
+    alone = estimate.end_to_end(config, sequences, quantized, count)
+    return replace(alone, passes=config.epochs * (estimate.TRAINED + 1), latent=2, models=2)

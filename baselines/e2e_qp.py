@@ -12,12 +12,14 @@ from torch import Tensor
 from repro.errors import UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
+from repro.train import estimate
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import EndToEndSettings, fitting, logits, next_token_loss, train, trained_tokens
 from repro.train.streams import Dtype, computing
 
 VERSION = 1
 CALIBRATED = True
+work = estimate.end_to_end  # what its training takes
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 

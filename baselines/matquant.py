@@ -25,6 +25,7 @@ from repro.models.groups.quantizer import GroupGrid, Scale
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import FORMATS
+from repro.train import estimate
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
 from repro.train.streams import Dtype
@@ -150,3 +151,10 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             packed = weight.pack(latent, grids[name], "zero")
             lm.set_weight(name, RoundedWeight(**vars(packed)))
     qat.finish(lm, "matquant", None, losses, ids, settings)
+
+
+def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+    """What its training takes: a forward pass and a loss of every width that counts, in each step."""
+    students = sum(share > 0 for share in config.lambdas.values())
+    of_one = estimate.end_to_end(config, sequences, quantized, count)
+    return replace(of_one, passes=of_one.passes * students, students=students)

@@ -28,12 +28,14 @@ from repro.models.groups.quantizer import SEQ_CLIP, Levels, StraightThrough
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
+from repro.train import estimate
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
 from repro.train.streams import Dtype
 
 VERSION = 1
 CALIBRATED = True
+work = estimate.end_to_end  # what its training takes
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 attached = qat.attached

@@ -26,10 +26,12 @@ from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, fake_quantize
 from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
+from repro.train import estimate
 from repro.train.blocks import training_ids
 
 VERSION = 1
 CALIBRATED = True
+work = estimate.end_to_end  # what its training takes
 COST = 50.0  # relative to RTN, for scheduling alone
 RESCALES = True
 FULL = 16  # bits of activations that are left alone

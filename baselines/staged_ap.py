@@ -14,6 +14,7 @@ from torch import Tensor
 from repro.baselines import efficientqat
 from repro.errors import UserError
 from repro.models.lowbit import LowBitModel
+from repro.train import estimate
 
 VERSION = 1
 CALIBRATED = True
@@ -55,3 +56,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         Refused: the training diverged.
     """
     efficientqat.train(lm, calibration, config.stages, "staged_ap")
+
+
+def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+    """What its training takes: one pass of EfficientQAT a stage."""
+    stages, each = len(config.stages), estimate.by_blocks(config, sequences, quantized, count)
+    return replace(each, passes=stages * each.passes, trained=stages)

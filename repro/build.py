@@ -14,6 +14,7 @@ from typing import Any
 from repro.errors import UserError
 from repro.files import HOME, writing
 from repro.jobs.workers import fork_server
+from repro.machine import gpus
 
 LOG = Path("build") / "logs" / "snakemake.log"
 STEPS = re.compile(r"(\d+) of (\d+) steps \((\d+)%\) done")
@@ -43,11 +44,6 @@ def build(
     env = os.environ | ({} if configfile else {"SCALE": scale})
     with _alone(Path.cwd()) as lock, fork_server.running() as server:
         return _watched([*words, "--", *targets], env | server, lock)
-
-
-def gpus() -> int:
-    """GPUs that the driver lists."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _watched(words: list[str], env: dict[str, str], lock: int) -> int:

@@ -469,7 +469,7 @@ def counted(name, recipe):
     """The decoder of a shape without memory for it."""
     target = Target(scale.load(name="pocket"), f"shape/{name}", recipe)
     config = engines_by_name.configuration(target)
-    return engines_by_name.random_decoder(target, config, 16, torch.device("meta"), torch.bfloat16)
+    return engines_by_name.random_decoder(target.recipe, config, 16, torch.device("meta"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

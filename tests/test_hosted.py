@@ -138,7 +138,7 @@ def test_at_the_papers_shapes_a_tenth_beyond_16_bits_holds_16_moves(shape):
     for bits, recipe in {16: "fp16", 8: "rtn-w8-g128", 4: "rtn-w4-g128"}.items():
         target = Target(scales.load(name="pocket"), f"shape/{shape}", recipe, 0)
         config = configuration(target)
-        made[bits] = random_decoder(target, config, 64, torch.device("meta"), torch.bfloat16)
+        made[bits] = random_decoder(target.recipe, config, 64, torch.device("meta"), torch.bfloat16)
     sizes = layer_sizes(config)
     held = 0
     for number in range(len(made[16].blocks)):

@@ -5,6 +5,7 @@ import re
 import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import engines
 import numpy as np
@@ -407,3 +408,11 @@ def test_tokens_are_counted_as_the_trainer_counts_them():
     assert tokens("bitbybit-w2a2") == 100_663_296
     assert tokens("efficientqat-w2 + e2e_qp", 8192) == 2 * 4096 * 2048 + 4096 * 4096
     assert tokens("gptq-w4-g128") == 0
+
+
+def test_a_trained_step_says_itself_what_its_training_takes():
+    """A method of one's own is one file: nothing else lists the trained ones."""
+    assert sum(hasattr(module, "work") for module in recipe.STEPS.values()) == 9
+    own = SimpleNamespace(work=lambda config, sequences, quantized, count: estimate.Work(sequences, passes=count))
+    step = SimpleNamespace(module=own, config=SimpleNamespace(tokens=256, epochs=3, batch=2), calibrated=True)
+    assert estimate.work(step, 8, 64, False, 5) == estimate.Work(sequences=4, tokens=3 * 256, passes=5)

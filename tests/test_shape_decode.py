@@ -18,6 +18,7 @@ from repro.judge import claims  # noqa: E402
 from repro.record.observations import Series  # noqa: E402
 from repro.spec import figures, tables  # noqa: E402
 from repro.spec import scale as scales  # noqa: E402
+from repro.spec.recipe import parse  # noqa: E402
 from repro.spec.workflow import Workflow  # noqa: E402
 
 TINY = dict(
@@ -113,7 +114,7 @@ def test_bit_by_bit_s_shapes_decode_by_its_products(monkeypatch, how):
 def test_a_shape_under_another_setting_of_bit_by_bit_is_refused():
     for recipe in ("bitbybit(w4a16)", "bitbybit(w2a16, any_precision=true)"):
         with pytest.raises(UserError, match="bitbybit at w2a2 or w2a16 in groups of 32"):
-            random_shape.shape_recipe(Target(None, "shape/Llama-3-8B", recipe))
+            random_shape.shape_recipe(parse(recipe))
 
 
 def test_transformers_steps_are_timed_between_tokens(monkeypatch):

@@ -31,6 +31,7 @@ from repro.models.groups.columns import Columns
 from repro.models.groups.quantizer import fake_quantize, split
 from repro.models.groups.weight import pack
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
+from repro.train import estimate
 from repro.train.blocks import BlockTask, BlockTrainer, checkpoint_folder, training_ids
 from repro.train.streams import Forward, computing
 
@@ -238,3 +239,23 @@ def finish(lm: LowBitModel, states: Sequence[TrainedBlock], config: Config) -> N
 
 def _full(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:
     return block(x, **kwargs)
+
+
+def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+    """What its training takes: its passes over the blocks, one by one."""
+    whole_batches = max(1, sequences // config.batch) * config.batch / max(1, sequences)
+    passes, streams, most, trained = 0.0, 0, 1, 0.0
+    widths: set[int] = set()
+    for number, (stage, share) in enumerate(
+        zip(config.stages, schedule.coverage(config.stages, config.rho), strict=True)
+    ):
+        widths |= {stage.weights}
+        students = len(widths) if config.any_precision else 1
+        earlier = int(bool(config.second) and not config.any_precision and (number > 0 or quantized))
+        targets = earlier + (students - 1 if config.second else 0)
+        streams, most = max(streams, 2 + students + earlier + targets), max(most, students)
+        picked = schedule.lowered_blocks(share, count) / count
+        trained += picked
+        training = config.epochs * whole_batches * students * estimate.TRAINED
+        passes += 1 + students + earlier + picked * (targets + training)
+    return estimate.Work(sequences, 0, passes, streams, most, 1, 1 + int(quantized), trained=trained)

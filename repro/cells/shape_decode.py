@@ -174,7 +174,7 @@ def loaded(shape: str, recipe: str, method: str, context: int, device: torch.dev
     config = AutoConfig.for_model(**SHAPES[shape])
     slots = weights.check(name, config, context)
     target = Target(None, name, recipe)  # no scale: nothing is calibrated or built
-    engine = Core(name, random_decoder(target, config, slots, device, dtype))
+    engine = Core(name, random_decoder(target.recipe, config, slots, device, dtype))
     for block in engine.model.blocks:
         for name in LAYERS:
             product = getattr(block, name)

@@ -65,9 +65,9 @@ class Engine(Core):
         slots, kind = weights.check(model, config, context), activations(config, at, dtype)
         if model.startswith(SHAPE):
             if at.type == "cuda":
-                counted = random_decoder(target, config, slots, torch.device("meta"), kind)
+                counted = random_decoder(target.recipe, config, slots, torch.device("meta"), kind)
                 check_memory(model, counted.read_bytes + counted.embedding.nbytes, config, slots, at, kind)
-            return cls(model, random_decoder(target, config, slots, at, kind))
+            return cls(model, random_decoder(target.recipe, config, slots, at, kind))
         lm = compressed(target, kind, build)
         if at.type == "cuda":
             check_memory(model, packed_bytes(lm, kind), config, slots, at, kind)

@@ -11,19 +11,19 @@ from repro.engine import q4_k, shape_sparsity, two_bit, weights
 from repro.engine.shapes import random_weight
 from repro.engine.step import Decoder
 from repro.errors import UserError
-from repro.jobs.target import Target
 from repro.kernels.w2a2_format import GROUP
 from repro.methods.bitbybit import splitting
 from repro.models.groups.columns import Columns
+from repro.spec.recipe import Recipe
 
 
-def random_decoder(target: Target, config: Any, context: int, device: torch.device, dtype: torch.dtype) -> Decoder:
+def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.device, dtype: torch.dtype) -> Decoder:
     """A shape with random weights on a device, which can be `meta` to count bytes."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    grid, sparsity = shape_recipe(target)
+    grid, sparsity = shape_recipe(recipe)
     stored = 0
 
     def dense(weight: Tensor) -> Tensor:
@@ -75,13 +75,13 @@ def stored_bytes(rows: int, columns: int, split: bool) -> int:
     return (rows * (2 * columns + (8 + 2) * columns // GROUP) + 32 + 16 * columns * split) // 8
 
 
-def shape_recipe(target: Target) -> tuple[Any, float]:
+def shape_recipe(recipe: Recipe) -> tuple[Any, float]:
     """The config of a shape's weight quantizer, None for none, and the sparsity of its inputs.
 
     UserError for a recipe that is not one uniform quantizer, Q4_K with SpQt's sparsity behind it or not, or
     Bit-by-Bit's 2 bits in groups of 32 with inputs of 2 or of 16 bits.
     """
-    configs = [step.config for step in target.recipe.steps]
+    configs = [step.config for step in recipe.steps]
     grid = configs[0] if configs else None
     if hasattr(grid, "split_metric"):
         quantizes = (grid.bits, grid.group, grid.any_precision) == (2, GROUP, False) and grid.act_bits in (2, 16)
@@ -91,5 +91,5 @@ def shape_recipe(target: Target) -> tuple[Any, float]:
     sparse = len(configs) == 2 and hasattr(grid, "layout") and hasattr(configs[1], "sparsity")
     if not quantizes or not (len(configs) < 2 or sparse):
         said = "name one weight quantizer, fp16, q4_k with spqt behind it, or bitbybit at w2a2 or w2a16 in groups of 32"
-        raise UserError(f"recipe {target.text!r}: a shape has random weights; {said}")
+        raise UserError(f"recipe {recipe.name!r}: a shape has random weights; {said}")
     return grid, configs[1].sparsity if sparse else 0.0

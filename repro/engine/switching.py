@@ -77,7 +77,9 @@ class SwitchingEngine(SwitchingCore):
         if model.startswith(SHAPE):
             if 3 in config.path:
                 raise UserError(f"{NO_SPEED}; {model} has speed alone: choose a path of 16, 8, 4 and 2 bits")
-            make = {bits: partial(random_decoder, target, shape, slots, at, kind) for bits, target in targets.items()}
+            make = {}
+            for bits, target in targets.items():
+                make[bits] = partial(random_decoder, target.recipe, shape, slots, at, kind)
             layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
             if config.order in ("kl", "reversed"):
                 raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")

@@ -4,14 +4,13 @@ Arithmetic on a configuration and a shape; nothing is loaded. Bytes are those of
 `end_to_end` hold at once, counted up: hidden states exactly, what autograd keeps by the tensors of a quantizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from repro import models
 from repro.errors import UserError, shortened
-from repro.methods.bitbybit import schedule
 from repro.models.lowbit import block_linears, blocks
 from repro.train.end_to_end import LOGITS
 
@@ -119,77 +118,27 @@ def shape(name: str, hub: bool = False) -> Shape:
 # --- the trained steps ------------------------------------------------------------------------------------------------
 
 
-def _progressive(config: Any, sequences: int, quantized: bool, count: int) -> Work:
-    """Bit-by-Bit: its passes one by one."""
-    passes, streams, most, each = 0.0, 0, 1, max(1, sequences // config.batch) * config.batch / max(1, sequences)
-    trained = 0.0
-    widths: set[int] = set()
-    for number, (stage, share) in enumerate(
-        zip(config.stages, schedule.coverage(config.stages, config.rho), strict=True)
-    ):
-        widths |= {stage.weights}
-        students = len(widths) if config.any_precision else 1
-        earlier = int(bool(config.second) and not config.any_precision and (number > 0 or quantized))
-        targets = earlier + (students - 1 if config.second else 0)
-        streams, most = max(streams, 2 + students + earlier + targets), max(most, students)
-        picked = schedule.lowered_blocks(share, count) / count
-        trained += picked
-        passes += 1 + students + earlier + picked * (targets + config.epochs * each * students * TRAINED)
-    return Work(sequences, 0, passes, streams, most, 1, 1 + int(quantized), trained=trained)
-
-
-def _blocks(config: Any, sequences: int, quantized: bool, count: int) -> Work:
-    """One pass of one student with one teacher."""
+def by_blocks(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """One pass over the blocks, of one student with one teacher: `work` of a step that trains so."""
     return Work(sequences, 0, 2 + config.epochs * TRAINED, 3, 1, 1)
 
 
-def _stages(config: Any, sequences: int, quantized: bool, count: int) -> Work:
-    """The same, stage by stage."""
-    stages = len(config.stages)
-    return replace(
-        _blocks(config, sequences, quantized, count), passes=stages * (2 + config.epochs * TRAINED), trained=stages
-    )
-
-
-def _whole(config: Any, sequences: int, quantized: bool, count: int) -> Work:
-    """All weights, end to end."""
+def end_to_end(config: Any, sequences: int, quantized: bool, count: int) -> Work:
+    """All weights together: `work` of a step that trains so."""
     return Work(sequences, 0, config.epochs * TRAINED, 0, 1, 1, whole=True)
 
 
-def _widths(config: Any, sequences: int, quantized: bool, count: int) -> Work:
-    """The same with a forward pass, and a loss, of every width of a master in one step."""
-    students = sum(share > 0 for share in config.lambdas.values())
-    work = _whole(config, sequences, quantized, count)
-    return replace(work, passes=work.passes * students, students=students)
-
-
-def _distilled(config: Any, sequences: int, quantized: bool, count: int) -> Work:
-    """The same with a teacher, and a copy of the best weights."""
-    return replace(
-        _whole(config, sequences, quantized, count), passes=config.epochs * (TRAINED + 1), latent=2, models=2
-    )
-
-
-STEPS: Mapping[str, Callable[[Any, int, bool, int], Work]] = {
-    "bitbybit": _progressive,
-    "efficientqat": _blocks,
-    "staged_ap": _stages,
-    "e2e_qp": _whole,
-    "paretoq": _whole,
-    "matquant": _widths,
-    "group_qat": _whole,
-    "bitdistiller": _distilled,
-    "spinquant": _whole,
-}
-
-
 def work(step: Any, sequences: int, length: int, quantized: bool, count: int) -> Work:
-    """What a step does on `sequences` of `length`; `quantized`: after a quantizer; `count` blocks."""
+    """What a step does on `sequences` of `length`; `quantized`: after a quantizer; `count` blocks.
+
+    The module of a step that is trained says it by a function `work(config, sequences, quantized, count)`, without the
+    tokens, which are counted here.
+    """
     config = step.config
-    if step.name not in STEPS:
+    if not hasattr(step.module, "work"):
         return Work(sequences, 0, 2.0 if step.calibrated else 0.0, 2 if step.calibrated else 0)
     used = max(1, min(sequences, config.tokens // length))
-    found = STEPS[step.name](config, used, quantized, count)
+    found = step.module.work(config, used, quantized, count)
     seen = config.epochs * (used // config.batch) * config.batch * length
     return replace(found, tokens=round(found.trained * seen))
 

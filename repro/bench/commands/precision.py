@@ -90,7 +90,7 @@ class Bench:
             target = Target(scales.load(name="pocket"), shape, recipe, 0)
             config = config or configuration(target)
             self.context = min(config.max_position_embeddings, CONTEXTS[-1] + TIMED + 2)
-            self.make[bits] = partial(random_decoder, target, config, self.context, device, self.dtype)
+            self.make[bits] = partial(random_decoder, target.recipe, config, self.context, device, self.dtype)
         self.on_host: Decoder | None = None
         self.plain = {bits: decoder() for bits, decoder in self.make.items()}
         self.model = copies.joined(self.plain, int8_prefill=False)

@@ -29,13 +29,13 @@ from typing import TextIO
 import torch
 
 from repro import models
-from repro.build import gpus
 from repro.errors import Crowded, UserError, shortened
 from repro.files import write_text, writing
 from repro.jobs import job as built
 from repro.jobs import runner
 from repro.jobs.job import Job
 from repro.jobs.workers import memory
+from repro.machine import gpus
 from repro.record import versions
 from repro.spec.recipe import STEPS
 
