@@ -5,6 +5,7 @@ import csv
 import errno
 import hashlib
 import io
+import lzma
 import os
 import re
 import stat
@@ -17,6 +18,7 @@ from repro.errors import UserError, shortened
 ROOT = Path(__file__).resolve().parent.parent  # where the package is
 # Where specs, scales, results and the Snakefile are: there too in a checkout; an installed package has copies.
 HOME = ROOT if (ROOT / "Snakefile").is_file() else ROOT / "repro" / "checkout"
+XZ = 6 | lzma.PRESET_EXTREME  # one preset, so that one text always is one file; larger ones gain nothing below 8 MiB
 
 
 @contextlib.contextmanager
@@ -139,9 +141,30 @@ def csv_text(lines: Iterable[Iterable[object]]) -> str:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write a text file atomically."""
+    """Write a text file atomically, in xz where its name ends so."""
+    data = text.encode("utf-8")
+    if Path(path).suffix == ".xz":
+        data = lzma.compress(data, preset=XZ)
     with atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
+
+
+def read_text(path: Path | str) -> str:
+    """The text of a file with its line ends as they are, unpacked where its name ends in `.xz`.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: no regular file, not UTF-8, or not whole.
+    """
+    data = regular(path).read_bytes()
+    try:
+        if Path(path).suffix == ".xz":
+            data = lzma.decompress(data)
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file in UTF-8") from None
+    except lzma.LZMAError:
+        raise UserError(f"{path}: not a whole file in xz; check it out again") from None
 
 
 def sha256(path: Path | str) -> str:

@@ -27,7 +27,7 @@ REALLY_KNOWN = provenance.has_commit.__wrapped__  # the fixture `house` replaces
 
 def stored(house):
     """The accepted CSV."""
-    (path,) = house.results.glob("*/spear-table1.csv")
+    (path,) = house.results.glob("*/spear-table1.csv.xz")
     return path
 
 
@@ -52,7 +52,7 @@ def test_round_trip(house):
 def test_what_the_hashes_stand_for_is_kept(house):
     accept(house.table())
     folder = stored(house).parent
-    inputs = accepted._facts(folder / "inputs.json")
+    inputs = accepted._facts(folder / "inputs.json.xz")
     rows = from_csv(stored(house))
     assert inputs.keys() == {row.inputs for row in rows}
     row = next(row for row in rows if row.row == "RTN pc" and row.col == "Wiki")
@@ -210,7 +210,7 @@ def test_cards_of_one_architecture_are_one_device_where_no_time_is_measured(hous
         for job in house.flow.jobs(house.cell("GPTQ g128"))[seed].values():
             rewrite(job.folder / FILE, device=device)
     assert accept(house.table(rows=["GPTQ g128"]))
-    (path,) = house.results.glob("nvidia-h100-80gb-hbm3/spear-table1.csv")
+    (path,) = house.results.glob("nvidia-h100-80gb-hbm3/spear-table1.csv.xz")
     wiki = next(row for row in from_csv(path) if row.col == "Wiki")
     assert wiki.device == "NVIDIA H100 80GB HBM3 + NVIDIA H200" and house.recorded("GPTQ g128").status == "ok"
     monkeypatch.setattr(accepting, "TIMED", ("perplexity",))

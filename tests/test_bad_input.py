@@ -2,6 +2,7 @@
 
 import errno
 import json
+import lzma
 import os
 import shutil
 import struct
@@ -22,7 +23,7 @@ from repro import files, models
 from repro.__main__ import main
 from repro.bench import kernel_rows
 from repro.data import corpora, sources
-from repro.files import HOME, ROOT
+from repro.files import HOME, ROOT, write_text
 from repro.record import accepted
 from repro.record.measurement import COLUMNS
 from repro.spec import figures, names, scale, scale_files, tables
@@ -745,7 +746,7 @@ def rows(**keys: str) -> str:
 
 CSV: list[tuple[str | bytes, tuple[str, ...]]] = [
     ("", ("not a file of measurements",)),
-    (b"\x00\x01\xff", ("not a CSV file",)),
+    (b"\x00\x01\xff", ("not a text file in UTF-8",)),
     ("row,value\nRTN pc,3\n", ("not a file of measurements", "columns")),
     (rows()[:-30], ("line 2", "cut short")),
     (rows(value="nan"), ("line 2", "value is nan", "not finite")),
@@ -983,12 +984,15 @@ def test_observations_of_another_job(house, capfd):
 def test_damaged_results(house, capfd):
     assert main(["accept", str(house.table())]) == 0
     folder = next(house.results.iterdir())
-    (csv,) = folder.glob("spear-table1.csv")
+    (csv,) = folder.glob("spear-table1.csv.xz")
     whole = csv.read_bytes()
+    lines = lzma.decompress(whole)
     for damage, said in (
-        (whole[:-40], "cut short"),
-        (whole + whole.splitlines(keepends=True)[1], "given twice"),
-        (whole.replace(b",tiny,", b",\xff,"), "not a CSV file"),
+        (whole[:-40], "not a whole file in xz"),
+        (lines, "not a whole file in xz"),
+        (lzma.compress(lines[:-40]), "cut short"),
+        (lzma.compress(lines + lines.splitlines(keepends=True)[1]), "given twice"),
+        (lzma.compress(lines.replace(b",tiny,", b",\xff,")), "not a text file in UTF-8"),
     ):
         csv.write_bytes(damage)
         accepted.forget()
@@ -996,7 +1000,7 @@ def test_damaged_results(house, capfd):
     csv.write_bytes(whole)
     table = house.table()
     flip(next(folder.glob("observations/*.parquet")))
-    (folder / "inputs.json").write_text("[")
+    write_text(folder / "inputs.json.xz", "[")
     accepted.forget()
     capfd.readouterr()
     refused(capfd, ("accept", table), str(folder), "check it out again")

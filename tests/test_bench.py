@@ -126,18 +126,18 @@ def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(dev
         bench.bench(tmp_path / "old.csv", shapes, (1, 4), say=str, device=device, rounds=3)
     monkeypatch.setattr(provenance, "has_commit", lambda commit: True)
     kernel_rows.accept(tmp_path / "old.csv", results)
-    old = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv")
+    old = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv.xz")
     again = dataclasses.replace(device, origin=ORIGIN | {"commit": "abcdef0123", "date": "2026-02-02"})
     for i, shape in enumerate(shapes[:3]):
         bench.bench(tmp_path / f"{i}.csv", [shape], (1, 4), say=str, device=again, rounds=3)
     for i in (2, 0, 1):
         kernel_rows.accept(tmp_path / f"{i}.csv", results)
-    rows = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv")
+    rows = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv.xz")
     assert [row.key for row in rows] == [row.key for row in old] and len({row.key for row in rows}) == len(rows)
     assert {row.commit for row in rows if (row.N, row.K) != shapes[3]} == {"abcdef0123"}
     assert [row for row in rows if row.commit == ORIGIN["commit"]] == [row for row in old if row.N == 128]
     kept = sum(row.status == "ok" for row in rows if row.N == 128)
-    monkeypatch.setattr(kernel_rows, "files", lambda: [results / "nvidia-h200" / "kernels.csv"])
+    monkeypatch.setattr(kernel_rows, "files", lambda: [results / "nvidia-h200" / "kernels.csv.xz"])
     stands = {n: kernel_time.origin([kernel_time.Ask("*/mine", "1", f"{n}x64")])["status"] for n, _ in shapes}
     assert kept == 5 and stands == {32: "ok", 64: "ok", 96: "ok", 128: "stale"}
 

@@ -676,7 +676,7 @@ def test_a_table_needs_the_tables_that_its_claims_name():
 def test_a_table_is_drawn_anew_where_any_table_accepts_results():
     """One of its cells may take the row of another table."""
     accepted_in = {path.name for path in snake._sources("spear/table4") if path.parent.parent.name == "results"}
-    assert {"spear-table1.csv", "spear-table22.csv"} <= accepted_in and "kernels.csv" not in accepted_in
+    assert {"spear-table1.csv.xz", "spear-table22.csv.xz"} <= accepted_in and "kernels.csv.xz" not in accepted_in
 
 
 @pytest.mark.parametrize(("edge", "said"), [(2.9, "consistent"), (3.1, "within rounding"), (3.3, "inconsistent")])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tiny_results import MODEL, refusal
 
-from repro.files import csv_text
+from repro.files import atomic, csv_text, read_text, write_text
 from repro.jobs import runner
 from repro.record import accepted, observations, row_digest, row_list
 from repro.record.accept import accept
@@ -56,9 +56,8 @@ def stored(house):
 
 def lines_of(house) -> tuple:
     """The path and the lines of the accepted file."""
-    (path,) = house.results.glob("*/spear-table1.csv")
-    with open(path, encoding="utf-8", newline="") as file:
-        return path, list(csv.reader(file))
+    (path,) = house.results.glob("*/spear-table1.csv.xz")
+    return path, list(csv.reader(read_text(path).splitlines()))
 
 
 def at(lines, place) -> list[str]:
@@ -69,7 +68,7 @@ def at(lines, place) -> list[str]:
 
 def refused(house, path, lines) -> str:
     """What is said when the file holds these lines."""
-    path.write_text(csv_text(lines), encoding="utf-8")
+    write_text(path, csv_text(lines))
     accepted.forget()
     return refusal(accepted.every)
 
@@ -143,11 +142,11 @@ def test_what_rows_a_file_has_is_listed(stored):
     path, _ = lines_of(stored)
     listed = path.with_name(row_list.NAME)
     whole = listed.read_text()
-    for text in (whole.replace(path.name, "spear-table2.csv"), "{}", "[", json.dumps({path.name: "0"})):
+    for text in (whole.replace(path.name, "spear-table2.csv.xz"), "{}", "[", json.dumps({path.name: "0"})):
         listed.write_text(text)
         accepted.forget()
         said = refusal(accepted.every)
-        assert str(listed) in said or "spear-table2.csv" in said
+        assert str(listed) in said or "spear-table2.csv.xz" in said
     listed.unlink()
     accepted.forget()
     assert str(listed) in refusal(accepted.every)
@@ -168,7 +167,7 @@ def test_a_folder_under_another_devices_name_is_noticed(stored):
 def test_declared_inputs_are_those_of_their_hash(stored):
     path, lines = lines_of(stored)
     facts = path.with_name(accepted.INPUTS)
-    facts.write_text(facts.read_text().replace('"act_order":false', '"act_order":true', 1))
+    write_text(facts, read_text(facts).replace('"act_order":false', '"act_order":true', 1))
     accepted.forget()
     said = refusal(lambda: [accepted.inputs_of(row) for row in accepted.every()])
     assert str(facts) in said and "does not match its hash" in said
@@ -206,7 +205,9 @@ def test_rewrite_changes_and_removes_rows_and_signs_the_others_anew(stored, monk
     assert len(list((lines_of(stored)[0].parent / "observations").iterdir())) == count
     assert Workflow(stored.scale).scale.name == "tiny" and stored.recorded().status == "not_run"
     accepted.rewrite(lambda old: None)
-    assert accepted.every() == [] and not list(stored.results.rglob("*.csv")) + list(stored.results.rglob("*.parquet"))
+    assert accepted.every() == [] and not list(stored.results.rglob("*.csv.xz")) + list(
+        stored.results.rglob("*.parquet")
+    )
 
 
 def test_rewrite_makes_no_two_rows_one(stored):
@@ -228,10 +229,11 @@ def test_what_a_killed_build_left_is_no_input(stored, tmp_path):
         need.folder / FILE, held.series, {k: v for k, v in held.meta.items() if k not in ("checksum", "made")}
     )
     assert runner.origin(need)["made"] == held.meta["made"]
-    leftover = lines_of(stored)[0].with_name(".spear-table1.csv.abc.tmp.csv")
-    leftover.write_text("paper,kind,number,row,\n")
-    accepted.forget()
-    assert accepted.every() and leftover not in accepted.files()
+    rows, _ = lines_of(stored)
+    with atomic(rows) as leftover:
+        shutil.copy(rows, leftover)
+        accepted.forget()
+        assert accepted.every() and leftover not in accepted.files()
 
 
 def test_the_digest_covers_every_field(stored):

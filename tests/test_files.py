@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import lzma
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 from repro import __version__, files, papers
 from repro.errors import UserError
-from repro.files import HOME, atomic, sha256, short_hash, write_text, writing
+from repro.files import HOME, atomic, read_text, sha256, short_hash, write_text, writing
 
 
 def everything(folder):
@@ -30,6 +31,24 @@ def test_writes_whole_and_makes_folders(tmp_path):
     write_text(tmp_path / "a" / "b" / "c.txt", "täxt\n")
     assert everything(tmp_path) == ["a/b/c.txt"]
     assert (tmp_path / "a/b/c.txt").read_bytes() == "täxt\n".encode()
+
+
+def test_a_text_in_xz_is_the_same_file_whenever_it_is_written(tmp_path):
+    text = "a,b\r\nä,2\n" * 1000
+    for name in ("plain.csv", "packed.csv.xz", "again.csv.xz"):
+        write_text(tmp_path / name, text)
+        assert read_text(tmp_path / name) == text, "line ends too"
+    packed = (tmp_path / "packed.csv.xz").read_bytes()
+    assert packed == (tmp_path / "again.csv.xz").read_bytes() and len(packed) < 200
+    assert lzma.decompress(packed).decode() == text
+
+
+@pytest.mark.parametrize("left", [0, 20, -1])
+def test_a_text_in_xz_that_is_cut_short_is_refused(tmp_path, left):
+    write_text(tmp_path / "a.csv.xz", "1,2\n" * 100)
+    (tmp_path / "a.csv.xz").write_bytes((tmp_path / "a.csv.xz").read_bytes()[:left])
+    with pytest.raises(UserError, match="a.csv.xz: not a whole file in xz"):
+        read_text(tmp_path / "a.csv.xz")
 
 
 def test_mode_is_that_of_a_shared_file(tmp_path):

@@ -9,7 +9,7 @@ from repro.__main__ import main
 from repro.bench import kernel_rows
 from repro.bench.kernel_rows import Row
 from repro.errors import UserError
-from repro.files import csv_text
+from repro.files import csv_text, read_text, write_text
 from repro.record import provenance, row_list
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -38,9 +38,9 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
     assert main(["accept", str(written(tmp_path / "a.csv", good(), good(M=4)))]) == 0
     assert main(["accept", str(written(tmp_path / "b.csv", good(us=4.25, fraction=3.86 / 4.25, note="again")))]) == 0
     assert "1 rows into" in capsys.readouterr().out
-    rows = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv")
+    rows = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv.xz")
     assert [(r.M, r.us, r.note) for r in rows] == [(1, 4.25, "again"), (4, 4.2, "")]
-    assert (results / "nvidia-h200" / "kernels.csv").is_file()
+    assert (results / "nvidia-h200" / "kernels.csv.xz").is_file()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def faster(rows, factor):
 def test_a_run_of_any_device_is_accepted_and_refused_with_all_times_divided_by_ten(tmp_path, origin):
     rows, results = a_run(origin), tmp_path / "results"
     kernel_rows.accept(written(tmp_path / "a.csv", *rows), results)
-    assert len(kernel_rows.from_csv(next(results.glob("*/kernels.csv")))) == len(rows)
+    assert len(kernel_rows.from_csv(next(results.glob("*/kernels.csv.xz")))) == len(rows)
     with pytest.raises(UserError, match="allows; measure again|above the .* of any listed GPU"):
         kernel_rows.accept(written(tmp_path / "b.csv", *faster(rows, 10)), tmp_path / "no")
     assert not (tmp_path / "no").exists()
@@ -195,14 +195,14 @@ def stored(tmp_path, monkeypatch):
     """The file of two accepted rows, and its lines."""
     monkeypatch.setattr(kernel_rows, "RESULTS", tmp_path / "results")
     kernel_rows.accept(written(tmp_path / "a.csv", good(), good(M=4)), tmp_path / "results")
-    path = tmp_path / "results" / "nvidia-h200" / "kernels.csv"
+    path = tmp_path / "results" / "nvidia-h200" / "kernels.csv.xz"
     assert kernel_rows.files() == [path]
-    return path, list(csv.reader(path.read_text().splitlines()))
+    return path, list(csv.reader(read_text(path).splitlines()))
 
 
 def refused(path, lines):
     """What is said when the file holds these lines, by whoever shows times and by whoever accepts more."""
-    path.write_text(csv_text(lines))
+    write_text(path, csv_text(lines))
     with pytest.raises(UserError) as shown:
         kernel_rows.timed(kernel_rows.stamps())
     before = path.read_bytes()
@@ -233,7 +233,7 @@ def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored)
         assert what in refused(path, edited)
     assert "other rows than were accepted" in refused(path, lines[:-1])
     assert "given twice" in refused(path, [*lines, lines[1]])
-    path.write_text(csv_text(lines))
+    write_text(path, csv_text(lines))
     listed = path.with_name(row_list.NAME)
     listed.rename(listed.with_suffix(".aside"))
     assert "other rows than were accepted" in refused(path, lines)
@@ -243,7 +243,7 @@ def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored)
         kernel_rows.timed(kernel_rows.stamps())
     with pytest.raises(UserError, match="no such file"):
         kernel_rows.accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
-    path.write_text(csv_text(lines))
+    write_text(path, csv_text(lines))
     moved = path.parent.rename(path.parent.with_name("nvidia-b200")) / path.name
     with pytest.raises(UserError, match="on NVIDIA H200 does not belong there"):
         kernel_rows.stored(moved)
@@ -251,7 +251,7 @@ def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored)
 
 def test_every_accepted_time_is_signed_and_possible():
     """All that is in results/, by the checks of `accept`."""
-    for path in kernel_rows.RESULTS.glob("*/kernels.csv"):
+    for path in kernel_rows.RESULTS.glob("*/kernels.csv.xz"):
         rows = kernel_rows.stored(path)
         for row in rows:
             if row.status in ("ok", "bridged"):
@@ -274,7 +274,7 @@ def test_a_kernel_of_ours_that_is_wrong_or_failed_is_refused(tmp_path, capsys, m
 def test_a_peer_that_is_wrong_or_failed_is_a_finding(tmp_path, status):
     wrong = {"status": status, "us": None, "note": "off by 1"}
     kernel_rows.accept(written(tmp_path / "a.csv", good(), good(provider="gemlite", **wrong)), tmp_path / "results")
-    assert [r.status for r in kernel_rows.from_csv(tmp_path / "results" / "nvidia-h200" / "kernels.csv")] == [
+    assert [r.status for r in kernel_rows.from_csv(tmp_path / "results" / "nvidia-h200" / "kernels.csv.xz")] == [
         status,
         "ok",
     ]

@@ -59,7 +59,7 @@ def rows():
 @pytest.fixture
 def accepted(tmp_path, monkeypatch):
     """Writes rows as the accepted ones."""
-    path = tmp_path / "nvidia-h200" / "kernels.csv"
+    path = tmp_path / "nvidia-h200" / "kernels.csv.xz"
     path.parent.mkdir()
 
     def write(some):

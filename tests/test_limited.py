@@ -510,7 +510,7 @@ def test_the_command_streams_a_text_under_a_limit(plain, capsys):
 def test_fit_predicts_the_times_measured_on_an_h200_within_a_tenth(shape):
     """From the bus of that run and the read rate among the stored kernel times."""
     folder = ROOT / "results" / "nvidia-h200"
-    rows = [row for row in kernel_rows.stored(folder / "kernels.csv") if row.kernel == "read_floor"]
+    rows = [row for row in kernel_rows.stored(folder / kernel_rows.STORED) if row.kernel == "read_floor"]
     fastest = min(row.us / row.bytes for row in rows if row.bytes == fit.READ)
     for name, measured, depth in (("prefetch", "step_s", 0), ("speculate", "iteration_s", 48)):
         run = json.loads((folder / "offload" / f"{shape}-{name}.json").read_text())

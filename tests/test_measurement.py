@@ -84,7 +84,7 @@ def test_a_file_of_another_shape(file, change, reason):
 
 def test_a_file_that_is_absent_binary_or_a_folder(tmp_path):
     (tmp_path / "f").write_bytes(b"\xff\xfe\x00")
-    for name, reason in (("absent.csv", "cannot be read"), ("", "cannot be read"), ("f", "not a CSV file")):
+    for name, reason in (("absent.csv", "cannot be read"), ("", "cannot be read"), ("f", "not a text file in UTF-8")):
         with pytest.raises(UserError, match=reason):
             from_csv(tmp_path / name)
 

@@ -4,7 +4,7 @@ import csv
 import re
 
 from repro import papers
-from repro.files import ROOT
+from repro.files import ROOT, read_text
 
 
 def test_from_spec_to_latex_there_are_at_most_twelve_files():
@@ -16,8 +16,8 @@ def test_from_spec_to_latex_there_are_at_most_twelve_files():
 
 def accepted(name, scale="pocket"):
     """What is accepted of a table of SPEAR."""
-    with open(ROOT / "results" / "nvidia-h200" / f"spear-{name}.csv", encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["scale"] == scale]
+    lines = read_text(ROOT / "results" / "nvidia-h200" / f"spear-{name}.csv.xz").splitlines()
+    return [row for row in csv.DictReader(lines) if row["scale"] == scale]
 
 
 def readme():

@@ -59,7 +59,7 @@ def shown(house, row="ours", metric="wiki", **scale):
 
 def edit(house, name="table1", row="RTN pc", **changes):
     """Edit the accepted rows of one label, and sign them anew."""
-    (path,) = house.results.glob(f"*/spear-{name}.csv")
+    (path,) = house.results.glob(f"*/spear-{name}.csv.xz")
     accepted.store(path, [replace(m, **changes) if m.row == row else m for m in from_csv(path)])
     accepted.forget()
 
@@ -138,7 +138,7 @@ def test_of_several_devices_the_last_by_the_folders_name_that_stands(asked):
     (folder,) = asked.results.iterdir()
     for device in ("zz 1", "zz 2"):
         copy = shutil.copytree(folder, asked.results / device.replace(" ", "-"))
-        path = copy / "spear-table1.csv"
+        path = copy / "spear-table1.csv.xz"
         accepted.store(path, [replace(m, device=device) for m in from_csv(path)])
     accepted.forget()
     assert shown(asked).device == asked.recorded().device == "zz 2"
@@ -151,7 +151,7 @@ def test_of_several_devices_the_last_by_the_folders_name_that_stands(asked):
 def test_an_edited_value_is_noticed_where_it_was_accepted(asked):
     accept(asked.table())
     edit(asked, value=10.0)
-    assert "spear-table1.csv: the value of spear table 1 / RTN pc" in refusal(shown, asked)
+    assert "spear-table1.csv.xz: the value of spear table 1 / RTN pc" in refusal(shown, asked)
 
 
 # --- derived cells ----------------------------------------------------------------------------------------------------

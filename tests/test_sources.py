@@ -13,7 +13,7 @@ from repro import models
 from repro.baselines import rtn
 from repro.data import corpora, sources, tasks
 from repro.errors import UserError
-from repro.files import HOME
+from repro.files import HOME, read_text
 from repro.jobs import compress, requests, tokens
 from repro.jobs.target import Target
 from repro.models.lowbit import LowBitModel
@@ -135,7 +135,7 @@ def test_stored_results_on_carried_texts_name_the_texts_that_the_repository_has(
     """Stored rows declare the first 16 digits of their text's hash: every one is a text of today."""
     known = {corpora.CORPORA[name].sha256[:16] for name in corpora.CORPORA if corpora.CORPORA[name].sha256}
     carried = {corpora.CORPORA[name].sha256[:16] for name in TEXTS}
-    stored = json.loads((HOME / "results" / "nvidia-h200" / "inputs.json").read_text(encoding="utf-8"))
+    stored = json.loads(read_text(HOME / "results" / "nvidia-h200" / "inputs.json.xz"))
     named = set()
     for facts in _mappings(stored):
         if isinstance(facts.get("text"), str):

@@ -131,7 +131,7 @@ def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
 
     done = dag.quick(dag.repro("accept", "tables/spear/toys.csv"), place, place)
     assert done.code == 0 and "4 rows into results/" in done.out, done.text
-    (stored,) = place.glob("results/*/spear-toys.csv")
+    (stored,) = place.glob("results/*/spear-toys.csv.xz")
     kept = pd.read_csv(stored).set_index(["row", "metric"])
     assert kept["value"].to_dict() == frame["value"].to_dict()
     done = dag.quick(dag.repro("toy", dag.MODEL, "--recipe", "rtn-w4-pc", "--thousands"), place, place)

@@ -43,7 +43,7 @@ def rows():
 
 @pytest.fixture
 def accepted(tmp_path, monkeypatch):
-    path = tmp_path / "nvidia-h200" / "kernels.csv"
+    path = tmp_path / "nvidia-h200" / "kernels.csv.xz"
     path.parent.mkdir()
     row_list.write(path, rows(), kernel_rows.to_csv)
     monkeypatch.setattr(kernel_rows, "files", lambda: [path])

@@ -1,6 +1,6 @@
 """The file of kernel times: one tidy row a kernel or peer, shape and mode, with where it came from.
 
-`bench` writes such files; `accept` takes one into `results/<device>/kernels.csv`: schema, provenance, and nothing
+`bench` writes such files; `accept` takes one into `results/<device>/kernels.csv.xz`: schema, provenance, and nothing
 faster than the device's roofline. What is there already stays, unless the new file has a row of the same key. An
 accepted row carries a digest of all its fields, and `rows.json` says which rows there are, as of every stored result
 (`repro.record.row_digest`, `row_list`); a row that was edited is never read.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError, unknown
+from repro.files import read_text
 from repro.record import provenance, row_digest, row_list
 from repro.record.measurement import RESULTS, slug
 
@@ -60,6 +61,7 @@ USES = {  # kernels that others launch, and whose versions decide the times of t
 TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the best of a few readers
 PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included
 BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
+STORED = f"kernels{row_list.ENDING}"  # accepted ones, in the folder of their device
 STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
 MODES = ("cold", "warm")
 
@@ -182,9 +184,8 @@ def _text(value: str | int | float | None) -> str:
 def is_kernel_rows(path: Path) -> bool:
     """Whether a file has the columns of kernel times."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.readline() == ",".join(COLUMNS) + "\n"
-    except (OSError, UnicodeDecodeError):
+        return read_text(path).startswith(",".join(COLUMNS) + "\n")
+    except (OSError, UserError):
         return False
 
 
@@ -199,9 +200,8 @@ def from_csv(path: Path) -> list[Row]:
     if not is_kernel_rows(path):
         raise UserError(f"{path}: not a file of python -m repro bench; its columns differ")
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            lines = list(csv.reader(file))[1:]
-    except (UnicodeDecodeError, csv.Error):
+        lines = list(csv.reader(io.StringIO(read_text(path), newline="")))[1:]
+    except csv.Error:
         raise UserError(f"{path}: not a CSV file; measure again with python -m repro bench") from None
     return [_row(line, f"{path}, line {i}") for i, line in enumerate(lines, start=2)]
 
@@ -246,7 +246,7 @@ def stored(path: Path) -> list[Row]:
 
 
 def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
-    """Validate a file of `bench` and merge it into `results/<device>/kernels.csv`; nothing is half-taken.
+    """Validate a file of `bench` and merge it into `results/<device>/kernels.csv.xz`; nothing is half-taken.
 
     Returns:
         Number of rows by file that was written.
@@ -273,7 +273,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
             raise UserError(f"{where}: {what} ({row.note}); {how}")
         if row.status in ("ok", "bridged"):
             _check(row, where, *peaks_of(row.device, rows, path))
-        by_file.setdefault(results / slug(row.device) / "kernels.csv", []).append(row)
+        by_file.setdefault(results / slug(row.device) / STORED, []).append(row)
     merged = {}
     for file, new in by_file.items():
         there = file.is_file() or file.name in row_list.listed(file.parent)
@@ -395,7 +395,7 @@ def roofline(row: Row, peaks: Mapping[str, float]) -> tuple[float, str]:
 
 def files() -> list[Path]:
     """Where kernel times are read from: accepted ones, those that are missing too, then what was measured here."""
-    accepted = [folder / BUILT.name for folder in sorted(RESULTS.glob("*/"))]
+    accepted = [folder / STORED for folder in sorted(RESULTS.glob("*/"))]
     there = [path for path in accepted if path.is_file() or path.name in row_list.listed(path.parent)]
     return [*there, *([BUILT] if BUILT.is_file() else [])]
 

@@ -4,6 +4,7 @@
 """
 
 import functools
+import io
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import pandas as pd
 
 from repro.errors import UserError
-from repro.files import ROOT
+from repro.files import ROOT, read_text
 
 COUNTS = (1, 4, 8, 16, 64, 256, 512, 1024, 2048)  # activation rows; the last three: prefill, of those made for it
-RECORDED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv"
+RECORDED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv.xz"
 TYPES = {
     **{"peer": str, "N": int, "K": int, "M": int, "mode": str, "us": float, "bytes": int, "relerr": float},
     **{"floor_us": float, "device": str, "date": str, "environment": str},
@@ -39,7 +40,8 @@ def recorded(path: Path = RECORDED) -> tuple[Any, ...]:
         UserError: the file is missing or is not such a file.
     """
     try:
-        frame = pd.read_csv(path, usecols=list(TYPES), dtype=TYPES, float_precision="round_trip")
+        lines = io.StringIO(read_text(path))
+        frame = pd.read_csv(lines, usecols=list(TYPES), dtype=TYPES, float_precision="round_trip")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file of recorded peers") from None
     except ValueError as error:

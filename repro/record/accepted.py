@@ -1,13 +1,13 @@
-"""Accepted measurements: `results/<device>/<paper>-<table>.csv`, their series beside them, and the only way in.
+"""Accepted measurements: `results/<device>/<paper>-<table>.csv.xz`, their series beside them, and the only way in.
 
 `accept` takes a table that was built here (or whose job folders `repro run` made on another machine and that were
 brought here), recomputes every value from the observations in those folders, and merges it. The file of measurements
 only says which table and scale are meant: no number and no path in it is believed.
 
-    results/<device>/spear-table1.csv          a line a cell, with a digest of all its fields
+    results/<device>/spear-table1.csv.xz       a line a cell, with a digest of all its fields
     results/<device>/rows.json                 which rows each file has: a digest of their keys
     results/<device>/observations/spear-table1-<kind>-<hash>.parquet   a row per cell, seed and unit; split at 1 MB
-    results/<device>/inputs.json               what the hashes of declared inputs stand for
+    results/<device>/inputs.json.xz            what the hashes of declared inputs stand for
 
 Files of observations are named by their content and never rewritten, and a row names its series by digest: whenever
 writing is interrupted, the rows that are there have their series.
@@ -23,20 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError
-from repro.files import atomic, write_text
+from repro.files import atomic, read_text, write_text
 from repro.record import folded, measurement, observations, row_digest, row_list
 from repro.record.measurement import Measurement, from_csv, slug, to_csv
 from repro.record.observations import Series
 from repro.spec.cell import Cell, Place
 
 RESULTS = measurement.RESULTS
-OF_CELLS = "*-*.csv"  # files of measurements; kernel times, which `repro.bench.kernel_rows` reads, have no dash
-INPUTS = "inputs.json"  # spells out the hashes of declared inputs of a device's rows
+OF_CELLS = f"*-*{row_list.ENDING}"  # of measurements; kernel times, which `repro.bench.kernel_rows` reads, have no dash
+INPUTS = "inputs.json.xz"  # spells out the hashes of declared inputs of a device's rows
 
 
 def path_of(row: Measurement) -> Path:
     """The file that an accepted row is in; of one that several cards measured it is the first one's."""
-    return RESULTS / slug(row.device.partition(" + ")[0]) / f"{row.table.replace('/', '-')}.csv"
+    return RESULTS / slug(row.device.partition(" + ")[0]) / f"{row.table.replace('/', '-')}{row_list.ENDING}"
+
+
+def _stem(path: Path) -> str:
+    """The name of a file of rows without its ending; those of its observations begin with it."""
+    return path.name.removesuffix(row_list.ENDING)
 
 
 @cache
@@ -44,7 +49,7 @@ def _rows(results: Path, name: str) -> dict[tuple[Place, str], Measurement]:
     """Place and scale to its row, of one table; where several devices have a cell, the last by the folder's name."""
     found = {}
     for folder in sorted(results.glob("*/")):
-        path = folder / f"{name}.csv"
+        path = folder / f"{name}{row_list.ENDING}"
         if path.is_file() or path.name in row_list.listed(folder):
             found |= {(row.place, row.scale): row for row in _read(path)}
     return found
@@ -125,11 +130,8 @@ def _files(folder: Path) -> list[Path]:
     """Those in a device's folder; kernel times, peers' times and sanitizer results are others."""
     found = {folder / name for name in row_list.listed(folder) if fnmatchcase(name, OF_CELLS)}
     for path in folder.glob(OF_CELLS):
-        if path.name.startswith("."):  # left by a process that was killed
-            continue
-        with open(path, encoding="utf-8", errors="replace") as file:
-            if file.readline().startswith("paper,kind,number,row,"):
-                found.add(path)
+        if read_text(path).startswith("paper,kind,number,row,"):
+            found.add(path)
     return sorted(found)
 
 
@@ -161,7 +163,7 @@ def series(row: Measurement) -> list[dict[str, Series]]:
         UserError: a file that does not match its checksum, or without the series of the row.
     """
     path, wanted = path_of(row), row.observations.split()
-    held = _packed(path.parent, path.stem)
+    held = _packed(path.parent, _stem(path))
     if not held.keys() >= set(wanted):
         raise UserError(
             f"{path}: the observations of {row.where} at scale {row.scale} are not in {path.parent / 'observations'}; "
@@ -222,7 +224,7 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
         of_kind = held.setdefault(one.inputs.get("measure", "other"), {})
         of_kind |= {(cell, i): seed for i, seed in enumerate(one.seeds)}
     packs = {
-        path.parent / "observations" / f"{path.stem}-{measure}-{digest[:8]}.parquet": data
+        path.parent / "observations" / f"{_stem(path)}-{measure}-{digest[:8]}.parquet": data
         for measure, one in held.items()
         for digest, data in observations.pack(one)
     }
@@ -239,7 +241,7 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
     write_text(path.with_name(INPUTS), "{\n" + ",\n".join(lines) + "\n}\n")
     _facts_of.cache_clear()  # a file that was written twice within a tick of the clock has one time
     store(path, [one.row for one in rows])
-    for pack in set(_packs(path.parent, path.stem)) - packs.keys():
+    for pack in set(_packs(path.parent, _stem(path))) - packs.keys():
         pack.unlink()
 
 
@@ -289,7 +291,7 @@ def _facts(path: Path) -> dict[str, Any]:
 @cache
 def _facts_of(path: Path, stamp: int) -> dict[str, Any]:
     try:
-        return folded.unfold(dict(json.loads(path.read_text(encoding="utf-8"))))
+        return folded.unfold(dict(json.loads(read_text(path))))
     except (ValueError, TypeError):
         raise UserError(f"{path}: not a JSON mapping; check it out again") from None
 
@@ -298,7 +300,7 @@ def inputs_of(row: Measurement) -> dict[str, Any] | None:
     """The declared inputs of an accepted row; None where they are not known.
 
     Raises:
-        UserError: results/<device>/inputs.json says others than the row's hash.
+        UserError: results/<device>/inputs.json.xz says others than the row's hash.
     """
     path = path_of(row).with_name(INPUTS)
     return _checked_inputs(path, path.stat().st_mtime_ns, row.inputs) if path.is_file() else None

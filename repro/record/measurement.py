@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.errors import UserError, shortened, unknown
-from repro.files import HOME, regular, short_hash
+from repro.files import HOME, read_text, short_hash
 from repro.spec.cell import Place, table_name
 
 STATUSES = (
@@ -36,7 +36,7 @@ class Measurement:
             ran: it follows from the recipe and the paper's own shapes), `unattested` (timed before versions were kept).
         recipe: canonical text.
         protocol: the groups of its series: corpora and tasks under their protocols.
-        inputs: hash of the declared inputs, which `results/<device>/inputs.json` spells out.
+        inputs: hash of the declared inputs, which `results/<device>/inputs.json.xz` spells out.
         versions: of the metric, the steps and the jobs that decided it, such as `gptq=1 perplexity=1`.
         artifacts: hash of the digests of the files that were read, compressed weights among them.
         observations: digest of the series that the value is computed from.
@@ -145,11 +145,10 @@ def from_csv(path: Path) -> list[Measurement]:
         UserError: the file is missing, has other columns, a value that is no finite number, or an unknown word.
     """
     try:
-        with open(regular(path), encoding="utf-8", newline="") as file:
-            lines = list(csv.reader(file))
+        lines = list(csv.reader(io.StringIO(read_text(path), newline="")))
     except OSError as error:
         raise UserError(f"{shortened(path, 200)}: cannot be read ({error.strerror}); name a table's .csv") from None
-    except (UnicodeDecodeError, csv.Error):
+    except csv.Error:
         raise UserError(f"{path}: not a CSV file") from None
     if not lines or tuple(lines[0]) != COLUMNS:
         odd = sorted(set(lines[0] if lines else ()) ^ set(COLUMNS))

@@ -15,6 +15,7 @@ from repro.record import row_digest
 from repro.record.row_digest import StoredRow
 
 NAME = "rows.json"
+ENDING = ".csv.xz"  # of a file of accepted rows; `xzcat` shows its lines
 
 
 def digest(rows: Iterable[StoredRow]) -> str:

@@ -18,7 +18,7 @@ from repro.errors import UserError, sentence, unknown
 from repro.files import HOME, ROOT
 from repro.jobs import runner
 from repro.jobs.job import Job
-from repro.record import accepted, provenance, replicate, versions
+from repro.record import accepted, provenance, replicate, row_list, versions
 from repro.spec import figures, scale, tables
 from repro.spec.cell import table_name
 from repro.spec.names import FORMATS, OWN, canonical
@@ -224,7 +224,7 @@ def _known_as(paths: Iterable[Path]) -> list[str]:
 def _sources(name: str) -> list[Path]:
     """Specs, printed cells and accepted results behind a table or figure: what rebuilds it besides its jobs."""
     if name in (*OWN, figures.LEADERBOARD):
-        return [*sorted((HOME / "results").glob("*/*.csv")), HOME / "tables" / "table1.yaml"]
+        return [*sorted((HOME / "results").glob(f"*/*{row_list.ENDING}")), HOME / "tables" / "table1.yaml"]
     drawn = figures.is_figure(name)
     paper, number = (figures if drawn else tables).split(name)
     found = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)
