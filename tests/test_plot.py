@@ -71,3 +71,31 @@ def test_coordinates_have_two_decimals_and_text_is_as_it_was():
     )
     want = '<path d="M 1.23 -7.8 L 12.00 3.00"/><text x="0.33" transform="rotate(-90 1.56 2)">0.12345</text>'
     assert plot.rounded(svg) == want
+
+
+def test_a_legend_names_what_is_not_measured_and_is_as_wide_as_its_figure(tmp_path):
+    names = [f"FlexQuant at best, {i} layers a switch" for i in range(6)]
+    panels = {"m": {name: one((1, i)) if i else [] for i, name in enumerate(names)}}
+    found = texts(drawn(tmp_path / "f.svg", panels))
+    assert f"{names[0]}: not measured" in found and set(names[1:]) <= set(found)
+    figure = plot.plt.figure(figsize=(5.2, 2.8), layout="constrained")
+    plot._legend(figure, figure.add_subplot().plot([[0] * 6, [1] * 6]), names)
+    assert figure.legends[0].get_window_extent().width <= figure.bbox.width and len(figure.legends) == 1
+    assert figure.get_size_inches()[1] > 2.8 + 6 / 2 * 0.15, "the panels keep their height"
+    plot.plt.close(figure)
+
+
+def test_ticks_do_not_overlap(tmp_path):
+    points = one(*((x, x) for x in (250, 500, 1000, 2000, 3000, 4000, 6000, 7800)))
+    assert not {"250", "500"} & set(texts(drawn(tmp_path / "f.svg", {"m": {"a": points}})))
+
+
+def test_bars_of_times_have_no_line_at_one_and_without_any_say_so(tmp_path):
+    def bars(name, points, **more):
+        plot.bars({"": {"a": points}}, LONG, "layer", "microseconds", tmp_path / name, **more)
+        return (tmp_path / name).read_text(encoding="utf-8")
+
+    points = [("512x2048", 3.0, None, None)]
+    line = "stroke: #333333"
+    assert line in bars("f.svg", points) and line not in bars("g.svg", points, ratios=False)
+    assert " ".join(texts(bars("h.svg", []))) == f"{LONG}: not measured"

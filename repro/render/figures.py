@@ -22,6 +22,7 @@ from repro.spec.workflow import Workflow
 Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, y, interval of y, value of `over`
 Panels = dict[str, dict[str, Points]]  # by model and series
 Drawn = tuple[Panels, dict[Place, Measurement], str]
+TIMES = {"us", "ms"}  # units of what is no ratio
 PLOTS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
@@ -72,7 +73,9 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
         if m.value is not None and m.note:
             marked[cell.row, cell.col] = m.note
     panels = {", ".join(filter(None, (group, at))): one for group, of_ in drawn.items() for at, one in of_.items()}
-    extra: dict[str, Any] = {"marked": marked} if spec.plot == "bars" else {}
+    extra: dict[str, Any] = {}
+    if spec.plot == "bars":
+        extra = {"marked": marked, "ratios": not TIMES & {cell.unit for cell in cells}}
     names = {label for panel in panels.values() for label in panel}
     for label in spec.lead:
         if label not in names:

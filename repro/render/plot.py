@@ -32,7 +32,10 @@ STYLE = {
 }
 MARKERS = "osD^v<>pPX*"
 CHARACTERS = 13  # of a title in an inch
+TALL = 32  # characters of a label at the side of a panel, in 2.2 inches
+PANEL = 44  # characters of a panel's title and of its label below, in 3.4 inches
 FEW_TICKS = 8  # places that all get a tick
+TICKS = 15  # that stand side by side below a panel
 DENSE = 60  # points of a line that are drawn without markers
 PALETTE = "#0b3c8c #e07b00 #2a9d4e #b3261e #7a7a7a #8e44ad #00a3a3 #c2185b #8d6e00 #5d4037 #4a6fa5 #222222".split()
 COLOURED = [colour for colour in PALETTE if colour not in ("#7a7a7a", "#222222")]  # beside lines in grey
@@ -86,7 +89,9 @@ def lines(
     high = -(-max(1, len(panels)) // wide)
     with plt.rc_context(STYLE):
         width = max(5.2, 3.4 * wide)
-        figure = plt.figure(figsize=(width, 2.8 * high + 0.4))
+        measured = {name for panel in panels.values() for name, points in panel.items() if points}
+        labels = [name if name in measured else f"{name}: not measured" for name in series]
+        figure = plt.figure(figsize=(width, 2.8 * high))
         grid = figure.add_gridspec(high, wide)
         drawn: dict[str, Artist] = {}
         for n, (model, panel) in enumerate(panels.items()):
@@ -102,17 +107,15 @@ def lines(
             if gap:
                 axes[0].set_ylim(bottom=gap[1])
                 axes[-1].set_ylim(top=gap[0])
-            axes[0].set_title(textwrap.fill(model, CHARACTERS * 3, break_on_hyphens=False), fontsize=8)
-            axes[-1].set_xlabel(textwrap.fill(x, CHARACTERS * 3, break_on_hyphens=False))
+            axes[0].set_title(textwrap.fill(model, PANEL, break_on_hyphens=False), fontsize=8)
+            axes[-1].set_xlabel(textwrap.fill(x, PANEL, break_on_hyphens=False))
             if not any(panel.values()):
                 _not_measured(axes[0])
             elif not (small or wide_range):
                 _whole_ticks(axes[-1], [point[0] for points in panel.values() for point in points])
             if n % wide == 0:
-                axes[0].set_ylabel(y)
-        shown = {name: drawn[name] for name in series if name in drawn}
-        columns = max(1, int(width / 1.5))
-        figure.legend(shown.values(), shown, loc="outside lower center", ncols=columns, frameon=False)
+                axes[0].set_ylabel(textwrap.fill(y, TALL, break_on_hyphens=False))
+        _legend(figure, [drawn[name] for name in series], labels)
         _head(figure, title)
         save(figure, path)
 
@@ -159,6 +162,7 @@ def _axes(figure: plt.Figure, place: SubplotSpec, gap: tuple[float, float] | Non
     slash = {"marker": [(-1, -0.5), (1, 0.5)], "markersize": 7, "linestyle": "none", "color": "k", "clip_on": False}
     above.plot([0], [0], transform=above.transAxes, **slash)
     below.plot([0], [1], transform=below.transAxes, **slash)
+    below.yaxis.set_major_locator(MaxNLocator(2))
     return [above, below]
 
 
@@ -174,6 +178,18 @@ def _gap(heights: Sequence[float]) -> tuple[float, float] | None:
     return (low + margin, high - margin) if few and size > 0.25 * (order[-1] - order[0]) else None
 
 
+def _legend(figure: plt.Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
+    """A legend below all panels in as many columns as the figure's width holds; the figure grows by its height."""
+    for columns in range(len(labels), 0, -1):
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        extent = legend.get_window_extent()
+        if extent.width <= figure.bbox.width:
+            break
+        legend.remove()
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + extent.height / figure.dpi)
+
+
 def _not_measured(axis: Axes) -> None:
     """An empty panel says so, and has no ticks, which would be of no measurement."""
     axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="0.4")
@@ -185,7 +201,8 @@ def _whole_ticks(axis: Axes, at: Sequence[float]) -> None:
     """Ticks at whole numbers alone, where every point is at one."""
     places = sorted(set(at))
     if all(float(place).is_integer() for place in places):
-        few = len(places) <= FEW_TICKS
+        apart = min((high - low for low, high in zip(places, places[1:])), default=1)
+        few = len(places) <= FEW_TICKS and apart * TICKS >= places[-1] - places[0]
         axis.xaxis.set_major_locator(FixedLocator(places) if few else MaxNLocator(integer=True))
 
 
@@ -301,18 +318,22 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]], path: Path) -> 
 
 
 def bars(
-    panels: Panels, title: str, x: str, y: str, path: Path, marked: Mapping[tuple[str, str], str] = MappingProxyType({})
-) -> None:
-    """Ratios of several series side by side, a group of bars for each place, in two rows; a series may lack places.
+    panels: Panels, title: str, x: str, y: str, path: Path,
+    marked: Mapping[tuple[str, str], str] = MappingProxyType({}), ratios: bool = True,
+) -> None:  # fmt: skip
+    """Values of several series side by side, a group of bars for each place, in two rows; a series may lack places.
 
     Args:
-        panels: one, of series to points (place, ratio, …); a series without points keeps its colour and is not shown.
+        panels: one, of series to points (place, value, …); a series without points keeps its colour and is not shown.
         title, x, y, path: as of `lines`.
         marked: (series, place) of hatched bars to what the hatching means.
+        ratios: draw a line at 1, which the values are compared with.
     """
     panel = next(iter(panels.values()), {})
     groups = {name: {point[0]: point[1] for point in points} for name, points in panel.items()}
     places = list(dict.fromkeys(place for values in groups.values() for place in values))
+    if not places:
+        return nothing(f"{title}: not measured", path)
     rows = 2 if len(places) > 8 else 1
     each = -(-len(places) // rows)
     shown = {name: PALETTE[i] for i, name in enumerate(groups) if groups[name]}
@@ -328,7 +349,8 @@ def bars(
                         look = {"color": color, "edgecolor": "white", "linewidth": 0}
                         look |= {"hatch": "////"} if (name, place) in marked else {}
                         axis.bar(j - 0.42 + (i + 0.5) * width, groups[name][place], width, **look)
-            axis.axhline(1.0, color="0.2", linewidth=0.8)
+            if ratios:
+                axis.axhline(1.0, color="0.2", linewidth=0.8)
             axis.set_xlim(-0.6, each - 0.4)
             axis.set_ylim(0, high)
             axis.set_xticks(range(len(mine)), [place.replace("x", " x\n") for place in mine])

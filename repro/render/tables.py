@@ -1,5 +1,6 @@
 """Write tables: a printed one, the project's own Table 1 (headline claims), the leaderboard, the audit."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
     labels = sorted({label for recipes in entries.values() for cells in recipes.values() for label in cells})
     rows: list[list[str]] = []
     lines = [["model", "recipe", "column", "value", "lo", "hi"]]
-    for model, recipes in sorted(entries.items()):
+    for model, recipes in sorted(entries.items(), key=lambda item: _by_size(item[0])):
         rows.append([model])
         for name, cells in sorted(recipes.items(), key=lambda item: _bits(item[1])):
             against = ratios.get((model, name))
@@ -169,12 +170,17 @@ def scattered(flow: Workflow) -> dict[str, dict[str, list[tuple[float | str, flo
     """The leaderboard's points: bits a block weight, ratio, its interval, recipe; by model and family of recipes."""
     entries, ratios = leaders(flow)
     panels: dict[str, dict[str, list]] = {}
-    for (model, name), against in sorted(ratios.items()):
+    for (model, name), against in sorted(ratios.items(), key=lambda item: (_by_size(item[0][0]), item[0])):
         if bits := _bits(entries[model][name]):
             family = " + ".join(part.split("-")[0].split("(")[0] for part in name.split(" + "))
             point = (bits, against.value, against.lo, against.hi, name)
             panels.setdefault(model, {}).setdefault(family, []).append(point)
     return panels
+
+
+def _by_size(model: str) -> list[str | int]:
+    """A model's name to sort by: pocket-10m comes after pocket-3m."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", model)]
 
 
 def _bits(cells: dict[str, Measurement]) -> float:
