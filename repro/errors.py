@@ -23,7 +23,7 @@ class Refused(UserError):
 
 
 class Crowded(UserError):
-    """Too little memory of a GPU that other programs use, too: no result, and to be run again with more room."""
+    """Too little memory that other programs use, too: no result, and to be run again with more room."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:

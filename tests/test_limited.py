@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import engines
 import pytest
@@ -13,7 +14,7 @@ from repro.bench import kernel_rows
 from repro.data import prompts
 from repro.engine import Engine, Limited, budget, decoding, drafted, fit, limits, offload, speculate, step, substitute
 from repro.engine import engine as engines_by_name
-from repro.errors import Refused, UserError
+from repro.errors import Crowded, Refused, UserError
 from repro.files import ROOT
 from repro.jobs.target import Target
 from repro.kernels import packing
@@ -300,6 +301,17 @@ def test_the_allocator_is_bound_by_number_and_share(monkeypatch):
     assert bound[1] == (1.0, 1)
 
 
+def test_what_other_programs_use_is_no_part_of_the_budget(monkeypatch):
+    """Of 80 GiB, half a GiB in the allocator and three quarters beside it, with others or without."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**29)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    at, own = torch.device("cuda"), 3 * 2**28
+    for others in (0, 30 * 2**30):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, n=others: (2**36 - 2**29 - own - n, 2**36))
+        most = 2**30 if others else own
+        assert limits.reserved(at) == most + limits.MARGIN and limits.own_bytes(at) == 2**29 + most
+
+
 # --- the budget -------------------------------------------------------------------------------------------------------
 
 
@@ -475,6 +487,8 @@ def test_a_text_goes_on_to_the_end_of_the_context(plain, drafting):
         (["--memory", "1GiB", "--draft", "eagle"], "unknown draft 'eagle'"),
         (["--memory", "1GiB", "--draft", "subspec(depth=0)"], "depth is 0; it is 1 or more"),
         (["--memory", "1GiB", "--draft", "subspec(speed=3)"], "speed"),
+        (["--memory", "1GiB", "--draft", "subspec(depth=2048)"], "a context of 2,048 has room for fewer tokens"),
+        (["--memory", "9000GiB", "--draft", "subspec(top_k=5000)"], "draft top_k is 5,000; pocket-3m has "),
         (["--draft", "subspec"], "go with --memory"),
         (["--no-prefetch"], "go with --memory"),
     ],
@@ -486,9 +500,12 @@ def test_bad_words_are_one_sentence(capsys, words, said):
 
 
 def test_too_little_host_memory_names_both_amounts(monkeypatch):
-    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**20}))
-    with pytest.raises(Refused, match=r"streams .* MiB from host memory, of which 1.00 MiB are free"):
-        Limited.load("pocket-3m", BUDGET, **HERE)
+    """What no program would leave is a result; what other programs use now is none, and is tried again."""
+    for total, kind in ((2**20, Refused), (2**40, Crowded)):
+        memory = SimpleNamespace(available=2**20, total=total)
+        monkeypatch.setattr(limits.psutil, "virtual_memory", lambda memory=memory: memory)
+        with pytest.raises(kind, match=r"streams .* MiB from host memory, of which 1.00 MiB are free"):
+            Limited.load("pocket-3m", BUDGET, **HERE)
 
 
 def test_a_quantized_target_is_not_offloaded():
@@ -504,6 +521,15 @@ def test_the_command_streams_a_text_under_a_limit(plain, capsys):
     assert out.startswith(whole(plain, count=16))
     for part in ("acceptance length", "0 of 2 blocks resident", "streamed a pass", "tokens/s"):
         assert part in out
+
+
+@pytest.mark.parametrize("temperature, warned", [("0.7", True), ("0", False)])
+def test_a_draft_that_is_sharpened_where_tokens_are_drawn_is_allowed_and_warned_of(capsys, temperature, warned):
+    draft = "subspec(top_k=2, depth=2, sampled_temperature=0.2)"
+    words = ["generate", "--model", "pocket-3m", "--memory", str(BUDGET), "--draft", draft]
+    where = ["--temperature", temperature, "--context", "256", "--dtype", "float32", "--device", "cpu"]
+    assert main([*words, *where, "--max-new-tokens", "2", PROMPT]) == 0
+    assert ("a sharpened draft guesses worse" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.parametrize("shape", ["llama8b", "qwen7b"])

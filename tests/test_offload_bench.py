@@ -22,7 +22,10 @@ SHAPE = {
 def small(monkeypatch):
     """One tiny shape, and iterations that a test can wait for."""
     monkeypatch.setitem(engines_by_name.SHAPES, "tiny", SHAPE)
-    monkeypatch.setattr(bench, "SHAPES", {"llama8b": ("shape/tiny", 96)})
+    monkeypatch.setattr(bench, "SHAPES", {"llama8b": ("shape/tiny", 96), "llama1b": ("shape/tiny", 96)})
+    monkeypatch.setattr(bench, "BIG", ("llama8b",))
+    monkeypatch.setattr(bench, "LITTLE", "6.2MiB")
+    monkeypatch.setattr(bench, "LONG", 40)
     monkeypatch.setattr(bench, "WARM", 1)
     monkeypatch.setattr(bench, "TIMED", 2)
     monkeypatch.setattr(bench, "MODEL", "pocket-3m")
@@ -37,7 +40,10 @@ def test_every_measurement_is_written_once(small, tmp_path, capsys):
     bench.main([*words, "--only", "llama8b", "limit", "lossless-float32"])
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     shapes = {f"llama8b-{name}" for name in ("sync", "prefetch", "speculate", "step", "whole")}
-    assert set(found) == shapes | {"limit", "lossless-float32"}
+    assert set(found) == shapes | {"limit", "limit-plain", "lossless-float32"}
+    long, plain = found["limit"], found["limit-plain"]
+    assert long["tokens"] == plain["tokens"] == 40 and long["streamed_bytes"] and plain["streamed_bytes"]
+    assert (long["iterations"], plain["iterations"]) == (8, 39), "39 tokens after the prefill's, five at once or one"
     speculate = found["llama8b-speculate"]
     assert speculate["nodes"] == 16 and len(speculate["seconds"]) >= 1 and speculate["draft_pass_s"] > 0
     assert speculate["streamed_bytes"] > 0 and len(found["llama8b-sync"]["seconds"]) == 2

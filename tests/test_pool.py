@@ -373,6 +373,27 @@ def test_without_a_word_of_the_driver_every_worker_works(holding):
     assert max(len(together(held, began)) for began, *_ in held) == 4
 
 
+def test_a_job_that_times_has_its_gpu_to_itself(job, monkeypatch):
+    plain, timed = job("plain", device="cuda"), job("timed", device="cuda")
+    on_cpu = job("on-cpu", device="cpu")
+    monkeypatch.setattr(runner.JOBS["fake"], "TIMES", True, raising=False)
+    monkeypatch.setattr(runner, "alone", lambda one, alone=runner.alone: alone(one) and one is not plain)
+
+    def following(running, *ready):
+        """Which job is started on which worker, where the first three of four workers have GPU 0 and the last GPU 1."""
+        jobs = [*running, *[None] * (4 - len(running))]
+        workers = [pool.Worker(None, None, int(i == 3), one) for i, one in enumerate(jobs)]
+        order = {one.id: (0, False, i) for i, one in enumerate(ready)}
+        found = pool._next(workers, ready, order, dict.fromkeys(order, 0), {})
+        return found and (found[1].label, found[0].gpu)
+
+    assert following([], timed, plain) == ("timed", 0)
+    assert following([plain], timed, plain) == ("timed", 1), "on the other GPU"
+    assert following([plain, None, None, on_cpu], timed, plain) == ("plain", 0), "it waits while another one runs"
+    assert following([timed, None, None, timed], plain, timed) is None, "and others wait for it"
+    assert following([on_cpu, None, None, on_cpu], on_cpu) == ("on-cpu", 0), "on a CPU nothing does"
+
+
 def test_free_memory_is_that_of_the_visible_gpus(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho '0, GPU-aa, 1000'\necho '1, GPU-bb, [N/A]'\necho '2, GPU-cc, 3000'\n")

@@ -11,7 +11,9 @@ Shapes have random weights: their times and bytes are real, their texts and acce
     <shape>-step        a step of the draft's own format at one token, for the bar of a draft pass
     <shape>-whole       generations that accept as many tokens in each iteration as the stored acceptance record says,
                         against their calculated tokens a second: accepted tokens over the time of an iteration
-    limit               memory by the driver's count over a long generation within the budget
+    limit               memory by the driver's count over 1,000 tokens of a shape with its draft, whose iterations
+                        accept 30 tokens, as the paper reports (1,000 iterations of one token would take six minutes)
+    limit-plain         the same without a draft, of a shape of 1B within `LITTLE` (a step of 8B takes 0.17 s)
 """
 
 import argparse
@@ -52,12 +54,19 @@ MODEL, TOKENS = "pocket-10m", 64  # of the lossless texts
 SETS = {"mt-bench": 40, "humaneval": 40, "gsm8k": 50, "aime24": 30, "math500": 40}  # prompts of each: 200
 TIE = 1e-5  # logits this close are a tie, which is printed
 FAR = 2.0  # a tree's pass is at most so many times as far from float32 as passes of one token
-SHAPES = {"llama8b": ("shape/Llama-3.1-8B", 1024), "qwen7b": ("shape/Qwen2.5-7B", 1024)}  # with the context
+SHAPES = {  # with the context
+    "llama8b": ("shape/Llama-3.1-8B", 1024),
+    "qwen7b": ("shape/Qwen2.5-7B", 1024),
+    "llama1b": ("shape/Llama-3.2-1B", 1024),
+}
+BIG = ("llama8b", "qwen7b")
 MEMORY = "8GiB"
+LITTLE = "2.5GiB"  # for 1B: a third of its blocks stay
 DRAFT = subspec.Config()  # the paper's
 WARM, TIMED = 3, 20  # iterations
 RECORD = ("subspec", "1", "SubSpec [T=0, 8GB]", "MT-Bench tau", "Qwen2.5-7B-Instruct")  # of accepted lengths
 WHOLE = 10  # prompts of the record that a whole run decodes
+LONG, ACCEPTED, EVERY = 1000, 30, 8  # tokens of `limit`, of an iteration of it, and between two looks at the memory
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -98,14 +107,15 @@ class Bench:
         """All measurements in order; the names of those that failed."""
         for dtype in ("float32", "bfloat16"):
             self.once(f"lossless-{dtype}", lambda d=dtype: lossless(self.device, DTYPES[d], self.sets))
-        for name in SHAPES:
+        for name in BIG:
             self.once(f"{name}-sync", lambda n=name: self.plain(n, prefetch=False))
             self.once(f"{name}-prefetch", lambda n=name: self.plain(n, prefetch=True))
             self.once(f"{name}-speculate", lambda n=name: self.speculate(n))
             self.once(f"{name}-whole", lambda n=name: self.whole(n))
             if name == "llama8b":
-                self.once("limit", lambda n=name: self.limit(n))
+                self.once("limit", lambda n=name: self.limit(n, draft=True))
             self.once(f"{name}-step", lambda n=name: self.step(n))  # lifts the limit
+        self.once("limit-plain", lambda: self.limit("llama1b", draft=False))
         self.free()
         return self.failed
 
@@ -144,7 +154,8 @@ class Bench:
             began = time.perf_counter()
             shape, context = SHAPES[name]
             own = DRAFT if draft else None
-            made = of_shape(shape, self.memory, own, context, self.device, self.dtype)
+            memory = self.memory if name in BIG else LITTLE
+            made = of_shape(shape, memory, own, context, self.device, self.dtype)
             self.engine = (name, draft), made
             what = "with its draft" if draft else "without a draft"
             print(f"{shape} {what}: {made.plan.resident} resident, {time.perf_counter() - began:.0f} s", flush=True)
@@ -164,7 +175,7 @@ class Bench:
             "streamed_bytes": engine.plan.streamed_bytes,
         }
         if self.device.type == "cuda":
-            facts["device_bytes"] = limits.device_bytes(self.device)
+            facts["device_bytes"] = limits.own_bytes(self.device)
             facts["allocated_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
             facts["reserved_bytes"] = torch.cuda.memory_reserved(self.device)
         return facts
@@ -267,19 +278,29 @@ class Bench:
         found |= {"prompt_tokens": prompt, "lengths": lengths, "record": list(RECORD)}
         return found | {"prefill_seconds": prefills, "seconds": iterations} | self.where(engine)
 
-    def limit(self, name: str) -> dict[str, Any]:
-        """Memory by the driver's count at every eighth token of a generation."""
-        engine = self.of_shape(name, draft=True)
+    def limit(self, name: str, draft: bool) -> dict[str, Any]:
+        """Memory by the driver's count before, while and after `LONG` tokens are decoded, after a warm generation.
+
+        Returns:
+            within: whether it never passed the budget, 1 or 0; growth_bytes: the most after the first token less that
+            at it; used_bytes: at every `EVERY`th token.
+        """
+        engine = self.of_shape(name, draft)
         engine.phases = False
+        timed(engine, WARM)
+        new = min(LONG, engine.context - 2)
+        prompt = engine.context - 1 - new
+        batch = engine._decoding([[7] * prompt], new, Sampling(), 0)
+        if draft:
+            batch = Replayed(batch, spread(new - 1, -(-(new - 1) // min(ACCEPTED, engine.draft.depth))))
         used: list[int] = []
-        new = min(4 * TIMED, engine.context // 2)
-        batch = engine._decoding([[7] * (engine.context - new)], new, Sampling(), 0)
         for given, _ in enumerate(engine._run(batch)):
-            if given % 8 == 0 and self.device.type == "cuda":
-                used.append(limits.device_bytes(self.device))
-        growth = used[-1] - used[0] if used else 0
-        within = bool(used) and max(used) <= engine.plan.budget
-        return {"within": within, "growth_bytes": growth, "used_bytes": used} | self.where(engine)
+            if given % EVERY == 0 and self.device.type == "cuda":
+                used.append(limits.own_bytes(self.device))
+        found = {"tokens": new, "prompt_tokens": prompt, "iterations": len(batch.seconds), "used_bytes": used}
+        if used:
+            found |= {"within": int(max(used) <= engine.plan.budget), "growth_bytes": max(used) - used[0]}
+        return found | self.where(engine)
 
 
 class Replayed(Drafted):

@@ -23,6 +23,7 @@ A kind is a module with
                              nothing, which is not declared
     lacking(ask)             optional: why it cannot be measured here; empty if it can
     run(job, found, folder, origin), OUTPUTS     where the kind has a job of its own
+    TIMES                    optional: its job times what it runs, and nothing else runs on its GPU meanwhile
     absent(ask)              optional: why results of the kind's own have no number
     quantity(ask), several(ask), origin(asks)    instead of all but Ask, where results are the kind's own (kernel times)
 """

@@ -19,6 +19,7 @@ from repro.record.observations import Observations, Series
 
 VERSION = 2  # MBU is a share of the read rate; it was one of a copy timed on the host (0.97 for a true 0.75)
 OUTPUTS = (observations.FILE,)
+TIMES = True
 DEFAULT: dict[str, Any] = {}
 SHOWN = {
     "tokens/s": "tokens_per_s",

@@ -32,6 +32,7 @@ from repro.record.observations import Observations, Series
 
 VERSION = 1
 OUTPUTS = (observations.FILE,)
+TIMES = True
 DEFAULT: dict[str, Any] = {}
 TIMED = ("subspec", "none", "alone")  # drafts
 SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying": "verify", "GB": "peak"}

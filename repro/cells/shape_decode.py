@@ -33,6 +33,7 @@ from repro.record.observations import Observations, Series
 
 VERSION = 1
 OUTPUTS = (observations.FILE,)
+TIMES = True
 DEFAULT: dict[str, Any] = {}
 ZIGZAG = "q4_k(layout=zigzag)"
 SPARSITIES = (25, 40, 50, 65)  # percent, as printed

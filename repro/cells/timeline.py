@@ -29,6 +29,7 @@ from repro.record.observations import Observations, Series
 
 VERSION = 1
 OUTPUTS = (observations.FILE,)
+TIMES = True
 DEFAULT: dict[str, Any] = {}
 LANES = ("copies", "draft passes", "verification")
 Spans = dict[str, list[tuple[float, float]]]  # lane to (begin, end) in milliseconds

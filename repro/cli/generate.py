@@ -83,6 +83,9 @@ def _limited(args: argparse.Namespace, named: tuple[str, str], where: dict[str, 
     engine = Limited.load(model, args.memory, recipe, args.draft, prefetch=args.prefetch, **where)
     if args.draft and not engine.plan.streamed_bytes:
         print(f"{model} fits into {args.memory}: the draft is the model itself; leave out --draft", file=sys.stderr)
+    if args.draft and args.temperature > 0 and (sharp := engine.draft.sampled_temperature) < 1:
+        said = f"sampled_temperature is {sharp:g}: a sharpened draft guesses worse what is drawn"
+        print(f"{said}; the text is the same, 1 is no sharpening", file=sys.stderr)
     return engine
 
 

@@ -107,7 +107,10 @@ def plan(
 
     Raises:
         Refused: not even an empty set of blocks fits; the sentence names the least budget that works.
+        UserError: a tree that is deeper than the context, or whose levels are wider than the vocabulary.
     """
+    if draft:
+        _check_tree(name, config, context, draft)
     blocks = config.num_hidden_layers
     least = None
     for count in range(blocks, -1, -1):
@@ -123,6 +126,13 @@ def plan(
     amount = shown(least, enough=True).replace(" ", "")  # one word, as an option takes it
     said = f"{name} needs at least {amount} {what} at a context of {context:,}"
     raise Refused("oom", f"memory {shown(budget)}: {said}; give more, or choose a shorter context")
+
+
+def _check_tree(name: str, config: Any, context: int, draft: subspec.Config) -> None:
+    if draft.depth >= context:
+        raise UserError(f"draft depth is {draft.depth:,}; a context of {context:,} has room for fewer tokens")
+    if draft.top_k > config.vocab_size:
+        raise UserError(f"draft top_k is {draft.top_k:,}; {name} has {config.vocab_size:,} tokens to choose from")
 
 
 def spread(count: int, blocks: int) -> tuple[int, ...]:

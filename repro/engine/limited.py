@@ -16,7 +16,7 @@ import torch
 from repro.engine import budget, engine, weights
 from repro.engine.core import needs_weights
 from repro.engine.decoding import Decoding
-from repro.engine.limits import check_host, device_bytes, limit, reserved
+from repro.engine.limits import check_host, limit, own_bytes, reserved
 from repro.engine.speculating import DraftedStats, Speculating
 from repro.engine.step import Decoder
 from repro.engine.substitute import Loaded, decoders
@@ -35,7 +35,7 @@ class LimitedStats(DraftedStats):
         resident, blocks: blocks of the target that stay on the device, and all.
         streamed_bytes: copied from the host in every pass of the target.
         budget_bytes, planned_bytes: what may be used, and what the plan uses.
-        device_bytes: used on the GPU after the generation by the driver's count, of all processes; 0 on a CPU.
+        device_bytes: used on the GPU after the generation by the driver's count, without other processes; 0 on a CPU.
     """
 
     resident: int = 0
@@ -128,7 +128,7 @@ class Limited(Speculating):
             streamed_bytes=self.plan.streamed_bytes,
             budget_bytes=self.plan.budget,
             planned_bytes=self.plan.used,
-            device_bytes=device_bytes(where) if where.type == "cuda" else 0,
+            device_bytes=own_bytes(where) if where.type == "cuda" else 0,
         )
 
 

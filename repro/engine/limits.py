@@ -4,17 +4,22 @@ import psutil
 import torch
 
 from repro.engine import budget
-from repro.errors import Refused
+from repro.errors import Crowded, Refused
+from repro.train.estimate import CONTEXT
 
 MARGIN = 256 * 2**20  # bytes of a budget for kernels that the driver loads while they are first used
 
 
 def reserved(device: torch.device) -> int:
-    """Bytes of a budget that are not the allocator's: what the device uses now besides it, and room for kernels."""
+    """Bytes of a budget that are not the allocator's: this process's context and libraries, and room for kernels.
+
+    The driver counts all processes together. What lies beyond `CONTEXT` is others' and no part of this budget: else
+    a program beside this one would change what is resident, and whether the budget suffices.
+    """
     if device.type != "cuda":
         return 0
     torch.cuda.init()
-    return device_bytes(device) - torch.cuda.memory_reserved(device) + MARGIN
+    return min(_outside(device), CONTEXT) + MARGIN
 
 
 def limit(device: torch.device, amount: int) -> None:
@@ -37,13 +42,27 @@ def device_bytes(device: torch.device) -> int:
     return total - free
 
 
+def own_bytes(device: torch.device) -> int:
+    """Bytes in use on a GPU as the driver counts them, without those of other processes."""
+    return torch.cuda.memory_reserved(device) + min(_outside(device), CONTEXT)
+
+
+def _outside(device: torch.device) -> int:
+    """Bytes in use on a GPU that are not this process's allocator's."""
+    return device_bytes(device) - torch.cuda.memory_reserved(device)
+
+
 def check_host(name: str, needed: int) -> None:
-    """Raise where the host has too little free memory for the weights that stream.
+    """Raise where the host has too little free memory for the weights that stream; the sentence names both amounts.
 
     Raises:
-        Refused: it has; the sentence names both amounts.
+        Refused: it has too little at all.
+        Crowded: it would have enough without what other programs use now.
     """
-    free = psutil.virtual_memory().available
-    if needed > free:
-        said = f"{name} streams {budget.shown(needed)} from host memory, of which {budget.shown(free)} are free"
+    memory = psutil.virtual_memory()
+    if needed <= memory.available:
+        return
+    said = f"{name} streams {budget.shown(needed)} from host memory, of which {budget.shown(memory.available)} are free"
+    if needed > memory.total:
         raise Refused("oom", f"{said}; give a larger --memory, or a machine with more")
+    raise Crowded(f"{said} of {budget.shown(memory.total)}; give a larger --memory, or run less beside it")

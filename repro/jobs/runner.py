@@ -64,6 +64,11 @@ def origin(job: Job) -> dict[str, str]:
     return dict(noted)
 
 
+def alone(job: Job) -> bool:
+    """Whether a job has to have its GPU to itself, since it times what it runs there."""
+    return job.given().get("device") == "cuda" and getattr(JOBS[job.kind], "TIMES", False)
+
+
 def run(job: Job) -> None:
     """Execute a job whose needs are built; its files appear whole or not at all.
 

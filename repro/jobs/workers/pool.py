@@ -4,7 +4,7 @@
 
 That is what a GPU machine without the workflow's packages uses. Each result is written as it ends; a second call does
 only what is missing. Where NVIDIA's MPS daemon may be started, workers share a GPU through it. Jobs are side by side on
-a GPU only while the bytes that they declare fit it (`memory`).
+a GPU only while the bytes that they declare fit it (`memory`). A job that times has its GPU to itself.
 """
 
 import contextlib
@@ -230,7 +230,11 @@ def _next(
     def fits(job: Job, worker: Worker) -> bool:  # a GPU without jobs takes any
         return needed[job.id] <= left[worker.gpu] or not (needed[job.id] and held[worker.gpu])
 
-    pairs = [(worker, job) for job in ready for worker in idle if fits(job, worker)]
+    def undisturbed(job: Job, worker: Worker) -> bool:
+        others = [other.job for other in workers if other.job and other.gpu == worker.gpu]
+        return not others or not any(map(runner.alone, [job, *others]))
+
+    pairs = [(worker, job) for job in ready for worker in idle if fits(job, worker) and undisturbed(job, worker)]
     return min(pairs, key=lambda pair: place(pair[1], pair[0]), default=None)
 
 
