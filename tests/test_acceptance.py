@@ -42,7 +42,13 @@ def job(tmp_path_factory):
 def test_the_job_counts_what_every_prompt_accepts(job):
     made, found = job
     tokens, iterations, repeated = (found.series[name].values for name in ("tokens", "iterations", "repeated"))
-    assert len(tokens) == len(iterations) == len(repeated) == 2
+    median = found.series["median"].values
+    assert len(tokens) == len(iterations) == len(median) == len(repeated) == 2
+    assert acceptance.series(acceptance.Ask("mt-bench", show="median iteration"), {"prompts": found}, None).keys() == {
+        "median"
+    }
+    for count, many, typical in zip(tokens, iterations, median):
+        assert 1 <= typical <= 7 and (many > 2 or typical == count - 1), "without the prefill's token"
     assert (tokens >= 12).all() and (iterations >= 2).all() and (tokens <= 1 + (iterations - 1) * 7).all()
     assert acceptance.value(acceptance.Ask("mt-bench"), {"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
     declared = json.loads(made.inputs)

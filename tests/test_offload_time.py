@@ -10,7 +10,7 @@ import torch
 from repro import papers
 from repro.cells import acceptance, offload_time
 from repro.cells.offload_time import Ask
-from repro.engine import budget, shapes
+from repro.engine import budget, drafts, eagle, shapes
 from repro.errors import Refused, UserError
 from repro.jobs.target import Target
 from repro.judge.quantity import evaluate
@@ -58,7 +58,12 @@ def test_a_job_declares_what_is_timed_and_no_model():
     assert declared["draft"] == vars(subspec.Config()) and declared["memory"] == 2**33 and "model" not in declared
     for same in (Ask("Qwen2.5-7B", "8192MiB"), Ask("Qwen2.5-7B", "8GiB", show="GB"), Ask("Qwen2.5-7B", "8GiB", bus=22)):
         assert offload_time.jobs(same, target())["times"].id == jobs[0].id
-    assert offload_time.jobs(Ask("Qwen2.5-7B", "8GiB", draft="small"), target()) is None
+    own = [Ask("Qwen2.5-7B", "8GiB", draft="small", draft_model=name) for name in ("Qwen2.5-1.5B", "Llama-3.2-1B")]
+    own.append(Ask("Qwen2.5-7B", "8GiB", draft="eagle2"))
+    made = [json.loads(offload_time.jobs(ask, target())["times"].inputs) for ask in own]
+    assert [one["draft_model"] for one in made] == ["Qwen2.5-1.5B", "Llama-3.2-1B", ""]
+    assert made[0]["draft"] == vars(drafts.Small()) and made[2]["draft"] == vars(eagle.Eagle2())
+    assert offload_time.jobs(Ask("Qwen2.5-7B", "8GiB", draft="specexec"), target()) is None
 
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
@@ -73,17 +78,26 @@ def given(ask):
     return offload_time.jobs(ask, target(context=96, warm=1, timed=3))["times"].given()
 
 
-def least():
+def least(draft):
     """A budget that leaves blocks of the tiny shape on the host."""
     from transformers import AutoConfig
 
-    parts = budget.parts_of(AutoConfig.for_model(**SHAPE), 96, torch.float32, 1, subspec.Config(depth=4))
+    config = AutoConfig.for_model(**SHAPE)
+    if draft in offload_time.OWN:
+        own = offload_time.OWN[draft](depth=4)
+        beside = shapes.own_draft_bytes(config, own, config if draft == "small" else None, 96, torch.float32)
+        slots = 96 + getattr(own, "room", own.nodes)
+        return str(beside + sum(budget.parts_of(config, slots, torch.float32, 1, None).values()))
+    parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4))
     return str(sum(parts.values()))
 
 
-@pytest.mark.parametrize("draft, phases", [("subspec", True), ("none", False), ("alone", False)])
+KINDS = [("subspec", True), ("none", False), ("alone", False), ("small", True), ("eagle2", True)]
+
+
+@pytest.mark.parametrize("draft, phases", KINDS)
 def test_iterations_and_phases_are_timed(tiny, draft, phases):
-    ask = Ask("tiny", least(), draft=draft, depth=4)
+    ask = Ask("tiny", least(draft), draft=draft, draft_model="tiny" if draft == "small" else "", depth=4)
     found = offload_time.times(given(ask), CPU, torch.float32)
     assert len(found["iteration"]) == 3 and min(found["iteration"]) > 0
     if draft == "alone":
@@ -215,6 +229,8 @@ def _value(quantity):
         ({"memory": "8 cats"}, "write an amount such as 8GiB"),
         ({"bus": -1.0}, "bus is -1"),
         ({"depth": -2}, "depth is -2"),
+        ({"draft": "small"}, "draft small needs a draft_model"),
+        ({"draft": "small", "draft_model": "Qwen"}, "unknown shape .Qwen."),
     ],
 )
 def test_bad_asks_are_one_sentence(words, said):

@@ -6,9 +6,11 @@ the published recipes. Other drafts are models of their own (`repro/engine/draft
 without a chat template: prompts are plain text, first turns only.
 
 Greedy continuations of small models repeat themselves, which a draft of the same model guesses well. So the share of
-repeated 4-grams in the new text is kept for every prompt, and there is a length of the less repetitive half.
+repeated 4-grams in the new text is kept for every prompt, and there is a length of the less repetitive half. A mean of
+tokens over iterations hides that many are short and some very long: the median iteration of every prompt is kept, too.
 """
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
 GRAM = 4
+ALONE = {"repeated 4-grams": "repeated", "median iteration": "median"}  # what is shown to the one series that it takes
 CONFIGS = {  # of each draft, and the options that an `Ask` may set
     "subspec": (subspec.Config, ("bits", "top_k", "depth")),
     "self": (subspec.Config, ("bits", "top_k", "depth")),
@@ -51,6 +54,8 @@ FEW, SHORT = 3, 64  # prompts and new tokens of a build's own measurement: a dra
 class Ask:
     """Tokens of an iteration, all new tokens over all iterations; or the share of repeated 4-grams, as a fraction.
 
+    `median iteration` is the mean over prompts of the median tokens of an iteration, without the prefill.
+
     `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth`,
     `budget` and `draft_temperature` are the draft's, 0 being the default of its configuration. `self` is the target as
     draft; `small` and `specexec` draft with the stand-in of `draft_model`, a paper's name; `eagle2` with a head that
@@ -58,7 +63,7 @@ class Ask:
     """
 
     prompts: str
-    show: Literal["length", "repeated 4-grams", "less repetitive half"] = "length"
+    show: Literal["length", "median iteration", "repeated 4-grams", "less repetitive half"] = "length"
     temperature: float = 0.0
     draft: Literal["subspec", "self", "small", "specexec", "eagle2", "none"] = "subspec"
     draft_model: str = ""
@@ -149,20 +154,21 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Decode every prompt; a value a prompt: new tokens, iterations, share of repeated 4-grams.
+    """Decode every prompt; a value a prompt: new tokens, iterations, the median one's, share of repeated 4-grams.
 
     Raises:
         UserError: damaged inputs, or a model that the engine does not run; `Refused` for a prompt beyond the context.
     """
     given = job.given()
     core = speculating(given, found.get("weights"))
-    columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "repeated": []}
+    columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "repeated": []}
     for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
         how = {"temperature": given["temperature"], "seed": number}
         text = next(core.generate([prompt.text], given["tokens"], **how))
         lengths = core.batch.lengths
         columns["tokens"].append(sum(lengths))
         columns["iterations"].append(len(lengths))
+        columns["median"].append(statistics.median(lengths[1:] or lengths))
         columns["repeated"].append(repeated(text.tokens))
         print(f"{given['prompts']} {prompt.id}: {sum(lengths) / len(lengths):.2f} tokens an iteration", flush=True)
     group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
@@ -206,8 +212,9 @@ def repeated(tokens: list[int]) -> float:
 def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
     kept = found["prompts"].series
-    if ask.show == "repeated 4-grams":
-        return {"repeated": kept["repeated"]}
+    if ask.show in ALONE:
+        name = ALONE[ask.show]
+        return {name: kept[name]} if name in kept else {}  # observations of before lack the median
     both = {name: kept[name] for name in ("tokens", "iterations")}
     if ask.show == "length":
         return both
@@ -220,8 +227,8 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
 
 
 def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
-    """Tokens over iterations, or the mean share."""
-    return mean["repeated"] if ask.show == "repeated 4-grams" else mean["tokens"] / mean["iterations"]
+    """Tokens over iterations, or the mean of what the prompts have by themselves."""
+    return mean[ALONE[ask.show]] if ask.show in ALONE else mean["tokens"] / mean["iterations"]
 
 
 def limits(ask: Ask) -> tuple[float, float]:

@@ -4,8 +4,10 @@ The weights are random: times and bytes are real, texts and acceptance are not, 
 accepted tokens of a stand-in (`acceptance`) over these seconds. The verification of random weights accepts about one
 token, which changes no time but that of moving accepted slots.
 A model without a draft is `none`: its iteration is a step. `alone` is a step of the draft's own format with all blocks
-on the device, which is what a standalone 4-bit model takes here, whatever its quantizer. Times need a GPU; elsewhere a
-result is `unsupported`.
+on the device, which is what a standalone 4-bit model takes here, whatever its quantizer. `small` is a smaller shape in
+16 bits with the target's vocabulary and `eagle2` a head of one block, both on the device as a whole; where more than
+the root is accepted, EAGLE-2 takes one pass of its head more, which these times leave out. SpecExec is not timed: how
+many passes its tree takes follows from the text. Times need a GPU; elsewhere a result is `unsupported`.
 """
 
 import math
@@ -19,8 +21,10 @@ import torch
 
 from repro.engine import budget
 from repro.engine.core import Core
+from repro.engine.drafts import Small
+from repro.engine.eagle import Eagle2
 from repro.engine.limits import bound
-from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed
+from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed, with_own_draft
 from repro.engine.speculating import Speculating
 from repro.engine.traffic import bus_rate
 from repro.errors import Refused, UserError, at_least, unknown
@@ -34,7 +38,8 @@ VERSION = 1
 OUTPUTS = (observations.FILE,)
 TIMES = True
 DEFAULT: dict[str, Any] = {}
-TIMED = ("subspec", "none", "alone")  # drafts
+TIMED = ("subspec", "none", "alone", "small", "eagle2")  # drafts
+OWN = {"small": Small, "eagle2": Eagle2}  # drafts that are models of their own, and their configurations
 SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying": "verify", "GB": "peak"}
 
 
@@ -45,8 +50,9 @@ class Ask:
     Attributes:
         shape: of `repro/engine/shapes.yaml`.
         memory: the budget, such as `8GiB`.
-        draft: `subspec`, `none` or `alone`; other drafts are not timed.
-        group: of the codes of `alone`.
+        draft: SpecExec's is not timed.
+        draft_model: the shape of a `small` draft.
+        group: of the codes of `alone` and `subspec`.
         prefetch: whether weights are copied before they are needed.
         depth: of the draft's tree; 0 is the paper's.
         bus: another rate of the bus in GB/s, for which the time of the streamed bytes is calculated; 0 is the measured.
@@ -56,6 +62,7 @@ class Ask:
     shape: str
     memory: str
     draft: Literal["subspec", "none", "alone", "small", "specexec", "eagle2"] = "subspec"
+    draft_model: str = ""
     group: int = 64
     prefetch: bool = True
     depth: int = 0
@@ -64,19 +71,25 @@ class Ask:
     unit: str = "ms"
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise unknown("shape", self.shape, SHAPES)
+        for shape in (self.shape, self.draft_model or self.shape):
+            if shape not in SHAPES:
+                raise unknown("shape", shape, SHAPES)
+        if self.draft == "small" and not self.draft_model:
+            raise UserError("offload_time: draft small needs a draft_model, such as Qwen2.5-1.5B")
         budget.parse_bytes(self.memory)
         if self.bus < 0:
             raise UserError(f"bus is {self.bus}; give GB/s above 0, or 0 for the measured rate")
         self.config  # noqa: B018  checks the depth
 
     @property
-    def config(self) -> subspec.Config | None:
+    def config(self) -> subspec.Config | Small | Eagle2 | None:
         """The draft's configuration."""
+        depth = {"depth": self.depth} if self.depth else {}
         if self.draft == "none":
             return None
-        return subspec.Config(group=self.group, **({"depth": self.depth} if self.depth else {}))
+        if self.draft in OWN:
+            return OWN[self.draft](**depth)
+        return subspec.Config(group=self.group, **depth)
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,8 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
         return None
     rule = vars(protocol) | {"shape": ask.shape, "memory": budget.parse_bytes(ask.memory), "prefetch": ask.prefetch}
     rule |= {"draft": vars(ask.config) if ask.config else None, "alone": ask.draft == "alone"}
+    if ask.draft in OWN:
+        rule |= {"of": ask.draft, "draft_model": ask.draft_model if ask.draft == "small" else ""}
     where = {"device": target.scale.device}
     label = f"{ask.shape}/{ask.draft}{'' if ask.prefetch else '-sync'}-{ask.config.depth if ask.config else 0}"
     return {"times": make("offload_time", label, rule | where, rule | where, {}, ())}
@@ -161,9 +176,14 @@ def engine_of(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
     """
     from transformers import AutoConfig  # takes seconds
 
-    draft = subspec.Config(**given["draft"]) if given["draft"] else None
+    draft = OWN.get(given.get("of"), subspec.Config)(**given["draft"]) if given["draft"] else None
     name, config = f"shape/{given['shape']}", AutoConfig.for_model(**SHAPES[given["shape"]])
-    *models, plan = offloaded(name, config, given["memory"], draft, given["context"], device, dtype)
+    budgeted, where = (name, config, given["memory"], draft), (given["context"], device, dtype)
+    if given.get("of") in OWN:
+        small = AutoConfig.for_model(**SHAPES[given["draft_model"]]) if given["draft_model"] else None
+        *models, plan = with_own_draft(*budgeted, small, *where)
+    else:
+        *models, plan = offloaded(*budgeted, *where)
     engine = Speculating(name, *models, draft)
     set_prefetch(engine, given["prefetch"])
     return engine, plan

@@ -1,8 +1,10 @@
 """Public shapes with random weights: their speed and memory are real, their texts mean nothing.
 
-`offloaded` makes one under a memory budget, with SubSpec's draft or without, and `timed` decodes with it.
+`offloaded` makes one under a memory budget, with SubSpec's draft or without, `with_own_draft` with a small model or
+EAGLE-2's head as the draft, and `timed` decodes with it.
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from repro.engine import budget, limits, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
+from repro.engine.drafts import Small
+from repro.engine.eagle import Eagle2, EagleHead, FittedHead
 from repro.engine.step import Decoder
 from repro.engine.substitute import decoders
 from repro.engine.traffic import Traffic
@@ -110,6 +114,67 @@ def offloaded(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return *decoders(model, Random(model, device, dtype), plan, context, draft), plan
+
+
+def with_own_draft(
+    name: str,
+    config: Any,
+    amount: int,
+    draft: Small | Eagle2,
+    small: Any,
+    context: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Decoder, Decoder | FittedHead, budget.Plan]:
+    """A shape under a budget beside a draft of its own, which lies on the device as a whole.
+
+    Args:
+        small: configuration of the small model, which gets the target's vocabulary; None for EAGLE-2, whose head is a
+            block of the target's shape.
+
+    Raises:
+        Refused: as `offloaded`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    slots = context + getattr(draft, "room", draft.nodes)
+    if small is not None:
+        small = copy.deepcopy(small)
+        small.vocab_size = config.vocab_size
+    taken = limits.reserved(device) + own_draft_bytes(config, draft, small, context, dtype)
+    plan = budget.plan(name, config, slots, dtype, amount, None, taken, True, device.type == "cuda")
+    limits.check_host(name, plan.streamed_bytes)
+    limits.limit(device, amount)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    target, _ = decoders(model, Random(model, device, dtype), plan, slots, None)
+    if small is None:
+        return target, FittedHead(EagleHead(model), target), plan
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    source = Random(model, device, dtype)
+    return target, weights.assemble(model, context + draft.slots, source.resident, source.dense), plan
+
+
+def own_draft_bytes(config: Any, draft: Small | Eagle2, small: Any, context: int, dtype: torch.dtype) -> int:
+    """Bytes on the device of a draft of its own with its cache and passes, and of the target's pass over its tree.
+
+    Args:
+        config, small: of the target and of the small model, None for EAGLE-2's head.
+        draft, context, dtype: as of `with_own_draft`.
+    """
+    slots = context + getattr(draft, "room", draft.nodes)
+    verifying = budget.working_bytes(config, slots, dtype, draft) - budget.working_bytes(config, slots, dtype, None)
+    logits = draft.top_k * config.vocab_size * (dtype.itemsize + 12)
+    if small is None:
+        one = copy.deepcopy(config)
+        one.num_hidden_layers = 1
+        parts = budget.parts_of(one, slots, dtype, 1, None)
+        own = parts["resident blocks"] + parts["cache"] + 2 * config.hidden_size**2 * dtype.itemsize
+        return own + verifying + logits
+    layers = small.num_hidden_layers
+    own = sum(budget.parts_of(small, context + draft.slots, dtype, layers, None).values())
+    return own + budget.overhead_bytes(small, context + draft.slots, dtype, layers, None) + verifying + logits
 
 
 def set_prefetch(engine: Core, prefetch: bool) -> None:
