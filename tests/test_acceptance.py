@@ -44,9 +44,9 @@ def test_the_job_counts_what_every_prompt_accepts(job):
     tokens, iterations, repeated = (found.series[name].values for name in ("tokens", "iterations", "repeated"))
     median = found.series["median"].values
     assert len(tokens) == len(iterations) == len(median) == len(repeated) == 2
-    assert acceptance.series(acceptance.Ask("mt-bench", show="median iteration"), {"prompts": found}, None).keys() == {
-        "median"
-    }
+    ask = acceptance.Ask("mt-bench", show="median iteration")
+    assert acceptance.series(ask, {"prompts": found}, None).keys() == {"median"}
+    assert acceptance.value(ask, {"median": 3.5}) == 3.5
     for count, many, typical in zip(tokens, iterations, median):
         assert 1 <= typical <= 7 and (many > 2 or typical == count - 1), "without the prefill's token"
     assert (tokens >= 12).all() and (iterations >= 2).all() and (tokens <= 1 + (iterations - 1) * 7).all()

@@ -89,8 +89,9 @@ def test_a_schedule_takes_each_layers_share_of_the_step_of_its_width(measured, l
         seconds.append(mixed + sum(held[width] / total * step(width, 128 + token) for width in MS))
     ask = Ask("ms", "1500", f"flexquant(layers={layers})")
     assert shown(ask) == pytest.approx(np.mean(seconds) + switches * LOST[layers] / 1500)
-    parts = [shown(Ask(part, "1500", ask.schedule)) for part in ("16 bits", "8 bits", "4 bits", "cache", "mixing")]
-    assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1)
+    every = ("16 bits", "8 bits", "4 bits", "cache", "mixing", "PPLE")
+    parts = [shown(Ask(part, "1500", ask.schedule)) for part in every]
+    assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1) and parts[5] > 0
     assert parts[2] > 0 if layers == 16 else parts[2] == 0
 
 

@@ -30,7 +30,7 @@ from repro.record.measurement import RESULTS
 from repro.spec import precision
 from repro.strict import load_yaml
 
-VERSION = 2
+VERSION = 3  # the parts of a step add up: the signal is not in the layers' any more
 BUILT = Path("build") / "precision"
 STORED = RESULTS / "nvidia-h200" / "precision"
 PROMPT = 128  # tokens before the text
@@ -44,8 +44,8 @@ class Ask:
     Attributes:
         show: `ms` a token, in the mean over the text, or how many `times` that of 16 bits is as long; of the last token
             alone, `16 bits`, `8 bits` and `4 bits` are the milliseconds of the layers at a width, `mixing` what the
-            mixture of widths takes beyond these, `cache` what keys and values add, `PPLE` what the signal costs,
-            `switching` what switches delay a token in the mean.
+            mixture of widths takes beyond these, `cache` what keys and values add, `PPLE` what the signal costs (the
+            measured steps listen: it is taken out of the layers'), `switching` what switches delay a token in the mean.
         schedule: such as `flexquant(layers=4)`; empty is `bits` from the first token to the last.
     """
 
@@ -172,7 +172,9 @@ def _value(ask: Ask, folder: Path, files: Stamps) -> float | None:
     last = contexts[-1:]
     if ask.show == "mixing":
         return float((measured.tokens(path, share[-1:], last) - (share[-1:] * measured.static(path, last)).sum())[0])
-    return _part(ask.show, path, share[-1], measured.static(path, last)[0], short)
+    signal = (_signal(folder) or 0.0) if config else 0.0
+    short = [ms - signal for ms in short]
+    return _part(ask.show, path, share[-1], measured.static(path, last)[0] - signal, short)
 
 
 def _signal(folder: Path) -> float | None:

@@ -148,7 +148,7 @@ def master() -> Numbers:
 RTN = "rtn-w3-g32"
 PLACED = "rtn-w3-g32 + spear(samples=8, tokens=16, cka_samples=4, epochs1=1, epochs2=1, budget=0.1)"
 LEARNED = "efficientqat(w3, g32, tokens=256, batch=2, lr=0.003, epochs=1)"
-ACCEPTED = ("length", "repeated 4-grams")
+ACCEPTED = ("length", "median iteration", "repeated 4-grams")
 SWITCHED = "flexquant(window=3, layers=2, prompt_tokens=4)"
 ASKED: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "perplexity": (RTN, [{"corpus": "wikitext2", "show": show} for show in ("perplexity", "kl", "top1")]),
@@ -298,7 +298,9 @@ def tpot() -> Numbers:
             write_text(Path(folder) / f"mixed-random-{share}.json", json.dumps(mixed))
         around = facts | {"layers": 8, "ms": [4.0] * 44 + [4.6] + [4.0] * 55, "steps": [23, 45, 67]}
         write_text(Path(folder) / "switch-ahead-8.json", json.dumps(around))
-        shows = ("ms", "times", "16 bits", "cache", "mixing", "switching")
+        signal = facts | {"listening ms": 2.02, "plain ms": 2.0}
+        write_text(Path(folder) / "signal.json", json.dumps(signal))
+        shows = ("ms", "times", "16 bits", "8 bits", "cache", "mixing", "PPLE", "switching")
         asked = [module.Ask(show, "900", "flexquant(layers=8)") for show in shows]
         return {ask.show: module.quantity(ask).interval().value for ask in asked}
 
