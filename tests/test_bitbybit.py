@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 import tiny
 import torch
+from bit_streams import numbers, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import W
-from test_bits import numbers, stream
 
 from repro import models
 from repro.baselines import grid as rounding

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from bit_streams import numbers, stream
 
 from repro.baselines import gptq, low_rank, rtn
 from repro.cells import storage
@@ -107,19 +108,6 @@ def test_a_model_without_blocks():
 
 
 # --- a packed file ----------------------------------------------------------------------------------------------------
-
-
-def stream(values: torch.Tensor, width: int) -> bytes:
-    """Whole numbers 0 … 2^width - 1 as a stream of bits, padded to a byte."""
-    read = values.flatten().to(torch.int32).numpy().astype(">u4").view(np.uint8).reshape(-1, 4)
-    return np.packbits(np.unpackbits(read, axis=1)[:, 32 - width :]).tobytes()
-
-
-def numbers(packed: bytes, width: int, shape: torch.Size) -> torch.Tensor:
-    """What `stream` packed."""
-    read = np.unpackbits(np.frombuffer(packed, np.uint8))[: width * shape.numel()].reshape(-1, width)
-    return torch.from_numpy(read @ (1 << np.arange(width)[::-1])).reshape(shape)
-
 
 SHORT = "rank=2, samples=4, cka_samples=4, tokens=16"  # nothing is trained: what is stored is the same
 METHODS = {

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_switching import SMALL
 
 from repro.cells import switching
 from repro.cells.switching import Ask
@@ -104,7 +103,7 @@ def test_a_file_that_does_not_fit_is_one_sentence(trained, tmp_path):
 def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkeypatch):
     """Points that the scheduler would choose are replaced by known ones; both runs of a prompt switch there."""
     at = scales.load(name="pocket").on("cpu")
-    small = replace(SMALL, prompts=3, new_tokens=20, validation=1)
+    small = switching.Protocol(prompts=3, new_tokens=20, context=120, validation=1, together=3)
     target = Target(replace(at, protocols=at.protocols | {"switching": small}), "pocket-3m", RECIPE)
     ask = Ask("agreement", schedule=SCHEDULE, control="learned")
     monkeypatch.setattr(pmpd, "HEADS", tmp_path)

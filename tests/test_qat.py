@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from bit_streams import numbers, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import W, X, errors, uniform
-from test_bits import numbers, stream
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
+from bit_streams import numbers, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import W, X
-from test_bits import numbers, stream
 
 from repro.baselines import planted, rtn
 from repro.engine import weights
