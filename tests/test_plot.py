@@ -99,3 +99,14 @@ def test_bars_of_times_have_no_line_at_one_and_without_any_say_so(tmp_path):
     line = "stroke: #333333"
     assert line in bars("f.svg", points) and line not in bars("g.svg", points, ratios=False)
     assert " ".join(texts(bars("h.svg", []))) == f"{LONG}: not measured"
+
+
+def test_a_picture_is_written_with_each_style_once_and_a_path_a_line():
+    path = '<path d="M 0 1 \nL 2 3.456 \nz\n" style="fill: none; stroke: #123456"/>'
+    svg = f"<svg>\n <defs>\n  <style>*{{stroke-linejoin: round}}</style>\n </defs>\n {path}\n {path}\n"
+    svg += " <text style=\"font: 9px 'A'\">two  blanks</text>\n</svg>\n"
+    want = "<svg>\n<defs>\n<style>*{stroke-linejoin: round}\n"
+    want += ".s0{fill: none; stroke: #123456}\n.s1{font: 9px 'A'}</style>\n</defs>\n"
+    want += 2 * '<path d="M 0 1L 2 3.46z" class="s0"/>\n'
+    want += '<text class="s1">two  blanks</text>\n</svg>\n'
+    assert plot.smaller(svg) == want
