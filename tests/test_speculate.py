@@ -80,7 +80,9 @@ def test_a_level_is_the_best_of_all_children(seed, top_k, depth):
         nodes = range(1 + d * top_k, 1 + (d + 1) * top_k)
         assert tree.scores[list(nodes)].tolist() == pytest.approx([score for _, score in level], abs=1e-5)
         ours = {tuple(tree.ids[tree.mask[node]].tolist()) for node in nodes}
-        assert ours == {path for path, _ in level}
+        scored = dict(every)
+        assert len(ours) == top_k
+        assert all(scored[path] >= level[-1][1] - 1e-5 for path in ours), "paths of the same steps in another order tie"
 
 
 def emissions(tree, chances):

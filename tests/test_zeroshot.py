@@ -497,6 +497,24 @@ def test_packed_answers_longer_than_a_window_that_each_fits():
     assert loglikelihood.score(model, [prefix], rows)[0] == pytest.approx(wanted, rel=1e-5, abs=1e-4)
 
 
+def test_answers_of_one_prompt_take_as_many_rows_as_fit_the_context(tiny_llama, monkeypatch):
+    """BLiMP's sentences all follow the same empty prompt: one row of all had a mask of 72 GB."""
+    drawn = np.random.default_rng(2)
+    begin = np.zeros(1, dtype=np.int32)
+    rows = [(-1, np.concatenate([begin, drawn.integers(256, size=12).astype(np.int32)]), 12) for _ in range(150)]
+    forward, widths = tiny_llama.forward, []
+
+    def watched(*args, **words):
+        widths.append(words["input_ids"].shape[1])
+        return forward(*args, **words)
+
+    monkeypatch.setattr(tiny_llama, "forward", watched)
+    logliks = loglikelihood.score(tiny_llama, [], rows, 4096)[0]
+    assert max(widths) <= tiny_llama.config.max_position_embeddings == 512
+    alone = [loglikelihood.score(tiny_llama, [], [row])[0][0] for row in rows[::30]]
+    assert logliks[::30] == pytest.approx(alone, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("facts", "seen"),
     [

@@ -116,8 +116,13 @@ def score(
 
 
 def _prompts(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[Prompt], np.ndarray]:
-    """Each prompt once with all its answers, and which rows were cut from the left, so that `window` ids predict."""
-    found: dict[tuple[int, bytes], Prompt] = {}
+    """Each prompt once with all its answers, and which rows were cut from the left, so that `window` ids predict.
+
+    A prompt with more answers than a row of `window` ids holds has several rows: the mask that keeps answers apart
+    grows with the square of a row, and in BLiMP all answers follow the same empty prompt.
+    """
+    every: list[Prompt] = []
+    latest: dict[tuple[int, bytes], Prompt] = {}
     cut = np.zeros(len(rows), dtype=bool)
     for place, (prefix, ids, count) in enumerate(rows):
         if count > window:
@@ -126,10 +131,14 @@ def _prompts(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -
         if cut[place]:
             ids = np.concatenate([prefixes[prefix], ids] if prefix >= 0 else [ids])[-window - 1 :]
             prefix = -1
-        prompt = found.setdefault((prefix, ids[:-count].tobytes()), Prompt(prefix, ids[:-count]))
+        key = (prefix, ids[:-count].tobytes())
+        prompt = latest.get(key)
+        if prompt is None or prompt.length + count - 1 > window:
+            prompt = latest[key] = Prompt(prefix, ids[:-count])
+            every.append(prompt)
         prompt.places.append(place)
         prompt.answers.append(ids[-count:])
-    return list(found.values()), cut
+    return every, cut
 
 
 def longest_shared(model: nn.Module) -> float:
