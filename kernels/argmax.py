@@ -8,10 +8,13 @@ Bytes moved, of element size s: s T V. One Triton program reads a row: with 128,
 which the product before has left in L2, and no second launch has to join the parts of a row.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, dtype, seed
@@ -65,10 +68,20 @@ def argmax_kernel(logits, tokens, V, BLOCK: tl.constexpr, UNROLLED: tl.constexpr
 
 def launch(logits: torch.Tensor) -> torch.Tensor:
     """tokens of the operator, computed by the kernel; its tensor is not checked."""
+    return prepare(logits)(logits)
+
+
+def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The launch of the operator for calls like this one."""
     count, length = logits.shape
-    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
-    argmax_kernel[(count,)](logits, tokens, length, BLOCK=BLOCK, UNROLLED=UNROLLED, num_warps=32)
-    return tokens
+    kernel = Prepared(argmax_kernel, (count,), BLOCK=BLOCK, UNROLLED=UNROLLED, num_warps=32)
+
+    def launch(logits: torch.Tensor) -> torch.Tensor:
+        tokens = logits.new_empty(count, dtype=torch.int64)
+        kernel(logits, tokens, length)
+        return tokens
+
+    return launch
 
 
 argmax = operator(
@@ -77,4 +90,5 @@ argmax = operator(
     launch,
     {"logits": Argument(FLOATS, "T V")},
     empty=lambda logits: torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device),
+    prepare=prepare,
 )

@@ -16,11 +16,13 @@ Online softmax (FlashAttention, arXiv 2205.14135, algorithm 1) over a context th
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, new tokens of each, context before them, query and key heads, head size, tree or not, dtype, seed
@@ -180,25 +182,44 @@ def launch(
     mask: torch.Tensor | None = None, start: torch.Tensor | None = None, tiling: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y of the operator, computed by the kernels, with the tiling of `plan` or another; the tensors are not checked."""
-    (count, heads, size), length, wide = q.shape, keys.shape[2], q.dtype == torch.float32
+    given = q, keys, values, rows, lengths, scale, mask, start
+    return prepare(*given, tiling=tiling)(*given)
+
+
+def prepare(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scale: float,
+    mask: torch.Tensor | None = None, start: torch.Tensor | None = None, tiling: tuple[int, int, int] | None = None,
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """The launches of the operator for calls like this one, with the tiling of `plan` or another."""
+    (count, heads, size), (_, groups, length, _), wide = q.shape, keys.shape, q.dtype == torch.float32
     if tiling is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         tiling = plan(count, keys.shape, heads, wide, mask is not None, sms)
     group, tokens, split = tiling
-    y, parts = torch.empty_like(q), [None, None, None]
-    if split > 1:
-        shapes = ((split, count, heads, size), (split, count, heads), (split, count, heads))
-        parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
-    attention_kernel[(triton.cdiv(count, tokens), keys.shape[1], split)](
-        q, keys, values, rows, lengths, None if mask is None else mask.view(torch.uint8), start, y, *parts,
-        count, length, 0 if mask is None else mask.shape[1], scale, HQ=heads, HK=keys.shape[1], D=size,
-        GROUP=group, TOKENS=tokens, M=max(16, tokens * group), BLOCK=32 if wide else 64, SPLIT=split,
-        num_warps=4, num_stages=2 if wide else 3,
+    columns = 0 if mask is None else mask.shape[1]
+    kernel = Prepared(
+        attention_kernel, (triton.cdiv(count, tokens), groups, split), HQ=heads, HK=groups, D=size, GROUP=group,
+        TOKENS=tokens, M=max(16, tokens * group), BLOCK=32 if wide else 64, SPLIT=split, num_warps=4,
+        num_stages=2 if wide else 3,
     )  # fmt: skip
-    if split > 1:
-        pad = triton.next_power_of_2(split)
-        join_splits_kernel[(count * heads,)](*parts, y, count * heads, D=size, SPLIT=split, PAD=pad)
-    return y
+    pad = triton.next_power_of_2(split)
+    join = Prepared(join_splits_kernel, (count * heads,), D=size, SPLIT=split, PAD=pad)
+
+    def launch(
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
+        scale: float, mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        y, parts = torch.empty_like(q), (None, None, None)
+        if split > 1:
+            acc = q.new_empty(split, count, heads, size, dtype=torch.float32)
+            parts = acc, *q.new_empty(2, split, count, heads, dtype=torch.float32).unbind()
+        bytes_ = None if mask is None else mask.view(torch.uint8)
+        kernel(q, keys, values, rows, lengths, bytes_, start, y, *parts, count, length, columns, scale)
+        if split > 1:
+            join(*parts, y, count * heads)
+        return y
+
+    return launch
 
 
 def limit(
@@ -230,4 +251,5 @@ attention = operator(
     },
     empty=lambda q, *rest, **more: torch.empty_like(q),
     limit=limit,
+    prepare=prepare,
 )

@@ -7,6 +7,8 @@ moved: the packed weights + 2 N K; a subtraction and a product per weight. A war
 16-byte stores of eight neighbouring columns (`dequantize` in `w4a16_gemm.cu`, which shares the layout's helpers).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,11 +44,24 @@ def unsupported(device: torch.device | str) -> str | None:
 
 def launch(packed: packing.PackedWeight, dtype: torch.dtype) -> Tensor:
     """Run the kernel on `packed`, which is not checked."""
-    w = torch.empty(packed.rows, packed.columns, dtype=dtype, device=packed.codes.device)
-    kernel = nvrtc.load(SOURCE, "dequantize", format_defines(packed, dtype), w.device)
-    blocks = packed.codes.shape[0] * packed.codes.shape[1]
-    kernel(-(-blocks // WARPS), 32 * WARPS, packed.codes, packed.scale_zero, w, *w.shape, packed.groups)
-    return w
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    return on_cuda(packed.codes, packed.scale_zero, *form, dtype)
+
+
+def prepare(
+    codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool,
+    dtype: torch.dtype,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """The launch of the operator for weights like this one; it takes `codes` and `scale_zero` first."""
+    kernel = nvrtc.load(SOURCE, "dequantize", format_defines(bits, group, symmetric, dtype), codes.device)
+    grid, groups = -(-codes.shape[0] * codes.shape[1] // WARPS), columns // group if group else 1
+
+    def launch(codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
+        w = scale_zero.new_empty(rows, columns, dtype=dtype)
+        kernel(grid, 32 * WARPS, codes, scale_zero, w, rows, columns, groups)
+        return w
+
+    return launch
 
 
 def on_cpu(
@@ -62,7 +77,7 @@ def on_cuda(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """w [N, K] of the operator by the kernel."""
-    return launch(packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric), dtype)
+    return prepare(codes, scale_zero, bits, group, rows, columns, symmetric, dtype)(codes, scale_zero)
 
 
 def limit(
@@ -84,4 +99,5 @@ dequantize = operator(
         (rows, columns), dtype=dtype
     ),
     limit=limit,
+    prepare=prepare,
 )

@@ -10,6 +10,7 @@ The largest M for which each of the first two paths is used is data: `kernels/co
 (bits and shape, measured with groups of 128), or "default". `LIMITS`: the largest M each path supports.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -54,6 +55,8 @@ def _tokens(x: Tensor, packed: PackedWeight) -> Tensor:
     """x `[..., K]` as tokens `[M, K]`, contiguous; ValueError if it does not fit the weight."""
     if x.ndim == 0 or x.shape[-1] != packed.columns:
         raise ValueError(f"wna16: x {list(x.shape)} does not fit a weight of {packed.rows} x {packed.columns}")
+    if x.ndim == 2 and x.is_contiguous():
+        return x
     return x.reshape(-1, packed.columns).contiguous()
 
 
@@ -84,12 +87,21 @@ def on_cuda(
 ) -> Tensor:
     """y [M, N] of the operator by the kernel of its code path, or by the library on the dense weight."""
     weight = codes, scale_zero, bits, group, rows, columns, symmetric
+    return prepare(x, *weight)(x, *weight)
+
+
+def prepare(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, by its code path."""
+    weight = codes, scale_zero, bits, group, rows, columns, symmetric
     chosen = known_path(x.shape[0], rows, columns, bits, x.device)
     if chosen == "decode":
-        return wna16_gemv.on_cuda(x, *weight)
+        return wna16_gemv.prepare(x, *weight)
     if chosen == "gemm":
-        return w4a16_gemm.on_cuda(x, *weight)
-    return x @ dense.on_cuda(*weight, x.dtype).T
+        return w4a16_gemm.prepare(x, *weight)
+    dequantize = dense.prepare(*weight, x.dtype)
+    return lambda x, codes, scale_zero, *_: x @ dequantize(codes, scale_zero).T
 
 
 def limit(
@@ -109,6 +121,7 @@ OPERATOR = operator(
     {"x": Argument(HALVES, "M K"), **TENSORS},
     empty=lambda x, codes, scale_zero, bits, group, rows, *_: x.new_empty(x.shape[0], rows),
     limit=limit,
+    prepare=prepare,
 )
 
 
@@ -126,7 +139,8 @@ def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
     if tokens.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], packed.rows)
     form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
-    return OPERATOR(tokens, packed.codes, packed.scale_zero, *form).view(*x.shape[:-1], packed.rows)
+    y = OPERATOR(tokens, packed.codes, packed.scale_zero, *form)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], packed.rows)
 
 
 def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:

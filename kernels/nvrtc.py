@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,7 @@ class Function:
                 f"{name} needs the package cuda-bindings to be launched (torch's CUDA build has it)."
             ) from None
         self._driver, self._index, self._shared = driver, index, shared_bytes
+        self._rooms: list[Room] = []  # that no launch is using; a list takes and gives one at a time, whatever thread
         self.digest = hashlib.sha256(cubin).hexdigest()  # what a recorded time names as its machine code
         self._module = _checked(driver.cuModuleLoadData(cubin))
         self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
@@ -138,22 +140,34 @@ class Function:
             with torch.cuda.device(self._index):
                 return self(grid, block, *arguments)
         # As Triton and inductor do: a Stream object takes as long as the rest of a launch.
-        stream, at = torch._C._cuda_getCurrentRawStream(self._index), pointers(arguments)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = Room(len(arguments))
+        room.fill(arguments)
         launch = self._driver.cuLaunchKernel
-        _checked(launch(self._function, grid, 1, 1, block, 1, 1, self._shared, stream, ctypes.addressof(at), 0))
+        _checked(launch(self._function, grid, 1, 1, block, 1, 1, self._shared, stream, room.address, 0))
+        self._rooms.append(room)  # the driver has copied the arguments
 
 
-def pointers(arguments: Sequence[Tensor | int]) -> ctypes.Array:
-    """Addresses of a kernel's arguments, tensor pointers and C ints; the array keeps these values alive."""
-    count = len(arguments)
-    # One array of 64-bit words for all: a C int is read from the first half of its word, devices and hosts being
-    # little-endian.
-    words = [a.data_ptr() if isinstance(a, Tensor) else a & 0xFFFFFFFF for a in arguments]
-    values = (ctypes.c_uint64 * count)(*words)
-    first = ctypes.addressof(values)
-    found = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
-    found.values = values
-    return found
+class Room:
+    """Memory for a launch's arguments, tensor pointers and C ints, and for their addresses; one launch at a time.
+
+    Making it takes 4 us, filling it 1. A thread that launches a kernel while another does has a room of its own.
+    """
+
+    def __init__(self, count: int) -> None:
+        # 64-bit words for all: a C int is read from the first half of its word, devices and hosts being little-endian.
+        self.words = (ctypes.c_int64 * count)()
+        first = ctypes.addressof(self.words)
+        self.pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        self.address = ctypes.addressof(self.pointers)
+        self._pack = struct.Struct(f"{count}q").pack_into
+
+    def fill(self, arguments: Sequence[Tensor | int]) -> None:
+        """Put in the arguments of a launch."""
+        self._pack(self.words, 0, *[a if type(a) is int else a.data_ptr() for a in arguments])
 
 
 def _checked(answer: tuple) -> object:

@@ -10,10 +10,13 @@ One program reads a row. Each lane keeps the largest of its own logits and both 
 lane are read together, so that its sums are rescaled once for all of them. The lanes are joined at the end.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, dtype, seed
@@ -105,10 +108,20 @@ def pple_kernel(logits, pple, tokens, V, BLOCK: tl.constexpr):  # noqa: ANN001, 
 
 def launch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(pple, tokens) of the operator, computed by the kernel; its tensor is not checked."""
+    return prepare(logits)(logits)
+
+
+def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """The launch of the operator for calls like this one."""
     count, length = logits.shape
-    found, tokens = empty(logits)
-    pple_kernel[(count,)](logits, found, tokens, length, BLOCK=BLOCK, num_warps=WARPS)
-    return found, tokens
+    kernel = Prepared(pple_kernel, (count,), BLOCK=BLOCK, num_warps=WARPS)
+
+    def launch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found, tokens = empty(logits)
+        kernel(logits, found, tokens, length)
+        return found, tokens
+
+    return launch
 
 
 def empty(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,4 +130,4 @@ def empty(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(count, dtype=torch.float32, device=device), torch.empty(count, dtype=torch.int64, device=device)
 
 
-pple = operator("pple", reference, launch, {"logits": Argument(FLOATS, "T V")}, empty=empty)
+pple = operator("pple", reference, launch, {"logits": Argument(FLOATS, "T V")}, empty=empty, prepare=prepare)

@@ -9,10 +9,13 @@ product; its codes mean nothing. Bytes moved: 3 M K + 4 M. One Triton program qu
 registers between the two passes, in pieces of BLOCK columns.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import HALVES, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, columns (hidden and FFN sizes of Llama layers, then ragged ones), dtype, seed
@@ -95,13 +98,21 @@ def quantize_activation_kernel(x, q, s, K, BLOCK: tl.constexpr, PIECES: tl.const
 
 def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales) of the operator, computed by the kernel; `x` is not checked."""
+    return prepare(x)(x)
+
+
+def prepare(x: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """The launch of the operator for calls like this one."""
     m, k = x.shape
     block, warps = next((block, warps) for block, warps in SIZES if k <= 16 * block or block == SIZES[-1][0])
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    s = torch.empty(m, dtype=torch.float32, device=x.device)
-    pieces = triton.cdiv(k, block)
-    quantize_activation_kernel[(m,)](x, q, s, k, BLOCK=block, PIECES=pieces, num_warps=warps)
-    return q, s
+    kernel = Prepared(quantize_activation_kernel, (m,), BLOCK=block, PIECES=triton.cdiv(k, block), num_warps=warps)
+
+    def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, s = x.new_empty(m, k, dtype=torch.int8), x.new_empty(m, dtype=torch.float32)
+        kernel(x, q, s, k)
+        return q, s
+
+    return launch
 
 
 quantize_activation = operator(
@@ -110,6 +121,7 @@ quantize_activation = operator(
     launch,
     {"x": Argument(HALVES, "M K")},
     empty=lambda x: (torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)),
+    prepare=prepare,
 )
 
 

@@ -8,10 +8,13 @@ residual, sum is a copy of x. Bytes moved, of element size s: 4 s T H + s H; 3 s
 Triton program normalizes one token, which stays in registers.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, hidden size, residual or not, dtype, seed
@@ -68,10 +71,25 @@ def launch(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, sum) of the operator, computed by the kernel; its tensors are not checked."""
-    block = triton.next_power_of_2(x.shape[1])
-    y, total, warps = torch.empty_like(x), torch.empty_like(x), min(max(block // 512, 1), 16)
-    rms_norm_kernel[(len(x),)](x, residual, weight, y, total, eps, x.shape[1], BLOCK=block, num_warps=warps)
-    return y, total
+    return prepare(x, weight, eps, residual)(x, weight, eps, residual)
+
+
+def prepare(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The launch of the operator for calls like this one."""
+    tokens, columns = x.shape
+    block = triton.next_power_of_2(columns)
+    kernel = Prepared(rms_norm_kernel, (tokens,), BLOCK=block, num_warps=min(max(block // 512, 1), 16))
+
+    def launch(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        kernel(x, residual, weight, y, total, eps, columns)
+        return y, total
+
+    return launch
 
 
 def limit(x: torch.Tensor, *_: object) -> str | None:
@@ -86,4 +104,5 @@ rms_norm = operator(
     {"x": Argument(FLOATS, "T H"), "weight": Argument("x", "H"), "residual": Argument("x", "T H")},
     empty=lambda x, weight, eps, residual=None: (torch.empty_like(x), torch.empty_like(x)),
     limit=limit,
+    prepare=prepare,
 )

@@ -13,10 +13,13 @@ siblings share a position; no two tokens may share a row and a slot. Rows, slots
 not checked on a GPU. Bytes moved, of element size s: 2 s T (Hq + 2 Hk) D + 8 T D.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, query and key heads, head size, cache slots, context, padding tokens, dtype, seed
@@ -121,15 +124,29 @@ def launch(
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """q of the operator, computed by the kernel, which writes to the cache; the tensors are not checked."""
-    _, heads, length, size = keys.shape
-    total = qkv.shape[1] // size
-    q = torch.empty((len(qkv), total - 2 * heads, size), dtype=qkv.dtype, device=qkv.device)
-    block = 4 if len(qkv) < 16 else 16  # heads of a program
-    rope_append_kernel[(len(qkv), triton.cdiv(total, block))](
-        qkv, cos, sin, positions, rows, slots, keys, values, q, length, HQ=total - 2 * heads, HK=heads, D=size,
-        HEADS=block, num_warps=block * size // 256, enable_fp_fusion=False,  # products are rounded before their sum
+    given = qkv, cos, sin, positions, rows, slots, keys, values
+    return prepare(*given)(*given)
+
+
+def prepare(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+    slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """The launch of the operator for calls like this one."""
+    (_, heads, length, size), count = keys.shape, len(qkv)
+    total, block = qkv.shape[1] // size, 4 if count < 16 else 16  # heads of a program
+    queries = total - 2 * heads
+    kernel = Prepared(
+        rope_append_kernel, (count, triton.cdiv(total, block)), HQ=queries, HK=heads, D=size, HEADS=block,
+        num_warps=block * size // 256, enable_fp_fusion=False,  # products are rounded before their sum
     )  # fmt: skip
-    return q
+
+    def launch(*given: torch.Tensor) -> torch.Tensor:
+        q = given[0].new_empty(count, queries, size)
+        kernel(*given, q, length)
+        return q
+
+    return launch
 
 
 def limit(
@@ -163,4 +180,5 @@ rope_append = operator(
     ),
     limit=limit,
     mutates=("keys", "values"),
+    prepare=prepare,
 )

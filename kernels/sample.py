@@ -17,11 +17,14 @@ bits, exactly: 4 bits a launch, in which every program counts (or weighs) the lo
 and the next launch adds that up. They read the logits again from L2 where k or p is on, else they only look at k and p.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from repro.kernels import noise
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, temperature, top k, top p, dtype, seed
@@ -218,21 +221,42 @@ def launch(
 ) -> torch.Tensor:  # fmt: skip
     """tokens of the operator, computed by the kernels in slices of `size` logits, a power of two from 1024 on, or as
     many as leave about 256 programs; the tensors are not checked. No choice of it changes a token."""
+    given = logits, seeds, positions, temperature, top_k, top_p
+    return prepare(*given, size=size)(*given)
+
+
+def prepare(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
+    top_p: torch.Tensor, size: int | None = None,
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """The launches of the operator for calls like this one."""
     (count, length), rounds = logits.shape, logits.element_size() * 2
     size = size or min(max(triton.next_power_of_2(triton.cdiv(count * length, 256)), 1024), 32768)
     grid = (count, triton.cdiv(length, size))
-    make = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
-    peak, score, tokens = make(torch.float32, *grid), make(torch.float32, *grid), make(torch.int64, count)
-    first, winner = make(torch.int32, *grid), make(torch.int32, *grid)
-    sums, bases = make(torch.int64, 2 * rounds, *grid, 16), make(torch.uint32, 2 * rounds, count)
-    rule, known = (temperature, top_k, top_p, peak, sums, bases), {"PAD": triton.next_power_of_2(grid[1])}
-    exact = {"SLICE": size, "ROUNDS": rounds, "enable_fp_fusion": False, **known}
-    peak_kernel[grid](logits, peak, first, length, SLICE=size, BLOCK=1024)
-    for i in range(2 * rounds):
-        search_kernel[grid](logits, *rule, length, BLOCK=256, ROUND=i, **exact)
-    race_kernel[grid](logits, seeds, positions, *rule, score, winner, length, BLOCK=512, **exact)
-    choose_kernel[(count,)](temperature, peak, first, score, winner, tokens, grid[1], **known)
-    return tokens
+    padded = {"PAD": triton.next_power_of_2(grid[1])}
+    exact = {"SLICE": size, "ROUNDS": rounds, "enable_fp_fusion": False, **padded}
+    find_peaks = Prepared(peak_kernel, grid, SLICE=size, BLOCK=1024)
+    searches = [Prepared(search_kernel, grid, BLOCK=256, ROUND=i, **exact) for i in range(2 * rounds)]
+    race = Prepared(race_kernel, grid, BLOCK=512, **exact)
+    choose = Prepared(choose_kernel, (count,), **padded)
+
+    def launch(
+        logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor,
+        top_k: torch.Tensor, top_p: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        make = lambda dtype, *shape: logits.new_empty(shape, dtype=dtype)  # noqa: E731
+        peak, score, tokens = make(torch.float32, *grid), make(torch.float32, *grid), make(torch.int64, count)
+        first, winner = make(torch.int32, *grid), make(torch.int32, *grid)
+        sums, bases = make(torch.int64, 2 * rounds, *grid, 16), make(torch.uint32, 2 * rounds, count)
+        rule = temperature, top_k, top_p, peak, sums, bases
+        find_peaks(logits, peak, first, length)
+        for search in searches:
+            search(logits, *rule, length)
+        race(logits, seeds, positions, *rule, score, winner, length)
+        choose(temperature, peak, first, score, winner, tokens, grid[1])
+        return tokens
+
+    return launch
 
 
 def limit(logits: torch.Tensor, *_: object) -> str | None:
@@ -254,4 +278,5 @@ sample = operator(
     },
     empty=lambda logits, seeds, *rest: torch.empty_like(seeds),
     limit=limit,
+    prepare=prepare,
 )

@@ -6,11 +6,14 @@ x: fp16, bf16 or float32 [T, 2F] row-major, a token's F gate values and then its
 The SiLU is float32 and rounded to the dtype before the product. Bytes moved, of element size s: 3 s T F.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, FFN size, dtype, seed
@@ -53,11 +56,22 @@ def silu_product_kernel(x, y, F, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
 
 def launch(x: torch.Tensor) -> torch.Tensor:
     """y of the operator, computed by the kernel; `x` is not checked."""
+    return prepare(x)(x)
+
+
+def prepare(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The launch of the operator for calls like this one."""
     count, size = x.shape[0], x.shape[1] // 2
-    y = torch.empty((count, size), dtype=x.dtype, device=x.device)
     block = 256 if count * size < 1 << 18 else 1024  # few tokens: enough programs to fill the device
-    silu_product_kernel[(count, triton.cdiv(size, block))](x, y, size, BLOCK=block, num_warps=block // 128)
-    return y
+    grid = count, triton.cdiv(size, block)
+    kernel = Prepared(silu_product_kernel, grid, BLOCK=block, num_warps=block // 128)
+
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(count, size)
+        kernel(x, y, size)
+        return y
+
+    return launch
 
 
 def limit(x: torch.Tensor) -> str | None:
@@ -72,4 +86,5 @@ silu_product = operator(
     {"x": Argument(FLOATS, "T 2F")},
     empty=lambda x: x.new_empty(x.shape[0], x.shape[1] // 2),
     limit=limit,
+    prepare=prepare,
 )

@@ -21,6 +21,7 @@ SPLIT thread blocks of a cluster split K. Each adds up and stores a part of the 
 shared memory, always in the same order: no workspace, and bitwise reproducible results.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.operators import HALVES, Argument, operator
+from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 
 SOURCE = Path(__file__).with_suffix(".cu")
 WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
@@ -156,19 +157,19 @@ def shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
     return stages + sums + 8 if config["SPLIT"] > 1 else max(stages, sums)
 
 
-def format_defines(packed: packing.PackedWeight, dtype: torch.dtype) -> dict[str, int]:
+def format_defines(bits: int, group: int, symmetric: bool, dtype: torch.dtype) -> dict[str, int]:
     """The compile-time constants of `w4a16_gemm.cu` that depend on the weight and the activations' type."""
-    return {
-        "BITS": packed.bits,
-        "GROUP": packed.group,
-        "SYMMETRIC": int(packed.symmetric),
-        "BF16": int(dtype == torch.bfloat16),
-    }
+    return {"BITS": bits, "GROUP": group, "SYMMETRIC": int(symmetric), "BF16": int(dtype == torch.bfloat16)}
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether rows of x begin at multiples of 16 bytes."""
+    return x.shape[1] % 8 == 0 and x.is_contiguous() and x.data_ptr() % VECTOR == 0
 
 
 def _aligned(x: Tensor) -> Tensor:
     """x with rows aligned to 16 bytes, padded with zeros."""
-    if x.shape[1] % 8 or not x.is_contiguous() or x.data_ptr() % 16:
+    if not _is_aligned(x):
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).clone(memory_format=torch.contiguous_format)
     return x
 
@@ -179,25 +180,45 @@ def launch(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
     Raises:
         ValueError: the configuration is for compute capability 9.0 and the device has another.
     """
-    m, capability = x.shape[0], torch.cuda.get_device_capability(x.device)
-    if "WGS" in config:
-        if capability != (9, 0):
-            raise ValueError(f"w4a16_gemm: {config} is for compute capability 9.0, this device has {capability}")
-        return launch_wgmma(x, packed, config)
-    form = packed.bits, packed.group, packed.symmetric
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    return prepared(x, *form, config)(x, packed.codes, packed.scale_zero)
+
+
+def prepared(
+    x: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool, config: dict
+) -> Callable[..., Tensor]:
+    """The launch with one configuration for activations like x; it takes x, codes and scale_zero first."""
+    capability = torch.cuda.get_device_capability(x.device)
+    if "WGS" in config and capability != (9, 0):
+        raise ValueError(f"w4a16_gemm: {config} is for compute capability 9.0, this device has {capability}")
     if capability < (9, 0):  # no clusters
         config = config | {"SPLIT": 1}
+    plan = plan_wgmma if "WGS" in config else plan_mma
+    count, form = x.shape[0], (bits, group, symmetric)
+    source, config, thread_blocks, threads, shared = plan(count, rows, columns, form, config, capability)
+    kernel = nvrtc.load(source, "gemm", format_defines(*form, x.dtype) | config, x.device, shared)
+    padded, groups = columns + -columns % 8, columns // group if group else 1
+    aligned = _is_aligned(x)
+
+    def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
+        x = x if aligned else _aligned(x)
+        y = x.new_empty(count, rows)
+        kernel(thread_blocks, threads, x, codes, scale_zero, y, count, rows, padded, groups)
+        return y
+
+    return launch
+
+
+def plan_mma(
+    count: int, rows: int, columns: int, form: tuple[int, int, bool], config: dict, capability: tuple[int, int]
+) -> tuple[Path, dict, int, int, int]:
+    """How `w4a16_gemm.cu` runs a shape: source, constants, thread blocks, threads of one, bytes of shared memory."""
     config = fitted(config, *form, MOST_SHARED.get(capability, LEAST_SHARED))
-    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # at least one stage each
-    x = _aligned(x)
-    rows = 16 * config["RT"] * config["WR"]
-    thread_blocks = -(-m // config["MT"]) * -(-packed.rows // rows) * config["SPLIT"]
-    defines = format_defines(packed, x.dtype) | {name: config[name] for name in CONSTANTS}
-    kernel = nvrtc.load(SOURCE, "gemm", defines, x.device, shared_bytes(config, *form))
-    y = torch.empty(m, packed.rows, dtype=x.dtype, device=x.device)
-    arguments = (x, packed.codes, packed.scale_zero, y, m, packed.rows, x.shape[1], packed.groups)
-    kernel(thread_blocks, 32 * config["WR"] * config["WK"], *arguments)
-    return y
+    config["SPLIT"] = min(config["SPLIT"], -(-columns // config["KS"]))  # at least one stage each
+    tiles = -(-count // config["MT"]) * -(-rows // (16 * config["RT"] * config["WR"]))
+    constants = {name: config[name] for name in CONSTANTS}
+    threads = 32 * config["WR"] * config["WK"]
+    return SOURCE, constants, tiles * config["SPLIT"], threads, shared_bytes(config, *form)
 
 
 def wgmma_fitted(config: dict, bits: int, group: int, symmetric: bool) -> dict:
@@ -218,19 +239,14 @@ def wgmma_shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> 
     return x + words + split * -(-tiles * tokens // 8 // split) * 512 + 8 * (2 * config["STAGES"] + 1)
 
 
-def launch_wgmma(x: Tensor, packed: packing.PackedWeight, config: dict) -> Tensor:
-    """The kernel of `w4a16_wgmma.cu`; y `[M, N]`, arguments as in `launch`."""
-    form = packed.bits, packed.group, packed.symmetric
+def plan_wgmma(
+    count: int, rows: int, columns: int, form: tuple[int, int, bool], config: dict, capability: tuple[int, int]
+) -> tuple[Path, dict, int, int, int]:
+    """The same of `w4a16_wgmma.cu`."""
     config = wgmma_fitted(config, *form)
-    config["SPLIT"] = min(config["SPLIT"], -(-packed.columns // config["KS"]))  # at least one stage each
-    x = _aligned(x)
-    defines = format_defines(packed, x.dtype) | config
-    kernel = nvrtc.load(WGMMA_SOURCE, "gemm", defines, x.device, wgmma_shared_bytes(config, *form))
-    y = torch.empty(x.shape[0], packed.rows, dtype=x.dtype, device=x.device)
-    thread_blocks = -(-x.shape[0] // (64 * config["MB"])) * -(-packed.rows // (64 * config["WGS"])) * config["SPLIT"]
-    arguments = (x, packed.codes, packed.scale_zero, y, x.shape[0], packed.rows, x.shape[1], packed.groups)
-    kernel(thread_blocks, 128 * config["WGS"] + 128, *arguments)
-    return y
+    config["SPLIT"] = min(config["SPLIT"], -(-columns // config["KS"]))  # at least one stage each
+    tiles = -(-count // (64 * config["MB"])) * -(-rows // (64 * config["WGS"]))
+    return WGMMA_SOURCE, config, tiles * config["SPLIT"], 128 * config["WGS"] + 128, wgmma_shared_bytes(config, *form)
 
 
 def on_cpu(
@@ -244,8 +260,15 @@ def on_cuda(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Tensor:
     """y [M, N] of the operator by the kernel, with its recorded configuration."""
-    packed = packing.PackedWeight(codes, scale_zero, bits, group, rows, columns, symmetric)
-    return launch(x, packed, configuration(x.shape[0], rows, columns, bits, x.device))
+    return prepare(x, codes, scale_zero, bits, group, rows, columns, symmetric)(x, codes, scale_zero)
+
+
+def prepare(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with its recorded configuration."""
+    config = configuration(x.shape[0], rows, columns, bits, x.device)
+    return prepared(x, bits, group, rows, columns, symmetric, config)
 
 
 def limit(
@@ -264,4 +287,5 @@ w4a16_gemm = operator(
     {"x": Argument(HALVES, "M K"), **packing.TENSORS},
     empty=lambda x, codes, scale_zero, bits, group, rows, *_: x.new_empty(x.shape[0], rows),
     limit=limit,
+    prepare=prepare,
 )

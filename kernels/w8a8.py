@@ -10,6 +10,8 @@ is faster at 8 tokens for every layer shape that was measured, the gemm path at 
 with a NaN or an infinite activation gives NaN in every channel.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,9 +41,19 @@ def on_cpu(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
 
 def on_cuda(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
     """y [M, N] of the operator by the kernels of its code path."""
+    return prepare(x, w_q, s_w)(x, w_q, s_w)
+
+
+def prepare(x: Tensor, w_q: Tensor, s_w: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The launches of the operator for calls like this one, by its code path."""
     if path_of(x.shape[0], w_q) == "decode":
-        return w8a8_gemv.on_cuda(x.clone() if x.data_ptr() % VECTOR else x, w_q, s_w)
-    return w8a8_gemm.on_cuda(*quantize_activation.launch(x), w_q, s_w, x.dtype)
+        if x.data_ptr() % VECTOR == 0:
+            return w8a8_gemv.prepare(x, w_q, s_w)
+        decode = w8a8_gemv.prepare(x.clone(), w_q, s_w)
+        return lambda x, w_q, s_w: decode(x.clone(), w_q, s_w)
+    quantize = quantize_activation.prepare(x)
+    product = w8a8_gemm.prepare(*quantize(x), w_q, s_w, x.dtype)
+    return lambda x, w_q, s_w: product(*quantize(x), w_q, s_w)
 
 
 def limit(x: Tensor, w_q: Tensor, s_w: Tensor) -> str | None:
@@ -60,6 +72,7 @@ OPERATOR = operator(  # one around the choice, as in linear.py
     },
     empty=lambda x, w_q, s_w: x.new_empty(x.shape[0], w_q.shape[0]),
     limit=limit,
+    prepare=prepare,
 )
 
 
@@ -70,7 +83,8 @@ def w8a8(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
     """
     if x.ndim == 0 or w_q.ndim != 2 or x.shape[-1] != w_q.shape[1]:
         raise ValueError(f"w8a8: x {list(x.shape)} does not fit codes w_q {list(w_q.shape)}; the last sizes are equal")
-    tokens = x.reshape(-1, w_q.shape[1]).contiguous()
+    tokens = x if x.ndim == 2 and x.is_contiguous() else x.reshape(-1, w_q.shape[1]).contiguous()
     if tokens.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], w_q.shape[0])
-    return OPERATOR(tokens, w_q, s_w).view(*x.shape[:-1], w_q.shape[0])
+    y = OPERATOR(tokens, w_q, s_w)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], w_q.shape[0])

@@ -12,10 +12,13 @@ second kernel adds and scales them; the result does not depend on SPLIT. With SW
 wastes less of the tensor cores when M is small.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, Argument, operator, plain
+from repro.kernels.prepared import Prepared
 from repro.kernels.quantize_activation import aligned
 from repro.kernels.triton_language import TensorDescriptor, tl, triton
 
@@ -159,23 +162,36 @@ def launch(
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:  # fmt: skip
     """y [M, N] in `dtype` with one configuration of SPACE; arguments as in the operator, unchecked."""
+    return prepared(x_q, w_q, config, dtype)(x_q, s_x, w_q, s_w)
+
+
+def prepared(x_q: torch.Tensor, w_q: torch.Tensor, config: dict, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """The launches with one configuration for tensors like these; they take x_q, s_x, w_q and s_w first."""
     (m, k), n, split = x_q.shape, w_q.shape[0], config["split"]
     tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
-    y = torch.empty((m, n), dtype=dtype, device=x_q.device)
-    partial = torch.empty((split, m, n), dtype=torch.int32, device=x_q.device) if split > 1 else None
     descriptor = aligned(x_q, w_q)  # TMA needs rows aligned to 16 bytes
-    a, b = x_q, w_q
-    if descriptor:
-        a = TensorDescriptor.from_tensor(x_q, [config["m"], config["k"]])
-        b = TensorDescriptor.from_tensor(w_q, [config["n"], config["k"]])
-    w8a8_gemm_kernel[(tiles, split)](
-        a, b, s_x, s_w, y, partial, m, n, k, BM=config["m"], BN=config["n"], BK=config["k"], SPLIT=split,
+    kernel = Prepared(
+        w8a8_gemm_kernel, (tiles, split), BM=config["m"], BN=config["n"], BK=config["k"], SPLIT=split,
         SWAP=config["swap"], DESCRIPTOR=descriptor, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
-    if split > 1:
-        block = 1024
-        add_partial_sums_kernel[(m, triton.cdiv(n, block))](partial, s_x, s_w, y, m, n, SPLIT=split, BLOCK=block)
-    return y
+    block = 1024
+    add = Prepared(add_partial_sums_kernel, (m, triton.cdiv(n, block)), SPLIT=split, BLOCK=block)
+
+    def launch(
+        x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, *_: torch.dtype
+    ) -> torch.Tensor:
+        y = s_x.new_empty(m, n, dtype=dtype)
+        partial = x_q.new_empty(split, m, n, dtype=torch.int32) if split > 1 else None
+        a, b = x_q, w_q
+        if descriptor:
+            a = TensorDescriptor.from_tensor(x_q, [config["m"], config["k"]])
+            b = TensorDescriptor.from_tensor(w_q, [config["n"], config["k"]])
+        kernel(a, b, s_x, s_w, y, partial, m, n, k)
+        if split > 1:
+            add(partial, s_x, s_w, y, m, n)
+        return y
+
+    return launch
 
 
 def on_cpu(
@@ -189,7 +205,14 @@ def on_cuda(
     x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """y [M, N] of the operator by the kernel, with its recorded configuration."""
-    return launch(x_q, s_x, w_q, s_w, configuration(x_q.shape[0], *w_q.shape, x_q.device), dtype)
+    return prepare(x_q, s_x, w_q, s_w, dtype)(x_q, s_x, w_q, s_w)
+
+
+def prepare(
+    x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """The launches of the operator for calls like this one, with its recorded configuration."""
+    return prepared(x_q, w_q, configuration(x_q.shape[0], *w_q.shape, x_q.device), dtype)
 
 
 def limit(x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -216,4 +239,5 @@ w8a8_gemm = operator(
     },
     empty=lambda x_q, s_x, w_q, s_w, dtype: x_q.new_empty((x_q.shape[0], w_q.shape[0]), dtype=dtype),
     limit=limit,
+    prepare=prepare,
 )

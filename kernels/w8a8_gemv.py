@@ -17,6 +17,7 @@ feeds them through a ring in shared memory to the int8 tensor cores. Thread bloc
 and each quantizes only its slice of the tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -27,6 +28,7 @@ from repro.kernels import nvrtc
 from repro.kernels import quantize_activation as quantizer
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
+from repro.kernels.prepared import Prepared
 from repro.kernels.quantize_activation import activation_scale, code_bits, inverse_scale, magnitude_bits
 from repro.kernels.triton_language import tl, triton
 from repro.kernels.w8a8_gemm import too_many_columns
@@ -154,25 +156,40 @@ def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict) 
 
     Raises ValueError when the configuration cannot run this shape.
     """
+    return prepared(x, w_q, s_w, config)(x, w_q, s_w)
+
+
+def prepared(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict) -> Callable[..., torch.Tensor]:
+    """The launch with one configuration for tensors like these.
+
+    Raises ValueError when the configuration cannot run this shape.
+    """
     if not quantizer.aligned(x, w_q):
         raise ValueError(
             f"w8a8_gemv: rows of x {tuple(x.shape)}, w_q {tuple(w_q.shape)} must begin at multiples of 16 bytes"
         )
-    y = torch.empty((x.shape[0], w_q.shape[0]), dtype=x.dtype, device=x.device)
-    (launch_streamed if "cluster" in config else launch_one)(x, w_q, s_w, y, config)
-    return y
+    m, n = x.shape[0], w_q.shape[0]
+    run = (prepare_streamed if "cluster" in config else prepare_one)(x, w_q, config)
+
+    def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(m, n)
+        run(x, w_q, s_w, y)
+        return y
+
+    return launch
 
 
-def launch_one(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: torch.Tensor, config: dict) -> None:
-    """The Triton kernel: y [1, N]."""
+def prepare_one(x: torch.Tensor, w_q: torch.Tensor, config: dict) -> Callable[..., None]:
+    """The Triton kernel: takes x, w_q, s_w and y [1, N]."""
     (m, k), n, chunk = x.shape, w_q.shape[0], config["chunk"]
     held = ceil(k / 4 / chunk) * chunk * config["rows"] // (32 * config["warps"])
     if m != 1 or held > 128:
         raise ValueError(f"w8a8_gemv: {config} cannot run x {tuple(x.shape)} and w_q {tuple(w_q.shape)}")
-    w8a8_gemv_kernel[(ceil(n / config["rows"]),)](
-        x, w_q.view(torch.int32), s_w, y, n, k // 16, ROWS=config["rows"], CHUNK=chunk, CHUNKS=ceil(k / 4 / chunk),
+    kernel = Prepared(
+        w8a8_gemv_kernel, (ceil(n / config["rows"]),), ROWS=config["rows"], CHUNK=chunk, CHUNKS=ceil(k / 4 / chunk),
         EVEN=k // 4 % chunk == 0, PLAIN=not x.is_cuda, num_warps=config["warps"],
     )  # fmt: skip
+    return lambda x, w_q, s_w, y: kernel(x, w_q.view(torch.int32), s_w, y, n, k // 16)
 
 
 @dataclass(frozen=True)
@@ -211,14 +228,15 @@ def fits(how: Plan, device: torch.device | str) -> bool:
     return how.shared <= shared and tokens <= 32768 and (properties.major >= 9 or how.macros["CLUSTER"] == 1)
 
 
-def launch_streamed(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, y: torch.Tensor, config: dict) -> None:
-    """The CUDA kernel: y [M, N]."""
+def prepare_streamed(x: torch.Tensor, w_q: torch.Tensor, config: dict) -> Callable[..., None]:
+    """The CUDA kernel: takes x, w_q, s_w and y [M, N]."""
     (m, k), n = x.shape, w_q.shape[0]
     how = plan(m, n, k, x.dtype, config, torch.cuda.get_device_properties(x.device).multi_processor_count)
     if not fits(how, x.device):
         raise ValueError(f"w8a8_gemv: {config} cannot run x {tuple(x.shape)} and w_q {tuple(w_q.shape)} here")
     kernel = nvrtc.load(SOURCE, "w8a8_gemv", how.macros, x.device, how.shared)
-    kernel(how.grid, 32 * config["warps"], x, w_q, s_w, y, n, k, how.columns, how.rows)
+    threads = 32 * config["warps"]
+    return lambda x, w_q, s_w, y: kernel(how.grid, threads, x, w_q, s_w, y, n, k, how.columns, how.rows)
 
 
 def takes(m: int, n: int, k: int, device: torch.device) -> bool:
@@ -240,7 +258,12 @@ def on_cpu(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tenso
 
 def on_cuda(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
     """y [M, N] of the operator by the kernel, with its recorded configuration."""
-    return launch(x, w_q, s_w, configuration(x.shape[0], *w_q.shape, x.device))
+    return prepare(x, w_q, s_w)(x, w_q, s_w)
+
+
+def prepare(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The launch of the operator for calls like this one, with its recorded configuration."""
+    return prepared(x, w_q, s_w, configuration(x.shape[0], *w_q.shape, x.device))
 
 
 def limit(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> str | None:
@@ -263,4 +286,5 @@ w8a8_gemv = operator(
     },
     empty=lambda x, w_q, s_w: x.new_empty((x.shape[0], w_q.shape[0])),
     limit=limit,
+    prepare=prepare,
 )

@@ -22,6 +22,7 @@ flight. The time of a small layer is that of the instructions around one memory 
 and no loop, and the number of columns is a compile-time constant.
 """
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from torch.nn.functional import pad
 
 from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.operators import HALVES, Argument, operator
+from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.packing import TENSORS, TILE, PackedWeight, dequantize, misfit, pack
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -206,11 +207,29 @@ def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
     _run(x, packed.codes, packed.scale_zero, _plan(_form(packed), x.dtype, 1, x.device), y)
 
 
+def prepare(
+    x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Callable[..., Tensor]:
+    """The launch of the operator for calls like this one, with its recorded configuration."""
+    count = x.shape[0]
+    plan = _plan((bits, group, rows, columns, symmetric), x.dtype, count, x.device)
+    function, grid, block, _, padded = plan
+    if padded != columns or x.data_ptr() % VECTOR:
+        return lambda x, codes, scale_zero, *_: _run(x, codes, scale_zero, plan)
+
+    def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
+        y = x.new_empty(count, rows)
+        function(grid, block, codes, scale_zero, x, y, rows, count)
+        return y
+
+    return launch
+
+
 def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple, y: Tensor | None = None) -> Tensor:
     function, grid, block, rows, columns = plan
     if columns != x.shape[1]:
         x = pad(x, (0, columns - x.shape[1]))
-    elif x.data_ptr() % 16:
+    elif x.data_ptr() % VECTOR:
         x = x.clone()
     y = x.new_empty(x.shape[0], rows) if y is None else y
     function(grid, block, codes, scale_zero, x, y, rows, x.shape[0])
@@ -247,6 +266,7 @@ OPERATOR = operator(
     {"x": Argument(HALVES, "M K"), **TENSORS},
     empty=lambda x, codes, scale_zero, bits, group, rows, *_: x.new_empty(x.shape[0], rows),
     limit=limit,
+    prepare=prepare,
 )
 
 

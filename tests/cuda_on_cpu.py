@@ -61,7 +61,9 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         starts = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         sizes = (ctypes.c_uint64 * len(tensors))(*(tensor.nbytes for tensor in tensors))
-        outside = function(grid, block, nvrtc.pointers(arguments), len(tensors), starts, sizes)
+        room = nvrtc.Room(len(arguments))
+        room.fill(arguments)
+        outside = function(grid, block, room.pointers, len(tensors), starts, sizes)
         assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
 
     return launch

@@ -263,10 +263,14 @@ def test_greedy_takes_the_first_of_the_largest_and_what_is_no_number_gives_none(
 )
 def test_kernels_that_round_like_torch_are_launched_without_fused_multiply_adds(name, kernels, monkeypatch):
     class Launched(dict):
+        arg_names = ()
+
         def __missing__(self, grid):
             return lambda *given, **options: launches.append(options["enable_fp_fusion"])
 
     class Ignored(dict):
+        arg_names = ()
+
         def __missing__(self, grid):
             return lambda *given, **options: None
 

@@ -164,10 +164,10 @@ def test_misuse_of_the_gemm_and_of_too_many_tokens():
 
 def test_operators_are_sound_for_compile_and_graphs():
     inputs = w8a8_gemv.make_inputs({"M": 2, "N": 6, "K": 48, "dtype": "float16", "seed": 0})
-    torch.library.opcheck(w8a8_gemv.w8a8_gemv, inputs)
-    torch.library.opcheck(quantize_activation.quantize_activation, inputs[:1])
+    torch.library.opcheck(torch.ops.lowbit.w8a8_gemv.default, inputs)
+    torch.library.opcheck(torch.ops.lowbit.quantize_activation.default, inputs[:1])
     codes = w8a8_gemm.make_inputs({"M": 2, "N": 6, "K": 40, "seed": 0})
-    torch.library.opcheck(w8a8_gemm.w8a8_gemm, (*codes, torch.bfloat16))
+    torch.library.opcheck(torch.ops.lowbit.w8a8_gemm.default, (*codes, torch.bfloat16))
 
 
 @pytest.mark.parametrize("config", w8a8_gemv.STREAMED, ids=str)

@@ -292,7 +292,10 @@ def test_kernel_on_the_gpu(case, dtype):
 def test_arguments_of_a_launch_lie_where_their_addresses_say():
     """Tensor pointers of 64 bits and C ints of 32, negative ones too."""
     x = torch.zeros(3)
-    at = nvrtc.pointers((x, 7, -5, x[1:], 2**31 - 1))
-    read = [ctypes.c_uint64.from_address(at[i]).value for i in (0, 3)]
-    assert read == [x.data_ptr(), x.data_ptr() + 4]
-    assert [ctypes.c_int.from_address(at[i]).value for i in (1, 2, 4)] == [7, -5, 2**31 - 1]
+    room = nvrtc.Room(5)
+    at = (ctypes.c_void_p * 5).from_address(room.address)
+    for first, last in ((7, 2**31 - 1), (-7, -(2**31))):  # a room serves one launch after the other
+        room.fill((x, first, -5, x[1:], last))
+        read = [ctypes.c_uint64.from_address(at[i]).value for i in (0, 3)]
+        assert read == [x.data_ptr(), x.data_ptr() + 4]
+        assert [ctypes.c_int.from_address(at[i]).value for i in (1, 2, 4)] == [first, -5, last]

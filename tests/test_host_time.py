@@ -1,0 +1,177 @@
+"""What a call costs the host: checked and prepared once, around the dispatcher where that changes nothing, no binding.
+
+No test measures time; each says what may be left out, and when it may not. `bench` has the times.
+"""
+
+import threading
+import types
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from repro.kernels import nvrtc, operators
+from repro.kernels.prepared import Prepared
+
+
+class Counted:
+    """An operator on a CPU whose check, preparation, launch and dispatcher are counted."""
+
+    def __init__(self):
+        self.calls = []
+        self.known = {}
+        self.facts = operators.facts_of([0, 1])
+        self.on_device = operators.remembering("it", self.check, self.prepare, self.facts, self.known)
+        self.direct = operators.direct(self.overload, self.facts, self.known)
+
+    def check(self, values):
+        self.calls.append("check")
+        if values[2] < 0:
+            raise ValueError("it: number is negative")
+
+    def prepare(self, *values):
+        self.calls.append("prepare")
+        return lambda x, y, number: self.calls.append("launch") or x * number
+
+    def overload(self, *values, **named):
+        self.calls.append("dispatcher")
+        return self.on_device(*values, *named.values())
+
+    def counted(self, *values, **named):
+        self.calls.clear()
+        self.direct(*values, **named)
+        return self.calls
+
+
+@pytest.fixture
+def counted():
+    it = Counted()
+    it.direct(torch.ones(2, 8), None, 3)
+    return it
+
+
+def test_a_call_like_one_before_is_launched_alone(counted):
+    assert counted.calls == ["dispatcher", "check", "prepare", "launch"]
+    assert counted.counted(torch.zeros(2, 8), None, 3) == ["launch"]
+
+
+OTHERS = {
+    "number": (torch.ones(2, 8), None, 4),
+    "dtype": (torch.ones(2, 8).half(), None, 3),
+    "shape": (torch.ones(2, 12), None, 3),
+    "dimensions": (torch.ones(1, 2, 8), None, 3),
+    "layout": (torch.ones(2, 16)[:, ::2], None, 3),
+    "address": (torch.ones(20)[1:17].view(2, 8), None, 3),
+    "a second tensor": (torch.ones(2, 8), torch.ones(1), 3),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_whatever_a_check_compares_makes_another_call(counted, what):
+    assert counted.counted(*OTHERS[what])[:2] == ["dispatcher", "check"]
+
+
+def test_what_is_wrong_is_refused_every_time(counted):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="negative"):
+            counted.direct(torch.ones(2, 8), None, -1)
+
+
+class Seen(torch.Tensor):
+    """A subclass, as a traced or a distributed tensor is one."""
+
+
+class Mode(TorchDispatchMode):
+    """Sees every operator."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_tracing_modes_gradients_and_subclasses_go_through_the_dispatcher(counted):
+    x = torch.ones(2, 8)
+    assert counted.counted(x, None, number=3)[0] == "dispatcher"
+    assert counted.counted(x.as_subclass(Seen), None, 3)[0] == "dispatcher"
+    assert counted.counted(x.clone().requires_grad_(), None, 3)[0] == "dispatcher"
+    with torch.no_grad():
+        assert counted.counted(x.clone().requires_grad_(), None, 3) == ["launch"]
+    with torch.inference_mode():
+        assert counted.counted(x, None, 3) == ["launch"]
+    with Mode():
+        assert counted.counted(x, None, 3)[0] == "dispatcher"
+    counted.calls.clear()
+    torch.jit.trace(lambda x: counted.direct(x, None, 3), x, check_trace=False)
+    assert counted.calls[0] == "dispatcher"
+    counted.calls.clear()
+    counted.on_device = lambda x, y, number: x * number  # which a transform's tensors never reach as they are
+    torch.vmap(lambda x: counted.direct(x, None, 3))(torch.ones(4, 2, 8))
+    assert counted.calls[0] == "dispatcher"
+
+
+def test_what_is_remembered_is_bounded(counted, monkeypatch):
+    monkeypatch.setattr(operators, "MOST_KNOWN", 8)
+    for number in range(100):
+        counted.direct(torch.ones(2, 8), None, number)
+    assert len(counted.known) <= 8
+    assert counted.counted(torch.ones(2, 8), None, 99) == ["launch"]
+
+
+class Compiled:
+    """What Triton's compiler gives, with its launcher."""
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *given, stream: self.launches.append((grid, given, stream))
+
+
+class Kernel:
+    """What `triton.jit` gives: binds, compiles and launches."""
+
+    arg_names = ("x", "count", "BLOCK", "SPLIT")
+
+    def __init__(self):
+        self.bound, self.launches = [], []
+
+    def __getitem__(self, grid):
+        return lambda *given, **constants: self.bound.append((grid, given, constants)) or Compiled(self.launches)
+
+
+def test_triton_binds_the_first_launch_alone(monkeypatch):
+    device = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    kernel, x = Kernel(), torch.ones(3)
+    prepared = Prepared(kernel, (5,), SPLIT=2, BLOCK=64, num_warps=4)
+    for _ in range(3):
+        prepared(x, 7)
+    assert kernel.bound == [((5,), (x, 7), {"SPLIT": 2, "BLOCK": 64, "num_warps": 4})]
+    assert kernel.launches == 2 * [((5, 1, 1), (x.data_ptr(), 7, 64, 2), 70)]  # constants in the kernel's order
+    device[0] = 1  # which has a kernel of its own
+    prepared(x, 7)
+    assert len(kernel.bound) == 2 and len(kernel.launches) == 2
+
+
+def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypatch):
+    """The second launch begins while the driver reads the arguments of the first."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    rooms, second = [], []
+
+    def launch(*given):
+        rooms.append(given[9])
+        if not second:
+            second.append(threading.Thread(target=function, args=(1, 32, 9)))
+            second[0].start()
+            second[0].join()
+        return (0,)
+
+    function = nvrtc.Function.__new__(nvrtc.Function)
+    vars(function).update(_driver=types.SimpleNamespace(cuLaunchKernel=launch), _function=None, _index=0)
+    vars(function).update(_shared=0, _rooms=[])
+    function(1, 32, 8)
+    assert len(set(rooms)) == 2
+    function(1, 32, 7)
+    assert len(rooms) == 3 and len(set(rooms)) == 2  # one of them again
