@@ -79,5 +79,41 @@ def test_what_was_built_here_comes_before_what_is_stored(files):
     ask = Ask("offload", "limit", "growth_bytes")
     assert bench.quantity(ask) is None
     files("results/offload", "limit", growth_bytes=1)
-    files("build/offload", "limit", growth_bytes=2)
+    files("build/offload", "memory", growth_bytes=2)
     assert bench.quantity(ask).interval().value == 2 and bench.origin([ask])["live"] == "fresh"
+
+
+def test_the_targets_of_offloading_are_judged_by_what_the_bench_wrote(files):
+    """A bound of 100 GB over 50 GB/s and 48 steps of 2 ms, which is 2.096 s."""
+    for shape, over in (("llama8b", 1.0), ("qwen7b", 1.13)):
+        bus = {"streamed_bytes": 1e11, "bus_bytes_per_s": 5e10, "bus_busy": 0.95}
+        memory = {"device_bytes": 8e9, "budget_bytes": 8.1e9 / over}
+        times = {"depth": 48, "iteration_s": 2.096 * over, "draft_pass_s": 0.0026 * over}
+        files("build/offload", f"{shape}-speculate", **bus, **memory, **times)
+        files("build/offload", f"{shape}-step", step_s=0.002)
+        files("build/offload", f"{shape}-prefetch", bus_share=0.95 / over)
+    flow = Workflow(scales.load(name="pocket"))
+    judged = [claims.judge(flow, claim) for claim in tables.table("subspec", "targets").claims]
+    assert [[case.verdict == 0 for case in each.cases] for each in judged] == [
+        [True, False], [True, True], [True, False], [True, False], [True, False]
+    ]  # fmt: skip
+    assert judged[0].cases[1].measured == pytest.approx(1.13)
+
+
+def test_memory_over_a_thousand_tokens_is_judged(files):
+    files("build/offload", "memory", tokens=1000, within=1, growth_bytes=0)
+    files("build/offload", "memory-plain", tokens=1000, within=1, growth_bytes=2**21)
+    flow = Workflow(scales.load(name="pocket"))
+    within, grown = (claims.judge(flow, claim) for claim in tables.table("subspec", "memory").claims)
+    assert [case.verdict == 0 for case in within.cases] == [True, True]
+    assert [case.verdict == 0 for case in grown.cases] == [True, False]
+
+
+def test_the_targets_of_switching_are_judged_by_what_the_bench_wrote(files):
+    files("build/precision", "switch-ahead-16", **{"late ms, worst": 4.5, "quiet ms": 4.0})
+    files("build/precision", "switch-host-16", **{"peak bytes": 17e9, "bytes of the first width": 16e9})
+    flow = Workflow(scales.load(name="pocket"))
+    judged = [claims.judge(flow, claim) for claim in tables.table("flexquant", "targets").claims]
+    late, memory = judged[3], judged[6]
+    assert [case.measured for case in late.cases if case.measured is not None] == [1.125]
+    assert memory.cases[0].measured == pytest.approx(17 / 16) and memory.cases[0].verdict == 0

@@ -37,11 +37,11 @@ def small(monkeypatch):
 
 def test_every_measurement_is_written_once(small, tmp_path, capsys):
     words = ["--out", str(tmp_path), "--device", "cpu", "--memory", "6.2MiB"]
-    bench.main([*words, "--only", "llama8b", "limit", "lossless-float32"])
+    bench.main([*words, "--only", "llama8b", "memory", "lossless-float32"])
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     shapes = {f"llama8b-{name}" for name in ("sync", "prefetch", "speculate", "step", "whole")}
-    assert set(found) == shapes | {"limit", "limit-plain", "lossless-float32"}
-    long, plain = found["limit"], found["limit-plain"]
+    assert set(found) == shapes | {"memory", "memory-plain", "lossless-float32"}
+    long, plain = found["memory"], found["memory-plain"]
     assert long["tokens"] == plain["tokens"] == 40 and long["streamed_bytes"] and plain["streamed_bytes"]
     assert (long["iterations"], plain["iterations"]) == (8, 39), "39 tokens after the prefill's, five at once or one"
     speculate = found["llama8b-speculate"]
@@ -50,7 +50,7 @@ def test_every_measurement_is_written_once(small, tmp_path, capsys):
     lossless = found["lossless-float32"]
     assert (lossless["prompts"], lossless["disagreements"], lossless["unexplained"]) == (2, 0, 0)
     capsys.readouterr()
-    bench.main([*words, "--only", "llama8b", "limit", "lossless-float32"])
+    bench.main([*words, "--only", "llama8b", "memory", "lossless-float32"])
     assert capsys.readouterr().out == ""
 
 

@@ -49,6 +49,8 @@ def test_every_measurement_is_a_file_that_is_made_once(bench, tmp_path, capsys):
     around = files["switch-host-4"]
     assert around["prefetched"] + around["late"] >= 4 * 4 and around["host ms, worst"] > 0  # the last is made in vain
     assert around["buffer bytes"] <= 0.1 * around["bytes of the first width's layers"]
+    tables = 4 * SHAPE["vocab_size"] * SHAPE["hidden_size"]  # the embedding in float32, which is the head
+    assert around["bytes of the first width"] == around["bytes of the first width's layers"] + tables
     assert all(found["shape"] == "shape/tiny" and "device" in found and "commit" in found for found in files.values())
     assert files["mixed-model-1.0"]["expected ms"] == pytest.approx(files["step-8-8"]["ms"])
     half = files["mixed-model-0.5"]["expected ms"]

@@ -10,6 +10,7 @@ from repro.cells import tpot
 from repro.cells.tpot import Ask
 from repro.errors import UserError
 from repro.methods.flexquant.config import Config
+from repro.record import measure
 from repro.spec import scale as scales
 from repro.spec import tables
 from repro.spec.workflow import Workflow
@@ -93,6 +94,14 @@ def test_a_schedule_takes_each_layers_share_of_the_step_of_its_width(measured, l
     parts = [shown(Ask(part, "1500", ask.schedule)) for part in every]
     assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1) and parts[5] > 0
     assert parts[2] > 0 if layers == 16 else parts[2] == 0
+
+
+def test_a_number_of_results_of_its_own_takes_no_job_where_a_table_also_has_a_model():
+    flow = Workflow(scales.load(name="pocket"))
+    cells = flow.cells("flexquant", "intervals")
+    timed = [cell for cell in cells if cell.measure == "tpot"]
+    assert len(timed) == 6 and not any(map(flow.jobs, timed))
+    assert {job.kind for job in measure.missing(flow, cells)} <= {"switching", "compress", "tokens"}
 
 
 def test_parts_that_are_measured_by_themselves(measured):

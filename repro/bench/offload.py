@@ -11,9 +11,9 @@ Shapes have random weights: their times and bytes are real, their texts and acce
     <shape>-step        a step of the draft's own format at one token, for the bar of a draft pass
     <shape>-whole       generations that accept as many tokens in each iteration as the stored acceptance record says,
                         against their calculated tokens a second: accepted tokens over the time of an iteration
-    limit               memory by the driver's count over 1,000 tokens of a shape with its draft, whose iterations
+    memory              memory by the driver's count over 1,000 tokens of a shape with its draft, whose iterations
                         accept 30 tokens, as the paper reports (1,000 iterations of one token would take six minutes)
-    limit-plain         the same without a draft, of a shape of 1B within `LITTLE` (a step of 8B takes 0.17 s)
+    memory-plain        the same without a draft, of a shape of 1B within `LITTLE` (a step of 8B takes 0.17 s)
 """
 
 import argparse
@@ -66,7 +66,7 @@ DRAFT = subspec.Config()  # the paper's
 WARM, TIMED = 3, 20  # iterations
 RECORD = ("subspec", "1", "SubSpec [T=0, 8GB]", "MT-Bench tau", "Qwen2.5-7B-Instruct")  # of accepted lengths
 WHOLE = 10  # prompts of the record that a whole run decodes
-LONG, ACCEPTED, EVERY = 1000, 30, 8  # tokens of `limit`, of an iteration of it, and between two looks at the memory
+LONG, ACCEPTED, EVERY = 1000, 30, 8  # tokens of `memory`, of an iteration of it, and between two looks at the memory
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -113,9 +113,9 @@ class Bench:
             self.once(f"{name}-speculate", lambda n=name: self.speculate(n))
             self.once(f"{name}-whole", lambda n=name: self.whole(n))
             if name == "llama8b":
-                self.once("limit", lambda n=name: self.limit(n, draft=True))
+                self.once("memory", lambda n=name: self.used(n, draft=True))
             self.once(f"{name}-step", lambda n=name: self.step(n))  # lifts the limit
-        self.once("limit-plain", lambda: self.limit("llama1b", draft=False))
+        self.once("memory-plain", lambda: self.used("llama1b", draft=False))
         self.free()
         return self.failed
 
@@ -278,7 +278,7 @@ class Bench:
         found |= {"prompt_tokens": prompt, "lengths": lengths, "record": list(RECORD)}
         return found | {"prefill_seconds": prefills, "seconds": iterations} | self.where(engine)
 
-    def limit(self, name: str, draft: bool) -> dict[str, Any]:
+    def used(self, name: str, draft: bool) -> dict[str, Any]:
         """Memory by the driver's count before, while and after `LONG` tokens are decoded, after a warm generation.
 
         Returns:

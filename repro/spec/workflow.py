@@ -153,7 +153,7 @@ class Workflow:
         return self._jobs[key]
 
     def _make_jobs(self, cell: Cell) -> list[dict[str, Job]]:
-        if not self.is_measured(cell):
+        if not self.is_measured(cell) or self.is_taken(cell):
             return []
         if parts := self.parts(cell):
             found = {name: self.jobs(part) for name, part in parts.items()}

@@ -229,7 +229,11 @@ class Bench:
         found |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
         if self.device.type == "cuda":
             found |= {"peak bytes": torch.cuda.max_memory_allocated(self.device)}
-        return found | {"bytes of the first width's layers": weights}
+        tables = {id(tensor): tensor.nbytes for tensor in (model.embedding, *model.head.buffers())}
+        return found | {
+            "bytes of the first width's layers": weights,
+            "bytes of the first width": weights + sum(tables.values()),
+        }
 
     def around(self, engine: SwitchingCore, layers: int) -> dict[str, Any]:
         """Milliseconds of the tokens around an engine's switches, and the host's share in them."""
