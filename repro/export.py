@@ -2,7 +2,7 @@
 
 llama.cpp rotates neighbours within a head where Hugging Face rotates its two halves, so the rows of q and k are
 interleaved. Rows are quantized alone: that moves Q4_K blocks and changes none. A tied head is left out, as there.
-Source: ggml-org/ggml, `docs/gguf.md`; names of tensors and keys: the `gguf` package, which is an extra (`export`).
+Source: ggml-org/ggml, `docs/gguf.md`; names of tensors and keys: the `gguf` package.
 """
 
 import json

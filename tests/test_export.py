@@ -300,10 +300,8 @@ def weights(package, path, model):
 class Loaded:
     """A GGUF file in llama.cpp, on one thread."""
 
-    def __init__(self, path, **options):
-        self.library = pytest.importorskip(
-            "llama_cpp", reason="llama-cpp-python is not installed; it is built in 19 min"
-        )
+    def __init__(self, library, path, **options):
+        self.library = library
         threads = {"n_threads": 1, "n_threads_batch": 1}
         self.llama = self.library.Llama(str(path), n_ctx=512, logits_all=True, verbose=False, **threads, **options)
 
@@ -340,8 +338,9 @@ class Loaded:
 @pytest.fixture
 def load(package):
     """Loads GGUF files in llama.cpp, and frees them."""
+    library = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; it is built in 19 min")
     opened = []
-    yield lambda path, **options: opened.append(Loaded(path, **options)) or opened[-1]
+    yield lambda path, **options: opened.append(Loaded(library, path, **options)) or opened[-1]
     for each in opened:
         each.close()
 

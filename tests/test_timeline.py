@@ -51,7 +51,7 @@ def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
 
 @pytest.mark.parametrize("draft, prefetch", [("subspec", True), ("subspec", False), ("none", False)])
 def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
-    ask = Ask("tiny", least(), "copies", draft=draft, prefetch=prefetch)
+    ask = Ask("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
     given = job_of(ask, context=96, warm=1).given()
     found = timeline.measured(given | {"draft": given["draft"] and vars(DRAFT)}, CPU, torch.float32)
     passes, ((begin, end),) = found["draft passes"], found["verification"]
