@@ -677,6 +677,8 @@ def test_a_table_is_drawn_anew_where_any_table_accepts_results():
     """One of its cells may take the row of another table."""
     accepted_in = {path.name for path in snake._sources("spear/table4") if path.parent.parent.name == "results"}
     assert {"spear-table1.csv.xz", "spear-table22.csv.xz"} <= accepted_in and "kernels.csv.xz" not in accepted_in
+    headline = {path.name for path in snake._sources("table1")}
+    assert accepted_in | {"kernels.csv.xz", "peers-recorded.csv.xz"} <= headline, "it judges the claims of all tables"
 
 
 @pytest.mark.parametrize(("edge", "said"), [(2.9, "consistent"), (3.1, "within rounding"), (3.3, "inconsistent")])
