@@ -1,5 +1,6 @@
 """Engines under a memory limit: what lies where, lossless texts, streamed weights, and faults that must show."""
 
+import gc
 import json
 import math
 import re
@@ -264,6 +265,28 @@ def test_host_memory_is_what_the_weights_take(mixed):
     host = offload.HostMemory(torch.device("cpu"))
     copy = host.copy(weight := torch.randn(3, 5))
     assert torch.equal(copy, weight) and copy.data_ptr() % 4096 == 0 and host.bytes == 60
+
+
+def test_an_interrupt_frees_the_pinned_memory(monkeypatch):
+    """As on a GPU, whose driver is told of every page that is not needed any more."""
+    pinned, freed = [], []
+
+    def pinning(host, weight, copy=offload.HostMemory.copy):
+        made = copy(host, weight)
+        host._pinned.append(made.data_ptr())
+        pinned.append(made.data_ptr())
+        return made
+
+    def stopped(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(offload.HostMemory, "copy", pinning)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=freed.append))
+    monkeypatch.setattr(drafted.Drafted, "_iterate", stopped)
+    words = ["generate", "--model", "pocket-3m", "--memory", str(BUDGET), "--draft", "subspec(top_k=4, depth=10)"]
+    assert main([*words, "--context", "256", "--dtype", "float32", "--device", "cpu", PROMPT]) == 130
+    gc.collect()
+    assert pinned and sorted(freed) == sorted(pinned)
 
 
 def test_the_launchers_take_what_a_tree_gives_them(plain, monkeypatch):

@@ -21,6 +21,7 @@ from repro.judge.quantity import Quantity, compose
 from repro.methods.flexquant import schedule as plan
 from repro.models.lowbit import LowBitModel
 from repro.record import measure, observations
+from repro.record.observations import Observations, Series
 from repro.spec import precision
 from repro.spec import scale as scales
 from repro.spec.workflow import Workflow
@@ -80,6 +81,17 @@ def test_a_static_width_has_its_bits_and_differs(built):
     assert held["bits"].values.tolist() == [4] * 4 and held["switches"].values.tolist() == [0] * 4
     assert (held["KL"].values > 0).all() and (held["prefix"].values < 100).all()
     assert (full["KL"].values < held["KL"].values).all()
+
+
+def test_repetitions_are_counted_and_drawn_by_token():
+    """Of 30 tokens the last 12 are those of the beginning: 5 of them end eight that were there before."""
+    text = [*range(18), *range(12)]
+    assert [i for i, again in enumerate(switching.repeated(text)) if again] == [25, 26, 27, 28, 29]
+    held = {f"tokens {i}": Series(np.asarray(one, float), "tokens") for i, one in enumerate((text, list(range(30))))}
+    share = switching._curve(held, "repeated", spread=False)
+    assert len(share) == 10 and share[0] == 0 and share[-1] == pytest.approx(100 * 5 / 20 / 2)
+    ask = Ask("repeated by token")
+    assert switching.series(ask, {"texts": Observations(held, {})}, None)[ask.show].values.tolist() == share.tolist()
 
 
 def test_a_schedule_that_never_switches_is_full_precision(built):

@@ -48,7 +48,7 @@ STOPS = {"cnn-dm": "\n\n", "dialogsum": "\n", "iwslt": "\n"}  # what ends an ans
 WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
 REPEATED = 8  # tokens of a repetition
 RESAMPLED = "sequences"  # what a prompt's number is to an interval: a paired bootstrap over prompts
-CURVES = ("PPLE", "PPLE spread", "gap", "gap spread")
+CURVES = ("PPLE", "PPLE spread", "gap", "gap spread", "repeated by token")
 COMPARED = ("agreement", "prefix", "KL")  # with full precision, by themselves
 TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
 
@@ -65,7 +65,8 @@ class Ask:
             `similarity` to them is what BERTScore computes, from full precision's own last hidden states;
             `repeated` is the share in percent of tokens that end eight which the text had before. For a figure, by
             token: the mean over prompts of the window's mean `PPLE`, or of the `gap` between the two most likely tokens
-            along full precision's text, and their standard deviations (`spread`).
+            along full precision's text, and their standard deviations (`spread`); `repeated by token` is the share of
+            prompts in percent whose token there is one that `repeated` counts.
         prompts: a prompt set.
         schedule: such as `flexquant(threshold=2.0)`; empty is the recipe from the first token to the last.
         quantile: the threshold is this quantile of full precision's window means on validation prompts; 0 is off.
@@ -89,6 +90,7 @@ class Ask:
         "PPLE spread",
         "gap",
         "gap spread",
+        "repeated by token",
     ]
     prompts: str = "longwriter-en"
     schedule: str = ""
@@ -235,7 +237,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
         text, reference = (_text(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
         row["agreement"] = text_scores.rouge_l(text, [reference])
         row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
-        row["repeated"] = 100 * repeated(row["tokens"])
+        row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
         if prompt.references:
             row["rougeL"] = text_scores.rouge_l(text, prompt.references)
             row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
@@ -268,14 +270,14 @@ def _text(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
     return text.partition(STOPS[prompts])[0] if prompts in STOPS else text
 
 
-def repeated(tokens: Sequence[int]) -> float:
-    """The share of a text's tokens that end a run of `REPEATED` which the text had before."""
-    seen, count = set(), 0
+def repeated(tokens: Sequence[int]) -> list[bool]:
+    """Of each token of a text, whether it ends a run of `REPEATED` which the text had before."""
+    seen, found = set(), [False] * len(tokens)
     for end in range(REPEATED, len(tokens) + 1):
         run_of_tokens = tuple(tokens[end - REPEATED : end])
-        count += run_of_tokens in seen
+        found[end - 1] = run_of_tokens in seen
         seen.add(run_of_tokens)
-    return count / len(tokens)
+    return found
 
 
 def _cut(ids: Sequence[int], given: Mapping[str, Any]) -> list[int]:
@@ -432,19 +434,21 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     """The prompts' numbers; none of the references where the set has none."""
     held = found["texts"].series
     if ask.show in CURVES:
-        return {ask.show: Series(_curve(held, *ask.show.partition(" ")[::2]), "tokens")}
+        name, _, what = ask.show.partition(" ")
+        return {ask.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
     names = [ask.show] if ask.show in held else []
     if ask.show == "bleu":
         names = [name for name in held if name.startswith("bleu ")]
     return {name: Series(held[name].values, RESAMPLED, held[name].group) for name in names}
 
 
-def _curve(held: Mapping[str, Series], name: str, spread: str) -> np.ndarray:
+def _curve(held: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
     """By token, the mean over prompts of a window's mean, or its standard deviation, over the texts that go on."""
-    means = []
+    means, of = [], "tokens" if name == "repeated" else name
     for key, one in held.items():
-        if key.startswith(f"{name} ") and len(one.values) > WINDOW:
-            means.append(np.convolve(one.values[1:], np.ones(WINDOW) / WINDOW, "valid"))
+        if key.startswith(f"{of} ") and len(one.values) > WINDOW:
+            each = 100 * np.asarray(repeated(one.values.tolist())) if name == "repeated" else one.values
+            means.append(np.convolve(each[1:], np.ones(WINDOW) / WINDOW, "valid"))
     if not means:
         raise UserError(f"switching: no text has more than {WINDOW} tokens, a window")
     table = np.full((len(means), max(map(len, means))), np.nan)
@@ -489,4 +493,5 @@ def against(ask: Ask) -> str:
 
 def limits(ask: Ask) -> tuple[float, float]:
     """A score is 0 to 100, all else 0 or more."""
-    return (0.0, 100.0) if ask.show in ("agreement", "prefix", "repeated", *TASK) else (0.0, np.inf)
+    shares = ("agreement", "prefix", "repeated", "repeated by token", *TASK)
+    return (0.0, 100.0) if ask.show in shares else (0.0, np.inf)
