@@ -183,6 +183,16 @@ def test_a_claim_without_a_predicate_names_what_would_carry_it(how, where, carri
 
 
 @pytest.mark.parametrize("paper", papers.PAPERS)
+def test_every_claim_of_a_paper_has_a_line_with_a_verdict_or_what_is_known_instead(paper):
+    """On the committed page, which another test compares with what is built."""
+    text = (ROOT / "docs" / f"{paper}.md").read_text(encoding="utf-8").partition("Claims in the paper's order")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [A-Z]\d+ \| ", line)]
+    assert [row[0] for row in rows] == list(papers.claims(paper))
+    if paper in ("flexquant", "subspec"):
+        assert all(row[-2] != "–" or not row[-1].startswith("no predicate") for row in rows)
+
+
+@pytest.mark.parametrize("paper", papers.PAPERS)
 def test_every_finding_of_the_audit_is_a_footnote_that_is_named(stored, tmp_path, paper, spear):
     """For any paper by its name."""
     text = spear[0] if paper == "spear" else page.build(stored, paper, tmp_path)

@@ -41,14 +41,16 @@ def rows(judged: Sequence[Judged]) -> Iterator[list[str]]:
 
 def without_predicate(paper: str, written: Sequence[ClaimSpec]) -> list[dict[str, str]]:
     """The paper's claims that no predicate names."""
-    items = [item for claim in written for item in claim.claim.split()[1:]]
-    named = {part for item in items for part in item.split("-")}
-    ranges = [item.split("-") for item in items if "-" in item]  # such as C018-C020
+    return [line for name, line in papers.claims(paper).items() if not any(names(one, name) for one in written)]
 
-    def inside(name: str) -> bool:
-        return any(first < name < last for first, last in ranges)
 
-    return [line for name, line in papers.claims(paper).items() if name not in named and not inside(name)]
+def names(claim: ClaimSpec, number: str) -> bool:
+    """Whether a predicate is on a claim of this number, by itself or in a range such as C018-C020."""
+    for item in claim.claim.split()[1:]:
+        first, _, last = item.partition("-")
+        if first <= number <= (last or first):
+            return True
+    return False
 
 
 def by_formula(lines: Sequence[dict[str, str]]) -> list[dict[str, str]]:

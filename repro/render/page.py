@@ -63,6 +63,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         *_verdicts(paper, judged, grids),
         *_own_numbers(paper, judged),
         *_summary(paper, judged),
+        *_folded("Every claim of the paper in its order, with its verdicts", _every(paper, judged)),
         *_folded("Every case with its further readings", _readings(paper, judged), _classes(flow, paper)),
         *_questions(flow, paper),
         *_findings(paper, {part for one in judged if one.verdict for part in _numbers(one)}),
@@ -168,6 +169,23 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     if left:
         lines = (f"{name} {reasons[name]}" for name in left)
         yield f"Of these nothing can judge ({len(left)}): {'; '.join(lines)}."
+
+
+def _every(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+    """One line a claim of the paper: what it prints, what its own numbers say, every verdict or why there is none."""
+    reasons = claims.unjudged(paper)
+    rows = []
+    for name, line in papers.claims(paper).items():
+        own = [one for one in judged if own_numbers.names(one.spec, name)]
+        by_cells = list(dict.fromkeys(one.own_numbers for one in own if one.own_numbers))
+        if not by_cells and line["recomputed"]:
+            by_cells = [own_numbers.WORDS[each["consistent"]] for each in own_numbers.by_formula([line])]
+        said = [f"{one.said} ({own_numbers.title(_numbers(one)[0])})" for one in own if one.verdict]
+        printed = line.get("printed") or line.get("values", "")
+        verdict = "; ".join(said) or reasons.get(name) or f"no predicate ({_carrier(line)})"
+        rows.append([name, line["statement"], printed, "; ".join(by_cells) or "–", verdict])
+    head = ("claim", "what it says", "printed", "its own numbers", "verdict here, or why none")
+    yield markdown(Sheet("Claims in the paper's order", head, rows, left=len(head)))
 
 
 def _carrier(line: Mapping[str, str]) -> str:
