@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-import time
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +22,7 @@ COUNTS = (1, 8, 64)
 WATCHED = (16, 128, 256)  # timed of this project's kernels and the library alone, where other kernels are chosen
 UNTUNED = (3584, 3584)  # a layer for which no launch configuration is recorded, so that the heuristic chooses
 LIBRARY = "bf16/bf16/torch.matmul"
-HOST_CALLS = 300  # launched without waiting
+HOST_CALLS = 100  # launched without waiting
 
 
 @functools.lru_cache(maxsize=1)
@@ -79,42 +79,49 @@ def test_this_suite_and_the_timer_agree(gpu_benchmark, backend, name) -> None:  
 # ---- time of the host, and of a whole prefill
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 16])
-@pytest.mark.parametrize("name", ["F.linear", "wna16", "w8a8"])
-def test_host_time(benchmark, backend, name, count) -> None:  # noqa: ANN001
-    """What a call costs the host on a layer whose kernel takes less than that; its floor is `F.linear` beside it."""
+def products(count: int) -> dict[str, Callable[[], Any]]:
+    """Calls of linear layers with `count` tokens whose kernels take less than the host."""
     from repro.kernels import linear, w8a8
 
     torch.manual_seed(0)
     weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(count, 1024, device="cuda", dtype=torch.bfloat16)
-    packed = load("w4a16_gemm").random_weight(
-        {"N": 1024, "K": 1024, "bits": 4, "group": 128, "symmetric": False, "seed": 0}
-    )
-    packed, codes = packed.to("cuda"), w8a8.quantize_weight(weight)
-    calls = {
+    form = {"N": 1024, "K": 1024, "bits": 4, "group": 128, "symmetric": False, "seed": 0}
+    packed, codes = load("w4a16_gemm").random_weight(form).to("cuda"), w8a8.quantize_weight(weight)
+    return {
         "F.linear": lambda: torch.nn.functional.linear(x, weight),
         "wna16": lambda: linear.wna16(x, packed),
         "w8a8": lambda: w8a8.w8a8(x, *codes),
     }
-    library = min(host_seconds(calls["F.linear"]) for _ in range(7)) * 1e6
+
+
+def operator(name: str) -> Callable[[], Any]:
+    """A call of an operator of the decode step on its smallest case."""
+    module = load(name)
+    inputs = module.make_inputs(small(module.CASES), "cuda")
+    values = [inputs[argument] for argument in inspect.signature(module.reference).parameters if argument in inputs]
+    return functools.partial(getattr(module, name), *values)
+
+
+STEP = ("rms_norm", "silu_product", "rope_append", "argmax", "pple", "attention", "sample")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, count", [*itertools.product(("F.linear", "wna16", "w8a8"), (1, 16, 64)), *((name, 1) for name in STEP)]
+)
+def test_host_time(benchmark, backend, name, count) -> None:  # noqa: ANN001
+    """What a call costs the host; its floor is `F.linear` beside it."""
+    calls = products(count)
+    call = calls[name] if name in calls else operator(name)
+    call()
+    library = backend.host_us(calls["F.linear"])
     place = {"N": 1024, "K": 1024, "M": count, "mode": "host", "device": torch.cuda.get_device_name()}
     who = {"kernel": name, "dtype": "bf16", "provider": "call"}
     benchmark.extra_info |= who | place | {"ours": name != "F.linear", "floor_us": library}
-    benchmark.pedantic(calls[name], rounds=timing.ROUNDS, iterations=HOST_CALLS, warmup_rounds=2)
+    benchmark.extra_info["over"] = backend.host_us(call) / library
+    benchmark.pedantic(call, rounds=timing.ROUNDS, iterations=HOST_CALLS, warmup_rounds=2)
     torch.cuda.synchronize()
-
-
-def host_seconds(call: Callable[[], Any]) -> float:
-    """Seconds of the host for a call, launched `HOST_CALLS` times without waiting."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call()
-    seconds = (time.perf_counter() - began) / HOST_CALLS
-    torch.cuda.synchronize()
-    return seconds
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from tiny_results import MODEL, refusal
 
 from repro.files import atomic, csv_text, read_text, write_text
 from repro.jobs import runner
-from repro.record import accepted, observations, row_digest, row_list
+from repro.record import accepted, observations, row_list
 from repro.record.accept import accept
 from repro.record.measurement import COLUMNS, from_csv
 from repro.record.observations import FILE
@@ -238,4 +238,4 @@ def test_what_a_killed_build_left_is_no_input(stored, tmp_path):
 
 def test_the_digest_covers_every_field(stored):
     row = from_csv(lines_of(stored)[0])[0]
-    assert (*row_digest.signed_texts(row), "digest") == COLUMNS
+    assert (*row.signed(), "digest") == COLUMNS

@@ -10,7 +10,7 @@ from repro.bench import kernel_rows
 from repro.bench.kernel_rows import Row
 from repro.errors import UserError
 from repro.files import csv_text, read_text, write_text
-from repro.record import provenance, row_list
+from repro.record import provenance, row_digest, row_list
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 
@@ -304,3 +304,16 @@ def test_a_damaged_file_is_a_sentence(tmp_path, spoil, said):
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(UserError, match=said):
         kernel_rows.from_csv(path)
+
+
+def test_times_from_before_a_column_are_read_and_signed_as_they_were(stored):
+    """A file without the host's times keeps its digests; the next one that is accepted has them all anew."""
+    path, lines = stored
+    row = dataclasses.replace(kernel_rows.from_csv(path)[0], earlier=True)
+    digest = row_digest.of(row)
+    values = [row.texts()[name] for name in kernel_rows.EARLIER]
+    write_text(path, csv_text([kernel_rows.EARLIER, [*values[:-1], digest]]))
+    (read,) = kernel_rows.from_csv(path)
+    assert read.earlier and read.host_us is None and read.digest == digest
+    row_digest.check(read, "row")
+    assert len(digest) < len(lines[1][-1])

@@ -98,8 +98,9 @@ class Row:
 
     `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, interleaved),
     `fraction` their ratio; `copy_fraction` is bytes over time over the device's own copy bandwidth; `relerr` the error
-    against float32; `joule` a launch. `machine` is the digest of the machine code that ran (a library: `libraries`),
-    `versions` are those of the timer and of the kernel or the peers; empty where none were kept yet.
+    against float32; `joule` a launch; `host_us` what the host takes for a call, checks and launches, without waiting
+    for the device. `machine` is the digest of the machine code that ran (a library: `libraries`), `versions` are those
+    of the timer and of the kernel or the peers; empty where none were kept yet.
     `digest` is that of an accepted row; empty elsewhere.
     Status `bridged` is a time of another run, times the library's time here over then.
     """
@@ -125,6 +126,7 @@ class Row:
     clock_mhz: int | None = None
     throttle: str = ""
     joule: float | None = None
+    host_us: float | None = None
     device: str = ""
     commit: str = ""
     versions: str = ""
@@ -134,6 +136,7 @@ class Row:
     note: str = ""
     digest: str = ""
     built: bool = field(default=False, compare=False)
+    earlier: bool = field(default=False, compare=False)  # read from a file without the columns of `LATER`
 
     @property
     def label(self) -> str:
@@ -159,10 +162,17 @@ class Row:
         """Its fields as CSV text, by column."""
         return {name: _text(getattr(self, name)) for name in COLUMNS}
 
+    def signed(self) -> dict[str, str]:
+        """The fields that its digest is of: all that the file which it was read from has columns of."""
+        left_out = {"digest", *(LATER if self.earlier else ())}
+        return {name: text for name, text in self.texts().items() if name not in left_out}
 
-COLUMNS = tuple(f.name for f in fields(Row) if f.compare)  # `built` is where a row was read
+
+COLUMNS = tuple(f.name for f in fields(Row) if f.compare)  # `built` and `earlier` are where a row was read
+LATER = ("host_us",)  # columns that files of earlier runs lack
+EARLIER = tuple(name for name in COLUMNS if name not in LATER)
 INTEGERS = ("N", "K", "M", "bytes", "rounds", "copies", "clock_mhz")
-FLOATS = ("us", "p20", "p80", "floor_us", "fraction", "copy_fraction", "relerr", "joule")
+FLOATS = ("us", "p20", "p80", "floor_us", "fraction", "copy_fraction", "relerr", "joule", "host_us")
 
 
 def to_csv(rows: Iterable[Row]) -> str:
@@ -184,7 +194,7 @@ def _text(value: str | int | float | None) -> str:
 def is_kernel_rows(path: Path) -> bool:
     """Whether a file has the columns of kernel times."""
     try:
-        return read_text(path).startswith(",".join(COLUMNS) + "\n")
+        return read_text(path).startswith(tuple(",".join(names) + "\n" for names in (COLUMNS, EARLIER)))
     except (OSError, UserError):
         return False
 
@@ -200,26 +210,26 @@ def from_csv(path: Path) -> list[Row]:
     if not is_kernel_rows(path):
         raise UserError(f"{path}: not a file of python -m repro bench; its columns differ")
     try:
-        lines = list(csv.reader(io.StringIO(read_text(path), newline="")))[1:]
+        columns, *lines = csv.reader(io.StringIO(read_text(path), newline=""))
     except csv.Error:
         raise UserError(f"{path}: not a CSV file; measure again with python -m repro bench") from None
-    return [_row(line, f"{path}, line {i}") for i, line in enumerate(lines, start=2)]
+    return [_row(line, columns, f"{path}, line {i}") for i, line in enumerate(lines, start=2)]
 
 
-def _row(line: list[str], where: str) -> Row:
-    if len(line) != len(COLUMNS):
-        raise UserError(f"{where}: {len(line)} values for {len(COLUMNS)} columns; the file was cut short")
-    values: dict[str, Any] = dict(zip(COLUMNS, line))
+def _row(line: list[str], columns: list[str], where: str) -> Row:
+    if len(line) != len(columns):
+        raise UserError(f"{where}: {len(line)} values for {len(columns)} columns; the file was cut short")
+    values: dict[str, Any] = dict(zip(columns, line))
     for name in (*INTEGERS, *FLOATS):
         try:
-            values[name] = (int if name in INTEGERS else float)(values[name]) if values[name] else None
+            values[name] = (int if name in INTEGERS else float)(values[name]) if values.get(name) else None
         except ValueError:
             raise UserError(f"{where}: {name} is {values[name]!r}, not a number") from None
         if values[name] is not None and not math.isfinite(values[name]):
             raise UserError(f"{where}: {name} is {values[name]}; a number that is not finite is a status")
     if values["status"] not in STATUSES:
         raise UserError(f"{where}: {unknown('status', values['status'], STATUSES)}")
-    return Row(**values)
+    return Row(**values, earlier=len(columns) < len(COLUMNS))
 
 
 def stored(path: Path) -> list[Row]:
@@ -239,7 +249,7 @@ def stored(path: Path) -> list[Row]:
             raise UserError(f"{where} is given twice; check the file out again")
         seen.add(row.key)
     row_list.check(path, rows)
-    return [replace(row, digest="") for row in rows]
+    return [replace(row, digest="", earlier=False) for row in rows]
 
 
 # ---- accepting

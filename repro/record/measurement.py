@@ -102,6 +102,10 @@ class Measurement:
         """Its fields as CSV text, by column."""
         return {name: text(getattr(self, name)) for name in COLUMNS}
 
+    def signed(self) -> dict[str, str]:
+        """The fields that its digest is of: all but the digest."""
+        return {name: value for name, value in self.texts().items() if name != "digest"}
+
 
 COLUMNS = tuple(f.name for f in fields(Measurement))
 SEEDS = "([0-9]{1,10}( [0-9]{1,10})*)?"

@@ -7,7 +7,6 @@ anew (`accepted.rewrite`); it is no signature. Measurements of cells and kernel 
 
 import base64
 import hashlib
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -27,21 +26,16 @@ class StoredRow(Protocol):
     def key(self) -> tuple[Any, ...]:
         """What no two rows of a file share."""
 
-    def texts(self) -> Mapping[str, str]:
-        """Its fields as they are written, the digest among them."""
+    def signed(self) -> dict[str, str]:
+        """The fields that its digest is of, as they are written: all but the digest itself."""
 
 
 R = TypeVar("R", bound=StoredRow)
 
 
-def signed_texts(row: StoredRow) -> dict[str, str]:
-    """What a digest is computed from: all of a row's fields, as they are written, besides the digest."""
-    return {name: value for name, value in row.texts().items() if name != "digest"}
-
-
 def of(row: StoredRow) -> str:
     """The digest of a row as it would be stored."""
-    values = signed_texts(row)
+    values = row.signed()
     whole = hashlib.sha256("\0".join(f"{name}={value}" for name, value in values.items()).encode())
     return f"{whole.hexdigest()[:WHOLE]}." + "".join(_of_field(name, value) for name, value in values.items())
 
@@ -69,7 +63,7 @@ def check(row: StoredRow, where: str) -> None:
     each, known = today[WHOLE + 1 :], row.digest[WHOLE + 1 :]
     edited = [
         f"{name} is {value!r:.60}"
-        for i, (name, value) in enumerate(signed_texts(row).items())
+        for i, (name, value) in enumerate(row.signed().items())
         if each[EACH * i : EACH * (i + 1)] != known[EACH * i : EACH * (i + 1)]
     ]
     said = ", ".join(edited) or "its digest is another"
