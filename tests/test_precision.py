@@ -14,7 +14,7 @@ from torch import nn
 from repro import models
 from repro.__main__ import main
 from repro.baselines import rtn
-from repro.engine import SwitchingEngine, copies, decoding, precision, weights
+from repro.engine import SwitchingEngine, copies, decoding, precision, switching, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Steps, prefill
 from repro.engine.precision import SignalState, SwitchingCore
@@ -478,6 +478,29 @@ def test_what_generate_cannot_do_is_one_sentence_and_exit_code_2(capsys, options
     assert main(given) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_an_order_is_made_once_and_that_of_other_weights_or_histograms_is_one_sentence(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "order.json"
+
+    def said(*options, model="pocket-3m", recipe="rtn-w4-g64"):
+        words = ["generate", "--model", model, "--recipe", recipe, "--device", "cpu", "--max-new-tokens", "24"]
+        code = main([*words, "--order", str(path), "--precision", *(options or ["flexquant"]), "Once upon a time"])
+        out, err = capsys.readouterr()
+        assert code == 2 and err.count("\n") == 1 or code == 0
+        return out.partition("\n")[0] if code == 0 else err
+
+    text = said("flexquant(threshold=1000, layers=20, window=3)")
+    monkeypatch.setattr(switching, "divergences", lambda *given: pytest.fail("it is kept"))
+    assert said("flexquant(threshold=1000, layers=20, window=3)") == text
+    for told in (said(model="pocket-5m"), said(recipe="rtn-w4-g128"), said("flexquant(path=[16, 4])")):
+        assert "an order of pocket-3m, of other weights than pocket-" in told
+    assert "an order of other histograms (bins is 2048 there and 64 here)" in said("flexquant(bins=64)")
+    assert "which order=random does not read" in said("flexquant(order=random)")
+    path.write_text('{"model": "pocket-3m"}')
+    assert "no order of layers; name another --order" in said()
+    assert main(["generate", "--model", "pocket-3m", "--order", str(path), "x"]) == 2
+    assert "--order goes with --precision" in capsys.readouterr().err
 
 
 def test_bits_without_a_kernel_have_no_speed(capsys):

@@ -23,6 +23,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--recipe", default="fp16", help="such as 'rtn-w4-g128 + spear'; built now if it is not yet")
     about = "flexquant, or 'flexquant(threshold=2.0, layers=4)': layers go to fewer bits while it decodes"
     add("--precision", metavar="SCHEDULE", help=about)
+    about = "with --precision: keeps what orders the layers, made once (minutes for 8B) and read from then on"
+    add("--order", type=Path, metavar="FILE", help=about)
     add("--no-build", dest="build", action="store_false", help="do not build a recipe; say the command")
     add("--scale", help="whose calibration text a recipe is built with; default $SCALE, else pocket")
     about = "tokens of prompt and answer; default the model's, at most 2048"
@@ -57,10 +59,12 @@ def run(args: argparse.Namespace) -> None:
     named = own_text.opened(args.model, args.recipe)
     if args.memory is None and (args.draft is not None or not args.prefetch):
         raise UserError("--draft and --no-prefetch go with --memory, such as --memory 8GiB")
+    if args.order is not None and args.precision is None:
+        raise UserError("--order goes with --precision, such as --precision flexquant")
     if args.memory is not None:
         engine = _limited(args, named, where)
     elif args.precision is not None:
-        engine = SwitchingEngine.load(*named, precision=args.precision, **where)
+        engine = SwitchingEngine.load(*named, precision=args.precision, order_file=args.order, **where)
     else:
         engine = Engine.load(*named, **where)
     how = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")

@@ -13,6 +13,7 @@ weights.py   packed and dense products, decoders             step.py    the plai
 decoding.py  batches: prefill, steps, CUDA graphs            output.py  characters, stop strings, statistics
 copies.py    layers with a copy at each of several widths    precision.py  switching between them while decoding
 switching.py engines by name that switch             hosted.py   copies on the host, the next ones prefetched
+order_file.py  what orders the layers, kept in a file
 
 A model that is larger than the memory it may use: `Limited.load("pocket-10m", memory="8GiB", draft="subspec")`.
 

@@ -33,6 +33,7 @@ from repro.methods.flexquant.pple import fault_tolerance, pple, pple_and_token
 from repro.methods.flexquant.schedule import Controller, Rule, Switch
 from repro.models.lowbit import LowBitModel, block_linears
 
+BY_WEIGHTS = ("kl", "reversed")  # orders that follow from the divergence of weights
 TURN = 1e-4  # seconds for which a thread that captures may keep the interpreter's lock from the one that decodes
 
 
@@ -407,6 +408,7 @@ class SwitchingCore(Core):
         rule: Rule | None = None,
         hub: bool = False,
         original: LowBitModel | None = None,
+        by_weights: Mapping[int, Mapping[str, float]] | None = None,
     ) -> "SwitchingCore":
         """An engine of a model that is there at every width of the path, on the CPU.
 
@@ -415,10 +417,12 @@ class SwitchingCore(Core):
             models: width to the model at it.
             config: of FlexQuant.
             original: the model in full precision, which the order of layers compares with; by default the first width.
+            by_weights: the layers' `divergences` where they are known.
         """
         make = {bits: partial(weights.decoder, lm, context, device, dtype) for bits, lm in models.items()}
         whole = assembled(make, config)
-        by_weights = divergences(models, config, original) if config.order in ("kl", "reversed") else {}
+        if by_weights is None:
+            by_weights = divergences(models, config, original) if config.order in BY_WEIGHTS else {}
         first_order = replace(config, order="model") if config.order == "oracle" else config  # until texts are known
         ahead = order.moves(by_weights, list(copies.weights_of(whole)), first_order)
         return cls(name, whole, config, ahead, hub, rule)

@@ -7,7 +7,9 @@ print(engine.switching)
 """
 
 from functools import partial
+from pathlib import Path
 
+from repro.engine import order_file as orders
 from repro.engine import weights
 from repro.engine.core import SHAPE
 from repro.engine.engine import (
@@ -20,8 +22,9 @@ from repro.engine.engine import (
     random_decoder,
 )
 from repro.engine.hosted import SHARE
-from repro.engine.precision import SwitchingCore, assembled, layer_names
+from repro.engine.precision import BY_WEIGHTS, SwitchingCore, assembled, divergences, layer_names
 from repro.errors import UserError
+from repro.jobs import compress
 from repro.jobs.target import Target
 from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
@@ -29,6 +32,7 @@ from repro.methods.flexquant.schedule import Rule
 from repro.spec import precision as named
 from repro.spec import scale as scales
 
+FULL = 16  # bits of full precision, which every divergence is from
 NO_SPEED = "flexquant: 3 bits have no kernel and lie in slots of 4, so that no speed is theirs"
 
 
@@ -49,6 +53,7 @@ class SwitchingEngine(SwitchingCore):
         scale: str | None = None,
         seed: int = 0,
         build: bool = True,
+        order_file: Path | None = None,
     ) -> "SwitchingEngine":
         """A model with copies of its layers at every width of a schedule's path.
 
@@ -57,10 +62,14 @@ class SwitchingEngine(SwitchingCore):
             recipe: the quantizer of the copies, at any width.
             precision: the schedule, such as `flexquant(threshold=2.0, layers=4)`.
             rule: which layers are switched after a token: `(pple, step, state) -> layers`.
+            order_file: keeps the divergences of the layers' weights, which order them (`order_file.py`).
 
         UserError, `Refused`: as `Engine.load`, and for a schedule or recipe that means nothing.
         """
         config = named.read(precision) if isinstance(precision, str) else precision
+        if order_file is not None and config.order not in BY_WEIGHTS:
+            said = f"an order file keeps divergences of weights, which order={config.order} does not read"
+            raise UserError(f"{said}; leave it out")
         if config.order == "oracle":
             raise UserError("flexquant: order=oracle sees the texts that are judged; it is a control of tables alone")
         recipe = named.DEFAULT if recipe == "fp16" else recipe
@@ -85,10 +94,18 @@ class SwitchingEngine(SwitchingCore):
                 raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")
             ahead = order.moves({}, layers, config)
             return cls(model, assembled(make, config), config, ahead, rule=rule)
+        by_weights = None
+        if order_file is not None:
+            ids = {bits: compress.job(target).id for bits, target in targets.items()}
+            ids[FULL] = compress.job(first.under("fp16")).id
+            by_weights = orders.read(order_file, model, ids, config)
         models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
-        original = models[16] if 16 in models else compressed(first.under("fp16"), kind, build)
+        original = models[FULL] if FULL in models else compressed(first.under("fp16"), kind, build)
         if at.type == "cuda":
             each = [packed_bytes(lm, kind) for lm in models.values()]
             needed = int((1 + SHARE) * max(each)) if config.copies == "host" else sum(each)
             check_memory(model, needed, shape, slots, at, kind)
-        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub, original)
+        if order_file is not None and by_weights is None:
+            by_weights = divergences(models, config, original)
+            orders.write(order_file, model, ids, config, by_weights)
+        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub, original, by_weights)
