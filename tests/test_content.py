@@ -10,6 +10,7 @@ from fake_jobs import CONFIG, answers, fake, items, nll, recipe  # noqa: F401
 from repro import papers
 from repro.errors import UserError
 from repro.jobs import runner
+from repro.judge.statistics import Interval
 from repro.record import accepted, measure, observations
 from repro.record.measurement import STATUSES, Measurement, from_csv
 from repro.record.recorded import ORIGIN
@@ -113,8 +114,9 @@ def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
     sheet = rendered.build(flow, "spqt/table2", tmp_path)
     found = from_csv(tmp_path / "spqt" / "table2.csv")
     assert {m.status for m in found} == {"other_device"}
-    shown = [pair for row in sheet.rows for pair in row[1:] if pair.printed or pair.here]
-    assert shown and {pair.here for pair in shown} == {"other device"} and "14.78" in {pair.printed for pair in shown}
+    assert not sheet.paired and "Other device: the whole table." in sheet.notes
+    assert "14.78" in {text for row in sheet.rows for text in row}
+    assert list(sheet.head) == ["", "tokens/s", "speedup"], "one column for all models, which are sections"
 
 
 def test_a_device_of_ours_is_beside_the_printed_ones(tmp_path):
@@ -180,7 +182,7 @@ def test_a_place_with_two_metrics_is_two_cells_and_one_entry(world):
     found = measure.measure(flow, cells)
     assert [m.value for m in found.values()] == [50.0, 3.0], "2 of 4 layers, of rank 4 and 2"
     entry = content._pair(flow, cells, found)
-    assert entry.printed == " / ".join(c.printed for c in cells) and entry.here == "50.00 / 3.00"
+    assert entry.printed == " / ".join(c.printed for c in cells) and entry.here == "50 / 3"
 
 
 def test_kl_and_bits_stand_beside_and_are_of_the_first_column(world):
@@ -310,10 +312,46 @@ def test_a_status_is_shown_in_words(status, text):
 @pytest.mark.parametrize(
     ("x", "text"),
     [(None, ""), (0.12345, "0.123"), (1.234, "1.23"), (20.456, "20.46"), (123.46, "123.5"), (1234.5, "1234"),
-     (2.5e6, "2.5e+06"), (0.0, "0.000"), (-3.14159, "-3.14"), (5e-5, "5e-05"), (5e-4, "0.001")],
+     (2.5e6, "2.5e6"), (0.0, "0.000"), (-3.14159, "-3.14"), (5e-5, "5e-5"), (5e-4, "0.001")],
 )  # fmt: skip
 def test_numbers_have_few_digits(x, text):
     assert content.number(x) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "ratio", "shown"),
+    [(20.16, 1.1142, "×1.114 [1.000, 1.228]; 20.16"), (169.4, 13.826, "×13.83 [13.71, 13.94]; 169.4"),
+     (14573.0, 1189.2, "×1189; 14573")],
+)  # fmt: skip
+def test_a_ratio_has_four_digits(value, ratio, shown):
+    m = Measurement("p", "table", "1", "r", "c", "m", "ppl", unit="ppl", status="ok", value=value)
+    assert content.here(m, Interval(ratio, ratio - 0.114, ratio + 0.114, 9, 8, "", {})) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "lo", "hi", "shown"),
+    [(16.0, None, None, "16"), (0.0, 0.0, 0.0, "0"), (16.0, 15.0, 17.0, "16.00 [15.00, 17.00]")],
+)  # fmt: skip
+def test_a_count_has_no_decimals(value, lo, hi, shown):
+    m = Measurement("p", "table", "1", "r", "c", "m", "bpw", status="ok", value=value, lo=lo, hi=hi)
+    assert content.here(m) == shown
+
+
+def test_a_column_without_any_value_is_a_line_below_the_table(world):
+    """The nats of a mean, too; a model without a stand-in has printed values alone, as its section says."""
+    flow = world()
+    cells = flow.cells("spear", "1")
+    found = measure.measure(flow, cells)
+    lost = {cell.place for cell in cells if cell.col == "C4" or cell.metric == "bpw" or cell.col == "BPW"}
+    found |= {place: dataclasses.replace(found[place], status="not_run", value=None) for place in lost}
+    sheet = content.sheet(flow, "spear/table1", found, cells)
+    (said,) = [note for note in sheet.notes if note.startswith("Not run: ")]
+    assert {"C4", "BPW"} <= set(said.removeprefix("Not run: ").rstrip(".").split("; "))
+    assert "BPW" not in sheet.head, "nothing was printed there"
+    at_c4 = [row[sheet.head.index("C4")] for row in sheet.rows if len(row) > 1]
+    assert not any(pair.here for pair in at_c4) and any(pair.printed for pair in at_c4)
+    assert "no stand-in" not in {pair.here for row in sheet.rows if len(row) > 1 for pair in row[1:]}
+    assert next(note for note in sheet.notes if note.startswith("Scale ")) and "Scale" not in sheet.title
 
 
 def test_the_ratio_to_full_precision_comes_first(world):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from repro import papers
 from repro.render import content
+from repro.render.columns import Plan, of_panel
 from repro.render.latex import GHOSTS, UNICODE, _of_ghost, align, latex, layout, text_width
 from repro.render.sheet import Measured, Pair, Sheet, markdown, read_markdown, terminal, under
 
@@ -271,6 +272,21 @@ def test_every_printed_table_fits_its_page(paper, number):
     made = layout(sheet)
     assert max(made.plan.totals) <= made.page and len(made.plan.panels) <= 8
     structure(latex(sheet))
+
+
+def test_a_panel_has_no_lines_without_values():
+    """Two panels of a table of two sections: each shows the rows and lines that have a value there."""
+    none = Pair("", "")
+    first = ["printed", Pair("1", ""), Pair("2", ""), none, none]
+    second = ["both", Pair("", "5"), none, Pair("3", ""), Pair("", "4")]
+    grid = under(Sheet("t", ["", *"abcd"], [["one"], first, ["two"], second]))
+    plan = Plan(grid, [[text] for text in grid.head], [1.0] * 5, [[1, 2], [3, 4]], [3.0, 3.0])
+    labels = [[[line[0] for line in block] for block in of_panel(plan, columns)] for columns in plan.panels]
+    assert labels[0] == [["one"], ["printed"], ["two"], ["both"]], "its printed value is in the other panel"
+    assert labels[1] == [["two"], ["both", "here"]]
+    assert isinstance(of_panel(plan, [1, 2])[3][0][1], Measured)
+    whole = Plan(grid, plan.heads, plan.widths, [[1, 2, 3, 4]], [5.0])
+    assert of_panel(whole, whole.panels[0]) == grid.body
 
 
 def test_few_columns_stand_beside_and_many_under():

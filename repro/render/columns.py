@@ -93,6 +93,25 @@ def fold(text: str, width: float, measure: Measure) -> list[str]:
     return [type(text)(lines[0]), *map(str, lines[1:])]
 
 
+def of_panel(plan: Plan, columns: Sequence[int]) -> list[list[list[str]]]:
+    """What one panel shows of the grid's body: no line without a value in these columns, nor sections of none.
+
+    A row whose printed values all stand in other panels keeps its label, before the measured ones.
+    """
+    if len(plan.panels) == 1:
+        return plan.grid.body
+    left = plan.grid.left
+    sections: list[list[list[list[str]]]] = [[]]
+    for block in plan.grid.body:
+        if len(block[0]) == 1:
+            sections.append([block])
+            continue
+        lines = [line for line in block if any(line[i] for i in columns)]
+        if lines:
+            sections[-1].append([[*block[0][:left], *lines[0][left:]], *lines[1:]])
+    return [block for section in sections for block in section if len(section) > 1 or len(block[0]) > 1]
+
+
 def shrink(widths: Sequence[float], budget: float) -> list[float]:
     """Narrow the widest until the sum is at most `budget`."""
     for n, width in enumerate(order := sorted(widths)):

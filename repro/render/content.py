@@ -1,8 +1,10 @@
 """A table's content: under each printed column the paper's value and what was measured, then verdicts and remarks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from repro import papers
 from repro.cells import KINDS
 from repro.judge import claims
 from repro.judge.statistics import Interval
@@ -10,7 +12,7 @@ from repro.record import measure
 from repro.record.measurement import SHOWN, Measurement
 from repro.render.sheet import Pair, Sheet
 from repro.spec import tables
-from repro.spec.cell import Cell, Place
+from repro.spec.cell import Cell, Place, is_printed
 from repro.spec.workflow import Workflow
 
 WORDS = {
@@ -43,16 +45,17 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
     paper, number = tables.split(name)
     spec = tables.table(paper, number)
     label = f"{paper}, Table {number}" if number.isdecimal() else f"{paper}, {number}".removeprefix(", ")
-    what = f"{label}: {spec.title}"
-    title = what if paper in tables.FOLDERS else f"{what}. Scale {flow.scale.name}: {flow.scale.about}"
+    title = f"{label}: {spec.title}"
     if not tables.path_of(paper, number).is_file():
-        return _printed_grid(what, cells, f"As printed, {len(found)} cells; no spec yet.")
-    leads = {cell.col for cell in cells if cell.metric in spec.beside and _compares(cell)}
-    columns = sorted(dict.fromkeys(cell.col for cell in cells), key=lambda col: col not in leads)
+        return _printed_grid(title, cells, f"As printed, {len(found)} cells; no spec yet.")
+    label = _labels(cells)
+    leads = {label[cell.col] for cell in cells if cell.metric in spec.beside and _compares(cell)}
+    columns = sorted(dict.fromkeys(label[cell.col] for cell in cells), key=lambda col: col not in leads)
+    bare = _without_values(cells, found, label)
+    printed = {one.row for one in papers.printed(paper, number)} if cells and is_printed("table", number) else set()
     rows: list[Sequence[str | Pair]] = []
     for model in dict.fromkeys(cell.model for cell in cells):
         mine = [cell for cell in cells if cell.model == model]
-        used = [col for col in columns if any(cell.col == col for cell in mine)]
         stand_in = flow.scale.stand_in(model) if model else None
         if model:
             graded = f", grade {flow.scale.grade}" if stand_in else ""
@@ -60,11 +63,100 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
             here = stand_in or " and ".join(sorted(devices)) or "no stand-in at this scale"
             rows.append([f"{model}; here: {here}{graded}"])
         for row in dict.fromkeys(cell.row for cell in mine):
-            at = {col: [cell for cell in mine if (cell.row, cell.col) == (row, col)] for col in used}
-            rows.append([row, *(_pair(flow, at.get(col, ()), found) for col in columns)])
+            at: dict[str, list[Cell]] = {col: [] for col in columns}
+            for cell in mine:
+                if cell.row == row:
+                    at[label[cell.col]].append(cell)
+            texts = [_pair(flow, at[col], found, (col, False) in bare, (col, True) in bare) for col in columns]
+            if row in printed or any(pair.here for pair in texts):
+                rows.append([row, *texts])
     if paper in tables.FOLDERS and columns == [""]:
         columns, rows = ["target", "verdict"], _with_targets(flow, tables.table(paper, number), rows)
-    return Sheet(title, ["", *columns], rows, remarks(flow, paper, number, list(found.values())))
+    else:
+        columns, rows = _without_empty_columns(columns, rows)
+    scaled = any(cell.model and flow.scale.stand_in(cell.model) and not flow.is_taken(cell) for cell in cells)
+    notes = [f"Scale {flow.scale.name}: {flow.scale.about}."] if scaled and paper not in tables.FOLDERS else []
+    notes += _said_of_bare(bare, set(label.values()))
+    values = [cell.here for row in rows for cell in row if isinstance(cell, Pair)]
+    if any(re.match(r"[-+][\d.]+ .*; ", value) for value in values):
+        notes.append("A value with a sign in front is the difference to full precision, on the same items.")
+    return Sheet(title, ["", *columns], rows, [*notes, *remarks(flow, paper, number, list(found.values()))])
+
+
+def _labels(cells: Sequence[Cell]) -> dict[str, str]:
+    """What heads each column; where the paper gives each model columns of its own, all models share a label.
+
+    As models are sections here, `WikiText2 2-7B` and `WikiText2 3.2-1B` are one column, `WikiText2`; columns that name
+    nothing but their model are named after the unit.
+    """
+    label = {cell.col: cell.col for cell in cells}
+    units = {cell.col: cell.unit for cell in cells}
+    models: dict[str, set[str]] = {col: set() for col in label}
+    for cell in cells:
+        models[cell.col].add(cell.model)
+    own: dict[str, list[str]] = {cell.model: [] for cell in cells}
+    for col, of in models.items():
+        if len(of) == 1:
+            own[next(iter(of))].append(col)
+    if len(own) < 2 or len({len(columns) for columns in own.values()}) > 1:
+        return label
+    shared: dict[str, list[str]] = {}
+    for together in zip(*own.values()):
+        common = set.intersection(*(set(col.split()) for col in together))
+        words = " ".join(word for word in together[0].split() if word in common)
+        said = words or units[together[0]].replace("ppl", "perplexity")
+        shared.setdefault(said, []).extend(together)
+    if any(len(columns) > len(own) for columns in shared.values()):
+        return label  # two columns of a model would be one
+    return label | {col: said for said, columns in shared.items() for col in columns}
+
+
+def _without_values(
+    cells: Sequence[Cell], found: dict[Place, Measurement], label: Mapping[str, str]
+) -> dict[tuple[str, bool], str]:
+    """Columns without any measured value, and of others those without any change in nats: in a word, why."""
+    statuses: dict[tuple[str, bool], list[str]] = {}
+    for cell in cells:
+        key = label[cell.col], cell.metric.endswith(tables.LOG_PROBABILITY)
+        statuses.setdefault(key, []).append(found[cell.place].status)
+    bare: dict[tuple[str, bool], str] = {}
+    if not any(cell.printed or found[cell.place].status in SHOWN for cell in cells):
+        return bare  # a table of our own that has nothing else to show
+    for key, mine in statuses.items():
+        if not any(status in SHOWN for status in mine):
+            reasons = dict.fromkeys(status for status in mine if status != "no_stand_in") or ["no_stand_in"]
+            bare[key] = " or ".join(WORDS.get(status, status) for status in reasons)
+    return bare
+
+
+def _said_of_bare(bare: Mapping[tuple[str, bool], str], columns: Collection[str]) -> list[str]:
+    """A line for each reason, with those of the columns that have no value for it."""
+    if len(set(bare.values())) == 1 and all((col, False) in bare for col in columns):
+        return [f"{_capital(next(iter(bare.values())))}: the whole table."]
+    named: dict[str, list[str]] = {}
+    for (col, nats), reason in bare.items():
+        if not nats:
+            named.setdefault(reason, []).append(col)
+        elif (col, False) not in bare:
+            named.setdefault(reason, []).append(f"the nats of {col}")
+    return [f"{_capital(reason)}: {'; '.join(names)}." for reason, names in named.items()]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _without_empty_columns(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Pair]]
+) -> tuple[list[str], list[Sequence[str | Pair]]]:
+    """The columns that hold a printed or a measured value, and their rows."""
+    whole = [row for row in rows if len(row) > 1]
+    kept = []
+    for i in range(1, len(columns) + 1):
+        if any(row[i].here or row[i].printed not in ("", "–") for row in whole):
+            kept.append(i)
+    shown = [row if len(row) == 1 else [row[0], *(row[i] for i in kept)] for row in rows]
+    return [columns[i - 1] for i in kept], shown
 
 
 def _printed_grid(title: str, cells: Sequence[Cell], note: str) -> Sheet:
@@ -110,12 +202,22 @@ def _compares(cell: Cell) -> bool:
     return hasattr(module, "reference") and module.reference(cell.ask)
 
 
-def _pair(flow: Workflow, cells: Iterable[Cell], found: dict[Place, Measurement]) -> Pair:
-    """What the paper printed and what was measured in one place; several metrics are joined as the paper does."""
+def _pair(
+    flow: Workflow,
+    cells: Iterable[Cell],
+    found: dict[Place, Measurement],
+    bare: bool = False,
+    without_nats: bool = False,
+) -> Pair:
+    """What the paper printed and what was measured in one place; several metrics are joined as the paper does.
+
+    A bare column has no measured text, nor has a model without a stand-in, which its section says.
+    """
     every = list(cells)
     cells = [cell for cell in every if not cell.metric.endswith(tables.LOG_PROBABILITY)]
-    nats = [(cell, found[cell.place]) for cell in every if cell not in cells]
+    nats = [(cell, found[cell.place]) for cell in every if cell not in cells and not without_nats]
     several = len(cells) > 1 and cells[0].number.isdecimal()
+    absent = bool(cells) and all(found[cell.place].status == "no_stand_in" and cell.model for cell in cells)
     printed = " / ".join(cell.printed or "–" for cell in cells if cell.printed or several)
     known = any(m.status in SHOWN for _, m in nats)
     shown = [_accuracy(found[cell.place]) if known else _first(flow, cell, found[cell.place]) for cell in cells]
@@ -125,6 +227,8 @@ def _pair(flow: Workflow, cells: Iterable[Cell], found: dict[Place, Measurement]
     for cell, m in nats:
         change = _in_nats(m, measure.against_full(flow, cell, m))
         text += f"; {change}" * (change != f"nats {text}")
+    if absent or bare:
+        text = ""
     return Pair(printed or ("–" if cells and cells[0].kind == "table" and not cells[0].variables else ""), text)
 
 
@@ -163,8 +267,13 @@ def number(x: float | None) -> str:
     if x is None:
         return ""
     if 0 < abs(x) < 5e-4:
-        return f"{x:.2g}"
-    return f"{x:.1e}" if abs(x) >= 1e6 else _rounded(x, whole=1000, tenths=100)
+        return _short_exponent(f"{x:.2g}")
+    return _short_exponent(f"{x:.1e}") if abs(x) >= 1e6 else _rounded(x, whole=1000, tenths=100)
+
+
+def _short_exponent(text: str) -> str:
+    """`3.3e+06` as papers print it: `3.3e6`."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", text)
 
 
 def _rounded(x: float, whole: float, tenths: float) -> str:
@@ -180,12 +289,15 @@ def here(m: Measurement, against: Interval | None = None) -> str:
     marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
     marks += f"{m.n}" if m.live == "partial" and m.n else ""
     if against is not None:
-        show = "×{:.3f}" if against.value > 0.5 and m.unit == "ppl" else "{:+.3f}"
-        ends = _ends(
-            f"{against.value:.3f}", *(None if end is None else f"{end:.3f}" for end in (against.lo, against.hi))
-        )
-        return f"{show.format(against.value)}{ends}; {number(m.value)}{marks}"
+        decimals = max(0, 3 - max(0, len(f"{abs(against.value):.0f}") - 1))  # four digits of what is greater than 1
+        ratio = against.value > 0.5 and m.unit == "ppl"
+        shown = [None if x is None else f"{x:.{decimals}f}" for x in (against.value, against.lo, against.hi)]
+        first = f"×{shown[0]}" if ratio else f"{against.value:+.{decimals}f}"
+        return f"{first}{_ends(*shown)}; {number(m.value)}{marks}"
     shown = [None if x is None else number(x) for x in (m.value, m.lo, m.hi)]
+    exact = {m.lo, m.hi} <= {None, m.value}  # a setting or a count
+    if exact and m.value.is_integer() and abs(m.value) < 1e6:
+        return f"{m.value:.0f}{marks}"
     return f"{shown[0]}{marks}{_ends(*shown)}"
 
 
@@ -207,8 +319,7 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
             read += f"Intervals are 95 %, over {'; '.join(covers)}{how}. "
         groups = "; ".join(sorted({part for m in ran for part in m.protocol.split("; ") if part}))
         out += filter(None, [(read + groups + "." * bool(groups)).rstrip()])
-        made = sorted({f"{m.device}, commit {m.commit}" for m in ran})
-        out.append("Measured on " + "; ".join(made) + ".")
+        out.append(f"Measured on {'; '.join(_origins(ran))}.")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
     out += [f"Not possible: {note}." for note in missing]
     absent = {flow.lacking(cell) for cell in flow.cells(paper, number_)} & {m.note for m in cells} - {""}
@@ -216,6 +327,17 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
     out += _at_chance(cells)
     marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
+
+
+def _origins(cells: Sequence[Measurement]) -> list[str]:
+    """Each device with the commits at which it measured, of which ten digits are shown."""
+    commits: dict[str, set[str]] = {}
+    for m in cells:
+        commits.setdefault(m.device, set()).add(re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", m.commit))
+    return [
+        f"{device}, commit{'s' * (len(commits[device]) > 1)} {', '.join(sorted(commits[device]))}"
+        for device in sorted(commits)
+    ]
 
 
 def _at_chance(cells: Sequence[Measurement]) -> Iterator[str]:
@@ -228,7 +350,7 @@ def _at_chance(cells: Sequence[Measurement]) -> Iterator[str]:
     if said:
         where = "every recipe's is in the table's CSV"
         yield f"Accuracies at chance are folded ({where}); full precision's: {'; '.join(said)}."
-    if any(m.metric.endswith(tables.LOG_PROBABILITY) for m in cells):
+    if any(m.metric.endswith(tables.LOG_PROBABILITY) and m.status in SHOWN for m in cells):
         yield NATS
 
 

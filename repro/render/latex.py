@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from repro.render.columns import Grid, Measured, Plan, fit, fold
+from repro.render.columns import Grid, Measured, Plan, fit, fold, of_panel
 from repro.render.sheet import Sheet, grids
 
 # Points at 10 pt, from cmr10.tfm.
@@ -198,7 +198,8 @@ def latex(sheet: Sheet) -> str:
 
 
 def _panel(made: Layout, columns: list[int]) -> list[str]:
-    grid, left = made.plan.grid, made.plan.grid.left
+    left = made.plan.grid.left
+    body = of_panel(made.plan, columns)
     shown = [*range(left), *columns]
     texts = [_text_column(made, i) for i in range(left)]
     wrapped = any(text != "l" for text in texts)
@@ -211,16 +212,14 @@ def _panel(made: Layout, columns: list[int]) -> list[str]:
     for part in zip(*([""] * (deep - len(head)) + head for head in heads)):
         lines.append(_row(made, list(map(str, part)), shown))
     lines += [r"\midrule", r"\endhead", r"\bottomrule", r"\endfoot"]
-    for n, block in enumerate(grid.body):
+    for n, block in enumerate(body):
         if len(block[0]) == 1:
             text = rf"\itshape {_tex(block[0][0], made.page)}\strut"
             text = rf"\rlap{{\parbox[t]{{{made.page:.1f}pt}}{{\raggedright{text}}}}}"
             lines += [r"\addlinespace[6pt]"] if n else []  # no rule: it would stay behind where the page ends
             lines.append(rf"\multicolumn{{{len(shown)}}}{{@{{}}l@{{}}}}{{{text}}} \\*")
         else:
-            lines += (
-                [r"\addlinespace[2pt]"] if (len(block) > 1 or wrapped) and n and len(grid.body[n - 1][0]) > 1 else []
-            )
+            lines += [r"\addlinespace[2pt]"] if (len(block) > 1 or wrapped) and n and len(body[n - 1][0]) > 1 else []
             rows = [_row(made, [line[i] for i in shown], shown) for line in block]
             lines += [row + "*" for row in rows[:-1]] + rows[-1:]
     return [*lines, r"\end{longtable}"]
@@ -249,7 +248,7 @@ def _cell(cell: str, made: Layout, text_column: int | None) -> str:
             if isinstance(cell, Measured)
             else _tex(cell, made.plan.widths[text_column] / made.scale)
         )
-    text = MINUS.sub("−", cell)
+    text = str(cell)
     number = _number(text) if isinstance(cell, Measured) else ""
     return rf"\textbf{{{_tex(number)}}}{_tex(text[len(number) :])}" if number else _tex(text)
 
@@ -282,7 +281,7 @@ def _plain(c: str) -> str:
 def _tex(text: str, width: float | None = None) -> str:
     """Escaped text; words wider than `width` (points at 10 pt) may be broken anywhere."""
     words = []
-    for word in "".join(map(_plain, text)).split(" "):
+    for word in "".join(map(_plain, MINUS.sub("−", text))).split(" "):
         parts = [UNICODE[c][0] if c in UNICODE else ASCII.get(c, c) for c in word]
         for n, pair in enumerate(zip(word, word[1:])):
             parts[n] += "{}" if "".join(pair) in LIGATURES else ""

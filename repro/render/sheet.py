@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import ceil, floor
 from typing import NamedTuple
 
-from repro.render.columns import Grid, Measured, Plan, fit, fold
+from repro.render.columns import Grid, Measured, Plan, fit, fold, of_panel
 
 HERE = "here"  # labels measured values: the second line of a row, or the column next to a printed one
 BESIDE = 6  # up to this many columns, measured values stand next to the printed ones; with more, under them
@@ -223,7 +223,7 @@ def _panel(plan: Plan, columns: list[int], rule: str, width: int) -> list[str]:
     heads = [fold(plan.heads[i][0], wide[i], len) if i < left else plan.heads[i] for i in shown]
     deep = max(map(len, heads))
     out = [*(joined(part) for part in zip(*([""] * (deep - len(h)) + h for h in heads))), rule]
-    for block in plan.grid.body:
+    for block in of_panel(plan, columns):
         if len(block[0]) == 1:
             out += textwrap.wrap(f"· {block[0][0]}", width)
         else:
