@@ -337,6 +337,14 @@ def test_a_count_has_no_decimals(value, lo, hi, shown):
     assert content.here(m) == shown
 
 
+def test_devices_are_named_with_their_commits():
+    whole, short = "3359d512c45a5b6acdfe77a91930c65c71d1cf46", "2e8859e306+"
+    m = Measurement("p", "table", "1", "r", "c", "m", "ppl", device="H200", commit=f"{whole} + {short}")
+    other = dataclasses.replace(m, device="CPU", commit=short)
+    same = dataclasses.replace(m, commit=whole)
+    assert content._origins([m, other, same]) == ["CPU, commit 2e8859e306+", "H200, commits 2e8859e306+, 3359d512c4"]
+
+
 def test_a_column_without_any_value_is_a_line_below_the_table(world):
     """The nats of a mean, too; a model without a stand-in has printed values alone, as its section says."""
     flow = world()

@@ -133,13 +133,13 @@ def _said_of_bare(bare: Mapping[tuple[str, bool], str], columns: Collection[str]
     """A line for each reason, with those of the columns that have no value for it."""
     if len(set(bare.values())) == 1 and all((col, False) in bare for col in columns):
         return [f"{_capital(next(iter(bare.values())))}: the whole table."]
-    named: dict[str, list[str]] = {}
-    for (col, nats), reason in bare.items():
-        if not nats:
-            named.setdefault(reason, []).append(col)
-        elif (col, False) not in bare:
-            named.setdefault(reason, []).append(f"the nats of {col}")
-    return [f"{_capital(reason)}: {'; '.join(names)}." for reason, names in named.items()]
+    lines = []
+    for reason in dict.fromkeys(bare.values()):
+        named = [col for (col, nats), why in bare.items() if why == reason and not nats]
+        of_nats = [col for (col, nats), why in bare.items() if why == reason and nats and (col, False) not in bare]
+        named += [f"nats of {', '.join(of_nats)}"] if of_nats else []
+        lines += [f"{_capital(reason)}: {'; '.join(named)}."] if named else []
+    return lines
 
 
 def _capital(text: str) -> str:
@@ -333,7 +333,8 @@ def _origins(cells: Sequence[Measurement]) -> list[str]:
     """Each device with the commits at which it measured, of which ten digits are shown."""
     commits: dict[str, set[str]] = {}
     for m in cells:
-        commits.setdefault(m.device, set()).add(re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", m.commit))
+        for commit in m.commit.split(" + "):  # of a cell that is composed of several
+            commits.setdefault(m.device, set()).add(re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", commit))
     return [
         f"{device}, commit{'s' * (len(commits[device]) > 1)} {', '.join(sorted(commits[device]))}"
         for device in sorted(commits)
