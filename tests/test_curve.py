@@ -84,7 +84,7 @@ def test_merging_keeps_the_mean_of_blocks_that_divide(blocks, count):
 def test_nothing_is_shown_where_nothing_was_trained():
     assert shown(curve.Ask(), []) is None
     assert curve.series(curve.Ask(), {"step 0": Observations({}, {})}, target("rtn-w4-pc")) == {}
-    assert KINDS["curve"] is curve and curve.jobs is training.jobs
+    assert KINDS["curve"].module is curve and curve.jobs is training.jobs
 
 
 @pytest.mark.parametrize(

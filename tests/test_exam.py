@@ -20,7 +20,7 @@ from repro.engine import weights
 from repro.engine.core import Core
 from repro.errors import Refused, UserError
 from repro.files import sha256
-from repro.jobs import questions
+from repro.jobs import questions, runner
 from repro.jobs import requests as stored
 from repro.jobs.target import Target
 from repro.judge import claims
@@ -281,7 +281,7 @@ def cells():
 
 @pytest.mark.parametrize(("share", "status"), [(0.0, "floor"), (0.5, "ok")])
 def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monkeypatch, share, status):  # noqa: F811
-    monkeypatch.setattr(exam, "run", score({"fp16": share, "rtn-w4-pc": 0.25}))
+    monkeypatch.setattr(runner.JOBS["exam"], "run", score({"fp16": share, "rtn-w4-pc": 0.25}))
     monkeypatch.setattr(questions, "run", stored.run)
     at = Workflow(scales.load(CONFIG | {"exam": {"items": 40}}), recorded=False)
     full, low = cells()
@@ -330,7 +330,7 @@ def test_one_job_a_task_and_none_without_a_protocol():
     assert len({job.id for job in ids.values()}) == 3
     assert [[need.kind for _, need in job.needs] for job in ids.values()] == [["questions"], ["requests"], ["requests"]]
     assert exam.jobs(exam.Ask("mmlu"), Target(scales.load({"exam": None}, "pocket"), "pocket-3m", "fp16")) is None
-    assert KINDS["exam"] is exam and rtn is not None
+    assert KINDS["exam"].module is exam and rtn is not None
 
 
 @pytest.mark.parametrize(

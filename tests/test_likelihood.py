@@ -106,7 +106,7 @@ def test_bad_input_is_one_sentence(words, said):
 
 
 def test_lambada_has_an_nll():
-    assert likelihood.Ask(("lambada_openai",), "nll").unit == "nats" and KINDS["likelihood"] is likelihood
+    assert likelihood.Ask(("lambada_openai",), "nll").unit == "nats" and KINDS["likelihood"].module is likelihood
     limits = {show: likelihood.limits(likelihood.Ask(("piqa",), show)) for show in ("choice", "nll", "correct")}
     assert limits == {"choice": (-np.inf, 0), "nll": (0, np.inf), "correct": (0, 1)}
 

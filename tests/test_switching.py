@@ -186,7 +186,7 @@ def test_jobs_declare_what_decides_them(target):
     assert len(full) == 2  # a prompt set each
     assert set(dict(made[3].needs)) == {"full", "w8", "w4", "signal"} and set(dict(made[5].needs)) == {"full", "w4"}
     assert switching.jobs(asked[0], replace_protocol(target, None)) is None
-    assert KINDS["switching"] is switching and asdict(SMALL)["prompts"] == 4
+    assert KINDS["switching"].module is switching and asdict(SMALL)["prompts"] == 4
 
 
 def replace_protocol(target, protocol):

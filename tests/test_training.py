@@ -56,7 +56,7 @@ def test_its_jobs_are_those_that_compress_step_by_step():
         ("step 0", "compress", "e2e_qp"),
         ("step 1", "compress", "efficientqat"),
     ]
-    assert KINDS["training"] is training
+    assert KINDS["training"].module is training
 
 
 def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():

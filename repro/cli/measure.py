@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, kind: str) -> None:
     Raises:
         UserError: a scale without a protocol for the kind, or a recipe that has nothing to show there.
     """
-    from repro.cells import KINDS, lacking
+    from repro.cells import KINDS
 
     module = KINDS[kind]
     flow = common.workflow(args, recorded=False)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, kind: str) -> None:
     nowhere = Cell(paper="", kind="", number="", row="", col="", model=target.model, metric="")
     asks = {"measure": kind, "ask": asked, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
     cell = dataclasses.replace(nowhere, **asks)
-    if why := lacking(kind, asked):
+    if why := module.lacking(asked):
         raise UserError(why)
     if not flow.jobs(cell):
         raise UserError(

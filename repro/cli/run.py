@@ -62,7 +62,7 @@ def _is_file(target: str) -> bool:
 
 def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
     """The jobs of a table, figure or job file."""
-    from repro.cells import lacking
+    from repro.cells import metric_of
     from repro.jobs import runner
     from repro.record import measure
 
@@ -73,6 +73,6 @@ def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
     if device and flow.scale.device == "any":
         flow.scale = flow.scale.on(device)
     cells = flow.table_cells(target)
-    for why in sorted({lacking(cell.measure, cell.ask) for cell in cells} - {""}):
+    for why in sorted({metric_of(cell.measure).lacking(cell.ask) for cell in cells} - {""}):
         print(f"{target}: not run: {why}", file=sys.stderr)
     return measure.missing(flow, cells) if args.missing else flow.every_job(cells)

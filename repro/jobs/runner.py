@@ -11,6 +11,7 @@ import torch
 
 from repro import models
 from repro.cells import KINDS
+from repro.cells.metric import Metric
 from repro.data import corpora
 from repro.errors import Crowded, Refused, UserError, logged, shortened, unknown
 from repro.files import atomic, regular, write_text
@@ -19,9 +20,9 @@ from repro.record import observations, versions
 from repro.spec import recipe
 from repro.spec.recipe import STEPS
 
-JOBS: dict[str, ModuleType] = {
+JOBS: dict[str, ModuleType | Metric] = {
     **versions.SHARED,
-    **{name: kind for name, kind in KINDS.items() if hasattr(kind, "run")},
+    **{name: kind for name, kind in KINDS.items() if kind.run},
 }
 PART = "(?![.])[A-Za-z0-9_.=-]{1,150}"  # of a job's label, a folder each
 REFUSED = "refused.json"  # in a job's folder: why it could not be done, with its status

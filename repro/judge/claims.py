@@ -26,7 +26,7 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from repro import papers
-from repro.cells import KINDS
+from repro.cells import metric_of
 from repro.errors import UserError, shortened, unknown
 from repro.judge import rounding
 from repro.judge.quantity import Quantity, compose, constant, evaluate, on_same_windows, satisfied
@@ -433,7 +433,7 @@ def _readings(
             other = next((c for c in same if c.col in (column, f"{column}, {cell.col}")), None)
             if other is None:  # a row without a recipe
                 continue
-            itself = getattr(KINDS.get(other.measure), "itself", lambda ask: None)(other.ask)
+            itself = metric_of(other.measure).itself(other.ask)
             if itself is not None and other.recipe == flow.full_precision(other).recipe:
                 parts[part] = constant(itself)
             elif (m := measure.one(flow, other)).status in MEASURED:

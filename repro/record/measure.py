@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from repro.cells import KINDS
+from repro.cells import metric_of
 from repro.errors import Refused, UserError, unknown
 from repro.jobs import runner
 from repro.jobs.job import Job, distinct
@@ -47,11 +47,11 @@ def _one(flow: Workflow, cell: Cell) -> Measurement:
 
 def _at_chance(flow: Workflow, cell: Cell) -> bool:
     """Whether the task of a cell does not tell full precision from the fewest bits of its table."""
-    module = KINDS.get(cell.measure)
-    if not hasattr(module, "fewest_bits"):
+    fewest_bits = metric_of(cell.measure).fewest_bits
+    if fewest_bits is None:
         return False
     peers = [one for one in flow.cells(cell.paper, cell.number, cell.kind) if one.place[1:] == cell.place[1:]]
-    fewest = module.fewest_bits(cell, peers)
+    fewest = fewest_bits(cell, peers)
     if fewest is None:
         return False
     quantities = {}
@@ -71,14 +71,14 @@ def _as_it_is(flow: Workflow, cell: Cell) -> Measurement:
     blank = _blank(flow, cell)
     if flow.is_taken(cell):
         return taken(flow, cell)
-    if cell.model and (not cell.stand_in or hasattr(KINDS.get(cell.measure), "PUBLIC")):
+    if cell.model and (not cell.stand_in or metric_of(cell.measure).PUBLIC):
         return arithmetic(cell, blank) or replace(blank, status=blank.status if cell.stand_in else "no_stand_in")
     if not flow.is_measured(cell):
         return blank
     if flow.held_back(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
         return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
-    if hasattr(KINDS[cell.measure], "JOBLESS"):
+    if metric_of(cell.measure).JOBLESS:
         return fresh(flow, cell)
     if not flow.jobs(cell):
         return replace(blank, note=f"scale {flow.scale.name} does not measure it")
@@ -109,11 +109,10 @@ def _own(flow: Workflow, cell: Cell) -> Measurement:
 
 def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
     """A cell by arithmetic on public shapes: one without stand-in, or of a kind that always is, where it can be."""
-    module, shape = KINDS.get(cell.measure), scale.shape(cell.model)
-    if not (hasattr(module, "exact") and cell.recipe and shape):
+    shape = scale.shape(cell.model)
+    if not (cell.recipe and shape):
         return None
-    steps = recipe.parse(cell.recipe).steps
-    value = module.exact(cell.ask, steps, shape)
+    value = metric_of(cell.measure).exact(cell.ask, recipe.parse(cell.recipe).steps, shape)
     facts = {"status": "ok", "grade": "D", "live": "arithmetic", "recipe": cell.recipe, "stand_in": ""}
     return None if value is None else replace(blank, value=value, **facts)
 
@@ -122,13 +121,13 @@ def taken(flow: Workflow, cell: Cell) -> Measurement:
     """A cell from results of its kind's own, such as kernel times; the geometric mean of several numbers."""
     found, parts = flow.quantity(cell), flow.parts(cell)
     one_of_them = next(iter(parts.values()), cell)
-    module = KINDS[one_of_them.measure]
+    external = metric_of(one_of_them.measure)
     if found is None:
-        absent = module.absent(one_of_them.ask) if hasattr(module, "absent") else ""
+        absent = external.absent(one_of_them.ask)
         return replace(_blank(flow, cell), note=absent or "no such time is accepted or built here")
-    if not parts and module.several(cell.ask):
+    if not parts and external.several(cell.ask):
         found = compose("geomean(x)", {"x": found})
-    facts = module.origin([part.ask for part in parts.values()] or [cell.ask])
+    facts = external.origin([part.ask for part in parts.values()] or [cell.ask])
     return replace(_blank(flow, cell), grade="B", **recorded.numbers(found.interval()) | facts)
 
 
@@ -176,8 +175,7 @@ def against_full(flow: Workflow, cell: Cell, m: Measurement) -> Interval | None:
 
     None where the kind has none, the cell is of full precision itself, or full precision is not measured.
     """
-    module = KINDS.get(cell.measure)
-    expression = module.against(cell.ask) if hasattr(module, "against") else ""
+    expression = metric_of(cell.measure).against(cell.ask)
     full = flow.full_precision(cell)
     if not expression or m.status not in MEASURED or cell.recipe == full.recipe:
         return None
@@ -192,7 +190,7 @@ def against_full(flow: Workflow, cell: Cell, m: Measurement) -> Interval | None:
 
 def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:
     """The jobs of a cell; where full precision decides its status (`floor`), the jobs of that too."""
-    more = recorded.jobs(flow, flow.full_precision(cell)) if hasattr(KINDS[cell.measure], "status") else []
+    more = recorded.jobs(flow, flow.full_precision(cell)) if metric_of(cell.measure).status else []
     return recorded.jobs(flow, cell) + more
 
 
@@ -296,9 +294,9 @@ def made_by(flow: Workflow, cell: Cell, origins: Iterable[Mapping[str, str]]) ->
 
 def _status(flow: Workflow, cell: Cell) -> str:
     """`ok`, or what the kind says where full precision decides it."""
-    module = KINDS[cell.measure]
-    full = flow.quantity(flow.full_precision(cell)) if hasattr(module, "status") else None
-    return module.status(cell.ask, full.seeds[0]) if full else "ok"
+    decides = metric_of(cell.measure).status
+    full = flow.quantity(flow.full_precision(cell)) if decides else None
+    return decides(cell.ask, full.seeds[0]) if full else "ok"
 
 
 def _joined(origins: Collection[Mapping[str, str]]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from repro.cells import KINDS
+from repro.cells import metric_of
 from repro.errors import Refused
 from repro.jobs import data, estimate, runner
 from repro.jobs.job import Job, distinct
@@ -110,11 +110,10 @@ def compare(cell: Cell, stored: dict[str, Series], here: dict[str, Series]) -> R
     apart = {name: difference(name, stored[name].values, here[name].values) for name in names}
     worst = max(names, key=lambda name: apart[name] - bound(name, cell.recipe))
     same = all(np.array_equal(stored[name].values[: len(here[name].values)], here[name].values) for name in names)
-    module = KINDS[cell.measure]
     values = []
     for side in (stored, here):
         means = {name: side[name].values[: len(here[name].values)].mean() for name in names}
-        values.append(float(module.value(cell.ask, means)))
+        values.append(float(metric_of(cell.measure).value(cell.ask, means)))
     units = sum(len(here[name].values) for name in names)
     return Replica(units, apart[worst], bound(worst, cell.recipe), same, *values)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from repro.cells import KINDS
+from repro.cells import MODULES
 from repro.errors import UserError
 from repro.files import write_text
 from repro.jobs import compress, questions, requests, tokens
@@ -32,7 +32,7 @@ Versions = Mapping[str, int]  # name of a step, metric or shared job to its vers
 
 def module(name: str) -> ModuleType:
     """The module of a step, metric or shared job."""
-    return SHARED.get(name) or KINDS.get(name) or STEPS[name]
+    return SHARED.get(name) or MODULES.get(name) or STEPS[name]
 
 
 def of(name: str) -> int:

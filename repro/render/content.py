@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from repro import papers
-from repro.cells import KINDS
+from repro.cells import metric_of
 from repro.judge import claims
 from repro.judge.statistics import Interval
 from repro.record import measure
@@ -198,8 +198,7 @@ def _with_targets(flow: Workflow, spec: tables.Spec, rows: list[Sequence[str | P
 
 def _compares(cell: Cell) -> bool:
     """Whether it compares with full precision by itself, as KL does: it settles with little text, and leads."""
-    module = KINDS.get(cell.measure)
-    return hasattr(module, "reference") and module.reference(cell.ask)
+    return bool(metric_of(cell.measure).reference(cell.ask))
 
 
 def _pair(
@@ -237,7 +236,7 @@ def _first(flow: Workflow, cell: Cell, m: Measurement) -> str:
     if _is_folded(m):
         return MARKS["floor"]
     if m.status == "not_run" and cell.recipe == flow.full_precision(cell).recipe and _compares(cell):
-        itself = getattr(KINDS[cell.measure], "itself", lambda ask: None)(cell.ask)
+        itself = metric_of(cell.measure).itself(cell.ask)
         return here(m) if itself is None else f"{itself:g}"
     return here(m, measure.against_full(flow, cell, m))
 

@@ -172,7 +172,7 @@ class Scale:
         """
         shortened = dict(self.protocols)
         for kind, protocol in self.protocols.items():
-            if protocol is not None and hasattr(KINDS[kind], "brief"):
+            if protocol is not None:
                 shortened[kind] = KINDS[kind].brief(protocol, self.replicate)
         return replace(self, protocols=shortened, seeds=1)
 
@@ -296,10 +296,10 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def _build(data: Mapping[str, Any], where: str) -> Scale:
     merged = _over_base(data, where)
     protocols = {}
-    for kind, module in KINDS.items():
-        if hasattr(module, "Protocol"):
-            given = merged.pop(kind, module.DEFAULT)
-            protocols[kind] = None if given is None else build(module.Protocol, given, f"{where}: {kind}")
+    for kind, metric in KINDS.items():
+        if metric.Protocol:
+            given = merged.pop(kind, metric.DEFAULT)
+            protocols[kind] = None if given is None else build(metric.Protocol, given, f"{where}: {kind}")
     if "protocols" in merged:
         raise UserError(f"{where}: {unknown('key', 'protocols', {*merged, *protocols} - {'protocols'})}")
     return replace(build(Scale, merged, where), protocols=protocols)

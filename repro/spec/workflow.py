@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from repro import papers
-from repro.cells import KINDS, lacking
+from repro.cells import KINDS, metric_of
 from repro.errors import UserError
 from repro.jobs.job import Job, distinct
 from repro.jobs.target import Target
@@ -89,7 +89,7 @@ class Workflow:
         for part in self.parts(cell).values():
             if why := self.lacking(part):
                 return why
-        return lacking(cell.measure, cell.ask)
+        return metric_of(cell.measure).lacking(cell.ask)
 
     def is_measured(self, cell: Cell) -> bool:
         """Whether this scale measures a cell anywhere."""
@@ -106,22 +106,19 @@ class Workflow:
 
     def held_back(self, cell: Cell) -> bool:
         """Whether a cell is not run before full precision of the same measure is built here, above chance."""
-        module, full = KINDS.get(cell.measure), self.full_precision(cell)
-        if not getattr(module, "FULL_FIRST", False) or cell.recipe == full.recipe or not self.is_measured(cell):
+        measured, full = metric_of(cell.measure), self.full_precision(cell)
+        if not measured.FULL_FIRST or cell.recipe == full.recipe or not self.is_measured(cell):
             return False
         try:
             found = self.quantity(full)
         except UserError:  # damaged, or refused
             found = None
-        return found is None or module.status(cell.ask, found.seeds[0]) == "floor"
+        return found is None or measured.status(cell.ask, found.seeds[0]) == "floor"
 
     def parts(self, cell: Cell) -> dict[str, Cell]:
         """The cells that a derived one is arithmetic over, `NAME` in the place `METRIC: NAME`; empty for all others."""
-        module = KINDS.get(cell.measure)
-        if not hasattr(module, "parts"):
-            return {}
         found = {}
-        for name, (text, measure) in module.parts(cell.ask).items():
+        for name, (text, measure) in metric_of(cell.measure).parts(cell.ask).items():
             kind, asked = tables.ask(measure, dict(cell.variables), f"{cell.table}: {name}")
             place = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
             text = recipe.parse(text).name if text else ""
@@ -131,7 +128,7 @@ class Workflow:
     def is_taken(self, cell: Cell) -> bool:
         """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""
         kinds = [part.measure for part in self.parts(cell).values()] or [cell.measure]
-        return all(hasattr(KINDS.get(kind), "origin") for kind in kinds)
+        return all(metric_of(kind).origin for kind in kinds)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -164,8 +161,8 @@ class Workflow:
                 for name, each in found.items():
                     roles |= {f"{name}:{role}": job for role, job in each[min(i, len(each) - 1)].items()}
             return seeds
-        module = KINDS[cell.measure]
-        found = [module.jobs(cell.ask, target) for target in self.targets(cell)]
+        measured = KINDS[cell.measure]
+        found = [measured.jobs(cell.ask, target) for target in self.targets(cell)]
         return [] if None in found else found
 
     def inputs(self, cell: Cell) -> dict[str, Any]:
@@ -173,7 +170,7 @@ class Workflow:
 
         The device is none of it: the scale says which ones it may be, and a result names its own.
         """
-        later = getattr(KINDS[cell.measure], "LATER", {})
+        later = KINDS[cell.measure].LATER
         asked = {}
         for key, value in asdict(cell.ask).items():
             if key != "unit" and not (key in later and value == later[key]):
@@ -206,15 +203,15 @@ class Workflow:
         if parts := self.parts(cell):
             found = {name: self.quantity(part) for name, part in parts.items()}
             return None if None in found.values() else compose(cell.ask.quantity, found)  # type: ignore[arg-type]
-        module, seeds = KINDS[cell.measure], []
+        measured, seeds = KINDS[cell.measure], []
         if self.is_taken(cell):
-            return module.quantity(cell.ask)
+            return measured.quantity(cell.ask)
         for target, jobs in zip(self.targets(cell), self.jobs(cell)):
             held = {role: job.folder / observations.FILE for role, job in jobs.items()}
             if not all(path.is_file() for path in held.values()):
                 return None
             read = {role: observations.once(path, path.stat().st_mtime_ns) for role, path in held.items()}
-            series = module.series(cell.ask, read, target)
+            series = measured.series(cell.ask, read, target)
             if not series:
                 return None
             seeds.append(series)
@@ -229,11 +226,10 @@ class Workflow:
                         for seed in seeds]  # fmt: skip
                 inner[name] = self.of_series(part, mine)
             return compose(cell.ask.quantity, inner)
-        module, asked = KINDS[cell.measure], cell.ask
-        compares = module.reference(asked) if hasattr(module, "reference") else None
-        limits = module.limits(asked) if hasattr(module, "limits") else Quantity.limits
+        measured, asked = KINDS[cell.measure], cell.ask
+        compares, limits = measured.reference(asked), measured.limits(asked)
         once = draws.of(self, cell, seeds)
-        return Quantity(seeds, lambda mean: module.value(asked, mean), compares, limits=limits, draws=once)
+        return Quantity(seeds, lambda mean: measured.value(asked, mean), compares, limits=limits, draws=once)
 
     # --- what a target needs ------------------------------------------------------------------------------------------
 

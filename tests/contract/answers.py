@@ -31,7 +31,7 @@ from repro.baselines import group_qat, rtn  # noqa: E402
 from repro.baselines import master as master_step  # noqa: E402
 from repro.baselines import saved as saved_step  # noqa: E402
 from repro.bench import kernel_rows  # noqa: E402
-from repro.cells import KINDS  # noqa: E402
+from repro.cells import MODULES  # noqa: E402
 from repro.data import corpora, generated  # noqa: E402
 from repro.engine.traffic import Copy  # noqa: E402
 from repro.files import sha256, write_text  # noqa: E402
@@ -208,8 +208,8 @@ def workplace() -> Iterator[scales.Scale]:
         weights(small_models.llama(**shape), 0.25).save_pretrained(place)
         patch.chdir(folder)
         patch.setattr(corpora, "text", lambda *words: text(*words)[:20_000])  # tokenizing all takes seconds
-        patch.setattr(KINDS["similarity"], "DRAWS", 2)  # of twelve, which are sampled one token after another
-        patch.setattr(KINDS["similarity"], "LENGTH", 24)
+        patch.setattr(MODULES["similarity"], "DRAWS", 2)  # of twelve, which are sampled one token after another
+        patch.setattr(MODULES["similarity"], "LENGTH", 24)
         yield scales._build(SCALE | {"models": {"Llama-3.2-1B": str(place)}}, "the contract's scale")
 
 
@@ -222,7 +222,7 @@ def run(jobs: Iterable[Job]) -> None:
 
 def metric(name: str, at: scales.Scale) -> Numbers:
     """What a metric measures of the tiny model, through its jobs."""
-    module, (text, asked) = KINDS[name], ASKED[name]
+    module, (text, asked) = MODULES[name], ASKED[name]
     target, answer = Target(at, at.models["Llama-3.2-1B"], text), {}
     for words in asked:
         ask = module.Ask(**words)
@@ -238,12 +238,12 @@ def metric(name: str, at: scales.Scale) -> Numbers:
 def memory() -> Numbers:
     """Gigabytes of a public shape."""
     steps = recipe.parse("bitbybit-w2").steps
-    return {"Llama-3.2-1B": KINDS["memory"].exact(KINDS["memory"].Ask(), steps, scales.shape("Llama-3.2-1B"))}
+    return {"Llama-3.2-1B": MODULES["memory"].exact(MODULES["memory"].Ask(), steps, scales.shape("Llama-3.2-1B"))}
 
 
 def offload_time() -> Numbers:
     """What is shown of known times; a GPU measures them."""
-    module = KINDS["offload_time"]
+    module = MODULES["offload_time"]
     mean = {"iteration": 0.4, "draft": 0.1, "verify": 0.3, "streamed": 11e9, "block": 1e9, "bus": 50e9, "peak": 8e9}
     asks = [module.Ask("Qwen2.5-7B", "8GiB", show=show) for show in (*module.SHOWN, "share drafting")]
     asks.append(module.Ask("Qwen2.5-7B", "8GiB", bus=20))
@@ -252,7 +252,7 @@ def offload_time() -> Numbers:
 
 def timeline() -> Numbers:
     """The spans of an iteration of known copies and passes; a GPU measures them."""
-    module = KINDS["timeline"]
+    module = MODULES["timeline"]
     lanes = {
         "copies": [Copy(0.0, 1.0, 5), Copy(9.5, 11.0, 5), Copy(13.0, 14.0, 5)],
         "draft passes": [Copy(1, 2, 0), Copy(10, 12.5, 0)],
@@ -266,7 +266,7 @@ def timeline() -> Numbers:
 
 def shape_decode() -> Numbers:
     """What is shown of a known step; a GPU measures it."""
-    module = KINDS["shape_decode"]
+    module = MODULES["shape_decode"]
     asks = [module.Ask("Llama-2-7B", "s50", show=show) for show in ("tokens/s", "ms")]
     return {ask.show: float(module.value(ask, {"ms": 4.0})) for ask in asks}
 
@@ -280,12 +280,12 @@ def kernel_time() -> Numbers:
         relerr=1e-3,
         rounds=25,
     )
-    return {name: float(show(row)) for name, show in KINDS["kernel_time"].SHOWN.items()}
+    return {name: float(show(row)) for name, show in MODULES["kernel_time"].SHOWN.items()}
 
 
 def tpot() -> Numbers:
     """Times of a text from made-up steps."""
-    module, facts = KINDS["tpot"], {"shape": "shape/Llama-3-8B", "device": "", "commit": "", "timed": 64}
+    module, facts = MODULES["tpot"], {"shape": "shape/Llama-3-8B", "device": "", "commit": "", "timed": 64}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BUILT", Path(folder))
         for bits, short, long in ((16, 4.6, 5.4), (8, 2.6, 3.4), (4, 2.0, 2.8)):
@@ -307,7 +307,7 @@ def tpot() -> Numbers:
 
 def bench() -> Numbers:
     """A number of a file that a bench has written."""
-    module = KINDS["bench"]
+    module = MODULES["bench"]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BUILT", Path(folder))
         (Path(folder) / "offload").mkdir()
@@ -317,10 +317,10 @@ def bench() -> Numbers:
 
 def derived() -> Numbers:
     """Arithmetic over operands."""
-    ask = KINDS["derived"].Ask(
+    ask = MODULES["derived"].Ask(
         "100 * (b - s) / (b - f)", {"s": "{recipe}", "b": RTN, "f": "fp16"}, {"kind": "perplexity"}
     )
-    values = dict(zip(KINDS["derived"].parts(ask), (3.0, 5.0, 1.0)))
+    values = dict(zip(MODULES["derived"].parts(ask), (3.0, 5.0, 1.0)))
     return {"share": compose(ask.quantity, {key: constant(value) for key, value in values.items()}).interval().value}
 
 
@@ -376,7 +376,7 @@ def asked_questions(at: scales.Scale) -> Numbers:
 
 def names() -> list[str]:
     """Every step, metric and shared job."""
-    return [*STEPS, *KINDS, *versions.SHARED]
+    return [*STEPS, *MODULES, *versions.SHARED]
 
 
 def answer(name: str, at: scales.Scale) -> Numbers:
@@ -405,7 +405,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
             return asked_questions(at)
         if name in versions.SHARED:
             return shared(name, at)
-        return metric(name, at) if name in KINDS else step(name)
+        return metric(name, at) if name in MODULES else step(name)
 
 
 def main() -> None:
