@@ -93,6 +93,10 @@ def test_a_schedule_takes_each_layers_share_of_the_step_of_its_width(measured, l
     every = ("16 bits", "8 bits", "4 bits", "cache", "mixing", "PPLE")
     parts = [shown(Ask(part, "1500", ask.schedule)) for part in every]
     assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1) and parts[5] > 0
+    grown = sum(held[width] / total * (step(width, 1628) - MS[width][0]) for width in MS)
+    assert parts[3] == pytest.approx(grown), (
+        "what keys and values add to the shortest context, the signal on neither side"
+    )
     assert parts[2] > 0 if layers == 16 else parts[2] == 0
 
 
