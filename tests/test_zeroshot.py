@@ -48,6 +48,7 @@ from repro.files import sha256
 from repro.jobs import requests as stored
 from repro.jobs.target import Target
 from repro.models import loglikelihood
+from repro.record import accepted
 from repro.record.observations import Observations, Series
 from repro.spec import scale as scales
 
@@ -743,6 +744,24 @@ def test_a_draw_is_what_recipes_answer_and_full_precision_answers_the_whole_set_
     alone = target("rtn-w4-pc", ["piqa", "mmlu"])
     assert kind.jobs(kind.Ask(), alone)["items"].given()["tasks"] == ["piqa", "mmlu"]
     assert kind.jobs(kind.Ask(("boolq",)), alone) is None, "the scale does not measure it"
+
+
+def test_a_mean_leaves_tasks_out():
+    """Of a draw the whole set's name counts, too; stored results that leave nothing out declare what they did."""
+    protocol = kind.Protocol(tasks=("piqa", "boolq", "mmlu-10", "mmlu"))
+    assert protocol.answered(kind.Ask(without=("boolq",))) == ["piqa", "mmlu-10"]
+    assert protocol.answered(kind.Ask()) == ["piqa", "boolq", "mmlu-10"] and kind.LATER == {"without": ()}
+    with pytest.raises(UserError, match="unknown zero-shot task 'boolk'"):
+        kind.Ask(without=("boolk",))
+
+
+def test_no_stored_mean_of_spear_has_boolq():
+    rows = [row for number in (1, *range(19, 25)) for row in accepted.of_table(f"spear/table{number}")]
+    means = [row for row in rows if row.metric == "zeroshot_avg"]
+    assert len(means) == 156 and not any("boolq" in row.protocol for row in means)
+    assert {row.status for row in means if row.stand_in != "pocket-3m"} == {"ok"}, "which were at chance with it"
+    (seed,) = accepted.series(means[0])
+    assert len(seed) == 7 and means[0].value == pytest.approx(np.mean([one.values.mean() for one in seed.values()]))
 
 
 def test_whole_sets_at_pocket_full():

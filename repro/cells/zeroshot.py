@@ -21,6 +21,7 @@ VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
 # SPEAR, appendix D.4. Not all of tasks.yaml: a new entry there changes no protocol and no mean.
+LATER = {"without": ()}
 TASKS = ("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "boolq", "lambada_openai", "mmlu")
 
 
@@ -28,16 +29,20 @@ TASKS = ("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "b
 class Ask:
     """Which tasks; none is all of the scale's. `percent`: the paper prints percent, not a fraction.
 
-    `whole`: all items of a task of which the scale draws some; full precision alone answers them.
+    Attributes:
+        whole: all items of a task of which the scale draws some; full precision alone answers them.
+        without: tasks that are left out of a mean.
     """
 
     tasks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     percent: bool = False
     whole: bool = False
     unit: str = "fraction"
 
     def __post_init__(self) -> None:
         entries.chosen(self.tasks)
+        entries.chosen(self.without)
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ class Protocol:
 
     def answered(self, ask: Ask) -> list[str]:
         """The tasks that an `Ask` means here."""
-        names = ask.tasks or tuple(dict.fromkeys(map(self.draw, self.tasks)))
-        return list(names if ask.whole else dict.fromkeys(map(self.draw, names)))
+        names = [name for name in ask.tasks or map(self.draw, self.tasks) if name not in ask.without]
+        return list(dict.fromkeys(names if ask.whole else map(self.draw, names)))
 
 
 def brief(protocol: Protocol, least: Any) -> Protocol:

@@ -40,6 +40,12 @@ NATS = (
 )
 
 
+MEANS = (
+    "Mean accuracies are without BoolQ, to which full precision says no throughout, so that damage raises it; the "
+    "paper's have it."
+)
+
+
 def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Sequence[Cell]) -> Sheet:
     """The sheet of a printed table or of a spec of our own."""
     paper, number = tables.split(name)
@@ -324,6 +330,7 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
     absent = {flow.lacking(cell) for cell in flow.cells(paper, number_)} & {m.note for m in cells} - {""}
     out += [f"Not run: {why}." for why in sorted(absent)]
     out += _at_chance(cells)
+    out += [MEANS] * any(getattr(cell.ask, "without", ()) == ("boolq",) for cell in flow.cells(paper, number_))
     marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
 
