@@ -16,7 +16,10 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).resolve().parent / "configs"
-MEASURED = {"nvidia-h200": (9, 0, 132)}  # files to compute capability and number of SMs of their device
+MEASURED = {  # files to compute capability and number of SMs of their device; the first one that has a shape counts
+    "nvidia-h200": (9, 0, 132),
+    "nvidia-h100-80gb-hbm3": (9, 0, 132),
+}
 LOG = logging.getLogger(__name__)
 
 
@@ -51,30 +54,29 @@ def processors(device: torch.device) -> int:
 @cache
 def configurations(slug: str) -> dict[str, dict[str, dict]]:
     """Every kernel's configurations on one device: its own, and where it has none those of a card like it."""
-    path, like = FOLDER / f"{slug}.json", twin(slug)
+    path, alike = FOLDER / f"{slug}.json", twins(slug)
     own = json.loads(path.read_text()) if path.is_file() else {}
     if slug == "cpu":
         return own
-    if like:
+    for like in alike:
         LOG.warning("launch configurations of %s for %s: same architecture, as many SMs", like, slug)
         shared = json.loads((FOLDER / f"{like}.json").read_text())
-        return {kernel: shared.get(kernel, {}) | own.get(kernel, {}) for kernel in shared | own}
+        own = {kernel: shared.get(kernel, {}) | own.get(kernel, {}) for kernel in shared | own}
     if not own:
         LOG.warning("no launch configurations for %s (kernels/configs/%s.json); using heuristics", slug, slug)
     return own
 
 
-def twin(slug: str) -> str | None:
-    """The file of another device with the architecture and the number of SMs of this machine's device `slug`."""
+def twins(slug: str) -> list[str]:
+    """The files of other devices with the architecture and the number of SMs of this machine's device `slug`."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if device_slug(f"cuda:{index}") != slug:
             continue
         properties = torch.cuda.get_device_properties(index)
         here = (properties.major, properties.minor, properties.multi_processor_count)
-        for like, measured in MEASURED.items():
-            if like != slug and measured == here and (FOLDER / f"{like}.json").is_file():
-                return like
-    return None
+        alike = [like for like, measured in MEASURED.items() if like != slug and measured == here]
+        return [like for like in alike if (FOLDER / f"{like}.json").is_file()]
+    return []
 
 
 def launch_config(kernel: str, key: str, device: torch.device | str) -> dict | None:

@@ -42,6 +42,11 @@ template <int BRAIN> INLINE u32 multiply(u32 a, u32 b) { // in both halves
     return multiply_add<BRAIN>(a, b, 0x80008000); // adds -0: mul.bf16x2 needs compute capability 9.0
 }
 
+INLINE u32 kept(u32 v) { // in a register: not computed again where it is used
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 // ---- tensor core. Lane 4 g + t holds rows g, g + 8 of A and C and column g of B.
 
 #define MMA(TYPE)                                                                                                      \

@@ -22,8 +22,9 @@ struct Bits {
     INLINE u32 scales(uint4 header) const { return header.y >> down & own | header.w & rest; } // four bytes
     INLINE u32 minima(uint4 header) const { return header.z >> down & own | header.w >> 4 & rest; }
 };
-INLINE float byte_to_float(u32 bytes, u32 which) { // under the exponent of 2^23, where its lowest bit is 1
-    return __uint_as_float(__byte_perm(bytes, 0x4B000000, 0x7440 | which)) - (1 << 23);
+constexpr u32 EXPONENT = 0x4B000000; // of 2^23, where the lowest bit is 1
+INLINE float byte_to_float(u32 bytes, u32 which, u32 exponent = EXPONENT) { // a kept one saves registers for `which`
+    return __uint_as_float(__byte_perm(bytes, exponent, 0x7440 | which)) - (1 << 23);
 }
 
 INLINE u32 high_nibbles(u32 v) { return v & 0x00F000F0; } // of the lower bytes

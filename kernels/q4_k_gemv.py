@@ -2,35 +2,45 @@
 
     y[n] = sum over blocks b of 32 columns:  d s[n, b] (sum_{k in b} q[n, k] x[k]) - dmin m[n, b] (sum_{k in b} x[k])
 
-x: fp16, bf16 or float32 [1, K]; codes and headers of the weight in two planes (`q4_k_planes.py`), K a multiple of 256;
-y: [1, N] like x. Bytes moved: 144 N K / 256 + (K + N) sizes of x; operations 2 N K. A program has a few rows and walks
-along them: 16 bytes of codes, 32 weights, are one load. Sums are float32 in a fixed order; one program has a whole row,
-so that nothing is joined. A launch configuration with `"kernel": "cuda"` runs `q4_k_cuda.py` instead, of fp16 and bf16.
+x: fp16 or bf16 [1, K], on a CPU float32 as well; codes and headers of the weight in two planes (`q4_k_planes.py`), K a
+multiple of 256; y: [1, N] like x. Bytes moved: 144 N K / 256 + (K + N) sizes of x; operations 2 N K.
+
+A warp reads a super-block of 16 rows at a time by asynchronous copies into a ring of its own, with its share of x.
+Codes are operand A of `mma.m16n8k16` as they are, float16 subnormals; operand B has the inputs of sub-block n in column
+n and zeros elsewhere, so that one product sums 16 rows for eight sub-blocks and all of its sums are used. Scales and
+minima act in float32, once a sub-block. bf16 inputs become float16 by a power of two a super-block, which rounds those
+below 2^-29 of the largest. The warps of a thread block divide the columns and add up once, in a fixed order.
 """
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from repro.kernels import q4_k_cuda
+from repro.kernels import nvrtc
 from repro.kernels import q4_k_planes as planes
 from repro.kernels.launch_config import lacks, launch_config
-from repro.kernels.operators import HALVES, operator
-from repro.kernels.q4_k_planes import CODES, HEADERS, X, header_factors, unit_code
-from repro.kernels.triton_language import tl, triton
+from repro.kernels.operators import operator
+from repro.kernels.q4_k_planes import CODES, HEADERS, SUPER, X
 
 CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), dtype, seed
-    {"N": 67, "K": 512, "dtype": "float32", "seed": 0},
+    {"N": 67, "K": 512, "dtype": "bfloat16", "seed": 0},
     {"N": 5, "K": 2304, "dtype": "float16", "seed": 1},
     {"N": 4096, "K": 4096, "dtype": "bfloat16", "seed": 2},
     {"N": 14336, "K": 4096, "dtype": "bfloat16", "seed": 3},
     {"N": 8192, "K": 28672, "dtype": "bfloat16", "seed": 4},
 ]
-SPACE = []  # rows of a program; groups of 64 columns that it reads at a time; warps
-for rows in (2, 4):
-    for groups, warps in ((32, 1), (64, 4)):
-        SPACE.append({"rows": rows, "groups": groups, "warps": warps})
-SPACE += q4_k_cuda.SPACE  # Triton's are few: they reach a tenth of the read floor
-DEFAULT = {"rows": 4, "groups": 64, "warps": 4}
+SOURCE = Path(__file__).with_suffix(".cu")
+ROWS = 16  # of a tile
+TILE = ROWS * (planes.LINE + planes.HEADER)  # bytes of a super-block of a tile
+FORMS = (  # tiles of a block, super-blocks that a warp has in flight, threads of an SM
+    (1, 1, 1024), (1, 2, 1024), (1, 2, 768), (1, 3, 768), (1, 3, 512), (1, 4, 512), (2, 1, 768), (2, 2, 512),
+)  # fmt: skip
+SPACE = []  # with warps of a block, and blocks of an SM
+for warps in (2, 4, 8, 16):
+    for tiles, stages, threads in FORMS:
+        SPACE.append({"warps": warps, "tiles": tiles, "stages": stages, "blocks": threads // (32 * warps)})
+DEFAULT = {"warps": 8, "tiles": 1, "stages": 1, "blocks": 4}  # of ten on eight shapes on an H100 the best in the mean
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -45,55 +55,31 @@ def reference(x: Tensor, codes: Tensor, headers: Tensor) -> Tensor:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None if it can."""
-    return lacks("q4_k_gemv", device)
-
-
-@triton.jit
-def q4_k_gemv_kernel(x, words, headers, y, N, GROUPS_K, ROWS: tl.constexpr, GROUPS: tl.constexpr):  # noqa: ANN001, ANN201
-    """`words` and `headers` are 32-bit; GROUPS_K is K / 64."""
-    row, word = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, 8)
-    acc = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-    for start in range(0, GROUPS_K, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        seen = (row < N)[:, None] & (group < GROUPS_K)[None, :]
-        place = (row * GROUPS_K)[:, None] + group[None, :]
-        code = tl.load(words + place[:, :, None] * 8 + word[None, None, :], mask=seen[:, :, None], other=0)
-        header = (row * GROUPS_K)[:, None] + (group // 4 * 4)[None, :]  # four words for four groups
-        for h in tl.static_range(2):
-            total = tl.zeros((GROUPS, 8), tl.float32)
-            product = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-            for b in tl.static_range(4):
-                column = group[:, None] * 64 + 32 * h + 4 * word[None, :] + b
-                value = tl.load(x + column, mask=(group < GROUPS_K)[:, None], other=0.0).to(tl.float32)
-                total += value
-                product += unit_code(code, 2 * b + h) * value[None, :, :]
-            scale, minimum = header_factors(headers, header, (group % 4)[None, :], seen, h)
-            acc += (128.0 * scale)[:, :, None] * (product - total[None, :, :])
-            acc -= minimum[:, :, None] * total[None, :, :]
-    result = tl.sum(tl.sum(acc, axis=2), axis=1)
-    tl.store(y + row, result.to(y.dtype.element_ty), mask=row < N)
-
-
-def configuration(rows: int, columns: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape, or one for all."""
-    return launch_config("q4_k_gemv", f"{rows}x{columns}", device) or DEFAULT
+    return lacks("q4_k_gemv", device) or nvrtc.unavailable()
 
 
 def launch(x: Tensor, codes: Tensor, headers: Tensor, config: dict | None = None) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    rows, columns = codes.shape[0], x.shape[1]
-    recorded = configuration(rows, columns, x.device)
-    config = config or recorded
-    if config.get("kernel") == "cuda" and x.dtype in HALVES:
-        return q4_k_cuda.run(x, codes, headers, q4_k_cuda.complete(config, recorded, rows, columns, x.device))
-    if "kernel" in config:
-        config = DEFAULT
+    rows, supers = codes.shape[:2]
+    config = config or launch_config("q4_k_gemv", f"{rows}x{x.shape[1]}", x.device) or DEFAULT
+    if x.data_ptr() % 16:
+        x = x.clone()
     y = x.new_empty(1, rows)
-    q4_k_gemv_kernel[(triton.cdiv(rows, config["rows"]),)](
-        x, codes.view(torch.int32), headers.view(torch.int32), y, rows, columns // 64,
-        ROWS=config["rows"], GROUPS=config["groups"], num_warps=config["warps"],
-    )  # fmt: skip
+    function = nvrtc.load(SOURCE, "q4_k_rows", defines(x.dtype, config), x.device, shared_bytes(config))
+    blocks = -(-rows // (ROWS * config["tiles"]))
+    function(blocks, 32 * config["warps"], codes, headers, x, y, rows, supers)
     return y
+
+
+def defines(dtype: torch.dtype, config: dict) -> dict[str, int]:
+    """The macros of q4_k_gemv.cu."""
+    return {"BF16": int(dtype == torch.bfloat16)} | {name.upper(): value for name, value in config.items()}
+
+
+def shared_bytes(config: dict) -> int:
+    """Shared memory of a block: float32 sums and a ring of every warp."""
+    tiles = config["tiles"]
+    return config["warps"] * (4 * ROWS * tiles + config["stages"] * (tiles * TILE + 2 * SUPER))
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ super-block, and the headers in another:
 
 The 256 weights are four groups of 64. Byte l of group i holds weight 64 i + l in its low four bits and 64 i + 32 + l in
 its high ones, so that the eight codes of a 32-bit word belong to two blocks: code j of word w of a group is weight
-64 i + 32 (j % 2) + 4 w + j // 2. The kernels make a float of a code by its bits: moved to bits 16 to 19 under the
-exponent of 1 it reads 1 + q / 128, exactly, without a conversion; sums leave out the 1 at their end.
+64 i + 32 (j % 2) + 4 w + j // 2.
 """
 
 import torch
@@ -78,8 +77,10 @@ def kept(x: Tensor, threshold: float) -> Tensor:
 
 
 def misfit(x: Tensor, codes: Tensor, rows: int | None = None) -> str | None:
-    """What is wrong with the sizes of checked planes, of a zigzag weight if `rows` are given; None if nothing."""
+    """What is wrong with checked x and planes, of a zigzag weight if `rows` are given; None if nothing."""
     columns = x.shape[1]
+    if x.is_cuda and x.dtype == torch.float32:  # which has more bits than the operands of the tensor cores
+        return "x is float32; on a GPU products with Q4_K take float16 and bfloat16"
     if rows is None:
         if columns != SUPER * codes.shape[1]:
             return f"codes {list(codes.shape)} are of {SUPER * codes.shape[1]} columns, and x has {columns}"
@@ -117,17 +118,6 @@ def scratch(name: str, count: int, dtype: torch.dtype, device: torch.device) -> 
             raise RuntimeError(f"{name}: no scratch memory of this size before the capture")
         SCRATCH[key] = torch.zeros(size, dtype=dtype, device=device)
     return SCRATCH[key]
-
-
-@triton.jit
-def unit_code(words, J: tl.constexpr):  # noqa: ANN001, ANN201
-    """1 + q / 128 of code J of every word, a float32."""
-    shift: tl.constexpr = 16 - 4 * J
-    if shift >= 0:
-        moved = words << shift
-    else:
-        moved = words >> -shift
-    return ((moved & 0x000F0000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

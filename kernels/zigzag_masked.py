@@ -10,8 +10,8 @@ takes a batch's instructions, however few of them are active. Bytes moved: those
 import torch
 from torch import Tensor
 
+from repro.kernels import nvrtc, zigzag_gemv
 from repro.kernels import q4_k_planes as planes
-from repro.kernels import zigzag_gemv
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import operator
 from repro.kernels.q4_k_planes import CODES, HEADERS, X
@@ -34,7 +34,7 @@ def reference(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: f
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None if it can."""
-    return lacks("zigzag_masked", device)
+    return lacks("zigzag_masked", device) or nvrtc.unavailable()
 
 
 def launch(

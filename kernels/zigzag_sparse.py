@@ -10,8 +10,8 @@ vectors; a listed column is one line of 128 bytes and a header in every band.
 import torch
 from torch import Tensor
 
+from repro.kernels import nvrtc, zigzag_gemv
 from repro.kernels import q4_k_planes as planes
-from repro.kernels import zigzag_gemv
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import operator
 from repro.kernels.q4_k_naive_sparse import ACTIVE, only, with_list
@@ -33,7 +33,7 @@ def reference(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tens
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None if it can."""
-    return lacks("zigzag_sparse", device)
+    return lacks("zigzag_sparse", device) or nvrtc.unavailable()
 
 
 def launch(

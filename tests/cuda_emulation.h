@@ -317,6 +317,7 @@ inline void count_common(int c[4], const u32 a[4], u32 b0, u32 b1) {
         }
     __syncwarp();
 }
+inline u32 kept(u32 v) { return v; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline float __fmaf_ru(float a, float b, float c) { // exact in double for factors of a few bits
     double exact = (double)a * b + c;

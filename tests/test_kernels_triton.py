@@ -290,18 +290,8 @@ def operators(name: str, *cases: dict) -> list[dict]:
     return [{"name": name, "seed": 1} | case | {"dtype": d} for case in cases for d in ("float16", "float32")]
 
 
-ROWS = [{"rows": 4, "groups": 16, "warps": 1}, {"rows": 2, "groups": 64, "warps": 4}]
 GATHERED = [{"rows": 4, "columns": 64, "warps": 2}]
-BANDS = [{"n1": 3, "n2": 2, "columns": 16, "stages": 2}, {"n1": 1, "n2": 4, "columns": 64, "stages": 1}]
-ZIGZAG = {"N": 300, "K": 70, "dtype": "float32"}
-Q4_K = [  # kernel to its shapes; the last program of a band, row or list is ragged in each
-    ("q4_k_gemv", {"N": 7, "K": 1280, "dtype": "float32", "configs": ROWS[:1]}),
-    ("q4_k_gemv", {"N": 3, "K": 512, "dtype": "float32", "configs": ROWS[1:]}),
-    ("q4_k_gemv", {"N": 4, "K": 256, "dtype": "float16", "configs": ROWS[:1]}),
-    ("q4_k_naive_sparse", {"N": 7, "K": 512, "dtype": "float32", "configs": GATHERED}),
-    *((name, ZIGZAG | {"configs": BANDS[:1]}) for name in ("zigzag_gemv", "zigzag_sparse", "zigzag_masked")),
-    ("zigzag_sparse", {"N": 256, "K": 40, "dtype": "float16", "configs": BANDS[1:]}),
-]
+Q4_K = [("q4_k_naive_sparse", {"N": 7, "K": 512, "dtype": "float32", "configs": GATHERED})]
 
 INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
     "read_floor": (interpret_read_floor, [{"bytes": 4 * 1025, "seed": 3}, {"bytes": 4, "seed": 4}], 0),
@@ -594,11 +584,9 @@ def q4_k_variants():
     """Products with Q4_K, whose codes are loads of 16 bytes, and the list of inputs."""
     from repro.kernels import (
         active_inputs,
-        q4_k_gemv,
         q4_k_naive_sparse,
         rms_norm_active,
         silu_product_active,
-        zigzag_gemv,
     )
 
     wide = dict.fromkeys((80, 90, 100), "v4.b32")
@@ -621,25 +609,11 @@ def q4_k_variants():
         dict.fromkeys((80, 90, 100), "atom"),
     )  # fmt: skip
     weight = {"x": "*bf16", "words": "*i32", "headers": "*i32", "y": "*bf16", "N": "i32"}
-    pointers = ("x", "words", "headers", "y", "N")
-    constants = {name.upper(): value for name, value in q4_k_gemv.DEFAULT.items() if name != "warps"}
-    yield (
-        "q4_k_gemv", q4_k_gemv.q4_k_gemv_kernel, weight | {"GROUPS_K": "i32"}, constants, pointers,
-        {"num_warps": 4}, wide,
-    )  # fmt: skip
     yield (
         "q4_k_naive_sparse", q4_k_naive_sparse.q4_k_naive_sparse_kernel,
         weight | {"codes": "*u8", "active": "*i32", "SUPERS": "i32"}, {"ROWS": 4, "COLUMNS": 128},
         ("x", "codes", "headers", "y"), {"num_warps": 4}, {},
     )  # fmt: skip
-    more = {"active": "*i32", "parts": "*fp32", "tickets": "*i32", "K": "i32", "threshold": "fp32"}
-    options = {"num_warps": zigzag_gemv.DEFAULT["n2"]}
-    tiling = {"SPLITS": 32, "COLUMNS": 16, "STAGES": 1}
-    for name, mode, ordered in (("dense", 0, True), ("sparse", 1, False), ("masked", 2, True)):
-        yield (
-            f"zigzag {name}", zigzag_gemv.zigzag_kernel, weight | more,
-            tiling | {"MODE": mode, "ORDERED": ordered}, (*pointers, "active", "parts", "tickets", "K"), options, wide,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100))])

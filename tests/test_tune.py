@@ -122,7 +122,7 @@ def test_a_device_without_a_file_says_so_once(tmp_path, monkeypatch, caplog):
 
 
 def test_a_card_like_a_tuned_one_takes_its_configurations_and_the_log_says_so_once(tmp_path, monkeypatch, caplog):
-    """An H100 has an H200's architecture and SMs; what was tuned on the card itself goes before."""
+    """H100 and H200 have one architecture and as many SMs; what was tuned on the card itself goes before."""
     monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
     names = {0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA H100 PCIe", 2: "NVIDIA H200"}
     facts = {0: (9, 0, 132), 1: (9, 0, 114), 2: (9, 0, 132)}
@@ -136,18 +136,19 @@ def test_a_card_like_a_tuned_one_takes_its_configurations_and_the_log_says_so_on
     launch_config._slug.cache_clear()
     tune.merge(tmp_path / "nvidia-h200.json", "toy", {"a": {"warps": 4}, "b": {"warps": 2}})
     tune.merge(tmp_path / "nvidia-h200.json", "other", {"a": {"warps": 1}})
-    tune.merge(tmp_path / "nvidia-h100-80gb-hbm3.json", "toy", {"b": {"warps": 8}})
+    tune.merge(tmp_path / "nvidia-h100-80gb-hbm3.json", "toy", {"b": {"warps": 8}, "c": {"warps": 6}})
     found = {}
     for index in names:
         launch_config.configurations.cache_clear()
         found[index] = [launch_config.launch_config("toy", key, f"cuda:{index}") for key in ("a", "b", "c")]
         found[index].append(launch_config.launch_config("other", "a", f"cuda:{index}"))
-    assert found[0] == [{"warps": 4}, {"warps": 8}, None, {"warps": 1}]
+    assert found[0] == [{"warps": 4}, {"warps": 8}, {"warps": 6}, {"warps": 1}]
     assert found[1] == [None] * 4
-    assert found[2] == [{"warps": 4}, {"warps": 2}, None, {"warps": 1}]
+    assert found[2] == [{"warps": 4}, {"warps": 2}, {"warps": 6}, {"warps": 1}]
     said = [record.message for record in caplog.records]
     assert said[0] == ("launch configurations of nvidia-h200 for nvidia-h100-80gb-hbm3: same architecture, as many SMs")
-    assert len(said) == 2 and said[1].startswith("no launch configurations for nvidia-h100-pcie")
+    assert len(said) == 3 and said[1].startswith("no launch configurations for nvidia-h100-pcie")
+    assert "of nvidia-h100-80gb-hbm3 for nvidia-h200" in said[2]
     launch_config._slug.cache_clear()
     launch_config.configurations.cache_clear()
 

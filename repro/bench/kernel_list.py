@@ -27,7 +27,7 @@ from repro.models.groups.weight import GroupWeight
 DISPATCHERS = {"linear": "w4a16_gemm", "w8a8": "w8a8_gemm"}  # no kernel themselves; what they need at least
 SPARSITIES = (25, 40, 50, 65)  # percent of the inputs, as SpQt's Table 2
 PROGRAMS = (4, 8, 16, 32, 64)  # n1, the programs that share a band of zigzag (Figure 10)
-ZIGZAG = {"n2": 2, "columns": 16, "stages": 2}  # the rest of the configuration that they are compared in
+ZIGZAG = {"n2": 2, "stages": 2, "blocks": 8}  # the rest of the configuration that they are compared in
 TWO_BIT = group_quantizer.GroupGrid(bits=2, group=32, include_zero=True, scale="e4m3")  # Bit-by-Bit's weights
 QUANTIZED = ("x_codes", "x_scales", "x_zeros")  # activations in 2 bits
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -229,14 +229,6 @@ def _provider(name: str, form: str, prepare: Callable, dtype: str, **more: Any) 
     return Provider(name, form, cannot_run(name), prepare, tolerance=tolerance, dtype=dtype, **more)
 
 
-def _in_cuda(name: str, form: str, share: float = 1.0, **more: Any) -> Provider:  # noqa: ANN401
-    """A product with Q4_K by its source in CUDA C++, whatever the device's configurations say."""
-    cannot = cannot_run(name)
-    unavailable = lambda device: cannot(device) or nvrtc.unavailable()  # noqa: E731
-    prepare = _q4_k(name, share, {"kernel": "cuda"})
-    return Provider(name, form, unavailable, prepare, tolerance=4e-3, dtype="bf16", most=1, **more)
-
-
 OURS = {
     provider.label: provider
     for provider in (
@@ -285,12 +277,5 @@ OURS = {
             )
             for n1 in PROGRAMS
         ),
-        _in_cuda("q4_k_gemv", "q4_k-cuda"),
-        _in_cuda("zigzag_gemv", "q4_k-zigzag-cuda"),
-        *(
-            _in_cuda("zigzag_sparse", f"q4_k-zigzag-cuda-s{s}", 1 - s / 100, read=_listed(1 - s / 100))
-            for s in SPARSITIES
-        ),
-        _in_cuda("zigzag_masked", "q4_k-zigzag-cuda-s50", 0.5, read=_listed(0.5)),
     )
 }

@@ -7,8 +7,7 @@ Random weights; times are cold, of CUDA graphs, and stand only where the output 
     list-<K>            microseconds of the list of active inputs, half of them active, in order and as they arrive; and
                         of its producers with the list and without: RMSNorm, and SiLU times up
     gemv-<N>x<K>-<s>    products of a layer at s % sparsity, interleaved: dense in rows and zigzag, sparse with load
-                        balance and without, naive, those in CUDA C++ ("cuda") next to those in Triton; and the floor,
-                        the fastest reader of the listed columns
+                        balance and without, naive; and the floor, the fastest reader of the listed columns
     even-<N>x<K>        from these: the sparsity from which on sparse is faster than the better dense, list included
     step-<shape>-<how>  tokens/s of a shape's engine after 128 tokens: bf16, rows, zigzag, sparse by percent, and SpQt's
                         baselines at 50 % (Table 2, Figure 7)
@@ -39,7 +38,6 @@ from repro.kernels.active_inputs import reference as listed
 from repro.record import provenance
 
 LAYERS_TIMED = [(4096, 4096), (14336, 4096), (4096, 14336), (5120, 13824), (28672, 8192), (8192, 28672)]
-IN_CUDA = ("q4_k_gemv", "zigzag_gemv", "zigzag_sparse", "zigzag_masked")  # products that CUDA C++ has as well
 COLUMNS = (4096, 8192, 14336, 28672)
 SHAPES = ("Llama-3-8B", "Llama-2-7B", "Llama-2-13B", "Llama-2-70B")
 PROMPT, NEW, ROUNDS = 128, 64, 3
@@ -126,12 +124,8 @@ class Bench:
                 if name == "active_inputs":
                     found[name] = max(found.get(name, 0.0), float((in_order(got) != want).sum()))
                     continue
-                results = {name: got}
-                if name in IN_CUDA and self.device == "cuda" and want.dtype != torch.float32:
-                    results[f"cuda {name}"] = module.launch(**inputs, config={"kernel": "cuda"})
-                for kind, result in results.items():
-                    off = float((result.double() - want.double()).norm() / want.double().norm())
-                    found[kind] = max(found.get(kind, 0.0), off / operators.tolerance(name, want.dtype))
+                off = float((got.double() - want.double()).norm() / want.double().norm())
+                found[name] = max(found.get(name, 0.0), off / operators.tolerance(name, want.dtype))
         wrong = [name for name, off in found.items() if not off <= (0 if name == "active_inputs" else 1)]
         if wrong:
             raise timing.Unsound(f"wrong: {', '.join(f'{name} ({found[name]:.3g})' for name in wrong)}")
@@ -158,12 +152,8 @@ class Bench:
             "dense rows": "q4_k/bf16/q4_k_gemv",
             "dense zigzag": "q4_k-zigzag/bf16/zigzag_gemv",
             "sparse": f"q4_k-zigzag-s{s}/bf16/zigzag_sparse",
-            "cuda dense rows": "q4_k-cuda/bf16/q4_k_gemv",
-            "cuda dense zigzag": "q4_k-zigzag-cuda/bf16/zigzag_gemv",
-            "cuda sparse": f"q4_k-zigzag-cuda-s{s}/bf16/zigzag_sparse",
         }
         if s == 50:
-            labels |= {"cuda without load balance": "q4_k-zigzag-cuda-s50/bf16/zigzag_masked"}
             labels |= {"without load balance": "q4_k-zigzag-s50/bf16/zigzag_masked"}
             labels |= {"naive": "q4_k-s50/bf16/q4_k_naive_sparse"}
         tasks = [OURS[label].task(layer, 1) for label in labels.values()]
@@ -182,18 +172,17 @@ class Bench:
                 facts[f"{name} share of contiguous"] = one.fraction
         sparse = by_name["sparse"]
         facts |= {"sparse share of the floor": least.us / sparse.us, "listed bytes": sparse.nbytes}
-        facts["cuda sparse share of the floor"] = least.us / by_name["cuda sparse"].us
         facts["contiguous us"] = sparse.floor_us
         return facts
 
     def even(self, rows: int, columns: int) -> dict[str, Any]:
         """The break-even sparsity: where a line through the sparse times meets the best dense time."""
         at = {s: self.kept(f"gemv-{rows}x{columns}-{s}") for s in SPARSITIES}
-        kinds = ("dense rows", "dense zigzag", "cuda dense rows", "cuda dense zigzag")
+        kinds = ("dense rows", "dense zigzag")
         dense = min(statistics.median(at[s][f"{kind} us"] for s in SPARSITIES) for kind in kinds)
         nearest = min(COLUMNS, key=lambda k: abs(k - columns))
         with_list = self.kept(f"list-{nearest}")["ordered us"]
-        times = [min(at[s]["sparse us"], at[s]["cuda sparse us"]) for s in SPARSITIES]
+        times = [at[s]["sparse us"] for s in SPARSITIES]
         slope, base = statistics.linear_regression(SPARSITIES, times)
         facts = {"dense us": dense, "list us": with_list, "us a percent": slope}
         for name, more in (("break-even", 0.0), ("break-even with list", with_list)):

@@ -123,14 +123,11 @@ def _q4_k(name: str) -> list[Place]:
     for n, k in shapes():
         case = {"N": n, "K": k, "seed": 0, "dtype": "bfloat16", "ordered": True, "share": 0.5}
         bands = -(-n // q4_k_planes.SUPER)
-        space = [c for c in module.SPACE if not name.startswith("zigzag") or zigzag_fits(c, bands)]
+        space = module.SPACE
+        if name.startswith("zigzag"):
+            space = [config for config in space if load("zigzag_gemv").worth_trying(config, bands)]
         places.append(Place(f"{n}x{k}", space, functools.partial(prepare, case)))
     return places
-
-
-def zigzag_fits(config: Config, bands: int) -> bool:
-    """Whether a configuration of the zigzag kernels is tried for so many bands."""
-    return "kernel" not in config or load("zigzag_gemv").zigzag_cuda.worth_trying(config, bands)
 
 
 def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:

@@ -1,8 +1,9 @@
-// y = W x of one token for a weight in Q4_K in zigzag, all of its columns or some. Method: zigzag_cuda.py.
+// y = W x of one token for a weight in Q4_K in zigzag, all of its columns or some. Method: zigzag_gemv.py.
 //
 // Compile-time constants (-D). Problem: MODE 0 all columns, 1 the listed ones, 2 those above the threshold; ORDERED 0 1;
 // BF16 0 1 (else float16). Launch: N2 warps of a program; STAGES batches of 16 columns that a warp has in flight; BLOCKS
-// programs of an SM, which caps the registers. An argument: n1 programs of a band of 256 rows.
+// programs of an SM, which caps the registers; CLUSTER 1, or n1 thread blocks that send each other their sums (compute
+// capability 9.0 and later). An argument: n1 programs of a band of 256 rows.
 //
 // Row g of operand A has the low nibbles of piece g of the lines, 16 bytes of sub-blocks g / 2 * 2 (low nibbles) and the
 // next (high ones), and row g + 8 the high nibbles; column n of operand B has x d scale of sub-block n. A byte of the
@@ -14,8 +15,12 @@ constexpr int LISTED = 1, MASKED = 2; // modes
 constexpr u32 BAND = 256, NONE = ~0u; // NONE: no column
 constexpr u32 X_AT = BATCH, SLOT = X_AT + LINES * 4, STEP = N2 * LINES;
 constexpr u32 OPERAND = 8 * LINES * 2, OWN = OPERAND + STAGES * SLOT; // bytes of a warp: operand B and its ring
+constexpr u32 SHARE = (BAND + CLUSTER - 1) / CLUSTER;                 // rows that a block of a cluster adds up
 
 extern "C" __global__ void __launch_bounds__(32 * N2, BLOCKS)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
 zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u16 *__restrict__ x,
        const int *__restrict__ active, u16 *__restrict__ y, float *parts, int *tickets, u32 N, u32 K, u32 n1,
        u32 threshold) {
@@ -26,12 +31,20 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
     const u32 band = blockIdx.x / n1, part = blockIdx.x % n1;
     const char *band_headers = headers + (u64)band * K * HEADER;
     const char *band_codes = codes + ((u64)band * K + (MODE ? 0 : lane / 8)) * LINE + lane % 8 * 16;
-    const u32 to_line = lane / 8 * LINE + (lane % 8 ^ 2 * (lane / 8)) * 16;
+    const u32 to_line = kept(lane / 8 * LINE + (lane % 8 ^ 2 * (lane / 8)) * 16);
     char *operand = shared + N2 * BAND * 4 + warp * OWN;
     const u32 ring = shared_address(operand) + OPERAND;
     const u64 policy = evict_first();
+    const u32 exponent = kept(EXPONENT), from_line = kept(t * LINE + (g ^ 2 * t) * 16), at_entries = kept(lane * 8);
     const u32 count = MODE == LISTED ? __ldg(active) : K;
     const u32 first = count * part / n1 + warp * LINES, end = count * (part + 1) / n1;
+#if CLUSTER > 1
+    __shared__ float received[CLUSTER][SHARE];
+    __shared__ u64 arrived;
+    const u32 own_rows = min(SHARE, BAND - part * SHARE);
+    if (threadIdx.x == 0) expect_bytes(shared_address(&arrived), CLUSTER * own_rows * 4);
+    cluster_arrive();
+#endif
 
     // The column that is the lane's (lanes 16 to 31 as lanes 0 to 15) of the batch at a position, or NONE.
     auto look = [&](u32 position) {
@@ -61,7 +74,7 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
     // A lane makes operand B of a column for sub-blocks 0 to 3 or 4 to 7.
     const u32 mine = lane % LINES, half = lane / LINES;
     const Bits bits(half);
-    u16 *entries = (u16 *)operand + 4 * half * LINES + mine % 4 * 4 + mine / 4; // as lanes 4 g + t read them
+    u16 *entries = (u16 *)operand + kept(4 * half * LINES + mine % 4 * 4 + mine / 4); // as lanes 4 g + t read them
     float c[LINES][4] = {}, minima[4] = {};                                     // of byte m of the lane's piece; of those
     // Operand B is x d scale times the power of two whose biased exponent is `power`; the first batch that is not zero
     // chooses it, and a batch with a value too large for float16 (its bits are `limit` or more) makes it smaller.
@@ -77,8 +90,8 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
         const u32 scales = bits.scales(header), own_minima = bits.minima(header);
         float v[4];
         UNROLL for (int i = 0; i < 4; i++) {
-            v[i] = step * byte_to_float(scales, i);
-            minima[i] += less * byte_to_float(own_minima, i);
+            v[i] = step * byte_to_float(scales, i, exponent);
+            minima[i] += less * byte_to_float(own_minima, i, exponent);
         }
         const float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
         const u32 most = __reduce_max_sync(~0u, __float_as_uint(largest));
@@ -92,9 +105,9 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
         const float factor = __uint_as_float(power << 23);
         UNROLL for (int i = 0; i < 4; i++) entries[i * LINES] = to_halves<0>(v[i] * factor, 0);
         uint4 words[4];
-        UNROLL for (u32 j = 0; j < 4; j++) words[j] = load16(slot + (t + 4 * j) * LINE + (g ^ 2 * t) * 16);
+        UNROLL for (u32 j = 0; j < 4; j++) words[j] = load16(slot + from_line + 4 * j * LINE);
         __syncwarp();
-        const uint2 b = load8(shared_address(operand) + lane * 8); // sub-block g of columns t, t + 4, t + 8, t + 12
+        const uint2 b = load8(shared_address(operand) + at_entries); // sub-block g of columns t, t + 4, t + 8, t + 12
         UNROLL for (int i = 0; i < 4; i++)
             UNROLL for (int two = 0; two < 2; two++) { // two bytes of each column's word
                 const u32 selector = two ? 0x7632 : 0x5410;
@@ -135,6 +148,23 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
             to[32] = c[m][3] * (UNITS / 16) * inverse - high;
         }
     __syncthreads();
+
+#if CLUSTER > 1
+    cluster_wait(); // all blocks have started
+    for (u32 row = threadIdx.x; row < BAND; row += 32 * N2) {
+        float sum = 0;
+        UNROLL for (int w = 0; w < N2; w++) sum += sums[w][row];
+        send(shared_address(&received[part][row % SHARE]), sum, shared_address(&arrived), row / SHARE);
+    }
+    for (u32 i = threadIdx.x; i < own_rows; i += 32 * N2) {
+        wait_for_bytes(shared_address(&arrived));
+        float sum = 0;
+        UNROLL for (int block = 0; block < CLUSTER; block++) sum += received[block][i];
+        const u32 row = band * BAND + part * SHARE + i;
+        if (row < N) y[row] = to_half<BF16>(sum);
+    }
+    return;
+#endif
 
     // Sums of the program, then of the band by its last program.
     float *own_part = parts + (u64)(ORDERED ? blockIdx.x : band) * BAND;

@@ -1,4 +1,4 @@
-// y = W x of one token for a weight in Q4_K in rows. Method: q4_k_cuda.py.
+// y = W x of one token for a weight in Q4_K in rows. Method: q4_k_gemv.py.
 //
 // Compile-time constants (-D). BF16 0 1 (else float16). Launch: WARPS of a thread block, which take its super-blocks in
 // turn; TILES of 16 rows; STAGES super-blocks of all its rows that a warp has in flight; BLOCKS of an SM,

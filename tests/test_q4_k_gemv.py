@@ -1,7 +1,8 @@
-"""Q4_K in CUDA C++: its sources on a CPU against the float64 references, and compiled; on a GPU for real."""
+"""Products with Q4_K: their sources on a CPU against the float64 references, and compiled; on a GPU for real."""
 
 import shutil
 import subprocess
+import types
 
 import cuda_on_cpu
 import pytest
@@ -11,10 +12,10 @@ pytest.importorskip("triton")
 
 from repro.bench import operators  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
-from repro.kernels import nvrtc, q4_k_cuda, q4_k_planes, zigzag_cuda  # noqa: E402
+from repro.kernels import nvrtc, q4_k_gemv, q4_k_planes, zigzag_gemv  # noqa: E402
 
-ROWS = {"kernel": "cuda", "warps": 2, "tiles": 1, "stages": 2, "blocks": 1}
-BANDS = {"kernel": "cuda", "n1": 3, "n2": 2, "stages": 2, "blocks": 1}
+ROWS = {"warps": 2, "tiles": 1, "stages": 2, "blocks": 1}
+BANDS = {"n1": 3, "n2": 2, "stages": 2, "blocks": 1}
 CASES = [  # operator, shape, what differs from the configurations above
     ("q4_k_gemv", {"N": 19, "K": 1280, "dtype": "bfloat16"}, {}),  # a ragged tile; a warp has one super-block more
     ("q4_k_gemv", {"N": 33, "K": 512, "dtype": "float16"}, {"tiles": 2, "stages": 1}),  # a tile without rows
@@ -22,6 +23,8 @@ CASES = [  # operator, shape, what differs from the configurations above
     ("zigzag_gemv", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),  # an odd number of columns
     ("zigzag_gemv", {"N": 256, "K": 97, "dtype": "float16", "ordered": True}, {"n1": 1, "n2": 1, "stages": 1}),
     ("zigzag_gemv", {"N": 20, "K": 30, "dtype": "bfloat16", "ordered": False}, {"n1": 2, "stages": 3}),
+    ("zigzag_gemv", {"N": 300, "K": 133, "dtype": "bfloat16", "ordered": False}, {"n1": 7, "n2": 1, "cluster": True}),
+    ("zigzag_sparse", {"N": 512, "K": 97, "dtype": "float16", "ordered": False}, {"n1": 2, "cluster": True}),
     ("zigzag_sparse", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),
     ("zigzag_sparse", {"N": 512, "K": 97, "dtype": "float16", "ordered": False}, {"stages": 3}),
     ("zigzag_masked", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),
@@ -111,57 +114,46 @@ def test_a_list_of_nothing_gives_zeros(monkeypatch):
     assert not emulate(monkeypatch, "zigzag_sparse", inputs, BANDS).any()
 
 
-def test_one_setting_chooses_the_source(monkeypatch):
-    """`"kernel": "cuda"` alone is a configuration; float32 runs by Triton whatever is asked, as does the default."""
-    seen = []
-    for module in (q4_k_cuda, zigzag_cuda):
-        monkeypatch.setattr(module, "run", lambda *given, **more: seen.append(given) or torch.ones(1))
-    for name in ("q4_k_gemv", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"):
-        module, inputs = made(name, {"N": 40, "K": 256, "dtype": "bfloat16"})
-        module.launch(**inputs, config={"kernel": "cuda"})
-    assert len(seen) == 4 and seen[0][3] == q4_k_cuda.heuristic(40, 256)
-    assert [given[8] for given in seen[1:]] == [zigzag_cuda.heuristic(1, 256)] * 3
-    assert [given[0] for given in seen[1:]] == [0, 1, 2]
-    launched = []
-    for name, kernel in (("q4_k_gemv", "q4_k_gemv_kernel"), ("zigzag_gemv", "zigzag_kernel")):
-        module, inputs = made(name, {"N": 40, "K": 256, "dtype": "float32"})
-        launches = type("", (), {"__getitem__": lambda self, grid: lambda *_, **more: launched.append(grid)})()
-        monkeypatch.setattr(module, kernel, launches)
-        module.launch(**inputs, config={"kernel": "cuda"})
-        module.launch(**inputs | {"x": inputs["x"].half()})
-    assert len(launched) == 4 and len(seen) == 4
+def test_float32_is_refused_on_a_gpu():
+    _, inputs = made("zigzag_gemv", {"N": 40, "K": 256, "dtype": "float32"})
+    assert q4_k_planes.misfit(inputs["x"], inputs["codes"], 40) is None
+    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32, shape=inputs["x"].shape)
+    assert "x is float32; on a GPU" in q4_k_planes.misfit(on_gpu, inputs["codes"], 40)
 
 
 def test_configurations_fit_a_multiprocessor():
     """227 KB of shared memory and 64 K registers, of which a source takes at least 56 or 120 a thread."""
-    for config in q4_k_cuda.SPACE:
-        assert config["blocks"] * (q4_k_cuda.shared_bytes(config) + 1024) <= 228 * 1024
+    for config in q4_k_gemv.SPACE:
+        assert config["blocks"] * (q4_k_gemv.shared_bytes(config) + 1024) <= 228 * 1024
         assert 32 * config["warps"] * config["blocks"] <= 1024
-    for config in zigzag_cuda.SPACE:
-        assert config["blocks"] * (zigzag_cuda.shared_bytes(config) + 1024) <= 228 * 1024
+    for config in zigzag_gemv.SPACE:
+        assert config["blocks"] * (zigzag_gemv.shared_bytes(config) + 1024) <= 228 * 1024
         assert 32 * config["n2"] * config["blocks"] <= 512
 
 
 SHAPES = [(112, 8192), (32, 28672), (56, 4096), (16, 14336), (4, 4096), (1, 40), (400, 9)]
 
 
+@pytest.mark.parametrize("clusters", [True, False])
 @pytest.mark.parametrize("bands, columns", SHAPES)
-def test_programs_fill_the_device_in_one_wave(bands, columns):
-    config = zigzag_cuda.heuristic(bands, columns)
-    assert {key: value for key, value in config.items() if key != "n1"} in zigzag_cuda.FORMS
+def test_programs_fill_the_device_in_one_wave(bands, columns, clusters):
+    config = zigzag_gemv.heuristic(bands, columns, clusters=clusters)
+    assert config in zigzag_gemv.SPACE and config.get("cluster", False) == (clusters and 48 <= bands < 264)
     assert bands * config["n1"] <= 132 * config["blocks"] or config["n1"] == 1
-    assert columns < 4096 or zigzag_cuda.fill(config, bands) >= 0.48
-    assert bands < 16 or columns < 4096 or zigzag_cuda.fill(config, bands) >= 0.95
-    tried = [config for config in zigzag_cuda.SPACE if zigzag_cuda.worth_trying(config, bands)]
-    assert bands > 112 or 3 < len(tried) < 40
+    assert columns < 4096 or bands < 16 or zigzag_gemv.fill(config, bands) >= 0.84
+    tried = [config for config in zigzag_gemv.SPACE if zigzag_gemv.worth_trying(config, bands)]
+    assert bands > 112 or 3 < len(tried) < 60
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm_80", "sm_100"))])
 def test_the_sources_compile_without_spills(arch, tmp_path):
     """Registers that a launch configuration leaves are enough."""
-    forms = [(zigzag_cuda.SOURCE, zigzag_cuda.defines(1, True, torch.bfloat16, zigzag_cuda.FORMS[0]))]
-    forms.append((q4_k_cuda.SOURCE, q4_k_cuda.defines(torch.bfloat16, q4_k_cuda.heuristic(28672, 8192))))
+    forms = [(zigzag_gemv.SOURCE, zigzag_gemv.defines(1, True, torch.bfloat16, zigzag_gemv.FORMS[0] | {"n1": 8}))]
+    if arch != "sm_80":
+        config = zigzag_gemv.heuristic(56, 4096)
+        forms.append((zigzag_gemv.SOURCE, zigzag_gemv.defines(1, True, torch.bfloat16, config)))
+    forms.append((q4_k_gemv.SOURCE, q4_k_gemv.defines(torch.bfloat16, q4_k_gemv.DEFAULT)))
     for source, macros in forms:
         words = [f"-D{name}={value}" for name, value in macros.items()]
         command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
@@ -174,13 +166,12 @@ def test_the_sources_compile_without_spills(arch, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["q4_k_gemv", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"])
 def test_sources_on_a_gpu(name):
-    """Every case of 16 bits, with several configurations; three times, with the same bits where the order is fixed."""
+    """Every case with several configurations; three times, with the same bits where the order is fixed."""
     module = load(name)
-    space = [{"kernel": "cuda"}, *(config for config in module.SPACE if "kernel" in config)]
-    for case in [case for case in module.CASES if case["dtype"] != "float32"]:
+    for case in module.CASES:
         inputs = module.make_inputs(case, "cuda")
         want = module.reference(**inputs).double()
-        for config in (space[0], *space[1 :: max(1, len(space) // 12)]):
+        for config in (None, *module.SPACE[:: max(1, len(module.SPACE) // 12)]):
             got = [module.launch(**inputs, config=config) for _ in range(3)]
             if inputs.get("ordered", True):
                 assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
