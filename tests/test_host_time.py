@@ -22,7 +22,7 @@ class Counted:
         self.known = {}
         self.facts = operators.facts_of([0, 1])
         self.on_device = operators.remembering("it", self.check, self.prepare, self.facts, self.known)
-        self.direct = operators.direct(self.overload, self.facts, self.known)
+        self.direct = operators.direct(self.overload, [0, 1], 3, self.facts, self.known)
 
     def check(self, values):
         self.calls.append("check")
@@ -94,11 +94,15 @@ def test_tracing_modes_gradients_and_subclasses_go_through_the_dispatcher(counte
     assert counted.counted(x.as_subclass(Seen), None, 3)[0] == "dispatcher"
     assert counted.counted(x.clone().requires_grad_(), None, 3)[0] == "dispatcher"
     with torch.no_grad():
+        counted.counted(x.clone().requires_grad_(), None, 3)
         assert counted.counted(x.clone().requires_grad_(), None, 3) == ["launch"]
+    assert counted.counted(x.clone().requires_grad_(), None, 3)[0] == "dispatcher"
     with torch.inference_mode():
+        counted.counted(x, None, 3)  # other dispatch keys than outside, and as ordinary
         assert counted.counted(x, None, 3) == ["launch"]
     with Mode():
-        assert counted.counted(x, None, 3)[0] == "dispatcher"
+        for _ in range(2):
+            assert counted.counted(x, None, 3)[0] == "dispatcher"
     counted.calls.clear()
     torch.jit.trace(lambda x: counted.direct(x, None, 3), x, check_trace=False)
     assert counted.calls[0] == "dispatcher"
@@ -114,6 +118,39 @@ def test_what_is_remembered_is_bounded(counted, monkeypatch):
         counted.direct(torch.ones(2, 8), None, number)
     assert len(counted.known) <= 8
     assert counted.counted(torch.ones(2, 8), None, 99) == ["launch"]
+    assert counted.counted(torch.ones(2, 8), None, 1) == ["dispatcher", "check", "prepare", "launch"]
+
+
+def test_arguments_that_are_left_out_or_are_no_tensors_go_through_the_dispatcher(counted):
+    counted.on_device = lambda *values: values
+    assert counted.counted(torch.ones(2, 8), None) == ["dispatcher"]
+    assert counted.counted(3.0, None, 3) == ["dispatcher"]
+
+
+def test_a_tensor_where_there_was_none_and_none_where_there_was_one():
+    for first in (None, torch.ones(1)):
+        it = Counted()
+        it.direct(torch.ones(2, 8), first, 3)
+        other = torch.ones(1) if first is None else None
+        assert it.counted(torch.ones(2, 8), other, 3)[0] == "dispatcher"
+        assert it.counted(torch.ones(2, 8), first, 3) == it.counted(torch.ones(2, 8), other, 3) == ["launch"]
+
+
+def test_a_call_of_fewer_arguments_is_another_call():
+    it = Counted()
+    it.direct = operators.direct(it.overload, [0, 1], 2, it.facts, it.known)
+    it.on_device = operators.remembering(
+        "it", lambda values: None, lambda *_: lambda *given: len(given), it.facts, it.known
+    )
+    x = torch.ones(2, 8)
+    assert [it.direct(x), it.direct(x), it.direct(x, x), it.direct(x, x), it.direct(x)] == [1, 1, 2, 2, 1]
+
+
+def test_an_address_that_is_no_multiple_of_16_is_never_recognized(counted):
+    odd = torch.ones(20)[1:17].view(2, 8)
+    for _ in range(2):
+        assert counted.counted(odd, None, 9)[0] == "dispatcher"
+    assert counted.counted(torch.ones(2, 8), None, 9) == ["dispatcher", "check", "prepare", "launch"]
 
 
 class Compiled:
