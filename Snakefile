@@ -1,5 +1,5 @@
 # What is built, from what, in which order. Specs (tables/*/*.yaml, figures/*/*.yaml) and a scale (config/*.yaml) say
-# which cells there are, a kind of cell (repro/cells) which jobs it needs; every job has one rule and one runner.
+# which cells there are, a metric (repro/metrics) which jobs it needs; every job has one rule and one runner.
 #
 #   snakemake --cores 8 tables/table1.tex
 #   REPRO_DATA=… snakemake --cores 8 tables/bitbybit/table1.tex
@@ -9,7 +9,7 @@ import sys
 
 sys.path.insert(0, workflow.basedir)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [workflow.basedir, os.environ.get("PYTHONPATH")]))
-from repro.spec.snake import FORMATS, Snake, config_file
+from repro.make.snake import FORMATS, Snake, config_file
 
 if "name" not in config:
 
@@ -50,7 +50,7 @@ rule make:
     params:
         job=flow.job_json,
     script:
-        flow.script("jobs/workers")
+        flow.script("job")
 
 
 use rule make as measure with:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from repro.bench import bench
 from repro.bench.kernel_list import load
-from repro.engine import Engine
+from repro.generation import Engine
 from repro.kernels import linear, read_floor, w8a8
 
 COLUMNS = ("name", "value", "unit", "device", "commit", "environment", "date")
@@ -98,7 +98,7 @@ def transformers_prefill() -> Times:
     def measure() -> float:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from repro.engine.engine import SHAPES
+        from repro.generation.engine import SHAPES
 
         config = AutoConfig.for_model(**SHAPES["Llama-3-8B"])
         with torch.device("cuda"):

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from repro.baselines import grid
-from repro.errors import UserError, unknown
+from repro.core.errors import UserError, unknown
 from repro.models.activations import watching
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from repro.baselines import grid, qat
 from repro.baselines.asymmetric_clip import clipped
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.spear.calibration import self_sampled
 from repro.models.groups.quantizer import StraightThrough
 from repro.models.lowbit import LowBitModel, in_layer

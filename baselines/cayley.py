@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from repro.errors import Refused
+from repro.core.errors import Refused
 from repro.models import graphs
 from repro.train.blocks import QUIET, Batches, batch_rows, rate_at, steps_per_epoch
 

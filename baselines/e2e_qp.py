@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 from repro.train import estimate

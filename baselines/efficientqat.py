@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from repro.baselines import grid
 from repro.baselines.omniquant import straight_through
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid
 from repro.models.lowbit import LowBitModel, blocks, in_layer

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.lowbit import in_layer
 from repro.models.quantized import QuantizedWeight
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from repro.baselines import qat
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.bitbybit import WATCHED, input_kurtosis
 from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, Levels, Scale, fake_quantize

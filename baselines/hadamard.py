@@ -11,7 +11,7 @@ from functools import cache, reduce
 import torch
 from torch import Tensor, nn
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.groups.inputs import check_layer
 
 WIDEST = 128  # of a Sylvester factor: 8192 is rotated by 128 and by 64, not by a matrix as large as the layer's weight

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from repro.baselines import grid
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
 from repro.models.quantized import QuantizedWeight
 

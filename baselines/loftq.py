@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from repro.baselines import grid, low_rank
-from repro.errors import Refused, UserError
+from repro.core.errors import Refused, UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 

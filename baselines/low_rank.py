@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from repro.baselines import grid
-from repro.errors import Refused, UserError
+from repro.core.errors import Refused, UserError
 from repro.models.activations import Extra, Inputs, statistics
 from repro.models.attachments import Attachment, Beside
 from repro.models.lowbit import LowBitModel, in_layer

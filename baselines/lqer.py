@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from repro.baselines import low_rank
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.lowbit import LowBitModel
 
 VERSION = 1

@@ -1,4 +1,6 @@
-"""`master`: the committed once-for-any-precision master of a pocket model (`repro/masters.py`), read without training.
+"""`master`: the committed once-for-any-precision master of a pocket model, read without training.
+
+See `repro/models/masters.py`, which writes it.
 
 Block codes, scales, zeros and the index lists of split channels alone are in the file; all else is the model's own.
 `master(digest=…) + sliced-w2` reads it at 2 bits.
@@ -9,9 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from repro import masters, models
-from repro.errors import UserError
-from repro.files import sha256
+from repro import models
+from repro.core.errors import UserError
+from repro.core.files import sha256
+from repro.models import masters
 from repro.models.lowbit import LowBitModel
 
 VERSION = 1

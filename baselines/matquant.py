@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from repro.baselines import qat
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.groups import quantizer, weight
 from repro.models.groups.quantizer import GroupGrid, Scale
 from repro.models.groups.weight import GroupWeight

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from repro.baselines import grid
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models import graphs
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 from repro.models.quantized import QuantizedWeight

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from repro.baselines import qat
 from repro.baselines.grid import check_scale
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.groups.quantizer import SEQ_CLIP, Levels, StraightThrough
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, in_layer

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.baselines.awq import FOLDS, Fold
-from repro.errors import UserError, unknown
+from repro.core.errors import UserError, unknown
 from repro.models.activations import statistics
 from repro.models.lowbit import LowBitModel, block_linears, blocks
 

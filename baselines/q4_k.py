@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from repro.baselines import grid
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.spqt import layout
 from repro.methods.spqt.weight import Layout, pack
 from repro.models.activations import statistics

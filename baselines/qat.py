@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from repro.baselines import grid
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, Levels
 from repro.models.lowbit import LowBitModel, block_linears, in_layer

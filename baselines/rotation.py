@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from repro.baselines import cayley, hadamard
 from repro.baselines.grid import Grid, dequantize, fit, quantize, split
-from repro.errors import unknown
+from repro.core.errors import unknown
 from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from repro import models
-from repro.errors import UserError
-from repro.files import sha256
+from repro.core.errors import UserError
+from repro.core.files import sha256
 from repro.models.lowbit import LowBitModel
 
 VERSION = 1

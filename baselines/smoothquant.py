@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.baselines import awq, grid
-from repro.errors import UserError, unknown
+from repro.core.errors import UserError, unknown
 from repro.models.activations import statistics
 from repro.models.attachments import Attachment
 from repro.models.groups.inputs import check_layer

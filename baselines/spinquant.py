@@ -20,7 +20,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from repro.baselines import gptq, grid, hadamard, rotation, rtn
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.attachments import Attachment
 from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, fake_quantize

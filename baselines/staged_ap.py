@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from repro.baselines import efficientqat
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.lowbit import LowBitModel
 from repro.train import estimate
 

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from repro.baselines import low_rank
-from repro.errors import Refused
+from repro.core.errors import Refused
 from repro.methods import spear
 from repro.methods.spear.calibration import calibrate
 from repro.methods.spear.compensator import CompensatedLinear

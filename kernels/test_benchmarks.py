@@ -130,7 +130,7 @@ def test_prefill(benchmark, backend) -> None:  # noqa: ANN001
 
     Its floor is a bf16 product of the largest layer, as often as a prompt goes through one like it.
     """
-    from repro.engine import Engine
+    from repro.generation import Engine
 
     tokens, rows, columns = 2048, 8192, 2048
     engine = Engine.load("shape/Llama-3.2-1B", "rtn-w4-g128", context=tokens + 64, device="cuda")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from repro import __version__, cli
 from repro.cli import measure
 from repro.cli.options import Parser
-from repro.errors import UserError, sentence, unknown
-from repro.spec import scale_files
+from repro.core.errors import UserError, sentence, unknown
+from repro.specs import scale_files
 
 PROGRAM = "python -m repro"
 

@@ -11,7 +11,7 @@ from dag import built, source  # noqa: F401
 from tiny_results import house, tiny_jobs  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from repro.files import ROOT
+from repro.core.files import ROOT
 
 torch.set_num_threads(1)
 short_texts.register()
@@ -75,6 +75,6 @@ def tiny_llama():
 @pytest.fixture
 def no_pooled_seeds(monkeypatch):
     """For results that a test makes up: what stored seeds vary is no evidence on them."""
-    from repro.record import draws
+    from repro.workflow import draws
 
     monkeypatch.setattr(draws, "pooled", lambda measure: None)

@@ -31,8 +31,8 @@ import warm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from repro.files import ROOT
-from repro.record import observations
+from repro.core.files import ROOT
+from repro.store import observations
 
 LEFT_OUT = (".*", "__pycache__", "build", "pocket-*m", "attempts", "docs", "tests")
 BUILT = (".csv", ".tex", ".md")
@@ -266,7 +266,7 @@ true = pkgutil.resolve_name
 
 def resolve_name(name):
     found = true(name)
-    if name != "repro.jobs.runner:run_logged":
+    if name != "repro.workflow.runner:run_logged":
         return found
     def held(text, log):
         if json.loads(text)["kind"] == os.environ["HOLD_KIND"]:

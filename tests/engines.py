@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from repro import models
-from repro.engine import Engine
+from repro.generation import Engine
 
 SHAPE = {
     "vocab_size": 4096,

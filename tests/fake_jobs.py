@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from repro.jobs import compress, requests, runner, tokens
-from repro.jobs.job import Job, distinct
-from repro.record import observations
-from repro.record.observations import Series
+from repro.jobs import compress, requests, tokens
+from repro.store import observations
+from repro.store.job import Job, distinct
+from repro.store.observations import Series
+from repro.workflow import runner
 
 WINDOWS = 120
 CONFIG = {

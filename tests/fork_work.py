@@ -1,4 +1,4 @@
-"""What tests/test_fork_server.py has done in forks."""
+"""What tests/workflow/test_fork_server.py has done in forks."""
 
 import os
 import sys

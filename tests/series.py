@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from repro.judge import statistics
-from repro.record.observations import Series
+from repro.stats import statistics
+from repro.store.observations import Series
 
 
 def interval(arrays, expression, groups=None, units="windows", paired=None, known=None):

@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_results import tiny_jobs  # noqa: F401
 
-from repro import files, models
+from repro import models
 from repro.__main__ import main
-from repro.bench import kernel_rows
+from repro.core import files
+from repro.core.files import HOME, ROOT, write_text
 from repro.data import corpora, sources
-from repro.files import HOME, ROOT, write_text
-from repro.record import accepted
-from repro.record.measurement import COLUMNS
-from repro.spec import figures, names, scale, scale_files, tables
+from repro.specs import figures, names, scale, scale_files, tables
+from repro.store import accepted, kernel_rows
+from repro.store.measurement import COLUMNS
 
 LONG = "x" * 5000
 DEEP = "[" * 10_000

@@ -7,7 +7,7 @@ import sys
 import dag
 import pytest
 
-from repro.files import ROOT
+from repro.core.files import ROOT
 
 # What transformers 5.17 imports from the package, or asks its version.
 STUB = """\

@@ -13,7 +13,7 @@ import dag
 import pytest
 
 from repro import __version__
-from repro.files import ROOT
+from repro.core.files import ROOT
 
 PROVIDED_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "cuda": "cuda-core"}  # modules of another name
 LOCAL = ("repro", "conftest", "snakemake")

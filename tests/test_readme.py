@@ -4,7 +4,7 @@ import csv
 import re
 
 from repro import papers
-from repro.files import ROOT, read_text
+from repro.core.files import ROOT, read_text
 
 
 def test_from_spec_to_latex_there_are_at_most_twelve_files():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from repro.files import ROOT
+from repro.core.files import ROOT
 
 PYTHON = """#!/bin/bash
 case "$*" in

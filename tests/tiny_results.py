@@ -7,14 +7,15 @@ from pathlib import Path
 import dag
 import pytest
 
-from repro.errors import UserError
-from repro.jobs import runner
-from repro.jobs.job import distinct
-from repro.record import accepted, measure, provenance
-from repro.record.measurement import to_csv
-from repro.spec import scale as scales
-from repro.spec import scale_files, tables
-from repro.spec.workflow import Workflow
+from repro.core.errors import UserError
+from repro.results import measure
+from repro.specs import scale as scales
+from repro.specs import scale_files, tables
+from repro.store import accepted, provenance
+from repro.store.job import distinct
+from repro.store.measurement import to_csv
+from repro.workflow import runner
+from repro.workflow.workflow import Workflow
 
 COMMIT, UNKNOWN = "0123456789", "ffffffffff"
 MODEL = "Llama-3.2-1B"
@@ -155,7 +156,7 @@ def refusal(function, *arguments) -> str:
 
 def rewrite(path: Path, **meta: str) -> None:
     """Write a file of observations anew with other metadata and a checksum that fits."""
-    from repro.record import observations
+    from repro.store import observations
 
     held = observations.load(path)
     facts = {key: value for key, value in (held.meta | meta).items() if key not in ("checksum", "made")}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.bitbybit import schedule as plan
 from repro.methods.bitbybit.branches import QUARTER, Branches, Rounding
 from repro.methods.bitbybit.schedule import FULL, Order, Precision, Sampling

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 Order = Literal["A", "B", "C", "D"]
 Sampling = Literal["biased", "first"]

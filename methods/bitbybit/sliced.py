@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, in_layer
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 WIDTHS = (16, 8, 4, 3, 2)  # bits of a weight; 16 is full precision
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import Move
 

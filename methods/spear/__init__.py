@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.spear import selection
 from repro.methods.spear.calibration import calibrate, self_sampled
 from repro.methods.spear.compensator import CompensatedLinear, Compensator, pack, stored_bytes, unpack

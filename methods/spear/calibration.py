@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from repro.errors import Refused
+from repro.core.errors import Refused
 from repro.methods.spear.compensator import GATE, Compensator
 from repro.methods.spear.config import Config
 from repro.models import graphs

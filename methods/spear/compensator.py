@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repro.errors import Refused
+from repro.core.errors import Refused
 
 FACTORS, GATE = ("A", "B"), ("W1", "b1", "W2", "b2")
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.spear.compensator import FACTORS, GATE
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.methods.spear.compensator import Compensator
 from repro.methods.spear.config import Config
 from repro.models.activations import statistics

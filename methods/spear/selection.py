@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repro.errors import Refused
+from repro.core.errors import Refused
 from repro.methods.spear.compensator import stored_bytes
 
 CLOSE = 1e-9  # relative: rounding does not decide whether a threshold is reached

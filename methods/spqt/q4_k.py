@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 SUPER, BLOCK, BYTES = 256, 32, 144
 BLOCKS = SUPER // BLOCK

@@ -2,7 +2,7 @@
 
     y ≈ Σ W[:, i] x_i over |x_i| > θ
 
-θ is a quantile of the layer's inputs on calibration text (`baselines/teal`). "unified" gives all layers one sparsity,
+θ is a quantile of the layer's inputs on calibration text (`teal.py`). "unified" gives all layers one sparsity,
 "teal" what TEAL's greedy search gives them, averaged among those that read one tensor, (q, k, v) and (gate, up), which
 so share one threshold and one list of indices. Comes last in a recipe: `q4_k(layout=zigzag) + spqt(sparsity=0.5)`.
 """
@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from repro.baselines.teal import each_block, greedy, zeroed
+from repro.core.errors import UserError
 from repro.data import alpaca  # noqa: F401  TEAL's calibration text gets its name
-from repro.errors import UserError
+from repro.methods.spqt.teal import each_block, greedy, zeroed
 from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
             + extra(progress of t)                                    what a mixture of widths takes beyond that
             + lost(layers)                                            where t is the first token after a switch
 
-The measurements are files of `python -m repro.bench.commands.precision`. Progress is 0 with all layers at 16 bits, 1
+The measurements are files of `python -m repro.studies.precision`. Progress is 0 with all layers at 16 bits, 1
 with all at 8 and 2 with all at 4: layers go to one width before any goes to the next.
 """
 

@@ -20,11 +20,11 @@ import torch
 
 from repro.bench import peers, recorded, timing
 from repro.bench.kernel_list import OURS, machine_code
-from repro.bench.kernel_rows import KERNELS, LARGE, Row, broken_of_ours, from_csv, to_csv, versions
 from repro.bench.task import Layer, Task, Timing, Unsound
-from repro.errors import UserError, unknown
-from repro.files import write_text
-from repro.record import provenance
+from repro.core.errors import UserError, unknown
+from repro.core.files import write_text
+from repro.store import provenance
+from repro.store.kernel_rows import KERNELS, LARGE, Row, broken_of_ours, from_csv, to_csv, versions
 
 CEILINGS = ("bf16/bf16/torch.matmul", "fp8/bf16/torch._scaled_mm", "int8/int32/torch._int_mm")
 JOULE_SECONDS = 0.05  # at least: one step of the driver's energy counter, which is updated every 0.1 s

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from repro.bench.kernel_rows import KERNELS
 from repro.bench.peers import Provider, against
 from repro.bench.task import Layer
-from repro.errors import unknown
-from repro.files import short_hash
+from repro.core.errors import unknown
+from repro.core.files import short_hash
 from repro.kernels import nvrtc, packing, q4_k_planes
 from repro.models.groups import quantizer as group_quantizer
 from repro.models.groups import weight as group_weight
 from repro.models.groups.weight import GroupWeight
+from repro.store.kernel_rows import KERNELS
 
 DISPATCHERS = {"linear": "w4a16_gemm", "w8a8": "w8a8_gemm"}  # no kernel themselves; what they need at least
 SPARSITIES = (25, 40, 50, 65)  # percent of the inputs, as SpQt's Table 2
@@ -264,7 +264,7 @@ OURS = {
             )
             for s in SPARSITIES
         ),
-        # Bit-by-Bit: Table 7 and Figure 6, and what its kernels are compared with (`bench/commands/two_bit.py`).
+        # Bit-by-Bit: Table 7 and Figure 6, and what its kernels are compared with (`bench/two_bit.py`).
         _provider("w2a2_gemv", "w2a2-g32", _w2a2("w2a2_gemv"), "bf16", most=4),
         _provider("w2a2_ready", "w2a2-g32", _w2a2("w2a2_ready"), "bf16", most=4, hot=QUANTIZED),
         _provider("wna16_gemv", "w2-g32", _w2a16, "bf16", most=4),

@@ -67,7 +67,7 @@ OPERATORS: Mapping[str, dict[str, Provider]] = {  # its peers; `torch` is PyTorc
     "sample": {"torch": _reference("sample")},  # a compiled one fuses multiply-adds, which changes noise and tokens
     "argmax": {"torch": _reference("argmax"), "torch.compile": _compiled(_reference("argmax"))},
     "pple": {"torch": _reference("pple"), "torch.compile": _compiled(_reference("pple"))},
-    # Products with Q4_K: `python -m repro.bench.commands.sparse` compares them with each other, interleaved.
+    # Products with Q4_K: `python -m repro.studies.sparse` compares them with each other, interleaved.
     "active_inputs": {},
     "rms_norm_active": {},
     "silu_product_active": {},

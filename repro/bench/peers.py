@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from repro.bench.task import Layer, Task
-from repro.files import ROOT
+from repro.core.files import ROOT
 from repro.kernels.launch_config import device_slug
 
 GEMLITE = "0.6.0.post2"  # the release behind the recorded rows

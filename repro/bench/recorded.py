@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from repro.errors import UserError
-from repro.files import ROOT, read_text
+from repro.core.errors import UserError
+from repro.core.files import ROOT, read_text
 
 COUNTS = (1, 4, 8, 16, 64, 256, 512, 1024, 2048)  # activation rows; the last three: prefill, of those made for it
 RECORDED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv.xz"

@@ -30,7 +30,7 @@ def summary(path: Path) -> str:
 
 def kinds() -> dict[str, Path]:
     """The kinds of cell that are measured by jobs of their own, and where each lies; read without importing them."""
-    files = sorted((HERE.parent / "cells").glob("*.py"))
+    files = sorted((HERE.parent / "metrics").glob("*.py"))
     return {path.stem: path for path in files if RUNS.search(path.read_text(encoding="utf-8"))}
 
 

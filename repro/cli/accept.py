@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from repro.cli import options as common
-from repro.errors import UserError
-from repro.files import regular
-from repro.spec import names
+from repro.core.errors import UserError
+from repro.core.files import regular
+from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _figure(args: argparse.Namespace) -> dict[Any, int]:
     name = names.canonical(str(args.file))
-    from repro.record import accept
+    from repro.results import accept
 
     flow = common.workflow(argparse.Namespace(config=(), scale=args.scale, configfile=None), recorded=False)
     if flow.scale.device == "any":
@@ -41,7 +41,7 @@ def _figure(args: argparse.Namespace) -> dict[Any, int]:
 
 def _table(file: Path) -> dict[Any, int]:
     regular(file)
-    from repro.bench import kernel_rows
-    from repro.record import accept
+    from repro.results import accept
+    from repro.store import kernel_rows
 
     return (kernel_rows.accept if kernel_rows.is_kernel_rows(file) else accept.accept)(file)

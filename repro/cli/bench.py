@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from repro.cli import options as common
-from repro.files import check_replaceable
+from repro.core.files import check_replaceable
 
 COUNTS = [1, 4, 8, 16, 64, 256, 512, 1024, 2048]
 
@@ -27,8 +27,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Time all kernels and peers; the options are named like the arguments."""
-    from repro.bench import kernel_rows
     from repro.bench.bench import bench
+    from repro.store import kernel_rows
 
     check_replaceable(args.out, "--out", kernel_rows.is_kernel_rows)
     bench(**vars(args))

@@ -10,6 +10,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure the pocket models and write their card."""
-    from repro.train.card import card
+    from repro.render.card import card
 
     card(device=args.device)

@@ -3,7 +3,7 @@
 import argparse
 
 from repro.cli import options as common
-from repro.spec import names
+from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +18,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Rewrite the spec; 1 where rows are new or not measured yet, so that it is run and chosen from again."""
     name = names.canonical(args.sweep)
-    from repro.record import choose
-    from repro.spec import tables
+    from repro.results import choose
+    from repro.specs import tables
 
     flow = common.workflow(args, recorded=False if args.built else None)
     if args.built and flow.scale.device == "any":

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.cli import options as common
-from repro.errors import UserError
-from repro.files import atomic, check_replaceable
+from repro.core.errors import UserError
+from repro.core.files import atomic, check_replaceable
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """A model under a recipe, with the scale's calibration text or one of the user's own."""
-    from repro.jobs import compress, own_text
+    from repro.jobs import compress
+    from repro.workflow import own_text
 
     target = common.target(args, common.workflow(args, recorded=False))
     if why := _not_run_by_the_engine(target):
@@ -59,7 +60,7 @@ def _not_run_by_the_engine(target: Any) -> str:
         UserError: the model's configuration does not load.
     """
     from repro.engine import weights
-    from repro.engine.engine import configuration
+    from repro.generation.engine import configuration
 
     config = configuration(target)
     try:
@@ -74,8 +75,8 @@ def _not_run_by_the_engine(target: Any) -> str:
 
 def _check_out(out: Path) -> None:
     """Raise where the file `out` is something that this command did not write, or would become part of a model."""
-    from repro.jobs import own_text
     from repro.models.lowbit import is_compressed_file
+    from repro.workflow import own_text
 
     if (out.parent / "config.json").is_file():  # where every safetensors file belongs to the model
         raise UserError(f"--out {out}: {out.parent} is the folder of a model; choose another folder")

@@ -13,7 +13,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print how much of the papers is measured and stored."""
-    from repro.judge import coverage
+    from repro.verdicts import coverage
 
     lines = coverage.coverage(common.workflow(args, recorded=True))
     print(coverage.to_csv(lines) if args.csv else coverage.to_text(lines), end="")

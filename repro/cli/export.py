@@ -14,6 +14,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """A model as a file of another program."""
-    from repro.export import export
+    from repro.generation.export import export
 
     print(export(args.model, args.recipe, args.gguf, args.check))

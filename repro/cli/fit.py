@@ -27,7 +27,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the plan and what it gives."""
-    from repro.engine import fit, limited
+    from repro.generation import fit, limited
 
     draft = None if args.draft == "none" else limited.parse_draft(args.draft)
     where = {name: getattr(args, name) for name in ("context", "device", "dtype", "scale", "acceptance")}

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.cli import options as common
-from repro.errors import UserError
-from repro.files import regular
+from repro.core.errors import UserError
+from repro.core.files import regular
 
 if TYPE_CHECKING:
-    from repro.engine.limited import Limited
-    from repro.engine.switching import SwitchingEngine
+    from repro.generation.limited import Limited
+    from repro.generation.switching import SwitchingEngine
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> None:
     """Stream a model's text, then one line of numbers."""
     if args.prompt is not None and args.file is not None:
         raise UserError("a prompt and --file: give one of them")
-    from repro.engine import Engine
     from repro.engine.core import needs_weights
-    from repro.engine.switching import SwitchingEngine
-    from repro.jobs import own_text
+    from repro.generation import Engine
+    from repro.generation.switching import SwitchingEngine
+    from repro.workflow import own_text
 
     needs_weights(args.model)  # a shape's would take minutes to make
     text = _prompt(args)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _limited(args: argparse.Namespace, named: tuple[str, str], where: dict[str, Any]) -> "Limited":
     """The engine under a memory limit; says when the model fits into it."""
-    from repro.engine import Limited
+    from repro.generation import Limited
 
     if args.precision is not None:
         raise UserError("--memory and --precision: give one of them")

@@ -3,8 +3,8 @@
 import argparse
 
 from repro import papers
-from repro.spec import names
-from repro.spec.cell import table_name
+from repro.papers.cell import table_name
+from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -14,9 +14,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print what can be built: tables and figures with a spec, scales, recipes' steps, models, kinds of cell."""
     from repro import models
-    from repro.cells import KINDS
-    from repro.spec import recipe
-    from repro.spec import scale as scales
+    from repro.metrics import KINDS
+    from repro.recipes import recipe
+    from repro.specs import scale as scales
 
     rows = {
         "tables": [*(table_name(p, "table", n) for p, n in names.specified_tables()), *names.OWN],

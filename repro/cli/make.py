@@ -3,10 +3,10 @@
 import argparse
 import os
 
-from repro import build
 from repro.cli import options as common
 from repro.cli import show
-from repro.spec import names, scale_files
+from repro.make import build
+from repro.specs import names, scale_files
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.cli import options as common
-from repro.errors import UserError
-from repro.spec.cell import Cell
+from repro.core.errors import UserError
+from repro.papers.cell import Cell
 
 
 def options(parser: argparse.ArgumentParser, path: Path) -> None:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, kind: str) -> None:
     Raises:
         UserError: a scale without a protocol for the kind, or a recipe that has nothing to show there.
     """
-    from repro.cells import KINDS
+    from repro.metrics import KINDS
 
     module = KINDS[kind]
     flow = common.workflow(args, recorded=False)
@@ -100,8 +100,8 @@ def _observed_on(quantity: Any, n: int) -> list[str]:
 
 def _against_full(flow: Any, cell: Cell, quantity: Any) -> list[str]:
     """A compressed model's perplexity over that of full precision, on the same windows, which is measured as well."""
-    from repro.cells import KINDS
-    from repro.judge.quantity import compose
+    from repro.metrics import KINDS
+    from repro.stats.quantity import compose
 
     full = flow.full_precision(cell)
     if cell.measure != "perplexity" or cell.recipe == full.recipe or not KINDS["perplexity"].against(cell.ask):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from repro.errors import UserError, shortened
+from repro.core.errors import UserError, shortened
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,9 +61,9 @@ def workflow(args: argparse.Namespace, recorded: bool | None = None) -> Any:
     Raises:
         UserError: an unknown scale, key or value.
     """
-    from repro.spec import scale
-    from repro.spec.workflow import Workflow
-    from repro.strict import parse_yaml
+    from repro.core.strict import parse_yaml
+    from repro.specs import scale
+    from repro.workflow.workflow import Workflow
 
     given = {}
     for word in args.config or ():
@@ -81,9 +81,9 @@ def target(args: argparse.Namespace, flow: Any) -> Any:
         UserError: an unknown model or recipe.
     """
     from repro import models
-    from repro.jobs import own_text
     from repro.jobs.target import Target
-    from repro.spec import recipe
+    from repro.recipes import recipe
+    from repro.workflow import own_text
 
     model, text = own_text.opened(args.model, args.recipe)
     models.folder(model)
@@ -96,9 +96,8 @@ def run_now(jobs: list[Any]) -> None:
     Raises:
         Refused: one of them cannot be done.
     """
-    from repro.jobs import runner
-    from repro.jobs.job import distinct
-    from repro.jobs.workers import pool
+    from repro.store.job import distinct
+    from repro.workflow import pool, runner
 
     pool.run_here(distinct(jobs))
     for need in distinct(jobs):

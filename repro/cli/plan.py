@@ -3,7 +3,7 @@
 import argparse
 
 from repro.cli import options as common
-from repro.spec import names
+from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> None:
     whole = "all" in args.targets
     everything = [*names.tables(), *names.OWN, *names.figures()]
     wanted = everything if whole else [names.canonical(target) for target in args.targets]
-    from repro.jobs import plan
+    from repro.make import plan
 
     flow = common.workflow(args, recorded=False)
     files = [f"figures/{name}.svg" if names.is_figure(name) else f"tables/{name}.tex" for name in wanted]

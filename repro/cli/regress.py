@@ -18,7 +18,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare runs of benchmarks."""
-    from repro.bench.commands.regress import regress
+    from repro.bench.regress import regress
 
     code, lines = regress(args.new, args.against, args.threshold, args.partial)
     print("\n".join(lines))

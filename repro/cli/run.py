@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.cli import options as common
-from repro.files import check_replaceable, write_text
-from repro.spec import names
+from repro.core.files import check_replaceable, write_text
+from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +32,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the jobs of tables and figures, or of job files, side by side without Snakemake."""
     targets = [target if _is_file(target) else names.canonical(target) for target in args.targets]
-    from repro.jobs import runner
-    from repro.jobs.job import distinct
-    from repro.jobs.workers import pool
+    from repro.store.job import distinct
+    from repro.workflow import pool, runner
 
     jobs, turns = [], {}
     for turn, target in enumerate(targets):
@@ -62,9 +61,9 @@ def _is_file(target: str) -> bool:
 
 def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
     """The jobs of a table, figure or job file."""
-    from repro.cells import metric_of
-    from repro.jobs import runner
-    from repro.record import measure
+    from repro.metrics import metric_of
+    from repro.results import measure
+    from repro.workflow import runner
 
     if _is_file(target):
         return runner.from_file(Path(target))

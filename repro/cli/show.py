@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from repro import papers
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.render.sheet import Sheet, read_markdown, terminal
-from repro.spec import names
+from repro.specs import names
 
 SAID = ("replicated here", "differs: ")  # notes of a table that a build says last
 
@@ -59,8 +59,8 @@ def sheet_of(stem: str) -> Sheet:
     if path_of(stem).is_file():
         return read(path_of(stem))
     from repro.render import tables
-    from repro.spec import scale
-    from repro.spec.workflow import Workflow
+    from repro.specs import scale
+    from repro.workflow.workflow import Workflow
 
     return tables.drawn(Workflow(scale.load(), recorded=True), stem)[0]
 

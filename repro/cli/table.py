@@ -3,7 +3,7 @@
 import argparse
 
 from repro.cli import options as common
-from repro.spec import names
+from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Sweep a kernel's launch configurations."""
-    from repro.bench.commands.tune import tune
+    from repro.bench.tune import tune
 
     print(os.path.relpath(tune(args.kernel)))

@@ -3,7 +3,7 @@
 import argparse
 
 from repro.cli import options as common
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Rebuild and compare; 1 where a cell differs."""
     if args.sample is None and (args.seed or args.minutes):
         raise UserError("verify: --seed and --minutes belong to a draw; add --sample N")
-    from repro.record import verify
+    from repro.results import verify
 
     sample = verify.Sample(args.sample, args.seed, args.minutes) if args.sample else None
     return verify.verify(common.workflow(args), args.tables, sample)

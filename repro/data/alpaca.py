@@ -7,9 +7,9 @@ they are read where they lie and are no part of this repository.
 
 import json
 
+from repro.core.errors import UserError
 from repro.data import corpora, sources
 from repro.data.corpora import Corpus
-from repro.errors import UserError
 
 FIELDS = ("instruction", "input", "output")
 

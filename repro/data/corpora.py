@@ -23,10 +23,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from repro.core.errors import UserError, unknown
+from repro.core.files import atomic, short_hash
+from repro.core.strict import build, load_yaml
 from repro.data import sources
-from repro.errors import UserError, unknown
-from repro.files import atomic, short_hash
-from repro.strict import build, load_yaml
 
 ENTRIES = Path(__file__).with_name("corpora.yaml")
 FIRST_IDS = 8

@@ -25,13 +25,13 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from repro.core.errors import UserError, unknown
+from repro.core.files import atomic, short_hash
+from repro.core.strict import build as built
+from repro.core.strict import load_yaml
 from repro.data import requests, tasks
 from repro.data.corpora import tokenizer_sha256
 from repro.data.tasks import Record, Task, jsonl
-from repro.errors import UserError, unknown
-from repro.files import atomic, short_hash
-from repro.strict import build as built
-from repro.strict import load_yaml
 
 ENTRIES = Path(__file__).with_name("generated.yaml")
 SEED = 1234  # of lm-eval's draw of examples, its default

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from repro.core.errors import UserError, unknown
+from repro.core.files import atomic
+from repro.core.strict import build, load_yaml
 from repro.data.prompt_readers import READERS, Row, json_lines
-from repro.errors import UserError, unknown
-from repro.files import atomic
-from repro.strict import build, load_yaml
 
 ENTRIES = Path(__file__).with_name("prompts.yaml")
 FOLDER = Path(__file__).with_name("prompt_sets")

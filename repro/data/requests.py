@@ -29,10 +29,10 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from repro.core.errors import UserError
+from repro.core.files import atomic
 from repro.data.corpora import tokenizer_sha256
 from repro.data.tasks import Task, chosen, items
-from repro.errors import UserError
-from repro.files import atomic
 
 LEAST_PREFIX = 32  # tokens that all prompts of a subject share before they are kept and run once
 CHUNK = 512  # requests that are tokenized at a time

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro.errors import UserError
-from repro.strict import build, load_yaml
+from repro.core.errors import UserError
+from repro.core.strict import build, load_yaml
 
 TEXTS = Path(__file__).with_name("texts")
 MANIFEST = TEXTS / "manifest.yaml"

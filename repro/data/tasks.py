@@ -18,10 +18,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from repro.core.errors import UserError, unknown
+from repro.core.files import short_hash
+from repro.core.strict import build, load_yaml
 from repro.data import sources
-from repro.errors import UserError, unknown
-from repro.files import short_hash
-from repro.strict import build, load_yaml
 
 ENTRIES = Path(__file__).with_name("tasks.yaml")
 Record = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 PACKAGES = {"rougeL": "rouge_score", "bleu": "sacrebleu"}
 ORDERS = 4  # of n-grams in BLEU

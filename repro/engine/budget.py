@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from repro.core.errors import Refused, UserError, shortened
 from repro.engine.drafted import TOGETHER
 from repro.engine.weights import head_size, layer_sizes, slot
-from repro.errors import Refused, UserError, shortened
 from repro.kernels.packing import TILE
 from repro.methods import subspec
 

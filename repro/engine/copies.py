@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from repro.core.errors import UserError
 from repro.engine.step import Block, Decoder
 from repro.engine.weights import LAYERS, Dense, Joined, Packed, layer_sizes, runs
-from repro.errors import UserError
 from repro.kernels import w8a8
 from repro.kernels.packing import TILE, PackedWeight
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from repro import models
+from repro.core.errors import Refused, UserError, shortened
 from repro.engine.decoding import Decoding, Sampling, Steps
 from repro.engine.output import Stats, Stream, Text, measured
 from repro.engine.prefill import CHUNK, together
 from repro.engine.step import Cache, Decoder, Operator, tree_of
 from repro.engine.step import step as plain_step
-from repro.errors import Refused, UserError, shortened
 
 MOST = 64  # sequences of a batch
 SCORED = 256  # tokens whose logits are held together in float32 where all are asked for

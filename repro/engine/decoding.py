@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from repro.core.errors import UserError
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder, Tokens, on, step
 from repro.engine.traffic import Traffic, noted
-from repro.errors import UserError
 from repro.kernels import argmax, sample
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from repro.core.errors import UserError
 from repro.engine.decoding import Decoding, Sampling, State, Steps
 from repro.engine.speculate import Drafter, Tree, accepted
 from repro.engine.step import Cache, Decoder, step
 from repro.engine.traffic import Traffic, noted
-from repro.errors import UserError
 
 TOGETHER = 64  # nodes whose logits are there at once: of 289 and 150,000 tokens they would take a GB
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from repro.core.errors import UserError
 from repro.engine.prefill import together
 from repro.engine.ranked import RankedTree, best_first
 from repro.engine.speculate import Drafter, Tree
 from repro.engine.step import Cache, Decoder, Tokens, run_of, step
-from repro.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ token, which the target's own head turns into logits. In a tree the state before
 is accepted, its entry in the head's cache is computed again with the target's state. The tree is that of `ranked.py`:
 six levels of ten nodes, ranked again to the best 59 behind the root.
 
-A head is trained by `python -m repro.train.eagle`.
+A head is trained by `python -m repro.generation.train_eagle`.
 """
 
 import copy
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from repro.core.errors import UserError, at_least
 from repro.engine import head_files
 from repro.engine.drafts import RankedDrafter
 from repro.engine.head_files import HEADS
 from repro.engine.ranked import RankedTree, level_by_level
 from repro.engine.step import Block, Cache, Decoder, Tokens, run_of
 from repro.engine.weights import LAYERS, Dense
-from repro.errors import UserError, at_least
 
 CHUNK = 256  # tokens of a prompt that the head computes at a time
 
@@ -189,7 +189,7 @@ def load(path: Path, model: nn.Module, fingerprint: str) -> EagleHead:
     Raises:
         UserError: the file is not there, not readable, or belongs to another model.
     """
-    command = f"python -m repro.train.eagle --model {path.name.removesuffix('-eagle2.safetensors')}"
+    command = f"python -m repro.generation.train_eagle --model {path.name.removesuffix('-eagle2.safetensors')}"
     tensors = head_files.read(path, "eagle2", "draft head", command, fingerprint)
     head = EagleHead(model)
     missing, odd = head.load_state_dict(tensors, strict=False)

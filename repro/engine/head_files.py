@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from repro import models
-from repro.errors import UserError
-from repro.files import ROOT, atomic, write_text
+from repro.core.errors import UserError
+from repro.core.files import ROOT, atomic, write_text
 
 HEADS = ROOT / "repro" / "pocket" / "heads"
 

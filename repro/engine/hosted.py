@@ -17,11 +17,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from repro.core.errors import UserError
 from repro.engine.copies import Copies, rows_of, with_copies
 from repro.engine.offload import HostMemory
 from repro.engine.step import Decoder
 from repro.engine.weights import LAYERS, Dense, Joined, Packed, layer_sizes, runs
-from repro.errors import UserError
 from repro.kernels.packing import TILE, PackedWeight
 
 SHARE = 0.1  # of the bytes of the first width, beyond these

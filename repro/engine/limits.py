@@ -3,8 +3,8 @@
 import psutil
 import torch
 
+from repro.core.errors import Crowded, Refused
 from repro.engine import budget
-from repro.errors import Crowded, Refused
 from repro.train.estimate import CONTEXT
 
 MARGIN = 256 * 2**20  # bytes of a budget for kernels that the driver loads while they are first used

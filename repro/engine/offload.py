@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from repro.core.errors import Refused
 from repro.engine.traffic import Traffic
-from repro.errors import Refused
 
 
 class HostMemory:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from repro.errors import UserError, shortened
-from repro.files import regular, write_text
+from repro.core.errors import UserError, shortened
+from repro.core.files import regular, write_text
 from repro.methods.flexquant.config import Config
 
 Divergence = Mapping[int, Mapping[str, float]]  # width to layer to nats

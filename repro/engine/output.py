@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 BEFORE = 8  # tokens of the prompt that decide whether the first word begins with a blank

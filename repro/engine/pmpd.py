@@ -2,7 +2,7 @@
 
 One decision a prompt: the keys and values of the last block, averaged over heads, are pooled by learned queries, and a
 layer norm and a two-layer perceptron choose one of four points, the numbers of tokens that are decoded at the high
-precision. It is trained by `python -m repro.train.pmpd`.
+precision. It is trained by `python -m repro.generation.train_pmpd`.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from repro.core.errors import UserError
 from repro.engine import head_files
 from repro.engine.head_files import HEADS
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder
-from repro.errors import UserError
 from repro.methods.flexquant.schedule import BEHIND, Rule, State
 
 POINTS = (0, 85, 170, 255)  # tokens at the high precision: 0, T/3, 2T/3 and T of T = 255
@@ -78,7 +78,7 @@ def load(path: Path, size: int, fingerprint: str) -> Scheduler:
     Raises:
         UserError: the file is not there, not readable, or belongs to another model.
     """
-    tensors = head_files.read(path, "pmpd", "PMPD scheduler", "python -m repro.train.pmpd", fingerprint)
+    tensors = head_files.read(path, "pmpd", "PMPD scheduler", "python -m repro.generation.train_pmpd", fingerprint)
     scheduler = Scheduler(size)
     try:
         scheduler.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})

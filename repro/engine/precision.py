@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from repro.core.errors import UserError
 from repro.engine import copies, hosted, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Decoding, Sampling, State, Steps, advance
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder, Tokens, step
-from repro.errors import UserError
 from repro.methods.flexquant import order, schedule
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import Move

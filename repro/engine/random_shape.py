@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from repro.core.errors import UserError
 from repro.engine import q4_k, shape_sparsity, two_bit, weights
 from repro.engine.shapes import random_weight
 from repro.engine.step import Decoder
-from repro.errors import UserError
 from repro.kernels.w2a2_format import GROUP
 from repro.methods.bitbybit import splitting
 from repro.models.groups.columns import Columns
-from repro.spec.recipe import Recipe
+from repro.recipes.recipe import Recipe
 
 
 def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from repro.core.errors import UserError
+from repro.core.strict import load_yaml
 from repro.engine import budget, limits, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
@@ -20,10 +22,8 @@ from repro.engine.eagle import Eagle2, EagleHead, FittedHead
 from repro.engine.step import Decoder
 from repro.engine.substitute import decoders
 from repro.engine.traffic import Traffic
-from repro.errors import UserError
 from repro.kernels.packing import TILE, PackedWeight, block_columns
 from repro.methods import subspec
-from repro.strict import load_yaml
 
 SHAPES: dict[str, dict[str, Any]] = load_yaml(Path(__file__).with_name("shapes.yaml"))
 

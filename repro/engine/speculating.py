@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from repro.core.errors import UserError
 from repro.engine.core import Core
 from repro.engine.decoding import Decoding, Sampling
 from repro.engine.drafted import Drafted
@@ -15,7 +16,6 @@ from repro.engine.eagle import Eagle2, EagleDrafter
 from repro.engine.output import Stats, Text
 from repro.engine.speculate import Drafter, Tree
 from repro.engine.step import Decoder
-from repro.errors import UserError
 from repro.methods import subspec
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from repro.baselines.hqq import Config as Quantizer
 from repro.baselines.hqq import hqq
+from repro.core.errors import UserError
 from repro.engine import weights
 from repro.engine.budget import Plan
 from repro.engine.offload import Offload
 from repro.engine.step import Block, Decoder
-from repro.errors import UserError
 from repro.methods import subspec
 from repro.models.lowbit import LowBitModel, blocks, in_layer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.kernels import packing, w2a2_gemv
 from repro.kernels import w2a2_format as form
 from repro.models.attachments import Attachment, module_of

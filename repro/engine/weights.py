@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repro.baselines.teal import zeroed
+from repro.core.errors import Refused, UserError
 from repro.engine import q4_k, two_bit
 from repro.engine.step import Block, Decoder
-from repro.errors import Refused, UserError
 from repro.kernels import linear as kernel
 from repro.kernels import packing, zigzag_gemv
 from repro.kernels.dequantize import dequantize
 from repro.kernels.packing import PackedWeight
+from repro.methods.spqt.teal import zeroed
 from repro.models import bits as counting
 from repro.models.lowbit import LowBitModel, blocks, in_layer
 from repro.models.quantized import QuantizedWeight

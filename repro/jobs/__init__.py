@@ -1,1 +1,1 @@
-"""What runs: a job is one frozen dataclass; one runner executes it for Snakemake, `repro run` and a person."""
+"""The jobs that several metrics share: compress a model, tokenize a text, write a task's requests."""

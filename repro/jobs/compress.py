@@ -15,13 +15,13 @@ from torch import Tensor
 from repro import models
 from repro.data import corpora
 from repro.jobs import tokens
-from repro.jobs.job import Job, make
 from repro.jobs.target import Target
 from repro.models import bits, perplexity
 from repro.models.lowbit import LowBitModel
-from repro.record import observations
-from repro.record.observations import Series
-from repro.spec import recipe
+from repro.recipes import recipe
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Series
 
 VERSION = 1
 OUTPUTS = ("data.safetensors", observations.FILE)

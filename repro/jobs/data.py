@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from repro.data import corpora, sources, tasks
-from repro.jobs.job import Job
+from repro.store.job import Job
 
 
 def lacking(jobs: Iterable[Job]) -> str:

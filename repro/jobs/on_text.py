@@ -5,8 +5,8 @@ from typing import Any
 
 from repro.data import corpora
 from repro.jobs import compress, tokens
-from repro.jobs.job import Job, make
 from repro.jobs.target import Target
+from repro.store.job import Job, make
 
 
 def job(kind: str, target: Target, text: str, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Job:

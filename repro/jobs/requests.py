@@ -8,10 +8,10 @@ import numpy as np
 
 from repro import models
 from repro.data import requests, tasks
-from repro.jobs.job import Job, make
 from repro.jobs.target import Target
-from repro.record import observations
-from repro.record.observations import Series
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Series
 
 VERSION = 1
 OUTPUTS = ("data.safetensors", observations.FILE)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from repro import models
-from repro.spec.recipe import Recipe, parse, with_seed
+from repro.recipes.recipe import Recipe, parse, with_seed
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from repro.errors import UserError, shortened, unknown
-from repro.files import ROOT, sha256, short_hash
+from repro.core.errors import UserError, shortened, unknown
+from repro.core.files import ROOT, sha256, short_hash
 from repro.models import identity
 
 POCKET = ROOT / "repro" / "pocket"

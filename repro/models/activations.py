@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 TOGETHER, READERS = 4, 4  # sequences in one forward pass; inputs of earlier layers among which a shared one is found
 BINS, LOWEST = 64, -40  # of the histogram: bins in a factor of 2, and log2 of where they begin

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 REGISTRIES: list[Mapping[str, ModuleType]] = []  # steps by name; steps import this file, so registries add themselves
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.lowbit import LowBitModel, block_linears
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from repro.files import regular, sha256, short_hash
+from repro.core.files import regular, sha256, short_hash
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 DECIDING = (  # names of files that can decide a number or a token id

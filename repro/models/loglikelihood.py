@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 CHUNK = 2**24  # logits that are widened to float32 at a time
 CONTEXT = 2048  # of a model whose config does not say it, as in lm-eval

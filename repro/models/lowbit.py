@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from repro.errors import UserError
-from repro.files import atomic
+from repro.core.errors import UserError
+from repro.core.files import atomic
 from repro.models.attachments import Attachment
 from repro.models.quantized import FORMATS, QuantizedWeight
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repro.errors import UserError
-from repro.files import atomic
+from repro.core.errors import UserError
+from repro.core.files import atomic
 
 CHUNK = 2**21  # logits that are widened to float32 at a time
 SCHEMA = pa.schema(

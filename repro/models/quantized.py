@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from repro.errors import unknown
+from repro.core.errors import unknown
 
 HERE = Path(__file__).resolve().parent
 

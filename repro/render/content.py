@@ -5,15 +5,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from repro import papers
-from repro.cells import metric_of
-from repro.judge import claims
-from repro.judge.statistics import Interval
-from repro.record import measure
-from repro.record.measurement import SHOWN, Measurement
+from repro.metrics import metric_of
+from repro.papers.cell import Cell, Place, is_printed
 from repro.render.sheet import Pair, Sheet
-from repro.spec import tables
-from repro.spec.cell import Cell, Place, is_printed
-from repro.spec.workflow import Workflow
+from repro.results import measure
+from repro.specs import tables
+from repro.stats.statistics import Interval
+from repro.store.measurement import SHOWN, Measurement
+from repro.verdicts import claims
+from repro.workflow.workflow import Workflow
 
 WORDS = {
     **{"no_stand_in": "no stand-in", "not_run": "not run", "too_long": "too long", "other_device": "other device"},
@@ -26,7 +26,7 @@ MARKS = {
 LEGEND = {
     "§": "arithmetic on the recipe and the public shapes of the paper's own model; nothing ran",
     "*": "measured here, on as many windows or items as stand behind it, with one seed; no value of it is stored",
-    "°": "stored, and measured again here: it agrees window by window, within the bounds of repro/record/replicate.py",
+    "°": "stored, and measured again here: it agrees window by window, within the bounds of repro/results/replicate.py",
     "≠": "stored, and measured again here: it differs",
     "‖": "stored, unattested: timed before versions were kept; it stands until it is timed anew",
     "†": "stale: stored, and its declared inputs or versions have changed since",

@@ -2,10 +2,10 @@
 
 import json
 
-from repro.errors import logged
+from repro.core.errors import logged
 from repro.render import figures, page, tables
-from repro.spec import scale
-from repro.spec.workflow import Workflow
+from repro.specs import scale
+from repro.workflow.workflow import Workflow
 
 DRAWN = {"table": tables.build, "figure": figures.build, "page": page.build}
 

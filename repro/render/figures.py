@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from repro.errors import UserError, unknown
-from repro.files import csv_text, write_text
-from repro.judge.quantity import Quantity
-from repro.record import measure
-from repro.record.measurement import SHOWN, Measurement, text
+from repro.core.errors import UserError, unknown
+from repro.core.files import csv_text, write_text
+from repro.papers.cell import Cell, Place, is_printed
 from repro.render import content, plot, tables
-from repro.spec import figures
-from repro.spec.cell import Cell, Place, is_printed
-from repro.spec.figures import FigureSpec
-from repro.spec.names import canonical
-from repro.spec.tables import FOLDERS
-from repro.spec.workflow import Workflow
+from repro.results import measure
+from repro.specs import figures
+from repro.specs.figures import FigureSpec
+from repro.specs.names import canonical
+from repro.specs.tables import FOLDERS
+from repro.stats.quantity import Quantity
+from repro.store.measurement import SHOWN, Measurement, text
+from repro.workflow.workflow import Workflow
 
 Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, y, interval of y, value of `over`
 Panels = dict[str, dict[str, Points]]  # by model and series

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from repro import papers
-from repro.judge.claims import Judged
 from repro.render import content
-from repro.spec import tables
-from repro.spec.claims import ClaimSpec
+from repro.specs import tables
+from repro.specs.claims import ClaimSpec
+from repro.verdicts.claims import Judged
 
 HEAD = ("claim", "where", "what it says", "printed", "from its cells", "the numbers are")
 WORDS = {"yes": "consistent", "partly": "partly consistent", "no": "inconsistent"}  # of claims.csv

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from repro import papers
-from repro.errors import UserError, unknown
-from repro.files import write_text
-from repro.judge import claims
-from repro.judge.claims import Judged
-from repro.judge.quantity import compose
-from repro.record import measure
-from repro.record.measurement import MEASURED
+from repro.core.errors import UserError, unknown
+from repro.core.files import write_text
 from repro.render import content, figures, own_numbers
 from repro.render.sheet import Sheet, markdown
-from repro.spec import figures as drawn
-from repro.spec import tables
-from repro.spec.workflow import Workflow
+from repro.results import measure
+from repro.specs import figures as drawn
+from repro.specs import tables
+from repro.stats.quantity import compose
+from repro.store.measurement import MEASURED
+from repro.verdicts import claims
+from repro.verdicts.claims import Judged
+from repro.workflow.workflow import Workflow
 
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
 CLASSES = "tokens"  # tables/<paper>/tokens.yaml says which tokens make two measures disagree
@@ -32,7 +32,7 @@ WORDS = """## Words
 - undecided, k of n hold: neither; no verdict: nothing that is measured can decide it, and why
 - grade A: the paper's model and protocol; B: its shapes and real kernels; C: a scaled analogue
 - one seed: a cell rests on a single draw of calibration text or initialization; an interval over pooled seeds adds what
-  three seeds of SPEAR and its quantizers vary (repro/record/draws.py), one of accuracy covers items alone"""
+  three seeds of SPEAR and its quantizers vary (repro/workflow/draws.py), one of accuracy covers items alone"""
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 

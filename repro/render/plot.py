@@ -18,7 +18,7 @@ from matplotlib.gridspec import SubplotSpec  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import FixedLocator, MaxNLocator  # noqa: E402
 
-from repro.files import atomic  # noqa: E402
+from repro.core.files import atomic  # noqa: E402
 
 STYLE = {
     "svg.hashsalt": "lowbit-repro",

@@ -5,17 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro import papers
-from repro.files import csv_text, write_text
-from repro.judge import claims, coverage
-from repro.judge.statistics import Interval
-from repro.record import measure, replicate
-from repro.record.measurement import MEASURED, Measurement, text, to_csv
+from repro.core.files import csv_text, write_text
+from repro.papers.cell import Cell, table_name
 from repro.render import content, own_numbers
 from repro.render.latex import latex
 from repro.render.sheet import Sheet, markdown
-from repro.spec import tables
-from repro.spec.cell import Cell, table_name
-from repro.spec.workflow import Workflow
+from repro.results import measure, replicate
+from repro.specs import tables
+from repro.stats.statistics import Interval
+from repro.store.measurement import MEASURED, Measurement, text, to_csv
+from repro.verdicts import claims, coverage
+from repro.workflow.workflow import Workflow
 
 
 def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:

@@ -1,1 +1,1 @@
-"""Training of the pocket models."""
+"""Trainers: a block at a time, end to end, and the pocket models."""

@@ -29,11 +29,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repro.errors import Refused, UserError
-from repro.files import atomic, sha256
-from repro.jobs import job
+from repro.core.errors import Refused, UserError
+from repro.core.files import atomic, sha256
 from repro.models import graphs
 from repro.models.lowbit import blocks
+from repro.store import job
 from repro.train.compiled import compiled
 from repro.train.streams import Forward, Stream, embedded
 

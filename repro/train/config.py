@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from repro.files import HOME
-from repro.strict import build, load_yaml
+from repro.core.files import HOME
+from repro.core.strict import build, load_yaml
 
 CONFIG = HOME / "config" / "pocket-models.yaml"
 

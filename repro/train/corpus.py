@@ -20,8 +20,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
-from repro.errors import UserError
-from repro.files import ROOT, atomic, regular, sha256, short_hash
+from repro.core.errors import UserError
+from repro.core.files import ROOT, atomic, regular, sha256, short_hash
 from repro.train import wikitext_layout
 from repro.train.config import TokenizerArgs, load_config
 

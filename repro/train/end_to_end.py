@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from repro.errors import Refused
-from repro.files import atomic
+from repro.core.errors import Refused
+from repro.core.files import atomic
 from repro.models import graphs
 from repro.train.blocks import QUIET, batch_rows, rate_at, steps_per_epoch
 from repro.train.compiled import compiled

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from repro import models
-from repro.errors import UserError, shortened
+from repro.core.errors import UserError, shortened
 from repro.models.lowbit import block_linears, blocks
 from repro.train.end_to_end import LOGITS
 

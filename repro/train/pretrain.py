@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from repro.errors import UserError, unknown
-from repro.files import ROOT, atomic, sha256, write_text
+from repro.core.errors import UserError, unknown
+from repro.core.files import ROOT, atomic, sha256, write_text
 from repro.train.config import Architecture, PocketConfig, Training, load_config
 from repro.train.corpus import cached_ids
 

@@ -17,7 +17,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 if TYPE_CHECKING:
     from sacremoses import MosesTokenizer

@@ -26,26 +26,26 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import small_models  # noqa: E402
 
-from repro import masters, models  # noqa: E402
+from repro import models  # noqa: E402
 from repro.baselines import group_qat, rtn  # noqa: E402
 from repro.baselines import master as master_step  # noqa: E402
 from repro.baselines import saved as saved_step  # noqa: E402
-from repro.bench import kernel_rows  # noqa: E402
-from repro.cells import MODULES  # noqa: E402
+from repro.core.files import sha256, write_text  # noqa: E402
 from repro.data import corpora, generated  # noqa: E402
 from repro.engine.traffic import Copy  # noqa: E402
-from repro.files import sha256, write_text  # noqa: E402
-from repro.jobs import compress, questions, requests, runner, tokens  # noqa: E402
-from repro.jobs.job import Job, distinct  # noqa: E402
+from repro.jobs import compress, questions, requests, tokens  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
-from repro.judge.quantity import Quantity, compose, constant  # noqa: E402
 from repro.methods import subspec  # noqa: E402
-from repro.models import bits  # noqa: E402
+from repro.metrics import MODULES  # noqa: E402
+from repro.models import bits, masters  # noqa: E402
 from repro.models.lowbit import LowBitModel  # noqa: E402
-from repro.record import observations, versions  # noqa: E402
-from repro.spec import recipe  # noqa: E402
-from repro.spec import scale as scales  # noqa: E402
-from repro.spec.recipe import STEPS  # noqa: E402
+from repro.recipes import recipe  # noqa: E402
+from repro.recipes.recipe import STEPS  # noqa: E402
+from repro.specs import scale as scales  # noqa: E402
+from repro.stats.quantity import Quantity, compose, constant  # noqa: E402
+from repro.store import kernel_rows, observations  # noqa: E402
+from repro.store.job import Job, distinct  # noqa: E402
+from repro.workflow import runner, versions  # noqa: E402
 
 FILE = Path(__file__).with_name("answers.json")
 Numbers = dict[str, float]

@@ -7,7 +7,7 @@ import answers
 import pytest
 import torch
 
-from repro.record import versions
+from repro.workflow import versions
 
 KNOWN = json.loads(answers.FILE.read_text(encoding="utf-8"))
 EXACT = 1e-9  # of counts and arithmetic, which no rounding touches

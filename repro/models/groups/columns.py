@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.attachments import Attachment
 from repro.models.groups.columns import Columns
 from repro.models.groups.quantizer import GroupGrid, fake_quantize, split

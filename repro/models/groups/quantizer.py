@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 
 Levels = Literal["asymmetric", "seq"]
 Scale = Literal["e4m3", "float16", "float32"]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.groups import quantizer
 from repro.models.groups.columns import Columns
 from repro.models.groups.quantizer import GroupGrid, Offset

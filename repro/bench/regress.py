@@ -1,0 +1,263 @@
+"""Regression guard for CI: is a kernel slower than it was, by more than noise?
+
+    python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark.json [more.json ...]
+
+Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own.
+A kernel's absolute time never counts: it is divided by two reference times of its own run, the read floor of its bytes
+(for the host's time of a call that of `F.linear`, for a prefill bf16 products alone) and the library's bf16 matmul (the
+median over its shapes), and is called slower only by as much as both agree on.
+Where the two references moved apart, the one that moved less counts alone: a library that became slower, beside read
+floors as before, hides nothing.
+What is allowed is the threshold, or more where repeats say that a cell is noisier. One slow run is a suspicion (exit 3:
+measure again); two runs that agree are a regression (exit 1, a sentence with kernel, shape and percent).
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repro.core.errors import UserError
+from repro.core.files import regular
+
+THRESHOLD = 0.03  # a smaller slowdown of one cell is never called one
+SIGMAS = 3.0  # nor one within so many standard errors
+APART = 0.02  # of a time: references that moved by more against each other do not count both
+FINE, REGRESSION, SUSPICION = 0, 1, 3
+PLACE = ("kernel", "dtype", "provider", "N", "K", "M", "mode")
+LIBRARY = ("bf16", "bf16", "torch.matmul")  # kernel, dtype, provider of the library's reference
+RANGE = {2: 1.128, 3: 1.693, 4: 2.059, 5: 2.326, 6: 2.534, 7: 2.704, 8: 2.847}  # of n values, in standard deviations
+SHORTEST, LONGEST = 1e-6, 1e12  # microseconds that a kernel can take
+MORE = 2.97  # of nine or more
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kernel on one shape in one run: median microseconds, its relative standard error, and its read floor's."""
+
+    us: float
+    error: float
+    floor_us: float
+    is_library: bool
+    judged: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file of benchmarks; cells by their names in words."""
+
+    path: Path
+    device: str
+    cells: dict[str, Cell]
+
+    def library_level(self, other: "Run") -> float:
+        """log of how slow the library is here, over how slow it is in another run: the median of common shapes.
+
+        Raises:
+            UserError: the runs have no time of the library in common.
+        """
+        common = [name for name, cell in self.cells.items() if cell.is_library and name in other.cells]
+        if not common:
+            raise UserError(f"{self.path} and {other.path}: no time of {LIBRARY[2]} in common")
+        return statistics.median(math.log(self.cells[name].us / other.cells[name].us) for name in common)
+
+    def floor_level(self, other: "Run") -> float:
+        """The same of the read floors, over all common cells."""
+        common = [name for name in self.cells if name in other.cells]
+        return statistics.median(math.log(self.cells[name].floor_us / other.cells[name].floor_us) for name in common)
+
+    def ratios(self, other: "Run") -> dict[str, tuple[float, float]]:
+        """log of each cell's time over its read floor, and over the library's level between this run and another.
+
+        Raises:
+            UserError: as `library_level`.
+        """
+        level = self.library_level(other)
+        return {name: (math.log(c.us / c.floor_us), math.log(c.us) - level) for name, c in self.cells.items()}
+
+    def references(self, other: "Run") -> slice:
+        """Which of the two ratios count between this run and another: both, or that whose reference moved less."""
+        floor, library = self.floor_level(other), self.library_level(other)
+        if abs(floor - library) <= APART:
+            return slice(0, 2)
+        return slice(0, 1) if abs(floor) < abs(library) else slice(1, 2)
+
+
+@dataclass(frozen=True)
+class Change:
+    """How much slower a cell is than the baseline (0.1 is 10 %), as far as both references agree, and what is noise."""
+
+    change: float
+    allowed: float
+
+    @property
+    def slower(self) -> bool:
+        """More than noise."""
+        return self.change > self.allowed
+
+
+def load(path: Path) -> Run:
+    """A file of pytest-benchmark as a run.
+
+    Raises:
+        UserError: missing, not such a file, without kernels, or without one of the references.
+    """
+    try:
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
+        benchmarks = [(dict(one["extra_info"]), dict(one["stats"])) for one in content["benchmarks"]]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path}: not a file of pytest --benchmark-json") from None
+    # Others are benchmarks of something else: packing on the processor, …
+    kernels = [one for one in benchmarks if one[0].get("floor_us") and all(name in one[0] for name in PLACE)]
+    if not kernels:
+        raise UserError(f"{path}: no kernel with a read floor in it; run pytest kernels --benchmark-only on a GPU")
+    cells: dict[str, Cell] = {}
+    for info, stats in kernels:
+        name = say(info)
+        if name in cells:
+            raise UserError(f"{path}: {name} is there twice")
+        try:
+            samples = stats.get("data")
+            us = (statistics.median(samples) if samples else stats["median"]) * 1e6
+            for what, time in {"took": us, "has a read floor of": info["floor_us"]}.items():
+                if not SHORTEST < time < LONGEST:  # also of NaN and Infinity, which JSON may hold
+                    raise UserError(f"{path}: {name} {what} {time} us; a time is positive and below {LONGEST:.0e} us")
+            error = 1.2533 * stats["iqr"] * 1e6 / us / 1.349 / math.sqrt(max(1, stats["rounds"]))
+            if not 0 <= error < math.inf:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{path}: {name} has no times that can be read; measure again") from None
+        library = tuple(info[key] for key in PLACE[:3]) == LIBRARY
+        cells[name] = Cell(us, error, info["floor_us"], library, info.get("ours", True) and not library)
+    devices = {str(info.get("device", "unknown")) for info, _ in kernels}
+    if len(devices) > 1:
+        raise UserError(f"{path}: measured on {', '.join(sorted(devices))}; one run is one device")
+    if not any(cell.is_library for cell in cells.values()):
+        raise UserError(f"{path}: no time of {LIBRARY[2]} in {LIBRARY[1]} in it; a run needs that reference")
+    return Run(Path(path), devices.pop(), cells)
+
+
+def say(place: Mapping[str, Any]) -> str:
+    """A cell in words, from the values of `PLACE`."""
+    return "{provider} ({kernel}, {dtype}) at {N} x {K}, M = {M}, {mode}".format_map(place)
+
+
+def compare(new: Run, baseline: Sequence[Run], threshold: float = THRESHOLD) -> dict[str, Change]:
+    """Every judged cell of a run against the median of the baseline runs that have it, by its name."""
+    here, then = new.ratios(baseline[0]), [run.ratios(baseline[0]) for run in baseline]
+    olds = {name: [ratios[name] for ratios in then if name in ratios] for name, c in new.cells.items() if c.judged}
+    olds = {name: theirs for name, theirs in olds.items() if theirs}
+    # Rounds say how well a median is known; several baseline runs say how much it moves between runs. A spread of a few
+    # runs is itself uncertain, so it goes half and half with what is usual among the cells.
+    spreads = {name: max(map(_spread, zip(*theirs))) for name, theirs in olds.items() if len(theirs) > 1}
+    usual = statistics.median(spreads.values()) if spreads else 0.0
+    changes, counted = {}, new.references(baseline[0])
+    for name, theirs in olds.items():
+        steps = [mine - statistics.median(old) for mine, old in zip(here[name], zip(*theirs))]
+        step = min(steps[counted])
+        rounds = statistics.median(run.cells[name].error for run in baseline if name in run.cells)
+        between = math.sqrt((spreads.get(name, usual) ** 2 + usual**2) / 2)
+        error = math.hypot(new.cells[name].error, rounds, between)
+        changes[name] = Change(math.expm1(step), max(threshold, SIGMAS * error))
+    return changes
+
+
+def _check_distinct(runs: Sequence[Run]) -> None:
+    """Raise where one run is given twice, also as a copy: it would confirm itself, or be compared with itself."""
+    for i, run in enumerate(runs):
+        for other in runs[:i]:
+            if run.cells == other.cells:
+                same = (
+                    f"{run.path} twice" if run.path == other.path else f"{other.path} and {run.path}, which are equal"
+                )
+                raise UserError(f"regress: {same}; every file has to be a run of its own, measure again")
+
+
+def _spread(values: Sequence[float]) -> float:
+    """A standard deviation from the range of a few values."""
+    return (max(values) - min(values)) / RANGE.get(len(values), MORE)
+
+
+def _measured_once(
+    new: Sequence[Path], first: Mapping[str, Change], second: Mapping[str, Change]
+) -> list[tuple[str, Path, Path, float]]:
+    """Cells that are slow in one of two runs and absent from the other: name, both files in this order, slowdown."""
+    found = []
+    for slow, lacking, here, there in ((new[0], new[1], first, second), (new[1], new[0], second, first)):
+        for name in sorted(here):
+            if here[name].slower and name not in there:
+                found.append((name, slow, lacking, here[name].change))
+    return found
+
+
+def regress(
+    new: Sequence[Path], against: Sequence[Path], threshold: float = THRESHOLD, partial: bool = False
+) -> tuple[int, list[str]]:
+    """The verdict on one or two new runs.
+
+    Args:
+        new: the run, and the second one that confirms a suspicion.
+        against: the runs of the baseline; three tell noise from change better than one.
+        threshold: slowdown of a cell that is never called a regression.
+        partial: the new runs need not have every kernel of the baseline.
+
+    Returns:
+        0, 1 or 3 and sentences to print.
+
+    Raises:
+        UserError: a file that cannot be used or is given twice, other devices, nothing in common, or a cell that is
+            slow in one of two runs and was not measured in the other.
+    """
+    if len(new) > 2:
+        raise UserError(f"regress: {len(new)} new runs; give one, and a second one to confirm a suspicion")
+    if not 0 < threshold < 1:
+        raise UserError(f"regress: a threshold of {threshold}; give a fraction between 0 and 1, as 0.03")
+    runs, baseline = [load(path) for path in new], [load(path) for path in against]
+    _check_distinct([*runs, *baseline])
+    devices = {run.device for run in (*runs, *baseline)}
+    if len(devices) > 1:
+        raise UserError(f"regress: runs of {' and '.join(sorted(devices))}; ratios compare on one device only")
+    where = " and ".join(str(path) for path in against)
+    first, *again = [compare(run, baseline, threshold) for run in runs]
+    if not first:
+        raise UserError(f"{new[0]}: no kernel in common with {where}")
+    lines = []
+    if not partial:
+        missing = {name for run in baseline for name, c in run.cells.items() if c.judged} - set(runs[0].cells)
+        lines += [f"regression: {name} was not measured in {new[0]}, as it was in {where}" for name in sorted(missing)]
+    suspects = {name: one for name, one in first.items() if one.slower}
+    for name, one in suspects.items():
+        two = again[0].get(name) if again else None
+        if two and two.slower:
+            lines.append(
+                f"regression: {name} is {100 * min(one.change, two.change):.1f} % slower than in {where}: "
+                f"{100 * one.change:.1f} % and {100 * two.change:.1f} % in two runs, "
+                f"where {100 * max(one.allowed, two.allowed):.1f} % is noise"
+            )
+    unconfirmed = _measured_once(new, first, again[0]) if again else []
+    if lines:
+        lines += [f"not confirmed: {name} is slow in {slow} and was not measured in {lacking}"
+                  for name, slow, lacking, _ in unconfirmed]  # fmt: skip
+        return REGRESSION, lines
+    if unconfirmed:
+        name, slow, lacking, change = unconfirmed[0]
+        raise UserError(
+            f"{lacking}: {name} was not measured in it, and is {100 * change:.1f} % slower in {slow}; measure it again"
+        )
+    if suspects and not again:
+        worst = sorted(suspects.items(), key=lambda item: item[1].allowed - item[1].change)
+        return SUSPICION, [
+            f"suspicion: {name} is {100 * one.change:.1f} % slower than in {where}, where {100 * one.allowed:.1f} % "
+            f"is noise; measure again and give both files"
+            for name, one in worst
+        ]
+    fastest, slowest = (pick(first, key=lambda name: first[name].change) for pick in (min, max))
+    return FINE, [
+        f"no regression: {len(first)} cells against {where}, from {100 * first[fastest].change:+.1f} % "
+        f"({fastest}) to {100 * first[slowest].change:+.1f} % ({slowest})"
+    ]

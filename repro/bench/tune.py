@@ -1,0 +1,316 @@
+"""Launch configurations as data: `python -m repro tune <kernel>` sweeps a kernel's `SPACE` on this device.
+
+Every configuration is checked against the reference before it is timed, all of a shape take turns, and the fastest goes
+to `kernels/configs/<device>.json`, which `kernels/launch_config.py` reads, as soon as its shape is done. Keys that were
+not swept stay as they are. A sweep that was cut goes on where it stopped: `build/tune/` says which shapes of which
+space are done.
+"""
+
+import functools
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from repro.bench import peers, timing, two_bit
+from repro.bench.kernel_list import QUANTIZED, load
+from repro.bench.recorded import COUNTS, shapes
+from repro.bench.task import Layer, Task, Timing
+from repro.core.errors import UserError
+from repro.core.files import short_hash, write_text
+from repro.kernels import q4_k_planes
+from repro.kernels.launch_config import FOLDER, device_slug
+
+DONE = Path("build") / "tune"  # a file a device and kernel: keys that were swept, with the hash of their space
+TIE = 0.01  # within so much of the fastest, the configuration that comes first in SPACE wins: no churn from noise
+AT_ONCE = 12  # configurations that are measured together; each has its copies of the weights
+
+Config = Mapping[str, Any]
+Case = Mapping[str, Any]
+
+
+# ---- what is swept
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a kernel's launch configuration is looked up: a shape, a size.
+
+    Attributes:
+        key: as the kernel's launcher looks it up.
+        space: the configurations that are worth trying here.
+        prepare: makes the inputs, once, and gives the function that makes a configuration's task.
+    """
+
+    key: str
+    space: Sequence[Config]
+    prepare: Callable[[], Callable[[Config], Task]]
+
+
+def _read_floor() -> list[Place]:
+    """Sizes from a small 2-bit layer to a large bf16 one."""
+    space, sizes = load("read_floor").SPACE, [1 << n for n in range(18, 30)]
+    return [Place(str(size), space, lambda size=size: functools.partial(timing.read_floor, size)) for size in sizes]
+
+
+def _places(
+    name: str,
+    cases: Iterable[Case],
+    hot: tuple[str, ...] = ("x",),
+    key: Callable[[Case], str] | None = None,
+    fits: Callable[[Case, Config], bool] = lambda case, config: True,
+) -> list[Place]:
+    """A kernel whose `launch(*inputs, config)` takes what its `make_inputs` gives and returns the output, at cases."""
+    module = load(name)
+
+    def prepare(case: Case) -> Callable[[Config], Task]:
+        inputs = dict(zip(inspect.signature(module.launch).parameters, module.make_inputs(case, "cuda")))
+        launch = lambda config, **given: module.launch(**given, config=dict(config))  # noqa: E731
+        want = lambda **given: module.reference(*given.values())  # noqa: E731
+        return lambda config: Task(name, functools.partial(launch, config), inputs, want, 4e-3, hot)
+
+    key = key or module.tuning_key
+    return [
+        Place(key(case), [config for config in module.SPACE if fits(case, config)], functools.partial(prepare, case))
+        for case in cases
+    ]
+
+
+def _cases(*counts: int, **more: Any) -> list[Case]:  # noqa: ANN401
+    """Every layer shape with every number of activation rows."""
+    return [{"M": m, "N": n, "K": k, "seed": 0, "dtype": "bfloat16", **more} for n, k in shapes() for m in counts]
+
+
+def _wna16_gemv() -> list[Place]:
+    cases = [
+        {"rows": n, "columns": k, "bits": bits, "group": group, "symmetric": symmetric, "m": m, "seed": 0}
+        for bits, group, symmetric in ((4, 128, False), (2, 64, False), (8, 0, True))
+        for n, k in shapes()
+        for m in (1, 8, 16)
+    ]
+    return _places("wna16_gemv", cases, key=lambda c: f"w{c['bits']} m{c['m']} {c['rows']}x{c['columns']}")
+
+
+def _w4a16_gemm() -> list[Place]:
+    """A tile has at most as many tokens as there are, or 16."""
+    tokens = lambda config: config["MT"] if "MT" in config else 64 * config["MB"]  # noqa: E731
+    cases = _cases(16, 32, 64, 128, 256, bits=4, group=128, symmetric=False)
+    return _places("w4a16_gemm", cases, fits=lambda case, config: tokens(config) <= max(16, case["M"]))
+
+
+def _q4_k(name: str) -> list[Place]:
+    """Products with Q4_K on the layers of the papers' models, half of the inputs listed where some are skipped."""
+    module = load(name)
+
+    def prepare(case: Case) -> Callable[[Config], Task]:
+        given = module.make_inputs(case, "cuda")
+        inputs = {key: given.pop(key) for key in ("x", "codes", "headers")}
+        want = functools.partial(module.reference, **given)
+
+        def task(config: Config) -> Task:
+            launch = functools.partial(module.launch, config=dict(config), **given)
+            return Task(name, launch, inputs, want, 4e-3)
+
+        return task
+
+    places = []
+    for n, k in shapes():
+        case = {"N": n, "K": k, "seed": 0, "dtype": "bfloat16", "ordered": True, "share": 0.5}
+        bands = -(-n // q4_k_planes.SUPER)
+        space = module.SPACE
+        if name.startswith("zigzag"):
+            space = [config for config in space if load("zigzag_gemv").worth_trying(config, bands)]
+        places.append(Place(f"{n}x{k}", space, functools.partial(prepare, case)))
+    return places
+
+
+def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
+    """W2A2 by its CUDA source, one token and four, on the layers of Bit-by-Bit's Table 7; warps with equal shares."""
+    module = load(name)
+
+    def prepare(case: Case) -> Callable[[Config], Task]:
+        inputs = module.make_inputs(case, "cuda")
+        return lambda config: Task(
+            name, functools.partial(module.launch, config=dict(config)), inputs, module.reference, 4e-3, hot
+        )
+
+    places = []
+    for n, k in two_bit.TABLE7:
+        space = [config for config in module.SPACE if "tiles" in config and shares_evenly(config["warps"], k)]
+        for m in (1, 4):
+            case = {"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}
+            places.append(Place(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
+    return places
+
+
+def shares_evenly(warps: int, columns: int) -> bool:
+    """Whether so many warps take turns at chunks of 512 columns and none has more than one turn less than another."""
+    chunks = -(-columns // 512)
+    return warps == -(-chunks // -(-chunks // warps))
+
+
+TUNABLE: dict[str, Callable[[], list[Place]]] = {
+    "read_floor": _read_floor,
+    "wna16_gemv": _wna16_gemv,
+    "w4a16_gemm": _w4a16_gemm,
+    "w8a8_gemv": lambda: _places("w8a8_gemv", _cases(1, 2, 4, 8)),
+    "q4_k_gemv": lambda: _q4_k("q4_k_gemv"),
+    "q4_k_naive_sparse": lambda: _q4_k("q4_k_naive_sparse"),
+    "zigzag_gemv": lambda: _q4_k("zigzag_gemv"),
+    "zigzag_sparse": lambda: _q4_k("zigzag_sparse"),
+    "zigzag_masked": lambda: _q4_k("zigzag_masked"),
+    "w2a2_gemv": lambda: _two_bit("w2a2_gemv", ("x",)),
+    "w2a2_ready": lambda: _two_bit("w2a2_ready", QUANTIZED),
+    "w8a8_gemm": lambda: _places("w8a8_gemm", _cases(16, 32, 64, 128, 256, 512, 1024, 2048), hot=("x_q", "s_x")),
+}
+
+
+# ---- the sweep
+
+
+def sweep(
+    kernel: str, places: Iterable[Place], backend: timing.Cuda, say: Callable[[str], None] = print
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Each place with its fastest configuration, as soon as it is known.
+
+    Raises:
+        UserError: nothing in the space runs at a place.
+    """
+    for place in places:
+        task_of, failures = place.prepare(), {}
+        configs = {json.dumps(config, sort_keys=True): dict(config) for config in place.space}
+        names, found = list(configs), []
+        for i in range(0, len(names), AT_ONCE):
+            tasks = [replace(task_of(configs[name]), name=name) for name in names[i : i + AT_ONCE]]
+            found += timing.measure(tasks, backend, rounds=9, failures=failures)
+        if not found:
+            reason = next(iter(failures.values()), "its SPACE is empty")
+            raise UserError(f"tune: no configuration of {kernel} runs at {place.key}: {reason}")
+        winner = pick(found)
+        say(f"{kernel} {place.key}: {winner.us:.2f} us, {winner.name}; {len(found)} of {len(configs)} run")
+        yield place, configs[winner.name]
+
+
+def swept(
+    kernel: str, places: Sequence[Place], backend: timing.Cuda, path: Path, say: Callable[[str], None] = print
+) -> None:
+    """Sweep the places that are not done and write each winner to `path` at once; what is done is forgotten at the end.
+
+    Raises:
+        UserError: `path` is not a file of configurations, or nothing in the space runs at a place.
+    """
+    record = DONE / path.stem / f"{kernel}.json"
+    done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    spaces = {place.key: short_hash(json.dumps(list(map(dict, place.space)), sort_keys=True)) for place in places}
+    todo = [place for place in places if done.get(place.key) != spaces[place.key]]
+    if len(todo) < len(places):
+        say(f"{kernel}: {len(places) - len(todo)} of {len(places)} shapes are done; remove {record} to begin anew")
+    for place, best in sweep(kernel, todo, backend, say):
+        merge(path, kernel, {place.key: best})
+        done[place.key] = spaces[place.key]
+        write_text(record, json.dumps(done, indent=0) + "\n")
+    record.unlink(missing_ok=True)
+
+
+def pick(found: Sequence[Timing]) -> Timing:
+    """The fastest; of those that tie with it, the first."""
+    least = min(t.us for t in found)
+    return next(t for t in found if t.us <= least * (1 + TIE))
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The configurations of a device; empty where it has no file.
+
+    Raises:
+        UserError: the file is not what `merge` writes.
+    """
+    wrong = UserError(f"{path}: not a file of launch configurations; mend or remove it")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        raise wrong from None
+    kernels = content.values() if isinstance(content, dict) else [None]
+    if not all(isinstance(by_key, dict) and all(isinstance(c, dict) for c in by_key.values()) for by_key in kernels):
+        raise wrong
+    return content
+
+
+def merge(path: Path, kernel: str, best: Mapping[str, Config]) -> None:
+    """Write one kernel's configurations into a device's file, one a line, atomically; everything else in it stays."""
+    content = read(path)
+    content.setdefault(kernel, {}).update(best)
+    blocks = []
+    for name, by_key in sorted(content.items()):
+        entries = [f"    {json.dumps(key)}: {json.dumps(by_key[key], sort_keys=True)}" for key in sorted(by_key)]
+        blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(entries) + "\n  }")
+    write_text(path, "{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+def gemlite(
+    places: Iterable[tuple[int, int, int]],
+    forms: Sequence[tuple[int, int]] = ((4, 128), (2, 64)),
+    path: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Let the peer GemLite's own tuner run on this GPU where nothing is recorded, and keep what it finds.
+
+    Args:
+        places: (N, K, M) of layers and activation rows.
+        forms: (bits, group).
+        path: the file to add to; that of the device, which `bench` loads, when not given.
+        say: takes a line a place.
+
+    Raises:
+        UserError: no CUDA device, or GemLite is not there in the release that is compared.
+    """
+    if reason := peers.no_gemlite("cuda"):
+        raise UserError(f"tune: gemlite {reason}")
+    from gemlite import core
+
+    path, layer = path or peers.gemlite_file("cuda"), None
+    for n, k, m in places:
+        if layer is None or (layer.rows, layer.columns) != (n, k):
+            layer = Layer(n, k)
+        for bits, group in forms:
+            provider = peers.PEERS[f"w{bits}-g{group}/fp16/gemlite"]
+            if provider.takes(m) and not peers.gemlite_configuration(bits, group, layer, m):
+                inputs, launch, _ = peers.gemlite_task(bits, group, layer, m)
+                launch(**inputs)
+                say(f"gemlite W{bits} g{group}, {n} x {k}, M = {m}")
+        with tempfile.TemporaryDirectory() as folder:
+            core.GemLiteLinear.cache_config(f"{folder}/all.json")
+            for name, by_place in read(Path(folder) / "all.json").items():
+                if by_place:
+                    merge(path, name, by_place)
+    return path
+
+
+def tune(kernel: str) -> Path:
+    """Sweep a kernel on this machine's GPU and record what is fastest; `gemlite`: let the peer tune itself.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        UserError: no such kernel, one that is launched in one way only, no CUDA device, or one that it cannot run on.
+    """
+    if kernel == "gemlite":
+        return gemlite((n, k, m) for n, k in shapes() for m in COUNTS)
+    module = load(kernel)
+    if kernel not in TUNABLE:
+        raise UserError(f"tune: {kernel} is launched in one way only; there is {', '.join(sorted(TUNABLE))}")
+    if not torch.cuda.is_available():
+        raise UserError("tune: this machine has no CUDA device; without a file of configurations heuristics are used")
+    if reason := module.unsupported("cuda"):
+        raise UserError(f"tune: {reason}")
+    path = FOLDER / f"{device_slug('cuda')}.json"
+    read(path)  # complain before the sweep, not after it
+    swept(kernel, TUNABLE[kernel](), timing.Cuda(), path)
+    return path

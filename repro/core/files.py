@@ -1,0 +1,182 @@
+"""Files are whole or absent: write beside the target under a temporary name, sync, rename."""
+
+import contextlib
+import csv
+import errno
+import hashlib
+import io
+import lzma
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from repro.core.errors import UserError, shortened
+
+ROOT = Path(__file__).resolve().parents[2]  # where the package is
+# Where specs, scales, results and the Snakefile are: there too in a checkout; an installed package has copies.
+HOME = ROOT if (ROOT / "Snakefile").is_file() else ROOT / "repro" / "checkout"
+XZ = 6 | lzma.PRESET_EXTREME  # one preset, so that one text always is one file; larger ones gain nothing below 8 MiB
+
+
+@contextlib.contextmanager
+def atomic(path: Path | str) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it there when the block ends well, remove it when it does not.
+
+    Raises:
+        UserError: the folder cannot be written or the disk is full.
+    """
+    path = Path(path)
+    temporary = None
+    try:
+        with writing(path):
+            with making(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp" + path.suffix, dir=path.parent)
+            os.close(handle)
+            temporary = Path(name)
+            yield temporary
+            with open(temporary, "rb") as written:
+                os.fsync(written.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Where the block cannot write `path`, say so in one sentence.
+
+    Raises:
+        UserError: the folder cannot be written, something else is in its place, or the disk is full.
+    """
+    path = Path(path)
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))  # safetensors gives the system's number in words alone
+        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            said = f"{path}: cannot be written ({os.strerror(number)}); make {path.parent} writable"
+        elif number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY):
+            said = f"{path}: cannot be written, a file or folder is in its place; move it away"
+        elif number in (errno.ENOSPC, errno.EDQUOT):
+            said = f"{path}: the disk is full; free some space in {path.parent} and run again"
+        elif number == errno.ENAMETOOLONG:
+            said = f"{shortened(path)}: cannot be written, the name is too long; choose a shorter one"
+        else:
+            raise
+        raise UserError(said) from None
+
+
+@contextlib.contextmanager
+def making(path: Path | str) -> Iterator[None]:
+    """Where the block cannot create `path` or its folder, for whatever reason, say so in one sentence.
+
+    Only for a block that does nothing else: unlike `writing` it takes every error of the system for one of `path`.
+
+    Raises:
+        UserError: it cannot be created, such as below /proc.
+    """
+    try:
+        with writing(path):
+            yield
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise UserError(f"{shortened(path, 200)}: cannot be created ({why}); choose another place") from None
+
+
+def regular(path: Path | str, named: str = "") -> Path:
+    """The path of a file that is to be read, unless reading it could wait forever, as that of a named pipe.
+
+    A path that is not there or is a folder passes: whoever opens it says so.
+
+    Args:
+        path: the file.
+        named: how a message names it, such as `--text my.txt`; by default by its path.
+
+    Raises:
+        UserError: something else than a regular file is there.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return Path(path)
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise UserError(f"{shortened(named or path, 200)}: {kind}, not a regular file; name a file on a disk")
+    return Path(path)
+
+
+def check_replaceable(path: Path, named: str, is_ours: Callable[[Path], bool]) -> None:
+    """Raise where a command would replace a file that it did not write itself.
+
+    Args:
+        path: the file that the command is to write.
+        named: the option that names it, such as `--out`.
+        is_ours: whether a regular file is one that this command writes, by its contents.
+
+    Raises:
+        UserError: something else is there.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_dir() and not path.is_symlink():  # what writes the file says that a folder is in its place
+        return
+    if path.is_symlink() or not path.is_file() or not is_ours(path):
+        said = f"{named} {shortened(path, 200)}: exists, and this command did not write it"
+        raise UserError(f"{said}; choose another name")
+
+
+def csv_text(lines: Iterable[Iterable[object]]) -> str:
+    """Lines as CSV text, ended by newlines."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    return out.getvalue()
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text file atomically, in xz where its name ends so."""
+    data = text.encode("utf-8")
+    if Path(path).suffix == ".xz":
+        data = lzma.compress(data, preset=XZ)
+    with atomic(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def read_text(path: Path | str) -> str:
+    """The text of a file with its line ends as they are, unpacked where its name ends in `.xz`.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: no regular file, not UTF-8, or not whole.
+    """
+    data = regular(path).read_bytes()
+    try:
+        if Path(path).suffix == ".xz":
+            data = lzma.decompress(data)
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file in UTF-8") from None
+    except lzma.LZMAError:
+        raise UserError(f"{path}: not a whole file in xz; check it out again") from None
+
+
+def sha256(path: Path | str) -> str:
+    """Hex SHA-256 of a file's bytes.
+
+    Raises:
+        UserError: no regular file.
+    """
+    with open(regular(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def short_hash(text: str) -> str:
+    """Eight hex digits of a text's SHA-256: enough to name a run."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,179 @@
+"""YAML or JSON meets a frozen dataclass once, strictly: an unknown key, a missing key or a wrong type stops here."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from repro.core.errors import UserError, shortened, unknown
+from repro.core.files import HOME, regular
+
+T = TypeVar("T")
+DEEPEST, LARGEST = 50, 100_000  # collections in one another, and values of a YAML text
+
+
+class Loader(yaml.SafeLoader):
+    """YAML of bounded depth and size, in which a key that is given twice is an error, as it would hide the first."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._count = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        """A node; an alias counts as all that it stands for, as a few of them make a value of any size."""
+        line, is_alias, before = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent), self._count
+        if self._depth >= DEEPEST:
+            raise yaml.YAMLError(f"line {line}: nested more than {DEEPEST} deep")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.YAMLError(f"line {line}: an alias stands for what it is a part of")
+        self._count += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._count - before)
+        if self._count > LARGEST:
+            raise yaml.YAMLError(f"line {line}: more than {LARGEST:,} values, aliases written out")
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """A value; what the constructors of PyYAML raise for one that they cannot read gets its line."""
+        try:
+            value = super().construct_object(node, deep)
+            if not isinstance(value, int) or abs(value) < 2**63:
+                return value
+        except (ValueError, LookupError, AttributeError):  # 2024-99-99, 5,000 digits, `!!int ""`, `!!timestamp x`
+            pass
+        said = f"{shortened(node.value)!r} is no {node.tag.rpartition(':')[2]} that can be read"
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {said}")
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """A mapping with each key once."""
+        if not isinstance(node, yaml.MappingNode):  # such as `!!map [1]`
+            return super().construct_mapping(node, deep)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: key {shortened(twice[0])!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: Path) -> Any:
+    """Parse a YAML file.
+
+    Raises:
+        UserError: the file is missing, unreadable or not YAML.
+    """
+    try:
+        text = regular(path, shown(path)).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{shown(path)}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{shown(path)}: cannot be read ({error.strerror}); name a YAML file") from None
+    except ValueError as error:  # not UTF-8, or a path with a NUL character
+        raise UserError(f"{shown(path)}: not valid YAML ({shortened(error, 120)})") from None
+    return parse_yaml(text, shown(path))
+
+
+def shown(path: Path) -> str:
+    """A file as messages name it: from the checkout's top where it is inside."""
+    return shortened(path.relative_to(HOME) if path.is_relative_to(HOME) else path, 200)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text; `where` names it in messages.
+
+    Raises:
+        UserError: it is not YAML, or nested too deep, or grows too large.
+    """
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{where}: not valid YAML ({line}{shortened(error.problem, 120)})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not valid YAML ({shortened(str(error).splitlines()[0], 160)})") from None
+
+
+def build(cls: type[T], data: Any, where: str) -> T:
+    """Build dataclass `cls` from a mapping; `where` names the file and key in messages.
+
+    Raises:
+        UserError: a key that `cls` does not have, a required key that is missing, or a value of another type.
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where}: expected a mapping with keys of {cls.__name__}, got {_say(data)}")
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            raise UserError(f"{where}: {unknown('key', key, fields)}")
+    hints = _hints(cls)
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = convert(hints[name], data[name], f"{where}: {name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{where}: key {name!r} is missing")
+    try:
+        return cls(**values)
+    except UserError as error:  # what the dataclass itself checks
+        raise UserError(f"{where}: {error}") from None
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def convert(kind: Any, value: Any, where: str) -> Any:
+    """Convert one value to the annotated type `kind`, recursively, without guessing."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        inner = [a for a in args if a is not type(None)]
+        for choice in inner:
+            try:
+                return convert(choice, value, where)
+            except UserError:
+                if choice is inner[-1]:
+                    raise
+    if origin is typing.Literal:
+        if value not in args:
+            raise UserError(f"{where}: {unknown('value', value, args)}")
+        return value
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, where)  # type: ignore[arg-type]
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where}: expected a mapping, got {_say(value)}")
+        return {
+            convert(args[0], k, f"{where} key"): convert(args[1], v, f"{where}.{shortened(k)}")
+            for k, v in value.items()
+        }
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where}: expected a list, got {_say(value)}")
+        return origin(convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: {value} is no finite number")
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UserError(f"{where}: expected {kind.__name__}, got {_say(value)}")
+    return value
+
+
+def _say(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"

@@ -1,6 +1,0 @@
-"""Snakemake's hand-over of a job to the runner: its output goes to its log, a sentence of what failed to stderr."""
-
-from repro.jobs.workers.fork_server import call
-
-if "snakemake" in globals():
-    call("repro.jobs.runner:run_logged", [snakemake.params.job, snakemake.log[0]])  # noqa: F821

@@ -1,1 +1,0 @@
-"""What measurements say: quantities with intervals, claims with verdicts, how much is covered."""

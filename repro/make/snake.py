@@ -1,0 +1,236 @@
+"""What the Snakefile asks of specs and a scale, one function a directive; bad input ends it with one sentence."""
+
+import functools
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from snakemake.io import ancient
+
+from repro import models
+from repro.core.errors import UserError, sentence, unknown
+from repro.core.files import HOME, ROOT
+from repro.metrics import KINDS
+from repro.papers.cell import table_name
+from repro.results import replicate
+from repro.specs import figures, scale, tables
+from repro.specs.names import FORMATS, OWN, canonical
+from repro.store import accepted, kernel_rows, provenance, row_list
+from repro.store.job import Job
+from repro.workflow import runner, versions
+from repro.workflow.workflow import Workflow
+
+__all__ = ["FORMATS", "Snake", "config_file"]
+gc.freeze()  # what was imported stays; going through it again and again is an eighth of listing all jobs
+HASHED = 200_000_000  # bytes; inputs up to that size are known by content where only their time has changed
+
+
+def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Bad input is one sentence on stderr and the end, where Snakemake would print a traceback."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            sys.exit(sentence(error))
+
+    return wrapped
+
+
+@plainly
+def config_file() -> str:
+    """The scale's file where the command line names none: `config/$SCALE.yaml`, by default pocket's."""
+    return str(scale.file_of())
+
+
+class Snake:
+    """One scale's targets and jobs as Snakemake sees them."""
+
+    @plainly
+    def __init__(self, config: Mapping[str, Any], workflow: Any = None) -> None:
+        """Read the scale.
+
+        Args:
+            config: Snakemake's configuration.
+            workflow: its workflow; the last one of its `--configfile`s names the scale.
+        """
+        at = scale.load(config)
+        self.workflow = workflow
+        files = workflow and (workflow.overwrite_configfiles or workflow.configfiles)
+        if files and Path(files[-1]).stem != at.name:
+            raise UserError(f"{files[-1]}: its name is {at.name!r}; a scale is named like its file")
+        self.flow = Workflow(at)
+        self.memory = at.memory_mb  # of a job
+        self.config = json.dumps(at.as_config(), sort_keys=True)
+        self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)
+        self._jobs_of: dict[str, list[Job]] = {}
+        self._known: dict[str, Job] = {}
+        self._seconds_left: dict[str, float] = {}
+
+    def _settle(self) -> None:
+        """Let contents decide a rerun, in Snakemake's settings, which it makes after it has read the Snakefile.
+
+        Versions are an input like any other, as small files; Snakemake would also look at the time of `script:` files.
+        """
+        settings = self.workflow and self.workflow.dag_settings
+        if settings:
+            settings.rerun_triggers = {one for one in settings.rerun_triggers if one.name != "CODE"}
+            # Who compares the hashes of inputs, and who keeps them when a job ends, has copied Snakemake's own limit of
+            # 1 MB by now: larger inputs would be taken for changed where a copied checkout has made them new.
+            for holder in (settings, self.workflow.dag, self.workflow.persistence):
+                holder.max_checksum_file_size = max(HASHED, holder.max_checksum_file_size)
+
+    def script(self, what: str) -> str:
+        """What a rule runs, a job or the writing of a table: a script beside this file, wherever that is installed."""
+        return str(Path(__file__).with_name(f"{what}_script.py"))
+
+    @cached_property
+    def jobs(self) -> dict[str, Job]:
+        """Every job that a build of any table or figure runs here, by id."""
+        specified = [table_name(paper, "table", number) for paper, number in tables.specified()]
+        return {job.id: job for name in ("table1", *specified, *figures.names()) for job in self.jobs_of(name)}
+
+    def jobs_behind(self, targets: Iterable[str]) -> dict[str, Job]:
+        """The jobs that a build of target files runs here, by id; of `all` every job."""
+        found: dict[str, Job] = {}
+        for target in targets:
+            if not target.startswith(("tables/", "figures/")):
+                return self.jobs
+            name = canonical(str(Path(target).with_suffix("").relative_to(Path(target).parts[0])))
+            beside = [f"{paper}/table1" for paper in self.flow.beside_headline()] if name == "table1" else []
+            found |= {job.id: job for each in (name, *beside) for job in self.jobs_of(each)}
+        return found
+
+    def jobs_of(self, name: str) -> list[Job]:
+        """The jobs that a build of a table or figure runs here."""
+        if name not in self._jobs_of:
+            self._jobs_of[name] = replicate.jobs(self.flow, name)
+            self._known |= {job.id: job for job in self._jobs_of[name]}
+        return self._jobs_of[name]
+
+    def _there(self, path: Path) -> Path:
+        """A small file that was just written, made known to Snakemake, which lists a folder only once."""
+        if self.workflow:
+            self.workflow.iocache.exists_local[str(path)] = True
+        return path
+
+    @plainly
+    def everything(self) -> list[str]:
+        """Every table and every figure with a spec."""
+        drawn = [f"figures/{name}.svg" for name in figures.names()]
+        pages = [f"docs/{paper}.md" for paper in tables.pages()]
+        return [f"tables/{name}.tex" for name in (*tables.names(), *OWN)] + drawn + pages
+
+    @plainly
+    def _job(self, wildcards: Any) -> Job:
+        name = f"{wildcards.kind}/{wildcards.job}"
+        if name in self._known:  # of a table or figure that is being built
+            return self._known[name]
+        if name not in self.jobs:
+            raise unknown("job", name, self.jobs)
+        return self.jobs[name]
+
+    @plainly
+    def job_inputs(self, wildcards: Any) -> list[str]:
+        """What a job reads: a local model's files, outputs of the jobs it needs, and the versions behind it.
+
+        The times of a model's files decide nothing: its fingerprint is part of the job's id.
+        """
+        self._settle()
+        job = self._job(wildcards)
+        weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
+        needed = [path for _, need in job.needs for path in runner.outputs(need)]
+        return [*_known_as([self._there(versions.file(job)), *needed]), *map(ancient, _known_as(weights))]
+
+    @plainly
+    def job_json(self, wildcards: Any) -> str:
+        """The job, as the runner takes it."""
+        return json.dumps(self._job(wildcards).to_json())
+
+    def threads(self, wildcards: Any) -> int:
+        """CPU threads of a job."""
+        return int(self._job(wildcards).given().get("threads", 1))
+
+    def priority(self, wildcards: Any) -> float:
+        """Expected seconds until all that waits for a job can have ended, so that the longest way is begun first."""
+        if len(self._seconds_left) != len(self._known):
+            self._seconds_left = _seconds_left(self._known.values())
+        return self._seconds_left[self._job(wildcards).id]
+
+    def gpus(self, wildcards: Any) -> int:
+        """GPUs of a job."""
+        return int(self._job(wildcards).given().get("device") == "cuda")
+
+    @plainly
+    def drawn_inputs(self, wildcards: Any) -> list[str]:
+        """What a table or figure is made from: specs, printed cells, results, observations, the code that draws it."""
+        name = canonical(wildcards[0])
+        made = [runner.outputs(job)[-1] for job in self.jobs_of(name)]
+        found = [*self._drawing(), *filter(Path.is_file, _sources(name)), *made]
+        if name == "table1":
+            beside = self.flow.beside_headline()
+            found += [Path("tables") / paper / f"table1{form}" for paper in beside for form in FORMATS]
+        return _known_as(found)
+
+    @plainly
+    def page_inputs(self, wildcards: Any) -> list[str]:
+        """What a paper's page is made from: its specs, its printed numbers and accepted results; no job."""
+        if wildcards.page not in tables.pages():
+            raise unknown("page", wildcards.page, tables.pages())
+        found = [path for top in ("tables", "figures") for path in (HOME / top / wildcards.page).glob("*.yaml")]
+        found += (ROOT / "repro" / "papers" / wildcards.page).iterdir()
+        found += accepted.files()
+        return _known_as([*self._drawing(), *sorted([HOME / "tables" / "table1.yaml", *found])])
+
+    def _drawing(self) -> list[Path]:
+        """The file of the hash of the code that draws: drawing is cheap, so it is done again after any change of it."""
+        self._settle()
+        return [self._there(versions.input_file("sources", provenance.sources_hash()))]
+
+
+def _seconds_left(jobs: Iterable[Job]) -> dict[str, float]:
+    """By id the expected seconds of each job and of the longest chain of jobs that waits for it."""
+    waiting: dict[str, list[Job]] = {job.id: [] for job in jobs}
+    for job in jobs:
+        for _, need in job.needs:
+            waiting[need.id].append(job)
+    found: dict[str, float] = {}
+
+    def left(job: Job) -> float:
+        if job.id not in found:
+            found[job.id] = replicate.expected_seconds(job) + max(map(left, waiting[job.id]), default=0.0)
+        return found[job.id]
+
+    for job in jobs:
+        left(job)
+    return found
+
+
+def _known_as(paths: Iterable[Path]) -> list[str]:
+    """Inputs by the names that Snakemake remembers: relative where they lie below the working directory.
+
+    A checkout that is copied or moved with what it built (CI caches, containers) has the same inputs there.
+    """
+    here = Path.cwd()
+    wholes = [path.absolute() for path in paths]
+    return [str(whole.relative_to(here) if whole.is_relative_to(here) else whole) for whole in wholes]
+
+
+def _sources(name: str) -> list[Path]:
+    """Specs, printed cells and accepted results behind a table or figure: what rebuilds it besides its jobs."""
+    if name in (*OWN, figures.LEADERBOARD):
+        return [*sorted((HOME / "results").glob(f"*/*{row_list.ENDING}")), HOME / "tables" / "table1.yaml"]
+    drawn = figures.is_figure(name)
+    paper, number = (figures if drawn else tables).split(name)
+    found = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)
+    for one in [(paper, number)] if drawn else tables.behind(paper, number):
+        found += [(figures if drawn else tables).path_of(*one)]
+        found += [ROOT / "repro" / "papers" / paper / f"table{one[1]}.csv"] * (not drawn)
+    if drawn and (of := figures.figure(paper, number).table):
+        found += _sources(canonical(of))
+    return found + (kernel_rows.files() if paper in tables.FOLDERS else [])

@@ -1,0 +1,236 @@
+"""Acceptance length of a speculating model: tokens of an iteration, on prompts of one set (SubSpec, Tables 1, 2, 5, 6).
+
+By the paper's counting: the bonus token counts, and the prefill is an iteration of one token. Losslessness makes it the
+same with and without offloading, so nothing is offloaded here; every block of SubSpec's draft is a substitute, as in
+the published recipes. Other drafts are models of their own (`repro/engine/drafts.py`). The models are base models
+without a chat template: prompts are plain text, first turns only.
+
+Greedy continuations of small models repeat themselves, which a draft of the same model guesses well. So the share of
+repeated 4-grams in the new text is kept for every prompt, and there is a length of the less repetitive half. A mean of
+tokens over iterations hides that many are short and some very long: the median iteration of every prompt is kept, too.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from repro import models
+from repro.core.errors import UserError, at_least
+from repro.data import prompts
+from repro.engine import drafts, eagle, head_files, weights
+from repro.engine.speculating import Speculating
+from repro.engine.substitute import draft_of
+from repro.jobs import compress
+from repro.jobs.target import Target
+from repro.methods import subspec
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+DEFAULT = None  # a scale that says nothing of it does not measure it
+GRAM = 4
+ALONE = {"repeated 4-grams": "repeated", "median iteration": "median"}  # what is shown to the one series that it takes
+CONFIGS = {  # of each draft, and the options that an `Ask` may set
+    "subspec": (subspec.Config, ("bits", "top_k", "depth")),
+    "self": (subspec.Config, ("bits", "top_k", "depth")),
+    "small": (drafts.Small, ("top_k", "depth")),
+    "specexec": (drafts.SpecExec, ("budget",)),
+    "eagle2": (eagle.Eagle2, ("top_k", "depth")),
+    "none": (subspec.Config, ()),  # every iteration is a token: nothing is measured
+}
+OWN = ("small", "specexec")  # drafts that are models of their own
+LATER = {"draft_model": "", "budget": 0}  # fields that stored results do not declare, and what they mean there
+FEW, SHORT = 3, 64  # prompts and new tokens of a build's own measurement: a drawn text of 256 takes a minute on a core
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Tokens of an iteration, all new tokens over all iterations; or the share of repeated 4-grams, as a fraction.
+
+    `median iteration` is the mean over prompts of the median tokens of an iteration, without the prefill.
+
+    `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth`,
+    `budget` and `draft_temperature` are the draft's, 0 being the default of its configuration. `self` is the target as
+    draft; `small` and `specexec` draft with the stand-in of `draft_model`, a paper's name; `eagle2` with a head that
+    was trained for the target.
+    """
+
+    prompts: str
+    show: Literal["length", "median iteration", "repeated 4-grams", "less repetitive half"] = "length"
+    temperature: float = 0.0
+    draft: Literal["subspec", "self", "small", "specexec", "eagle2", "none"] = "subspec"
+    draft_model: str = ""
+    bits: int = 0
+    top_k: int = 0
+    depth: int = 0
+    budget: int = 0
+    draft_temperature: float = 0.0
+    unit: str = "tokens"
+
+    def __post_init__(self) -> None:
+        prompts.identifier(self.prompts)
+        if self.temperature < 0:
+            raise UserError(f"temperature is {self.temperature}; it is 0 or more")
+        self.config  # noqa: B018  checks the values
+
+    @property
+    def config(self) -> Any:
+        """The draft's configuration.
+
+        Raises:
+            UserError: an option that this draft does not have, or a draft model where it needs none, or the reverse.
+        """
+        made, options = CONFIGS[self.draft]
+        given = {}
+        for name in ("bits", "top_k", "depth", "budget"):
+            value = getattr(self, name)
+            if value and name not in options:
+                raise UserError(f"draft {self.draft} has no option {name!r}; options: {', '.join(options)}")
+            if value:
+                given[name] = value
+        if (self.draft in OWN) != bool(self.draft_model):
+            needs = "needs a draft_model" if self.draft in OWN else "is made of the target; leave out draft_model"
+            raise UserError(f"draft {self.draft} {needs}")
+        if self.draft_temperature:
+            given["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
+        return made(**given)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The first `prompts` of a shuffle of the set by seed 0, as the authors draw them; at most `tokens` new ones."""
+
+    prompts: int = 40
+    tokens: int = 256
+
+    def __post_init__(self) -> None:
+        at_least(self, prompts=1, tokens=2)
+
+
+def brief(protocol: Protocol, least: Any) -> Protocol:
+    """The protocol of a build's own measurement: the first prompts, and the beginnings of their texts."""
+    return replace(protocol, prompts=min(protocol.prompts, FEW), tokens=min(protocol.tokens, SHORT))
+
+
+def lacking(ask: Ask) -> str:
+    """Why the prompts are not here; empty if they are."""
+    try:
+        prompts.rows(ask.prompts)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job decodes the prompts; None where the scale has no protocol or no draft."""
+    protocol = target.scale.protocols["acceptance"]
+    small = target.scale.models.get(ask.draft_model, "")
+    head = eagle.path_of(target.model)
+    if protocol is None or (ask.draft in OWN and not small):
+        return None
+    if ask.draft == "none" or (ask.draft == "eagle2" and not head.is_file()):
+        return None
+    count = min(protocol.prompts, prompts.SETS[ask.prompts].prompts)
+    rule = {"tokens": protocol.tokens, "count": count, "temperature": ask.temperature}
+    rule |= {"draft": vars(ask.config), "of": ask.draft}
+    inputs = target.inputs() | rule | {"prompts": prompts.identifier(ask.prompts), "seed": target.seed}
+    inputs["calibration"] = compress.job(target).declared().get("calibration")
+    needs = {"weights": compress.job(target)} if target.recipe.steps else {}
+    options = target.options() | rule | {"prompts": ask.prompts}
+    if small:
+        inputs["draft_model"] = models.fingerprint(small)
+        options["draft_model"] = small
+    if ask.draft == "eagle2":
+        inputs["draft_head"] = head_files.identity(head)
+        options["draft_head"] = str(head)
+    return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Decode every prompt; a value a prompt: new tokens, iterations, the median one's, share of repeated 4-grams.
+
+    Raises:
+        UserError: damaged inputs, or a model that the engine does not run; `Refused` for a prompt beyond the context.
+    """
+    given = job.given()
+    core = speculating(given, found.get("weights"))
+    columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "repeated": []}
+    for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
+        how = {"temperature": given["temperature"], "seed": number}
+        text = next(core.generate([prompt.text], given["tokens"], **how))
+        lengths = core.batch.lengths
+        columns["tokens"].append(sum(lengths))
+        columns["iterations"].append(len(lengths))
+        columns["median"].append(statistics.median(lengths[1:] or lengths))
+        columns["repeated"].append(repeated(text.tokens))
+        print(f"{given['prompts']} {prompt.id}: {sum(lengths) / len(lengths):.2f} tokens an iteration", flush=True)
+    group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
+    series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Speculating:
+    """The target of a job with its draft.
+
+    Raises:
+        UserError: damaged inputs, a model that the engine does not run, or a draft of another vocabulary.
+    """
+    config = CONFIGS[given["of"]][0](**given["draft"])
+    lm = compress.load(given | {"device": "cpu"}, weights_folder)
+    context = weights.check(given["model"], lm.model.config, None)
+    device, dtype = torch.device(given["device"]), getattr(torch, given["dtype"])
+    target = weights.decoder(lm, context + getattr(config, "room", config.nodes), device, dtype)
+    if given["of"] == "self":
+        drafting = target
+    elif given["of"] == "subspec":
+        drafting = draft_of(lm, target, config)
+    elif given["of"] == "eagle2":
+        head = eagle.load(Path(given["draft_head"]), lm.model, models.fingerprint(given["model"]))
+        drafting = eagle.FittedHead(head, target)
+    else:
+        names, hub = (given["model"], given["draft_model"]), given["hub"]
+        drafts.check_vocabulary(*(models.tokenizer(name, hub) for name in names), names)
+        own = compress.load(given | {"device": "cpu", "model": names[1], "recipe": "fp16"}, None)
+        weights.check(names[1], own.model.config, context)
+        drafting = weights.decoder(own, context + config.slots, device, dtype)
+    return Speculating(given["model"], target, drafting, config, given["hub"])
+
+
+def repeated(tokens: list[int]) -> float:
+    """The share of a text's 4-grams that it had before; 0 of a shorter text."""
+    grams = list(zip(*(tokens[start:] for start in range(GRAM))))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
+    kept = found["prompts"].series
+    if ask.show in ALONE:
+        name = ALONE[ask.show]
+        return {name: kept[name]} if name in kept else {}  # observations of before lack the median
+    both = {name: kept[name] for name in ("tokens", "iterations")}
+    if ask.show == "length":
+        return both
+    share = kept["repeated"].values
+    chosen = np.sort(np.argsort(share, kind="stable")[: -(-len(share) // 2)])
+    half = {}
+    for name, one in both.items():
+        half[name] = Series(one.values[chosen], one.units, f"{one.group}, less repetitive half")
+    return half
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """Tokens over iterations, or the mean of what the prompts have by themselves."""
+    return mean[ALONE[ask.show]] if ask.show in ALONE else mean["tokens"] / mean["iterations"]
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """An iteration gives its bonus token at least, and a whole path with it at most; or a share."""
+    return (0.0, 1.0) if ask.show == "repeated 4-grams" else (1.0, ask.config.depth + 1.0)

@@ -1,0 +1,92 @@
+"""Decode speed of the engine, end to end: milliseconds a token, tokens per second, bytes. Times differ between runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from repro.core.errors import at_least
+from repro.engine import weights
+from repro.engine.core import Core
+from repro.jobs import compress
+from repro.jobs.target import Target
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 2  # MBU is a share of the read rate; it was one of a copy timed on the host (0.97 for a true 0.75)
+OUTPUTS = (observations.FILE,)
+TIMES = True
+DEFAULT: dict[str, Any] = {}
+SHOWN = {
+    "tokens/s": "tokens_per_s",
+    "ms": "ms_p50",
+    "ms at p99": "ms_p99",
+    "MBU": "mbu",
+    "stored MB": "stored_bytes",
+    "read MB": "read_bytes",
+}  # to the field of `Stats`
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A number of `repro.engine.output.Stats`, the mean over rounds; milliseconds are those of a step."""
+
+    show: Literal["tokens/s", "ms", "ms at p99", "MBU", "stored MB", "read MB"]
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`new` greedy tokens after `prompt` random ones, of `batch` sequences; a round before the first is dropped."""
+
+    prompt: int = 128
+    new: int = 64
+    batch: int = 1
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        at_least(self, prompt=1, new=2, batch=1, rounds=1)
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job times a model under a recipe."""
+    protocol = target.scale.protocols["decode"]
+    if protocol is None:
+        return None
+    rule = vars(protocol)
+    needs = {"weights": compress.job(target)} if target.recipe.steps else {}
+    inputs = target.inputs() | {"calibration": compress.job(target).declared().get("calibration")} | rule
+    return {"rounds": make("decode", target.label, inputs, target.options() | rule, needs, target.steps)}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Time the rounds; a series a number, one value a round.
+
+    Raises:
+        UserError: damaged inputs, a model or format that the engine does not run; `Refused` beyond the context.
+    """
+    given = job.given()
+    lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
+    context = weights.check(given["model"], lm.model.config, given["prompt"] + given["new"])
+    dtype, device = getattr(torch, given["dtype"]), torch.device(given["device"])
+    core = Core(given["model"], weights.decoder(lm, context, device, dtype))
+    size = given["prompt"], given["new"], given["batch"]
+    rounds = [core.time(*size) for _ in range(1 + given["rounds"])][1:]
+    group = f"decode {size[0]}+{size[1]} x{size[2]}, {given['dtype']}"
+    values = {shown: np.asarray([getattr(one, name) for one in rounds], float) for shown, name in SHOWN.items()}
+    series = {shown: Series(one, "items", group) for shown, one in values.items()}
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """The rounds of one number."""
+    return {ask.show: found["rounds"].series[ask.show]}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The mean round."""
+    return mean[ask.show] / (1e6 if ask.show.endswith("MB") else 1)

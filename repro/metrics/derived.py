@@ -1,0 +1,43 @@
+"""Arithmetic over other cells, such as the share of a gap that a method recovers; its interval comes from theirs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from repro.core.errors import UserError, shortened
+
+VERSION = 1
+LATER = {"against": ""}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`quantity` over names; each name is a recipe, or a mapping: `recipe`, `measure`, other keys that go over `of`.
+
+    `against`: how it is read against full precision, such as `q - f`.
+
+    Example: `quantity: (b - s) / (b - f)`, `cells: {s: "{recipe}", b: rtn-w4-pc, f: fp16}`.
+    """
+
+    quantity: str
+    cells: dict[str, str | dict[str, Any]]
+    of: dict[str, Any]
+    unit: str = ""
+    against: str = ""
+
+    def __post_init__(self) -> None:
+        if odd := [name for name in self.cells if not name.isidentifier()]:
+            raise UserError(f"cells: {shortened(odd[0])!r} is no name; use letters, digits and underscores")
+
+
+def parts(ask: Ask) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name to the recipe and the measure of the cell that it stands for."""
+    whole = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in ask.cells.items()}
+    return {
+        name: (cell.get("recipe", ""), cell.get("measure", ask.of | {k: v for k, v in cell.items() if k != "recipe"}))
+        for name, cell in whole.items()
+    }
+
+
+def against(ask: Ask) -> str:
+    """As its spec says."""
+    return ask.against

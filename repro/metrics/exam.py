@@ -1,0 +1,237 @@
+"""Accuracy on some items of one task, by given answers or by generated text (Bit-by-Bit, Table 5).
+
+MathQA and MMLU are scored by log likelihoods, as the kind `zeroshot` does; GSM8K and IFEval by what greedy decoding
+gives (`repro/engine`; by Transformers where something is attached to layers, such as quantized inputs, which the engine
+does not run). All recipes answer the same items, the first of each task, of MMLU evenly from its subjects.
+
+Full precision is scored first. Where it is at chance nothing can be lost, and other recipes are `floor` without being
+run; chance is the task's, or what the answers get when each is judged by the next item's question.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from repro import models
+from repro.core.errors import Refused, UserError, unknown
+from repro.data import generated, tasks
+from repro.data import requests as stored
+from repro.data import zeroshot as scoring
+from repro.engine import weights
+from repro.engine.core import MOST, Core
+from repro.jobs import compress, questions, requests
+from repro.jobs.target import Target
+from repro.models.lowbit import LowBitModel
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+DEFAULT = None  # a scale that says nothing of it does not measure it
+FULL_FIRST = True  # other recipes are run only where full precision is above chance
+CHOSEN = ("mathqa-4", "mmlu")  # tasks with given answers
+CONTEXT = 2048  # the most that a prompt and its answer take
+LOOKED_AT = 16  # tokens between two looks for the end of all answers
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Which task; a fraction."""
+
+    task: str
+    unit: str = "fraction"
+
+    def __post_init__(self) -> None:
+        if self.task not in (known := (*CHOSEN, *generated.GENERATED)):
+            raise unknown("task of an exam", self.task, known)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`items` of each task; `tokens` in a forward pass of those with given answers, `together` answers are decoded."""
+
+    items: int = 200
+    tokens: int = 65536
+    together: int = 32
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("items", 2, 10**6), ("tokens", 1, 2**31), ("together", 1, MOST)):
+            if not least <= getattr(self, name) <= most:
+                raise UserError(f"{name} is {getattr(self, name)}; it is {least} to {most:,}")
+
+
+def brief(protocol: Protocol, least: Any) -> Protocol:
+    """The protocol of a build's own measurement: the first items."""
+    return replace(protocol, items=min(protocol.items, least.items))
+
+
+def lacking(ask: Ask) -> str:
+    """Why the task cannot be scored here; empty if it can."""
+    return "" if ask.task in CHOSEN else generated.lacking(ask.task)
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job scores one task; None where the scale has no protocol."""
+    protocol = target.scale.protocols["exam"]
+    if protocol is None:
+        return None
+    rule = vars(protocol) | {"task": ask.task}
+    if ask.task in CHOSEN:
+        identifier = tasks.identifier(ask.task)
+        needs = {"requests": requests.job(target, ask.task, protocol.items)}
+    else:
+        identifier = generated.GENERATED[ask.task].identifier
+        needs = {"questions": questions.job(target, ask.task, protocol.items)}
+    inputs = target.inputs() | rule | {"task": identifier}
+    inputs["calibration"] = compress.job(target).declared().get("calibration")
+    if target.recipe.steps:
+        needs["weights"] = compress.job(target)
+    return {"items": make("exam", target.label, inputs, target.options() | rule, needs, target.steps)}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Score the items: 1 where one is answered correctly; of generated answers also what chance gives.
+
+    Raises:
+        UserError: damaged inputs, an answer beyond the context, NaN in the logits, or a model that cannot be decoded.
+    """
+    given = job.given()
+    if "requests" in found:
+        lm = compress.load(given, found.get("weights"))
+        one = stored.load(found["requests"] / requests.OUTPUTS[0])
+        right = scoring.run(lm.model, [one], given["tokens"])["correct"].to_numpy(dtype=float)
+        held = {"correct": right}
+    else:
+        one = generated.load(found["questions"] / questions.OUTPUTS[0])
+        lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
+        texts = list(answers(lm, one, given))
+        held = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
+    label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
+    series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in held.items()}
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def answers(lm: LowBitModel, one: generated.Questions, given: Mapping[str, Any]) -> Iterator[str]:
+    """The greedy answer to each question, up to a stop string; prompts are cut from the left to fit, as in lm-eval.
+
+    Args:
+        lm: the model on the CPU.
+        one: the questions.
+        given: `model`, `hub`, `device`, `dtype`, `task`, and how many are decoded `together`.
+
+    Raises:
+        UserError: a model that cannot be decoded, or NaN in its logits; `Refused` for a context without room.
+    """
+    new, context = generated.GENERATED[given["task"]].new_tokens, min(CONTEXT, context_of(lm))
+    if new >= context:
+        raise Refused("too_long", f"answers of {new} tokens do not fit a context of {context}")
+    prompts = [ids[-(context - new) :].tolist() for ids in one.prompts]
+    device, dtype, stop = torch.device(given["device"]), getattr(torch, given["dtype"]), one.stop
+    if lm.attachments:
+        model, tokenizer = lm.model.to(device, dtype), models.tokenizer(given["model"], given["hub"])
+        decode = partial(greedy, model, tokenizer, new, stop)
+    else:
+        size = weights.check(given["model"], lm.model.config, context)
+        core = Core(given["model"], weights.decoder(lm, size, device, dtype), given["hub"])
+        decode = partial(core.generate, max_new_tokens=new, stop=stop)
+    for start in range(0, len(prompts), given["together"]):
+        for text in decode(prompts[start : start + given["together"]]):
+            yield before(str(text), stop)
+
+
+@torch.inference_mode()
+def greedy(
+    model: nn.Module, tokenizer: Any, new: int, stop: Sequence[str], prompts: Sequence[Sequence[int]]
+) -> list[str]:
+    """The greedy answers of a model in Transformers' form to prompts, padded on the left; none past `new` tokens.
+
+    Raises:
+        UserError: NaN or Inf in its logits.
+    """
+    device, ends = model.device, _ends(model)
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    sizes = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    mask = (torch.arange(width, device=device) >= width - sizes[:, None]).long()
+    places, cache, given = (mask.cumsum(1) - 1).clamp(min=0), None, torch.empty(len(prompts), 0, dtype=torch.long)
+    model.eval()
+    for step in range(new):
+        words = {"attention_mask": mask, "position_ids": places, "past_key_values": cache, "use_cache": True}
+        out = model(input_ids=ids, logits_to_keep=1, **words)
+        logits, cache = out.logits[:, -1], out.past_key_values
+        if not torch.isfinite(logits).all():
+            raise UserError("the model's logits hold NaN or Inf; the model's weights or its scales are broken")
+        ids = logits.argmax(1, keepdim=True)
+        given = torch.cat([given, ids.cpu()], 1)
+        mask, places = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), places[:, -1:] + 1
+        if step % LOOKED_AT == LOOKED_AT - 1 and all(_ended(row, tokenizer, ends, stop) for row in given.tolist()):
+            break
+    return [_text(row, tokenizer, ends) for row in given.tolist()]
+
+
+def _ends(model: nn.Module) -> set[int]:
+    """The ids that end a text, by the model's configuration."""
+    found = model.config.eos_token_id
+    return {found} if isinstance(found, int) else set(found or ())
+
+
+def _text(row: Sequence[int], tokenizer: Any, ends: set[int]) -> str:
+    """What ids decode to, up to the first that ends a text."""
+    cut = next((place for place, token in enumerate(row) if token in ends), len(row))
+    return tokenizer.decode(row[:cut], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _ended(row: Sequence[int], tokenizer: Any, ends: set[int], stop: Sequence[str]) -> bool:
+    text = _text(row, tokenizer, ends)
+    return bool(ends & set(row)) or any(one in text for one in stop)
+
+
+def context_of(lm: LowBitModel) -> int:
+    """The context of a model; `CONTEXT` where its configuration does not say it."""
+    return getattr(lm.model.config, "max_position_embeddings", None) or CONTEXT
+
+
+def before(text: str, stop: Sequence[str]) -> str:
+    """A text up to the first stop string in it."""
+    return text[: min((text.find(one) for one in stop if one in text), default=len(text))]
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """The items, and what chance gives where it was measured."""
+    return dict(found["items"].series)
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The share of the items that are right."""
+    return mean[f"{ask.task}/correct"]
+
+
+def status(ask: Ask, full: Mapping[str, Series]) -> str:
+    """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
+    right = full[f"{ask.task}/correct"].values
+    if (dealt := full.get(f"{ask.task}/chance")) is None:
+        return "floor" if scoring.at_chance({ask.task: right}) else "ok"
+    error = np.sqrt(max(share * (1 - share) for share in (right.mean(), dealt.values.mean())) / len(right))
+    return "ok" if right.mean() - dealt.values.mean() > 3 * error else "floor"
+
+
+def reference(ask: Ask) -> bool:
+    """One recipe's accuracy compares with nothing, though it may have two series."""
+    return False
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """A share."""
+    return (0.0, 1.0)
+
+
+def against(ask: Ask) -> str:
+    """Accuracy is read as a difference to full precision."""
+    return "q - f"

@@ -1,0 +1,179 @@
+"""Distribution of stored codes, and of the weights that they stand for, over all block linears (Bit-by-Bit, Figure 3).
+
+Weights are counted in bins of equal width that full precision's weights set: their largest magnitude but for one in a
+thousand, which lie in the outermost bins, as whatever is larger. So all widths of a master share their bins. A channel
+that is stored as two columns has one weight and two codes; columns that read 0 have codes, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from repro import models
+from repro.core.errors import UserError
+from repro.jobs import compress
+from repro.jobs.target import Target
+from repro.models.groups import quantizer
+from repro.models.lowbit import block_linears
+from repro.models.quantized import QuantizedWeight
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+DEFAULT: dict[str, Any] = {}
+GROUP = 32  # columns of a group of weights that have no scales
+PAIRS = 2**24  # of values of groups that are compared at a time
+BEYOND = 1e-3  # share of full precision's weights that are larger than the last bin's middle
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`values`: in how many bins as many weights each would be as uneven, exp of the histogram's entropy; `groups`: the
+    same of the different values in one group, the mean over groups of as many columns as share a scale (32 of a model
+    without scales).
+
+    For a figure: the share of `weights` in each bin, or of `codes`, in percent; where the bins (`bins`), or what the
+    codes stand for in steps of their master (`levels`), lie.
+    """
+
+    show: Literal["values", "groups", "weights", "bins", "codes", "levels"] = "values"
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """So many `bins`, an odd number: one has 0 in its middle."""
+
+    bins: int = 101
+
+    def __post_init__(self) -> None:
+        if self.bins < 3 or self.bins % 2 == 0:
+            raise UserError(f"bins is {self.bins}; an odd number, 3 or more, has 0 in the middle of one")
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job counts both; None where the scale says null."""
+    protocol = target.scale.protocols["histogram"]
+    if protocol is None:
+        return None
+    rule, needs, inputs = asdict(protocol), {}, target.inputs()
+    if target.recipe.steps:
+        needs["weights"] = compress.job(target)
+        inputs["calibration"] = needs["weights"].declared().get("calibration")
+    job = make("histogram", target.label, inputs | rule, target.options() | rule, needs, target.steps)
+    return {"counts": job}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Count weights, and codes where there are some.
+
+    Raises:
+        UserError: damaged inputs, layers whose codes have different widths, or weights that are not finite.
+    """
+    given = job.given()
+    full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
+    lm = compress.load(given, found.get("weights"))
+    reach = largest([linear.weight for linear in block_linears(full).values()])
+    middles, shares = of_weights([linear.weight for linear in linears(lm.model)], reach, given["bins"])
+    series = {"bins": Series(middles, "bins"), "weights": Series(shares, "bins")}
+    stored = [one.codes for one in lm.weights.values()] or [linear.weight for linear in linears(lm.model)]
+    widths = [getattr(one, "group", 0) or one.codes.shape[1] for one in lm.weights.values()] or [GROUP] * len(stored)
+    series["groups"] = Series(np.asarray([of_groups(stored, widths)]), "model")
+    if lm.weights:
+        levels, shares = of_codes(lm.weights)
+        series |= {"levels": Series(levels, "codes"), "codes": Series(shares, "codes")}
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def linears(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of the blocks that compute with a weight matrix."""
+    return list(block_linears(model).values())
+
+
+@torch.no_grad()
+def largest(weights: list[Tensor]) -> float:
+    """The magnitude above which one in a thousand of the weights lies.
+
+    Raises:
+        UserError: some are not finite, or all are 0.
+    """
+    flat = torch.cat([weight.detach().float().abs().flatten() for weight in weights]).cpu().numpy()
+    reach = float(np.quantile(flat, 1 - BEYOND))
+    if not np.isfinite(flat).all() or not reach > 0:
+        raise UserError("the model's weights hold NaN or Inf, or nearly all of them are 0; the model is damaged")
+    return reach
+
+
+@torch.no_grad()
+def of_weights(weights: list[Tensor], reach: float, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Middles of the bins from -reach to reach, and the share of the weights in each, float64 `[bins]`."""
+    half = bins // 2
+    counts = np.zeros(bins)
+    for weight in weights:
+        place = np.rint(weight.detach().double().cpu().numpy().ravel() / reach * half)
+        counts += np.bincount((place.clip(-half, half) + half).astype(np.int64), minlength=bins)
+    return reach * np.arange(-half, half + 1) / half, counts / counts.sum()
+
+
+def of_codes(weights: Mapping[str, QuantizedWeight]) -> tuple[np.ndarray, np.ndarray]:
+    """What each code stands for in steps of its master, and its share of all codes, float64 `[2^bits]`.
+
+    Raises:
+        UserError: layers with different widths.
+    """
+    forms = {(one.bits, getattr(one, "shift", 0), getattr(one, "delta", "zero")) for one in weights.values()}
+    if len(forms) > 1:
+        raise UserError(f"codes of {', '.join(sorted({f'{b} bits' for b, *_ in forms}))} have no one histogram")
+    ((bits, shift, delta),) = forms
+    counts = sum(np.bincount(one.codes.flatten().cpu().numpy(), minlength=2**bits) for one in weights.values())
+    return np.arange(2**bits) * 2**shift + quantizer.offset(shift, delta), counts / counts.sum()
+
+
+@torch.no_grad()
+def of_groups(values: Sequence[Tensor], groups: Sequence[int]) -> float:
+    """exp of the entropy of equal values in one group, the mean over all groups: 1 if all are equal, at most its size.
+
+    Args:
+        values: codes or weights `[N, K]` of each layer.
+        groups: columns of a group, of each layer.
+
+    Raises:
+        UserError: a group does not divide K.
+    """
+    total, count = 0.0, 0
+    for tensor, size in zip(values, groups, strict=True):
+        for some in quantizer.split(tensor.detach(), size).flatten(0, 1).split(max(1, PAIRS // size**2)):
+            equal = (some[:, :, None] == some[:, None, :]).sum(-1)  # how many have the value of each
+            total += float((equal.double() / size).log().mean(1).neg().exp().sum())
+            count += len(some)
+    return total / count
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """What is shown; no codes of full precision."""
+    held, name = found["counts"].series, "weights" if ask.show == "values" else ask.show
+    if ask.show == "values":
+        return {"values": Series(np.asarray([effective(held[name].values)]), "model")}
+    if name not in held:
+        return {}
+    scaled = 100 if name in ("weights", "codes") else 1
+    return {name: Series(scaled * held[name].values, held[name].units)}
+
+
+def effective(shares: np.ndarray) -> float:
+    """exp of the entropy of shares that add up to 1."""
+    there = shares[shares > 0]
+    return float(np.exp(-(there * np.log(there)).sum()))
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The number, or the mean of what is drawn."""
+    (only,) = mean.values()
+    return only

@@ -1,0 +1,98 @@
+"""Log probability of a task's right answers, in nats: what moves before accuracy does, and where accuracy is at chance.
+
+Of a choice, the right answer's probability among the answers, by their total log likelihoods: at chance a model of four
+answers gives log(1/4), and damage shows without a single answer changing. The `nll` is that of the right answer's own
+text, as of LAMBADA's last word, which has no other answers. Whether an item is right is kept too, so that accuracy is
+that of the same run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from repro.core.errors import UserError
+from repro.data import tasks as entries
+from repro.jobs.target import Target
+from repro.metrics import zeroshot
+from repro.store.job import Job
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = zeroshot.OUTPUTS
+DEFAULT = None  # a scale that says nothing of it does not measure it
+KEPT = ("correct", "choice", "nll")
+TASKS = (
+    *("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "lambada_openai"),
+    *("blimp-100", "cloze-far", "cloze-near"),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The mean over the items of a task, or the plain mean over several, of the log probability of the right `choice`,
+    of the right answer's `nll`, or of whether it is `correct`, a share."""  # fmt: skip
+
+    tasks: tuple[str, ...]
+    show: Literal["choice", "nll", "correct"] = "choice"
+    unit: str = "nats"
+
+    def __post_init__(self) -> None:
+        entries.chosen(self.tasks)
+        if not self.tasks:
+            raise UserError("likelihood: tasks is empty; name one or more")
+        single = [name for name in self.tasks if not entries.TASKS[name].chance]
+        if self.show == "choice" and single:
+            raise UserError(f"likelihood: {single[0]} has one answer and no choice; show its nll")
+
+
+@dataclass(frozen=True)
+class Protocol(zeroshot.Protocol):
+    """As that of `zeroshot`; its tasks are those with something above chance, or whose log probability moves."""
+
+    tasks: tuple[str, ...] = TASKS
+
+
+brief = zeroshot.brief
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job scores all tasks of a scale; None where it has not all of these."""
+    return zeroshot.scoring_job("likelihood", zeroshot.Ask(ask.tasks), target)
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Score the tasks: three series a task, but no choice where there is one answer.
+
+    Raises:
+        UserError: as of `zeroshot`.
+    """
+    zeroshot.score(job, found, folder, origin, KEPT)
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """One value an item."""
+    names = [f"{task}/{ask.show}" for task in ask.tasks]
+    return {name: found["items"].series[name] for name in names}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The plain mean of the tasks, in nats or a share."""
+    return np.mean(list(mean.values()), axis=0)
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """A log probability is 0 at most, an nll at least; or a share."""
+    return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(ask.show, (0.0, 1.0))
+
+
+def status(ask: Ask, full: Mapping[str, Series]) -> str:
+    """`floor` where it is whether answers are right, and full precision is at chance, as of `zeroshot`; else `ok`."""
+    return zeroshot.status(zeroshot.Ask(ask.tasks), full) if ask.show == "correct" else "ok"
+
+
+def against(ask: Ask) -> str:
+    """It is read as the paired change against full precision."""
+    return "q - f"

@@ -1,0 +1,74 @@
+"""Gigabytes of the quantized linears of a paper's own model: arithmetic on its public shapes, no run and no stand-in.
+
+Counted is what `GroupWeight` and `WideWeight` store: codes, a scale and a zero point for each group, the factor of E4M3
+scales, the index list of split channels. Embedding, head and norms are not counted; in 16 bits those of Llama-3.2-1B
+alone take 0.53 GB, more than all that Table 3 of Bit-by-Bit prints. 10^9 bytes are a GB.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from repro.jobs.target import Target
+from repro.methods.bitbybit import splitting
+from repro.methods.bitbybit.config import MASTER
+from repro.models.groups.quantizer import GroupGrid
+from repro.store.job import Job
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+PUBLIC = True
+SCALE_BITS = {"e4m3": 8, "float16": 16, "float32": 32}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Nothing but the unit."""
+
+    unit: str = "GB"
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+    """None: recipe and shape say it."""
+    return {}
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """None."""
+    return {}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """Never asked: `exact` is."""
+    return None
+
+
+def exact(ask: Ask, steps: Sequence[Any], shape: Any) -> float | None:
+    """Gigabytes at a public shape; None where the last step stores no groups as Bit-by-Bit does.
+
+    A zero point takes the bits of a code. Weights decide that: a layer with a group on one side of 0 stores 16 bits.
+
+    Args:
+        steps: those of a parsed recipe.
+        shape: the `PublicShape`.
+    """
+    config = steps[-1].config if steps else None
+    if not steps or steps[-1].name not in ("bitbybit", "group_qat"):
+        return None
+    grid = config.grid(MASTER if getattr(config, "any_precision", False) else config.bits)
+    is_split, found = getattr(config, "split", "none") != "none", 0
+    for number, (n, k) in enumerate(shape.linears):
+        block = number * shape.layers // len(shape.linears)
+        share = splitting.ratio(block, shape.layers, config.split_first, config.split_last) if is_split else 0.0
+        found += layer_bits(n, k, splitting.count(share, k), grid)
+    return found / 8e9
+
+
+def layer_bits(n: int, k: int, split: int, grid: GroupGrid) -> int:
+    """Stored bits of a linear of `n` outputs and `k` inputs, of which `split` have two columns."""
+    half = grid.group // 2
+    groups = -(-(split + -(-(k - split) // 2)) // half) if split else -(-k // grid.group)  # pairs, as `columns.paired`
+    zero = 0 if grid.levels == "seq" else grid.bits
+    index = (16 if k < 2**15 else 32) * groups * grid.group if split else 0
+    factor = 32 if grid.scale == "e4m3" else 0
+    return n * groups * (grid.group * grid.bits + SCALE_BITS[grid.scale] + zero) + factor + index

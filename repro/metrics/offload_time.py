@@ -1,0 +1,228 @@
+"""Seconds of an iteration of an offloaded model at a public shape under a memory budget, its phases apart (SubSpec).
+
+The weights are random: times and bytes are real, texts and acceptance are not, so that tokens a second are calculated:
+accepted tokens of a stand-in (`acceptance`) over these seconds. The verification of random weights accepts about one
+token, which changes no time but that of moving accepted slots.
+A model without a draft is `none`: its iteration is a step. `alone` is a step of the draft's own format with all blocks
+on the device, which is what a standalone 4-bit model takes here, whatever its quantizer. `small` is a smaller shape in
+16 bits with the target's vocabulary and `eagle2` a head of one block, both on the device as a whole; where more than
+the root is accepted, EAGLE-2 takes one pass of its head more, which these times leave out. SpecExec is not timed: how
+many passes its tree takes follows from the text. Times need a GPU; elsewhere a result is `unsupported`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from repro.core.errors import Refused, UserError, at_least, unknown
+from repro.engine import budget
+from repro.engine.core import Core
+from repro.engine.drafts import Small
+from repro.engine.eagle import Eagle2
+from repro.engine.limits import bound
+from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed, with_own_draft
+from repro.engine.speculating import Speculating
+from repro.engine.traffic import bus_rate
+from repro.jobs.target import Target
+from repro.methods import subspec
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+TIMES = True
+DEFAULT: dict[str, Any] = {}
+TIMED = ("subspec", "none", "alone", "small", "eagle2")  # drafts
+OWN = {"small": Small, "eagle2": Eagle2}  # drafts that are models of their own, and their configurations
+SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying": "verify", "GB": "peak"}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Milliseconds or gigabytes of one configuration.
+
+    Attributes:
+        shape: of `repro/engine/shapes.yaml`.
+        memory: the budget, such as `8GiB`.
+        draft: SpecExec's is not timed.
+        draft_model: the shape of a `small` draft.
+        group: of the codes of `alone` and `subspec`.
+        prefetch: whether weights are copied before they are needed.
+        depth: of the draft's tree; 0 is the paper's.
+        bus: another rate of the bus in GB/s, for which the time of the streamed bytes is calculated; 0 is the measured.
+        show: what.
+    """
+
+    shape: str
+    memory: str
+    draft: Literal["subspec", "none", "alone", "small", "specexec", "eagle2"] = "subspec"
+    draft_model: str = ""
+    group: int = 64
+    prefetch: bool = True
+    depth: int = 0
+    bus: float = 0.0
+    show: Literal["ms an iteration", "ms drafting", "ms verifying", "share drafting", "GB"] = "ms an iteration"
+    unit: str = "ms"
+
+    def __post_init__(self) -> None:
+        for shape in (self.shape, self.draft_model or self.shape):
+            if shape not in SHAPES:
+                raise unknown("shape", shape, SHAPES)
+        if self.draft == "small" and not self.draft_model:
+            raise UserError("offload_time: draft small needs a draft_model, such as Qwen2.5-1.5B")
+        budget.parse_bytes(self.memory)
+        if self.bus < 0:
+            raise UserError(f"bus is {self.bus}; give GB/s above 0, or 0 for the measured rate")
+        self.config  # noqa: B018  checks the depth
+
+    @property
+    def config(self) -> subspec.Config | Small | Eagle2 | None:
+        """The draft's configuration."""
+        depth = {"depth": self.depth} if self.depth else {}
+        if self.draft == "none":
+            return None
+        if self.draft in OWN:
+            return OWN[self.draft](**depth)
+        return subspec.Config(group=self.group, **depth)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`timed` iterations after `warm` ones, behind a random prompt that fills most of a context."""
+
+    context: int = 1024
+    warm: int = 3
+    timed: int = 20
+
+    def __post_init__(self) -> None:
+        at_least(self, context=64, warm=1, timed=2)
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job times a configuration, whatever the target."""
+    protocol = target.scale.protocols["offload_time"]
+    if protocol is None or ask.draft not in TIMED:
+        return None
+    rule = vars(protocol) | {"shape": ask.shape, "memory": budget.parse_bytes(ask.memory), "prefetch": ask.prefetch}
+    rule |= {"draft": vars(ask.config) if ask.config else None, "alone": ask.draft == "alone"}
+    if ask.draft in OWN:
+        rule |= {"of": ask.draft, "draft_model": ask.draft_model if ask.draft == "small" else ""}
+    where = {"device": target.scale.device}
+    label = f"{ask.shape}/{ask.draft}{'' if ask.prefetch else '-sync'}-{ask.config.depth if ask.config else 0}"
+    return {"times": make("offload_time", label, rule | where, rule | where, {}, ())}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Time the iterations; a value each, in seconds.
+
+    Raises:
+        Refused: there is no GPU, or the budget is below the least that works.
+    """
+    given = job.given()
+    device = torch.device(given["device"])
+    refuse_without_gpu(device)
+    measured = times(given, device, torch.bfloat16)
+    group = f"{given['shape']}, {budget.shown(given['memory'])}, {given['timed']} iterations"
+    series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def refuse_without_gpu(device: torch.device) -> None:
+    """Raise where times would be those of a CPU.
+
+    Raises:
+        Refused: the device is no GPU.
+    """
+    if device.type != "cuda":
+        raise Refused("unsupported", "times of offloading need a GPU; set the scale's device to cuda")
+
+
+def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, list[float]]:
+    """Seconds of every iteration and of its phases, and as one value each: peak, streamed bytes, rate of the bus.
+
+    Raises:
+        Refused: the budget is below the least that works.
+    """
+    rate = bus_rate(device)  # before memory is limited
+    engine, plan = engine_of(given, device, dtype)
+    warm, count = given["warm"], given["warm"] + given["timed"]
+    try:
+        if given["alone"]:
+            return {"iteration": alone(engine, given, device)}
+        iteration = timed(engine, count).seconds[warm:]
+        found = {"iteration": iteration, "streamed": [float(plan.streamed_bytes)], "bus": [rate]}
+        found |= {"draft": [0.0], "verify": iteration, "block": [float(plan.block_bytes)]}
+        if engine.draft:
+            engine.phases = True
+            batch = timed(engine, count)
+            found |= {"draft": batch.draft_s[warm:], "verify": batch.verify_s[warm:]}
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else math.nan
+        return found | {"peak": [float(peak)]}
+    finally:
+        bound(1.0, device)
+
+
+def engine_of(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> tuple[Speculating, budget.Plan]:
+    """The engine of a job's shape, memory, draft and prefetching, and what lies where.
+
+    Raises:
+        Refused: the budget is below the least that works.
+    """
+    from transformers import AutoConfig  # takes seconds
+
+    draft = OWN.get(given.get("of"), subspec.Config)(**given["draft"]) if given["draft"] else None
+    name, config = f"shape/{given['shape']}", AutoConfig.for_model(**SHAPES[given["shape"]])
+    budgeted, where = (name, config, given["memory"], draft), (given["context"], device, dtype)
+    if given.get("of") in OWN:
+        small = AutoConfig.for_model(**SHAPES[given["draft_model"]]) if given["draft_model"] else None
+        *models, plan = with_own_draft(*budgeted, small, *where)
+    else:
+        *models, plan = offloaded(*budgeted, *where)
+    engine = Speculating(name, *models, draft)
+    set_prefetch(engine, given["prefetch"])
+    return engine, plan
+
+
+def alone(engine: Speculating, given: Mapping[str, Any], device: torch.device) -> list[float]:
+    """Seconds of the steps of a draft by itself, beyond the budget by a cache of its own."""
+    bound(1.0, device)
+    core = Core(engine.name, engine._drafting)
+    core.RATED = False
+    return timed(core, given["warm"] + given["timed"]).seconds[given["warm"] :]
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """What the value is computed from."""
+    kept = found["times"].series
+    if ask.bus:
+        names = ("iteration", "streamed", "block", "bus", "draft")
+    elif ask.show == "share drafting":
+        names = ("draft", "verify")
+    else:
+        names = (SHOWN[ask.show],)
+    return {name: kept[name] for name in names}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """Milliseconds, gigabytes or a share.
+
+    At another rate of the bus a verification takes as much longer as its streamed bytes, less the block that comes
+    while the draft computes, take on that bus than on the measured one: it was bound by the bus.
+    """
+    if ask.show == "share drafting":
+        return mean["draft"] / (mean["draft"] + mean["verify"])
+    if ask.bus:
+        waiting = mean["streamed"] - (mean["block"] if ask.draft != "none" else 0.0)
+        return 1e3 * (mean["iteration"] + waiting * (1e-9 / ask.bus - 1 / mean["bus"]))
+    return mean[SHOWN[ask.show]] * (1e-9 if ask.show == "GB" else 1e3)
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """Times are positive, a share is one."""
+    return (0.0, 1.0) if ask.show == "share drafting" else (0.0, math.inf)

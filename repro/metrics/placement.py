@@ -1,0 +1,39 @@
+"""Which layers a step chose: the share of layers, or their rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from repro.jobs import compress
+from repro.jobs.target import Target
+from repro.store.job import Job
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`share` of layers in percent, or mean `rank` of the chosen ones."""
+
+    show: Literal["share", "rank"]
+    unit: str = ""
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+    """The job that compresses the model notes what its steps chose."""
+    return {"layers": compress.job(target)}
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """One number a layer, in model order: the rank (0: not chosen) and whether it is above 0."""
+    held = found["layers"].series
+    if "layers/rank" not in held:
+        return {}
+    ranks = held["layers/rank"]
+    return {"rank": ranks, "chosen": Series((ranks.values > 0).astype(float), "layers")}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """Percent of layers, or the mean rank of the chosen ones."""
+    return 100 * mean["chosen"] if ask.show == "share" else mean["rank"] / mean["chosen"]

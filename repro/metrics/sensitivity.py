@@ -1,0 +1,292 @@
+"""What quantizing one layer alone does to the model: CKA damage, and skip-one loss (SPEAR, Figure 4 and appendix C.1).
+
+Every other layer stays in full precision. On sequences sampled from the full-precision model damage is 1 - CKA of the
+last hidden states (equations 6 and 7); on passages of a corpus the loss is what the mean negative log likelihood of a
+token grows by, in nats. Open in the paper, chosen here: which loss, on which text; passages are spread evenly.
+
+With hidden states X of full precision and Y, columns centred, and the share of sequence i in the products that CKA is
+made of, C_xy = Σ_i X_iᵀY_i and e_xy(i) = <C_xy, X_iᵀY_i> / ‖C_xy‖², likewise e_xx and e_yy, the derivative of CKA by
+the weight of sequence i is CKA·(2 e_xy(i) - e_xx(i) - e_yy(i)). Kept of S sequences is
+
+    v_i = 1 - CKA - S·CKA·(2 e_xy(i) - e_xx(i) - e_yy(i))
+
+whose mean is the damage on all of them, and whose mean over a resample is that on the resample to first order (the
+infinitesimal jackknife: Jaeckel 1972; Efron 1982, The Jackknife, the Bootstrap and Other Resampling Plans, chapter 6).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from repro import models
+from repro.core.errors import UserError
+from repro.data import corpora
+from repro.jobs import compress, tokens
+from repro.jobs.target import Target
+from repro.metrics import perplexity
+from repro.metrics.similarity import passages
+from repro.models.lowbit import LowBitModel, blocks
+from repro.models.perplexity import check_context
+from repro.models.sampling import sample
+from repro.recipes import recipe
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+DEFAULT: dict[str, Any] = {}
+TOGETHER, SCORED = 16, 4  # sequences in one forward pass, and those whose logits are held at a time
+TOP = 0.3  # share of the layers that are called the most damaged (appendix C.3)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is shown of the layers.
+
+    `damage`, `loss`: of every layer, for a figure; as a number their mean. `rho`: Spearman's rank correlation of the
+    two. `tail`: percent of all loss that the 30 % of layers with the most loss have.
+    """
+
+    show: Literal["damage", "loss", "rho", "tail"]
+    corpus: str = "wikitext2"
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """As many sampled `sequences` for the damage (appendix C.1: 64) as passages for the loss, of `tokens` each."""
+
+    sequences: int = 64
+    tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "tokens"):
+            if getattr(self, name) < 2:
+                raise UserError(f"{name} is {getattr(self, name)}; it is 2 or more")
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+    """One job quantizes layer after layer; full precision has none.
+
+    What was quantized after a step that rescales the model (AWQ) does not fit the model's own weights, so that such a
+    recipe is applied anew.
+
+    Raises:
+        UserError: a recipe that attaches something to layers, or one that is calibrated on the text of the loss.
+    """
+    if not target.recipe.steps:
+        return {}
+    if any(hasattr(step.module, "KIND") for step in target.recipe.steps):
+        raise UserError(f"sensitivity: {target.recipe.name} attaches a compensator; name a quantizer alone")
+    perplexity.jobs(perplexity.Ask(ask.corpus), target)  # refuses a text that the recipe is calibrated on
+    text, protocol, made = target.scale.text(ask.corpus), target.scale.protocols["sensitivity"], compress.job(target)
+    rule = {"sequences": protocol.sequences, "tokens": protocol.tokens}
+    rescaled = any(getattr(step.module, "RESCALES", False) for step in target.recipe.steps)
+    needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
+    inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub)}
+    inputs |= {"calibration": made.declared().get("calibration")}
+    options = target.options() | rule | {"calibration": made.given().get("calibration")}
+    return {"layers": make("sensitivity", target.label, inputs, options, needs, target.steps)}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Measure damage and loss of every quantized layer, by sequence and by passage.
+
+    Raises:
+        UserError: damaged inputs, or a corpus without enough tokens.
+    """
+    given = job.given()
+    count, length = given["sequences"], given["tokens"]
+    lm = _quantized(given, found)
+    check_context(lm.model, length)
+    full = lm.full_precision()
+    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+    text = passages(ids, count, length, identity["label"])
+    source = models.load(given["model"], given["device"], given["dtype"], given["hub"])  # AWQ's rounds differently
+    sampled = sample(source, count, length, seed=0)
+    groups = (
+        f"{count} sampled sequences of {length} tokens",
+        f"{count} passages of {length} tokens of {identity['label']}",
+    )
+    weights = {name: lm.model.get_submodule(name).weight.data for name in lm.weights}
+    kept = zip(("damage", "loss"), each_alone(full, weights, sampled, text.to(sampled)), groups, strict=True)
+    series = {
+        f"{name} {i}": Series(values, "sequences", group)
+        for name, layers, group in kept
+        for i, values in enumerate(layers)
+    }
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def _quantized(given: Mapping[str, Any], found: Mapping[str, Path]) -> LowBitModel:
+    """The quantized model with its full-precision weights at hand."""
+    if "weights" in found:
+        return compress.load(given, found["weights"], keep_full=True)
+    lm, data = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"])), None
+    if crops := given["calibration"]:
+        data = compress.calibration_sequences(found["calibration"], crops)
+    for step in recipe.parse(given["recipe"]).steps:
+        step.module.apply(lm, data, step.config)
+    return lm
+
+
+@torch.no_grad()
+def each_alone(
+    full: nn.Module, quantized: Mapping[str, Tensor], sampled: Tensor, text: Tensor
+) -> tuple[np.ndarray, np.ndarray]:
+    """Damage by sampled sequence `[layers, S]` and loss by passage `[layers, S]`, one layer quantized at a time.
+
+    Args:
+        full: the full-precision decoder; restored afterwards.
+        quantized: the dequantized weight of each layer by module path, in model order.
+        sampled: int64 token ids `[S, L]`.
+        text: likewise.
+    """
+    ids, number = torch.cat([sampled, text]), {name: i for i, name in enumerate(blocks(full))}
+    states = _block_inputs(full, ids)
+
+    def measured(at: int) -> tuple[Tensor, np.ndarray]:
+        hidden = last_hidden(full, ids, at, states[at])
+        return centred(hidden[: len(sampled)]), token_nll(full, hidden[len(sampled) :], text).mean(1)
+
+    X, plain = measured(0)
+    of_X = product(X, X)
+    damage, loss = [], []
+    for name, weight in tqdm(quantized.items(), "sensitivity", leave=False, mininterval=10):
+        at = next(i for block, i in number.items() if name.startswith(f"{block}."))
+        parameter = full.get_submodule(name).weight
+        whole, parameter.data = parameter.data, weight
+        Y, more = measured(at)
+        parameter.data = whole
+        damage.append(damages(X, of_X, Y))
+        loss.append(more - plain)
+    return np.stack(damage), np.stack(loss)
+
+
+def _block_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """What every block of a decoder gets, `[S, L, d]` each, for ids `[S, L]`."""
+    stack = list(blocks(model).values())
+    states: list[list[Tensor]] = [[] for _ in stack]
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        for block, seen in zip(stack, states)
+    ]
+    try:
+        for some in ids.split(TOGETHER):
+            model.base_model(some, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(seen) for seen in states]
+
+
+def last_hidden(model: nn.Module, ids: Tensor, at: int, state: Tensor) -> Tensor:
+    """Last hidden states `[S, L, d]` of ids `[S, L]` where block `at` gets `state`; the blocks before it do not run."""
+    earlier, found = list(blocks(model).values())[:at], []
+    try:
+        for some, given in zip(ids.split(TOGETHER), state.split(TOGETHER)):
+            for block in earlier:
+                block.forward = lambda *_, given=given, **__: given
+            found.append(model.base_model(some, use_cache=False).last_hidden_state)
+    finally:
+        for block in earlier:
+            vars(block).pop("forward", None)
+    return torch.cat(found)
+
+
+def token_nll(model: nn.Module, hidden: Tensor, ids: Tensor) -> np.ndarray:
+    """Negative log likelihood of ids `[S, L]` after the first, float64 `[S, L - 1]`, from last hidden states."""
+    found = []
+    for states, some in zip(hidden.split(SCORED), ids.split(SCORED)):
+        logits = model.get_output_embeddings()(states[:, :-1]).float()
+        found.append(F.cross_entropy(logits.transpose(1, 2), some[:, 1:], reduction="none").double())
+    return torch.cat(found).cpu().numpy()
+
+
+def centred(H: Tensor) -> Tensor:
+    """Hidden states `[S, T, d]` less their mean, float64."""
+    return H.double() - H.double().mean((0, 1))
+
+
+def product(P: Tensor, Q: Tensor) -> tuple[float, Tensor]:
+    """‖PᵀQ‖² of centred states `[S, T, d]`, and the share of each sequence in it, `[S]`."""
+    flat_P, flat_Q = P.flatten(0, 1), Q.flatten(0, 1)
+    each = ((flat_P @ (flat_P.T @ flat_Q)) * flat_Q).view(len(P), -1).sum(1)
+    return each.sum().item(), each / each.sum()
+
+
+def damages(X: Tensor, of_X: tuple[float, Tensor], Y: Tensor) -> np.ndarray:
+    """The v_i of each sequence, float64 `[S]`, from centred states `[S, T, d]` and `product(X, X)`; mean 1 - CKA."""
+    (xy, e_xy), (xx, e_xx), (yy, e_yy) = product(X, Y), of_X, product(Y, Y)
+    if xx == 0 or yy == 0:
+        return np.full(len(X), float(xx != yy))
+    cka = xy / math.sqrt(xx * yy)
+    return (1 - cka - len(X) * cka * (2 * e_xy - e_xx - e_yy)).cpu().numpy()
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def by_layer(series: Mapping[str, Any], name: str) -> list[Any]:
+    """What is kept of every layer, in model order: the series, or their means, whose names begin with `name`."""
+    return [one for key, one in series.items() if key.rpartition(" ")[0] == name]
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """The mean of every layer for a figure; for a number every layer by sequence."""
+    if "layers" not in found:
+        return {}
+    held = found["layers"].series
+    if ask.show in ("damage", "loss"):
+        return {ask.show: Series(np.asarray([one.values.mean() for one in by_layer(held, ask.show)]), "layers")}
+    return {key: one for key, one in held.items() if ask.show == "rho" or key.startswith("loss ")}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The mean over layers, the rank correlation, or the tail's share in percent."""
+    if ask.show in ("damage", "loss"):
+        return mean[ask.show]
+    loss = np.stack(by_layer(mean, "loss"))
+    if ask.show == "rho":
+        return spearman(np.stack(by_layer(mean, "damage")), loss)
+    worst = np.sort(loss, axis=0)[-top(len(loss), TOP) :]
+    return 100 * worst.sum(0) / loss.sum(0)
+
+
+def top(layers: int, share: float) -> int:
+    """How many of the layers a share of them is, rounded, at least 1."""
+    return max(1, math.floor(share * layers + 0.5))
+
+
+def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Spearman's rank correlation over the first axis, `[layers]` or `[layers, k]`; equal values share a rank."""
+    a, b = (
+        pd.DataFrame(values.reshape(len(values), -1)).rank().to_numpy().reshape(values.shape) for values in (one, other)
+    )
+    a, b = a - a.mean(0), b - b.mean(0)
+    return (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """Of a correlation; the tail may be all of the loss and more, where other layers lower it."""
+    return (-1.0, 1.0) if ask.show == "rho" else (-math.inf, math.inf)
+
+
+def reference(ask: Ask) -> bool:
+    """It compares with full precision by itself."""
+    return True
+
+
+def itself(ask: Ask) -> float | None:
+    """Full precision damages nothing."""
+    return None if ask.show in ("rho", "tail") else 0.0

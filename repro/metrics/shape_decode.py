@@ -1,0 +1,199 @@
+"""Milliseconds of a decoded token at a public shape, by weight format and activation sparsity.
+
+SpQt's Table 2 asks for them behind one prompt, Bit-by-Bit's Table 8 behind prompts of several lengths, and for those of
+Transformers as well.
+
+The weights are random: times and bytes are real. Thresholds are quantiles of the inputs that the shape's own products
+get, so that lists are uniformly random, the worst case; lists are made in every step. One sequence; times need a GPU,
+elsewhere a result is `unsupported`.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from repro.core.errors import Refused, unknown
+from repro.engine import q4_k, weights
+from repro.engine.core import Core
+from repro.engine.random_shape import random_decoder
+from repro.engine.shapes import SHAPES
+from repro.engine.weights import LAYERS, SparseInputs
+from repro.jobs.target import Target
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+TIMES = True
+DEFAULT: dict[str, Any] = {}
+ZIGZAG = "q4_k(layout=zigzag)"
+SPARSITIES = (25, 40, 50, 65)  # percent, as printed
+HOW = {  # a recipe, and how inputs are skipped (`q4_k.Q4K.method`)
+    "bf16": ("fp16", "listed"),
+    "rows": ("q4_k", "listed"),
+    "zigzag": (ZIGZAG, "listed"),
+    **{f"s{s}": (f"{ZIGZAG} + spqt(sparsity={s / 100})", "listed") for s in SPARSITIES},
+    "s50-masked": (f"{ZIGZAG} + spqt(sparsity=0.5)", "masked"),
+    "s50-naive": ("q4_k + spqt(sparsity=0.5)", "naive"),
+}
+LENGTHS = (64, 128, 256, 512)  # tokens of a prompt (Bit-by-Bit, Table 8)
+AT_LENGTHS = {  # ways that are timed behind prompts of all these lengths, in one job
+    "bf16-lengths": ("fp16", "listed"),
+    "transformers": ("fp16", "transformers"),
+    "w2a2": ("bitbybit(w2a2, split=none)", "listed"),
+    "w2a2-split": ("bitbybit(w2a2)", "listed"),
+    "w2a16": ("bitbybit(w2a16, split=none)", "listed"),
+}
+EVERY = HOW | AT_LENGTHS
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Milliseconds of a step, or tokens a second, of one shape in one of `EVERY` ways.
+
+    Attributes:
+        length: tokens of the prompt, one of `LENGTHS`, of a way of `AT_LENGTHS`; 0 is the protocol's.
+    """
+
+    shape: str
+    how: str
+    show: Literal["tokens/s", "ms"] = "tokens/s"
+    unit: str = "tokens/s"
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise unknown("shape", self.shape, SHAPES)
+        if self.how not in EVERY:
+            raise unknown("way to decode", self.how, EVERY)
+        lengths = LENGTHS if self.how in AT_LENGTHS else (0,)
+        if self.length not in lengths:
+            raise unknown(f"prompt of {self.how}, in tokens", str(self.length), map(str, lengths))
+
+    @property
+    def series(self) -> str:
+        """The name of the times behind its prompt."""
+        return f"ms {self.length}" if self.length else "ms"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`new` greedy tokens after `prompt` random ones; a round before the first of `rounds` is dropped."""
+
+    prompt: int = 128
+    new: int = 64
+    rounds: int = 5
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job times a shape, whatever the target."""
+    protocol = target.scale.protocols["shape_decode"]
+    if protocol is None:
+        return None
+    recipe, method = EVERY[ask.how]
+    rule = vars(protocol) | {"shape": ask.shape, "recipe": recipe, "method": method, "device": target.scale.device}
+    if ask.length:
+        rule |= {"lengths": list(LENGTHS)}
+    return {"rounds": make("shape_decode", f"{ask.shape}/{ask.how}", rule, rule, {}, ())}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Time the rounds.
+
+    Raises:
+        Refused: there is no GPU, or it has too little memory.
+    """
+    given = job.given()
+    if given["device"] != "cuda":
+        raise Refused("unsupported", "times of shapes need a GPU; set the scale's device to cuda")
+    lengths, new, device = given.get("lengths", [given["prompt"]]), given["new"], torch.device("cuda")
+    if given["method"] == "transformers":
+        timed = transformers_steps(given["shape"], device)
+    else:
+        engine = loaded(given["shape"], given["recipe"], given["method"], max(lengths) + new + 1, device)
+        timed = lambda prompt, new: engine.time(prompt, new).ms_p50  # noqa: E731
+    found = {}
+    for prompt in lengths:
+        rounds = [timed(prompt, new) for _ in range(1 + given["rounds"])][1:]
+        name = f"ms {prompt}" if "lengths" in given else "ms"
+        group = f"{given['shape']}, {new} tokens after {prompt}"
+        found[name] = Series(np.asarray(rounds, dtype=float), "items", group)
+    observations.save(folder / OUTPUTS[0], found, origin)
+
+
+def transformers_steps(shape: str, device: torch.device) -> Callable[[int, int], float]:
+    """A shape in Transformers, in bfloat16 on a GPU: from prompt and new tokens to the median milliseconds of a step.
+
+    It is called as users call it, `generate` without compilation; every token is waited for, as a text stream does.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=dtype).eval()
+
+    def timed(prompt: int, new: int) -> float:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (1, prompt), generator=generator).to(device)
+        clock, options = Clock(), {"max_new_tokens": new + 1, "min_new_tokens": new + 1, "do_sample": False}
+        mask = torch.ones_like(ids)
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=mask, streamer=clock, pad_token_id=0, **options)
+        return 1e3 * statistics.median(after - before for before, after in pairwise(clock.seconds[1:]))
+
+    return timed
+
+
+class Clock:
+    """A streamer of Transformers that notes when each token came; the first call gives the prompt."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def put(self, ids: torch.Tensor) -> None:
+        """A token, which has been copied to the host."""
+        self.seconds.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left over."""
+
+
+def loaded(shape: str, recipe: str, method: str, context: int, device: torch.device) -> Core:
+    """An engine of a shape whose sparse products skip inputs in one way; in bfloat16 on a GPU, else in float32."""
+    from transformers import AutoConfig  # takes seconds
+
+    name, dtype = f"shape/{shape}", torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = AutoConfig.for_model(**SHAPES[shape])
+    slots = weights.check(name, config, context)
+    target = Target(None, name, recipe)  # no scale: nothing is calibrated or built
+    engine = Core(name, random_decoder(target.recipe, config, slots, device, dtype))
+    for block in engine.model.blocks:
+        for name in LAYERS:
+            product = getattr(block, name)
+            if isinstance(product, SparseInputs) and isinstance(product.dense, q4_k.Q4K):
+                product.dense.method = method
+    return engine
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """The rounds."""
+    return {"ms": found["rounds"].series[ask.series]}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """Tokens a second of the mean step, or its milliseconds."""
+    return 1e3 / mean["ms"] if ask.show == "tokens/s" else mean["ms"]
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """Both are positive."""
+    return (0.0, math.inf)

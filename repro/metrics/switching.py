@@ -1,0 +1,497 @@
+"""Text generated while layers go to fewer bits (FlexQuant, Tables 1 and 2): what it costs, and when it happened.
+
+A schedule decodes prompts greedily, each in a state of its own. Kept of every prompt are how far the text agrees with
+that of full precision (ROUGE-L, common tokens at the start), the KL divergence from full precision token by token along
+full precision's own text, the mean bits of both runs, and the log of switches.
+
+Controls have the mean bits of the schedule that they stand against, prompt by prompt: `uniform` spreads the same moves
+evenly over the text, `random_times` draws as many times at random, and `other_order` moves in another order at the
+times of the paper's, stretched to the same bits. `learned` is PMPD: all layers go at the one of four points that a
+trained scheduler chooses for a prompt. The order `oracle` is by what each move does alone to the predictions
+along full precision's texts of the prompts that are decoded together. A threshold may be a quantile of full precision's
+window means on validation prompts, which are others than those that are measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from repro import models
+from repro.core.errors import UserError, at_least
+from repro.data import prompts as sets
+from repro.data import text_scores
+from repro.engine import copies, head_files, pmpd, weights
+from repro.engine.core import MOST
+from repro.engine.precision import SwitchingCore
+from repro.engine.prefill import together
+from repro.engine.step import Cache, Decoder
+from repro.jobs import compress
+from repro.jobs.target import Target
+from repro.methods.flexquant import schedule as plan
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.schedule import Rule, Switch
+from repro.models.lowbit import LowBitModel
+from repro.papers.cell import Cell
+from repro.recipes import precision, recipe
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+DEFAULT = None  # a scale that says nothing of it does not measure it
+STOPS = {"cnn-dm": "\n\n", "dialogsum": "\n", "iwslt": "\n"}  # what ends an answer of a base model
+WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
+REPEATED = 8  # tokens of a repetition
+RESAMPLED = "sequences"  # what a prompt's number is to an interval: a paired bootstrap over prompts
+CURVES = ("PPLE", "PPLE spread", "gap", "gap spread", "repeated by token")
+COMPARED = ("agreement", "prefix", "KL")  # with full precision, by themselves
+TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A number of texts under a schedule.
+
+    Attributes:
+        show: `agreement` is ROUGE-L with the text of full precision, `prefix` the share in percent of its tokens that
+            the text begins with, `KL` nats a token along it; `bits` are the mean bits of a weight over the decode
+            steps, `bits with prefill` with the prefill as one step more, `bits along` those of the run that KL is of;
+            `switches` counts layers; `threshold` is the one that decided; `rougeL` and `bleu` are of the references;
+            `similarity` to them is what BERTScore computes, from full precision's own last hidden states;
+            `repeated` is the share in percent of tokens that end eight which the text had before. For a figure, by
+            token: the mean over prompts of the window's mean `PPLE`, or of the `gap` between the two most likely tokens
+            along full precision's text, and their standard deviations (`spread`); `repeated by token` is the share of
+            prompts in percent whose token there is one that `repeated` counts.
+        prompts: a prompt set.
+        schedule: such as `flexquant(threshold=2.0)`; empty is the recipe from the first token to the last.
+        quantile: the threshold is this quantile of full precision's window means on validation prompts; 0 is off.
+        control: a schedule of the same mean bits that does not listen to the signal, or PMPD's `learned` one.
+    """
+
+    show: Literal[
+        "agreement",
+        "prefix",
+        "KL",
+        "bits",
+        "bits with prefill",
+        "bits along",
+        "switches",
+        "threshold",
+        "rougeL",
+        "bleu",
+        "similarity",
+        "repeated",
+        "PPLE",
+        "PPLE spread",
+        "gap",
+        "gap spread",
+        "repeated by token",
+    ]
+    prompts: str = "longwriter-en"
+    schedule: str = ""
+    quantile: float = 0.0
+    control: Literal["", "uniform", "random_times", "other_order", "learned"] = ""
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        config = precision.read(self.schedule) if self.schedule else None
+        if (self.control or self.quantile) and config is None:
+            raise UserError("switching: a control or a quantile belongs to a schedule, such as flexquant")
+        if not 0 <= self.quantile < 1:
+            raise UserError(f"switching: quantile is {self.quantile}; it is a share above 0 and below 1, or 0 for none")
+        if self.quantile and config and config.threshold is not None:
+            raise UserError("switching: a quantile sets the threshold; leave threshold out of the schedule")
+        if self.control == "learned" and (config.window or config.interval or len(config.path) > 2):
+            raise UserError(
+                "switching: learned takes two widths and no window, such as flexquant(path=[4, 3], window=0)"
+            )
+        if config and config.copies == "host":
+            raise UserError("switching: prompts are decoded together, each in its own state; leave copies=host out")
+        if self.prompts not in sets.SETS:
+            raise UserError(f"switching: {sets.unknown('prompt set', self.prompts, sets.SETS)}")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`prompts` of a set (all that it has where these are fewer), up to `new_tokens` each within `context`.
+
+    Attributes:
+        short: at most so many tokens of a summary or translation (PMPD: 255).
+        validation: further prompts of the set, on which thresholds are chosen.
+        together: prompts that are decoded together.
+    """
+
+    prompts: int = 50
+    new_tokens: int = 1900
+    context: int = 2048
+    validation: int = 10
+    together: int = MOST
+    short: int = 256
+
+    def __post_init__(self) -> None:
+        at_least(self, prompts=2, new_tokens=2, context=4, validation=1, together=1)
+        if self.together > MOST:
+            raise UserError(f"together is {self.together}; at most {MOST} are decoded together")
+        if self.new_tokens >= self.context:
+            raise UserError(f"new_tokens is {self.new_tokens}; a context of {self.context} has room for fewer")
+        if self.short < 2:
+            raise UserError(f"short is {self.short}; it is 2 or more")
+
+    def tokens_of(self, prompts: str) -> int:
+        """The most new tokens of a set's texts."""
+        return min(self.new_tokens, self.short) if prompts in STOPS else self.new_tokens
+
+
+def lacking(ask: Ask) -> str:
+    """Why it cannot be measured here; empty if it can."""
+    return text_scores.lacking("rougeL") or text_scores.lacking(ask.show) or sets.lacking(ask.prompts)
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
+    if target.scale.protocols["switching"] is None:
+        return None
+    if ask.control == "learned" and target.recipe.steps and not _scheduler(ask, target).is_file():
+        return None
+    return {"texts": _job(ask, target)}
+
+
+def _scheduler(ask: Ask, target: Target) -> Path:
+    """The file of the trained scheduler of a model between two widths."""
+    return pmpd.path_of(target.model, *precision.read(ask.schedule).path)
+
+
+def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
+    protocol, calibration = target.scale.protocols["switching"], {}
+    plain = not target.recipe.steps
+    schedule = "" if plain else ask.schedule
+    config = precision.read(schedule) if schedule else None
+    needs = {} if plain else {"full": _job(ask, target.under("fp16"))}
+    widths = config.path if config else [16 if plain else target.recipe.steps[0].config.bits]
+    for bits in (bits for bits in widths if bits < 16):
+        made = compress.job(target.under(precision.recipe_at(target.text, bits)))
+        needs[f"w{bits}"] = made
+        calibration = made.declared().get("calibration")
+    rule: dict[str, Any] = asdict(protocol) | {"validating": validating}
+    if config:
+        rule |= {"quantile": ask.quantile, "control": ask.control}
+        if ask.quantile:
+            needs["validation"] = _job(ask, target.under("fp16"), validating=True)
+        if ask.control and ask.control != "learned":
+            needs["signal"] = _job(replace(ask, control="", schedule=_in_the_papers_order(ask.schedule)), target)
+            rule["seed"] = target.seed
+    rule["new_tokens"] = protocol.tokens_of(ask.prompts)
+    for name in ("together", "short"):  # the first decides no number, but for the order of sums
+        del rule[name]
+    inputs = target.inputs() | rule | {"prompts": sets.identifier(ask.prompts)}
+    inputs |= {"calibration": calibration, "schedule": _declared(config) if config else None}
+    learned = {}
+    if config and ask.control == "learned":
+        path = _scheduler(ask, target)
+        inputs["scheduler"], learned = head_files.identity(path), {"scheduler": str(path)}
+    options = target.options() | rule | {"set": ask.prompts, "schedule": schedule, "together": protocol.together}
+    options |= learned
+    return make("switching", target.label, inputs, options, needs, target.steps)
+
+
+def _declared(config: Config) -> dict[str, Any]:
+    """What decides the texts of a schedule: not where the weights are."""
+    declared = asdict(config)
+    del declared["copies"]
+    return declared
+
+
+def _in_the_papers_order(schedule: str) -> str:
+    """The schedule that a control stands against: the same with layers in the paper's order."""
+    return precision.write(replace(precision.read(schedule), order="kl", seed=0))
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Generate every prompt's text, and score it.
+
+    Raises:
+        UserError: damaged inputs, a prompt set that is not here, logits that are not finite; `Refused` for a context
+            that the model does not have.
+    """
+    given = job.given()
+    tokenizer = models.tokenizer(given["model"], given["hub"])
+    prompts = _prompts(given)
+    ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
+    engine, full = _engine(given, found)
+    held = {role: observations.load(found[role] / OUTPUTS[0]).series for role in ("full", "signal") if role in found}
+    group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
+    rows = []
+    for start in range(0, len(ids), given["together"]):
+        numbers = range(start, min(start + given["together"], len(ids)))
+        rows += _together(engine, full, given, numbers, ids, held)
+    series = _logged(rows)
+    for row, prompt in zip(rows, prompts):
+        text, reference = (_text(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
+        row["agreement"] = text_scores.rouge_l(text, [reference])
+        row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
+        row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
+        if prompt.references:
+            row["rougeL"] = text_scores.rouge_l(text, prompt.references)
+            row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
+            row["similarity"] = _similarity(full, tokenizer, text, prompt.references)
+    numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
+    series |= {name: Series(np.asarray([row[name] for row in rows]), RESAMPLED, group) for name in numbers}
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def _prompts(given: Mapping[str, Any]) -> list[sets.Prompt]:
+    """The prompts that are measured, or those behind them in the same shuffle, for validation."""
+    every = sets.load(given["set"], len(sets.rows(given["set"])))
+    last = min(given["prompts"], len(every) - given["validation"])
+    return every[last : last + given["validation"]] if given["validating"] else every[:last]
+
+
+def _similarity(full: Decoder, tokenizer: Any, text: str, references: Sequence[str]) -> float:
+    """The best F1 of greedy matching with a reference, by the last hidden states of the model in full precision."""
+    states = []
+    for one in (text, *references):
+        ids = tokenizer(one)["input_ids"][: len(full.cos)]
+        hidden = together(full, Cache(full, 1), [ids])[0] if ids else full.embedding[:0]
+        states.append(hidden.float().cpu().numpy())
+    return max(text_scores.matched_f1(states[0], reference) for reference in states[1:])
+
+
+def _text(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
+    """What tokens say, up to what ends an answer."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text.partition(STOPS[prompts])[0] if prompts in STOPS else text
+
+
+def repeated(tokens: Sequence[int]) -> list[bool]:
+    """Of each token of a text, whether it ends a run of `REPEATED` which the text had before."""
+    seen, found = set(), [False] * len(tokens)
+    for end in range(REPEATED, len(tokens) + 1):
+        run_of_tokens = tuple(tokens[end - REPEATED : end])
+        found[end - 1] = run_of_tokens in seen
+        seen.add(run_of_tokens)
+    return found
+
+
+def _cut(ids: Sequence[int], given: Mapping[str, Any]) -> list[int]:
+    """A prompt that leaves room for the new tokens: cut from the left."""
+    return list(ids[-(given["context"] - given["new_tokens"]) :])
+
+
+def _engine(given: Mapping[str, Any], found: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder]:
+    """The engine of a schedule, or of one width; and the decoder of full precision."""
+    on_cpu, device, dtype = (
+        dict(given) | {"device": "cpu"},
+        torch.device(given["device"]),
+        getattr(torch, given["dtype"]),
+    )
+    made: dict[int, LowBitModel] = {16: compress.load(on_cpu, None)}
+    made |= {int(role[1:]): compress.load(on_cpu, found[role]) for role in found if role[0] == "w"}
+    context = weights.check(given["model"], made[16].model.config, given["context"])
+    full = weights.decoder(made[16], context, device, dtype)
+    if given["schedule"]:
+        config = precision.read(given["schedule"])
+        if given["quantile"]:
+            config = replace(config, threshold=_threshold(found["validation"], config, given["quantile"]))
+        at = {bits: made[bits] for bits in config.path}
+        return SwitchingCore.of(given["model"], at, config, context, device, dtype, None, given["hub"], made[16]), full
+    bits = min(made)
+    one = full if bits == 16 else weights.decoder(made[bits], context, device, dtype)
+    return SwitchingCore(given["model"], copies.joined({bits: one}, False), Config(), [], given["hub"]), full
+
+
+def _threshold(folder: Path, config: Config, quantile: float) -> float:
+    """A quantile of the means of every window of full precision's signal on the validation prompts.
+
+    Raises:
+        UserError: no prompt's text is as long as a window.
+    """
+    held = observations.load(folder / OUTPUTS[0]).series
+    means = []
+    for name, one in held.items():
+        signal = one.values[1:]  # token 0 is the prefill's
+        if name.startswith("PPLE ") and len(signal) >= config.window:
+            means.append(np.convolve(signal, np.ones(config.window) / config.window, "valid"))
+    if not means:
+        raise UserError(f"a window of {config.window} tokens is longer than every validation text; take a shorter one")
+    return max(1.0, float(np.quantile(np.concatenate(means), quantile)))
+
+
+def _together(
+    engine: SwitchingCore,
+    full: Decoder,
+    given: Mapping[str, Any],
+    numbers: Sequence[int],
+    ids: Sequence[Sequence[int]],
+    held: Mapping[str, Mapping[str, Series]],
+) -> list[dict[str, Any]]:
+    """What is kept of prompts that are decoded together: a mapping each."""
+    prompts, signal = [ids[i] for i in numbers], held.get("signal")
+    references = []
+    if "full" in held:
+        references = [list(map(int, held["full"][f"tokens {i}"].values)) for i in numbers]
+    if engine.config.order == "oracle":
+        engine.foresee(prompts, references, full)
+    engine.rule = _rules(engine, given, numbers, signal, "") if signal else None
+    if "scheduler" in given:
+        engine.rule = _learned(engine, given, prompts)
+    texts = [text.tokens for text in engine.generate(prompts, given["new_tokens"], stop=STOPS.get(given["set"], ()))]
+    free = engine.switching
+    references = references or texts
+    if signal:
+        engine.rule = _rules(engine, given, numbers, signal, "along ")
+    along = engine.forced(prompts, references, full)
+    rows = []
+    for i, number in enumerate(numbers):
+        row: dict[str, Any] = {"number": number, "tokens": texts[i], "reference": references[i], "kl": along.kl[i]}
+        row |= {"gap": along.gap[i], "PPLE": free.signal[i], "log": free.logs[i], "along log": along.switching.logs[i]}
+        row |= {"KL": float(np.mean(along.kl[i])), "bits": free.bits[i], "bits along": along.switching.bits[i]}
+        row |= {"bits with prefill": free.bits_with_prefill[i], "switches": float(len(free.logs[i]))}
+        threshold = free.thresholds[i] if given["schedule"] else 1.0  # which no PPLE is below
+        rows.append(row | {"threshold": float(threshold)})
+    return rows
+
+
+def _learned(engine: SwitchingCore, given: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> list[Rule]:
+    """PMPD's rule for each prompt."""
+    size = engine.model.cos.shape[1]
+    scheduler = pmpd.load(Path(given["scheduler"]), size, models.fingerprint(given["model"]))
+    return [pmpd.rule_of(point) for point in pmpd.chosen(scheduler, engine.model, prompts)]
+
+
+def _rules(
+    engine: SwitchingCore, given: Mapping[str, Any], numbers: Sequence[int], signal: Mapping[str, Series], which: str
+) -> list[Rule]:
+    """A control's rule for each prompt: switches at steps that give the mean bits of the schedule's own run."""
+    rules = []
+    for number in numbers:
+        times = signal[f"{which}log {number}"].values if f"{which}log {number}" in signal else ()
+        target = signal["bits along" if which else "bits"].values[number]
+        length = len(signal[f"kl {number}" if which else f"tokens {number}"].values)
+        seed = [given["seed"], number, int(bool(which))]
+        steps = control_steps(given["control"], times, target, engine, max(length - 1, 1), seed)
+        rules.append(plan.planned_rule(steps, engine.config.layers))
+    return rules
+
+
+def control_steps(
+    control: str, times: Sequence[float], target: float, engine: SwitchingCore, steps: int, seed: int | Sequence[int]
+) -> list[int]:
+    """The steps at which a control switches: with given mean bits, as near as whole steps allow.
+
+    Args:
+        control: `uniform`, `random_times` or `other_order`.
+        times: the step of each move of the schedule that it stands against.
+        target: the mean bits of that schedule.
+        engine: whose moves are made in order, `config.layers` at a time.
+        steps: decode steps of the text.
+        seed: of random times.
+    """
+    if not len(times):
+        return []
+    layers = engine.config.layers
+    own = [int(step) for step in times][::layers]
+    most = -(-len(engine.ahead) // layers)
+
+    def cost(steps_of_switches: Sequence[int]) -> float:
+        made = []
+        for number, step in enumerate(steps_of_switches):
+            moves = engine.ahead[number * layers : (number + 1) * layers]
+            made += [Switch(step, move.layer, move.bits) for move in moves]
+        return plan.mean_bits(made, engine.weights, engine.high, steps)
+
+    if control == "uniform":
+        return plan.matched(lambda every: plan.even_steps(most, every, steps), cost, target, 0.01, 2.0 * steps)
+    if control == "random_times":
+        return plan.matched(lambda power: plan.random_steps(len(own), power, steps, seed), cost, target, 1e-3, 1e3)
+    return plan.matched(lambda factor: plan.stretched_steps(own, factor), cost, target, 0.1, 10.0)
+
+
+def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    """Tokens, signal, divergence and log of every prompt as series."""
+    series = {}
+    for row in rows:
+        number = row["number"]
+        for name in ("tokens", "PPLE", "kl", "gap"):
+            series[f"{name} {number}"] = Series(np.asarray(row[name], dtype=float), "tokens")
+        for name in ("log", "along log"):
+            steps = [float(switch.step) for switch in row[name]]
+            series[f"{name} {number}"] = Series(np.asarray(steps), "switches")
+    return series
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """The prompts' numbers; none of the references where the set has none."""
+    held = found["texts"].series
+    if ask.show in CURVES:
+        name, _, what = ask.show.partition(" ")
+        return {ask.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
+    names = [ask.show] if ask.show in held else []
+    if ask.show == "bleu":
+        names = [name for name in held if name.startswith("bleu ")]
+    return {name: Series(held[name].values, RESAMPLED, held[name].group) for name in names}
+
+
+def _curve(held: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
+    """By token, the mean over prompts of a window's mean, or its standard deviation, over the texts that go on."""
+    means, of = [], "tokens" if name == "repeated" else name
+    for key, one in held.items():
+        if key.startswith(f"{of} ") and len(one.values) > WINDOW:
+            each = 100 * np.asarray(repeated(one.values.tolist())) if name == "repeated" else one.values
+            means.append(np.convolve(each[1:], np.ones(WINDOW) / WINDOW, "valid"))
+    if not means:
+        raise UserError(f"switching: no text has more than {WINDOW} tokens, a window")
+    table = np.full((len(means), max(map(len, means))), np.nan)
+    for row, one in zip(table, means):
+        row[: len(one)] = one
+    enough = np.isfinite(table).sum(0) > 1  # a spread takes two
+    table = table[:, enough]
+    return np.nanstd(table, axis=0, ddof=1) if spread else np.nanmean(table, axis=0)
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The mean over prompts; BLEU of all of them together."""
+    if ask.show == "bleu":
+        return text_scores.bleu({name.removeprefix("bleu "): count for name, count in mean.items()})
+    return mean[ask.show]
+
+
+def reference(ask: Ask) -> bool:
+    """Agreement and divergence compare with full precision by themselves."""
+    return ask.show in COMPARED
+
+
+def itself(ask: Ask) -> float | None:
+    """Full precision agrees with itself."""
+    return {"agreement": 100.0, "prefix": 100.0, "KL": 0.0}.get(ask.show)
+
+
+def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
+    """Of the cells of other rows that without a schedule of the fewest bits, which a task has to tell from full
+    precision; None of what is compared with full precision by itself."""  # fmt: skip
+    if cell.ask.show not in TASK:
+        return None
+    static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.ask.schedule]
+    quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
+    return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
+
+
+def against(ask: Ask) -> str:
+    """Scores of texts are read as a difference to full precision."""
+    return "q - f" if ask.show in TASK else ""
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """A score is 0 to 100, all else 0 or more."""
+    shares = ("agreement", "prefix", "repeated", "repeated by token", *TASK)
+    return (0.0, 100.0) if ask.show in shares else (0.0, np.inf)

@@ -1,0 +1,85 @@
+"""KL divergence between a layer's quantized and its original weights, layer by layer (FlexQuant, Figure 2).
+
+It is what FlexQuant orders its layers by (`repro/methods/flexquant/order.py`), with the bins and the direction of its
+settings. No text is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from repro.jobs import compress
+from repro.jobs.target import Target
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.order import weight_divergence
+from repro.models.lowbit import block_linears
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Nats: of every layer, for a figure (`layers`); their `mean`; the largest over the smallest (`spread`)."""
+
+    show: Literal["layers", "mean", "spread"] = "mean"
+    direction: Literal["quantized", "full"] = "quantized"
+    unit: str = ""
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+    """One job compares all layers; full precision has none."""
+    if not target.recipe.steps:
+        return {}
+    made, config = compress.job(target), Config(direction=ask.direction)
+    rule = {name: asdict(config)[name] for name in ("direction", "bins", "pseudocount")}
+    inputs = target.inputs() | rule | {"calibration": made.declared().get("calibration")}
+    job = make("weight_divergence", target.label, inputs, target.options() | rule, {"weights": made}, target.steps)
+    return {"layers": job}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Compare every linear layer of the blocks, in model order.
+
+    Raises:
+        UserError: damaged inputs.
+    """
+    given = job.given()
+    full, quantized = compress.load(given, None), compress.load(given, found["weights"])
+    config = Config(direction=given["direction"], bins=given["bins"], pseudocount=given["pseudocount"])
+    other, values = block_linears(quantized.model), []
+    for name, linear in block_linears(full.model).items():
+        values.append(weight_divergence(linear.weight.detach(), other[name].weight.detach(), config))
+    observations.save(folder / OUTPUTS[0], {"layers": Series(np.asarray(values), "layers")}, origin)
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """The layers for a figure, else one number."""
+    if "layers" not in found:
+        return {}
+    held = found["layers"].series["layers"]
+    if ask.show == "layers":
+        return {"layers": held}
+    number = held.values.mean() if ask.show == "mean" else held.values.max() / held.values.min()
+    return {ask.show: Series(np.asarray([number]), "model")}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The number, or the mean of what is drawn."""
+    return mean[ask.show]
+
+
+def reference(ask: Ask) -> bool:
+    """It compares with full precision by itself."""
+    return True
+
+
+def itself(ask: Ask) -> float | None:
+    """Full precision does not diverge from itself, and has no spread."""
+    return None if ask.show == "spread" else 0.0

@@ -1,0 +1,167 @@
+"""Zero-shot accuracy of lm-eval tasks on local data, per task or as the plain mean over tasks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from repro.core.errors import UserError
+from repro.data import requests as stored
+from repro.data import tasks as entries
+from repro.data import zeroshot as scoring
+from repro.jobs import compress, requests
+from repro.jobs.target import Target
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+DEFAULT = None  # a scale that says nothing of it does not measure it
+# SPEAR, appendix D.4. Not all of tasks.yaml: a new entry there changes no protocol and no mean.
+LATER = {"without": ()}
+TASKS = ("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "boolq", "lambada_openai", "mmlu")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Which tasks; none is all of the scale's. `percent`: the paper prints percent, not a fraction.
+
+    Attributes:
+        whole: all items of a task of which the scale draws some; full precision alone answers them.
+        without: tasks that are left out of a mean.
+    """
+
+    tasks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    percent: bool = False
+    whole: bool = False
+    unit: str = "fraction"
+
+    def __post_init__(self) -> None:
+        entries.chosen(self.tasks)
+        entries.chosen(self.without)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`limit` items of each task (null: all), `tokens` in a forward pass.
+
+    With a task and a draw from it (`mmlu`, `mmlu-10`) the draw is what is asked and averaged, on the same items for all
+    recipes; full precision answers the whole set too.
+
+    `absent` are tasks whose files are not on this machine. Only a build's own measurement passes over them; no mean
+    over tasks is measured then.
+    """
+
+    limit: int | None = None
+    tokens: int = 4096
+    tasks: tuple[str, ...] = TASKS
+    absent: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        entries.chosen(self.tasks)
+        for name in ("limit", "tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it is 1 or more")
+
+    def draw(self, name: str) -> str:
+        """The draw that this protocol has from a task, or the task itself."""
+        drawn = {entries.TASKS[task].shipped: task for task in self.tasks if entries.TASKS[task].draw}
+        return drawn.get(entries.TASKS[name].shipped, name)
+
+    def answered(self, ask: Ask) -> list[str]:
+        """The tasks that an `Ask` means here."""
+        names = [name for name in ask.tasks or map(self.draw, self.tasks) if name not in ask.without]
+        return list(dict.fromkeys(names if ask.whole else map(self.draw, names)))
+
+
+def brief(protocol: Protocol, least: Any) -> Protocol:
+    """The protocol of a build's own measurement: the first items, of the tasks whose files are here."""
+    absent = tuple(task for task in protocol.tasks if not entries.available(task))
+    return replace(protocol, limit=min(protocol.limit or least.items, least.items), absent=absent)
+
+
+def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+    """One job scores all tasks of a scale, so that a model is loaded once; None where it measures no such task."""
+    return scoring_job("zeroshot", ask, target)
+
+
+def scoring_job(kind: str, ask: Ask, target: Target) -> dict[str, Job] | None:
+    """The job of a kind that scores tasks, under the scale's protocol for that kind."""
+    protocol = target.scale.protocols[kind]
+    if protocol is None:
+        return None
+    tasks = [task for task in protocol.tasks if not target.recipe.steps or protocol.draw(task) == task]
+    tasks = [task for task in tasks if task not in protocol.absent]
+    if set(protocol.answered(ask)) - set(tasks):
+        return None
+    needs = {f"requests {task}": requests.job(target, task, protocol.limit) for task in tasks}
+    compressed = compress.job(target)
+    inputs = target.inputs() | {
+        "calibration": compressed.declared().get("calibration"),
+        "tasks": {task: entries.identifier(task) for task in tasks},
+        "limit": protocol.limit,
+        "tokens": protocol.tokens,
+    }
+    if target.recipe.steps:
+        needs["weights"] = compressed
+    rule = {"tasks": tasks, "limit": protocol.limit, "tokens": protocol.tokens}
+    return {"items": make(kind, target.label, inputs, target.options() | rule, needs, target.steps)}
+
+
+def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    """Score the tasks: one series a task, 1 where an item is answered correctly.
+
+    Raises:
+        UserError: damaged inputs, an answer beyond the context, NaN in the logits.
+    """
+    score(job, found, folder, origin, ("correct",))
+
+
+def score(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str], columns: Sequence[str]) -> None:
+    """Score the tasks of a job and keep columns of `scoring.run`, a series a task each; what has no value is left out.
+
+    Raises:
+        UserError: as `run`.
+    """
+    given = job.given()
+    lm = compress.load(given, found.get("weights"))
+    series = {}
+    for task in given["tasks"]:
+        one = stored.load(found[f"requests {task}"] / requests.OUTPUTS[0])
+        label = f"lm-eval {one.meta['harness']}" + (f" n{given['limit']}" if given["limit"] else "")
+        frame = scoring.run(lm.model, [one], given["tokens"])
+        for name in columns:
+            values = frame[name].dropna().to_numpy(dtype=float)
+            series[f"{task}/{name}"] = Series(values, "items", f"{label}: {task}")
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    """The items of the tasks that were asked for."""
+    held = found["items"].series
+    return {f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(ask)}
+
+
+def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+    """The plain mean of the tasks' accuracies."""
+    return (100 if ask.percent else 1) * np.mean(list(mean.values()), axis=0)
+
+
+def limits(ask: Ask) -> tuple[float, float]:
+    """A share, or a percentage."""
+    return (0.0, 100.0 if ask.percent else 1.0)
+
+
+def status(ask: Ask, full: Mapping[str, Series]) -> str:
+    """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
+    correct = {name.partition("/")[0]: one.values for name, one in full.items()}
+    return "floor" if scoring.at_chance(correct) else "ok"
+
+
+def against(ask: Ask) -> str:
+    """Accuracy is read as a difference to full precision."""
+    return "q - f"

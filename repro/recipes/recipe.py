@@ -1,0 +1,345 @@
+"""A recipe names the ordered steps that make a model low-bit: `gptq-w4-g128`, `rtn-w4-pc + spear`, `fp16` (no step).
+
+A step is a baseline or method with fields of its `Config`. There are two forms, and both give the same step:
+
+    gptq-w4-g128-act_order-percdamp=5e-05        gptq(w=4, g=128, act_order, percdamp=5e-05)
+
+    w4 → bits=4    a8 → act_bits=8    g128 → group=128    r8 → rank=8    pc → group=0    sym / asym → symmetric
+    g-1, g=-1 → group=0 (as GPTQ's own code spells it)
+    w2a16 → w2 and a16                act_order → act_order=True           percdamp=0.05 → percdamp=0.05
+
+Values are YAML, and `5e-05` is a float (YAML 1.1 reads it as text). `Recipe.name` is the canonical spelling, so that
+two spellings of a recipe have one name: the dash form unless a value needs the other (a list, null, text with a blank).
+"""
+
+import dataclasses
+import json
+import re
+from collections import ChainMap, Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import pairwise, zip_longest
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from repro.baselines import BASELINES
+from repro.core import strict
+from repro.core.errors import UserError, unknown
+from repro.core.files import short_hash
+from repro.methods import METHODS
+from repro.models.attachments import REGISTRIES
+from repro.recipes.recipe_text import cut, read_value, split, widths, write_value
+
+STEPS: ChainMap[str, ModuleType] = ChainMap(METHODS, BASELINES)
+REGISTRIES.append(BASELINES)  # METHODS adds itself
+SHORT = {"w": "bits", "a": "act_bits", "g": "group", "r": "rank"}
+WORDS = {"pc": ("group", 0), "sym": ("symmetric", True), "asym": ("symmetric", False)}
+ALWAYS = ("bits", "group")  # in every name, default or not: a table's reader looks for them first
+PER_CHANNEL = -1  # a group elsewhere, such as in GPTQ's own code; here it is 0
+LONGEST, SLUG = 4000, 80
+_optioned: dict[tuple, str] = {}  # what `with_options` gave, by what it was asked
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the registry name, its module, and its frozen config; `given` are the fields that its text names."""
+
+    name: str
+    module: ModuleType
+    config: Any
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs calibration sequences: its config says, else its module."""
+        return getattr(self.config, "calibrated", self.module.CALIBRATED)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The steps in order; none is full precision."""
+
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def name(self) -> str:
+        """The canonical text: in each step the fields that differ from their defaults, and always bits and group."""
+        return " + ".join(map(_spell, self.steps)) or "fp16"
+
+    @cached_property
+    def config(self) -> list[list]:
+        """`[name, {field: value}]` of every step with all fields, fit for JSON: what a run's hash is made of."""
+        return [[step.name, _fields(step.config)] for step in self.steps]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any step needs calibration sequences."""
+        return any(step.calibrated for step in self.steps)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the result depends on a seed: a step is calibrated or has a field `seed`."""
+        return any(step.calibrated or hasattr(step.config, "seed") for step in self.steps)
+
+    @cached_property
+    def before(self) -> str:
+        """The recipe minus its last step, if that compressed model can be reused as a starting point; otherwise empty.
+
+        It cannot after a step that rescales weights: those that it quantized are no longer the model's.
+        """
+        earlier = self.steps[:-1]
+        reusable = earlier and not any(getattr(step.module, "RESCALES", False) for step in earlier)
+        return Recipe(earlier).name if reusable else ""
+
+    @cached_property
+    def slug(self) -> str:
+        """The name as a file name of at most 80 characters; a hash of the name ends it when it is cut."""
+        slug = re.sub(r"[^A-Za-z0-9_.=-]+", "_", self.name).strip("_")
+        return slug if len(slug) <= SLUG else f"{slug[: SLUG - 9]}.{short_hash(self.name)}"
+
+    @cached_property
+    def _by_seed(self) -> dict[int, "Recipe"]:
+        """What `with_seed` made of it: every cell asks again."""
+        return {}
+
+
+def parse(text: str) -> Recipe:
+    """Parse a recipe in either form.
+
+    Raises:
+        UserError: an unknown step or option, a value of the wrong type, or text that is not a recipe.
+    """
+    return _parsed(str(text), (*METHODS.items(), *BASELINES.items()))  # those of a ChainMap take ten times as long
+
+
+@cache
+def _parsed(text: str, steps: tuple[tuple[str, ModuleType], ...]) -> Recipe:
+    """The recipe of a text, read once for each set of steps."""
+    found = tuple(_build(name, values, text) for name, values in _read(text))
+    kinds = Counter(step.module.KIND for step in found if hasattr(step.module, "KIND"))
+    if twice := [kind for kind, count in kinds.items() if count > 1]:
+        raise _error(text, f"a second {twice[0]} is refused; a layer takes one attachment of each kind")
+    for first, then in pairwise(found):
+        if getattr(first.module, "KIND", "") == "sparsity":
+            raise _error(text, f"{then.name} after {first.name} is refused; {first.name} is a recipe's last step")
+    for first, then in zip_longest(found, found[1:]):
+        if getattr(first.module, "PREPARES", False) and (then is None or hasattr(then.module, "KIND")):
+            raise _error(
+                text,
+                f"{first.name} stores no weights; put a quantizer after it: {first.name} + rtn-w4-g128",
+            )
+    for first, then in pairwise(found[1:]):  # a compensator that comes first says itself that nothing is quantized
+        if getattr(first.module, "KIND", "") == "compensator" and not hasattr(then.module, "KIND"):
+            raise _error(
+                text,
+                f"{then.name} after {first.name} is refused; a compensator corrects what quantizers before it left",
+            )
+    return Recipe(found)
+
+
+def with_options(text: str, options: Mapping[str, Mapping[str, Any]]) -> str:
+    """The recipe with further `options` for the steps of a given name, except where its text gives them.
+
+    Raises:
+        UserError: as `parse`, or an option that its step does not have.
+    """
+    key = (str(text), repr(options), *METHODS.items(), *BASELINES.items())
+    if key not in _optioned:  # asked for by every change of a scale, thousands of times a table
+        steps = []
+        for name, values in _read(str(text)):
+            for option in (more := options.get(name, {})):
+                _check_option(name, option, option, str(text))
+            steps.append(_build(name, dict(more) | values, str(text)))
+        _optioned[key] = " + ".join(_spell(step, step.given) for step in steps) or "fp16"
+    return _optioned[key]
+
+
+def with_seed(recipe: Recipe, seed: int) -> Recipe:
+    """The recipe with `seed` in every step that has a field `seed` which its text does not give; 0 changes nothing."""
+    if seed == 0:
+        return recipe
+    if seed not in recipe._by_seed:
+        steps = []
+        for step in recipe.steps:
+            if hasattr(step.config, "seed") and "seed" not in step.given:
+                config = dataclasses.replace(step.config, seed=seed)
+                step = dataclasses.replace(step, config=config, given=step.given | {"seed"})
+            steps.append(step)
+        recipe._by_seed[seed] = Recipe(tuple(steps))
+    return recipe._by_seed[seed]
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def on_device(steps: tuple[Step, ...], device: str) -> tuple[Step, ...]:
+    """The steps as they run on a class of device: on a CPU whatever is trained computes in float32.
+
+    There bfloat16 takes 7.5 times as long. It is no part of the recipe's identity, which is the same on every device;
+    `computed_in` is kept with the environment of a result.
+    """
+    return tuple(_in_float32(step) if device == "cpu" else step for step in steps)
+
+
+def _in_float32(step: Step) -> Step:
+    if not hasattr(step.config, "compute"):
+        return step
+    return dataclasses.replace(step, config=dataclasses.replace(step.config, compute="float32"))
+
+
+def computed_in(steps: tuple[Step, ...], device: str) -> dict[str, str]:
+    """The dtype that each trained step computes in on a class of device, by the step's name."""
+    run = on_device(steps, device)
+    return {step.name: step.config.compute for step in run if hasattr(step.config, "compute")}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The name of each step and the values that the text gives, not yet checked for their types."""
+    if len(text) > LONGEST:
+        raise _error(text, f"{len(text):,} characters; at most {LONGEST:,} are read")
+    line = re.sub(r"[\t\r\n]", " ", text)
+    if strange := next((c for c in line if not c.isprintable()), None):
+        raise _error(text, f"the character U+{ord(strange):04X} is not allowed in a recipe")
+    try:
+        parts = [part.strip() for part in split(line, "+")]
+        if parts == ["fp16"]:
+            return []
+        steps = []
+        for part in parts:
+            name, words = _words(part)
+            if name == "fp16":
+                raise ValueError("fp16 is full precision, alone and without options")
+            if name not in STEPS:
+                raise ValueError(unknown("step", cut(name), [*STEPS, "fp16"]))
+            values: dict[str, Any] = {}
+            for word in widths(words, get_type_hints(STEPS[name].Config)):
+                key, value = _option(name, word, text)
+                if key in values:
+                    raise ValueError(f"{key} of {name} is given twice")
+                values[key] = value
+            steps.append((name, values))
+    except ValueError as error:
+        raise _error(text, error) from None
+    return steps
+
+
+def _words(part: str) -> tuple[str, list[str]]:
+    """The name of a step and its options as text."""
+    call = re.match(r"([^-=()\[\]{}'\"]*)\(", part)
+    if call is None:
+        name, *words = split(part, "-")
+        return name, _signed(words)
+    if not part.endswith(")"):
+        raise ValueError(f"{cut(part[part.rindex(')') + 1 :])!r} follows the closing bracket of {cut(call[1])!r}")
+    inside = part[call.end() : -1]
+    return call[1].strip(), [word.strip() for word in split(inside, ",")] if inside.strip() else []
+
+
+def _signed(words: list[str]) -> list[str]:
+    """The words of a dash form, those that a minus sign has cut put together again: `g`, `1` of `g-1` as `g=-1`."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] in SHORT and re.fullmatch("[0-9]{1,9}", word):
+            found[-1] += f"=-{word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _option(step: str, word: str, text: str) -> tuple[str, Any]:
+    """The field that a word of a step sets, and its value."""
+    hints = get_type_hints(STEPS[step].Config)
+    key, equals, raw = (part.strip() for part in word.partition("="))
+    short = re.fullmatch("([a-z])([0-9]{1,9})", word)
+    if equals:
+        name = key if key in hints else SHORT.get(key, key)
+        _check_option(step, name, key, text)
+        value = read_value(raw, name, step)
+        return name, 0 if name == "group" and type(value) is int and value == PER_CHANNEL else value
+    if word in WORDS and word not in hints:
+        name, value = WORDS[word]
+    elif short and short[1] in SHORT and word not in hints:
+        name, value = SHORT[short[1]], int(short[2])
+    else:
+        name, value = word, True
+    _check_option(step, name, word, text)
+    if name == word:
+        try:
+            strict.convert(hints[name], True, name)
+        except UserError:
+            raise ValueError(f"option {name!r} of {step} needs a value: {name}=...") from None
+    return name, value
+
+
+def _check_option(step: str, name: str, word: str, text: str) -> None:
+    fields = sorted(f.name for f in dataclasses.fields(STEPS[step].Config) if f.init)
+    if name not in fields:
+        raise _error(text, f"{step} has no option {cut(word)!r}; options: {', '.join(fields) or 'none'}")
+
+
+def _build(name: str, values: dict[str, Any], text: str) -> Step:
+    """The step with its config checked."""
+    try:
+        config = strict.build(STEPS[name].Config, values, "")
+    except UserError as error:
+        raise _error(text, str(error).removeprefix(": ")) from None
+    return Step(name, STEPS[name], config, frozenset(values))
+
+
+def _error(text: str, why: object) -> UserError:
+    return UserError(f"recipe {cut(text)!r}: {cut(str(why), 400)}")
+
+
+# --- spelling ---------------------------------------------------------------------------------------------------------
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Every field of a config as JSON has it."""
+    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value + 0.0 if isinstance(value, float) else value  # -0.0 equals 0.0 and has its name
+
+
+def _spell(step: Step, also: frozenset[str] = frozenset()) -> str:
+    """The canonical text of a step; `also` are fields to write even where they are the default."""
+    values = _fields(step.config)
+    shown = {}
+    for f in dataclasses.fields(step.config):
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        keep = f.name in ALWAYS or f.name in also or default is dataclasses.MISSING
+        if f.init and (keep or json.dumps(values[f.name]) != json.dumps(_plain(default))):
+            shown[f.name] = values[f.name]
+    words = [_word(name, value, values, dash=True) for name, value in shown.items()]
+    if None not in words:
+        return "-".join([step.name, *words])
+    return f"{step.name}({', '.join(_word(name, value, values, dash=False) for name, value in shown.items())})"
+
+
+def _word(name: str, value: Any, fields: Mapping[str, Any], dash: bool) -> str | None:
+    """`pc`, `g128` or `key=value`, in the call form `pc` or `g=128`; None where a word between dashes cannot say it."""
+    for word, (key, meant) in WORDS.items():
+        if key == name and value is meant and word not in fields:
+            return word
+    if value is True:
+        return name
+    short = next((short for short, key in SHORT.items() if key == name and short not in fields), None)
+    text = write_value(value)
+    if not dash:
+        return f"{short or name}={text}"
+    if short and type(value) is int and 0 <= value < 10**9 and f"{short}{value}" not in fields:
+        return f"{short}{value}"
+    if value is None or isinstance(value, list | dict) or (isinstance(value, str) and re.search(r"[^\w.]", text)):
+        return None
+    return f"{name}={text}"

@@ -1,1 +1,0 @@
-"""Measurements: where they come from, how they are kept, accepted and judged."""

@@ -1,7 +1,0 @@
-"""Snakemake's hand-over of a table or figure."""
-
-from repro.jobs.workers.fork_server import call
-
-if "snakemake" in globals():
-    ((what, name),) = snakemake.wildcards.items()  # noqa: F821
-    call("repro.render.draw:draw", [snakemake.params.scale, what, name, snakemake.log[0]])  # noqa: F821

@@ -1,0 +1,1 @@
+"""Results: find what is stored or measured here, accept it, measure it again."""

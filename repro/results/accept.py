@@ -1,0 +1,149 @@
+"""`accept`: take what was built of a table or figure into results/, recomputed and checked; nothing is half-taken."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+
+from repro.core.errors import UserError
+from repro.papers.cell import Cell
+from repro.results import measure
+from repro.specs import figures
+from repro.specs import scale as scales
+from repro.store import accepted, provenance
+from repro.store.accepted import Taken
+from repro.store.job import Job, distinct
+from repro.store.measurement import MEASURED, Measurement, from_csv, text
+from repro.workflow import runner
+from repro.workflow.workflow import Workflow
+
+TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under other versions than today's
+TIMED = ("decode",)  # kinds of jobs that measure time
+# An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
+SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
+COMPARED = tuple(field.name for field in fields(Measurement) if field.name != "live")
+
+
+def accept(path: Path) -> dict[str, int]:
+    """Recompute a built table's fresh rows from the folders of their jobs under build/, and merge them into results/.
+
+    Rows that were made under other versions are taken with those, and are stale. Cells that take no job are left out:
+    settings are fresh everywhere, kernel times have results of their own.
+
+    Args:
+        path: a table's CSV. It says which cells and scale are meant; no number and no path in it is used.
+
+    Returns:
+        Number of rows by file that was written.
+
+    Raises:
+        UserError: no fresh row, an unknown cell or scale, a row that is not what its observations say, observations of
+            another job, device, or of uncommitted code.
+    """
+    return _merge(from_csv(path), str(path))
+
+
+def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
+    """Likewise the points of a figure, from the folders of their jobs under build/.
+
+    Args:
+        flow: measures everything itself, on the device class that the jobs ran on.
+        name: such as `spear/figure13`.
+
+    Returns:
+        Number of rows by file that was written.
+
+    Raises:
+        UserError: as `accept`, or the figure is drawn from a table's cells.
+    """
+    paper, number = figures.split(name)
+    table = figures.figure(paper, number).table
+    if table:
+        raise UserError(f"{name} is drawn from the cells of {table}; accept tables/{table}.csv")
+    cells = flow.cells(paper, number, "figure")
+    return _merge([measure.fresh(flow, cell) for cell in cells if any(flow.jobs(cell))], name)
+
+
+def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
+    """Recompute the fresh rows of a table or figure, and merge them into results/."""
+    rows = [row for row in built if row.live == "fresh" and row.status in TAKEN]
+    flows: dict[str, Workflow] = {}
+    taken: dict[tuple[str, ...], Taken] = {}
+    for row in rows:
+        try:
+            flow = flows.setdefault(row.scale + row.device_class, _flow(row))
+            cell = measure.cell_of(flow, row)
+            if row.key in taken:
+                raise UserError("given twice")
+            if not flow.is_taken(cell) and any(flow.jobs(cell)):
+                taken[row.key] = _taken(flow, cell, row)
+        except UserError as error:
+            raise UserError(f"{where}: {row.where}: {error}") from None
+    if not any(one.row.status in MEASURED for one in taken.values()):
+        raise UserError(f"{where}: no measured row to accept; one is fresh, and its status ok or floor")
+    return accepted.write(taken.values())
+
+
+def _flow(row: Measurement) -> Workflow:
+    """The workflow that measures a row's scale, where that leaves it open on the device class that the row names."""
+    at = scales.load(name=row.scale)
+    if at.device == "any" and row.device_class in ("cpu", "cuda"):
+        at = at.on(row.device_class)
+    return Workflow(at, recorded=False)
+
+
+def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
+    """A row as its observations say it, with all that is kept of it.
+
+    Raises:
+        UserError: what is wrong with it, without its place.
+    """
+    jobs = measure.jobs_behind(flow, cell)
+    for job in jobs:
+        if not runner.origin(job):
+            raise UserError(f"{job.folder} is not built here; run it here, or bring it from where it ran")
+    built, shown = measure.built(flow, cell), measure.fresh(flow, cell)
+    for name in COMPARED:
+        given, found = text(getattr(row, name)), text(getattr(shown, name))
+        if given != found:
+            raise UserError(f"{name} is {given!r}, but its jobs give {found!r}; build the table anew")
+    _check_origins(jobs)
+    if built.floor is not None and built.value is not None and built.value < built.floor:
+        raise UserError(f"{built.value} is less than the {built.floor} that the device allows; measure again")
+    quantity = flow.quantity(cell) if built.status in MEASURED else None
+    return Taken(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell))
+
+
+def _computes_like(device: str) -> str:
+    """The architecture of a card whose results are those of every card of it; any other device is itself."""
+    return "sm_90" if device.startswith(SM_90) else device
+
+
+def _check_origins(jobs: list[Job]) -> None:
+    """Raise unless jobs ran on one device per class, at commits of this project, on files that the jobs before made.
+
+    Where no time is measured, cards of one architecture are one device: they compute the same.
+
+    Raises:
+        UserError: they did not.
+    """
+    devices: dict[str, str] = {}
+    for job in jobs:
+        origin, wanted = runner.origin(job), job.given().get("device", "cpu")
+        if not re.fullmatch("[0-9a-f]{7,40}", origin["commit"]):  # `unknown`, or with a + for uncommitted changes
+            raise UserError(f"measured at commit {origin['commit']!r}; commit the code, then measure")
+        if not provenance.has_commit(origin["commit"]):
+            raise UserError(f"measured at commit {origin['commit']}, which this checkout does not have; fetch it")
+        if origin["device_class"] != wanted:
+            raise UserError(f"measured on {origin['device_class']!r}, but its scale runs it on {wanted!r}")
+        first = devices.setdefault(wanted, origin["device"])
+        timed = any(one.kind in TIMED for one in jobs)
+        if first != origin["device"] and (timed or _computes_like(first) != _computes_like(origin["device"])):
+            raise UserError(f"measured on {first} and on {origin['device']}; run its jobs on one of them")
+    for job in distinct(jobs):
+        read = json.loads(runner.origin(job).get("artifacts", "{}"))
+        for role, need in job.needs:
+            for file, digest in json.loads(runner.origin(need).get("made", "{}")).items():
+                if read.get(f"{role}/{file}", digest) != digest:
+                    raise UserError(f"{job.id} read another {role} than {need.folder} holds; build it again")

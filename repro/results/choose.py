@@ -1,0 +1,113 @@
+"""The best rate of every method of a sweep becomes what its spec has `chosen`; a list whose best is at an end goes on.
+
+A sweep is a spec of our own, such as `tables/bitbybit/rates.yaml`, with rows `METHOD, x MULTIPLE` of the same multiples
+for all methods. The first thing that it measures decides, and less is better. A method without a whole list, or whose
+best multiple is the first or the last one, has no choice yet: rows of other tables that take its rate are not run.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from repro.core.errors import UserError
+from repro.core.files import write_text
+from repro.results import measure
+from repro.workflow.workflow import Workflow
+
+ROW = re.compile(r"(.+), x ([0-9.]+)")
+CHOSEN = re.compile(r"^chosen:.*(?:\n  - .*)*$", re.MULTILINE)
+RATE = re.compile(r"(\w*lr: )([0-9.e+-]+)")
+Sweep = dict[str, dict[float, float | None]]  # by method and multiple; None where it was not measured
+
+
+def label(method: str, multiple: float) -> str:
+    """The row of a method's multiple."""
+    return f"{method}, x {multiple:g}"
+
+
+def sweep(flow: Workflow, paper: str, name: str) -> Sweep:
+    """What was measured of every row; infinity where a training diverged.
+
+    Raises:
+        UserError: a row is not `METHOD, x MULTIPLE`.
+    """
+    cells = flow.cells(paper, name)
+    metric = cells[0].metric
+    found: Sweep = {}
+    for cell in cells:
+        if cell.metric != metric:
+            continue
+        read = ROW.fullmatch(cell.row)
+        if read is None:
+            raise UserError(
+                f"{paper}/{name}: the row {cell.row!r} is not `METHOD, x MULTIPLE`; no rate is chosen from it"
+            )
+        measured = measure.one(flow, cell)
+        value = math.inf if measured.status == "diverged" else measured.value
+        stale = measured.status == "stale"
+        found.setdefault(read[1], {})[float(read[2])] = None if stale else value
+    return found
+
+
+def best(values: Mapping[float, float | None]) -> float | None:
+    """The multiple with the least value; None where one of them was not measured."""
+    if None in values.values():
+        return None
+    return min(values, key=lambda multiple: (values[multiple], multiple))
+
+
+def further(values: Mapping[float, float | None]) -> float | None:
+    """The multiple that the list goes on with, of 1, 3, 10, 30 and so on; None where the best is not at an end."""
+    chosen = best(values)
+    if chosen == max(values):
+        return _steps(chosen, up=True)
+    return _steps(chosen, up=False) if chosen == min(values) else None
+
+
+def _steps(multiple: float, up: bool) -> float:
+    """The neighbour of a multiple among 1, 3, 10, 30 and so on, in both directions."""
+    power = 10.0 ** math.floor(math.log10(multiple) + 1e-9)
+    is_three = multiple > 2 * power
+    if up:
+        return 10 * power if is_three else 3 * power
+    return power if is_three else 0.3 * power
+
+
+def choices(found: Sweep) -> dict[str, float]:
+    """The multiple of every method that has one: the least value, neither the first nor the last of its list."""
+    return {method: best(values) for method, values in found.items() if best(values) and not further(values)}
+
+
+def wrong(found: Sweep, chosen: Iterable[str]) -> list[str]:
+    """The chosen rows that are not the best of their list, inside it, by what was measured."""
+    right = {label(*choice) for choice in choices(found).items()}
+    return [row for row in chosen if row not in right]
+
+
+def rewrite(spec: Path, found: Sweep) -> list[str]:
+    """Name the choices in a spec, and put the next multiple behind every list whose best is at an end.
+
+    Returns:
+        The rows that are new; they have to be run.
+    """
+    text, new = spec.read_text(encoding="utf-8"), []
+    for method, values in found.items():
+        multiple = further(values)
+        if multiple is not None:
+            new.append(label(method, multiple))
+            text = _with_row(text, method, multiple, best(values))
+    lines = [f"  - {label(*choice)}" for choice in choices(found).items()]
+    text = CHOSEN.sub(lambda _: "\n".join(["chosen:", *lines]) if lines else "chosen: []", text)
+    write_text(spec, text)
+    return new
+
+
+def _with_row(text: str, method: str, multiple: float, end: float) -> str:
+    """The text of a spec with a row behind the one at an end of a method's list, its rates those of x 10 rescaled."""
+    lines = text.split("\n")
+    starts = {value: f'  "{label(method, value)}": ' for value in (10, end)}
+    model = next(line for line in lines if line.startswith(starts[10])).removeprefix(starts[10])
+    place = next(i for i, line in enumerate(lines) if line.startswith(starts[end]))
+    scaled = RATE.sub(lambda rate: f"{rate[1]}{float(rate[2]) * multiple / 10:.1e}", model)
+    return "\n".join([*lines[: place + 1], f'  "{label(method, multiple)}": {scaled}', *lines[place + 1 :]])

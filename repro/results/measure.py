@@ -1,0 +1,308 @@
+"""The measurements of a table or figure: stored in results/, fresh from built files, or why there is none."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from repro.core.errors import Refused, UserError, unknown
+from repro.metrics import metric_of
+from repro.papers.cell import Cell, Place
+from repro.recipes import recipe
+from repro.results import recorded
+from repro.results.recorded import JOIN, ORIGIN
+from repro.specs import figures, scale, tables
+from repro.stats.quantity import Quantity, compose, constant
+from repro.stats.statistics import Interval
+from repro.store import provenance
+from repro.store.job import Job, distinct
+from repro.store.measurement import MEASURED, Measurement
+from repro.workflow import runner, versions
+from repro.workflow.workflow import Workflow
+
+FRESH = ("fresh", "partial")  # of `Measurement.live`: measured here
+
+
+def measure(flow: Workflow, cells: Collection[Cell]) -> dict[Place, Measurement]:
+    """Every cell's measurement by its place, in order.
+
+    A cell is stored when an accepted measurement of it, or of the same declared inputs in another table, stands; else
+    fresh when it was measured here; else it carries the status that says why there is none. Where a workflow is to
+    measure everything itself, what was measured here comes first.
+    """
+    return {cell.place: one(flow, cell) for cell in cells}
+
+
+def one(flow: Workflow, cell: Cell) -> Measurement:
+    """The measurement of one cell."""
+    key = ("cell", cell.table, *cell.place, cell.recipe, str(cell.seeds), repr(cell.ask))
+    return flow.once(key, lambda: _one(flow, cell))
+
+
+def _one(flow: Workflow, cell: Cell) -> Measurement:
+    """The same, computed; at chance where full precision is no better than the fewest bits of its table."""
+    found = _as_it_is(flow, cell)
+    if found.status == "ok" and _at_chance(flow, cell):
+        note = "full precision is not better than the fewest bits by more than its interval"
+        return replace(found, status="floor", note=note)
+    return found
+
+
+def _at_chance(flow: Workflow, cell: Cell) -> bool:
+    """Whether the task of a cell does not tell full precision from the fewest bits of its table."""
+    fewest_bits = metric_of(cell.measure).fewest_bits
+    if fewest_bits is None:
+        return False
+    peers = [one for one in flow.cells(cell.paper, cell.number, cell.kind) if one.place[1:] == cell.place[1:]]
+    fewest = fewest_bits(cell, peers)
+    if fewest is None:
+        return False
+    quantities = {}
+    full = flow.full_precision(cell)
+    full = next((peer for peer in peers if peer.recipe == full.recipe), full)
+    for name, other in (("f", full), ("l", fewest)):
+        m = _as_it_is(flow, other)
+        quantities[name] = quantity(flow, other, m) if m.status in MEASURED else None
+    if None in quantities.values():
+        return False
+    gain = compose("f - l", quantities).interval()
+    return gain.lo is not None and gain.lo <= 0
+
+
+def _as_it_is(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell's measurement by itself."""
+    blank = _blank(flow, cell)
+    if flow.is_taken(cell):
+        return taken(flow, cell)
+    if cell.model and (not cell.stand_in or metric_of(cell.measure).PUBLIC):
+        return arithmetic(cell, blank) or replace(blank, status=blank.status if cell.stand_in else "no_stand_in")
+    if not flow.is_measured(cell):
+        return blank
+    if flow.held_back(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
+        facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
+        return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
+    if metric_of(cell.measure).JOBLESS:
+        return fresh(flow, cell)
+    if not flow.jobs(cell):
+        return replace(blank, note=f"scale {flow.scale.name} does not measure it")
+    if absent := flow.lacking(cell):
+        return recorded.find(flow, cell) or replace(blank, note=absent)
+    if flow.stored_first or flow.recorded:
+        stored = recorded.find(flow, cell)
+        if stored and stored.status != "stale":
+            return stored
+        own = _own(flow, cell)
+        return own if own.live or not stored else stored
+    own = _own(flow, cell)
+    return own if own.live else recorded.find(flow, cell) or own
+
+
+def _own(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell as it was measured here; `partial` where that was on its first windows or items, or with one seed."""
+    if flow.recorded:
+        note = f"scale {flow.scale.name} takes it from accepted results, and there is none"
+        return replace(_blank(flow, cell), note=note)
+    if not flow.stored_first:
+        return fresh(flow, cell)
+    found = fresh(flow.brief, cell)
+    if found.live and found.inputs != recorded.declared(flow, cell)["inputs"]:
+        found = replace(found, live="partial")
+    return found
+
+
+def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
+    """A cell by arithmetic on public shapes: one without stand-in, or of a kind that always is, where it can be."""
+    shape = scale.shape(cell.model)
+    if not (cell.recipe and shape):
+        return None
+    value = metric_of(cell.measure).exact(cell.ask, recipe.parse(cell.recipe).steps, shape)
+    facts = {"status": "ok", "grade": "D", "live": "arithmetic", "recipe": cell.recipe, "stand_in": ""}
+    return None if value is None else replace(blank, value=value, **facts)
+
+
+def taken(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell from results of its kind's own, such as kernel times; the geometric mean of several numbers."""
+    found, parts = flow.quantity(cell), flow.parts(cell)
+    one_of_them = next(iter(parts.values()), cell)
+    external = metric_of(one_of_them.measure)
+    if found is None:
+        absent = external.absent(one_of_them.ask)
+        return replace(_blank(flow, cell), note=absent or "no such time is accepted or built here")
+    if not parts and external.several(cell.ask):
+        found = compose("geomean(x)", {"x": found})
+    facts = external.origin([part.ask for part in parts.values()] or [cell.ask])
+    return replace(_blank(flow, cell), grade="B", **recorded.numbers(found.interval()) | facts)
+
+
+def cell_of(flow: Workflow, row: Measurement) -> Cell:
+    """The cell of a row of a CSV.
+
+    Raises:
+        UserError: there is no such table, figure or cell with a recipe.
+    """
+    if row.kind not in ("table", "figure"):
+        raise unknown("kind of result", row.kind, ("table", "figure"))
+    given = tables.split(row.table) if row.kind == "table" else figures.split(row.table)
+    for whole in flow.cells(*given, row.kind):
+        of_it = row.place[:3] == whole.place[:3] and row.metric.startswith(f"{whole.metric}: ")
+        for cell in [whole, *(flow.parts(whole).values() if of_it else ())]:
+            if cell.place == row.place and (flow.is_measured(cell) or flow.is_taken(cell)):
+                return recorded.as_drawn(cell, row)
+    raise UserError(f"{row.table} has no cell {' / '.join(row.place)} that scale {flow.scale.name} measures")
+
+
+def asked(flow: Workflow, row: Measurement) -> Cell | None:
+    """The cell of an accepted row; None where the row has outlived its spec."""
+    try:
+        return cell_of(flow, row)
+    except UserError:
+        return None
+
+
+def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
+    """The quantity behind a measurement: from built files, from accepted series, or its value alone."""
+    if m.live == "fresh" or flow.is_taken(cell):
+        return flow.quantity(cell)
+    if m.live == "partial":
+        return flow.brief.quantity(cell)
+    if m.live and (found := recorded.quantity(flow, cell, m)):
+        return found
+    if m.value is None or (m.lo is None and not m.n):  # a count is exact
+        return constant(m.value) if m.value is not None else None
+    known = Interval(m.value, m.lo, m.hi, m.n or 0, None, m.covers, ())
+    return Quantity([], lambda mean: mean["x"], known={"x": known})
+
+
+def against_full(flow: Workflow, cell: Cell, m: Measurement) -> Interval | None:
+    """A measured cell against full precision on the same windows or items: the ratio or difference that its kind names.
+
+    None where the kind has none, the cell is of full precision itself, or full precision is not measured.
+    """
+    expression = metric_of(cell.measure).against(cell.ask)
+    full = flow.full_precision(cell)
+    if not expression or m.status not in MEASURED or cell.recipe == full.recipe:
+        return None
+    same = [one for one in flow.cells(cell.paper, cell.number, cell.kind) if one.place[1:] == cell.place[1:]]
+    full = next((one for one in same if one.recipe == full.recipe), full)
+    reference = _own(flow, full) if m.live in FRESH else one(flow, full)
+    if reference.status not in MEASURED or (reference.live in FRESH) != (m.live in FRESH):
+        return None
+    both = {"q": quantity(flow, cell, m), "f": quantity(flow, full, reference)}
+    return compose(expression, both).interval() if None not in both.values() else None  # type: ignore[arg-type]
+
+
+def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:
+    """The jobs of a cell; where full precision decides its status (`floor`), the jobs of that too."""
+    more = recorded.jobs(flow, flow.full_precision(cell)) if metric_of(cell.measure).status else []
+    return recorded.jobs(flow, cell) + more
+
+
+def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
+    """The jobs of cells that no accepted result stands for, with all that they need; of a cell's parts only such.
+
+    Raises:
+        UserError: results/ is damaged.
+    """
+    found: list[Job] = []
+    for cell in cells:
+        if not flow.is_measured(cell) or flow.lacking(cell):
+            continue
+        full = flow.full_precision(cell)
+        if flow.held_back(cell) and one(flow, full).status != "ok":
+            cell = full
+        if not recorded.stands(flow, cell):
+            parts = [part for part in flow.parts(cell).values() if not recorded.stands(flow, part)]
+            found += [job for part in parts or [cell] for job in jobs_behind(flow, part)]
+    return distinct(found)
+
+
+def parts(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
+    """The parts that are built here of cells of which other parts are not, such as those that `missing` leaves out.
+
+    Each has a place of its own, so that it can be accepted beside what is accepted of the others.
+
+    Raises:
+        UserError: as `built`.
+    """
+    if flow.stored_first:
+        return []
+    found: dict[str, Measurement] = {}
+    for cell in filter(flow.is_live, cells):
+        inner = flow.parts(cell).values()
+        if inner and not all(map(runner.origin, recorded.jobs(flow, cell))):
+            rows = [fresh(flow, part) for part in inner if not recorded.stands(flow, part)]
+            found = {row.inputs: row for row in rows if row.live} | found
+    return list(found.values())
+
+
+def _blank(flow: Workflow, cell: Cell) -> Measurement:
+    return Measurement(**recorded.of_cell(cell), scale=flow.scale.name)
+
+
+def fresh(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell from the files that its jobs built here; stale if they were built under other versions than today's.
+
+    Raises:
+        UserError: as `built`.
+    """
+    found = built(flow, cell)
+    if found.status in MEASURED:
+        others = versions.changed(versions.read(found.versions), versions.of_cell(flow, cell))
+        if others:
+            return replace(found, status="stale", note=f"other versions: {others}")
+    return found
+
+
+def built(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell from the files of its jobs, with the versions that made them; its `live` is empty without files.
+
+    Raises:
+        UserError: damaged files, those of another job, or jobs that were built under different versions.
+    """
+    made = recorded.jobs(flow, cell)
+    origins = [runner.origin(job) for job in made]
+    try:
+        for need in distinct(made):
+            runner.check(need.folder)
+        quantity = flow.quantity(cell)
+    except Refused as refused:
+        if flow.parts(cell) and not all(origins):
+            return replace(_blank(flow, cell), note="not all of its parts are built")
+        origins = [*filter(None, origins)] or [*filter(None, map(runner.origin, distinct(made)))]
+        numbers: dict[str, Any] = {"status": refused.status, "note": str(refused)}
+    else:
+        if quantity is None or not all(origins):
+            return replace(_blank(flow, cell), note="its observations are not built")
+        numbers = {"status": _status(flow, cell)} | recorded.values(quantity)
+    return replace(
+        _blank(flow, cell),
+        live="fresh",
+        grade=flow.scale.grade,
+        **recorded.declared(flow, cell),
+        versions=versions.text(made_by(flow, cell, origins)),
+        **numbers,
+        **_joined(origins),
+    )
+
+
+def made_by(flow: Workflow, cell: Cell, origins: Iterable[Mapping[str, str]]) -> dict[str, int]:
+    """The versions that made the results of jobs with these origins, with those of the metrics that read them today.
+
+    Raises:
+        UserError: two of them were made under different versions of the same thing.
+    """
+    made = versions.merged((origin["job"], origin["versions"]) for origin in origins)
+    return versions.of_metrics(flow, cell) | made
+
+
+def _status(flow: Workflow, cell: Cell) -> str:
+    """`ok`, or what the kind says where full precision decides it."""
+    decides = metric_of(cell.measure).status
+    full = flow.quantity(flow.full_precision(cell)) if decides else None
+    return decides(cell.ask, full.seeds[0]) if full else "ok"
+
+
+def _joined(origins: Collection[Mapping[str, str]]) -> dict[str, str]:
+    """Where observations were made, several origins joined, and a hash of the files that their jobs read and made."""
+    found = {name: JOIN.join(dict.fromkeys(origin[name] for origin in origins)) for name in ORIGIN}
+    files = [[origin["artifacts"], origin.get("made", "")] for origin in origins]
+    return found | {"artifacts": provenance.entry_hash({"files": files}) if files else ""}

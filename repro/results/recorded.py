@@ -1,0 +1,206 @@
+"""What is accepted of a cell: a row of its own, one of the same declared inputs in another table, or its parts' rows.
+
+A measurement is made and accepted once, in whichever table, and every cell that declares the same inputs at the same
+scale takes it, with its interval, status, origin and staleness. Nothing less than equality of all declared inputs
+counts; one seed of a row with several stands for a cell of that seed. A cell that is arithmetic over others (`parts`)
+is composed of what is accepted of these, seed by seed.
+
+Of several rows the first that stands is taken, else the first: the cell's own; those of equal inputs, the last by the
+folder's name first; what the parts give.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from repro.core.errors import UserError
+from repro.papers.cell import Cell
+from repro.stats.quantity import Quantity, compose
+from repro.stats.statistics import Interval
+from repro.store import accepted, observations
+from repro.store.job import Job
+from repro.store.measurement import MEASURED, Measurement, inputs_hash, text
+from repro.workflow import versions
+from repro.workflow.workflow import Workflow
+
+ORIGIN = ("device", "device_class", "commit", "environment")
+JOIN = " + "  # between the origins of a cell with several jobs
+OF_CELL = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
+
+
+def find(flow: Workflow, cell: Cell) -> Measurement | None:
+    """What is accepted of a cell, in the cell's place: the first that stands, else the first that there is.
+
+    Raises:
+        UserError: results/ is damaged, or a value is another than its observations give.
+    """
+    return _first(chain(_own(flow, cell), _equal(flow, cell)))
+
+
+def stands(flow: Workflow, cell: Cell) -> bool:
+    """Whether an accepted result stands for a cell, or for a part of one, which has no place of its own.
+
+    The value of the cell's own row is not computed for that: whoever shows it does, and is told where it does not fit.
+    """
+    row = accepted.find(flow.scale.name, cell)
+    if row is not None and row.status != "stale" and "status" not in standing(flow, as_drawn(cell, row), row):
+        return True
+    found = find(flow, cell)
+    return found is not None and found.status != "stale"
+
+
+def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
+    """The quantity of what `find` gave for a cell, from accepted series; None where none are kept.
+
+    Raises:
+        UserError: results/ without these series.
+    """
+    rows = [accepted.find(m.scale, cell), *accepted.equal(m.scale, m.inputs)]
+    for row in filter(None, rows):
+        if row.observations == m.observations:  # digests: it is this row, or another of the same series
+            seeds = accepted.series(row)
+            return flow.of_series(cell, seeds) if seeds else None
+    parts = _parts(flow, cell)
+    return _compose(flow, cell, parts) if parts else None
+
+
+def _first(found: Iterable[Measurement]) -> Measurement | None:
+    stale = None
+    for m in found:
+        if m.status != "stale":
+            return m
+        stale = stale or m
+    return stale
+
+
+def _own(flow: Workflow, cell: Cell) -> Iterator[Measurement]:
+    """The row in the cell's own place."""
+    if (row := accepted.find(flow.scale.name, cell)) is not None:
+        yield _shown(flow, as_drawn(cell, row), row)
+
+
+def _equal(flow: Workflow, cell: Cell) -> Iterator[Measurement]:
+    """The rows of equal inputs in any place, then what the cell's parts give."""
+    if not flow.jobs(cell):
+        return
+    for row in accepted.equal(flow.scale.name, inputs_hash(flow.inputs(cell))):
+        yield _shown(flow, cell, row)
+    if parts := _parts(flow, cell):
+        yield _composed(flow, cell, parts)
+
+
+def _parts(flow: Workflow, cell: Cell) -> dict[str, Measurement]:
+    """What is accepted of each part of a cell by name, none where one is not; a part has no place of its own."""
+    found = {}
+    for name, part in flow.parts(cell).items():
+        if (m := _first(_equal(flow, part))) is None:
+            return {}
+        found[name] = m
+    return found
+
+
+def _shown(flow: Workflow, cell: Cell, row: Measurement) -> Measurement:
+    stands = standing(flow, cell, row)
+    numbers = {} if "status" in stands else _recomputed(flow, cell, row)
+    return replace(row, **of_cell(cell), **stands, **numbers)
+
+
+def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Measurement:
+    """A cell from what is accepted of its parts; stale if one of them is, without a value if one of them has none."""
+    held = list(parts.values())
+    origins = {
+        name: JOIN.join(dict.fromkeys(word for m in held for word in getattr(m, name).split(JOIN)))
+        for name in (*ORIGIN, "artifacts")
+    }
+    odd = [m for m in held if m.value is None] + [m for m in held if m.status == "stale"]
+    facts = {"status": odd[0].status, "note": odd[0].note} if odd else {"status": "ok"}
+    facts |= {"live": "stored", "versions": _joined_versions(cell, held)}
+    facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in held)}
+    composed = _compose(flow, cell, parts)
+    numbers = values(composed) if composed else {}
+    return Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
+
+
+def _joined_versions(cell: Cell, parts: Iterable[Measurement]) -> str:
+    """The versions of a cell's parts and of its own metric; where parts differ, all of them."""
+    words = {word for part in parts for word in part.versions.split()}
+    words |= set(versions.text({cell.measure: versions.of(cell.measure)}).split())
+    return " ".join(sorted(words))
+
+
+def _compose(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Quantity | None:
+    """Arithmetic over what is accepted of a cell's parts; None where one of them has no series."""
+    inner = {name: quantity(flow, part, parts[name]) for name, part in flow.parts(cell).items()}
+    return None if None in inner.values() else compose(cell.ask.quantity, inner)  # type: ignore[arg-type]
+
+
+def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
+    """Whether a recorded cell still stands: with other declared inputs or versions it is stale."""
+    stale = {"live": "stored", "status": "stale"}
+    if inputs_hash(flow.inputs(cell)) != old.inputs:
+        return stale | {"note": "its declared inputs have changed"}
+    if old.grade != flow.scale.grade:
+        return stale | {"note": f"it was accepted as grade {old.grade}, and scale {old.scale} is {flow.scale.grade}"}
+    if others := versions.changed(versions.read(old.versions), versions.of_cell(flow, cell)):
+        return stale | {"note": f"other versions: {others}"}
+    return {"live": "stored"}
+
+
+def _recomputed(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
+    """Value, interval and n of a recorded cell, from its accepted observations.
+
+    Raises:
+        UserError: the recorded value is another than they give.
+    """
+    seeds = accepted.series(old)
+    if not seeds and old.status in MEASURED:
+        raise UserError(f"{accepted.path_of(old)}: {old.where} has no observations, so its value is not shown")
+    if not seeds:
+        return {}
+    found = flow.of_series(cell, seeds).interval()
+    if old.value is not None and text(found.value) != text(old.value):
+        raise UserError(
+            f"{accepted.path_of(old)}: the value of {old.where} is {text(old.value)}, but its observations give "
+            f"{text(found.value)}; check the file out again"
+        )
+    return numbers(found)
+
+
+# --- what cells and their quantities say of measurements --------------------------------------------------------------
+
+
+def of_cell(cell: Cell) -> dict[str, str]:
+    """Where a measurement of the cell stands, with what was printed there."""
+    return {name: getattr(cell, name) for name in OF_CELL}
+
+
+def as_drawn(cell: Cell, row: Measurement) -> Cell:
+    """The cell with a row's seeds, where those are some of the seeds that its spec asks for: it stands for these."""
+    drawn = tuple(map(int, row.seeds.split()))
+    return replace(cell, seeds=drawn) if drawn and set(drawn) < set(cell.seeds) else cell
+
+
+def declared(flow: Workflow, cell: Cell) -> dict[str, str]:
+    """A cell's recipe, seeds, and hash of declared inputs."""
+    targets = flow.targets(cell)
+    recipe = targets[0].recipe
+    seeds = " ".join(str(target.seed) for target in targets) if recipe.seeded else ""
+    return {"recipe": recipe.name, "seeds": seeds, "inputs": inputs_hash(flow.inputs(cell))}
+
+
+def numbers(found: Interval) -> dict[str, Any]:
+    """A value with its interval."""
+    return {"value": found.value, "lo": found.lo, "hi": found.hi, "covers": found.covers, "n": found.n or None}
+
+
+def values(quantity: Quantity) -> dict[str, Any]:
+    """Value, interval, n and protocol of a quantity, and the digests of its series."""
+    groups = dict.fromkeys(one.group for seed in quantity.seeds for one in seed.values() if one.group)
+    digests = [observations.digest(seed) for seed in quantity.seeds]
+    return numbers(quantity.interval()) | {"protocol": "; ".join(groups), "observations": " ".join(digests)}
+
+
+def jobs(flow: Workflow, cell: Cell) -> list[Job]:
+    """The jobs of a cell, those of all seeds."""
+    return [job for each in flow.jobs(cell) for job in each.values()]

@@ -1,0 +1,302 @@
+"""What a build measures itself, and whether that is what is stored.
+
+A stored cell is measured again on its first windows or items, and compared with the stored observations of the same
+units, one by one. It agrees where the mean difference of a unit is within a bound that depends on what the recipe does
+and on what a unit is. The bounds were fixed before the comparisons that they judge:
+
+- What only rounds has the same weights on every device; only sums differ in their order. On two cores windows then
+  differ from an H200's by about 1e-6 nats a token, and a scale that is off by 1 % by more than 1e-3. 1e-4 is between.
+- What calibrates or trains adds up such differences: through a Cholesky factor of a Hessian, or through thousands of
+  steps. GPTQ with its whole calibration on two cores differed from an H200's by 0.0009 nats (WikiText-2) and 0.0015
+  (C4), SPEAR's whole training by 0.0004 and 0.0008. 3e-3 is twice the largest.
+- Top-1 agreement and answers are counts: one token of a thousand, or one item of a hundred, may lie at a tie.
+- Stored bits are exact, except where a training decides which layers get how much.
+- A bin's share of the weights, in percent, moves where a weight lies at the edge of a bin.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from repro.core.errors import Refused
+from repro.jobs import data
+from repro.metrics import metric_of
+from repro.papers.cell import Cell, Place
+from repro.recipes import recipe
+from repro.results import measure, recorded
+from repro.store.job import Job, distinct
+from repro.store.measurement import MEASURED, Measurement
+from repro.store.observations import Series
+from repro.workflow import estimate, runner
+from repro.workflow.workflow import Workflow
+
+COMPARED = (
+    "perplexity",
+    "zeroshot",
+    "storage",
+    "surface",
+    "histogram",
+)  # kinds whose units are the same on every machine
+SHARES = ("weights", "codes", "bins", "levels", "values", "groups")  # series of a histogram
+BOUNDS = {  # what a unit is: the bound for what only rounds, and for what calibrates or trains
+    "nats": (1e-4, 3e-3),
+    "tokens": (1e-3, 1e-2),
+    "items": (1e-2, 5e-2),
+    "bits": (0.0, 1e-2),  # of their number
+    "shares": (1e-3, 1e-2),
+}
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A stored cell that was measured again here.
+
+    Attributes:
+        units: how many windows, items or numbers were compared.
+        difference: the mean difference of a unit; of several series the largest.
+        bound: that for its recipe.
+        identical: whether every unit is equal to the last bit.
+        stored, here: the cell's value on these units alone.
+    """
+
+    units: int
+    difference: float
+    bound: float
+    identical: bool
+    stored: float
+    here: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it is within the bound."""
+        return self.difference <= self.bound
+
+
+def unit_of(name: str) -> str:
+    """What a unit of a series is, key of `BOUNDS`."""
+    if name.startswith("bits/"):
+        return "bits"
+    if name.endswith("/correct"):
+        return "items"
+    if name in SHARES:
+        return "shares"
+    return "tokens" if name == "top1" else "nats"
+
+
+def bound(name: str, text: str) -> float:
+    """The bound on a series' mean difference for a recipe."""
+    parsed = recipe.parse(text)
+    return BOUNDS[unit_of(name)][parsed.seeded]
+
+
+def difference(name: str, stored: np.ndarray, here: np.ndarray) -> float:
+    """The mean difference of the first units of a series; of stored bits the share of their number."""
+    first = stored[: len(here)]
+    if len(first) < len(here):
+        return float("inf")
+    apart = np.abs(first - here)
+    if unit_of(name) == "bits":
+        return float(np.max(apart / np.maximum(np.abs(first), 1e-300), initial=0.0)) if apart.any() else 0.0
+    return float(np.mean(apart))
+
+
+def compare(cell: Cell, stored: dict[str, Series], here: dict[str, Series]) -> Replica:
+    """A seed's stored series with those that were measured again."""
+    names = sorted(stored.keys() & here.keys())
+    if stored.keys() != here.keys() or not names:
+        return Replica(0, float("inf"), 0.0, False, float("nan"), float("nan"))
+    apart = {name: difference(name, stored[name].values, here[name].values) for name in names}
+    worst = max(names, key=lambda name: apart[name] - bound(name, cell.recipe))
+    same = all(np.array_equal(stored[name].values[: len(here[name].values)], here[name].values) for name in names)
+    values = []
+    for side in (stored, here):
+        means = {name: side[name].values[: len(here[name].values)].mean() for name in names}
+        values.append(float(metric_of(cell.measure).value(cell.ask, means)))
+    units = sum(len(here[name].values) for name in names)
+    return Replica(units, apart[worst], bound(worst, cell.recipe), same, *values)
+
+
+def replica(flow: Workflow, cell: Cell, stored: Measurement) -> Replica | None:
+    """A stored cell as it was measured again here; None where that is not built, or its seed is not stored.
+
+    Raises:
+        UserError: damaged files.
+    """
+    jobs = recorded.jobs(flow.brief, cell)
+    if not jobs or not all(map(runner.done, jobs)):
+        return None
+    try:
+        here = flow.brief.quantity(cell)
+    except Refused:
+        return None
+    kept = recorded.quantity(flow, cell, stored)
+    if here is None or kept is None:
+        return None
+    drawn = flow.brief.targets(cell)[0].seed
+    seeds = [int(seed) for seed in stored.seeds.split()] or [drawn]
+    if drawn not in seeds or len(seeds) != len(kept.seeds):
+        return None
+    return compare(cell, dict(kept.seeds[seeds.index(drawn)]), dict(here.seeds[0]))
+
+
+# --- which cells ------------------------------------------------------------------------------------------------------
+
+
+def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
+    """The cells of a table or figure that a build measures itself: stored ones again, and those without a stored value.
+
+    Stored ones are those that the scale names for the table, else what takes little time together, in their order. A
+    table that the scale names is one that everybody builds first: a kind that was never timed does not delay it.
+    """
+    if flow.recorded or not flow.stored_first:
+        return [], []
+    again: list[Cell] = []
+    missing: list[Cell] = []
+    always = name in flow.scale.replicate.tables
+    spent: dict[str, float] = {}
+    for cell in flow.table_cells(name):
+        if not _has_jobs(flow, cell) or not recorded.jobs(flow.brief, cell) or data_lacking(flow, cell):
+            continue
+        if recorded.stands(flow, cell):
+            if cell.measure in COMPARED and (_named(flow, cell) if always else _fits(flow, cell, spent)):
+                again.append(cell)
+        elif too_long(flow, cell) is None and not (always and _never_timed(flow, cell)):
+            missing.append(cell)
+    return again, missing
+
+
+def jobs(flow: Workflow, name: str) -> list[Job]:
+    """All jobs that a build of a table or figure runs, in an order in which they can run."""
+    again, missing = chosen(flow, name)
+    wanted = [job for cell in again for job in recorded.jobs(flow.brief, cell)]
+    return distinct([*wanted, *flow.brief.every_job(missing)])
+
+
+def too_long(flow: Workflow, cell: Cell) -> float | None:
+    """Seconds that a build's own measurement of a cell takes, estimated, where that is too long here; else None."""
+    seconds = sum(expected_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)))
+    return seconds if seconds > flow.scale.replicate.cell_seconds else None
+
+
+def data_lacking(flow: Workflow, cell: Cell) -> str:
+    """A data file that a build's own measurement of a cell reads and that is not here; empty if all are."""
+    return data.lacking(distinct(recorded.jobs(flow.brief, cell)))
+
+
+def _has_jobs(flow: Workflow, cell: Cell) -> bool:
+    return flow.is_live(cell) and not flow.is_taken(cell) and any(flow.jobs(cell))
+
+
+def _never_timed(flow: Workflow, cell: Cell) -> bool:
+    """Whether the time of a cell's jobs is unknown, since no run of such a kind was recorded."""
+    timed = {run.kind for run in _committed()}
+    return any(job.kind not in timed for job in distinct(recorded.jobs(flow.brief, cell)))
+
+
+def _named(flow: Workflow, cell: Cell) -> bool:
+    """Whether the scale names a cell's recipe or row, and stand-in: bits, and the texts that are scored together."""
+    corpus = getattr(cell.ask, "corpus", None)
+    texts = {*flow.scale.corpora, *flow.scale.corpora.values()}
+    if cell.measure == "zeroshot" or (corpus is not None and corpus not in texts):
+        return False
+    named = {recipe.parse(text).name: models for text, models in flow.scale.replicate.recipes.items()}
+    rows = flow.scale.replicate.rows.get(cell.table, {})
+    return cell.stand_in in {*named.get(recipe.parse(cell.recipe).name, ()), *rows.get(cell.row, ())}
+
+
+def _fits(flow: Workflow, cell: Cell, spent: dict[str, float]) -> bool:
+    """Whether a table's own measurements, with this one, still take little time; `spent` are the seconds by job."""
+    new = {job.id: expected_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)) if job.id not in spent}
+    if sum(spent.values()) + sum(new.values()) > flow.scale.replicate.seconds:
+        return False
+    spent |= new
+    return True
+
+
+@cache
+def _committed() -> tuple[estimate.Run, ...]:
+    """The committed times alone: what a build measures must not depend on what was built here before."""
+    return tuple(estimate.recorded(build=estimate.KNOWN.parent))
+
+
+@cache
+def _seconds_of(run: estimate.Run, job: Job) -> float:
+    return estimate.estimate(job, _committed())[0]
+
+
+def expected_seconds(job: Job) -> float:
+    """What a job takes here, by the committed times alone."""
+    return _seconds_of(estimate.run_of(job), job)
+
+
+# --- what a table says of it ------------------------------------------------------------------------------------------
+
+
+def replicas(flow: Workflow, name: str) -> list[tuple[Cell, Measurement, Replica]]:
+    """The stored cells of a table that were measured again here, each with what is stored of it.
+
+    Raises:
+        UserError: damaged files.
+    """
+    found = []
+    for cell in chosen(flow, name)[0]:
+        stored = measure.one(flow, cell)
+        one = replica(flow, cell, stored) if stored.status in MEASURED else None
+        if one is not None:
+            found.append((cell, stored, one))
+    return found
+
+
+def marked(found: Sequence[tuple[Cell, Measurement, Replica]]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """What changes in the measurements of cells that were measured again: where they come from, and both values."""
+    for cell, _, one in found:
+        if one.agrees:
+            yield cell, {"live": "replicated"}
+        else:
+            yield cell, {"live": "differs", "note": _apart(one)}
+
+
+def shown(flow: Workflow, name: str, cells: Sequence[Cell], found: dict[Place, Measurement]) -> list[str]:
+    """Mark the measurements of a table with what a build measured itself; returns what is to be said below the table.
+
+    Raises:
+        UserError: damaged files.
+    """
+    again = replicas(flow, name)
+    for cell, changes in marked(again):
+        found[cell.place] = replace(found[cell.place], **changes)
+    for cell in cells:
+        if found[cell.place].status == "not_run" and flow.stored_first and _has_jobs(flow, cell):
+            seconds, absent = too_long(flow, cell), data_lacking(flow, cell)
+            if absent:
+                note = f"set REPRO_DATA to a folder that has {absent}, which is not carried by this repository"
+                found[cell.place] = replace(found[cell.place], note=note)
+            elif seconds is not None:
+                note = f"takes about {seconds / 60:.0f} minutes of a CPU core here"
+                found[cell.place] = replace(found[cell.place], status="too_long", note=note)
+    return said(again)
+
+
+def said(found: Sequence[tuple[Cell, Measurement, Replica]]) -> list[str]:
+    """How many cells agree, in a sentence, and a sentence for each that does not; nothing where none was measured."""
+    if not found:
+        return []
+    agree = sum(one.agrees for _, _, one in found)
+    bits = sum(one.identical for _, _, one in found)
+    text = f"replicated here: {agree} of {len(found)} cells agree"
+    lines = [f"{text}, {bits} of them to the last bit." if bits else f"{text}."]
+    for cell, _, one in found:
+        if not one.agrees:
+            where = " | ".join(filter(None, (cell.row, cell.col, cell.model)))
+            lines.append(f"differs: {cell.table} | {where}: {_apart(one)}.")
+    return lines
+
+
+def _apart(one: Replica) -> str:
+    return (
+        f"stored {one.stored:.6g}, here {one.here:.6g} on the same units; "
+        f"mean difference {one.difference:.2g}, bound {one.bound:.0e}"
+    )

@@ -1,0 +1,190 @@
+"""Rebuild stored cells in a clean folder and say per cell how the new value compares with results/."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from repro.core.errors import UserError, unknown
+from repro.jobs import data
+from repro.papers.cell import Cell, table_name
+from repro.results import measure, recorded, replicate
+from repro.specs import figures, tables
+from repro.store import accepted
+from repro.store.job import built_under, distinct
+from repro.store.measurement import Measurement, inputs_hash
+from repro.workflow import estimate, pool
+from repro.workflow.workflow import Workflow, has_cuda
+
+FOLDER = Path("build/verify")
+VERDICTS = ("identical", "within", "differs", "absent")
+
+
+def compare(old: Measurement, new: Measurement | None) -> str:
+    """`identical` in 7 digits (or in status), `within` the stored interval, `differs`, or `absent`: not rebuilt."""
+    if new is None or new.live != "fresh":
+        return "absent"
+    if old.value is None or new.value is None:
+        return "identical" if old.value == new.value and old.status == new.status else "differs"
+    if f"{new.value:.7g}" == f"{old.value:.7g}":
+        return "identical"
+    inside = old.lo is not None and old.hi is not None and old.lo <= new.value <= old.hi
+    return "within" if inside else "differs"
+
+
+def judged(flow: Workflow, old: Measurement, cell: Cell, new: Measurement) -> tuple[str, str]:
+    """As `compare`, but unit by unit and by the bounds of a build's own replication where a metric has such units.
+
+    The second string says how that went; it is empty where there are no such units.
+
+    Raises:
+        UserError: results/ without the stored series.
+    """
+    stored = accepted.series(old) if cell.measure in replicate.COMPARED else []
+    rebuilt = flow.quantity(cell) if stored and new.live == "fresh" and new.value is not None else None
+    if rebuilt is None or len(rebuilt.seeds) != len(stored):
+        return compare(old, new), ""
+    seeds = [replicate.compare(cell, dict(a), dict(b)) for a, b in zip(stored, rebuilt.seeds)]
+    units = sum(seed.units for seed in seeds)
+    if all(seed.identical for seed in seeds):
+        return "identical", f"{units} units to the last bit"
+    worst = max(seeds, key=lambda seed: seed.difference - seed.bound)
+    said = f"{units} units, mean difference {worst.difference:.2g}, bound {worst.bound:.0e}"
+    return ("within" if all(seed.agrees for seed in seeds) else "differs"), said
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A draw among stored cells: how many, from which seed, and for how long they may be rebuilt.
+
+    Attributes:
+        minutes: of all jobs together as `plan` estimates them; a cell that would take longer is passed over. 0 is any
+            time.
+    """
+
+    cells: int
+    seed: int = 0
+    minutes: float = 0.0
+
+
+def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> int:
+    """Rebuild the stored cells of tables and figures from nothing under build/verify, and compare.
+
+    Args:
+        flow: the scale whose stored cells are rebuilt, on the device that the scale names for them.
+        names: such as `spear/table1` or `spear/figure13`; none is everything stored at this scale.
+        sample: rebuild a draw of them; None is all.
+
+    Returns:
+        1 when a cell differs, else 2 when a job failed, else 0.
+
+    Raises:
+        UserError: an unknown table, nothing stored for one, or no stored cell can be rebuilt on this machine.
+    """
+    rows = _stored(flow, [_name(name) for name in names])
+    if sample is not None:
+        rows = drawn(flow, rows, sample)
+    cells = {row.key: cell for row in rows if (cell := measure.asked(flow, row)) and flow.jobs(cell)}
+    here = {key: cell for key, cell in cells.items() if _can_run(flow, cell)}
+    if not here:
+        why = "need a CUDA device, and this machine has none" if cells else "are in no spec any more"
+        for cell in cells.values():
+            if absent := flow.lacking(cell):
+                why = f"cannot be rebuilt: {absent}"
+        raise UserError(f"verify: the stored cells of scale {flow.scale.name} {why}")
+    failed = pool.rebuild(distinct([job for cell in here.values() for job in recorded.jobs(flow, cell)]), FOLDER)
+    with built_under(FOLDER):
+        new = {key: measure.fresh(flow, cell) for key, cell in here.items()}
+        outcomes = {row.key: judged(flow, row, here[row.key], new[row.key]) for row in rows if row.key in here}
+    verdicts: Counter[str] = Counter()
+    for row in rows:
+        fresh, cell = new.get(row.key), cells.get(row.key)
+        verdict, said = outcomes.get(row.key, ("absent", ""))
+        verdicts[verdict] += 1
+        words = [f"stored {_shown(row)}, now {_shown(fresh)}", said]
+        if cell is not None and inputs_hash(flow.inputs(cell)) != row.inputs:
+            words.append("its declared inputs have changed")
+        where = f"{row.table} | {row.row} | {row.col} | {row.model} | {row.metric}"
+        print(f"{verdict:10} {where}: {'; '.join(filter(None, words))}")
+    print(f"{verdicts.total()} cells: " + ", ".join(f"{verdicts[word]} {word}" for word in VERDICTS))
+    return 1 if verdicts["differs"] else 2 if failed else 0
+
+
+def drawn(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measurement]:
+    """A draw among the stored rows that this machine can rebuild and that are compared unit by unit.
+
+    The seed decides the order; rows are taken in it, one of those with the same observations, until there are enough.
+
+    Raises:
+        UserError: none can be taken.
+    """
+    order = sorted((row for row in rows if row.observations), key=lambda row: row.key)
+    random.Random(sample.seed).shuffle(order)
+    runs = estimate.recorded() if sample.minutes else []
+    seconds: dict[str, float] = {}
+    taken: dict[str, Measurement] = {}
+    for row in order:
+        if len(taken) == sample.cells:
+            break
+        cell = measure.asked(flow, row)
+        if row.observations in taken or cell is None or not _compared_here(flow, cell, row):
+            continue
+        jobs = distinct(recorded.jobs(flow, cell)) if sample.minutes else []
+        more = {job.id: estimate.estimate(job, runs)[0] for job in jobs if job.id not in seconds}
+        if sum(seconds.values()) + sum(more.values()) <= 60 * sample.minutes:
+            seconds |= more
+            taken[row.observations] = row
+    if not taken:
+        limit = f" within {sample.minutes:g} minutes" if sample.minutes else ""
+        raise UserError(f"verify: of {len(rows)} stored cells none can be rebuilt and compared on this machine{limit}")
+    return list(taken.values())
+
+
+def _compared_here(flow: Workflow, cell: Cell, row: Measurement) -> bool:
+    """Whether this machine can rebuild a cell under the inputs that its row declares, and compare its units."""
+    if cell.measure not in replicate.COMPARED or not flow.jobs(cell) or not _can_run(flow, cell):
+        return False
+    if data.lacking(distinct(recorded.jobs(flow, cell))):
+        return False
+    return inputs_hash(flow.inputs(cell)) == row.inputs
+
+
+def _can_run(flow: Workflow, cell: Cell) -> bool:
+    if flow.lacking(cell):
+        return False
+    return has_cuda() or all(target.scale.device != "cuda" for target in flow.targets(cell))
+
+
+def _name(text: str) -> str:
+    """The canonical name of a table or figure with a spec.
+
+    Raises:
+        UserError: there is none.
+    """
+    if figures.is_figure(text):
+        paper, number = figures.split(text)
+        return table_name(paper, "figure", number)
+    paper, number = tables.split(text)
+    if (paper, number) not in tables.specified():
+        raise unknown("table with a spec", text, [table_name(p, "table", n) for p, n in tables.specified()])
+    return table_name(paper, "table", number)
+
+
+def _stored(flow: Workflow, chosen: list[str]) -> list[Measurement]:
+    """The rows of this scale in results/, of the chosen tables and figures or of all.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = [row for row in accepted.every() if row.scale == flow.scale.name]
+    if bare := [name for name in chosen if name not in {row.table for row in found}]:
+        raise UserError(f"nothing is stored for {bare[0]} at scale {flow.scale.name}; build it and accept its .csv")
+    if not found:
+        raise UserError(f"nothing is stored at scale {flow.scale.name}; build a table and accept its .csv")
+    return [row for row in found if not chosen or row.table in chosen]
+
+
+def _shown(m: Measurement | None) -> str:
+    if m is None:
+        return "–"
+    return m.status if m.value is None else f"{m.value:.7g}"

@@ -1,1 +1,0 @@
-"""What can be asked: recipes, specs of tables, profiles, and the jobs that they lead to."""

@@ -1,0 +1,140 @@
+"""Which tables, figures and pages there are, by name. It imports nothing that takes time: a typo is refused at once."""
+
+import re
+from pathlib import Path
+
+from repro import papers
+from repro.core.errors import unknown
+from repro.core.files import HOME
+from repro.papers.cell import table_name
+
+FOLDERS = ("kernels",)  # of specs of our own that belong to no paper
+OWN = ("table1", "table2", "audit", "own-numbers")  # the project's own tables
+LEADERBOARD = "leaderboard"  # a figure that is drawn from the cells of tables/table2, without a spec
+FORMATS = (".csv", ".tex", ".md")  # of a built table
+DRAWN = (".svg", ".pdf", ".csv", ".md")  # of a built figure
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables() -> list[str]:
+    """`spear/table1`, `spear/memory`: every printed table, with or without a spec, and every spec of our own."""
+    return [table_name(paper, "table", number) for paper, number in [*_printed_tables(), *own_tables()]]
+
+
+def split_table(name: str) -> tuple[str, str]:
+    """`spear/table1`, `spear/1` or `spear/memory` (also as a path of what is built) as paper and number or name.
+
+    Raises:
+        UserError: no such paper, table or spec.
+    """
+    text = re.sub(r"^tables/|\.(tex|csv|md|yaml)$", "", str(name))
+    paper, _, number = text.rpartition("/")
+    number = number.removeprefix("table") if number.removeprefix("table").isdecimal() else number
+    printed = paper in papers.PAPERS and number in papers.tables(paper)
+    if not printed and (paper, number) not in own_tables():
+        raise unknown("table", text, tables())
+    return paper, number
+
+
+def table_spec(paper: str, number: str) -> Path:
+    """Where the spec of a table is, or would be."""
+    return HOME / "tables" / f"{table_name(paper, 'table', number)}.yaml"
+
+
+def own_tables() -> list[tuple[str, str]]:
+    """Paper and name of every spec that is of no printed table."""
+    folders = (*papers.PAPERS, *FOLDERS, "")  # the last is tables/ itself
+    found = ((paper, path.stem) for paper in folders for path in sorted((HOME / "tables" / paper).glob("*.yaml")))
+    return [(paper, name) for paper, name in found if not name.startswith("table")]
+
+
+def specified_tables() -> list[tuple[str, str]]:
+    """Paper and number or name of everything that has a spec, in the papers' order."""
+    return [*(both for both in _printed_tables() if table_spec(*both).is_file()), *own_tables()]
+
+
+def pages() -> list[str]:
+    """The papers that have a page in docs/: those with a spec."""
+    return [paper for paper in papers.PAPERS if any(paper == one for one, _ in specified_tables())]
+
+
+def _printed_tables() -> list[tuple[str, str]]:
+    return [(paper, number) for paper in papers.PAPERS for number in papers.tables(paper)]
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def figures() -> list[str]:
+    """`spear/figure13`, `kernels/roofline`: every figure with a spec, and the leaderboard's."""
+    return [*(table_name(paper, "figure", number) for paper, number in specified_figures()), LEADERBOARD]
+
+
+def is_figure(name: str) -> bool:
+    """Whether a name that a user types is meant as a figure's."""
+    return "/figure" in name or name in figures()
+
+
+def split_figure(name: str) -> tuple[str, str]:
+    """`spear/figure13` or `kernels/roofline`, also as a path of what is built, as paper and number or name.
+
+    Raises:
+        UserError: there is no such figure, or it has no spec.
+    """
+    text = re.sub(r"^figures/|\.\w+$", "", str(name))
+    found = {table_name(paper, "figure", number): (paper, number) for paper, number in specified_figures()}
+    if text not in found:
+        raise unknown("figure with a spec", text, found)
+    return found[text]
+
+
+def figure_spec(paper: str, number: str) -> Path:
+    """Where the spec of a figure is, or would be."""
+    return HOME / "figures" / f"{table_name(paper, 'figure', number)}.yaml"
+
+
+def specified_figures() -> list[tuple[str, str]]:
+    """Paper and number of every figure, or part of one, that has a spec, then folder and name of those of our own."""
+    known = [(p, number) for p in papers.PAPERS for f in papers.data_figures(p) for number in (f.number, *f.parts)]
+    printed = [both for both in known if figure_spec(*both).is_file()]
+    own = [(f, p) for f in (*papers.PAPERS, *FOLDERS) for p in sorted((HOME / "figures" / f).glob("*.yaml"))]
+    return printed + [(folder, path.stem) for folder, path in own if not path.stem.startswith("figure")]
+
+
+# --- what a user types ------------------------------------------------------------------------------------------------
+
+
+def canonical(name: str) -> str:
+    """The name of a table or figure, such as `spear/table1`, from `spear/1` or a file that is built of it.
+
+    Raises:
+        UserError: there is no such table, or no such figure with a spec.
+    """
+    stem = re.sub(r"^(tables|figures)/|\.(tex|csv|md|svg|pdf)$", "", name)
+    if stem in (*OWN, LEADERBOARD):
+        return stem
+    kind, split = ("figure", split_figure) if is_figure(stem) else ("table", split_table)
+    paper, number = split(stem)
+    return table_name(paper, kind, number)
+
+
+def targets() -> list[str]:
+    """Every file that can be built, and `all`."""
+    written = [f"tables/{name}{form}" for name in (*OWN, *tables()) for form in FORMATS]
+    drawn = [f"figures/{name}{form}" for name in figures() for form in DRAWN]
+    return ["all", *written, *drawn, *(f"docs/{paper}.md" for paper in pages())]
+
+
+def check_targets(wanted: list[str]) -> None:
+    """Raise unless every target is one that this project builds.
+
+    Raises:
+        UserError: it names the target and the nearest one.
+    """
+    known = targets()
+    hinted = [target for target in known if target.endswith((".tex", ".svg", "all")) or target.startswith("docs/")]
+    for target in wanted:
+        if target not in known:
+            raise unknown("target", target, hinted)

@@ -1,0 +1,329 @@
+"""A scale says what stands in for the papers' models and corpora, with which budgets, on which device.
+
+`config/<name>.yaml` is read into `Scale`, strictly; these dataclasses are its schema. `base: other` takes the keys of
+another scale that this one does not give. A key named after a kind of cell holds that kind's protocol. Scales are
+written before the accepted runs that they judge.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from repro.core.errors import UserError, shortened, unknown
+from repro.core.files import HOME
+from repro.core.strict import build, convert, load_yaml, shown
+from repro.data.corpora import CORPORA
+from repro.metrics import KINDS
+from repro.recipes.recipe import parse
+from repro.specs.scale_files import file_of, names  # noqa: F401  asked for here too
+
+POOLS = 2**20  # seeds from here on are draws of training pools
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibrated steps see: random crops of one corpus (GPTQ: 128 x 2048)."""
+
+    corpus: str
+    sequences: int
+    length: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.corpus not in CORPORA:
+            raise UserError(f"corpus: {unknown('corpus', self.corpus, CORPORA)}")
+        for name, least in {"sequences": 1, "length": 1, "seed": 0}.items():
+            if not least <= getattr(self, name) < 2**31:
+                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A training text: one draw for every seed of a cell; seeds differ in order and random choices alone."""
+
+    corpus: str
+    sequences: int
+    length: int
+    draw: int = 0
+
+    def under(self, seed: int) -> Calibration:
+        """The calibration whose own seed and that of a cell add up to the pool's.
+
+        Raises:
+            UserError: as `Calibration`, or a seed above all pools.
+        """
+        return Calibration(self.corpus, self.sequences, self.length, POOLS + self.draw - seed)
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """What a build measures itself of a table: on how many units, how long, and what in any case.
+
+    Attributes:
+        windows: the first windows of each text.
+        items: the first items of each task.
+        seconds: the most that a table's stored cells may take, estimated for a CPU core, if they are replicated.
+        cell_seconds: likewise the most that a cell without a stored value may take.
+        tables: where `recipes` are replicated whatever they take.
+        recipes: to the stand-ins on which that is done.
+        rows: likewise of a table, by its label: a row whose recipe has a rate that a sweep chooses.
+    """
+
+    windows: int = 8
+    items: int = 100
+    seconds: float = 120.0
+    cell_seconds: float = 600.0
+    tables: tuple[str, ...] = ()
+    recipes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    rows: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in {"windows": 1, "items": 2, "seconds": 0, "cell_seconds": 0}.items():
+            if not least <= getattr(self, name) < 2**31:
+                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+        for text in self.recipes:
+            parse(text)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One configuration of the whole harness.
+
+    Attributes:
+        models: what stands in for each of the papers' models: a pocket model, a local folder, `hub-id@revision`, or
+            `hub` for the pin in config/hub.yaml. The papers' other spellings of a name are aliases there.
+        corpora: the text behind each of the papers' corpora (`wikitext2`, `c4`), by its own name.
+        calibration_texts: likewise where a cell asks for its steps to be calibrated on one of them; or a pool of it.
+        seeds: the most seeds of a cell that are drawn; None is all that a spec asks for.
+        device: the device class that its cells are measured on; `any` is this machine's GPU, else its CPU.
+        replicate: what a build measures itself, next to what is stored.
+        grade: what evidence from these stand-ins is worth (A the paper's model and protocol, C a scaled analogue).
+        threads: CPU threads of every job, whatever `--cores` is, so that results do not depend on it.
+        memory_mb: memory of a job, for a cluster's scheduler.
+        hub: whether models and corpora may be fetched from the hub.
+        protocols: kind of cell to its protocol, from the keys that are named after kinds.
+    """
+
+    name: str
+    about: str
+    models: dict[str, str]
+    corpora: dict[str, str]
+    calibration: Calibration
+    calibration_texts: dict[str, str | Pool] = field(default_factory=dict)
+    seeds: int | None = None
+    replicate: Replicate = field(default_factory=Replicate)
+    grade: Literal["A", "B", "C"] = "C"
+    device: Literal["any", "cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = 1
+    memory_mb: int = 4000
+    hub: bool = False
+    protocols: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, most in {"threads": 1024, "memory_mb": 10**8}.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise UserError(f"scale {self.name}: {name} is {getattr(self, name)}; it is 1 or more, at most {most}")
+        if self.seeds is not None and self.seeds < 1:
+            raise UserError(f"scale {self.name}: seeds is {self.seeds}; it is 1 or more, or null")
+        for key in ("corpora", "calibration_texts"):
+            for paper, text in getattr(self, key).items():
+                if isinstance(text, Pool):
+                    text.under(0)
+                elif text not in CORPORA:
+                    raise UserError(f"{key}: {paper}: {unknown('corpus', text, CORPORA)}")
+
+    def stand_in(self, model: str) -> str | None:
+        """What stands in for a paper's model; None where nothing does."""
+        _, alias = hub_models()
+        found = self.models.get(model) or self.models.get(alias.get(model, model))
+        return pin(alias.get(model, model)) if found == "hub" else found
+
+    def text(self, corpus: str) -> str:
+        """The corpus behind a paper's corpus, or the corpus of that name itself.
+
+        Raises:
+            UserError: there is neither.
+        """
+        if corpus in self.corpora:
+            return self.corpora[corpus]
+        if corpus not in CORPORA:
+            raise UserError(f"scale {self.name}: {unknown('corpus', corpus, [*self.corpora, *CORPORA])}")
+        return corpus
+
+    def here(self) -> "Scale":
+        """The same scale on the device class that its jobs run on here."""
+        if self.device != "any":
+            return self
+        return self.on("cuda" if has_cuda() else "cpu")
+
+    def on(self, device: str) -> "Scale":
+        """The same scale on another device class."""
+        return replace(self, device=device)
+
+    def brief(self) -> "Scale":
+        """The same scale with the protocols of a build's own measurements: the first windows and items, one seed.
+
+        Budgets of calibration and training stay whole, so that what is compressed is what stored results are of.
+        """
+        shortened = dict(self.protocols)
+        for kind, protocol in self.protocols.items():
+            if protocol is not None:
+                shortened[kind] = KINDS[kind].brief(protocol, self.replicate)
+        return replace(self, protocols=shortened, seeds=1)
+
+    def calibrated_on(self, corpus: str, seed: int = 0) -> "Scale":
+        """The same scale with a paper's corpus as calibration text of a cell's seed; empty changes nothing."""
+        text = self.calibration_texts[corpus] if corpus else self.calibration.corpus
+        drawn = text.under(seed) if isinstance(text, Pool) else replace(self.calibration, corpus=text)
+        return replace(self, calibration=drawn)
+
+    def as_config(self) -> dict[str, Any]:
+        """The keys of its file, nothing left out."""
+        facts = asdict(self)
+        return {**{k: v for k, v in facts.items() if k != "protocols"}, **facts["protocols"]}
+
+
+@dataclass(frozen=True)
+class PublicShape:
+    """A Llama's shape; `kv` are the rows of k and of v, `tied` says that the head is the embedding."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    kv: int
+    vocab: int
+    tied: bool = False
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(N, K) of every linear layer of the blocks."""
+        square, narrow, wide = (self.hidden, self.hidden), (self.kv, self.hidden), (self.ffn, self.hidden)
+        return self.layers * [square, narrow, narrow, square, wide, wide, wide[::-1]]
+
+    @property
+    def others(self) -> int:
+        """All other parameters: embedding, head, norms."""
+        return self.hidden * (self.vocab * (1 if self.tied else 2) + 2 * self.layers + 1)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A model on the hub: `hub-id@revision`, the papers' other spellings of its name, and its shape where known."""
+
+    pin: str
+    also: tuple[str, ...] = ()
+    shape: PublicShape | None = None
+
+
+@cache
+def pins() -> dict[str, Pin]:
+    """The papers' models as config/hub.yaml has them."""
+    return convert(dict[str, Pin], load_yaml(HOME / "config" / "hub.yaml"), "config/hub.yaml")
+
+
+def shape(model: str) -> PublicShape | None:
+    """The public shape of a paper's model, in any spelling; None where config/hub.yaml has none."""
+    pin = pins().get(hub_models()[1].get(model, model))
+    return pin.shape if pin else None
+
+
+@cache
+def hub_models() -> tuple[dict[str, str], dict[str, str]]:
+    """From config/hub.yaml: model to `hub-id@revision`, and every other spelling to the model."""
+    entries = pins()
+    alias = {other: name for name, entry in entries.items() for other in entry.also}
+    return {name: entry.pin for name, entry in entries.items()}, alias
+
+
+def pin(model: str) -> str:
+    """`hub-id@revision` of a paper's model.
+
+    Raises:
+        UserError: config/hub.yaml has none.
+    """
+    pins, _ = hub_models()
+    if model not in pins:
+        raise UserError(f"config/hub.yaml: {unknown('model', model, pins)}")
+    return pins[model]
+
+
+def load(config: Mapping[str, Any] | None = None, name: str | None = None, path: Path | None = None) -> Scale:
+    """The scale of a config file, or `config/<name>.yaml` (default: $SCALE, else pocket), keys of `config` over it.
+
+    Args:
+        config: all keys of a scale, or some (`snakemake --config threads=2`).
+        name: a scale in config/.
+        path: a file with all keys; its name must be the scale's.
+
+    Raises:
+        UserError: unknown scale, key or value.
+    """
+    config = dict(config or {})
+    if path is not None:
+        config, where = _merged(_named(path), config), str(path)
+    elif "name" in config and ("models" in config or "base" in config):  # a whole file, which Snakemake has read
+        where = "the scale given by --configfile"
+    else:
+        file = file_of(config.pop("name", None) or name)
+        where = f"config/{file.name}" + (" with --config" if config else "")
+        config = _merged(_named(file), config)
+    return _build(config, where)
+
+
+def _named(path: Path) -> dict[str, Any]:
+    """The keys of a scale's file, whose name must be its own."""
+    data = load_yaml(path)
+    if not isinstance(data, Mapping):
+        raise UserError(f"{shown(path)}: not a scale; expected a mapping with keys of Scale")
+    if data.get("name") != path.stem:
+        found = f"its name is {shortened(data['name'])!r}" if "name" in data else "key 'name' is missing"
+        raise UserError(f"{shown(path)}: {found}; a scale is named like its file, {path.stem!r}")
+    return dict(data)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of both, mappings key by key, as Snakemake merges `--config` into a file."""
+    both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
+            if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}  # fmt: skip
+    return {**below, **above, **both}
+
+
+def _build(data: Mapping[str, Any], where: str) -> Scale:
+    merged = _over_base(data, where)
+    protocols = {}
+    for kind, metric in KINDS.items():
+        if metric.Protocol:
+            given = merged.pop(kind, metric.DEFAULT)
+            protocols[kind] = None if given is None else build(metric.Protocol, given, f"{where}: {kind}")
+    if "protocols" in merged:
+        raise UserError(f"{where}: {unknown('key', 'protocols', {*merged, *protocols} - {'protocols'})}")
+    return replace(build(Scale, merged, where), protocols=protocols)
+
+
+def _over_base(data: Mapping[str, Any], where: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A scale's keys over those of the one that its `base` names."""
+    data = dict(data)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    above = (*above, data.get("name"))
+    known = [name for name in names() if name not in above]
+    if base not in known:
+        raise UserError(f"{where}: base: {unknown('scale', base, known)}")
+    file = file_of(base)
+    return _over_base(_named(file), f"config/{file.name}", above) | data
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device here."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("torch is not installed here; install requirements.lock")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver; workers can be forked afterwards
+    import torch
+
+    return torch.cuda.is_available()

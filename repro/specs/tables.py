@@ -1,0 +1,311 @@
+"""A table is a spec of a few lines: templates over printed rows and columns. No logic.
+
+    tables/spear/table1.yaml    rows: {RTN pc: rtn-w4-pc, …}
+    tables/spear/table15.yaml   recipe: "rtn-w3-pc + spear(tau={tau})"   rows: ["{size}"]   columns: ["tau={tau}"]
+    tables/spear/memory.yaml    a question of our own: rows, `over` a grid, `models`, `seeds`, and what is measured
+    tables/spear/rates.yaml     likewise, a choice: the row that it names as `chosen` gives its variables to other specs
+
+A label is the printed one, or a pattern whose `{name}`s match parts of printed labels and become variables. Rows and
+columns give variables to the template of the recipe; a variable `calibration` names the text of calibrated steps. What
+is measured follows from the metric that the paper printed, by one map per paper (`repro/papers/<paper>/measures.yaml`).
+A printed cell without recipe or measure is shown as not run: nothing is dropped.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+from repro import papers
+from repro.core.errors import UserError, unknown
+from repro.core.files import HOME
+from repro.core.strict import build, load_yaml
+from repro.papers.cell import Cell, check_seeds
+from repro.specs import scale
+from repro.specs.claims import ClaimSpec, HeadlineSpec
+from repro.specs.names import FOLDERS, pages  # noqa: F401  names are asked for here too
+from repro.specs.names import own_tables as own  # noqa: F401
+from repro.specs.names import specified_tables as specified  # noqa: F401
+from repro.specs.names import split_table as split
+from repro.specs.names import table_spec as path_of
+from repro.specs.names import tables as names  # noqa: F401
+from repro.specs.templates import (
+    Labels,
+    Value,
+    Variables,
+    ask,
+    bind,
+    bound,
+    check_pattern,
+    fill_in,
+    filled,
+    log_probabilities,
+    measures,
+    plain,
+    variables,
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One table: a printed one, or a question of our own.
+
+    Attributes:
+        rows: label or pattern to a recipe, or to variables of the templates.
+        columns: likewise; none is every printed column. Of a question of our own, `share 1/4` of `over` to variables.
+        recipe: template of the recipe over the variables of row, column and model.
+        of_models: further variables by the paper's model, such as a rank.
+        extra: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
+        also_on: models that the paper does not print, a column of our own each, for all rows.
+        choice: the spec of our own whose chosen rows give variables to recipes; until they have, these are not run.
+        beside: further columns, label to what is measured, with the row's recipe; `seeds` where they are others than
+            the row's.
+        seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
+            or pattern, or by `row | model`, of which the first that matches counts; all others have one.
+        notes: sentences under the table, and on the paper's page where it is a printed one.
+        claims: what the paper says about this table, judged under it; their `table` is this one.
+        models: of a question of our own: the papers' models whose stand-ins are measured.
+        over: of a question of our own: variable to values; a column is one combination of them.
+        measure: of a question of our own: metric to what is measured.
+        printed: of a question of our own: variable to `table | row | column | model`, whose printed number it is.
+        scales: of a question of our own: the scales that measure it; none is every scale.
+        chosen: of a question of our own: the row that is the answer, once it is known, or several of other variables.
+    """
+
+    title: str
+    rows: Labels = field(default_factory=dict)
+    columns: Labels = ()
+    recipe: str = "{recipe}"
+    of_models: dict[str, Variables] = field(default_factory=dict)
+    extra: Labels = ()
+    also_on: tuple[str, ...] = ()
+    choice: str = ""
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seeds: dict[str, tuple[int, ...]] | tuple[int, ...] = (0,)
+    notes: tuple[str, ...] = ()
+    claims: tuple[ClaimSpec, ...] = ()
+    models: tuple[str, ...] = ()
+    over: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    measure: dict[str, dict[str, Any]] = field(default_factory=dict)
+    printed: dict[str, str] = field(default_factory=dict)
+    scales: tuple[str, ...] = ()
+    chosen: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for seeds in self.seeds.values() if isinstance(self.seeds, dict) else [self.seeds]:
+            check_seeds(seeds)
+        if odd := [row for row in self.answers if row not in self.rows]:
+            raise UserError(f"chosen: {unknown('row', odd[0], self.rows)}")
+        if empty := [name for name, values in self.over.items() if not values]:
+            raise UserError(f"over: {empty[0]} has no values; name at least one")
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The rows that are chosen."""
+        return tuple(filter(None, (self.chosen,) if isinstance(self.chosen, str) else self.chosen))
+
+    def seeds_of(self, row: str, model: str = "") -> tuple[int, ...]:
+        """The seeds of a row on a model."""
+        if not isinstance(self.seeds, dict):
+            return self.seeds
+        both = (row, f"{row} | {model}")
+        return next((s for label, s in self.seeds.items() if any(bind(label, text) is not None for text in both)), (0,))
+
+
+# --- specs -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def table(paper: str, number: str) -> Spec:
+    """The spec of a table; one without rows where nobody wrote it yet.
+
+    Raises:
+        UserError: no such table, a key or value that a spec does not have, or a label that the paper did not print.
+    """
+    split(f"{paper}/{number}")
+    path = path_of(paper, number)
+    where = str(path.relative_to(HOME))
+    if not path.exists():
+        return Spec(papers.index(paper)[number]["caption"])
+    data = load_yaml(path)
+    if isinstance(data, dict) and isinstance(data.get("claims"), list):
+        data["claims"] = [{"table": f"{paper}/{number}"} | c if isinstance(c, dict) else c for c in data["claims"]]
+    spec = build(Spec, data, where)
+    for claim in spec.claims:
+        for name in (claim.table, *claim.more):
+            split(name)
+    if number.isdecimal():
+        cells = papers.printed(paper, number)
+        for name in ("models", "over", "measure", "printed", "scales", "chosen"):
+            if getattr(spec, name):
+                raise UserError(f"{where}: {name} belongs to a spec of our own, not to a printed table")
+        for kind, labels, known in (
+            ("row", spec.rows, {cell.row for cell in cells}),
+            ("column", spec.columns, {cell.col for cell in cells}),
+        ):
+            for label in labels:
+                check_pattern(label, where)
+                if not any(bind(label, other) is not None for other in known):
+                    hint = " (rows of your own go under `extra`)" if kind == "row" else ""
+                    raise UserError(f"{where}: {unknown(f'printed {kind}', label, known)}{hint}")
+        rows, shown = {cell.row for cell in cells} | {*spec.extra}, {cell.model for cell in cells} | {*spec.also_on}
+        both = {f"{row} | {model}" for row in rows for model in shown}
+        for label in spec.seeds if isinstance(spec.seeds, dict) else ():
+            if not any(bind(label, text) is not None for text in rows | both):
+                raise UserError(f"{where}: seeds: {unknown('row', label, both if ' | ' in label else rows)}")
+        known = scale.pins().keys() - {cell.model for cell in cells}
+        if odd := set(spec.also_on) - known:
+            raise UserError(f"{where}: also_on: {unknown('model that is not printed', min(odd), known)}")
+        if odd := spec.of_models.keys() - {cell.model for cell in cells}:
+            raise UserError(f"{where}: of_models: {unknown('printed model', min(odd), {cell.model for cell in cells})}")
+    elif not (spec.models and spec.measure and spec.rows):
+        raise UserError(f"{where}: a spec of our own needs rows, models and measure")
+    for name in spec.scales:
+        if name not in scale.names():
+            raise UserError(f"{where}: scales: {unknown('scale', name, scale.names())}")
+    return spec
+
+
+def behind(paper: str, number: str) -> list[tuple[str, str]]:
+    """Paper and number of a table and of the further ones that its claims name."""
+    further = (split(name) for claim in table(paper, number).claims for name in claim.more)
+    return list(dict.fromkeys([(paper, number), *further]))
+
+
+def headline() -> HeadlineSpec:
+    """The spec of tables/table1.
+
+    Raises:
+        UserError: a key or value that it does not have.
+    """
+    spec = build(HeadlineSpec, load_yaml(HOME / "tables" / "table1.yaml"), "tables/table1.yaml")
+    for claim in spec.claims:
+        split(claim.table)
+    return spec
+
+
+def headline_claims() -> list[ClaimSpec]:
+    """Every claim of tables/table1, those of tables' own specs first.
+
+    Raises:
+        UserError: as `headline`, or `measured` names a table or claim that there is not.
+    """
+    head, found = headline(), []
+    for named in head.measured:
+        name, _, wanted = named.partition(": ")
+        known = {claim.claim: claim for claim in reversed(table(*split(name)).claims)}
+        if wanted not in known:
+            raise UserError(f"tables/table1.yaml: measured: {unknown(f'claim of {name}', wanted, known)}")
+        found.append(known[wanted])
+    return [*found, *head.claims]
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def cells(paper: str, number: str) -> list[Cell]:
+    """Every cell of a table: the printed ones in the paper's order, rows of your own, then the columns beside them.
+
+    Raises:
+        UserError: as `table`, `ask` and `parse` say.
+    """
+    spec = table(paper, number)
+    if not number.isdecimal():
+        return list(_own(paper, number, spec))
+    found = list(_printed(paper, number, spec))
+    return found + [next_to for cell in found for next_to in _log_probability(cell)]
+
+
+def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
+    where = str(path_of(paper, number).relative_to(HOME))
+    printed, kinds = papers.printed(paper, number), measures(paper)
+    ours = ((model, c) for model in spec.also_on for c in printed if c.col == printed[0].col)
+    printed = [*printed, *(replace(c, col=f"{model} (ours)", model=model, value="") for model, c in ours)]
+    columns = {c.col: variables(spec.columns, c.col) if spec.columns else {} for c in printed}
+    beside: dict[tuple[str, str], Cell] = {}
+
+    def cell(row: str, c: papers.Printed, values: Variables | None, value: str) -> Cell:
+        bare = Cell(paper, "table", number, row, c.col, c.model, c.metric, value, c.unit)
+        if values is None or columns[c.col] is None or c.metric not in kinds:
+            return bare
+        template = "{recipe}" if row in spec.extra else spec.recipe
+        given = spec.of_models.get(c.model, {}) | values | columns[c.col]
+        made = fill_in(bare, template, given, kinds[c.metric], spec.seeds_of(row, c.model), where)
+        beside.setdefault((row, c.model), made)
+        return made
+
+    choice = choice_of(spec.choice)
+    for c in printed:
+        values = variables(spec.rows, c.row)
+        yield cell(c.row, c, None if values is None else bound(values, spec.recipe, choice), c.value)
+    for label in spec.extra:
+        given = spec.extra[label] if isinstance(spec.extra, dict) else label
+        values = bound({"recipe": given} if isinstance(given, str) else dict(given), spec.recipe, choice)
+        for c in {(c.col, c.model, c.metric): c for c in printed}.values():
+            yield cell(label, c, values, "")
+    for made in list(beside.values()):
+        yield from _beside(made, spec, where)
+
+
+def choice_of(name: str) -> dict[str, Value | None]:
+    """The variables of the rows that a spec has chosen; None each until a row that has it is. Of no spec none."""
+    if not name:
+        return {}
+    other = table(*split(name))
+    rows = {label: variables(other.rows, label) or {} for label in other.rows}
+    known = {name: value for label in other.answers for name, value in rows[label].items()}
+    return {name: known.get(name) for row in rows.values() for name in row}
+
+
+def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
+    where = str(path_of(paper, name).relative_to(HOME))
+    points, choice = [dict(zip(spec.over, values)) for values in product(*spec.over.values())], choice_of(spec.choice)
+    for model, row, point in product(spec.models, spec.rows, points):
+        col = ", ".join(f"{key} {plain(value)}" for key, value in point.items())
+        more = point | (variables(spec.columns, col) or {})
+        values = bound(spec.of_models.get(model, {}) | (variables(spec.rows, row) or {}) | more, spec.recipe, choice)
+        if values is not None:
+            values |= {key: _number(paper, filled(text, values), where) for key, text in spec.printed.items()}
+        made = []
+        for metric, measure in spec.measure.items():
+            bare = Cell(paper, "table", name, row, col, model, metric, unit=str(measure.get("unit", "")))
+            args = (spec.recipe, values, measure, spec.seeds_of(row, model), where)
+            made.append(bare if values is None else fill_in(bare, *args))
+        yield from made
+        yield from _beside(made[-1], spec, where) if values is not None else ()
+
+
+def _number(paper: str, place: str, where: str) -> float:
+    """The number that a paper printed at `table | row | column | model`.
+
+    Raises:
+        UserError: there is no such cell, or it holds no number.
+    """
+    number, *wanted = place.split(" | ")
+    for cell in papers.printed(paper, number):
+        if [cell.row, cell.col, cell.model] == wanted and cell.number is not None:
+            return cell.number
+    raise UserError(f"{where}: printed: {paper} has no number at {place!r}; write table | row | column | model")
+
+
+def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
+    for label, measure in spec.beside.items():
+        seeds = tuple(measure.get("seeds", made.seeds))
+        kind, asked = ask({k: v for k, v in measure.items() if k != "seeds"}, dict(made.variables), where)
+        col = f"{label}, {made.col}" if spec.over else label
+        facts = {"unit": asked.unit, "measure": kind, "ask": asked, "seeds": seeds}
+        yield replace(made, col=col, metric=label, printed="", **facts)
+
+
+LOG_PROBABILITY = ", log probability"  # ends the metric of what is read next to an accuracy, in the accuracy's place
+
+
+def _log_probability(accuracy: Cell) -> Iterator[Cell]:
+    """What is read next to an accuracy, with the first of its seeds; nothing for other cells."""
+    measure = log_probabilities(accuracy.paper).get(accuracy.metric)
+    if measure and accuracy.measure:
+        kind, asked = ask(measure, dict(accuracy.variables), f"{accuracy.table}: {accuracy.metric}")
+        metric = accuracy.metric + LOG_PROBABILITY
+        facts = {"printed": "", "unit": asked.unit, "measure": kind, "ask": asked, "seeds": accuracy.seeds[:1]}
+        yield replace(accuracy, metric=metric, **facts)

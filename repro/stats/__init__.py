@@ -1,0 +1,1 @@
+"""Intervals, and the quantities that have them."""

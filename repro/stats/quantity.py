@@ -1,0 +1,233 @@
+"""A quantity: the series behind a value, one set a seed, and the expression that makes the value of their means.
+
+A cell is a quantity, and so is any arithmetic over cells: a ratio to full precision, a recovered share, a claim. Series
+of one group (a corpus under a protocol, a task) are paired wherever they meet.
+"""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from repro.core.errors import UserError, shortened, unknown
+from repro.stats import statistics
+from repro.store.observations import Series
+
+OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+}
+FUNCTIONS = {
+    "min": lambda *v: np.minimum.reduce(np.broadcast_arrays(*v) if len(v) > 1 else v[0]),  # of one: over its layers
+    "max": lambda *v: np.maximum.reduce(np.broadcast_arrays(*v) if len(v) > 1 else v[0]),
+    "geomean": lambda *v: np.exp(np.mean(np.log(np.broadcast_arrays(*v) if len(v) > 1 else v[0]), axis=0)),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Quantity:
+    """What a value is computed from.
+
+    Attributes:
+        seeds: name to series, one mapping a seed; one alone where nothing is drawn.
+        value: from means by name, numbers or arrays, to the value.
+        compares: whether it compares two models on the same units by itself (KL); None where its series say so.
+        known: results of which only value and interval are left (a recorded time), by name.
+        limits: the least and the greatest value that there can be; intervals end there.
+        draws: what was drawn once, by what was drawn, so that two cells of one compressed model move together.
+        branches: gives what the value is the least or the greatest of, where it has a `min` or `max` of several.
+    """
+
+    seeds: Sequence[Mapping[str, Series]]
+    value: Callable[[Mapping[str, Any]], Any]
+    compares: bool | None = None
+    known: Mapping[str, statistics.Interval] | None = None
+    limits: tuple[float, float] = (-math.inf, math.inf)
+    draws: Mapping[str, statistics.Draw] = field(default_factory=dict)
+    branches: Callable[[], Sequence[Callable[[Mapping[str, Any]], Any]]] = tuple
+
+    def interval(self) -> statistics.Interval:
+        """The value with its interval.
+
+        Raises:
+            UserError: seeds with different series or numbers of units, or a value that is no finite number.
+        """
+        draws = list(self.draws.values())
+        found = statistics.interval(self.seeds, self.value, self.compares, self.known, draws, self.branches())
+        if found.lo is None or found.hi is None:
+            return found
+        return replace(found, lo=max(found.lo, self.limits[0]), hi=min(found.hi, self.limits[1]))
+
+
+def compose(expression: str, parts: Mapping[str, Quantity]) -> Quantity:
+    """Arithmetic over quantities; parts with one set of series take part in every seed.
+
+    Raises:
+        UserError: a name that an expression cannot hold, or parts with different numbers of seeds. What is wrong with
+            the expression itself is raised when its value is asked for.
+    """
+    for name in parts:
+        if not name.isidentifier():
+            raise UserError(f"{expression}: {name!r} is no name; use letters, digits and underscores")
+    counts = {name: len(part.seeds) for name, part in parts.items()}
+    seeds = max(counts.values(), default=1)
+    if set(counts.values()) - {0, 1, seeds}:
+        raise UserError(f"{expression}: its cells have different numbers of seeds: {counts}")
+    merged: list[dict[str, Series]] = [{} for _ in range(seeds)]
+    for name, part in parts.items():
+        for i, target in enumerate(merged):
+            if part.seeds:
+                found = part.seeds[i if len(part.seeds) > 1 else 0]
+                target |= {f"{name}:{key}": one for key, one in found.items()}
+    known = {f"{name}:{key}": one for name, part in parts.items() for key, one in (part.known or {}).items()}
+
+    def value_of(text: str) -> Callable[[Mapping[str, Any]], Any]:
+        def value(mean: Mapping[str, Any]) -> Any:
+            split: dict[str, dict[str, Any]] = {name: {} for name in parts}
+            for key, one in mean.items():
+                name, _, inner = key.partition(":")
+                split[name][inner] = one
+            return evaluate(text, {name: part.value(split[name]) for name, part in parts.items()})
+
+        return value
+
+    def branches() -> list[Callable[[Mapping[str, Any]], Any]]:
+        return [value_of(text) for text in choices(expression)]
+
+    alone = next(iter(parts.values())).compares if len(parts) == 1 else None
+    compares = True if any(part.compares for part in parts.values()) else alone
+    limits = parts[expression].limits if expression in parts else Quantity.limits
+    return Quantity(merged, value_of(expression), compares, known or None, limits, _draws(parts), branches)
+
+
+def _draws(parts: Mapping[str, Quantity]) -> dict[str, statistics.Draw]:
+    """The draws of all parts, the effects of one draw together."""
+    merged: dict[str, statistics.Draw] = {}
+    for name, part in parts.items():
+        for drawn, draw in part.draws.items():
+            effects = {f"{name}:{key}": effect for key, effect in draw.effects.items()}
+            before = merged[drawn].effects if drawn in merged else {}
+            merged[drawn] = statistics.Draw({**before, **effects}, draw.df)
+    return merged
+
+
+def on_same_windows(quantities: Sequence[Quantity]) -> list[Quantity]:
+    """Quantities cut to the windows that all of them have: those of a text, and of `TEXT, first 32` where one is.
+
+    Only then are they paired, and compared on the same text.
+    """
+    first: dict[str, int] = {}
+    for quantity in quantities:
+        for seed in quantity.seeds:
+            for one in seed.values():
+                if match := re.fullmatch(r"(.*), first (\d+)", one.group):
+                    first[match[1]] = min(int(match[2]), first.get(match[1], len(one.values)))
+
+    def cut(one: Series) -> Series:
+        base = one.group.partition(", first ")[0]
+        if base not in first:
+            return one
+        return Series(one.values[: first[base]], one.units, f"{base}, first {first[base]}")
+
+    found = []
+    for quantity in quantities:
+        seeds = [{name: cut(one) for name, one in seed.items()} for seed in quantity.seeds]
+        found.append(replace(quantity, seeds=seeds))
+    return found
+
+
+def constant(x: float) -> Quantity:
+    """A number without spread."""
+    return Quantity([{"x": Series(np.asarray([x], dtype=float), "model")}], lambda mean: mean["x"])
+
+
+def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
+    """Arithmetic and comparisons over named numbers or arrays; nothing else is allowed.
+
+    Raises:
+        UserError: an unknown name, or anything that is not arithmetic.
+    """
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Expression(body=body):
+                return value(body)
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                return number
+            case ast.Name(id=name):
+                if name not in values:
+                    raise UserError(f"predicate {shortened(expression)!r}: {unknown('name', name, values)}")
+                return values[name]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS and args:
+                return FUNCTIONS[name](*map(value, args))
+            case ast.BoolOp(op=ast.And(), values=parts):
+                return reduce(np.logical_and, map(value, parts))
+            case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in OPERATORS for op in ops):
+                sides = [value(left), *map(value, rights)]
+                pairs = zip(ops, sides, sides[1:])
+                return reduce(np.logical_and, (OPERATORS[type(op)](a, b) for op, a, b in pairs))
+        raise UserError(
+            f"predicate {shortened(expression)!r}: only arithmetic, {', '.join(FUNCTIONS)} and comparisons are allowed"
+        )
+
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise UserError(f"predicate {shortened(expression)!r}: not an expression") from None
+    try:
+        with np.errstate(all="ignore"):  # what is not finite is refused where a number is needed
+            return value(tree)
+    except ZeroDivisionError:
+        raise UserError(f"predicate {shortened(expression)!r}: divides by zero") from None
+    except RecursionError:
+        raise UserError(f"predicate {shortened(expression)!r}: nested too deeply") from None
+    except (TypeError, ValueError) as error:  # shapes, or a number of arguments, that a function does not take
+        raise UserError(f"predicate {shortened(expression)!r}: cannot be computed ({error!s:.80})") from None
+
+
+def choices(expression: str) -> list[str]:
+    """An expression with each `min` and `max` of several arguments replaced by one of them, in every combination.
+
+    `max(a, b) / min(a, b)` becomes a / a, a / b, b / a and b / b; empty where there is no such call.
+    """
+    found = [ast.unparse(tree) for tree in _alternatives(ast.parse(expression, mode="eval").body)]
+    return list(dict.fromkeys(found)) if len(found) > 1 else []
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    """The trees that a tree becomes by such a choice."""
+    match node:
+        case ast.Call(func=ast.Name(id="min" | "max"), args=[_, _, *_] as args):
+            return [tree for arg in args for tree in _alternatives(arg)]
+        case ast.BinOp(left=left, op=op, right=right):
+            both = product(_alternatives(left), _alternatives(right))
+            return [ast.BinOp(one, op, other) for one, other in both]
+        case ast.UnaryOp(op=op, operand=operand):
+            return [ast.UnaryOp(op, tree) for tree in _alternatives(operand)]
+    return [node]
+
+
+def satisfied(holds: str, x: Any) -> Any:
+    """Whether `x` satisfies a comparison such as `>= 0.5` or `0.1 <= x <= 0.2`."""
+    found = evaluate(holds if re.search(r"\bx\b", holds) else f"x {holds}", {"x": x})
+    if np.asarray(found).dtype != bool:
+        raise UserError(f"predicate {shortened(holds)!r}: not a comparison; write one such as >= 0.5")
+    return found

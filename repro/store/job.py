@@ -1,0 +1,108 @@
+"""A job: its kind, everything declared that decides its result, what it needs, and how it runs here.
+
+Its id is a hash of what is declared (parsed configs, fingerprints, hashes of texts), never of a spelling, a path or a
+commit, so that every table that needs a result shares it. The files that it makes lie in a folder named by that id.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from repro.core.files import short_hash
+
+BUILD = Path("build")  # `built_under` replaces it
+
+
+@dataclass(frozen=True)
+class Job:
+    """One unit of work.
+
+    Attributes:
+        kind: key of `repro.jobs.JOBS`.
+        label: model and recipe as part of a file name.
+        inputs: canonical JSON of what decides the result.
+        options: canonical JSON of what running it takes: names, device, protocol.
+        needs: role to the job whose output it reads.
+        steps: names of the recipe's steps, whose code decides the result too.
+    """
+
+    kind: str
+    label: str
+    inputs: str
+    options: str
+    needs: tuple[tuple[str, "Job"], ...] = field(default=(), compare=False)
+    steps: tuple[str, ...] = ()
+
+    @cached_property
+    def id(self) -> str:
+        """`<kind>/<label>.<hash>`, its folder under build/."""
+        return f"{self.kind}/{self.label}.{short_hash(self.inputs)}"
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie, relative to the working directory."""
+        return BUILD / self.id
+
+    @property
+    def benchmark(self) -> Path:
+        """Where the seconds that it took are written, as Snakemake does; `plan` reads them."""
+        return BUILD / "benchmarks" / f"{self.id}.tsv"
+
+    def given(self) -> dict[str, Any]:
+        """The options as a mapping."""
+        return json.loads(self.options)
+
+    def declared(self) -> dict[str, Any]:
+        """The inputs as a mapping."""
+        return json.loads(self.inputs)
+
+    def every(self) -> Iterator["Job"]:
+        """All jobs that it needs, before those that need them, and itself."""
+        for _, need in self.needs:
+            yield from need.every()
+        yield self
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping from which `from_json` makes the same job."""
+        facts = {"kind": self.kind, "label": self.label, "inputs": self.inputs, "options": self.options}
+        return {**facts, "needs": [[role, need.to_json()] for role, need in self.needs], "steps": list(self.steps)}
+
+
+def make(
+    kind: str,
+    label: str,
+    inputs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    needs: Mapping[str, Job] | None = None,
+    steps: tuple[str, ...] = (),
+) -> Job:
+    """A job from mappings of JSON values."""
+    texts = [json.dumps(facts, sort_keys=True) for facts in (inputs, options)]
+    return Job(kind, label, *texts, tuple((needs or {}).items()), steps)
+
+
+def from_json(facts: Mapping[str, Any]) -> Job:
+    """The job that `Job.to_json` wrote."""
+    needs = tuple((role, from_json(need)) for role, need in facts["needs"])
+    words = {key: facts[key] for key in ("kind", "label", "inputs", "options")}
+    return Job(**words, needs=needs, steps=tuple(facts["steps"]))
+
+
+@contextlib.contextmanager
+def built_under(folder: Path) -> Iterator[None]:
+    """Within the block the folders of jobs lie under `folder` instead of build/."""
+    global BUILD
+    before, BUILD = BUILD, folder
+    try:
+        yield
+    finally:
+        BUILD = before
+
+
+def distinct(jobs: Iterator[Job] | list[Job]) -> list[Job]:
+    """Every job once, with all that they need, in an order in which they can run."""
+    return list({job.id: job for top in jobs for job in top.every()}.values())

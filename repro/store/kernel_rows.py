@@ -1,0 +1,447 @@
+"""The file of kernel times: one tidy row a kernel or peer, shape and mode, with where it came from.
+
+`bench` writes such files; `accept` takes one into `results/<device>/kernels.csv.xz`: schema, provenance, and nothing
+faster than the device's roofline. What is there already stays, unless the new file has a row of the same key. An
+accepted row carries a digest of all its fields, and `rows.json` says which rows there are, as of every stored result
+(`repro.store.row_digest`, `row_list`); a row that was edited is never read.
+"""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from repro.core.errors import UserError, unknown
+from repro.core.files import read_text
+from repro.store import provenance, row_digest, row_list
+from repro.store.measurement import RESULTS, slug
+
+KERNELS = {  # this project's own, by module of kernels/, with their versions: raise one when its times may change
+    "read_floor": 2,  # a plain CUDA reader, the nearest recorded size
+    "wna16_gemv": 1,
+    "w4a16_gemm": 1,
+    "dequantize": 1,
+    "linear": 1,
+    "quantize_activation": 1,
+    "w8a8_gemv": 1,
+    "w8a8_gemm": 1,
+    "w8a8": 1,
+    "rms_norm": 1,
+    "rope_append": 1,
+    "attention": 1,
+    "silu_product": 1,
+    "sample": 1,
+    "argmax": 1,
+    "pple": 2,
+    "active_inputs": 1,
+    "rms_norm_active": 1,
+    "silu_product_active": 1,
+    "q4_k_gemv": 2,
+    "q4_k_naive_sparse": 1,
+    "zigzag_gemv": 2,
+    "zigzag_sparse": 1,
+    "zigzag_masked": 1,
+    "quantize_2bit": 1,
+    "w2a2_gemv": 1,
+    "w2a2_ready": 1,
+    "dense_gemv": 1,
+}
+USES = {  # kernels that others launch, and whose versions decide the times of these, too
+    "linear": ("wna16_gemv", "w4a16_gemm", "dequantize"),
+    "w8a8": ("quantize_activation", "w8a8_gemv", "w8a8_gemm"),
+    "zigzag_sparse": ("zigzag_gemv",),
+    "zigzag_masked": ("zigzag_gemv",),
+    "w2a2_ready": ("w2a2_gemv",),
+}
+TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the best of a few readers
+PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included
+BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
+STORED = f"kernels{row_list.ENDING}"  # accepted ones, in the folder of their device
+STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
+MODES = ("cold", "warm")
+
+LARGE = 8192  # rows, columns and activation rows of the product that measures a ceiling
+FLOOR_NOISE = 1.02  # by which a median may be below the read floor that was timed beside it
+
+
+def _peaks(memory: float, halves: float, bytes_: float) -> dict[str, float]:
+    """Bytes a second, and operations a second on 16-bit and on 8-bit numbers."""
+    return {"memory": memory, "bf16": halves, "fp16": halves, "int32": bytes_, "fp8": bytes_}
+
+
+# Datasheet peaks: bytes a second of memory, dense operations a second. No measurement can beat them.
+PEAKS = {
+    "NVIDIA B200": _peaks(8e12, 2250e12, 4500e12),
+    "NVIDIA H200": _peaks(4.8e12, 989.5e12, 1979e12),
+    "NVIDIA H100 80GB HBM3": _peaks(3.35e12, 989.5e12, 1979e12),
+    "NVIDIA H100 NVL": _peaks(3.94e12, 835.5e12, 1671e12),
+    "NVIDIA H100 PCIe": _peaks(2.04e12, 756e12, 1513e12),
+    "NVIDIA A100-SXM4-80GB": _peaks(2.04e12, 312e12, 624e12),
+}
+WORST = 0.01  # relative error of an output whose time counts: twice the largest that a peer's 4-bit product has
+WIDTHS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8}  # bits of a weight; of other formats their name says them
+ALIKE = 0.005  # relative difference of a share of the floor from floor and time, which are written with 5 digits
+# A device that is not listed is judged by what the same file measured of it. Copies and reads of 1 GiB reach about 0.95
+# of what memory does; a product of 8192^3 0.8 of what the tensor cores do, and those do twice as much on 8 bits.
+ABOVE_READ = 1.1
+ABOVE_PRODUCT = 1.25
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel or peer on one shape. `us`, `p20`, `p80`, `floor_us` are microseconds a launch.
+
+    `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, interleaved),
+    `fraction` their ratio; `copy_fraction` is bytes over time over the device's own copy bandwidth; `relerr` the error
+    against float32; `joule` a launch; `host_us` what the host takes for a call, checks and launches, without waiting
+    for the device. `machine` is the digest of the machine code that ran (a library: `libraries`), `versions` are those
+    of the timer and of the kernel or the peers; empty where none were kept yet.
+    `digest` is that of an accepted row; empty elsewhere.
+    Status `bridged` is a time of another run, times the library's time here over then.
+    """
+
+    kernel: str
+    provider: str
+    dtype: str
+    N: int | None = None
+    K: int | None = None
+    M: int | None = None
+    mode: str = ""
+    status: str = "ok"
+    us: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    bytes: int | None = None
+    floor_us: float | None = None
+    fraction: float | None = None
+    copy_fraction: float | None = None
+    relerr: float | None = None
+    rounds: int | None = None
+    copies: int | None = None
+    clock_mhz: int | None = None
+    throttle: str = ""
+    joule: float | None = None
+    host_us: float | None = None
+    device: str = ""
+    commit: str = ""
+    versions: str = ""
+    machine: str = ""
+    environment: str = ""
+    date: str = ""
+    note: str = ""
+    digest: str = ""
+    built: bool = field(default=False, compare=False)
+    earlier: bool = field(default=False, compare=False)  # read from a file without the columns of `LATER`
+
+    @property
+    def label(self) -> str:
+        """The name of the provider among all of a run."""
+        return f"{self.kernel}/{self.dtype}/{self.provider}"
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """Where and with what it was measured."""
+        return {name: getattr(self, name) for name in ("device", "commit", "environment", "date")}
+
+    @property
+    def key(self) -> tuple:
+        """What makes a cell of the file."""
+        return (self.kernel, self.provider, self.dtype, self.N or 0, self.K or 0, self.M or 0, self.mode)
+
+    @property
+    def where(self) -> str:
+        """The row in a message."""
+        return f"{self.provider} ({self.kernel}, {self.dtype}) at {self.N} x {self.K}, M = {self.M}, {self.mode}"
+
+    def texts(self) -> dict[str, str]:
+        """Its fields as CSV text, by column."""
+        return {name: _text(getattr(self, name)) for name in COLUMNS}
+
+    def signed(self) -> dict[str, str]:
+        """The fields that its digest is of: all that the file which it was read from has columns of."""
+        left_out = {"digest", *(LATER if self.earlier else ())}
+        return {name: text for name, text in self.texts().items() if name not in left_out}
+
+
+COLUMNS = tuple(f.name for f in fields(Row) if f.compare)  # `built` and `earlier` are where a row was read
+LATER = ("host_us",)  # columns that files of earlier runs lack
+EARLIER = tuple(name for name in COLUMNS if name not in LATER)
+INTEGERS = ("N", "K", "M", "bytes", "rounds", "copies", "clock_mhz")
+FLOATS = ("us", "p20", "p80", "floor_us", "fraction", "copy_fraction", "relerr", "joule", "host_us")
+
+
+def to_csv(rows: Iterable[Row]) -> str:
+    """Rows as CSV text; numbers with 5 significant digits, missing ones empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        writer.writerow(row.texts().values())
+    return out.getvalue()
+
+
+def _text(value: str | int | float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def is_kernel_rows(path: Path) -> bool:
+    """Whether a file has the columns of kernel times."""
+    try:
+        return read_text(path).startswith(tuple(",".join(names) + "\n" for names in (COLUMNS, EARLIER)))
+    except (OSError, UserError):
+        return False
+
+
+def from_csv(path: Path) -> list[Row]:
+    """Read rows, checked.
+
+    Raises:
+        UserError: no such file, other columns, a word or a number that cannot be.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    if not is_kernel_rows(path):
+        raise UserError(f"{path}: not a file of python -m repro bench; its columns differ")
+    try:
+        columns, *lines = csv.reader(io.StringIO(read_text(path), newline=""))
+    except csv.Error:
+        raise UserError(f"{path}: not a CSV file; measure again with python -m repro bench") from None
+    return [_row(line, columns, f"{path}, line {i}") for i, line in enumerate(lines, start=2)]
+
+
+def _row(line: list[str], columns: list[str], where: str) -> Row:
+    if len(line) != len(columns):
+        raise UserError(f"{where}: {len(line)} values for {len(columns)} columns; the file was cut short")
+    values: dict[str, Any] = dict(zip(columns, line))
+    for name in (*INTEGERS, *FLOATS):
+        try:
+            values[name] = (int if name in INTEGERS else float)(values[name]) if values.get(name) else None
+        except ValueError:
+            raise UserError(f"{where}: {name} is {values[name]!r}, not a number") from None
+        if values[name] is not None and not math.isfinite(values[name]):
+            raise UserError(f"{where}: {name} is {values[name]}; a number that is not finite is a status")
+    if values["status"] not in STATUSES:
+        raise UserError(f"{where}: {unknown('status', values['status'], STATUSES)}")
+    return Row(**values, earlier=len(columns) < len(COLUMNS))
+
+
+def stored(path: Path) -> list[Row]:
+    """Read accepted rows.
+
+    Raises:
+        UserError: a row that was edited after it was accepted, belongs to another device or is given twice; one that is
+            gone or new.
+    """
+    rows, seen = from_csv(path), set()
+    for row in rows:
+        where = f"{path}: {row.where}"
+        row_digest.check(row, where)
+        if slug(row.device) != path.parent.name:
+            raise UserError(f"{where} on {row.device} does not belong there")
+        if row.key in seen:
+            raise UserError(f"{where} is given twice; check the file out again")
+        seen.add(row.key)
+    row_list.check(path, rows)
+    return [replace(row, digest="", earlier=False) for row in rows]
+
+
+# ---- accepting
+
+
+def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
+    """Validate a file of `bench` and merge it into `results/<device>/kernels.csv.xz`; nothing is half-taken.
+
+    Returns:
+        Number of rows by file that was written.
+
+    Raises:
+        UserError: schema, a row given twice, a missing origin, uncommitted code, a failure or wrong result of ours, or
+            a time that the device cannot have, a peer that is rescaled from another device; an accepted row that was
+            edited.
+    """
+    rows = from_csv(path)
+    if not any(row.status == "ok" for row in rows):
+        raise UserError(f"{path}: no measured row to accept")
+    seen: set[tuple] = set()
+    by_file: dict[Path, list[Row]] = {}
+    for row in rows:
+        where = f"{path}: {row.where}"
+        if row.key in seen:
+            raise UserError(f"{where}: given twice")
+        seen.add(row.key)
+        _check_origin(row, where)
+        if broken_of_ours(row):
+            what = "its result is wrong" if row.status == "wrong" else "it failed"
+            how = "mend it, measure it again with --resume, or leave it out with --only"
+            raise UserError(f"{where}: {what} ({row.note}); {how}")
+        if row.status in ("ok", "bridged"):
+            _check(row, where, *peaks_of(row.device, rows, path))
+        by_file.setdefault(results / slug(row.device) / STORED, []).append(row)
+    merged = {}
+    for file, new in by_file.items():
+        there = file.is_file() or file.name in row_list.listed(file.parent)
+        old = stored(file) if there else []
+        merged[file] = {row.key: row for row in (*old, *new)}
+    for file, by_key in merged.items():
+        row_list.write(file, [by_key[key] for key in sorted(by_key)], to_csv)
+    return {str(file): len(by_file[file]) for file in by_file}
+
+
+def _check_origin(row: Row, where: str) -> None:
+    """Raise unless a row says where it was measured, at a commit of this project."""
+    for name, value in row.origin.items():
+        if not value:
+            raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
+    if not re.fullmatch("[0-9a-f]{7,40}", row.commit):  # `unknown`, or with a + for uncommitted changes
+        raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
+    if not provenance.has_commit(row.commit):
+        raise UserError(f"{where}: measured at commit {row.commit}, which this checkout does not have; fetch it")
+    if not re.fullmatch(r"\w[\w ().+-]*", row.device):  # its name becomes that of a folder
+        raise UserError(f"{where}: device is {row.device!r:.60}, which is no name of a GPU")
+
+
+def broken_of_ours(row: Row) -> bool:
+    """Whether a kernel of this project failed or was wrong, which is not accepted; of a peer it is a finding."""
+    return row.status in ("wrong", "failed") and row.provider in KERNELS
+
+
+def _check(row: Row, where: str, peaks: Mapping[str, float], said: str) -> None:
+    """Raise unless a measured row is complete and possible."""
+    needed = ["us", "bytes", "mode"] + (["p20", "p80", "relerr", "copies"] if row.status == "ok" else [])
+    for name in needed:
+        if getattr(row, name) in (None, ""):
+            raise UserError(f"{where}: {name} is empty")
+    if row.mode not in MODES:
+        raise UserError(f"{where}: {unknown('mode', row.mode, MODES)}")
+    if row.us <= 0 or (row.status == "ok" and not row.p20 <= row.us <= row.p80):
+        raise UserError(f"{where}: {row.us} us is not between its p20 and p80, {row.p20} and {row.p80}")
+    if row.status == "ok" and row.mode == "cold" and row.copies < 2:
+        raise UserError(f"{where}: cold with {row.copies} copy of the weights")
+    if row.status == "bridged":
+        recorded_on = re.search(r"\(([^()]*)\), times", row.note)
+        if recorded_on is None or recorded_on[1] != row.device:
+            whose = recorded_on[1] if recorded_on else "a device that its note does not name"
+            why = f"rescaled from a time of {whose}, which says nothing of {row.device}"
+            raise UserError(f"{where}: {why}; leave it out")
+    bound, why = roofline(row, peaks)
+    if row.us < bound:
+        raise UserError(f"{where}: {row.us} us, less than the {bound:.3g} us that {why}{said} allows; measure again")
+    _check_sizes(row, where)
+    if row.status == "ok" and row.mode == "cold" and row.floor_us and row.us * FLOOR_NOISE < row.floor_us:
+        raise UserError(f"{where}: {row.us} us, less than the {row.floor_us} us of reading its bytes; measure again")
+
+
+def _check_sizes(row: Row, where: str) -> None:
+    """Raise unless a measured row's error, bytes and share of the floor are such as a launch can have."""
+    if row.relerr is not None and not 0 <= row.relerr <= WORST:
+        raise UserError(f"{where}: relerr is {row.relerr}; an output that is off by more than {WORST} has no time")
+    for name in ("N", "K", "M", "rounds", "copies"):
+        if getattr(row, name) is not None and getattr(row, name) < 1:
+            raise UserError(f"{where}: {name} is {getattr(row, name)}; it is 1 or more")
+    least = 1.0
+    if row.N and row.K:
+        least = row.N * row.K * _width(row.kernel) / 8
+    if row.bytes < least:
+        raise UserError(f"{where}: bytes is {row.bytes}; its weights alone are {least:.0f}")
+    if (row.floor_us is None) != (row.fraction is None):  # the ceilings have neither
+        raise UserError(f"{where}: floor_us is {row.floor_us} and fraction {row.fraction}; a row has both or neither")
+    if row.floor_us is not None and row.floor_us <= 0:
+        raise UserError(f"{where}: floor_us is {row.floor_us}; it is the time that reading its bytes takes")
+    if row.fraction is not None and not math.isclose(row.fraction, row.floor_us / row.us, rel_tol=ALIKE):
+        raise UserError(f"{where}: fraction is {row.fraction}, but floor_us over us is {row.floor_us / row.us:.5g}")
+
+
+def _width(kernel: str) -> float:
+    """Bits of a weight in a format, such as 4 of `w4-g128`; 0 where its name says none."""
+    found = re.match(r"w(\d+)", kernel)
+    return int(found[1]) if found else WIDTHS.get(kernel, 0)
+
+
+def peaks_of(device: str, rows: Iterable[Row], path: Path) -> tuple[Mapping[str, float], str]:
+    """What no row of a device can beat, as in `PEAKS`, and words for where that comes from.
+
+    Raises:
+        UserError: neither a datasheet nor ceilings in the same file, or ceilings above every datasheet's.
+    """
+    if device in PEAKS:
+        return PEAKS[device], ""
+    read = product = 0.0
+    for row in rows:
+        if row.device != device or not row.us or row.status != "ok":
+            continue
+        if row.kernel in ("read_floor", "copy"):
+            read = max(read, row.bytes / row.us * 1e6)
+        elif (row.kernel, row.N, row.K, row.M) == ("bf16", LARGE, LARGE, LARGE):
+            product = max(product, 2 * LARGE**3 / row.us * 1e6)
+    if not (read and product):
+        what = f"{device} has no listed peaks, and the file lacks its read rate or its bf16 product of {LARGE}^3"
+        raise UserError(f"{path}: {what}; python -m repro bench measures both first")
+    fastest = {kind: max(peaks[kind] for peaks in PEAKS.values()) for kind in ("memory", "bf16")}
+    for kind, reached, unit in (("memory", read, "TB/s"), ("bf16", product, "T operations/s")):
+        if reached > fastest[kind]:
+            said = f"a {kind} ceiling of {reached / 1e12:.4g} {unit}"
+            most = f"above the {fastest[kind] / 1e12:.4g} of any listed GPU"
+            raise UserError(f"{path}: {device} has {said}, {most}; measure again, or list its peaks in kernel_rows.py")
+    halves = ABOVE_PRODUCT * product
+    return _peaks(ABOVE_READ * read, halves, 2 * halves), ", by the ceilings of this file,"
+
+
+def roofline(row: Row, peaks: Mapping[str, float]) -> tuple[float, str]:
+    """The least microseconds that a device's peaks allow a row, and what sets them."""
+    memory = row.bytes / peaks["memory"] * 1e6 if row.mode == "cold" else 0.0
+    kind = "fp8" if row.kernel == "fp8" else "int32" if row.kernel in ("int8", "w8a8") else row.dtype
+    work = 2 * row.N * row.K * row.M / peaks[kind] * 1e6 if row.N and kind in peaks else 0.0
+    if work > memory:
+        return work, f"{peaks[kind] / 1e12:.0f} T operations/s"
+    return memory, f"{peaks['memory'] / 1e12:.1f} TB/s of memory"
+
+
+def files() -> list[Path]:
+    """Where kernel times are read from: accepted ones, those that are missing too, then what was measured here."""
+    accepted = [folder / STORED for folder in sorted(RESULTS.glob("*/"))]
+    there = [path for path in accepted if path.is_file() or path.name in row_list.listed(path.parent)]
+    return [*there, *([BUILT] if BUILT.is_file() else [])]
+
+
+Stamps = tuple[tuple[Path, int], ...]
+
+
+def stamps() -> Stamps:
+    """The files with their modification times: what is read from them is read once per version."""
+    return tuple((path, path.stat().st_mtime_ns if path.is_file() else 0) for path in files())
+
+
+def _read(path: Path) -> list[Row]:
+    """The rows of one of `files`: those built here as they are, accepted ones checked."""
+    return from_csv(path) if path == BUILT else stored(path)
+
+
+@cache
+def shown_device(stamps: Stamps) -> str:
+    """The device whose times are shown unless one is named: that of `BUILT`, else the H200, on which results stand."""
+    built = [row.device for path, _ in stamps if path == BUILT for row in from_csv(path) if row.us]
+    return built[0] if built else "NVIDIA H200"
+
+
+@cache
+def timed(stamps: Stamps) -> dict[tuple[str, str, int, str], list[Row]]:
+    """Rows with a time by device, layer (`4096x14336`; `0x0` of a ceiling), tokens and mode; those built here win."""
+    rows = {(r.device, r.key): replace(r, built=path == BUILT) for path, _ in stamps for r in _read(path) if r.us}
+    found: dict[tuple[str, str, int, str], list[Row]] = {}
+    for row in rows.values():
+        found.setdefault((row.device, f"{row.N or 0}x{row.K or 0}", row.M or 0, row.mode), []).append(row)
+    return found
+
+
+def versions(label: str) -> str:
+    """The versions that decide a provider's time: the timer's, and the peers' or our kernel's with those it uses."""
+    name = label.rsplit("/", 1)[-1]
+    own = {kernel: KERNELS[kernel] for kernel in (name, *USES.get(name, ()))} if name in KERNELS else {"peers": PEERS}
+    return " ".join(f"{word}={version}" for word, version in sorted((own | {"timer": TIMER}).items()))

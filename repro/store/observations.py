@@ -1,0 +1,258 @@
+"""Observations: what a job saw, one value per series and unit, in Parquet with a checksum and where they come from.
+
+A series is a name (`wikitext2/nll`), the group whose units it shares (a corpus under a protocol, a task), what its
+units are (windows, items, layers, model), and float64 values. Every number that is shown is computed from series.
+
+The checksum covers values and metadata: it finds damage and slips of the hand, it is no signature.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from repro.core.errors import UserError
+from repro.core.files import atomic, sha256
+from repro.store import provenance
+from repro.store.job import Job
+
+FILE = "observations.parquet"
+ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "versions", "environment")
+MOST_ROWS = 100_000  # of a packed file; a value takes 8 bytes, all else almost nothing
+WORDS = ["cell", "seed", "name", "group", "units"]
+COUNTED = {"unit": "DELTA_BINARY_PACKED"}  # units count from 0 in every series: a tenth of the file's bytes
+ENCODINGS: tuple[dict[str, Any], ...] = (  # of values: few that repeat, such as 0 and 1; or many, whose first bytes do
+    {"use_dictionary": [*WORDS, "value"], "column_encoding": COUNTED},
+    {"use_dictionary": WORDS, "column_encoding": COUNTED | {"value": "BYTE_STREAM_SPLIT"}},
+)
+SCHEMA = pa.schema(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("group", pa.string(), nullable=False),
+        pa.field("units", pa.string(), nullable=False),
+        pa.field("unit", pa.int32(), nullable=False),
+        pa.field("value", pa.float64(), nullable=False),
+    ]
+)
+PACKED = pa.schema([pa.field("cell", pa.string()), pa.field("seed", pa.int32()), *SCHEMA])
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Values `[n]`, what one of them belongs to (`units`), and the group of series that share these units."""
+
+    values: np.ndarray
+    units: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """The series of a job by name, and its metadata."""
+
+    series: Mapping[str, Series]
+    meta: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all series."""
+        return digest(self.series)
+
+
+def digest(series: Mapping[str, Series]) -> str:
+    """16 hex digits of names, groups, units and the bytes of all values."""
+    found = hashlib.sha256()
+    for name, one in sorted(series.items()):
+        found.update(f"{name}\0{one.group}\0{one.units}\0{len(one.values)}\0".encode())
+        found.update(np.ascontiguousarray(one.values, dtype="<f8").tobytes())
+    return found.hexdigest()[:16]
+
+
+def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
+    """16 hex digits of all series and of the metadata beside them."""
+    facts = {key: value for key, value in meta.items() if key != "checksum"}
+    return hashlib.sha256(f"{digest(series)} {json.dumps(facts, sort_keys=True)}".encode()).hexdigest()[:16]
+
+
+def origin(job: Job, versions: Mapping[str, int], found: Mapping[str, Path] | None = None) -> dict[str, str]:
+    """What is written beside observations: the job, its device, commit, versions, environment, what was read."""
+    read = {
+        f"{role}/{path.name}": sha256(path)[:16] for role, folder in (found or {}).items() for path in stored(folder)
+    }
+    device = job.given().get("device", "cpu")
+    return {
+        "job": job.id,
+        "inputs": job.inputs,
+        "artifacts": json.dumps(read, sort_keys=True),
+        "device": provenance.device_name(device),
+        "device_class": device,
+        "commit": provenance.commit(),
+        "versions": " ".join(f"{name}={version}" for name, version in sorted(versions.items())),
+        "environment": provenance.environment(),
+    }
+
+
+def stored(folder: Path) -> list[Path]:
+    """The tensors of a job's folder, sorted; a temporary file that a killed process left is none of them."""
+    return [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(".")]
+
+
+def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> None:
+    """Write series and metadata, whole or not at all; the job's other results lie beside `path` already.
+
+    The metadata gets `made`, the digests of these results, and `checksum`. A series without values is left out.
+
+    Raises:
+        UserError: a value that is not finite.
+    """
+    for name, one in series.items():
+        if not np.isfinite(one.values).all():
+            raise UserError(f"{path}: {name} has values that are not finite; a result without a number is a status")
+    series = {name: one for name, one in series.items() if len(one.values)}  # rows are all that a file holds
+    made = {other.name: sha256(other)[:16] for other in stored(path.parent)}
+    meta = {**meta, "made": json.dumps(made)}
+    table = to_table(series).replace_schema_metadata({**meta, "checksum": checksum(series, meta)})
+    with atomic(path) as temporary:
+        pq.write_table(table, temporary, write_page_checksum=True)
+
+
+def to_table(series: Mapping[str, Series], schema: pa.Schema = SCHEMA, **place: str | int) -> pa.Table:
+    """The long form: a row per series and unit, each with the columns of `place`."""
+    rows = [
+        {**place, "name": name, "group": one.group, "units": one.units, "unit": unit, "value": value}
+        for name, one in series.items()
+        for unit, value in enumerate(np.asarray(one.values, dtype=float).tolist())
+    ]
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def from_table(table: pa.Table, place: Sequence[str] = ()) -> dict[tuple[Any, ...], dict[str, Series]]:
+    """The series of a table in the long form by its columns `place`, in the order in which they were written.
+
+    Raises:
+        ValueError: a series in two groups or places, or with a unit that is missing, given twice or out of order.
+    """
+    found: dict[tuple[Any, ...], dict[str, Series]] = {}
+    columns = [table[name].combine_chunks().dictionary_encode() for name in (*place, "name", "group", "units")]
+    codes = np.stack([column.indices.to_numpy() for column in columns])
+    words = [column.dictionary.to_pylist() for column in columns]
+    unit, value = table["unit"].to_numpy(), table["value"].to_numpy()
+    edges = [0, *(np.flatnonzero((codes[:, 1:] != codes[:, :-1]).any(0)) + 1).tolist(), len(unit)]
+    for start, end in pairwise(edges) if len(unit) else ():
+        *where, name, group, units = (known[i] for known, i in zip(words, codes[:, start]))
+        series = found.setdefault(tuple(where), {})
+        if name in series or not np.array_equal(unit[start:end], np.arange(end - start)):
+            raise ValueError(f"the series {name!r} is not one value per unit")
+        series[name] = Series(value[start:end].copy(), units, group)
+    return found
+
+
+def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, str]]:
+    """A Parquet file as a table, and its metadata.
+
+    Raises:
+        UserError: the file is missing, damaged or cut short, or has other columns.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read()
+        meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; build it again") from None
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        first = " ".join(str(error).split())[:150]
+        raise UserError(f"{path}: not a whole Parquet file ({first}); delete it and build it again") from None
+    if not table.schema.equals(schema, check_metadata=False):
+        raise UserError(f"{path}: its columns are not those of observations; delete it and build it again")
+    return table, meta
+
+
+def load(path: Path) -> Observations:
+    """What `save` wrote.
+
+    Raises:
+        UserError: the file is missing, cut short, has other columns, or is not what its checksum says.
+    """
+    table, meta = read(path)
+    try:
+        series = from_table(table).get((), {})
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; delete it and build it again") from None
+    if meta.get("checksum") != checksum(series, meta):
+        raise UserError(f"{path}: its contents do not match its checksum; delete it and build it again")
+    return Observations(series, meta)
+
+
+def once(path: Path, stamp: int) -> Observations:
+    """`load`, read once per version of the file; `stamp` is its modification time in ns."""
+    return _once(path, Path.cwd(), stamp, path.stat().st_ino)
+
+
+@cache
+def _once(path: Path, working: Path, stamp: int, inode: int) -> Observations:
+    return load(path)
+
+
+# --- the series of many cells, packed for results/ --------------------------------------------------------------------
+
+Held = Mapping[tuple[str, int], Mapping[str, Series]]  # by cell key and seed
+
+
+def pack(held: Held) -> list[tuple[str, bytes]]:
+    """Digest and content of Parquet files with a row per cell, seed, series and unit, each below about 1 MB.
+
+    Cells and seeds with the same series, such as two numbers of one job, are stored once, with the first of them.
+    """
+    once: dict[str, tuple[tuple[str, int], Mapping[str, Series]]] = {}
+    for place, seed in sorted(held.items()):
+        once.setdefault(digest(seed), (place, seed))
+    parts: list[dict[tuple[str, int], Mapping[str, Series]]] = []
+    free = 0
+    for place, seed in once.values():
+        rows = sum(len(one.values) for one in seed.values())
+        if rows > free:
+            parts.append({})
+            free = MOST_ROWS
+        parts[-1][place] = seed
+        free -= rows
+    files = []
+    for part in parts:
+        table = pa.concat_tables(to_table(one, PACKED, cell=cell, seed=seed) for (cell, seed), one in part.items())
+        table = table.replace_schema_metadata({"digest": packed_digest(part)})
+        files.append((packed_digest(part), min((_written(table, encoding) for encoding in ENCODINGS), key=len)))
+    return files
+
+
+def _written(table: pa.Table, encoding: Mapping[str, Any]) -> bytes:
+    out = pa.BufferOutputStream()
+    pq.write_table(table, out, compression="zstd", compression_level=19, write_page_checksum=True, **encoding)
+    return out.getvalue().to_pybytes()
+
+
+def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
+    """The series of a packed file by cell key and seed, and their digest.
+
+    Raises:
+        UserError: the file is damaged or does not match its checksum.
+    """
+    table, meta = read(path, PACKED)
+    try:
+        found = from_table(table, ("cell", "seed"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; check it out again") from None
+    if meta.get("digest") != packed_digest(found):
+        raise UserError(f"{path}: its values do not match its checksum; check it out again")
+    return found, meta["digest"]
+
+
+def packed_digest(held: Held) -> str:
+    """16 hex digits of cells, seeds and their series."""
+    return digest({f"{cell}\0{seed}\0{name}": s for (cell, seed), one in held.items() for name, s in one.items()})

@@ -1,0 +1,109 @@
+"""Where a number comes from: the commit, the environment, the device. A row of every results file."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from repro.core.errors import UserError
+from repro.core.files import ROOT, sha256
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "lm_eval", "triton")
+
+
+def entry_hash(entry: Mapping[str, Any]) -> str:
+    """Twelve hex digits of one entry of a data file (a corpus, task or model); the order of its keys does not count."""
+    text = json.dumps(dict(entry), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return _digits(text)
+
+
+def sources_hash() -> str:
+    """Twelve hex digits of all Python files of the package: whatever draws a table or figure is among them.
+
+    Steps and kernels draw nothing: their folders are links in the package, which are not followed.
+    """
+    found = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(ROOT / "repro")):
+        for name in sorted(names):
+            if name.endswith(".py"):
+                found.update(f"{name}\0{sha256(Path(folder) / name)}\0".encode())
+    return found.hexdigest()[:12]
+
+
+def _digits(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# --- commit, environment, device --------------------------------------------------------------------------------------
+
+
+@cache
+def commit() -> str:
+    """The short commit of the checkout, `+` behind it when tracked files differ from it.
+
+    Where the tree came without its history, `$REPRO_COMMIT` says it, and it goes before git's own; but it hides no
+    difference that git sees. Else `unknown` outside git.
+    """
+    named = os.environ.get("REPRO_COMMIT") or _git("rev-parse", "--short=10", "HEAD")
+    if not named:
+        return "unknown"
+    differs = bool(_git("status", "-s", "-uno"))
+    return named if named.endswith("+") or not differs else f"{named}+"
+
+
+@cache
+def has_commit(commit: str) -> bool:
+    """Whether this checkout has a commit; yes where there is no history to ask."""
+    return _git("rev-parse", "--git-dir") is None or _git("cat-file", "-e", f"{commit}^{{commit}}") is not None
+
+
+def _git(*words: str) -> str | None:
+    """What git says about this checkout; None where it is none, or git refuses or is missing."""
+    try:
+        top, said = (
+            subprocess.run(["git", "-C", str(ROOT), *each], capture_output=True, text=True, check=True).stdout.strip()
+            for each in (("rev-parse", "--show-toplevel"), words)
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said if Path(top).resolve() == ROOT else None
+
+
+def environment() -> str:
+    """JSON of what decides numbers besides our code: Python, libraries, processor (and GPU where torch sees one)."""
+    facts = {"python": platform.python_version(), "machine": platform.machine(), "cpu": _cpu()}
+    for name in LIBRARIES:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return json.dumps(facts, sort_keys=True)
+
+
+def device_name(device: str) -> str:
+    """What a device calls itself: the GPU's name, or the processor's.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if device == "cpu":
+        return _cpu()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(f"device {device!r}: this machine has no CUDA device; choose a scale whose device is cpu")
+    return torch.cuda.get_device_name(device)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,198 @@
+"""How good the heuristic of `w4a16_gemm` is: every configuration of its space, timed on layers it was not fitted to.
+
+    python -m repro.studies.space --out DIR     # on a GPU; goes on where it was cut; about 200 s on an H200
+
+Writes `DIR/space.json`: for every place (tokens and shape, W4 g128, bf16) the fastest time and, configuration by
+configuration, by how many percent it is slower. Committed as `results/<device>/space.json` it is what
+`test_heuristic.py` judges the heuristic by. A time is the best of a few replays of a CUDA graph over weights that
+no cache holds; the output of every configuration is compared with the library's product first.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from repro.bench import bench, timing
+from repro.bench.task import Layer
+from repro.core.files import short_hash, write_text
+from repro.kernels import nvrtc, packing, w4a16_gemm
+
+NAMED = [(28672, 4096), (6144, 4096), (3584, 3584), (3584, 18944), (5120, 13824)]  # of real models
+SEED, DRAWN = 20261126, 5
+COUNTS = w4a16_gemm.TOKENS
+FORM = 4, 128, False  # bits, group, symmetric
+REPLAYS = 3
+WORST = 1e-2  # relative error of bf16 outputs whose weights were rounded to bf16 once
+STEPS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"  # percent above the fastest, one a character
+NOT_RUN = STEPS[-1]  # or as much slower
+
+Place = tuple[int, int, int]  # tokens, rows, columns
+
+
+def shapes() -> list[tuple[int, int]]:
+    """(N, K) of the layers: five of real models, five drawn, their sizes multiples of 128."""
+    draw = random.Random(SEED)  # noqa: S311
+    drawn = [(128 * draw.randint(8, 224), 128 * draw.randint(8, 128)) for _ in range(DRAWN)]
+    return NAMED + drawn
+
+
+def places() -> list[Place]:
+    """Every layer with every number of tokens that has configurations of its own."""
+    return [(m, n, k) for (n, k), m in itertools.product(shapes(), COUNTS)]
+
+
+def key(place: Place) -> str:
+    """A place's name in the file, as that of a launch configuration."""
+    m, n, k = place
+    return w4a16_gemm.tuning_key({"bits": FORM[0], "M": m, "N": n, "K": k})
+
+
+def able(place: Place) -> list[int]:
+    """Positions in SPACE of the configurations that are tried."""
+    most = max(COUNTS[0], place[0])
+    return [i for i, config in enumerate(w4a16_gemm.SPACE) if w4a16_gemm.tokens_of(config) <= most]
+
+
+def as_text(times: Mapping[int, float]) -> str:
+    """Times by position in SPACE, as one character a configuration: by how many percent it is slower."""
+    best, marks = min(times.values()), [NOT_RUN] * len(w4a16_gemm.SPACE)
+    for i, us in times.items():
+        marks[i] = STEPS[min(round(100 * (us / best - 1)), len(STEPS) - 1)]
+    return "".join(marks)
+
+
+def ratios(content: Mapping[str, Any]) -> dict[str, float]:
+    """By how much the heuristic's configuration is slower than the fastest one, at each recorded place.
+
+    Raises:
+        ValueError: the file is of another space.
+    """
+    if content["space"] != space_hash():
+        raise ValueError("recorded with another SPACE of w4a16_gemm; measure again")
+    found = {}
+    for place in places():
+        if key(place) in content["places"]:
+            chosen = w4a16_gemm.SPACE.index(w4a16_gemm.heuristic(*place, FORM[0], content["sms"]))
+            found[key(place)] = 1 + STEPS.index(content["places"][key(place)]["over"][chosen]) / 100
+    return found
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def space_hash() -> str:
+    """What changes with the space, or with the layers."""
+    return short_hash(json.dumps([w4a16_gemm.SPACE, shapes()], sort_keys=True))
+
+
+# ---- on a GPU
+
+
+def sources(place: Place) -> Iterator[tuple[Path, dict[str, int]]]:
+    """(source, macros) of everything that is compiled for a place."""
+    m, n, k = place
+    defines = w4a16_gemm.format_defines(*FORM, torch.bfloat16)
+    for i in able(place):
+        config = w4a16_gemm.SPACE[i]
+        plan = w4a16_gemm.plan_wgmma if "WGS" in config else w4a16_gemm.plan_mma
+        source, constants, *_ = plan(m, n, k, FORM, config, (9, 0))
+        yield source, defines | constants
+
+
+def _compiled(job: tuple[Path, tuple[tuple[str, int], ...], str]) -> None:
+    nvrtc.compile_cubin(job[0], dict(job[1]), job[2])
+
+
+def compile_all(todo: Sequence[Place]) -> None:
+    """Compile what the places need, side by side; the cubins stay on disk."""
+    jobs = {(source, tuple(macros.items()), "sm_90a") for place in todo for source, macros in sources(place)}
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compiled, sorted(jobs, key=str), chunksize=4))
+
+
+def weights(layer: Layer) -> list[packing.PackedWeight]:
+    """Copies of a layer's weight that no cache holds."""
+    codes, scales, zeros = layer.codes(4, 128)
+    first = packing.pack(codes, scales, zeros, 4, 128)
+    count = max(2, math.ceil(timing.COLD_BYTES / first.nbytes))
+    return [first.to("cpu").to("cuda") for _ in range(count - 1)] + [first]
+
+
+def measure(
+    place: Place, layer: Layer, copies: Sequence[packing.PackedWeight], backend: timing.Cuda
+) -> dict[int, float]:
+    """Microseconds of a launch by position in SPACE; those that fail or are wrong are left out."""
+    x = layer.activations(place[0], torch.bfloat16)
+    want = x.float() @ layer.held(4, 128).T
+    found = {}
+    for i in able(place):
+        launch = functools.partial(w4a16_gemm.launch, x, config=w4a16_gemm.SPACE[i])
+        try:
+            error = (launch(packed=copies[0]).float() - want).norm() / want.norm()
+            graph = backend.capture([functools.partial(launch, packed=packed) for packed in copies])
+            seconds = min(graph.replay() for _ in range(REPLAYS))
+        except (RuntimeError, ValueError) as reason:
+            print(f"{key(place)}: {w4a16_gemm.SPACE[i]}: {str(reason).splitlines()[0]}")
+            continue
+        if error < WORST:
+            found[i] = seconds * 1e6 / len(copies)
+        else:
+            print(f"{key(place)}: {w4a16_gemm.SPACE[i]} is off by {error:.2g}")
+    return found
+
+
+def record(out: Path) -> dict[str, Any]:
+    """Measure every place that the file lacks, writing it after each."""
+    content: dict[str, Any] = {"places": {}}
+    if out.is_file():
+        content = json.loads(out.read_text(encoding="utf-8"))
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    about = bench.origin() | {"space": space_hash(), "sms": sms}
+    if any(content.get(name) != about[name] for name in ("device", "space")):
+        content = {"places": {}}
+    content |= about
+    todo = [place for place in places() if key(place) not in content["places"]]
+    print(f"{len(todo)} of {len(places())} places to measure")
+    if todo:
+        compile_all(todo)
+    backend, layer, copies = timing.Cuda(), None, []
+    for place in todo:
+        if layer is None or (layer.rows, layer.columns) != place[1:]:
+            layer, copies = None, []
+            backend.release()
+            layer = Layer(*place[1:])
+            copies = weights(layer)
+        times = measure(place, layer, copies, backend)
+        content["places"][key(place)] = {"best_us": round(min(times.values()), 3), "over": as_text(times)}
+        write_text(out, json.dumps(content, indent=0) + "\n")
+        print(f"{key(place)}: best {min(times.values()):.2f} us of {len(times)}", flush=True)
+    return content
+
+
+def main() -> None:
+    """Record, then say how good the heuristic is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of space.json")
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    found = ratios(record(folder / "space.json"))
+    for name, ratio in found.items():
+        print(f"{name}: {ratio:.2f} of the fastest")
+    print(f"geometric mean {geometric_mean(list(found.values())):.3f}, worst {max(found.values()):.2f}")
+
+
+if __name__ == "__main__":
+    main()

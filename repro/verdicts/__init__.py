@@ -1,0 +1,1 @@
+"""What measurements say: verdicts on claims, how much is measured."""

@@ -1,0 +1,472 @@
+"""Claims as predicates over cells, judged on what was measured.
+
+    quantity  (b - s) / (b - f)        holds  >= 0.555
+
+The quantity is arithmetic over cells, with an interval from their observations, paired wherever they share windows or
+items, fresh or stored. A case holds when its whole interval satisfies the predicate, fails when none of it does, and is
+undecided else. Where full precision is at chance, or every method compared has lost the model, it has no verdict.
+
+A claim about every case holds when all of them do. It fails as soon as some fail, also while others are missing: by
+Holm's step-down procedure (1979, Scandinavian Journal of Statistics 6, 65-70), so that one of 48 does not fail it by
+chance. What fails is said by its direction: the same as in the paper but smaller (or larger), none, or the opposite.
+
+What the paper's own cells say of the claim by arithmetic is another question (`own_numbers`): consistent, inconsistent,
+or within their rounding. It is no verdict on the method.
+
+A claim on accuracy is judged on the log probability of the right answers where its spec says so: on the paired change
+in nats, which moves before accuracy does, and where accuracy is at chance.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+from repro import papers
+from repro.core.errors import UserError, shortened, unknown
+from repro.core.strict import load_yaml
+from repro.metrics import metric_of
+from repro.papers.cell import Cell, Place
+from repro.recipes import recipe
+from repro.results import measure
+from repro.specs import tables
+from repro.stats.quantity import Quantity, compose, constant, evaluate, on_same_windows, satisfied
+from repro.stats.statistics import LEVEL
+from repro.store.measurement import MEASURED, Measurement
+from repro.verdicts import rounding
+from repro.workflow.workflow import Workflow
+
+PLAIN = ("holds", "fails", "undecided")
+HOLDS, FAILS, UNDECIDED = range(3)
+OWN_NUMBERS = ("consistent", "inconsistent", "within rounding")
+ON_STAND_INS = "holds on the stand-ins"  # of grade C
+DIRECTIONS = ("opposite direction", "no effect", "same direction, smaller", "same direction, larger")
+NO_VERDICT = "no verdict"
+COLLAPSED = 5.0  # times full precision's perplexity: above, a model has lost so much that a comparison says little
+LOST = "collapsed"  # what is missing of a case whose compared models all have
+EXCUSED = ("no_stand_in", "floor", LOST)  # of which no verdict can come here, however much is run
+REASONS = {
+    "no_stand_in": "without a stand-in",
+    "floor": "at chance",
+    LOST: f"all that is compared is above {COLLAPSED:.0f} times full precision",
+}
+
+
+class Reading(NamedTuple):
+    """A further reading of a case: its value and interval, its verdict by the same predicate.
+
+    `apart`: the 95 % interval of its difference to the case's own value excludes 0, on the windows that both have.
+    """
+
+    name: str
+    value: float
+    lo: float | None
+    hi: float | None
+    verdict: int
+    apart: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a claim: its comparison, the quantity on the printed cells, on the measured ones with interval.
+
+    Attributes:
+        holds: the predicate that judges it.
+        verdict: 0 holds, 1 fails, 2 undecided; None where the case is not judged.
+        df: degrees of freedom of the interval's t quantile, none for a normal one.
+        on: the stand-ins, `*` after those whose cells were measured here on their first windows or items alone.
+        missing: why it is not judged: the status of the first cell that is not measured, or of one of `EXCUSED`.
+        nats: whether log probabilities are compared, and the printed value is of accuracies.
+        also: its further readings.
+    """
+
+    model: str
+    holds: str
+    printed: float | None
+    measured: float | None = None
+    lo: float | None = None
+    hi: float | None = None
+    df: float | None = None
+    covers: str = ""
+    on: str = ""
+    missing: str = ""
+    also: tuple[Reading, ...] = ()
+    nats: bool = False
+    verdict: int | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim with its cases, the grade of the evidence, and the verdict.
+
+    Attributes:
+        grade: of the worst measured cell; empty without a verdict.
+        measured: whether there is a verdict, which measured cells alone can give.
+        why: what kept it from more: cases or cells that are missing, or the spec's own reason.
+        scale: where it was measured.
+        cells: every cell that its cases name, once.
+        own_numbers: of `OWN_NUMBERS`, what the paper's own cells say; empty where it does not print them all.
+    """
+
+    spec: tables.ClaimSpec
+    cases: tuple[Case, ...]
+    grade: str
+    verdict: str
+    measured: bool
+    why: str = ""
+    scale: str = ""
+    cells: tuple[Measurement, ...] = field(default=(), repr=False)
+    own_numbers: str = ""
+
+    @property
+    def count(self) -> str:
+        """In how many of the cases that are judged the claim holds, such as `1 of 3 cases`."""
+        return counted([case.verdict == HOLDS for case in self.cases if case.verdict is not None])
+
+    @property
+    def said(self) -> str:
+        """The verdict with its count."""
+        if not self.measured or self.verdict.startswith(PLAIN[UNDECIDED]):
+            return self.verdict
+        holds = self.verdict in (ON_STAND_INS, PLAIN[HOLDS])
+        return f"{self.verdict} ({'' if holds else 'holds in '}{self.count})"
+
+    @property
+    def one_seed(self) -> bool:
+        """Whether some measured cell rests on a single draw of what is drawn."""
+        return self.measured and any(len(m.seeds.split()) == 1 for m in self.cells if m.status in MEASURED)
+
+
+def counted(found: Sequence[bool]) -> str:
+    """In how many of all cases something is so, such as `1 of 3 cases`."""
+    return f"{sum(found)} of {len(found)} case{'s' * (len(found) != 1)}"
+
+
+def unjudged(paper: str) -> dict[str, str]:
+    """Claims of a paper that neither a predicate nor arithmetic on its numbers can judge, by id, and why."""
+    path = papers.HERE / paper / "unjudged.yaml"
+    return load_yaml(path) if path.is_file() else {}
+
+
+def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
+    """Judge one claim on what is measured at this scale.
+
+    Raises:
+        UserError: the spec names a claim, cell, column or metric that is not there, or a predicate that is none.
+    """
+    key = ("claim", claim.table, claim.claim, claim.says, claim.quantity, claim.holds, repr(claim.cells))
+    key += (claim.log_probability,)
+    return flow.once(key, lambda: _judged(flow, claim))
+
+
+def _judged(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
+    """The same, judged anew."""
+    _check(claim)
+    cases, cells, scale = evidence(flow, claim)
+    printed = own_numbers(claim, cases)
+    if claim.judged_on_printed:
+        return Judged(claim, cases, "", "", False, claim.judged_on_printed, scale, cells, printed)
+    if {m.live for m in cells if m.status in MEASURED} == {"arithmetic"}:
+        found = PLAIN[together([case.verdict for case in cases])]
+        return Judged(claim, cases, "", "", False, f"on the public shapes of its model: {found}", scale, cells, printed)
+    judged = [case for case in cases if case.verdict is not None]
+    word = _word(claim, cases, cells)
+    if not judged:
+        return Judged(claim, cases, "", word, False, _why(cells), scale, cells, printed)
+    return Judged(claim, cases, _grade(cells), word, True, _missing(cases), scale, cells, printed)
+
+
+def own_numbers(claim: tables.ClaimSpec, cases: Sequence[Case]) -> str:
+    """What the paper's own cells say of a claim, each known to half a unit of its last digit."""
+    if any(case.printed is None for case in cases):
+        return ""
+    known, found = rounding.cells(claim), []
+    for keys, named in claim.places():
+        cell = {name: known[place] for name, place in named.items()}
+        found.append(_verdict(rounding.corners(claim.quantity.format(**keys), claim.holds.format(**keys), cell)))
+    return OWN_NUMBERS[together(found, claim.most)]
+
+
+def _grade(cells: Sequence[Measurement]) -> str:
+    return max(m.grade for m in cells if m.status in MEASURED)  # A is the best letter
+
+
+def _missing(cases: Sequence[Case]) -> str:
+    """The cases that are not judged, counted by what is missing of them."""
+    missing = [case.missing for case in cases if case.verdict is None]
+    counts = {name: missing.count(name) for name in dict.fromkeys(missing)}
+    return ", ".join(f"{n} of {counted_cases(len(cases))} {_reason(name)}" for name, n in counts.items())
+
+
+def counted_cases(n: int) -> str:
+    """Such as `3 cases`."""
+    return f"{n} case{'s' * (n != 1)}"
+
+
+def _reason(status: str) -> str:
+    return REASONS.get(status, status.replace("_", " "))
+
+
+def _word(claim: tables.ClaimSpec, cases: Sequence[Case], cells: Sequence[Measurement]) -> str:
+    """The verdict on a claim about every case, in words."""
+    judged = [case for case in cases if case.verdict is not None]
+    if not judged:
+        missing = [case.missing for case in cases]
+        return f"{NO_VERDICT}: {_reason(max(missing, key=missing.count))}"
+    if claim.most:
+        return _word_of_most(claim, judged, cases, cells)
+    failing = rejected(judged)
+    ours = claim.target or tables.split(claim.table)[0] in tables.FOLDERS  # a target of our own is met or not
+    if failing:
+        return PLAIN[FAILS] if ours else direction(failing, claim.neutral)
+    left = [case for case in cases if case.verdict is None and case.missing not in EXCUSED]
+    possible = [case for case in cases if case.missing != "no_stand_in"]
+    most = 2 * len(judged) >= len(possible)  # a few cases above chance do not speak for all
+    if all(case.verdict == HOLDS for case in judged) and not left and most:
+        return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
+    held = sum(case.verdict == HOLDS for case in judged)
+    return f"{PLAIN[UNDECIDED]}, {held} of {len(cases)} hold"
+
+
+def _word_of_most(
+    claim: tables.ClaimSpec, judged: Sequence[Case], cases: Sequence[Case], cells: Sequence[Measurement]
+) -> str:
+    """The verdict on a claim about most cases."""
+    said = together([case.verdict for case in judged], most=True)
+    if said == FAILS:
+        return direction([case for case in judged if case.verdict == FAILS], claim.neutral)
+    if said == HOLDS:
+        return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
+    return f"{PLAIN[UNDECIDED]}, {sum(case.verdict == HOLDS for case in judged)} of {len(cases)} hold"
+
+
+def rejected(cases: Sequence[Case]) -> list[Case]:
+    """The cases that fail in a family of so many, by Holm's procedure at 5 %."""
+    by_chance = sorted(((p_failing(case), n) for n, case in enumerate(cases)), key=lambda pair: pair)
+    found = []
+    for rank, (p, n) in enumerate(by_chance):
+        if p > (1 - LEVEL) / (len(cases) - rank):
+            break
+        found.append(cases[n])
+    return found
+
+
+def p_failing(case: Case) -> float:
+    """The p-value of a failing case: 1 less the level of the widest interval that lies wholly outside the predicate."""
+    if case.verdict != FAILS:
+        return 1.0
+    below, above = case.measured - case.lo, case.hi - case.measured
+    if below == above == 0:
+        return 0.0
+    least, most = 1.0, 64.0  # times the half-widths at 95 %: the p-value of 64 of them is below that of any family
+
+    def fails(times: float) -> bool:
+        ends = case.measured - times * below, case.measured + times * above
+        return not satisfied(case.holds, np.append(np.linspace(*ends, 1001), case.measured)).any()
+
+    if fails(most):
+        return 0.0
+    for _ in range(40):
+        middle = (least + most) / 2
+        least, most = (middle, most) if fails(middle) else (least, middle)
+    df = math.inf if case.df is None else case.df
+    return 2 * float(stdtr(df, -least * stdtrit(df, (1 + LEVEL) / 2)))
+
+
+def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
+    """How the cases that fail differ from the paper: the word of most of them, the mildest of words as frequent.
+
+    `neutral` is the quantity where nothing has an effect: 0 of a difference, 1 of a ratio.
+    """
+    words = []
+    for case in failing:
+        upward = satisfied(case.holds, np.asarray([neutral + 1e9]))[0]  # it asks for much, or the paper has more
+        upward = upward or (case.printed is not None and case.printed > neutral)
+        low, high = case.lo - neutral, case.hi - neutral
+        if not upward:
+            low, high = -high, -low
+        if high < 0 or (high == 0 and low < 0):
+            words.append(DIRECTIONS[0])
+        elif low <= 0:
+            words.append(DIRECTIONS[1])
+        else:
+            comparable = case.printed is not None and not case.nats
+            larger = comparable and abs(case.measured - neutral) > abs(case.printed - neutral)
+            words.append(DIRECTIONS[3 if larger else 2])
+    return max(words, key=lambda word: (words.count(word), DIRECTIONS.index(word)))
+
+
+def together(verdicts: Sequence[int | None], most: bool = False) -> int:
+    """Fails when one fails, holds when all hold, or of `most` as more than half do; else undecided."""
+    if most:
+        half = len(verdicts) / 2
+        return HOLDS if verdicts.count(HOLDS) > half else FAILS if verdicts.count(FAILS) > half else UNDECIDED
+    if FAILS in verdicts:
+        return FAILS
+    return HOLDS if set(verdicts) == {HOLDS} else UNDECIDED
+
+
+def verdict_of(case: Case) -> int:
+    """Holds: the whole interval satisfies the predicate; fails: none of it does; else, or without one, undecided."""
+    if case.lo is None or case.hi is None:
+        return UNDECIDED
+    found = satisfied(case.holds, np.append(np.linspace(case.lo, case.hi, 1001), case.measured))
+    return _verdict(found)
+
+
+def _verdict(found: np.ndarray) -> int:
+    return HOLDS if found.all() else FAILS if not found.any() else UNDECIDED
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+def evidence(flow: Workflow, claim: tables.ClaimSpec) -> tuple[tuple[Case, ...], tuple[Measurement, ...], str]:
+    """The claim's cases on what `flow` has measured, the cells that they name, and the scale's name.
+
+    Raises:
+        UserError: its table has no such cell.
+    """
+    known: dict[Place, Cell] = {}
+    for cell in flow.claim_cells(claim):
+        known[cell.place] = cell
+        known.setdefault((*cell.place[:3], ""), cell)
+    cases, measured = [], {}
+    for keys, named in claim.places():
+        for row, col, model, metric in named.values():
+            if (row, col, model, metric) not in known:
+                where = f"{row} | {col}{' | ' * bool(metric)}{metric}"
+                raise UserError(f"claim {claim.claim}: {claim.table} has no cell {where} of {model}")
+        bound = {name: known[place] for name, place in named.items()}
+        printed = {name: papers.number(cell.printed) for name, cell in bound.items()}
+        nats = _log_probabilities(claim, bound, known)
+        bound = nats or bound
+        for cell in bound.values():
+            if cell.place not in measured:
+                measured[cell.place] = measure.one(flow, cell)
+        here = {name: measured[cell.place] for name, cell in bound.items()}
+        cases.append(_case(flow, claim, keys, printed, bound, here, tuple(known.values()), bool(nats)))
+    return tuple(cases), tuple(measured.values()), flow.scale.name
+
+
+def _case(
+    flow: Workflow,
+    claim: tables.ClaimSpec,
+    keys: Mapping[str, object],
+    known: Mapping[str, float | None],
+    cells: Mapping[str, Cell],
+    here: Mapping[str, Measurement],
+    table: Sequence[Cell],
+    nats: bool,
+) -> Case:
+    quantity = claim.quantity.format(**keys)
+    printed = None if None in known.values() else float(evaluate(quantity, known))
+    if printed is not None and not np.isfinite(printed):
+        raise UserError(
+            f"claim {claim.claim}: {shortened(quantity)!r} of the printed cells is {printed}, no finite number"
+        )
+    holds = claim.log_probability if nats else claim.holds
+    case = Case(str(keys["model"]), holds.format(**keys), printed, nats=nats)
+    missing = [m for m in here.values() if m.status not in MEASURED or (m.value is None and not m.live)]
+    if missing:
+        return replace(case, missing=missing[0].status)
+    if claim.log_probability and not nats and "floor" in {m.status for m in here.values()}:
+        return replace(case, missing="floor")  # equal accuracies at chance have no quotient
+    if any(m.live == "partial" and recipe.parse(m.recipe).seeded for m in here.values()):
+        return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
+    own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})
+    found = own.interval()
+    marks = {"partial": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
+    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here.values()))
+    ends = (found.lo, found.hi) if found.n or found.lo is not None else (found.value, found.value)  # a count is exact
+    case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], df=found.df, covers=found.covers, on=on)
+    also = tuple(_readings(flow, claim, case, quantity, own, cells, table))
+    if "floor" in {m.status for m in here.values()}:
+        return replace(case, also=also, missing="floor")
+    if _all_lost(flow, cells, here):
+        return replace(case, also=also, missing=LOST)
+    return replace(case, also=also, verdict=verdict_of(case))
+
+
+def _log_probabilities(
+    claim: tables.ClaimSpec, cells: Mapping[str, Cell], known: Mapping[Place, Cell]
+) -> dict[str, Cell]:
+    """What is read next to the named accuracies; empty unless the claim is judged on it and each of them has one."""
+    found = {}
+    for name, cell in cells.items() if claim.log_probability else ():
+        place = (*cell.place[:3], cell.metric + tables.LOG_PROBABILITY)
+        if place not in known:
+            return {}
+        found[name] = known[place]
+    return found
+
+
+def _all_lost(flow: Workflow, cells: Mapping[str, Cell], here: Mapping[str, Measurement]) -> bool:
+    """Whether two or more compressed models are compared in perplexity, all above `COLLAPSED` times full precision."""
+    ratios = []
+    for name, cell in cells.items():
+        full = flow.full_precision(cell)
+        if cell.unit != "ppl" or cell.recipe == full.recipe or flow.is_taken(cell):
+            return False
+        if here[name].live == "arithmetic" or (reference := measure.one(flow, full)).value is None:
+            return False
+        ratios.append(here[name].value / reference.value)
+    return len(ratios) > 1 and min(ratios) > COLLAPSED
+
+
+def _readings(
+    flow: Workflow,
+    claim: tables.ClaimSpec,
+    case: Case,
+    quantity: str,
+    own: Quantity,
+    cells: Mapping[str, Cell],
+    table: Sequence[Cell],
+) -> Iterator[Reading]:
+    """The claim's other readings of one case: the same quantity on another column of the same rows."""
+    for name, column in claim.also.items():
+        parts = {}
+        for part, cell in cells.items():
+            same = (c for c in table if (c.row, c.model) == (cell.row, cell.model))
+            other = next((c for c in same if c.col in (column, f"{column}, {cell.col}")), None)
+            if other is None:  # a row without a recipe
+                continue
+            itself = metric_of(other.measure).itself(other.ask)
+            if itself is not None and other.recipe == flow.full_precision(other).recipe:
+                parts[part] = constant(itself)
+            elif (m := measure.one(flow, other)).status in MEASURED:
+                parts[part] = measure.quantity(flow, other, m)
+        if parts.keys() == cells.keys():
+            reading = compose(quantity, parts)
+            got, both = reading.interval(), on_same_windows([reading, own])
+            gap = compose("x - y", dict(zip("xy", both))).interval()
+            verdict = verdict_of(replace(case, measured=got.value, lo=got.lo, hi=got.hi))
+            apart = gap.lo is not None and gap.hi is not None and not gap.lo <= 0 <= gap.hi
+            yield Reading(name, got.value, got.lo, got.hi, verdict, apart)
+
+
+# --- what was printed -------------------------------------------------------------------------------------------------
+
+
+def _check(claim: tables.ClaimSpec) -> None:
+    """Raise unless the paper makes the claim, and the table has the columns of its further readings."""
+    paper, number = tables.split(claim.table)
+    known = papers.claims(paper) if paper in papers.PAPERS else {}
+    if known and claim.claim.partition(" ")[0] != paper:
+        raise UserError(f"claim {shortened(claim.claim)!r}: begin with its paper, as in '{paper} {next(iter(known))}'")
+    for name in (part for item in claim.claim.split()[1:] for part in item.split("-")):
+        if known and name not in known:
+            raise UserError(f"claim {claim.claim}: {unknown(f'claim of {paper}', name, known)}")
+    columns = {cell.col for cell in papers.printed(paper, number)} if number.isdecimal() else set()
+    for column in claim.also.values():
+        if column not in (known := columns | tables.table(paper, number).beside.keys()):
+            raise UserError(f"claim {claim.claim}: also: {unknown(f'column of {claim.table}', column, known)}")
+
+
+def _why(cells: Sequence[Measurement]) -> str:
+    missing = [m for m in cells if m.status not in MEASURED]
+    counts = {s: sum(m.status == s for m in missing) for s in dict.fromkeys(m.status for m in missing)}
+    return ", ".join(f"{n} of {len(cells)} cells {_reason(status)}" for status, n in counts.items())

@@ -1,0 +1,225 @@
+"""One runner for every job: Snakemake's script, `python -m repro run`, and the commands of a person end here."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from repro import models
+from repro.core.errors import Crowded, Refused, UserError, logged, shortened, unknown
+from repro.core.files import atomic, regular, write_text
+from repro.data import corpora
+from repro.metrics import KINDS
+from repro.metrics.metric import Metric
+from repro.recipes import recipe
+from repro.recipes.recipe import STEPS
+from repro.store import observations
+from repro.store.job import Job, distinct, from_json
+from repro.workflow import versions
+
+JOBS: dict[str, ModuleType | Metric] = {
+    **versions.SHARED,
+    **{name: kind for name, kind in KINDS.items() if kind.run},
+}
+PART = "(?![.])[A-Za-z0-9_.=-]{1,150}"  # of a job's label, a folder each
+REFUSED = "refused.json"  # in a job's folder: why it could not be done, with its status
+CONTEXTS = 2 << 30  # bytes of a GPU that are no program's data: what CUDA itself holds, of this process too
+
+
+def outputs(job: Job) -> list[Path]:
+    """The files of a job."""
+    return [job.folder / name for name in JOBS[job.kind].OUTPUTS]
+
+
+def done(job: Job) -> bool:
+    """Whether all files of a job are there, whole, and made with today's versions."""
+    try:
+        noted = origin(job) if all(path.is_file() for path in outputs(job)) else {}
+    except UserError:  # damaged, or of another job
+        return False
+    return bool(noted) and noted["versions"] == versions.text(versions.of_job(job))
+
+
+def origin(job: Job) -> dict[str, str]:
+    """What is recorded with the results of a job or its refusal (`observations.origin`); empty if it is not built.
+
+    Raises:
+        UserError: damaged files, or those of another job.
+    """
+    refusal, path = job.folder / REFUSED, job.folder / observations.FILE
+    if refusal.is_file():
+        noted = _refusal(refusal)["origin"]
+    elif path.is_file():
+        noted = observations.once(path, path.stat().st_mtime_ns).meta
+        refusal = path
+    else:
+        return {}
+    if absent := [name for name in observations.ORIGIN if name not in noted]:
+        raise UserError(f"{refusal}: it does not say its {absent[0]}; delete the folder and build it again")
+    if (noted["job"], noted["inputs"]) != (job.id, job.inputs):
+        what = "with other declared inputs" if noted["job"] == job.id else f"of the job {noted['job']}"
+        raise UserError(f"{refusal}: these are results {what}; delete the folder and build it again")
+    return dict(noted)
+
+
+def alone(job: Job) -> bool:
+    """Whether a job has to have its GPU to itself, since it times what it runs there."""
+    return job.given().get("device") == "cuda" and getattr(JOBS[job.kind], "TIMES", False)
+
+
+def run(job: Job) -> None:
+    """Execute a job whose needs are built; its files appear whole or not at all.
+
+    What cannot be done (a budget that pays for no rank, memory that does not suffice, a training that diverged) is a
+    result too: it is noted with its status, and whatever needs the job is refused with the same reason.
+
+    Raises:
+        UserError: bad input.
+        Crowded: too little memory of a GPU that other programs use, too, which is no result.
+    """
+    found = {role: need.folder for role, need in job.needs}
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / REFUSED).unlink(missing_ok=True)
+    for _, need in job.needs:
+        if not done(need):
+            raise UserError(f"{need.id}: not built with today's versions; build it first")
+    noted = observations.origin(job, versions.of_job(job), found)
+    noted["environment"] = _environment(job, noted["environment"])
+    try:
+        for folder in found.values():
+            check(folder)
+        torch.set_num_threads(int(job.given().get("threads", 1)))
+        JOBS[job.kind].run(job, found, job.folder, noted)
+    except Refused as refused:
+        _refuse(job, refused, noted)
+    except Exception as error:
+        if "OutOfMemory" not in type(error).__name__:
+            raise
+        if others := _of_others():
+            said = f"the GPU's memory did not suffice beside {others / 2**30:.1f} GiB of other programs"
+            raise Crowded(f"{said}; run it again with fewer side by side") from None
+        _refuse(job, Refused("oom", str(error).partition("\n")[0]), noted)
+    write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
+
+
+def _environment(job: Job, known: str) -> str:
+    """The JSON of an environment, with the dtype that the trained steps of the job's recipe compute in here."""
+    given = job.given()
+    steps = recipe.parse(given["recipe"]).steps if "recipe" in given else ()
+    computed = recipe.computed_in(steps, given.get("device", "cpu"))
+    return json.dumps(json.loads(known) | {"compute": computed}, sort_keys=True) if computed else known
+
+
+def _of_others() -> int:
+    """Bytes of this process's GPU that other programs hold; 0 where they hold no more than their contexts do."""
+    if not torch.cuda.is_initialized():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    held = total - free - torch.cuda.memory_reserved()
+    return held if held > CONTEXTS else 0
+
+
+def run_logged(text: str, log: str) -> None:
+    """Execute a job, given as JSON, as a rule of the workflow asks; what it prints goes to the file `log`.
+
+    Raises:
+        SystemExit: a sentence of what failed.
+    """
+    job = from_json(json.loads(text))
+    with logged(log, job.id):
+        run(job)
+
+
+def check(folder: Path) -> None:
+    """Raise what a job was refused with.
+
+    Raises:
+        Refused: it was.
+    """
+    path = folder / REFUSED
+    if path.is_file():
+        facts = _refusal(path)
+        raise Refused(facts["status"], facts["reason"])
+
+
+def _refusal(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return {"status": facts["status"], "reason": facts["reason"], "origin": dict(facts["origin"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: damaged; delete the folder and build it again") from None
+
+
+def _refuse(job: Job, refused: Refused, noted: Mapping[str, str]) -> None:
+    facts = {"status": refused.status, "reason": " ".join(str(refused).split()), "origin": noted}
+    write_text(job.folder / REFUSED, json.dumps(facts) + "\n")
+    for path in outputs(job):
+        with atomic(path) as temporary:
+            temporary.write_bytes(b"")
+
+
+def from_file(path: Path) -> list[Job]:
+    """The jobs of a file that `repro run --save` wrote, or of one job's `job.json`.
+
+    Raises:
+        UserError: no such file, or none of jobs.
+    """
+    how = "write one with python -m repro run TARGET --save FILE.json"
+    try:
+        facts = json.loads(regular(path).read_text(encoding="utf-8"))
+        jobs = [from_json(one) for one in (facts if isinstance(facts, list) else [facts])]
+        for job in distinct(jobs):
+            _check(job)
+        return jobs
+    except OSError as error:
+        raise UserError(f"{shortened(path, 150)}: not a file of jobs ({error.strerror}); {how}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path}: not a file of jobs (not JSON, or its keys are not those of jobs); {how}") from None
+    except UserError as error:
+        raise UserError(f"{path}: not a file of jobs ({error})") from None
+
+
+def is_file_of_jobs(path: Path) -> bool:
+    """Whether a file is one that `from_file` reads."""
+    try:
+        from_file(path)
+    except UserError:
+        return False
+    return True
+
+
+def check_here(jobs: Sequence[Job]) -> None:
+    """Raise unless the models and texts that jobs from a file declare are those that this machine has by these names.
+
+    Raises:
+        UserError: another model or text, or one that is not there. Jobs that are done are not looked at.
+    """
+    for job in jobs:
+        given, declared, where = job.given(), job.declared(), "than where the jobs were written"
+        if done(job):
+            continue
+        if "model" in declared and models.fingerprint(name := given.get("model", "")) != declared["model"]:
+            raise UserError(f"{job.id}: {name} here is another model {where}; bring that one, or write the jobs here")
+        if "tokenizer" in declared and models.tokenizer_key(name := given.get("model", "")) != declared["tokenizer"]:
+            raise UserError(f"{job.id}: {name} has another tokenizer here {where}; bring that one")
+        text = given.get("corpus", ""), bool(given.get("hub"))
+        if job.kind == "tokens" and corpora.identifier(*text) != declared.get("text"):
+            label = corpora.identity(*text)["label"]
+            raise UserError(f"{job.id}: {label} here is another text {where}; bring that one, or write the jobs here")
+
+
+def _check(job: Job) -> None:
+    """Raise unless a job that comes from a file is one that can run here, in a folder of its own under build/."""
+    if job.kind not in JOBS:
+        raise unknown("kind of job", job.kind, JOBS)
+    for step in job.steps:
+        if step not in STEPS:
+            raise unknown("step", step, STEPS)
+    if not re.fullmatch(f"{PART}(/{PART})?", job.label):
+        raise UserError(f"label {shortened(job.label)!r}: it is one or two names of letters, digits and . _ = -")
+    if not isinstance(job.declared(), dict) or not isinstance(job.given().get("model", ""), str):
+        raise TypeError

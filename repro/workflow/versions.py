@@ -1,0 +1,131 @@
+"""The versions that decide a result: those of its metric, of its recipe's steps, and of the jobs that it needs.
+
+Every step (`methods/`, `baselines/`), every metric (`repro/metrics/`) and every shared job (`repro/jobs/`: tokens,
+requests, questions, compress) has a `VERSION`. Whoever changes what it computes raises it by one: what is stored under
+another version is stale from then on. `tests/contract/` is red where a result has changed and its version has not. An
+edit that changes no result (a name, a comment, another file) changes no version, and nothing is measured again.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from repro.core.errors import UserError
+from repro.core.files import write_text
+from repro.jobs import compress, questions, requests, tokens
+from repro.metrics import MODULES
+from repro.papers.cell import Cell
+from repro.recipes.recipe import STEPS
+from repro.store.job import Job
+from repro.workflow.workflow import Workflow
+
+SHARED: dict[str, ModuleType] = {
+    "tokens": tokens,
+    "requests": requests,
+    "questions": questions,
+    "compress": compress,
+}
+FOLDER = Path("build/versions")
+
+Versions = Mapping[str, int]  # name of a step, metric or shared job to its version
+
+
+def module(name: str) -> ModuleType:
+    """The module of a step, metric or shared job."""
+    return SHARED.get(name) or MODULES.get(name) or STEPS[name]
+
+
+def of(name: str) -> int:
+    """The version of a step, metric or shared job today."""
+    return module(name).VERSION
+
+
+def own(job: Job) -> dict[str, int]:
+    """The versions of a job's kind and of its recipe's steps, without those of what it needs."""
+    return {name: of(name) for name in (job.kind, *job.steps)}
+
+
+def of_job(job: Job) -> dict[str, int]:
+    """The versions that decide a job's result, those of all that it needs included."""
+    found: dict[str, int] = {}
+    for each in job.every():
+        found |= own(each)
+    return found
+
+
+def of_cell(flow: Workflow, cell: Cell) -> dict[str, int]:
+    """The versions that decide a cell today: of its metric, of its operands' metrics, and of all its jobs."""
+    found = of_metrics(flow, cell)
+    for seed in flow.jobs(cell):
+        for job in seed.values():
+            found |= of_job(job)
+    return found
+
+
+def of_metrics(flow: Workflow, cell: Cell) -> dict[str, int]:
+    """The versions of a cell's metric and of its operands' metrics, which read and combine what jobs measured."""
+    names = [cell.measure, *(part.measure for part in flow.parts(cell).values())]
+    return {name: of(name) for name in names}
+
+
+def text(versions: Versions) -> str:
+    """Versions as they stand in a row: `compress=1 gptq=1 perplexity=1 tokens=1`."""
+    return " ".join(f"{name}={version}" for name, version in sorted(versions.items()))
+
+
+def read(text: str) -> dict[str, int]:
+    """The versions of a text.
+
+    Raises:
+        UserError: the text is not one that `text` writes.
+    """
+    found: dict[str, int] = {}
+    for word in text.split():
+        name, _, version = word.partition("=")
+        if not name or not version.isdecimal() or name in found:
+            raise UserError(f"versions is {text!r:.80}, not names with their versions, such as gptq=1 perplexity=1")
+        found[name] = int(version)
+    return found
+
+
+def merged(texts: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """The versions of several jobs' results together.
+
+    Args:
+        texts: the id of a job, and the versions that made its result.
+
+    Raises:
+        UserError: two of them were made under different versions of the same thing.
+    """
+    first: dict[str, tuple[str, int]] = {}
+    for job, versions in texts:
+        for name, version in read(versions).items():
+            other, known = first.setdefault(name, (job, version))
+            if known != version:
+                raise UserError(
+                    f"{other} and {job} were built with different versions of {name} ({known} and {version}); "
+                    "delete their folders and build them again"
+                )
+    return {name: version for name, (_, version) in first.items()}
+
+
+def changed(old: Versions, new: Versions) -> str:
+    """What differs between the versions of a result and today's: `gptq was 1, is 2`; empty if nothing does."""
+    said = []
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            said.append(f"{name} was {old.get(name, 'absent')}, is {new.get(name, 'absent')}")
+    return ", ".join(said)
+
+
+def file(job: Job) -> Path:
+    """Snakemake's input for the versions behind a job: a small file, rewritten only when one of them changes."""
+    return input_file("-".join([job.kind, *job.steps]), text(own(job)))
+
+
+def input_file(name: str, content: str) -> Path:
+    """A small file under build/versions/, rewritten only when its content changes."""
+    path = FOLDER / f"{name}.txt"
+    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != f"{content}\n":
+        write_text(path, f"{content}\n")
+    return path

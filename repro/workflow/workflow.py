@@ -1,0 +1,278 @@
+"""From specs and a scale to jobs, and from their files to quantities: what Snakemake, tables and claims ask.
+
+Paths of what is built are relative to the working directory, sources are those of this checkout.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+from repro import papers
+from repro.core.errors import UserError
+from repro.jobs.target import Target
+from repro.metrics import KINDS, metric_of
+from repro.papers.cell import Cell
+from repro.recipes import recipe
+from repro.specs import figures, scale, tables
+from repro.specs.names import OWN, canonical  # noqa: F401  asked for here too
+from repro.specs.scale import has_cuda
+from repro.stats.quantity import Quantity, compose
+from repro.store import observations
+from repro.store.job import Job, distinct
+from repro.workflow import draws
+
+
+class Workflow:
+    """One scale's cells and jobs.
+
+    With `recorded` nothing is run: cells come from accepted results, as they do where the scale's device is not there.
+    With `recorded=False` every cell is measured here, on all of its windows, items and seeds. Without either, as in a
+    build, accepted results come first, and `brief` is how this machine measures a cell itself.
+    """
+
+    def __init__(self, at: scale.Scale, recorded: bool | None = None) -> None:
+        self.scale = at
+        self.stored_first = recorded is None
+        self._cells: dict[tuple[str, str, str], list[Cell]] = {}
+        self._jobs: dict[str, list[dict[str, Job]]] = {}
+        self._remembered: dict[tuple[str, ...], Any] | None = None
+        self.recorded = (at.device == "cuda" and not has_cuda()) if recorded is None else recorded
+
+    @classmethod
+    def of_results(cls, at: scale.Scale) -> "Workflow":
+        """Accepted results alone, which do not change while it lives: what was asked once is not computed again."""
+        flow = cls(at, recorded=True)
+        flow._remembered = {}
+        return flow
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it is one of accepted results alone."""
+        return self._remembered is not None
+
+    def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+        """What `make` gives, computed once for a key where this workflow may remember it."""
+        if self._remembered is None:
+            return make()
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        return self._remembered[key]
+
+    @cached_property
+    def brief(self) -> "Workflow":
+        """The same cells on their first windows and items, with one seed: what a build measures itself."""
+        return Workflow(self.scale.brief(), recorded=False)
+
+    @cached_property
+    def _here(self) -> scale.Scale:
+        """The scale on the device class that its jobs run on here."""
+        return self.scale.here()
+
+    # --- cells --------------------------------------------------------------------------------------------------------
+
+    def cells(self, paper: str, number: str, kind: str = "table") -> list[Cell]:
+        """Every cell of a table or figure, with its stand-in."""
+        key = (paper, number, kind)
+        if key not in self._cells:
+            found = (tables if kind == "table" else figures).cells(paper, number)
+            self._cells[key] = [
+                replace(cell, stand_in=self.scale.stand_in(cell.model) or "", seeds=cell.seeds[: self.scale.seeds])
+                for cell in found
+            ]
+        return list(self._cells[key])
+
+    def is_live(self, cell: Cell) -> bool:
+        """Whether this scale measures a cell here."""
+        return not self.recorded and self.is_measured(cell) and not self.lacking(cell)
+
+    def lacking(self, cell: Cell) -> str:
+        """What is not on this machine of what a cell, or a part of a derived one, is measured with; empty if all is."""
+        for part in self.parts(cell).values():
+            if why := self.lacking(part):
+                return why
+        return metric_of(cell.measure).lacking(cell.ask)
+
+    def is_measured(self, cell: Cell) -> bool:
+        """Whether this scale measures a cell anywhere."""
+        if not (cell.measure and (cell.stand_in or not cell.model) and cell.recipe):
+            return False  # a setting is printed without a model
+        if cell.calibration and cell.calibration not in self.scale.calibration_texts:
+            return False
+        spec = tables.table(cell.paper, cell.number) if cell.kind == "table" else None
+        return not spec or not spec.scales or self.scale.name in spec.scales
+
+    def full_precision(self, cell: Cell) -> Cell:
+        """The same measure of the stand-in without any step."""
+        return replace(cell, recipe="fp16", row="", printed="", seeds=(0,))
+
+    def held_back(self, cell: Cell) -> bool:
+        """Whether a cell is not run before full precision of the same measure is built here, above chance."""
+        measured, full = metric_of(cell.measure), self.full_precision(cell)
+        if not measured.FULL_FIRST or cell.recipe == full.recipe or not self.is_measured(cell):
+            return False
+        try:
+            found = self.quantity(full)
+        except UserError:  # damaged, or refused
+            found = None
+        return found is None or measured.status(cell.ask, found.seeds[0]) == "floor"
+
+    def parts(self, cell: Cell) -> dict[str, Cell]:
+        """The cells that a derived one is arithmetic over, `NAME` in the place `METRIC: NAME`; empty for all others."""
+        found = {}
+        for name, (text, measure) in metric_of(cell.measure).parts(cell.ask).items():
+            kind, asked = tables.ask(measure, dict(cell.variables), f"{cell.table}: {name}")
+            place = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
+            text = recipe.parse(text).name if text else ""
+            found[name] = replace(cell, measure=kind, ask=asked, recipe=text, **place)
+        return found
+
+    def is_taken(self, cell: Cell) -> bool:
+        """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""
+        kinds = [part.measure for part in self.parts(cell).values()] or [cell.measure]
+        return all(metric_of(kind).origin for kind in kinds)
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def targets(self, cell: Cell) -> list[Target]:
+        """What a cell is measured on, one a seed; a single one where nothing is drawn."""
+        at, parsed = self._here, recipe.parse(cell.recipe)
+        seeds = cell.seeds[: at.seeds] if parsed.seeded else (0,)
+        return [Target(at.calibrated_on(cell.calibration, seed), cell.stand_in, parsed.name, seed) for seed in seeds]
+
+    def jobs(self, cell: Cell) -> list[dict[str, Job]]:
+        """Role to job, one mapping a seed; empty where this scale does not measure the cell.
+
+        Raises:
+            UserError: the spec names a corpus, model or recipe that is unknown.
+        """
+        facts = (cell.measure, cell.ask, cell.recipe, cell.stand_in, cell.seeds, cell.variables, cell.number)
+        if (key := repr(facts)) not in self._jobs:
+            self._jobs[key] = self._make_jobs(cell)
+        return self._jobs[key]
+
+    def _make_jobs(self, cell: Cell) -> list[dict[str, Job]]:
+        if not self.is_measured(cell) or self.is_taken(cell):
+            return []
+        if parts := self.parts(cell):
+            found = {name: self.jobs(part) for name, part in parts.items()}
+            if not all(found.values()):
+                return []
+            seeds: list[dict[str, Job]] = [{} for _ in range(max(map(len, found.values())))]
+            for i, roles in enumerate(seeds):
+                for name, each in found.items():
+                    roles |= {f"{name}:{role}": job for role, job in each[min(i, len(each) - 1)].items()}
+            return seeds
+        measured = KINDS[cell.measure]
+        found = [measured.jobs(cell.ask, target) for target in self.targets(cell)]
+        return [] if None in found else found
+
+    def inputs(self, cell: Cell) -> dict[str, Any]:
+        """What decides a cell's value, declared: the measure, and the inputs of its jobs by seed.
+
+        The device is none of it: the scale says which ones it may be, and a result names its own.
+        """
+        later = KINDS[cell.measure].LATER
+        asked = {}
+        for key, value in asdict(cell.ask).items():
+            if key != "unit" and not (key in later and value == later[key]):
+                asked[key] = value
+        jobs = [{role: _without_device(job.declared()) for role, job in each.items()} for each in self.jobs(cell)]
+        config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
+        return {"measure": cell.measure, "ask": asked, "recipe": config, "jobs": jobs}
+
+    def every_job(self, cells: Iterable[Cell]) -> list[Job]:
+        """All jobs that measure cells here, in an order in which they can run.
+
+        Each brings full precision of the same measure, which ratios compare with.
+        """
+        wanted: list[Job] = []
+        for cell in cells:
+            if self.is_live(cell):
+                full = self.full_precision(cell)
+                both = [cell] if self.parts(cell) else [full] if self.held_back(cell) else [cell, full]
+                wanted += [job for one in both for each in self.jobs(one) for job in each.values()]
+        return distinct(wanted)
+
+    # --- quantities ---------------------------------------------------------------------------------------------------
+
+    def quantity(self, cell: Cell) -> Quantity | None:
+        """The quantity of a cell from built files; None where a file is missing.
+
+        Raises:
+            Refused: a job could not be done, with its status.
+        """
+        if parts := self.parts(cell):
+            found = {name: self.quantity(part) for name, part in parts.items()}
+            return None if None in found.values() else compose(cell.ask.quantity, found)  # type: ignore[arg-type]
+        measured, seeds = KINDS[cell.measure], []
+        if self.is_taken(cell):
+            return measured.quantity(cell.ask)
+        for target, jobs in zip(self.targets(cell), self.jobs(cell)):
+            held = {role: job.folder / observations.FILE for role, job in jobs.items()}
+            if not all(path.is_file() for path in held.values()):
+                return None
+            read = {role: observations.once(path, path.stat().st_mtime_ns) for role, path in held.items()}
+            series = measured.series(cell.ask, read, target)
+            if not series:
+                return None
+            seeds.append(series)
+        return self.of_series(cell, seeds) if seeds else None
+
+    def of_series(self, cell: Cell, seeds: list[dict[str, observations.Series]]) -> Quantity:
+        """The quantity of a cell whose series are at hand, such as accepted ones."""
+        if parts := self.parts(cell):
+            inner = {}
+            for name, part in parts.items():
+                mine = [{k.removeprefix(f"{name}:"): one for k, one in seed.items() if k.startswith(f"{name}:")}
+                        for seed in seeds]  # fmt: skip
+                inner[name] = self.of_series(part, mine)
+            return compose(cell.ask.quantity, inner)
+        measured, asked = KINDS[cell.measure], cell.ask
+        compares, limits = measured.reference(asked), measured.limits(asked)
+        once = draws.of(self, cell, seeds)
+        return Quantity(seeds, lambda mean: measured.value(asked, mean), compares, limits=limits, draws=once)
+
+    # --- what a target needs ------------------------------------------------------------------------------------------
+
+    def table_cells(self, name: str) -> list[Cell]:
+        """The cells of `spear/table1` or `spear/figure13`, or those behind one of the project's own tables."""
+        if name == "table1":
+            return self._headline_cells()
+        if name in ("table2", figures.LEADERBOARD):
+            return [cell for both in tables.specified() for cell in self.cells(*both)]
+        if name in ("audit", "own-numbers"):
+            return []
+        if figures.is_figure(name):
+            return self.cells(*figures.split(name), "figure")
+        return [cell for both in tables.behind(*tables.split(name)) for cell in self.cells(*both)]
+
+    def _headline_cells(self) -> list[Cell]:
+        """The cells of the headline's claims on the table beneath it and on tables of which nothing is stored yet; the
+        others are judged on what is stored, and need no job.
+        """
+        found = []
+        open_claims = tables.headline().claims
+        for claim in tables.headline_claims():
+            beneath = claim.table == f"{papers.LEADING}/1"
+            if not claim.judged_on_printed and (beneath or claim in open_claims):
+                found += self.claim_cells(claim)
+        return found
+
+    def beside_headline(self) -> list[str]:
+        """The papers whose Table 1 is made with the headline table: the one that is printed beneath it, and those whose
+        table takes no job."""  # fmt: skip
+        return [p for p in papers.PAPERS if p == papers.LEADING or not any(map(self.jobs, self.cells(p, "1")))]
+
+    def claim_cells(self, claim: tables.ClaimSpec) -> list[Cell]:
+        """The cells that a claim names, in any of its readings."""
+        found = [c for name in (claim.table, *claim.more) for c in self.cells(*tables.split(name))]
+        wanted = {place[:3] for _, named in claim.places() for place in named.values()}
+        rows, also = {(row, model) for row, _, model in wanted}, set(claim.also.values())
+        return [c for c in found if c.place[:3] in wanted or ({c.col, c.metric} & also and (c.row, c.model) in rows)]
+
+
+def _without_device(declared: dict[str, Any]) -> dict[str, Any]:
+    """A job's declared inputs, and those of what it is compared with, whatever they ran on."""
+    kept = {key: value for key, value in declared.items() if key not in ("device", "threads")}
+    return {key: _without_device(value) if isinstance(value, dict) else value for key, value in kept.items()}

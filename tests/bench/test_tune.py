@@ -1,0 +1,243 @@
+"""Tuning: every configuration is checked, the fastest is recorded, a device without a file has its heuristic."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_device import Fake
+
+from repro.__main__ import main
+from repro.bench import tune
+from repro.bench.kernel_list import load
+from repro.bench.timing import Task
+from repro.bench.tune import TUNABLE
+from repro.core.errors import UserError
+from repro.kernels import launch_config
+
+COSTS = {1: 3e-6, 2: 2e-6, 4: 1e-6, 8: 0.5e-6, 16: 1.995e-6}  # 8 is the fastest, and wrong
+SPACE = [{"warps": w} for w in COSTS]
+
+
+def tunable(fake, space=SPACE):
+    def make(place):
+        torch.manual_seed(place)
+        return {"x": torch.randn(2, 32), "weight": torch.randn(place, 32)}
+
+    def task(place, inputs, config):
+        def launch(x, weight):
+            y = torch.empty(2, place)
+            wrong = 1.1 if config["warps"] == 8 else 1.0
+            fake.run(lambda: y.copy_(wrong * x @ weight.T), COSTS[config["warps"]])
+            return y
+
+        return Task("", launch, inputs, lambda x, weight: x @ weight.T, 1e-5)
+
+    def at(place):
+        inputs = make(place)
+        return lambda config: task(place, inputs, config)
+
+    return [tune.Place(f"{place}x32", space, lambda place=place: at(place)) for place in (16, 48)]
+
+
+def test_the_fastest_right_configuration_wins():
+    fake, said = Fake(), []
+    best = [(place.key, config) for place, config in tune.sweep("toy", tunable(fake), fake, said.append)]
+    assert best == [("16x32", {"warps": 4}), ("48x32", {"warps": 4})]
+    assert "toy 48x32: 1.00 us" in said[1] and "4 of 5 run" in said[1]
+
+
+def test_a_tie_goes_to_the_first():
+    fake = Fake()
+    space = [{"warps": 2}, {"warps": 16}]  # 16 is a quarter of a percent faster
+    assert next(tune.sweep("toy", tunable(fake, space), fake, str))[1] == {"warps": 2}
+
+
+def test_nothing_that_runs_is_said():
+    fake = Fake()
+    with pytest.raises(UserError, match="no configuration of toy runs at 16x32: .*off by"):
+        list(tune.sweep("toy", tunable(fake, [{"warps": 8}]), fake, str))
+
+
+def test_a_sweep_writes_as_it_goes_and_goes_on_where_it_was_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "DONE", tmp_path / "done")
+    path, fake, said = tmp_path / "nvidia-test.json", Fake(), []
+    first, second = tunable(fake)
+    cut = dataclasses.replace(second, prepare=lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        tune.swept("toy", [first, cut], fake, path, said.append)
+    assert tune.read(path) == {"toy": {"16x32": {"warps": 4}}}
+    other_space = dataclasses.replace(first, space=SPACE[:2])
+    for places, wanted in (([first, second], ["48x32"]), ([first, second], ["16x32", "48x32"])):
+        said.clear()
+        tune.swept("toy", places, fake, path, said.append)
+        assert [line.split()[1].rstrip(":") for line in said if " us, " in line] == wanted
+    assert tune.read(path)["toy"] == {"16x32": {"warps": 4}, "48x32": {"warps": 4}}
+    with pytest.raises(KeyboardInterrupt):
+        tune.swept("toy", [first, cut], fake, path, said.append)
+    said.clear()
+    tune.swept("toy", [other_space, second], fake, path, said.append)
+    assert sum(" us, " in line for line in said) == 2, "another space is swept anew"
+
+
+def test_merge_keeps_what_it_did_not_sweep_and_is_one_line_a_configuration(tmp_path):
+    path = tmp_path / "configs" / "nvidia-test.json"
+    tune.merge(path, "toy", {"a": {"warps": 4}, "b": {"warps": 2}})
+    tune.merge(path, "other", {"c": {"block": 64}})
+    tune.merge(path, "toy", {"b": {"warps": 8}})
+    text = path.read_text()
+    assert json.loads(text) == {"toy": {"a": {"warps": 4}, "b": {"warps": 8}}, "other": {"c": {"block": 64}}}
+    assert tune.read(path) == json.loads(text) and '    "b": {"warps": 8}\n' in text
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"toy": 3}', '{"toy": {"a": 3}}'])
+def test_a_damaged_file_stops_before_the_sweep_and_stays(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="not a file of launch configurations"):
+        tune.merge(path, "toy", {"a": {}})
+    assert path.read_text() == text
+
+
+def test_the_launcher_finds_what_tune_wrote(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
+    launch_config.configurations.cache_clear()
+    tune.merge(tmp_path / "cpu.json", "toy", {"48x32": {"warps": 4}})
+    assert launch_config.launch_config("toy", "48x32", "cpu") == {"warps": 4}
+    assert launch_config.launch_config("toy", "16x32", "cpu") is None
+    launch_config.configurations.cache_clear()
+
+
+def test_a_device_without_a_file_says_so_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
+    launch_config.configurations.cache_clear()
+    for _ in range(2):
+        assert launch_config.configurations("nvidia-test") == {}
+    assert [record.message for record in caplog.records] == [
+        "no launch configurations for nvidia-test (kernels/configs/nvidia-test.json); using heuristics"
+    ]
+    launch_config.configurations.cache_clear()
+
+
+def test_a_card_like_a_tuned_one_takes_its_configurations_and_the_log_says_so_once(tmp_path, monkeypatch, caplog):
+    """H100 and H200 have one architecture and as many SMs; what was tuned on the card itself goes before."""
+    monkeypatch.setattr(launch_config, "FOLDER", tmp_path)
+    names = {0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA H100 PCIe", 2: "NVIDIA H200"}
+    facts = {0: (9, 0, 132), 1: (9, 0, 114), 2: (9, 0, 132)}
+
+    def properties(index):
+        return SimpleNamespace(**dict(zip(("major", "minor", "multi_processor_count"), facts[index])))
+
+    for name, fake in {"is_available": lambda: True, "device_count": lambda: 3, "get_device_properties": properties,
+                       "get_device_name": lambda device: names[torch.device(device).index]}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    launch_config._slug.cache_clear()
+    tune.merge(tmp_path / "nvidia-h200.json", "toy", {"a": {"warps": 4}, "b": {"warps": 2}})
+    tune.merge(tmp_path / "nvidia-h200.json", "other", {"a": {"warps": 1}})
+    tune.merge(tmp_path / "nvidia-h100-80gb-hbm3.json", "toy", {"b": {"warps": 8}, "c": {"warps": 6}})
+    found = {}
+    for index in names:
+        launch_config.configurations.cache_clear()
+        found[index] = [launch_config.launch_config("toy", key, f"cuda:{index}") for key in ("a", "b", "c")]
+        found[index].append(launch_config.launch_config("other", "a", f"cuda:{index}"))
+    assert found[0] == [{"warps": 4}, {"warps": 8}, {"warps": 6}, {"warps": 1}]
+    assert found[1] == [None] * 4
+    assert found[2] == [{"warps": 4}, {"warps": 2}, {"warps": 6}, {"warps": 1}]
+    said = [record.message for record in caplog.records]
+    assert said[0] == ("launch configurations of nvidia-h200 for nvidia-h100-80gb-hbm3: same architecture, as many SMs")
+    assert len(said) == 3 and said[1].startswith("no launch configurations for nvidia-h100-pcie")
+    assert "of nvidia-h100-80gb-hbm3 for nvidia-h200" in said[2]
+    launch_config._slug.cache_clear()
+    launch_config.configurations.cache_clear()
+
+
+@pytest.mark.parametrize("name", TUNABLE)
+def test_every_recorded_configuration_is_in_the_space(name):
+    for path in tune.FOLDER.glob("*.json"):
+        for key, config in tune.read(path).get(name, {}).items():
+            assert config in load(name).SPACE, (path.name, key)
+
+
+def test_the_bits_are_in_the_key_of_every_weight():
+    """W2 and W8 do not run what was tuned for W4."""
+    recorded = tune.read(tune.FOLDER / "nvidia-h200.json")
+    assert all(key.startswith("w4 m") for key in recorded["w4a16_gemm"])
+    assert all(key.startswith("w4 ") or key == "default" for key in recorded["linear"])
+    case = {"M": 64, "N": 4096, "K": 4096}
+    keys = [load("w4a16_gemm").tuning_key(case | {"bits": bits}) for bits in (2, 4, 8)]
+    assert keys == [f"w{bits} m64 4096x4096" for bits in (2, 4, 8)] and keys[1] in recorded["w4a16_gemm"]
+
+
+@pytest.mark.parametrize("name", TUNABLE)
+def test_tune_writes_under_the_keys_of_the_recorded_files(name):
+    """What is in `kernels/configs` can be made again, key by key, and no two places share a key."""
+    if reason := cannot_import(name):
+        pytest.skip(reason)
+    places = TUNABLE[name]()
+    keys = [place.key for place in places]
+    assert len(set(keys)) == len(keys) and all(len(place.space) > 1 for place in places)
+    for path in tune.FOLDER.glob("*.json"):
+        assert set(tune.read(path).get(name, {})) <= set(keys), path.name
+
+
+def cannot_import(name):
+    try:
+        return None if hasattr(load(name), "SPACE") else f"{name} has no SPACE"
+    except ImportError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["tune", "wna16_gemm"], "unknown kernel 'wna16_gemm'; did you mean"),
+        (["tune", "quantize_activation"], "launched in one way only"),
+        (["tune", "read_floor"], "no CUDA device"),
+    ],
+)
+def test_bad_input_is_a_sentence(words, said, capsys):
+    if torch.cuda.is_available() and said == "no CUDA device":
+        pytest.skip("there is one")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_gemlite_tunes_itself_where_nothing_is_recorded(tmp_path, monkeypatch):
+    """Its own tuner runs at a first launch; what it found is added to the file that `bench` loads."""
+    import sys
+    import types
+
+    from repro.bench import peers
+
+    launched, known = [], {"GEMM": {"(64, 48, 64, 128, 8, 104)": {"num_warps": 4}}}
+
+    class Linear:
+        @staticmethod
+        def cache_config(name):
+            found = {str((m, n, k, 128, 8, 104)): {"num_warps": 8} for n, k, m in launched}
+            with open(name, "w") as file:
+                json.dump({"GEMV": {}, "GEMM": known["GEMM"] | found}, file)
+
+    core = types.SimpleNamespace(GemLiteLinear=Linear)
+    monkeypatch.setitem(sys.modules, "gemlite", types.SimpleNamespace(core=core))
+    monkeypatch.setattr(peers, "no_gemlite", lambda device: None)
+    monkeypatch.setattr(
+        peers,
+        "gemlite_configuration",
+        lambda bits, group, layer, m: known["GEMM"].get(f"({m}, {layer.rows}, 64, 128, 8, 104)"),
+    )
+    path, said = tmp_path / "gemlite.json", []
+
+    def task(bits, group, layer, m):
+        return {"x": m}, lambda x: launched.append((layer.rows, layer.columns, x)), None
+
+    monkeypatch.setattr(peers, "gemlite_task", task)
+    assert tune.gemlite([(48, 64, 64), (48, 64, 8), (48, 64, 512)], [(4, 128)], path, said.append) == path
+    assert launched == [(48, 64, 8)] and said == ["gemlite W4 g128, 48 x 64, M = 8"]
+    assert tune.read(path) == {"GEMM": known["GEMM"] | {"(8, 48, 64, 128, 8, 104)": {"num_warps": 8}}}
+    monkeypatch.setattr(peers, "no_gemlite", lambda device: "needs the package gemlite==1")
+    with pytest.raises(UserError, match="gemlite needs the package"):
+        tune.gemlite([], path=path)

@@ -1,0 +1,115 @@
+"""The command line starts at once: help, a typo and `show` import nothing that takes time."""
+
+import dataclasses
+import json
+import sys
+from typing import get_type_hints
+
+import dag
+import pytest
+
+from repro import cli
+from repro.__main__ import main, run
+from repro.cli import measure
+from repro.core.errors import UserError
+from repro.core.files import ROOT
+from repro.metrics import KINDS
+
+SLOW = {"torch", "transformers", "pandas", "scipy", "numpy", "pyarrow", "matplotlib", "snakemake", "triton", "lm_eval"}
+TABLE = "**a title**\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n"
+SCRIPT = """
+import json, sys
+from repro.__main__ import main
+try:
+    code = main(sys.argv[2:])
+except SystemExit as stop:  # argparse, after --help
+    code = stop.code
+with open(sys.argv[1], "w") as file:
+    json.dump([code, sorted(sys.modules)], file)
+"""
+
+
+def loaded(tmp_path, *words) -> tuple[int, set[str], dag.Done]:
+    """Exit code of a command, what it has imported of `SLOW`, and what it said."""
+    noted = tmp_path / "modules.json"
+    done = dag.run([sys.executable, "-c", SCRIPT, noted, *words], tmp_path, ROOT, SCALE="")
+    assert done.code == 0, done.text
+    code, modules = json.loads(noted.read_text())
+    assert len(modules) < 400 or SLOW & set(modules), f"{len(modules)} modules"
+    return code, SLOW & set(modules), done
+
+
+AT_ONCE = {
+    "help": (("--help",), 0, "accept"),
+    "no verb": ((), 0, "accept"),
+    "version": (("--version",), 0, "lowbit-repro"),
+    "a verb's help": (("generate", "--help"), 0, "--top-k"),
+    "a typo of a verb": (("mkae", "all"), 2, "did you mean 'make'"),
+    "a typo of an option": (("make", "all", "--coers", "2"), 2, "--coers 2"),
+    "a typo of a target": (("make", "tables/spear/tabel1.tex"), 2, "did you mean 'tables/spear/table1.tex'"),
+    "a typo of a job's target": (("run", "spear/tabel1"), 2, "did you mean 'spear/table1'"),
+    "help of a kind of cell": (("perplexity", "--help"), 0, "--show {perplexity,kl,top1}"),
+    "a typo of a scale": (("make", "all", "--scale", "pocket-"), 2, "unknown scale 'pocket-'; did you mean 'pocket"),
+    "a typo of a kind's scale": (("zeroshot", "pocket-3m", "--scale", "gpo"), 2, "did you mean 'gpu'"),
+    "show": (("show", "spear/table1"), 0, "a title"),
+    "show of a typo": (("show", "spear/tabel1"), 2, "did you mean 'spear/table1'"),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_it_starts_at_once(tmp_path, name):
+    words, code, said = AT_ONCE[name]
+    (tmp_path / "tables" / "spear").mkdir(parents=True)
+    (tmp_path / "tables" / "spear" / "table1.md").write_text(TABLE)
+    found, slow, done = loaded(tmp_path, *words)
+    assert found == code and said in done.text and slow == set()
+
+
+def test_make_leaves_a_scale_of_this_checkout_to_snakemake(tmp_path):
+    """Its own process imports nothing slow, so that a build with nothing to do takes Snakemake's time alone."""
+    (tmp_path / "build").write_text("")  # which ends it before Snakemake starts
+    code, slow, done = loaded(tmp_path, "make", "tables/table1.md")
+    assert code == 2 and "in its place" in done.text and slow == set()
+
+
+def test_what_takes_time_would_be_seen(tmp_path):
+    _, slow, _ = loaded(tmp_path, "list")
+    assert {"torch", "numpy", "pandas"} <= slow
+
+
+def test_every_verb_has_a_file_and_every_kind_with_jobs_is_a_verb():
+    shared = {"__init__", "options", "measure"}
+    assert {path.stem for path in cli.HERE.glob("*.py")} - shared == set(cli.VERBS)
+    assert set(cli.kinds()) == {name for name, metric in KINDS.items() if metric.run}
+    assert not set(cli.kinds()) & set(cli.VERBS)
+    for name, path in cli.kinds().items():
+        first = KINDS[name].module.__doc__.partition("\n")[0]
+        assert cli.summary(path) == first and cli.verbs()[name] == first
+
+
+def test_a_scale_that_the_environment_names_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALE", "gpo")
+    with pytest.raises(UserError, match="^unknown scale 'gpo'; did you mean 'gpu'"):
+        run("coverage", [])
+
+
+@pytest.mark.parametrize("kind", sorted(cli.kinds()))
+def test_a_kinds_options_are_the_fields_of_its_ask(kind):
+    """They are read from its source, where the types of fields are plain."""
+    ask = KINDS[kind].Ask
+    hints = get_type_hints(ask)
+    known = [
+        measure.Field(field.name, hints[field.name], field.default is dataclasses.MISSING)
+        for field in dataclasses.fields(ask)
+    ]
+    assert measure.asked_fields(cli.kinds()[kind]) == known
+
+
+@pytest.mark.parametrize("verb", sorted(cli.verbs()))
+def test_every_verb_lists_its_options(capsys, verb):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert f"python -m repro {verb}" in said
+    assert " ".join(cli.verbs()[verb].split()) in " ".join(said.split())

@@ -1,0 +1,141 @@
+"""A new kind of cell is one new file and one dict line: built, drawn, judged, accepted, and a command of its own."""
+
+import json
+
+import dag
+import pandas as pd
+import pytest
+
+KIND = '''\
+"""Bytes of every tensor that is stored for a model."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from safetensors import safe_open
+
+from repro import models
+from repro.jobs import compress
+from repro.store.job import make
+from repro.store import observations
+from repro.store.observations import Series
+
+VERSION = 1
+OUTPUTS = (observations.FILE,)
+DEFAULT = {}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """In `thousands`, or not."""
+
+    thousands: bool = False
+    unit: str = "bytes"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Tensors of at least so many bytes."""
+
+    least: int = 1
+
+
+def jobs(ask, target):
+    """One job a target."""
+    least = target.scale.protocols["toy"].least
+    needs = {"weights": compress.job(target)} if target.recipe.steps else {}
+    inputs = target.inputs() | {"least": least}
+    return {"sizes": make("toy", target.label, inputs, target.options() | {"least": least}, needs, target.steps)}
+
+
+def run(job, found, folder, origin):
+    """Count."""
+    given = job.given()
+    files = [p for p in models.weight_files(given["model"]) if p.suffix == ".safetensors"]
+    sizes = []
+    for path in [found["weights"] / "data.safetensors"] if "weights" in found else files:
+        with safe_open(path, "pt") as file:
+            sizes += [file.get_tensor(name).nbytes for name in sorted(file.keys())]
+    kept = np.asarray([size for size in sizes if size >= given["least"]], dtype=float)
+    series = {"sizes": Series(kept, "items", given["recipe"])}
+    observations.save(folder / OUTPUTS[0], series, origin)
+
+
+def series(ask, found, target):
+    """The sizes."""
+    return found["sizes"].series
+
+
+def value(ask, mean):
+    """The mean size."""
+    return mean["sizes"] / (1000 if ask.thousands else 1)
+'''
+SPEC = """\
+title: bytes of a stored tensor
+rows: {FP16: fp16, RTN: rtn-w4-pc}
+models: [Llama-3.2-1B]
+measure:
+  bytes: {kind: toy}
+  kB: {kind: toy, thousands: true, unit: kB}
+claims:
+  - claim: spear C002
+    says: a stored tensor of a 4-bit model is smaller
+    printed: nothing
+    cells: {f: "FP16 |  | bytes", b: "RTN |  | bytes"}
+    cases: [Llama-3.2-1B]
+    quantity: b / f
+    holds: "< 1"
+"""
+FIGURE = """\
+title: bytes of every stored tensor
+series: {FP16: fp16, RTN: rtn-w4-pc}
+models: [Llama-3.2-1B]
+measure: {kind: toy}
+points: units
+x: tensor
+y: bytes
+"""
+TOYS, PLOT = "tables/spear/toys.tex", "figures/spear/figure13.svg"
+
+
+@pytest.mark.timeout(600)
+def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
+    place = dag.folder(dag.copy_checkout(tmp_path / "source"))
+    (place / "repro" / "metrics" / "toy.py").write_text(KIND)
+    registry = place / "repro" / "metrics" / "__init__.py"
+    text = registry.read_text().replace("    storage,\n", "    storage,\n    toy,\n", 1)
+    registry.write_text(
+        text.replace('    "perplexity": perplexity,\n', '    "perplexity": perplexity,\n    "toy": toy,\n', 1)
+    )
+    (place / "tables" / "spear" / "toys.yaml").write_text(SPEC)
+    (place / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)
+    (place / "config" / "tiny.yaml").write_text(json.dumps(dag.SCALE | {"toy": {"least": 100}}))
+    who = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
+    for words in (["git", "init", "-q"], ["git", "add", "-A"], [*who, "commit", "-q", "-m", "a toy"]):
+        done = dag.run(words, place, place)
+        assert done.code == 0, done.text
+
+    done = dag.quick(dag.repro("make", TOYS, PLOT, "--cores", 2), place, place, timeout=500)
+    assert done.code == 0, done.text
+    frame = pd.read_csv(place / "tables/spear/toys.csv").set_index(["row", "metric"])
+    assert set(frame["status"]) == {"ok"} and set(frame["live"]) == {"fresh"}
+    full, small = (frame.loc[(row, "bytes")] for row in ("FP16", "RTN"))
+    assert full["value"] > small["value"] > 100 and full["n"] == 20 and full["lo"] < full["value"] < full["hi"]
+    assert frame.loc[("FP16", "kB"), "value"] == pytest.approx(full["value"] / 1000, rel=1e-6)
+    sheet = (place / "tables/spear/toys.md").read_text()
+    assert "spear C002: a stored tensor of a 4-bit model is smaller. Printed: nothing." in sheet
+    assert "Holds on the stand-ins (1 of 1 case); grade C" in sheet and "Printed numbers" not in sheet
+    drawn = pd.read_csv(place / "figures/spear/figure13.csv")
+    assert drawn.groupby("series").size().to_dict() == {"FP16": 20, "RTN": int(small["n"])}
+    assert (place / PLOT).stat().st_size > 1000
+
+    done = dag.quick(dag.repro("accept", "tables/spear/toys.csv"), place, place)
+    assert done.code == 0 and "4 rows into results/" in done.out, done.text
+    (stored,) = place.glob("results/*/spear-toys.csv.xz")
+    kept = pd.read_csv(stored).set_index(["row", "metric"])
+    assert kept["value"].to_dict() == frame["value"].to_dict()
+    done = dag.quick(dag.repro("toy", dag.MODEL, "--recipe", "rtn-w4-pc", "--thousands"), place, place)
+    assert done.code == 0, done.text
+    counted, measured = done.out.splitlines()
+    assert counted == f"{int(small['n'])} items of rtn-w4-pc"
+    assert measured.split()[0] == f"{small['value'] / 1000:.7g}"

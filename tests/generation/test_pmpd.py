@@ -1,0 +1,145 @@
+"""PMPD's learned scheduler: its labels, its rule against the static schedules, its file, a training, its cell."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from repro.core.errors import UserError
+from repro.engine import head_files, pmpd
+from repro.generation import train_pmpd as training
+from repro.jobs.target import Target
+from repro.methods.flexquant import order
+from repro.methods.flexquant.config import Config
+from repro.methods.flexquant.schedule import Controller
+from repro.metrics import switching
+from repro.metrics.switching import Ask
+from repro.specs import scale as scales
+from repro.specs import tables
+from repro.store import observations
+from repro.store.job import built_under, distinct
+from repro.workflow import runner
+
+RECIPE = "rtn-w4-g64"
+SCHEDULE = "flexquant(path=[8, 4], window=0, layers=100000)"
+
+
+def log(config, rule=None):
+    """The switches that take effect in a text of 256 tokens."""
+    controller = Controller(config, order.moves({}, ["a", "b", "c"], config), rule)
+    controller.start([2.0])
+    for token in range(255):
+        controller.observe(2.0, token)
+    return [switch for switch in controller.log if switch.step <= 255]
+
+
+@pytest.mark.parametrize("point", pmpd.POINTS)
+def test_a_chosen_point_switches_where_the_static_schedule_of_that_point_does(point):
+    base = Config(path=[4, 3], order="model", layers=100000)
+    static = replace(base, interval=point) if point else replace(base, window=0, threshold=1e30)
+    found = log(replace(base, window=0), pmpd.rule_of(point))
+    assert found == log(static) and len(found) == (0 if point == 255 else 3)
+    if found:
+        assert {switch.step for switch in found} == {point + 1}
+
+
+def test_the_right_point_is_the_earliest_that_costs_little_more():
+    high = np.ones(255)
+    assert training.right_point(high, high * 1.005, 0.01) == 0
+    late = high.copy()
+    late[:85] += 1  # low bits cost early tokens alone
+    assert training.right_point(high, late, 0.01) == 1
+    assert training.right_point(high, high * 1.02, 0.01) == 2  # half a share of 170 tokens is within 1 %
+    assert training.right_point(high, high * 9, 0.01) == 3
+
+
+def test_a_training_tells_prompts_apart_whose_keys_do():
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for number in range(40):
+        label = number % 2 * 3
+        keys = torch.randn(6, 8, generator=generator)
+        examples.append((keys, keys + 3 * (label - 1.5), label))
+    scheduler, facts = training.train(examples, training.Settings(prompts=40, epochs=60, rate=1e-2))
+    assert facts["held_out_right"] > 0.8 and facts["loss"][1] < facts["loss"][0]
+    assert facts["labels"][1] == facts["labels"][2] == 0 and sum(facts["labels"]) == 32
+    assert facts["held_out_most_frequent"] < 0.8
+    keys, values, label = examples[1]
+    assert int(scheduler(keys, values).argmax()) == label
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The command on pocket-3m between 8 and 4 bits, a few short prompts."""
+    folder = tmp_path_factory.mktemp("pmpd")
+    with pytest.MonkeyPatch.context() as patch, built_under(folder / "build"):
+        patch.chdir(folder)
+        patch.setattr(pmpd, "HEADS", folder)
+        patch.setattr(training.corpora, "token_ids", lambda name, tokenizer: np.arange(900, dtype=np.int32) * 7 % 500)
+        words = ["--model", "pocket-3m", "--recipe", RECIPE, "--path", "8", "4", "--device", "cpu"]
+        training.main([*words, "--prompts", "5", "--length", "8", "--epochs", "2"])
+    return folder / "pocket-3m-pmpd-8-4.safetensors"
+
+
+def test_the_command_writes_a_small_file_with_its_card(trained):
+    card = json.loads(trained.with_suffix(".json").read_text())
+    assert card["recipes"] == ["rtn-w8-g64", "rtn-w4-g64"] and card["settings"]["prompts"] == 5
+    assert trained.stat().st_size < training.MOST_BYTES and card["bytes"] < training.MOST_BYTES
+    assert sum(card["labels"]) == 4 and 0 <= card["held_out_right"] <= 1
+
+
+def test_a_file_that_does_not_fit_is_one_sentence(trained, tmp_path):
+    fingerprint = json.loads(trained.with_suffix(".json").read_text())["fingerprint"]
+    assert pmpd.load(trained, 64, fingerprint)
+    with pytest.raises(UserError, match="the PMPD scheduler of another model \\(pocket-3m\\)"):
+        pmpd.load(trained, 64, "other")
+    for path, size in ((trained, 32), (tmp_path / "none", 64)):
+        with pytest.raises(UserError, match="no PMPD scheduler"):
+            pmpd.load(path, size, fingerprint)
+
+
+def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkeypatch):
+    """Points that the scheduler would choose are replaced by known ones; both runs of a prompt switch there."""
+    at = scales.load(name="pocket").on("cpu")
+    small = switching.Protocol(prompts=3, new_tokens=20, context=120, validation=1, together=3)
+    target = Target(replace(at, protocols=at.protocols | {"switching": small}), "pocket-3m", RECIPE)
+    ask = Ask("agreement", schedule=SCHEDULE, control="learned")
+    monkeypatch.setattr(pmpd, "HEADS", tmp_path)
+    assert switching.jobs(ask, target) is None
+    monkeypatch.setattr(pmpd, "HEADS", trained.parent)
+    job = switching.jobs(ask, target)["texts"]
+    assert json.loads(job.inputs)["scheduler"] == head_files.identity(trained) and "signal" not in dict(job.needs)
+    asked = []
+
+    def chosen(scheduler, model, prompts):
+        asked.append([int(scheduler(*each).argmax()) for each in pmpd.features(model, prompts)])
+        return [0, 6, 255]
+
+    monkeypatch.setattr(pmpd, "chosen", chosen)
+    with built_under(tmp_path):
+        (job,) = switching.jobs(ask, target).values()
+        for each in distinct([job]):
+            if not runner.done(each):
+                runner.run(each)
+        held = observations.load(job.folder / observations.FILE).series
+    assert len(asked) == 1 and len(asked[0]) == 3
+    assert set(held["log 0"].values) == set(held["along log 0"].values) == {1.0}
+    assert set(held["log 1"].values) == {7.0} and "log 2" not in held
+    bits = held["bits"].values
+    assert bits[0] == 4 and bits[2] == 8 and bits[1] == pytest.approx((6 * 8 + 13 * 4) / 19)
+
+
+def test_learned_takes_two_widths_and_no_window():
+    for schedule in ("flexquant(path=[4, 3])", "flexquant(window=0)", "flexquant(path=[4, 3], window=0, interval=9)"):
+        with pytest.raises(UserError, match="learned takes two widths"):
+            Ask("KL", schedule=schedule, control="learned")
+
+
+def test_table_1_has_the_learned_row():
+    cells = {(c.row, c.col, c.model): c for c in tables.cells("flexquant", "1")}
+    learned = cells["PMPD-Learned", "CNN/DM Rouge-L", "Vicuna-7B"]
+    assert learned.ask.control == "learned" and "path=[3, 2]" in learned.ask.schedule
+    assert cells["PMPD-Learned", "KL, CNN/DM", "Vicuna-7B"].ask.control == "learned"
+    assert cells["FlexQuant", "CNN/DM Rouge-L", "Vicuna-7B"].ask.control == ""

@@ -1,0 +1,96 @@
+"""The heuristic of `w4a16_gemm`: in its space, fitted to what is recorded, and near the best where nothing is."""
+
+import json
+
+import pytest
+import torch
+
+from repro.core.files import ROOT
+from repro.kernels import w4a16_gemm
+from repro.kernels.launch_config import configurations
+from repro.studies import space
+
+BAR = 1.10  # times the best of the space, geometric mean over the recorded places
+RECORDS = sorted((ROOT / "results").glob("*/space.json"))
+UNSEEN = (5120, 13824)  # recorded for the device, but not among what the heuristic is fitted to
+
+
+def places_of(recorded):
+    """(configuration, tokens, rows, columns) of the recorded configurations."""
+    for key, config in recorded.items():
+        _, tokens, shape = key.split()
+        yield config, int(tokens[1:]), *map(int, shape.split("x"))
+
+
+@pytest.mark.skipif(not RECORDS, reason="not recorded: python -m repro.studies.space")
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
+def test_the_heuristic_is_near_the_best_of_its_space_on_layers_it_was_not_fitted_to(path):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    found = space.ratios(content)
+    assert set(found) == set(map(space.key, space.places()))
+    worst = max(found, key=found.get)
+    assert space.geometric_mean(list(found.values())) <= BAR, f"worst {worst}: {found[worst]}"
+
+
+def test_ten_layers_are_withheld_from_the_fit():
+    recorded = {(n, k) for _, _, n, k in places_of(configurations("nvidia-h200")["w4a16_gemm"])}
+    shapes = space.shapes()
+    assert len(set(shapes)) == 10 and set(shapes) & recorded == {UNSEEN}
+
+
+def test_recorded_configurations_are_nearly_the_best_by_its_estimate():
+    """What the estimate was fitted to: were a constant or the law another, they would not be."""
+    losses = []
+    for config, m, n, k in places_of(configurations("nvidia-h200")["w4a16_gemm"]):
+        best = w4a16_gemm.estimate(w4a16_gemm.heuristic(m, n, k), m, n, k, 4, 132)
+        losses.append(w4a16_gemm.estimate(config, m, n, k, 4, 132) / best)
+    assert min(losses) >= 1 and space.geometric_mean(losses) < 1.03
+
+
+def test_wgmma_is_chosen_where_a_device_has_it_and_tokens_are_many():
+    assert "WGS" in w4a16_gemm.heuristic(128, 6144, 4096) and "MT" in w4a16_gemm.heuristic(16, 6144, 4096)
+    for capability in ((8, 0), (10, 0)):
+        assert "MT" in w4a16_gemm.heuristic(128, 6144, 4096, capability=capability)
+    assert w4a16_gemm.heuristic(16, 512, 8192, capability=(8, 0))["SPLIT"] == 1
+    assert w4a16_gemm.heuristic(16, 512, 8192)["SPLIT"] > 1
+
+
+def test_a_card_with_half_the_sms_gets_other_tiles():
+    """One wave of 64 SMs: tiles of twice the rows, or half the splits."""
+    whole, half = (w4a16_gemm.heuristic(64, 4096, 4096, sms=sms) for sms in (132, 66))
+    assert whole != half
+
+
+def test_a_shape_without_an_entry_is_looked_up_by_the_next_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
+    monkeypatch.setattr(w4a16_gemm, "heuristic", lambda *given: given)
+    found = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[:4] for m in (1, 17, 256, 257, 600)]
+    assert [each[0] for each in found] == [16, 32, 256, 512, 768]
+    assert found[0] == (16, 48, 256, 4)
+
+
+def test_a_record_is_a_character_a_configuration():
+    times = {0: 10.0, 3: 10.31, 5: 15.0, 7: 30.0}
+    text = space.as_text(times)
+    assert len(text) == len(w4a16_gemm.SPACE) and text[:8] == "0--3-O--"
+    assert space.STEPS.index(text[5]) == 50
+    place = space.places()[2]
+    chosen = w4a16_gemm.SPACE.index(w4a16_gemm.heuristic(*place))
+    marks = space.as_text({i: 20.0 if i == chosen else 16.0 for i in space.able(place)})
+    content = {"space": space.space_hash(), "sms": 132, "places": {space.key(place): {"over": marks}}}
+    assert space.ratios(content) == {space.key(place): 1.25}
+    with pytest.raises(ValueError, match="another SPACE"):
+        space.ratios(content | {"space": "0"})
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch):
+    """A place's sources and macros, without a GPU."""
+    from repro.kernels import nvrtc
+
+    place, loaded = (16, 3584, 3584), []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "load", lambda source, name, macros, device, shared: loaded.append((source, macros)))
+    x = torch.empty(place[0], place[2], dtype=torch.bfloat16)
+    for i in space.able(place):
+        w4a16_gemm.prepared(x, *space.FORM[:2], *place[1:], space.FORM[2], w4a16_gemm.SPACE[i])
+    assert loaded == list(space.sources(place))

@@ -1,0 +1,265 @@
+"""The acceptance cell: what it asks, its job on a tiny model, and what its observations say."""
+
+import json
+
+import engines
+import numpy as np
+import pytest
+import torch
+
+from repro import models
+from repro.__main__ import main
+from repro.baselines import rtn
+from repro.core.errors import UserError
+from repro.data import prompts
+from repro.engine import drafts, eagle, weights
+from repro.engine.core import Core
+from repro.engine.substitute import draft_of
+from repro.jobs.target import Target
+from repro.methods import subspec
+from repro.metrics import acceptance
+from repro.models.lowbit import LowBitModel
+from repro.results import measure
+from repro.specs import scale as scales
+from repro.specs import tables
+from repro.store import observations
+from repro.store.observations import Observations, Series
+from repro.workflow.workflow import Workflow
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job of two prompts on a tiny Llama, with its observations."""
+    name = engines.save("llama", tmp_path_factory.mktemp("tiny"))
+    given = {"acceptance": {"prompts": 2, "tokens": 12}}
+    target = Target(scales.load(given, name="pocket").on("cpu"), name, "fp16")
+    made = acceptance.jobs(acceptance.Ask("mt-bench", depth=6, top_k=2), target)["prompts"]
+    folder = tmp_path_factory.mktemp("job")
+    origin = observations.origin(made, {})
+    acceptance.run(made, {}, folder, origin)
+    return made, observations.load(folder / observations.FILE)
+
+
+def test_the_job_counts_what_every_prompt_accepts(job):
+    made, found = job
+    tokens, iterations, repeated = (found.series[name].values for name in ("tokens", "iterations", "repeated"))
+    median = found.series["median"].values
+    assert len(tokens) == len(iterations) == len(median) == len(repeated) == 2
+    ask = acceptance.Ask("mt-bench", show="median iteration")
+    assert acceptance.series(ask, {"prompts": found}, None).keys() == {"median"}
+    assert acceptance.value(ask, {"median": 3.5}) == 3.5
+    for count, many, typical in zip(tokens, iterations, median):
+        assert 1 <= typical <= 7 and (many > 2 or typical == count - 1), "without the prefill's token"
+    assert (tokens >= 12).all() and (iterations >= 2).all() and (tokens <= 1 + (iterations - 1) * 7).all()
+    assert acceptance.value(acceptance.Ask("mt-bench"), {"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
+    declared = json.loads(made.inputs)
+    assert declared["draft"] == vars(subspec.Config(depth=6, top_k=2)) and declared["prompts"] != "mt-bench"
+
+
+def test_prompts_are_the_authors_draw_and_hash_into_the_job(job):
+    made, found = job
+    assert found.series["tokens"].group == "mt-bench, first 2, 12 tokens, T 0"
+    assert json.loads(made.inputs)["prompts"] == prompts.identifier("mt-bench")
+
+
+def test_other_drafts_temperatures_and_sets_are_other_jobs():
+    target = Target(scales.load(name="pocket"), "pocket-3m", "fp16")
+    asks = [
+        acceptance.Ask("mt-bench"),
+        acceptance.Ask("gsm8k"),
+        acceptance.Ask("mt-bench", temperature=0.6),
+        acceptance.Ask("mt-bench", bits=3),
+        acceptance.Ask("mt-bench", depth=32),
+        acceptance.Ask("mt-bench", top_k=4),
+        acceptance.Ask("mt-bench", draft_temperature=1.0),
+        acceptance.Ask("mt-bench", draft="self"),
+        acceptance.Ask("mt-bench", draft="small", draft_model="Qwen2.5-1.5B"),
+        acceptance.Ask("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=64),
+        acceptance.Ask("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=128),
+    ]
+    assert len({acceptance.jobs(ask, target)["prompts"].id for ask in asks}) == len(asks)
+    named = acceptance.Ask("mt-bench", draft_temperature=0.2)  # the default, in words
+    assert acceptance.jobs(named, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
+    shown = acceptance.Ask("mt-bench", show="repeated 4-grams", unit="fraction")
+    assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
+
+
+def test_a_build_measures_the_beginnings_of_the_first_prompts():
+    whole = scales.load(name="pocket")
+    few = whole.brief().protocols["acceptance"]
+    assert (few.prompts, few.tokens) == (3, 64) and whole.protocols["acceptance"].tokens == 256
+    shorter = scales.load({"acceptance": {"prompts": 2, "tokens": 9}}, name="pocket").brief().protocols["acceptance"]
+    assert (shorter.prompts, shorter.tokens) == (2, 9)
+    assert [p.id for p in prompts.load("mt-bench", 3)] == [p.id for p in prompts.load("mt-bench", 40)][:3]
+
+
+def test_a_repeated_text_is_counted():
+    assert acceptance.repeated([1, 2, 3]) == 0
+    assert acceptance.repeated(list(range(10))) == 0
+    assert acceptance.repeated([1, 2, 3, 4] * 3) == pytest.approx(1 - 4 / 9)
+
+
+def test_the_less_repetitive_half_leaves_out_what_repeats_most():
+    values = {"tokens": [10.0, 20, 30, 40, 50], "iterations": [5.0, 4, 3, 2, 1], "repeated": [0.1, 0.9, 0.2, 0.8, 0.3]}
+    found = {"prompts": Observations({k: Series(np.array(v), "items", "g") for k, v in values.items()}, {})}
+    half = acceptance.series(acceptance.Ask("gsm8k", show="less repetitive half"), found, None)
+    assert half["tokens"].values.tolist() == [10, 30, 50] and half["iterations"].values.tolist() == [5, 3, 1]
+    whole = acceptance.series(acceptance.Ask("gsm8k"), found, None)
+    mean = {name: one.values.mean() for name, one in whole.items()}
+    assert acceptance.value(acceptance.Ask("gsm8k"), mean) == 150 / 15
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"prompts": "mtbench"}, "unknown prompt set 'mtbench'"),
+        ({"prompts": "gsm8k", "temperature": -1.0}, "temperature is -1"),
+        ({"prompts": "gsm8k", "depth": -3}, "depth is -3"),
+        ({"prompts": "gsm8k", "draft": "small"}, "draft small needs a draft_model"),
+        (
+            {"prompts": "gsm8k", "draft_model": "Llama-3.2-1B"},
+            "draft subspec is made of the target",
+        ),
+        ({"prompts": "gsm8k", "budget": 64}, "draft subspec has no option 'budget'; options: bits, top_k, depth"),
+    ],
+)
+def test_bad_asks_are_one_sentence(given, said):
+    with pytest.raises(UserError, match=said):
+        acceptance.Ask(**given)
+
+
+def test_a_set_that_is_not_here_says_what_is_missing(monkeypatch):
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    assert "REPRO_DATA" in acceptance.lacking(acceptance.Ask("alpaca")) and not acceptance.lacking(
+        acceptance.Ask("gsm8k")
+    )
+
+
+def test_the_draft_leaves_the_target_as_it_is(tmp_path):
+    """The decoder that verifies is the one that the engine would decode with."""
+    lm = LowBitModel(models.load(engines.save("qwen2", tmp_path), "cpu"))
+    target = weights.decoder(lm, 64, torch.device("cpu"), torch.float32)
+    before = Core("it", target).logits([5, 6, 7])
+    draft = draft_of(lm, target, subspec.Config())
+    assert torch.equal(Core("it", target).logits([5, 6, 7]), before)
+    assert not torch.allclose(Core("it", draft).logits([5, 6, 7]), before, atol=1e-3)
+
+
+def test_the_declared_inputs_of_a_subspec_draft_are_those_of_the_stored_results():
+    target = Target(scales.load(name="pocket"), "pocket-10m", "fp16")
+    declared = json.loads(acceptance.jobs(acceptance.Ask("gsm8k"), target)["prompts"].inputs)
+    assert "draft_model" not in declared and declared["draft"] == vars(subspec.Config())
+
+
+def test_the_stored_results_stand_where_a_prompt_set_is_not(monkeypatch):
+    """Options that came later are no input of the cells that do not set them; a stored length needs no prompts."""
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    flow = Workflow(scales.load(name="pocket"), recorded=True)
+    cells = [c for c in flow.cells("subspec", "1") if c.row.startswith("SubSpec") and c.stand_in and c.measure]
+    taus = [c for c in cells if c.measure == "acceptance" and c.col in ("MT-Bench tau", "Alpaca tau", "CNN/DM tau")]
+    found = measure.measure(flow, taus)
+    assert {(place[1], one.status) for place, one in found.items()} == {
+        ("MT-Bench tau", "ok"),
+        ("Alpaca tau", "ok"),
+        ("CNN/DM tau", "too_long"),
+    }
+
+
+def test_a_set_that_is_not_here_is_no_job(monkeypatch):
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    flow = Workflow(scales.load(name="pocket"), recorded=False)
+    rows = [c for c in flow.cells("subspec", "1") if c.stand_in and c.row.startswith("EAGLE-2")]
+    cells = [c for c in rows if c.measure == "acceptance"]
+    alpaca = [c for c in cells if c.col == "Alpaca tau"]
+    assert alpaca and all(map(flow.jobs, alpaca)) and not flow.every_job(alpaca) and not measure.missing(flow, alpaca)
+    assert flow.every_job([c for c in cells if c.col == "GSM8K tau"])
+    assert "REPRO_DATA" in flow.lacking(alpaca[0])
+
+
+def test_table_1_asks_for_the_papers_draft_in_every_row():
+    cells = [c for c in tables.cells("subspec", "1") if c.measure == "acceptance" and c.metric == "accept_length"]
+    drafted = [c for c in cells if not c.row.startswith("None")]
+    asked = {(c.row.split()[0], c.ask.temperature, c.ask.draft, c.ask.draft_model, c.ask.config) for c in drafted}
+    assert {c.ask.draft for c in cells if c not in drafted} == {"none"}
+    small = {
+        (name, t, "small", name, drafts.Small(6, 32, 1.0))
+        for name in ("Qwen2.5-1.5B", "Llama-3.2-1B", "Qwen2.5-7B")
+        for t in (0.0, 0.6)
+    }
+    ours = {("SubSpec", t, "subspec", "", subspec.Config()) for t in (0.0, 0.6)}
+    assert asked == small | ours | {("EAGLE-2", t, "eagle2", "", eagle.Eagle2(60, 6, 10)) for t in (0.0, 0.6)}
+    assert {c.ask.prompts for c in cells} == {"mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"}
+
+
+def test_table_4_sweeps_the_budget_and_table_7_the_target():
+    four = [c for c in tables.cells("subspec", "4") if c.metric == "accept_length"]
+    assert [c.ask.config.budget for c in four] == [64, 128, 256, 512, 1024]
+    assert {c.ask.draft for c in four} == {"specexec"}
+    seven = [c for c in tables.cells("subspec", "7") if c.metric == "accept_length"]
+    assert [c.recipe for c in seven] == ["fp16", "rtn-w8-g128"]
+    six = [c for c in tables.cells("subspec", "6") if c.metric == "accept_length" and c.measure]
+    assert {c.ask.prompts for c in six} == {"aime24", "math500"}
+
+
+def test_a_scale_without_the_draft_model_has_no_job():
+    target = Target(scales.load(name="pocket"), "pocket-10m", "fp16")
+    assert acceptance.jobs(acceptance.Ask("gsm8k", draft="small", draft_model="Qwen2.5-3B"), target) is None
+
+
+@pytest.mark.parametrize("draft", [{"draft": "small"}, {"draft": "specexec", "budget": 12}])
+def test_a_job_drafts_with_a_model_of_its_own(tmp_path, draft):
+    given = {"acceptance": {"prompts": 1, "tokens": 6}}
+    target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-5m", "fp16")
+    made = acceptance.jobs(acceptance.Ask("gsm8k", draft_model="Llama-3.2-1B", **draft), target)["prompts"]
+    assert made.given()["draft_model"] == "pocket-3m"
+    acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
+    kept = observations.load(tmp_path / observations.FILE).series
+    assert 1 < kept["tokens"].values[0] / kept["iterations"].values[0]
+
+
+def test_an_8_bit_target_drafts_with_its_own_weights(tmp_path):
+    lm = LowBitModel(models.load("pocket-3m", "cpu"))
+    rtn.apply(lm, None, rtn.Config(bits=8, group=128))
+    target = weights.decoder(lm, 128, torch.device("cpu"), torch.float32)
+    draft = draft_of(lm, target, subspec.Config())
+    error = (draft.blocks[0].down.weight - target.blocks[0].down.weight).abs().mean()
+    assert 0 < error < 0.1 * target.blocks[0].down.weight.abs().mean()
+
+
+def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
+    target = Target(
+        scales.load({"acceptance": {"prompts": 1, "tokens": 14}}, name="pocket").on("cpu"), "pocket-3m", "fp16"
+    )
+    lengths = {}
+    for draft in ("self", "subspec"):
+        job = acceptance.jobs(acceptance.Ask("mt-bench", draft=draft, depth=6, top_k=1, bits=2), target)["prompts"]
+        (tmp_path / draft).mkdir()
+        acceptance.run(job, {}, tmp_path / draft, observations.origin(job, {}))
+        kept = observations.load(tmp_path / draft / observations.FILE).series
+        lengths[draft] = kept["tokens"].values[0] / kept["iterations"].values[0]
+    assert lengths["self"] == 15 / 3 > lengths["subspec"]  # the prefill and two whole paths of 6 with their bonus
+
+
+def test_table_5_asks_for_six_draft_temperatures_of_four_drafts():
+    cells = [c for c in tables.cells("subspec", "5") if c.measure == "acceptance"]
+    asked = {(c.ask.draft, c.ask.config.temperature) for c in cells}
+    assert asked == {
+        (draft, t) for draft in ("self", "subspec", "small", "eagle2") for t in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+    }
+    assert {c.ask.prompts for c in cells} == {"mt-bench"}
+
+
+def test_the_command_reads_numbers(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["acceptance", "pocket-3m", "--prompts", "gsm8k", "--temperature"]
+    assert main([*words, "warm"]) == 2
+    assert "'warm' is not a number of 0 or more" in capsys.readouterr().err
+    small = ["--depth", "3", "--top_k", "2", "--config", "acceptance={prompts: 2, tokens: 4}"]
+    assert main([*words, "0.5", *small]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("tokens")
+
+
+def test_intervals_end_at_one_token_and_at_a_whole_path():
+    assert acceptance.limits(acceptance.Ask("mt-bench")) == (1, 49)
+    assert acceptance.limits(acceptance.Ask("mt-bench", depth=32)) == (1, 33)
+    assert acceptance.limits(acceptance.Ask("mt-bench", show="repeated 4-grams")) == (0, 1)

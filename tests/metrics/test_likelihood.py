@@ -1,0 +1,160 @@
+"""Log probability of right answers: known answers by hand, what is kept, and what is asked wrongly."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from repro import models
+from repro.core.errors import UserError
+from repro.data import corpora, requests, tasks
+from repro.data import zeroshot as scoring
+from repro.jobs.target import Target
+from repro.metrics import KINDS, likelihood, zeroshot
+from repro.specs import scale as scales
+from repro.stats.quantity import compose
+from repro.store.observations import Observations, Series
+from repro.workflow.workflow import Workflow
+
+LOGS = np.log([0.1, 0.3, 0.2, 0.2])  # of four answers, of all texts
+
+
+def right(logliks, gold):
+    """The six columns of an item with answers of one length."""
+    same = np.ones(len(logliks))
+    return scoring._right(np.asarray(logliks), np.zeros(len(logliks), bool), np.zeros(1, bool), same, gold)
+
+
+def test_the_probability_among_the_choices_by_hand():
+    *_, nll, choice, _ = right(LOGS, 1)
+    assert np.exp(choice) == pytest.approx(0.3 / 0.8) and np.exp(-nll) == pytest.approx(0.3)
+    shifted = right(LOGS - 5, 1)
+    assert shifted[4] == pytest.approx(choice) and shifted[3] == pytest.approx(nll + 5)
+    assert np.exp(right([-2.0] * 4, 3)[4]) == pytest.approx(1 / 4), "chance"
+
+
+def test_one_answer_has_an_nll_alone():
+    *_, nll, choice, _ = right([-1.5], -1)
+    assert nll == 1.5 and np.isnan(choice)
+
+
+@pytest.fixture
+def target():
+    return Target(scales.load({"likelihood": {"tasks": ["piqa", "cloze-far"]}}, "pocket"), "pocket-3m", "rtn-w4-pc")
+
+
+def test_one_job_of_its_own_scores_all_its_tasks(target):
+    """Stored accuracies keep their declared inputs: `zeroshot` does not know of it."""
+    ask = likelihood.Ask(("piqa",))
+    (job,) = likelihood.jobs(ask, target).values()
+    assert job.kind == "likelihood" and job.given()["tasks"] == ["piqa", "cloze-far"]
+    assert likelihood.jobs(likelihood.Ask(("cloze-far",), "nll"), target)["items"].id == job.id
+    before = target.scale.protocols["zeroshot"]
+    assert job.id not in str(zeroshot.jobs(zeroshot.Ask(("piqa",)), target)) and "cloze-far" not in before.tasks
+    values = Series(np.array([-0.5, -0.7]), "items", "lm-eval: piqa")
+    kept = {"piqa/choice": values, "piqa/correct": values}
+    assert list(likelihood.series(ask, {"items": Observations(kept, {})}, target)) == ["piqa/choice"]
+    assert likelihood.value(ask, {"piqa/choice": -0.6}) == pytest.approx(-0.6)
+    assert likelihood.jobs(likelihood.Ask(("boolq",)), target) is None, "the scale does not measure it"
+
+
+def test_what_is_kept_of_an_item(monkeypatch, tmp_path, target):
+    """LAMBADA's items have no choice; all else three columns."""
+    frame = pd.DataFrame({"correct": [1, 0], "nll": [2.0, 3.0], "choice": [-0.1, -2.0]})
+    alone = frame.assign(choice=np.nan)
+    monkeypatch.setattr(zeroshot.compress, "load", lambda *words: SimpleNamespace(model=None))
+    monkeypatch.setattr(zeroshot.stored, "load", lambda path: SimpleNamespace(meta={"harness": "0"}))
+    for answer, names in ((frame, ["correct", "choice", "nll"]), (alone, ["correct", "nll"])):
+        monkeypatch.setattr(zeroshot.scoring, "run", lambda *words, answer=answer: answer)
+        saved = {}
+        monkeypatch.setattr(zeroshot.observations, "save", lambda path, series, origin, to=saved: to.update(series))
+        job = SimpleNamespace(given=lambda: {"tasks": ["piqa"], "limit": None, "tokens": 1})
+        likelihood.run(job, {"requests piqa": tmp_path}, tmp_path, {})
+        kept = [name for name, one in saved.items() if len(one.values)]
+        assert kept == [f"piqa/{name}" for name in names]
+
+
+def test_the_change_is_paired_by_item():
+    """Items differ much more than a recipe moves them."""
+    items = np.random.default_rng(3).normal(-1, 0.8, 400)
+    flow = Workflow(scales.load(name="pocket"), recorded=True)
+    cell = next(c for c in flow.cells("spear", "19") if c.row.startswith("RTN") and c.stand_in)
+    cell = dataclasses.replace(cell, measure="likelihood", ask=likelihood.Ask(("arc_easy",)))
+    full, low = (Series(items - shift, "items", "arc") for shift in (0.0, 0.05))
+    both = {"f": flow.of_series(cell, [{"c": full}]), "q": flow.of_series(cell, [{"c": low}])}
+
+    change = compose(likelihood.against(cell.ask), both).interval()
+    assert (change.value, change.lo, change.hi) == pytest.approx((-0.05, -0.05, -0.05))
+    assert both["q"].interval().hi - both["q"].interval().lo > 0.1 and change.covers == "items only"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((("lambada_openai",),), "lambada_openai has one answer and no choice; show its nll"),
+        (((),), "tasks is empty; name one or more"),
+        ((("piqua",), "nll"), "did you mean 'piqa'"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, said):
+    with pytest.raises(UserError) as error:
+        likelihood.Ask(*words)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lambada_has_an_nll():
+    assert likelihood.Ask(("lambada_openai",), "nll").unit == "nats" and KINDS["likelihood"].module is likelihood
+    limits = {show: likelihood.limits(likelihood.Ask(("piqa",), show)) for show in ("choice", "nll", "correct")}
+    assert limits == {"choice": (-np.inf, 0), "nll": (0, np.inf), "correct": (0, 1)}
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cloze():
+    """The records of both clozes, and the held-out text's documents."""
+    return {near: [one for _, one in _records(f"cloze-{'near' if near else 'far'}")] for near in (True, False)}
+
+
+def _records(name):
+    (splits,) = tasks.items(tasks.TASKS[name]).values()
+    return splits["validation"]
+
+
+def test_a_cloze_asks_how_a_paragraph_of_the_held_out_text_goes_on(cloze):
+    documents = [" ".join(part.split()) for part in corpora.text("held-out").split("\n\n")]
+    for near, records in cloze.items():
+        assert 900 < len(records) <= 1000
+        for one in records[::50]:
+            right = f"{one['query']} {one['choices'][one['label']]}"
+            (home,) = {number for number, text in enumerate(documents) if right in text}
+            others = [text for i, text in enumerate(one["choices"]) if i != one["label"]]
+            assert len(one["choices"]) == 4 and {len(text.split()) for text in one["choices"]} == {12}
+            assert all((text in documents[home]) == near for text in others)
+        labels = [one["label"] for one in records]
+        assert all(0.2 < labels.count(i) / len(labels) < 0.3 for i in range(4)), "no position is the answer"
+
+
+def test_a_cloze_is_the_same_every_time(cloze):
+    again = [one for _, one in _records("cloze-near")]
+    assert again == cloze[True] and again[0] != cloze[False][0]
+
+
+def test_blimp_is_lm_evals_task_by_paradigm(tokenizer):
+    """A prompt of BOS alone, two sentences, the good one first; as lm-eval names and scores it."""
+    made = requests.build("blimp-100", None, tokenizer, 134)
+    assert made.meta["metric"] == "acc" and len(json.loads(made.meta["subjects"])) == 67
+    assert made.gold.tolist() == [0] * 134 and made.answers.tolist() == [2] * 134
+    first = np.split(made.answer, np.cumsum(made.answer_size)[:-1])[:2]
+    record = tasks.items(tasks.TASKS["blimp-100"])["adjunct_island"]["validation"][0][1]
+    said = [tokenizer.decode(ids.tolist()) for ids in first]
+    assert [text.strip() for text in said] == [record["sentence_good"], record["sentence_bad"]]
+
+
+@pytest.fixture
+def tokenizer():
+    return models.tokenizer("pocket-3m")

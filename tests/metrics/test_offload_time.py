@@ -1,0 +1,243 @@
+"""Times of offloading as a cell: its jobs, its arithmetic, a tiny shape on the CPU, tokens a second of a table."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from repro import papers
+from repro.core.errors import Refused, UserError
+from repro.engine import budget, drafts, eagle, shapes
+from repro.jobs.target import Target
+from repro.methods import subspec
+from repro.metrics import acceptance, offload_time
+from repro.metrics.offload_time import Ask
+from repro.specs import scale as scales
+from repro.specs import tables
+from repro.stats.quantity import evaluate
+from repro.store import observations
+from repro.store.observations import Series
+from repro.workflow.workflow import Workflow
+
+SHAPE = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 512,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A tiny shape."""
+    monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
+
+
+def target(**protocol):
+    """A stand-in at scale pocket on the CPU."""
+    given = {"offload_time": protocol} if protocol else {}
+    return Target(scales.load(given, name="pocket").on("cpu"), "pocket-3m", "fp16")
+
+
+def test_a_job_declares_what_is_timed_and_no_model():
+    asks = [
+        Ask("Qwen2.5-7B", "8GiB"),
+        Ask("Llama-3.1-8B", "8GiB"),
+        Ask("Qwen2.5-7B", "9GiB"),
+        Ask("Qwen2.5-7B", "8GiB", depth=32),
+        Ask("Qwen2.5-7B", "8GiB", prefetch=False),
+        Ask("Qwen2.5-7B", "8GiB", draft="none"),
+        Ask("Qwen2.5-7B", "8GiB", draft="alone"),
+    ]
+    jobs = [offload_time.jobs(ask, target())["times"] for ask in asks]
+    assert len({job.id for job in jobs}) == len(asks)
+    declared = json.loads(jobs[0].inputs)
+    assert declared["draft"] == vars(subspec.Config()) and declared["memory"] == 2**33 and "model" not in declared
+    for same in (Ask("Qwen2.5-7B", "8192MiB"), Ask("Qwen2.5-7B", "8GiB", show="GB"), Ask("Qwen2.5-7B", "8GiB", bus=22)):
+        assert offload_time.jobs(same, target())["times"].id == jobs[0].id
+    own = [Ask("Qwen2.5-7B", "8GiB", draft="small", draft_model=name) for name in ("Qwen2.5-1.5B", "Llama-3.2-1B")]
+    own.append(Ask("Qwen2.5-7B", "8GiB", draft="eagle2"))
+    made = [json.loads(offload_time.jobs(ask, target())["times"].inputs) for ask in own]
+    assert [one["draft_model"] for one in made] == ["Qwen2.5-1.5B", "Llama-3.2-1B", ""]
+    assert made[0]["draft"] == vars(drafts.Small()) and made[2]["draft"] == vars(eagle.Eagle2())
+    assert offload_time.jobs(Ask("Qwen2.5-7B", "8GiB", draft="specexec"), target()) is None
+
+
+def test_without_a_gpu_the_result_is_unsupported(tmp_path):
+    job = offload_time.jobs(Ask("Qwen2.5-7B", "8GiB"), target())["times"]
+    with pytest.raises(Refused, match="need a GPU") as caught:
+        offload_time.run(job, {}, tmp_path, observations.origin(job, {}))
+    assert caught.value.status == "unsupported"
+
+
+def given(ask):
+    """The options of a small job."""
+    return offload_time.jobs(ask, target(context=96, warm=1, timed=3))["times"].given()
+
+
+def least(draft):
+    """A budget that leaves blocks of the tiny shape on the host."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**SHAPE)
+    if draft in offload_time.OWN:
+        own = offload_time.OWN[draft](depth=4)
+        beside = shapes.own_draft_bytes(config, own, config if draft == "small" else None, 96, torch.float32)
+        slots = 96 + getattr(own, "room", own.nodes)
+        return str(beside + sum(budget.parts_of(config, slots, torch.float32, 1, None).values()))
+    parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4))
+    return str(sum(parts.values()))
+
+
+KINDS = [("subspec", True), ("none", False), ("alone", False), ("small", True), ("eagle2", True)]
+
+
+@pytest.mark.parametrize("draft, phases", KINDS)
+def test_iterations_and_phases_are_timed(tiny, draft, phases):
+    ask = Ask("tiny", least(draft), draft=draft, draft_model="tiny" if draft == "small" else "", depth=4)
+    found = offload_time.times(given(ask), CPU, torch.float32)
+    assert len(found["iteration"]) == 3 and min(found["iteration"]) > 0
+    if draft == "alone":
+        assert set(found) == {"iteration"}
+        return
+    assert len(found["verify"]) == 3 and found["streamed"][0] > 0 and found["streamed"][0] % found["block"][0] == 0
+    assert (len(found["draft"]) == 3 and min(found["draft"]) > 0) if phases else found["draft"] == [0.0]
+
+
+def kept(**values):
+    """Observations of a job."""
+    series = {name: Series(np.asarray(each, dtype=float), "items", "g") for name, each in values.items()}
+    return {"times": observations.Observations(series, {})}
+
+
+def value(ask, **values):
+    """The value of an ask from observations."""
+    found = offload_time.series(ask, kept(**values), target())
+    return offload_time.value(ask, {name: one.values.mean() for name, one in found.items()})
+
+
+MEASURED = {
+    "iteration": [0.3, 0.5], "draft": [0.1, 0.1], "verify": [0.3, 0.3], "streamed": [11e9], "block": [1e9],
+    "bus": [50e9], "peak": [8e9],
+}  # fmt: skip
+
+
+def test_what_is_shown_of_known_times():
+    def shown(show, **more):
+        return value(Ask("Qwen2.5-7B", "8GiB", show=show, **more), **MEASURED)
+
+    assert shown("ms an iteration") == pytest.approx(400)
+    assert shown("ms drafting") == pytest.approx(100) and shown("ms verifying") == pytest.approx(300)
+    assert shown("share drafting") == pytest.approx(0.25) and shown("GB") == pytest.approx(8)
+
+
+def test_another_rate_of_the_bus_moves_what_is_waited_for():
+    """10 of 11 GB are waited for: 0.2 s at 50 GB/s, 0.5 s at 20."""
+    assert value(Ask("Qwen2.5-7B", "8GiB", bus=50), **MEASURED) == pytest.approx(400)
+    assert value(Ask("Qwen2.5-7B", "8GiB", bus=20), **MEASURED) == pytest.approx(700)
+    plain = value(Ask("Qwen2.5-7B", "8GiB", draft="none", bus=20), **MEASURED)  # and all 11 without a draft
+    assert plain == pytest.approx(400 + 11 / 20 * 1e3 - 11 / 50 * 1e3)
+
+
+def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(tiny, tmp_path, monkeypatch):
+    """Table 2's last rows from their jobs to the page's numbers, with a tiny shape's times."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(acceptance.prompts, "load", lambda name, count, real=acceptance.prompts.load: real(name, 1))
+    budgets = {"acceptance": {"prompts": 1, "tokens": 4}, "offload_time": {"context": 96, "warm": 1, "timed": 2}}
+    at = scales.load({**budgets, "models": {"Qwen2.5-7B-Instruct": "pocket-3m"}}, name="pocket").on("cpu")
+    flow = Workflow(at)
+    flow.recorded = False
+    cells = [c for c in flow.cells("subspec", "2") if c.row == "+ Async data transfer"]
+    seconds = {"subspec": [0.5, 0.3], "none": [0.1, 0.1]}
+
+    def times(given, device, dtype):
+        iteration = seconds["subspec" if given["draft"] else "none"]
+        return {"iteration": iteration, "draft": iteration, "verify": iteration, "peak": [1.0]}
+
+    monkeypatch.setattr(offload_time, "times", times)
+    monkeypatch.setattr(offload_time, "refuse_without_gpu", lambda device: None)
+    for job in flow.every_job(cells):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        module = {"acceptance": acceptance, "offload_time": offload_time}.get(job.kind)
+        if module:
+            module.run(job, {}, job.folder, observations.origin(job, {}))
+    found = {c.metric: flow.quantity(c) for c in cells}
+    assert None not in found.values() and set(found) == {"accept_length", "tokens_per_s", "speedup"}
+    lengths = _value(found["accept_length"])
+    assert _value(found["tokens_per_s"]) == pytest.approx(lengths / 0.4)
+    assert _value(found["speedup"]) == pytest.approx(lengths * 0.1 / 0.4)
+
+
+@pytest.mark.parametrize("slope, off", [(3.0, 0.0), (2.0, 0.1)])
+def test_the_time_model_is_the_least_squares_line_of_three_depths(slope, off):
+    """The spec's arithmetic against numpy's fit; a depth that is not on the line lies off it by as much."""
+    flow = Workflow(scales.load(name="pocket").on("cpu"))
+    ratios = {c.col: c for c in flow.cells("subspec", "depths") if c.metric == "model over measured"}
+    rng = np.random.default_rng(0)
+    ms = {depth: 200 + slope * depth + rng.normal() for depth in (4, 16, 48)}
+    line = np.polynomial.Polynomial.fit(list(ms), list(ms.values()), 1)
+    for depth in (8, 32, 64):
+        took = line(depth) * (1 + off)
+        cell = ratios[f"depth {depth}"]
+        found = evaluate(cell.ask.quantity, {"a": ms[4], "b": ms[16], "c": ms[48], "t": took})
+        assert found == pytest.approx(1 / (1 + off))
+        parts = flow.parts(cell)
+        assert [parts[name].ask.config.depth for name in "abct"] == [4, 16, 48, depth]
+
+
+def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations():
+    flow = Workflow(scales.load(name="pocket").on("cpu"))
+    cells = {(c.row, c.col, c.metric): c for c in flow.cells("subspec", "printed")}
+    cell = cells["SubSpec, Qwen2.5-14B-Instruct", "T 0.6, set GSM8K", "tokens/s"]
+    printed = papers.printed("subspec", "1")
+    (tau,) = [
+        c.number
+        for c in printed
+        if (c.row, c.col, c.model) == ("SubSpec [T=0.6, 12GB]", "GSM8K tau", "Qwen2.5-14B-Instruct")
+    ]
+    assert evaluate(cell.ask.quantity, {"t": 800.0}) == pytest.approx(1000 * tau / 800)
+    greedy = {}
+    for target in ("Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"):  # rows of one label in the paper
+        one = cells[f"SubSpec, {target}", "T 0, set MT-Bench", "tokens/s"]
+        greedy[target] = evaluate(one.ask.quantity, {"t": 1000.0})
+    assert greedy == pytest.approx({"Llama-3.1-8B-Instruct": 28.35, "Qwen2.5-7B-Instruct": 27.08})
+    timed = {name: part.ask for name, part in flow.parts(cell).items()}
+    assert timed == {"t": Ask("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
+    over = flow.parts(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].ask
+    assert over == Ask("Qwen2.5-32B", "24GiB", draft="none", prefetch=False)
+
+
+def test_a_number_that_was_not_printed_is_one_sentence():
+    for place in ("1 | SubSpec [T=0, 8GB] | MT-Bench tau | Qwen2.5-9B", "1 | SubSpec"):
+        with pytest.raises(UserError, match="subspec has no number at"):
+            tables._number("subspec", place, "it")
+
+
+def _value(quantity):
+    """The value of a quantity of one seed."""
+    mean = {name: one.values.mean() for name, one in quantity.seeds[0].items()}
+    return quantity.value(mean)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ({"shape": "Qwen-9B"}, "unknown shape 'Qwen-9B'"),
+        ({"memory": "8 cats"}, "write an amount such as 8GiB"),
+        ({"bus": -1.0}, "bus is -1"),
+        ({"depth": -2}, "depth is -2"),
+        ({"draft": "small"}, "draft small needs a draft_model"),
+        ({"draft": "small", "draft_model": "Qwen"}, "unknown shape .Qwen."),
+    ],
+)
+def test_bad_asks_are_one_sentence(words, said):
+    with pytest.raises(UserError, match=said):
+        Ask(**{"shape": "Qwen2.5-7B", "memory": "8GiB"} | words)
+
+
+def test_intervals_end_where_values_can():
+    assert offload_time.limits(Ask("Qwen2.5-7B", "8GiB")) == (0, math.inf)
+    assert offload_time.limits(Ask("Qwen2.5-7B", "8GiB", show="share drafting")) == (0, 1)

@@ -1,0 +1,145 @@
+"""Steps of public shapes as a cell: its job, a tiny shape by its function, its refusals, the specs that ask for it."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from repro.core.errors import Refused, UserError  # noqa: E402
+from repro.engine import q4_k, random_shape, two_bit, weights  # noqa: E402
+from repro.generation import engine  # noqa: E402
+from repro.jobs.target import Target  # noqa: E402
+from repro.metrics import shape_decode  # noqa: E402
+from repro.metrics.shape_decode import AT_LENGTHS, HOW, Ask  # noqa: E402
+from repro.recipes.recipe import parse  # noqa: E402
+from repro.specs import figures, tables  # noqa: E402
+from repro.specs import scale as scales  # noqa: E402
+from repro.store.observations import Series  # noqa: E402
+from repro.verdicts import claims  # noqa: E402
+from repro.workflow.workflow import Workflow  # noqa: E402
+
+TINY = dict(
+    model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=300, max_position_embeddings=128,
+)  # fmt: skip
+
+
+def target(device="cpu"):
+    return Target(scales.load(name="pocket").on(device), "pocket-3m", "fp16")
+
+
+def test_a_job_is_of_the_shape_and_the_way_alone():
+    (made,) = shape_decode.jobs(Ask("Llama-2-7B", "s50-masked"), target("cuda")).values()
+    rule = json.loads(made.inputs)
+    assert rule == {
+        "shape": "Llama-2-7B", "recipe": "q4_k(layout=zigzag) + spqt(sparsity=0.5)", "method": "masked",
+        "device": "cuda", "prompt": 128, "new": 64, "rounds": 5,
+    }  # fmt: skip
+    (other,) = shape_decode.jobs(Ask("Llama-2-7B", "s50", show="ms"), target("cuda")).values()
+    (same,) = shape_decode.jobs(Ask("Llama-2-7B", "s50"), target("cuda")).values()
+    assert other.id == same.id != made.id
+
+
+def test_a_cpu_has_no_such_times(tmp_path):
+    (made,) = shape_decode.jobs(Ask("Llama-2-7B", "rows"), target()).values()
+    with pytest.raises(Refused, match="need a GPU"):
+        shape_decode.run(made, {}, tmp_path, {})
+
+
+@pytest.mark.parametrize(("shape", "how", "said"), [("Llama-9", "rows", "shape"), ("Llama-2-7B", "s51", "s50")])
+def test_what_there_is_not_is_refused(shape, how, said):
+    with pytest.raises(UserError, match=said):
+        Ask(shape, how)
+
+
+@pytest.mark.parametrize("how", ["s50", "s50-masked", "s50-naive"])
+def test_a_way_skips_inputs_by_its_kernel(monkeypatch, how):
+    monkeypatch.setitem(engine.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(weights, "runs_q4_k", lambda device, dtype: True)
+    kernel = {"s50": "zigzag_sparse", "s50-masked": "zigzag_masked", "s50-naive": "q4_k_naive_sparse"}[how]
+    used, real = [], getattr(q4_k, kernel)
+    monkeypatch.setattr(q4_k, kernel, lambda *given: used.append(1) or real(*given))
+    core = shape_decode.loaded("tiny", *HOW[how], 9, torch.device("cpu"))
+    assert core.time(3, 3).new_tokens == 3 and len(used) >= 4 * 2
+
+
+def test_values_are_of_the_mean_step():
+    kept = {"rounds": type("Kept", (), {"series": {"ms": Series(np.array([4.0, 4.0]), "items", "g")}})()}
+    assert list(shape_decode.series(Ask("Llama-2-7B", "rows"), kept, target())) == ["ms"]
+    assert shape_decode.value(Ask("Llama-2-7B", "rows"), {"ms": 4.0}) == 250
+    assert shape_decode.value(Ask("Llama-2-7B", "rows", show="ms"), {"ms": 4.0}) == 4
+
+
+def test_ways_behind_several_prompts_are_one_job_of_all_lengths():
+    (made,) = shape_decode.jobs(Ask("Llama-3-8B", "w2a2", length=64), target("cuda")).values()
+    (same,) = shape_decode.jobs(Ask("Llama-3-8B", "w2a2", length=512, show="ms"), target("cuda")).values()
+    rule = json.loads(made.inputs)
+    assert made.id == same.id and rule["lengths"] == [64, 128, 256, 512]
+    assert rule["recipe"] == "bitbybit(w2a2, split=none)"
+    for how, length in (("w2a2", 0), ("w2a2", 100), ("rows", 64)):
+        with pytest.raises(UserError, match="unknown prompt of"):
+            Ask("Llama-3-8B", how, length=length)
+    kept = {
+        "rounds": type(
+            "Kept", (), {"series": {f"ms {n}": Series(np.array([n / 8.0]), "items", "g") for n in (64, 512)}}
+        )()
+    }
+    ask = Ask("Llama-3-8B", "w2a2", length=512)
+    assert shape_decode.value(ask, {"ms": shape_decode.series(ask, kept, target())["ms"].values[0]}) == 1000 / 64
+
+
+@pytest.mark.parametrize("how", ["w2a2", "w2a2-split", "w2a16"])
+def test_bit_by_bit_s_shapes_decode_by_its_products(monkeypatch, how):
+    """Of the tiny shape a block has one launch of q, k and v, or three where each has split channels of its own."""
+    monkeypatch.setitem(engine.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(two_bit, "runs_kernels", lambda device, dtype: True)
+    core = shape_decode.loaded("tiny", *AT_LENGTHS[how], 9, torch.device("cpu"))
+    block = core.model.blocks[0]
+    kinds = {"w2a2": two_bit.W2A2, "w2a2-split": weights.Joined, "w2a16": weights.Dense}
+    assert type(block.qkv) is kinds[how] and core.time(3, 3).new_tokens == 3
+    if how == "w2a2":
+        assert block.qkv.outputs == 512 and block.down.codes.shape == (256, 2, 16)
+    if how == "w2a2-split":
+        widths = [len(one.index) for one in block.gate_up]
+        assert widths == [288, 288], "a tenth of 256 in a model of one block, in whole groups"
+        assert (
+            core.model.stored_bytes
+            > shape_decode.loaded("tiny", *AT_LENGTHS["w2a2"], 9, torch.device("cpu")).model.stored_bytes
+        )
+
+
+def test_a_shape_under_another_setting_of_bit_by_bit_is_refused():
+    for recipe in ("bitbybit(w4a16)", "bitbybit(w2a16, any_precision=true)"):
+        with pytest.raises(UserError, match="bitbybit at w2a2 or w2a16 in groups of 32"):
+            random_shape.shape_recipe(parse(recipe))
+
+
+def test_transformers_steps_are_timed_between_tokens(monkeypatch):
+    monkeypatch.setitem(shape_decode.SHAPES, "tiny", TINY)
+    given = []
+    real = shape_decode.Clock.put
+    monkeypatch.setattr(shape_decode.Clock, "put", lambda self, ids: given.append(len(ids)) or real(self, ids))
+    assert shape_decode.transformers_steps("tiny", torch.device("cpu"))(5, 3) > 0
+    assert len(given) == 1 + 4, "the prompt, the token of its prefill, and three steps"
+
+
+def test_table_8_has_its_own_device_and_ours():
+    asked = {(cell.ask.how, cell.ask.length) for cell in tables.cells("bitbybit", "decode")}
+    assert asked == {(how, length) for how in AT_LENGTHS for length in shape_decode.LENGTHS}
+    (claim,) = tables.table("bitbybit", "table8"[5:]).claims
+    judged = claims.judge(Workflow(replace(scales.load(name="pocket"), models={}), recorded=True), claim)
+    assert judged.own_numbers == "consistent" and len(judged.cases) == 4
+    flow = Workflow(scales.load(name="pocket").on("cuda"), recorded=False)
+    jobs = {job.id for job in flow.every_job(flow.cells("bitbybit", "decode"))}
+    targets = {job.id for job in flow.every_job(flow.cells("kernels", "two-bit-decode"))}
+    assert len(jobs) == 5 and targets < jobs
+
+
+def test_table_and_figure_ask_for_every_way_and_shape():
+    asked = {(cell.ask.shape, cell.ask.how) for cell in tables.cells("spqt", "decode")}
+    assert {how for _, how in asked} == set(HOW) and len(asked) == 4 * len(HOW)
+    assert len(figures.cells("spqt", "7")) == 12

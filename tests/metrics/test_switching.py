@@ -1,0 +1,286 @@
+"""The kind of cell of texts under a schedule: known answers, controls of equal bits, thresholds from other prompts."""
+
+from dataclasses import asdict, replace
+
+import engines
+import numpy as np
+import pytest
+import torch
+
+from repro import models
+from repro.__main__ import main
+from repro.core.errors import UserError
+from repro.data import prompts, text_scores
+from repro.engine import weights
+from repro.jobs.target import Target
+from repro.methods.flexquant import schedule as plan
+from repro.metrics import KINDS, switching
+from repro.metrics.switching import Ask, Protocol
+from repro.models.lowbit import LowBitModel
+from repro.recipes import precision
+from repro.results import measure
+from repro.specs import scale as scales
+from repro.stats.quantity import Quantity, compose
+from repro.store import observations
+from repro.store.job import built_under, distinct
+from repro.store.observations import Observations, Series
+from repro.workflow import runner
+from repro.workflow.workflow import Workflow
+
+QUICK = "flexquant(window=3, layers=2, prompt_tokens=4)"
+LOW = "rtn-w4-g64"
+SMALL = Protocol(prompts=4, new_tokens=40, context=120, validation=3, together=3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A random Llama of two blocks under 4-bit RTN, at a scale of few and short texts."""
+    name = engines.save("llama", tmp_path_factory.mktemp("switching"))
+    small = scales.load(name="pocket").on("cpu")
+    return Target(replace(small, protocols=small.protocols | {"switching": SMALL}), name, LOW)
+
+
+@pytest.fixture(scope="module")
+def built(target, tmp_path_factory):
+    """From a question to the observations of its job, which is run where it was not yet."""
+    folder = tmp_path_factory.mktemp("build")
+
+    def observed(ask, at=target, need=""):
+        with built_under(folder):
+            (job,) = switching.jobs(ask, at).values()
+            job = dict(job.needs)[need] if need else job
+            for each in distinct([job]):
+                if not runner.done(each):
+                    runner.run(each)
+            return observations.load(job.folder / observations.FILE).series
+
+    return observed
+
+
+def times(series, prompt):
+    """The steps of a prompt's switches; nothing is stored of none."""
+    name = f"log {prompt}"
+    return series[name].values.tolist() if name in series else []
+
+
+def shown(series, ask):
+    """The value of a cell from its observations."""
+    kept = switching.series(ask, {"texts": observations.Observations(series, {})}, None)
+    return switching.value(ask, {name: one.values.mean() for name, one in kept.items()})
+
+
+def test_full_precision_agrees_with_itself(built, target):
+    held = built(Ask("agreement"), target.under("fp16"))
+    for show, value in {"agreement": 100, "prefix": 100, "KL": 0, "bits": 16, "bits with prefill": 16}.items():
+        assert held[show].values.tolist() == [value] * 4, show
+    assert switching.itself(Ask("agreement")) == 100 and switching.reference(Ask("KL"))
+    assert {len(held[f"tokens {i}"].values) for i in range(4)} == {40}
+
+
+def test_a_static_width_has_its_bits_and_differs(built):
+    held, full = built(Ask("agreement")), built(Ask("agreement", schedule=QUICK))
+    assert held["bits"].values.tolist() == [4] * 4 and held["switches"].values.tolist() == [0] * 4
+    assert (held["KL"].values > 0).all() and (held["prefix"].values < 100).all()
+    assert (full["KL"].values < held["KL"].values).all()
+
+
+def test_repetitions_are_counted_and_drawn_by_token():
+    """Of 30 tokens the last 12 are those of the beginning: 5 of them end eight that were there before."""
+    text = [*range(18), *range(12)]
+    assert [i for i, again in enumerate(switching.repeated(text)) if again] == [25, 26, 27, 28, 29]
+    held = {f"tokens {i}": Series(np.asarray(one, float), "tokens") for i, one in enumerate((text, list(range(30))))}
+    share = switching._curve(held, "repeated", spread=False)
+    assert len(share) == 10 and share[0] == 0 and share[-1] == pytest.approx(100 * 5 / 20 / 2)
+    ask = Ask("repeated by token")
+    assert switching.series(ask, {"texts": Observations(held, {})}, None)[ask.show].values.tolist() == share.tolist()
+
+
+def test_a_schedule_that_never_switches_is_full_precision(built):
+    held = built(Ask("agreement", schedule="flexquant(threshold=1.0)"))
+    assert held["agreement"].values.tolist() == [100] * 4 and held["KL"].values == pytest.approx([0] * 4, abs=1e-9)
+    assert held["bits"].values.tolist() == [16] * 4 and "log 0" not in held
+
+
+def test_scores_and_bits_are_those_of_the_tokens_and_the_log(built, target):
+    ask = Ask("agreement", schedule=QUICK)
+    held, full = built(ask), built(ask, target.under("fp16"))
+    tokenizer = models.tokenizer(target.model)
+    for i in range(4):
+        ours, theirs = (list(map(int, one[f"tokens {i}"].values)) for one in (held, full))
+        text, reference = (tokenizer.decode(each, skip_special_tokens=True) for each in (ours, theirs))
+        assert held["agreement"].values[i] == pytest.approx(text_scores.rouge_l(text, [reference]))
+        assert held["prefix"].values[i] == pytest.approx(100 * text_scores.common_prefix(ours, theirs) / 40)
+        assert len(times(held, i)) == held["switches"].values[i]
+        assert held["KL"].values[i] == pytest.approx(held[f"kl {i}"].values.mean())
+    assert max(held["switches"].values) > 4 and min(held["bits"].values) < 14
+    assert (held["bits with prefill"].values >= held["bits"].values).all()
+    group = {held[name].group for name in ("agreement", "KL", "bits")}
+    assert len(group) == 1 and held["KL"].group == full["KL"].group  # paired, prompt by prompt
+
+
+@pytest.mark.parametrize("control", ["uniform", "random_times", "reversed", "oracle"])
+def test_a_control_has_the_mean_bits_of_what_it_stands_against(built, control):
+    ask, other = Ask("bits", schedule=QUICK), QUICK
+    if control in ("reversed", "oracle"):
+        other, control = f"flexquant(window=3, layers=2, prompt_tokens=4, order={control})", "other_order"
+    held, controlled = built(ask), built(replace(ask, control=control, schedule=other))
+    for name in ("bits", "bits along"):
+        assert controlled[name].values == pytest.approx(held[name].values, abs=0.35), name
+    made = [times(controlled, i) for i in range(4)]
+    assert control == "other_order" or made != [times(held, i) for i in range(4)]
+    assert all(step >= plan.EARLIEST for each in made for step in each)
+
+
+def test_a_quantile_of_the_window_means_on_other_prompts_is_the_threshold(built, target):
+    ask = Ask("threshold", schedule=QUICK, quantile=0.6)
+    held = built(ask)
+    job = dict(switching.jobs(ask, target)["texts"].needs)["validation"]
+    tested, validated = (switching._prompts(one) for one in (job.given() | {"validating": False}, job.given()))
+    assert len(tested) == 4 and len(validated) == 3 and not {p.id for p in tested} & {p.id for p in validated}
+    every = prompts.load("longwriter-en", 7)
+    assert [p.id for p in tested + validated] == [p.id for p in every]
+    means = []
+    for name, one in built(ask, need="validation").items():
+        if name.startswith("PPLE "):
+            means += [one.values[i : i + 3].mean() for i in range(1, len(one.values) - 2)]
+    assert held["threshold"].values == pytest.approx([np.quantile(means, 0.6)] * 4, rel=1e-6)
+
+
+def test_references_are_scored_where_a_set_has_them(built, target):
+    held = built(Ask("rougeL", prompts="gsm8k", schedule=QUICK))
+    assert len(held["rougeL"].values) == 4 and 0 <= shown(held, Ask("bleu")) <= 100
+    assert shown(held, Ask("rougeL")) == pytest.approx(held["rougeL"].values.mean())
+    assert shown(held, Ask("similarity")) == pytest.approx(held["similarity"].values.mean())
+    assert 0 < shown(held, Ask("similarity")) < 100
+    assert not switching.series(Ask("rougeL"), {"texts": observations.Observations(built(Ask("agreement")), {})}, None)
+
+
+def test_similarity_is_that_of_full_precisions_hidden_states(target):
+    """Against Transformers' last hidden states of each text alone; a text of no token has none."""
+    lm, tokenizer = LowBitModel(models.load(target.model)), models.tokenizer(target.model)
+    full = weights.decoder(lm, 64, torch.device("cpu"), torch.float32)
+    text, references = "Once upon a time", ["There was a time", "Once upon"]
+
+    @torch.no_grad()
+    def states(words):
+        ids = torch.tensor([tokenizer(words)["input_ids"]])
+        return lm.model.base_model(ids).last_hidden_state[0].numpy()
+
+    wanted = max(text_scores.matched_f1(states(text), states(one)) for one in references)
+    assert switching._similarity(full, tokenizer, text, references) == pytest.approx(wanted, rel=1e-4)
+    assert switching._similarity(full, tokenizer, text, [text]) == pytest.approx(100)
+
+
+def test_jobs_declare_what_decides_them(target):
+    """Another schedule, quantile, control or prompt set is another job; full precision has one for all schedules."""
+    asked = [
+        Ask("bits", schedule=QUICK),
+        Ask("bits", schedule="flexquant"),
+        Ask("bits", schedule=QUICK, quantile=0.5),
+        Ask("bits", schedule=QUICK, control="uniform"),
+        Ask("bits", prompts="gsm8k", schedule=QUICK),
+        Ask("bits"),
+    ]
+    made = [switching.jobs(ask, target)["texts"] for ask in asked]
+    assert len({job.id for job in made}) == len(asked)
+    full = {switching.jobs(ask, target.under("fp16"))["texts"].id for ask in asked}
+    assert len(full) == 2  # a prompt set each
+    assert set(dict(made[3].needs)) == {"full", "w8", "w4", "signal"} and set(dict(made[5].needs)) == {"full", "w4"}
+    assert switching.jobs(asked[0], replace_protocol(target, None)) is None
+    assert KINDS["switching"].module is switching and asdict(SMALL)["prompts"] == 4
+
+
+def replace_protocol(target, protocol):
+    """The target at a scale with another protocol."""
+    return replace(target, scale=replace(target.scale, protocols=target.scale.protocols | {"switching": protocol}))
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: Ask("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
+        (lambda: Ask("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
+        (lambda: Ask("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it is a share"),
+        (lambda: Ask("bits", schedule="flexquant(threshold=2.0)", quantile=0.5), "leave threshold out of the schedule"),
+        (lambda: Ask("bits", prompts="longwrite"), "unknown prompt set 'longwrite'; did you mean 'longwriter'?"),
+        (lambda: Ask("bits", schedule="pmpd"), "write flexquant"),
+        (lambda: Protocol(new_tokens=2048), "a context of 2048 has room for fewer"),
+        (lambda: Protocol(together=65), "at most 64 are decoded together"),
+    ],
+)
+def test_what_means_nothing_is_a_sentence(make, said):
+    with pytest.raises(UserError) as error:
+        make()
+    assert said in str(error.value)
+
+
+def test_a_window_longer_than_the_texts_is_a_sentence(built):
+    with pytest.raises(UserError, match="a window of 50 tokens is longer than every validation text"):
+        built(Ask("bits", schedule="flexquant(window=50)", quantile=0.5))
+
+
+def test_a_schedule_is_written_as_it_is_read():
+    for text in (QUICK, "flexquant", "flexquant(path=[4, 3], threshold=2.5, order=random, seed=7)"):
+        assert precision.read(precision.write(precision.read(text))) == precision.read(text)
+
+
+def test_run_says_which_package_a_table_lacks(monkeypatch, capsys):
+    monkeypatch.setitem(text_scores.PACKAGES, "rougeL", "a_package_that_is_not_here")
+    assert main(["run", "flexquant/table2", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "switching/" not in said.out
+    assert "flexquant/table2: not run: " in said.err and "a_package_that_is_not_here" in said.err
+
+
+# --- at chance --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gain, status", [(5.0, "ok"), (0.2, "floor"), (-5.0, "floor")])
+def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_fewest_bits(monkeypatch, gain, status):
+    """Rows of Table 1 with made-up scores a prompt; agreement, which compares by itself, is never at chance."""
+    flow = Workflow(scales.load(name="pocket"))
+    scores = np.random.default_rng(0).normal(20, 2, 50)
+    of = {"fp16": scores + gain, "gptq-w2-g128-sym": scores + np.random.default_rng(1).normal(0, 1, 50)}
+
+    def made(flow, cell):
+        blank = measure._blank(flow, cell)
+        return replace(blank, status="ok", value=1.0, live="fresh") if cell.recipe in of else blank
+
+    def quantity(flow, cell, m):
+        assert not cell.ask.schedule or cell.recipe == "fp16"
+        return Quantity([{"s": observations.Series(of[cell.recipe], "sequences", "g")}], lambda mean: mean["s"])
+
+    monkeypatch.setattr(measure, "_as_it_is", made)
+    monkeypatch.setattr(measure, "quantity", quantity)
+    cells = [c for c in flow.cells("flexquant", "1") if c.model == "Vicuna-7B" and c.recipe in of]
+    found = {(c.row, c.col): measure.one(flow, c).status for c in cells}
+    for row in ("Baseline-l", "FlexQuant", "FP16 (ours)", "PMPD static, 85 tokens"):
+        assert found[row, "CNN/DM Rouge-L"] == found[row, "IWSLT BLEU"] == status
+        assert found[row, "agreement, CNN/DM"] == found[row, "CNN/DM Bits"] == "ok"
+    del of["fp16"]  # not measured yet: nothing says that it is at chance
+    left = next(c for c in cells if (c.row, c.col) == ("FlexQuant", "CNN/DM Rouge-L"))
+    assert measure.one(flow, left).status == "ok"
+
+
+def test_the_fewest_bits_are_those_of_a_static_row():
+    cells = Workflow(scales.load(name="pocket")).cells("flexquant", "1")
+    high = next(c for c in cells if (c.row, c.col, c.model) == ("Baseline-h", "CNN/DM Rouge-L", "Vicuna-7B"))
+    peers = [c for c in cells if c.place[1:] == high.place[1:]]
+    assert switching.fewest_bits(high, peers).row == "Baseline-l"
+    beside = next(c for c in cells if c.col == "KL, CNN/DM")
+    assert switching.fewest_bits(beside, cells) is None
+
+
+def test_numbers_of_prompts_have_a_paired_interval(built, target):
+    """Of a cell, of BLEU over all texts together, and of a difference of two schedules on the same prompts."""
+    quantities = {}
+    for name, schedule in (("a", QUICK), ("b", "")):
+        held = {"texts": observations.Observations(built(Ask("KL", schedule=schedule)), {})}
+        ask = Ask("KL", schedule=schedule)
+        quantities[name] = Quantity([switching.series(ask, held, target)], lambda mean: mean["KL"], compares=True)
+        alone = quantities[name].interval()
+        assert alone.lo < alone.value < alone.hi and alone.n == 4
+    gap = compose("b - a", quantities).interval()
+    assert gap.lo < gap.value < gap.hi
+    same = compose("a - c", {"a": quantities["a"], "c": quantities["a"]}).interval()
+    assert same.lo == same.hi == 0

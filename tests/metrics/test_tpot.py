@@ -1,0 +1,190 @@
+"""Times of a text from measured steps: against a slow sum over tokens and layers, and what is missing gives none."""
+
+import json
+
+import numpy as np
+import pytest
+
+from repro.bench import along
+from repro.core.errors import UserError
+from repro.methods.flexquant.config import Config
+from repro.metrics import tpot
+from repro.metrics.tpot import Ask
+from repro.results import measure
+from repro.specs import scale as scales
+from repro.specs import tables
+from repro.workflow.workflow import Workflow
+
+MS = {16: (4.6, 5.4), 8: (2.6, 3.4), 4: (2.0, 2.8)}  # after 128 and 4,096 tokens
+EXTRA = {0.5: 0.2, 1.5: 0.1}  # ms of a mixture beyond its static steps, by moves over layers
+LOST = {1: 0.3, 4: 0.6, 16: 3.0}  # ms by layers of a switch
+SWITCHES = [23, 45, 67, 89]  # of a run in which they were timed
+FACTS = {"shape": "shape/Llama-3-8B", "device": "NVIDIA H200", "commit": "abc"}
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A folder with two contexts of every width, the signal and switches of four layers."""
+    monkeypatch.setattr(tpot, "BUILT", tmp_path)
+    for bits, times in MS.items():
+        for context, ms in zip((128, 4096), times):
+            write(tmp_path / f"step-{bits}-{context}.json", {"context": context, "timed": 64, "ms": ms})
+    write(tmp_path / "signal.json", {"listening ms": 2.02, "plain ms": 2.0})
+    for share, extra in EXTRA.items():
+        write(tmp_path / f"mixed-random-{share}.json", {"ms": 3.0 + extra, "expected ms": 3.0})
+    for layers, ms in LOST.items():
+        write(tmp_path / f"switch-ahead-{layers}.json", {"layers": layers, "ms": around(ms), "steps": SWITCHES})
+    return tmp_path
+
+
+def write(path, found):
+    path.write_text(json.dumps(FACTS | found))
+
+
+def around(lost):
+    """Milliseconds of steps around switches, each of which delays its token; between them layers get faster."""
+    ms = [4.0 - 0.01 * sum(step >= at for at in SWITCHES) for step in range(1, 101)]
+    for at in SWITCHES:
+        ms[at - 1] += lost
+    return ms
+
+
+def shown(ask):
+    """The value of a cell, or None."""
+    found = tpot.quantity(ask)
+    return found and found.interval().value
+
+
+def step(bits, context):
+    """Milliseconds of a static step, by hand."""
+    low, high = MS[bits]
+    share = min(max((context - 160) / (4128 - 160), 0), 1)
+    return low + share * (high - low)
+
+
+def test_a_static_text_is_the_mean_of_its_steps(measured):
+    by_hand = np.mean([step(8, 128 + token) for token in range(1, 2001)])
+    assert shown(Ask("ms", "2000", bits="8")) == pytest.approx(by_hand)
+    static = np.mean([step(16, 128 + token) for token in range(1, 2001)])
+    assert shown(Ask("times", "2000", bits="8")) == pytest.approx(static / by_hand)
+    assert shown(Ask("times", "2000", bits="16")) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("layers", [1, 16])
+def test_a_schedule_takes_each_layers_share_of_the_step_of_its_width(measured, layers):
+    """Every window of 20 qualifies: a switch at step 22, and then one every 21 steps; first block first."""
+    sizes, total, seconds = tpot._sizes("shape/Llama-3-8B"), 0, []
+    names = list(sizes)
+    assert len(names) == 224 and sum(sizes.values()) == 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    bits, made, switches = dict.fromkeys(names, 16), 0, 0
+    moves = [(name, width) for width in (8, 4) for name in names]
+    for token in range(1, 1501):
+        if token >= 22 and (token - 22) % 21 == 0:
+            for name, width in moves[made : made + layers]:
+                bits[name] = width
+            switches += made < len(moves)
+            made += layers
+        held = {width: sum(size for name, size in sizes.items() if bits[name] == width) for width in MS}
+        total = sum(sizes.values())
+        mixed = np.interp((held[8] + 2 * held[4]) / total, [0, 0.5, 1, 1.5, 2], [0, 0.2, 0, 0.1, 0])
+        seconds.append(mixed + sum(held[width] / total * step(width, 128 + token) for width in MS))
+    ask = Ask("ms", "1500", f"flexquant(layers={layers})")
+    assert shown(ask) == pytest.approx(np.mean(seconds) + switches * LOST[layers] / 1500)
+    every = ("16 bits", "8 bits", "4 bits", "cache", "mixing", "PPLE")
+    parts = [shown(Ask(part, "1500", ask.schedule)) for part in every]
+    assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1) and parts[5] > 0
+    grown = sum(held[width] / total * (step(width, 1628) - MS[width][0]) for width in MS)
+    assert parts[3] == pytest.approx(grown), (
+        "what keys and values add to the shortest context, the signal on neither side"
+    )
+    assert parts[2] > 0 if layers == 16 else parts[2] == 0
+
+
+def test_a_number_of_results_of_its_own_takes_no_job_where_a_table_also_has_a_model():
+    flow = Workflow(scales.load(name="pocket"))
+    cells = flow.cells("flexquant", "intervals")
+    timed = [cell for cell in cells if cell.measure == "tpot"]
+    assert len(timed) == 6 and not any(map(flow.jobs, timed))
+    assert {job.kind for job in measure.missing(flow, cells)} <= {"switching", "compress", "tokens"}
+
+
+def test_parts_that_are_measured_by_themselves(measured):
+    assert shown(Ask("PPLE", "1000", "flexquant(layers=4)")) == pytest.approx(0.02)
+    switches = 1 + (999 - 22) // 21
+    assert shown(Ask("switching", "1000", "flexquant(layers=4)")) == pytest.approx(0.6 * switches / 1000, rel=0.03)
+    between = shown(Ask("switching", "1000", "flexquant(layers=8)"))  # of 4 and 16 layers
+    assert between == pytest.approx(1.4 * switches / 1000, rel=0.03) and shown(Ask("PPLE", "9", bits="8")) == 0
+
+
+def test_a_switch_loses_what_its_tokens_take_beyond_the_settled_ones():
+    ms = around(0.6)
+    ms[40] += 5.0  # late in an interval: the settled ones are its median
+    assert along.lost(ms, SWITCHES) == pytest.approx([0.6, 0.6], abs=1e-9)
+    ms[43] += 1.0  # the token before a switch belongs to it
+    assert along.lost(ms, SWITCHES) == pytest.approx([1.6, 0.6], abs=1e-9)
+    ms = [4.0] * 100
+    for at in range(45, 55):
+        ms[at] = 4.5  # a graph is captured beside these
+    assert along.lost(ms, SWITCHES) == pytest.approx([5.0, 0.0], abs=1e-9)
+
+
+@pytest.mark.parametrize("absent", ["mixed-random", "switch-ahead"])
+def test_a_schedule_needs_mixtures_and_switches(measured, absent):
+    for path in measured.glob(f"{absent}-*.json"):
+        path.unlink()
+    assert shown(Ask("ms", "1000", "flexquant(layers=4)")) is None and shown(Ask("ms", "1000", bits="4")) is not None
+
+
+def test_what_was_not_measured_has_no_value(measured, monkeypatch, tmp_path):
+    assert shown(Ask("ms", "4000", bits="8")) is not None
+    assert shown(Ask("ms", "4001", bits="8")) is None  # beyond the longest context
+    most = max(LOST)
+    assert shown(Ask("ms", "1000", f"flexquant(layers={most})")) is not None
+    assert shown(Ask("ms", "1000", f"flexquant(layers={most + 1})")) is None  # more than any measured switch
+    (measured / "step-4-128.json").unlink()
+    (measured / "step-4-4096.json").unlink()
+    assert shown(Ask("ms", "100", "flexquant")) is None and shown(Ask("ms", "100", bits="8")) is not None
+    monkeypatch.setattr(tpot, "BUILT", tmp_path / "none")
+    monkeypatch.setattr(tpot, "STORED", tmp_path / "none")
+    assert shown(Ask("ms", "100", bits="8")) is None
+
+
+def test_where_times_come_from(measured):
+    found = tpot.origin([Ask("ms", "100", bits="8")])
+    assert found["device"] == "NVIDIA H200" and found["note"] == "calculated" and found["live"] == "fresh"
+
+
+def test_no_threshold_switches_earlier():
+    """At its best: as many switches as windows fit in."""
+    sizes = {"a": 3, "b": 1}
+    log = tpot.at_best(Config(layers=1), sizes, 100)
+    share = along.shares(log, [16, 8, 4], sizes, 100)
+    assert [switch.step for switch in log] == [22, 43, 64, 85]
+    assert share[21].tolist() == [0.25, 0.75, 0] and share[99].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({"tokens": "many", "bits": "8"}, "it is a number, 1 or more"),
+        ({"tokens": "9"}, "give a schedule"),
+        ({"tokens": "9", "bits": "8", "schedule": "flexquant"}, "give a schedule"),
+        ({"tokens": "9", "bits": "3"}, "3 bits have no step that is timed; choose from 16, 8, 4"),
+        ({"tokens": "9", "schedule": "flexquant(path=[4, 3])"}, "3 bits have no step that is timed"),
+    ],
+)
+def test_what_cannot_be_timed_is_a_sentence(how, said):
+    with pytest.raises(UserError, match=said):
+        Ask("ms", **how)
+
+
+def test_the_table_and_the_figures_ask_for_what_there_is(measured):
+    flow = Workflow(scales.load(name="pocket"))
+    cells = flow.cells("flexquant", "speed")
+    assert len(cells) == 7 * 4 * 2 and all(flow.is_taken(cell) for cell in cells)
+    values = {cell.place: flow.quantity(cell) for cell in cells}
+    assert sum(found is None for found in values.values()) == 7 * 2  # 7,800 tokens were not measured here
+    for number in ("6", "7"):
+        assert all(flow.is_taken(cell) for cell in flow.cells("flexquant", number, "figure"))
+    assert {claim.claim for claim in tables.table("flexquant", "speed").claims} == {
+        "flexquant F01", "flexquant F15", "flexquant F17"}  # fmt: skip

@@ -1,0 +1,337 @@
+"""A paper's page: the committed one is what specs and accepted results give; its parts, for any paper."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from repro import papers
+from repro.core.errors import UserError
+from repro.core.files import ROOT
+from repro.render import content, own_numbers, page
+from repro.render import tables as rendered
+from repro.render.sheet import read_markdown
+from repro.results import measure, recorded
+from repro.specs import figures, scale, tables
+from repro.store import accepted
+from repro.store.measurement import Measurement, text
+from repro.verdicts import claims, coverage
+from repro.verdicts.claims import Case, Judged, Reading
+from repro.workflow.workflow import Workflow
+
+CLAIM = next(claim for claim in tables.table("spear", "1").claims if claim.claim == "spear C001 C004")
+ONE, TWO, _ = (keys["model"] for keys, _ in CLAIM.places())
+
+
+@pytest.fixture(scope="module")
+def flow():
+    return Workflow(scale.load(name="pocket"))
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """What is stored of this checkout, computed once for all tests of this file."""
+    return Workflow.of_results(scale.load(name="pocket"))
+
+
+@pytest.fixture(scope="module")
+def spear(stored, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    return page.build(stored, "spear", folder), folder
+
+
+@pytest.fixture(scope="module")
+def bitbybit(stored, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    return page.build(stored, "bitbybit", folder), folder
+
+
+def test_the_committed_page_is_what_specs_and_results_give(spear):
+    text, folder = spear
+    for name in ("spear.md", "spear.svg"):
+        same = (folder / name).read_bytes() == (ROOT / "docs" / name).read_bytes()
+        assert same, f"docs/{name}: rebuild it with python -m repro make docs/spear.md and read what has changed"
+    assert (folder / "spear.md").read_text(encoding="utf-8") == text
+
+
+def test_the_committed_page_of_bitbybit_is_what_specs_and_results_give(bitbybit):
+    text, folder = bitbybit
+    same = (folder / "bitbybit.md").read_bytes() == (ROOT / "docs" / "bitbybit.md").read_bytes()
+    assert same, "docs/bitbybit.md: rebuild it with python -m repro make docs/bitbybit.md and read what has changed"
+    assert not (folder / "bitbybit.svg").exists(), "a picture without a spec would be a blank one"
+    written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
+    assert all(claim.says in text for claim in written)
+    grid = (folder / "bitbybit" / "table1.md").read_text(encoding="utf-8")
+    notes = tables.table("bitbybit", "1").notes
+    assert any("baselines saw" in note for note in notes), "what they were trained on is a line of the page"
+    assert all(f"- Table 1: {note}" in text and note in grid for note in notes)
+
+
+@pytest.fixture(scope="module")
+def of_others(stored, tmp_path_factory):
+    """The pages of the other three papers."""
+    folder = tmp_path_factory.mktemp("docs")
+    return {paper: (page.build(stored, paper, folder), folder) for paper in ("flexquant", "spqt", "subspec")}
+
+
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_the_committed_grids_are_those_of_the_results(paper, request):
+    """Every measured table has a page that is linked; those that are gone have none."""
+    others = request.getfixturevalue("of_others")
+    text, folder = others[paper] if paper in others else request.getfixturevalue(paper)
+    assert (ROOT / "docs" / f"{paper}.md").read_text(encoding="utf-8") == text, f"rebuild docs/{paper}.md"
+    built, committed = (_files(at / paper) for at in (folder, ROOT / "docs"))
+    assert built.keys() == committed.keys()
+    changed = [name for name in built if built[name] != committed[name]]
+    assert not changed, f"docs/{paper}/{changed}: rebuild with python -m repro make docs/{paper}.md"
+    assert set(re.findall(rf"\]\({paper}/(table\d+\.md)\)", text)) == built.keys()
+
+
+def _files(folder):
+    """The bytes of each file of a folder, of none where there is none."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def test_a_grid_shows_every_measured_cell(spear):
+    grid = (spear[1] / "spear" / "table4.md").read_text(encoding="utf-8")
+    rows = [row for row in accepted.of_table("spear/table4") if row.printed and row.value]
+    assert rows and all(row.printed in grid and content.number(row.value) in grid for row in rows)
+    assert read_markdown(grid.partition("\n\n")[2].partition("\n\n")[2]).paired
+
+
+def test_the_grid_of_a_table_that_is_not_measured_any_more_goes(flow, tmp_path):
+    (tmp_path / "flexquant").mkdir()
+    (tmp_path / "flexquant" / "table99.md").write_text("old", encoding="utf-8")
+    page._grids(Workflow.of_results(flow.scale), "flexquant", tmp_path)
+    assert not (tmp_path / "flexquant" / "table99.md").exists()
+
+
+def test_what_was_asked_once_is_remembered_by_results_alone(flow):
+    once, again = Workflow.of_results(flow.scale), Workflow(flow.scale, recorded=True)
+    numbers = iter(range(9))
+    assert [at.once(("x",), lambda: next(numbers)) for at in (once, once, again, again)] == [0, 0, 1, 2]
+
+
+def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
+    """Those of the sections on kernels, hardware and others' papers belong to Tables 7 and 8, or to none."""
+    written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
+    named = set(re.findall(r"B\d{2}", " ".join(claim.claim for claim in written)))
+    about = {f"B{i:02}" for i in range(2, 18)} | {f"B{i}" for i in range(22, 30)}
+    assert about <= named
+    said = re.search(r"^Of these by arithmetic on printed numbers \(\d+\): (.*)\.$", bitbybit[0], re.MULTILINE)
+    assert {"B20", "B21"} <= set(re.findall(r"B\d{2}", said[1]))
+    audited = [one for one in papers.audit("bitbybit") if {"1", "4"} & set(one.table.split("; "))]
+    assert any("73.21" in f"{one.printed} {one.recomputed}" for one in audited), "the text's number for 4 bits"
+
+
+TIMES = {"bitbybit/7", "bitbybit/8", "bitbybit/kernels", "bitbybit/decode"}  # no choice of training decides them
+
+
+def test_a_claim_of_bitbybit_that_is_not_seen_names_what_was_run_to_find_the_cause(stored, monkeypatch, bitbybit):
+    for claim in own_numbers.claims_of("bitbybit"):
+        found = claims.judge(stored, claim)
+        if found.measured and found.verdict in claims.DIRECTIONS and claim.table not in TIMES:
+            assert claim.causes, (
+                f"{claim.claim}, {claim.says}: run a cell that looks for the cause, name it in `causes`"
+            )
+        assert not found.measured or all(page._cause(text) in bitbybit[0] for text in claim.causes)
+    assert page._cause("bitbybit/choices | no split") == "no split (choices)"
+    with pytest.raises(UserError, match="causes: bitbybit/choices: unknown row 'no splitt'"):
+        page._cause("bitbybit/choices | no splitt")
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="no LaTeX here")
+def test_the_headline_is_one_page(flow, tmp_path):
+    rendered.build(flow, "table1", tmp_path)
+    done = subprocess.run(["pdflatex", "-interaction=batchmode", "table1.tex"], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0 and "(1 page" in (tmp_path / "table1.log").read_text(errors="replace")
+
+
+SECTIONS = ("Verdicts", "The paper's own numbers")
+
+
+def test_every_predicate_has_its_line_and_every_other_claim_is_named(spear):
+    text = spear[0]
+    written = [claim for claim in tables.headline().claims if claim.claim.startswith("spear ")]
+    written += [claim for both in tables.specified() if both[0] == "spear" for claim in tables.table(*both).claims]
+    verdicts, numbers = (text.partition(f"## {head}")[2].partition("\n## ")[0] for head in SECTIONS)
+    judged = [line for line in verdicts.splitlines() if re.match(r"\| spear (C|\|)", line)]  # a figure's has no id
+    assert all(claim.says in verdicts or claim.says in numbers for claim in written)
+    summed = [int(n) for n in re.findall(r"^- [a-z0-9,: -]+ \((\d+)\): ", text, re.MULTILINE)]
+    assert sum(summed) == len(judged) and len(judged) < len(written), "what is printed alone has no verdict"
+    printed = [claim for claim in written if claim.judged_on_printed]
+    assert printed and all(claim.says in numbers and claim.says not in verdicts for claim in printed)
+    assert not re.search(r"grade D|\| D \|", text)
+    bare = re.search(r"^Without a predicate \((\d+)\): (.*)\.$", text, re.MULTILINE)
+    named = set(re.findall(r"C\d{3}", " ".join(claim.claim for claim in written)))
+    left_out = {name for name in papers.claims("spear") if name not in named} - {"C019"}  # in C018-C020
+    assert set(re.findall(r"(?:^|; )(C\d{3}) ", bare[2])) == left_out and int(bare[1]) == len(left_out)
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "carrier"),
+    [
+        ("Table 7: BF16/W2A2, max over shapes", "abstract", "Table 7"),
+        ("", "App. A.1, Table 6 caption", "Table 6"),
+        ("", "4.5 vs Fig. 7", "Figure 7"),
+        ("", "5.2", "the text alone"),
+    ],
+)
+def test_a_claim_without_a_predicate_names_what_would_carry_it(how, where, carrier):
+    assert page._carrier({"how_to_recompute": how, "where": where}) == carrier
+
+
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_every_claim_of_a_paper_has_a_line_with_a_verdict_or_what_is_known_instead(paper):
+    """On the committed page, which another test compares with what is built."""
+    text = (ROOT / "docs" / f"{paper}.md").read_text(encoding="utf-8").partition("Claims in the paper's order")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [A-Z]\d+ \| ", line)]
+    assert [row[0] for row in rows] == list(papers.claims(paper))
+    if paper in ("flexquant", "subspec"):
+        assert all(row[-2] != "–" or not row[-1].startswith("no predicate") for row in rows)
+
+
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_every_finding_of_the_audit_is_a_footnote_that_is_named(stored, tmp_path, paper, spear):
+    """For any paper by its name."""
+    text = spear[0] if paper == "spear" else page.build(stored, paper, tmp_path)
+    found = {one.id for one in papers.audit(paper)}
+    defined = re.findall(r"^\[\^(\w+)\]: ", text, re.MULTILINE)
+    used = re.findall(r"\[\^(\w+)\](?!:)", text)
+    assert set(defined) == set(used) == found and len(defined) == len(found)
+    assert text.startswith(f"# {papers.ABOUT[paper].title}\n") and "\n\n\n" not in text
+    if paper != "spear":
+        assert (tmp_path / f"{paper}.svg").exists() == ((paper, page.PICTURE) in figures.specified())
+
+
+def test_an_unknown_paper_is_a_sentence(flow, tmp_path):
+    with pytest.raises(UserError, match="unknown paper 'spaer'"):
+        page.build(flow, "spaer", tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def judged(*cases, **changes):
+    return Judged(CLAIM, cases, "C", "holds on the stand-ins", True, "", "test", **changes)
+
+
+def case(model, value, verdict, *also):
+    return Case(model, ">= 0.5", 0.7, value, value - 0.1, value + 0.1, on=f"of {model}", also=also, verdict=verdict)
+
+
+def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flow, monkeypatch):
+    def measured(flow, cells):
+        blank = {cell.place: Measurement(**recorded.of_cell(cell)) for cell in cells}
+        facts = {"status": "ok", "value": 1.5, "live": "stored", "device": "a GPU", "commit": "0123456"}
+        return {p: dataclasses.replace(m, **facts) if m.row == "LoftQ" else m for p, m in blank.items()}
+
+    monkeypatch.setattr(page.measure, "measure", measured)
+    text = "\n".join(page._questions(flow, "spear")).partition("## Memory")[2].partition("## ")[0]
+    assert "| LoftQ |" in text and "| LQER |" not in text and "Measured on a GPU, commit 0123456." in text
+    assert re.search(r"^Not measured yet: SPEAR; gate off; .*LQER", text, re.MULTILINE)
+    assert not re.search(r"^[. ]*\.$", text, re.MULTILINE), "no remark is empty: stored bits have no protocol"
+
+
+def test_readings_that_are_apart_are_marked_and_counted_by_model():
+    kl = Reading("KL", 0.3, 0.25, 0.35, claims.FAILS, True)
+    c4 = Reading("C4", 0.6, 0.5, 0.7, claims.HOLDS, False)
+    one = judged(case(ONE, 0.7, claims.HOLDS, kl, c4), case(TWO, 0.6, claims.HOLDS, kl._replace(apart=False)))
+    again = dataclasses.replace(one, spec=dataclasses.replace(CLAIM, says="the same again"))
+    text = "\n".join(page._readings("spear", [one, again]))
+    assert f"| of {ONE} | 70.0 % [60.0, 80.0] | 30.0 % [25.0, 35.0] ≠ | 60.0 % [50.0, 70.0] |" in text
+    assert f"| of {TWO} | 60.0 % [50.0, 70.0] | 30.0 % [25.0, 35.0] | – |" in text
+    assert f"KL on of {ONE} in 1 of 1 case; C4 on of {ONE} in 0 of 1 case; KL on of {TWO} in 0 of 1 case." in text
+    assert "tables/spear/tokens.yaml asks it by token class" in text, "what names the tokens is said"
+    assert "no spec asks it" in "\n".join(page._readings("spqt", [one]))
+    assert "the same again" not in text, "a case is shown once"
+    assert "Not measured yet: held-out." in text
+    calm = "\n".join(page._readings("spear", [judged(case(ONE, 0.7, claims.HOLDS, c4))]))
+    assert "token class" not in calm and "≠ |" not in calm
+    assert "No case with a further reading is measured yet." in "\n".join(
+        page._readings("spear", [judged(case(ONE, 0.7, 0))])
+    )
+
+
+def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
+    """The table on the page against the accepted numbers by class, by its own arithmetic; the mark at the largest."""
+    table = spear[0].partition("Which tokens make the difference")[2].partition("\n\n## ")[0]
+    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
+    head, rows = lines[0], lines[2:]
+    known = {m.place: m for m in accepted.every() if (m.paper, m.number) == ("spear", "tokens")}
+    names = {m.stand_in: m.model for m in known.values()}
+    assert len(rows) == 9 and head[2:] == list(dict.fromkeys(cell.row for cell in tables.cells("spear", "tokens")))
+
+    def points(model, text, damage, gain):
+        whole = sum(known[(name, text, model, damage)].value for name in head[2:])
+        return [100 * known[(name, text, model, gain)].value / whole for name in head[2:]]
+
+    for label, total, *classes in rows:
+        stand_in, _, what = label.partition(" ")
+        text, pair = ("corpus wikitext2", ("KL", "KL recovered")) if what == "KL" else (what, ("gap", "recovered"))
+        model = names[stand_in]
+        first = points(model, "corpus wikitext2", "gap", "recovered")
+        want = [x - y for x, y in zip(points(model, text, *pair), first)]
+        shown = [float(one.split()[0]) for one in classes]
+        assert shown == pytest.approx(want, rel=0.005, abs=0.001)
+        assert float(total.split()[0]) == pytest.approx(sum(want), rel=0.005, abs=0.001)
+        assert [one.endswith("←") for one in classes] == [abs(x) == max(map(abs, want)) for x in want], label
+
+
+def test_the_summary_counts_verdicts_and_leaves_out_what_is_printed_alone():
+    part = judged(case(ONE, 0.7, claims.HOLDS), Case(TWO, ">= 0.5", 0.6, missing="not_run"))
+    part = dataclasses.replace(part, verdict="undecided, 1 of 2 hold")
+    text = "\n".join(page._summary("spear", [part]))
+    assert f"- undecided (1): C001 C004 (Table 1), {CLAIM.says}\n" in text
+    bare = dataclasses.replace(part, measured=False, verdict="no verdict: not run")
+    assert "- no verdict: not run (1): C001 C004 (Table 1)\n" in "\n".join(page._summary("spear", [bare]))
+    alone = dataclasses.replace(bare, verdict="", own_numbers="consistent")
+    text = "\n".join(page._summary("spear", [alone]))
+    assert "C001 C004" not in text
+    assert "C002 " in text and "C001 share" not in text, "claims without a predicate are named"
+    numbers = "\n".join(page._own_numbers("spear", [alone, part]))
+    assert numbers.count(CLAIM.says) == 1 and "| consistent" in numbers
+
+
+# --- what else is said of all that is stored ------------------------------------------------------------------------
+
+
+WHOLE_AND_PARTIAL = (("fresh", "stored"), ("partial",))
+
+
+def test_the_readme_counts_the_tables_that_are_measured(stored):
+    lines = coverage.coverage(stored)
+    of_tables = [line for line in lines if line.kind == "table"]
+    whole = {(line.paper, line.number) for line in of_tables if line.status in WHOLE_AND_PARTIAL[0]}
+    partial = [line for line in of_tables if line.status in WHOLE_AND_PARTIAL[1]]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(r"(\d+) of 45 tables, SPEAR's (.*) and Bit-by-Bit's 7, and (\d+) more in part", text)
+    assert (int(said[1]), int(said[3])) == (len(whole), len(partial))
+    drawn = [line for line in lines if line.kind == "figure"]
+    count = {1: "one"}.get(n := sum(line.status in WHOLE_AND_PARTIAL[0] for line in drawn), str(n))
+    assert f"{count} of {len(drawn)} figures" in text
+    cells = re.search(r"([\d,]+) of ([\d,]+) printed cells", text)
+    tables = [line for line in lines if line.kind == "table"]
+    wanted = (sum(line.measured for line in tables), sum(line.printed for line in tables))
+    assert tuple(int(number.replace(",", "")) for number in cells.groups()) == wanted
+    spans = [re.split(" to ", span) for span in said[2].split(", ")]
+    of_spear = {("spear", str(n)) for span in spans for n in range(int(span[0]), int(span[-1]) + 1)}
+    assert of_spear | {("bitbybit", "7")} == whole
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_stored_is_what_its_observations_say(stored, every):
+    """Every accepted row of this checkout is readable, in its place, and its value recomputed from its series.
+
+    An interval is that of the day of acceptance; what is shown has today's, from the same series.
+    """
+    rows = accepted.every()
+    assert {row.scale for row in rows} == {stored.scale.name}
+    for row in rows[::every]:
+        cell = measure.asked(stored, row)
+        if cell is None:
+            continue  # its spec is gone
+        shown = measure.one(stored, cell)
+        if shown.status != "stale":
+            assert [text(shown.value), shown.n] == [text(row.value), row.n]
+            assert (shown.lo is None) == (row.lo is None)

@@ -1,0 +1,281 @@
+"""A cell takes the accepted row of the same declared inputs, from any table; a derived one takes those of its parts."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from test_accept import older
+from tiny_results import MODEL, SPEC, refusal
+
+from repro.core.errors import UserError
+from repro.render import tables as rendered
+from repro.render.content import here
+from repro.results import measure, recorded
+from repro.results.accept import accept
+from repro.results.recorded import ORIGIN
+from repro.specs import tables
+from repro.specs.tables import Spec
+from repro.stats.quantity import compose
+from repro.store import accepted
+from repro.store.job import distinct
+from repro.store.measurement import MEASURED, from_csv, to_csv
+from repro.workflow import runner
+from repro.workflow.workflow import Workflow
+
+GAIN = {"kind": "derived", "of": {"kind": "perplexity", "corpus": "wikitext2"}, "unit": "percent"}
+GAIN |= {"quantity": "100 * (b - s) / (b - f)", "cells": {"s": "{recipe}", "b": "rtn-w4-pc", "f": "fp16"}}
+QUESTION = Spec(
+    "the same cells again, and others",
+    rows={"full": "fp16", "ours": "rtn-w4-pc", "drawn": "gptq-w4-g128", "3 bits": "rtn-w3-pc"}
+    | {"refused": SPEC.rows["+SPEAR pc on RTN"]},
+    models=(MODEL,),
+    measure={
+        "wiki": {"kind": "perplexity", "corpus": "wikitext2"},
+        "kl": {"kind": "perplexity", "corpus": "c4", "show": "kl"},
+        "gain": GAIN,
+    },
+    seeds=(0, 1),
+)
+OLDER = "other versions: rtn was 0, is 1"
+NAME = "memory"  # stands for any other table
+SAME = ("value", "lo", "hi", "covers", "n", "status", "grade", "recipe", "seeds", "protocol", "inputs", "observations")
+
+
+@pytest.fixture
+def asked(house, monkeypatch):
+    """`house` with a second table that asks for what Table 1 has, and more."""
+    known = tables.table
+    monkeypatch.setattr(tables, "table", lambda *both: QUESTION if both == ("spear", NAME) else known(*both))
+    return house
+
+
+def cell(house, row="ours", metric="wiki"):
+    return next(c for c in house.flow.cells("spear", NAME) if (c.row, c.metric) == (row, metric))
+
+
+def shown(house, row="ours", metric="wiki", **scale):
+    """A cell of the second table as a machine shows it that takes everything from results/."""
+    return measure.one(Workflow(replace(house.scale, **scale), recorded=True), cell(house, row, metric))
+
+
+def edit(house, name="table1", row="RTN pc", **changes):
+    """Edit the accepted rows of one label, and sign them anew."""
+    (path,) = house.results.glob(f"*/spear-{name}.csv.xz")
+    accepted.store(path, [replace(m, **changes) if m.row == row else m for m in from_csv(path)])
+    accepted.forget()
+
+
+def accept_own(house, *rows):
+    """Accept the second table's own fresh rows."""
+    path = house.place / "own.csv"
+    found = measure.measure(house.flow, house.flow.cells("spear", NAME)).values()
+    path.write_text(to_csv(m for m in found if m.row in rows))
+    return accept(path)
+
+
+# --- equal inputs -----------------------------------------------------------------------------------------------------
+
+
+def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
+    accept(asked.table())
+    for row, twin in (("ours", "RTN pc"), ("drawn", "GPTQ g128"), ("full", "FP16")):
+        found, live, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.recorded(twin)
+        assert found == replace(live, live="stored") and found.status == "ok" and found.note == ""
+        assert found.place == (row, "", MODEL, "wiki") and other.place == (twin, "Wiki", MODEL, "wikitext2_ppl")
+        assert here(found) == here(other)
+        assert [getattr(found, name) for name in SAME] == [getattr(other, name) for name in SAME]
+    refused = shown(asked, "refused")
+    assert (refused.status, refused.value) == ("unsupported", None) and refused.note
+
+
+def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
+    accept(asked.table())
+    assert shown(asked).status == "ok"
+    assert shown(asked, metric="kl").status == "not_run", "Table 1 shows KL on another text"
+    assert shown(asked, "3 bits").status == "not_run", "another option of the recipe"
+    assert shown(asked, name="other").status == "not_run", "another scale"
+    assert shown(asked, dtype="bfloat16").status == "not_run"
+    another = replace(cell(asked, "drawn"), seeds=(7,))
+    assert measure.one(Workflow(asked.scale, recorded=True), another).status == "not_run", "another seed"
+    monkeypatch.setattr("repro.models.fingerprint", lambda name: "abcdef01")
+    assert shown(asked).status == "not_run", "another model under the same name"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, seed):
+    accept(asked.table())
+    one = replace(cell(asked, "drawn"), seeds=(seed,))
+    flow, live = Workflow(asked.scale, recorded=True), measure.one(asked.flow, one)
+    found = measure.one(flow, one)
+    assert found == replace(live, live="stored", artifacts=found.artifacts) and found.seeds == str(seed)
+    assert found.value != asked.recorded("GPTQ g128").value and "seeds" not in found.covers
+    assert measure.quantity(flow, one, found).interval() == measure.quantity(asked.flow, one, live).interval()
+
+
+def test_staleness_is_that_of_the_row(asked):
+    older(asked, "RTN pc")
+    accept(asked.table())
+    assert (shown(asked).status, shown(asked).live, shown(asked).note) == ("stale", "stored", OLDER)
+    assert shown(asked).value == asked.recorded().value and shown(asked, "full").status == "ok"
+    assert shown(asked, grade="B").status == "stale"
+
+
+def test_its_own_row_wins_unless_only_the_other_stands(asked):
+    accept(asked.table())
+    accept_own(asked, "ours")
+    edit(asked, protocol="of Table 1")
+    edit(asked, NAME, "ours", protocol="its own")
+    assert shown(asked).protocol == "its own" and asked.recorded().protocol == "of Table 1"
+    edit(asked, NAME, "ours", versions="perplexity=0")
+    assert (shown(asked).protocol, shown(asked).status) == ("of Table 1", "ok")
+    edit(asked, NAME, "ours", inputs="0" * 8)
+    assert (shown(asked).protocol, shown(asked).status) == ("of Table 1", "ok")
+    edit(asked, versions="perplexity=0")
+    assert (shown(asked).protocol, shown(asked).status) == ("its own", "stale")
+
+
+def test_of_several_devices_the_last_by_the_folders_name_that_stands(asked):
+    accept(asked.table())
+    (folder,) = asked.results.iterdir()
+    for device in ("zz 1", "zz 2"):
+        copy = shutil.copytree(folder, asked.results / device.replace(" ", "-"))
+        path = copy / "spear-table1.csv.xz"
+        accepted.store(path, [replace(m, device=device) for m in from_csv(path)])
+    accepted.forget()
+    assert shown(asked).device == asked.recorded().device == "zz 2"
+    accepted.store(path, [replace(m, versions="perplexity=0") for m in from_csv(path)])
+    accepted.forget()
+    assert (shown(asked).device, shown(asked).status) == ("zz 1", "ok")
+    assert (asked.recorded().device, asked.recorded().status) == ("zz 1", "ok")
+
+
+def test_an_edited_value_is_noticed_where_it_was_accepted(asked):
+    accept(asked.table())
+    edit(asked, value=10.0)
+    assert "spear-table1.csv.xz: the value of spear table 1 / RTN pc" in refusal(shown, asked)
+
+
+# --- derived cells ----------------------------------------------------------------------------------------------------
+
+
+def test_a_derived_cell_is_composed_of_its_parts_series(asked):
+    live = measure.fresh(asked.flow, cell(asked, "drawn", "gain"))
+    assert live.status == "ok" and live.covers == "windows and seeds" and live.lo < live.value < live.hi
+    accept(asked.table())
+    found = shown(asked, "drawn", "gain")
+    assert [getattr(found, name) for name in (*SAME, *ORIGIN)] == [getattr(live, name) for name in (*SAME, *ORIGIN)]
+    assert (found.live, found.seeds, found.place) == ("stored", "0 1", ("drawn", "", MODEL, "gain"))
+    assert found.versions == live.versions == "compress=1 derived=1 gptq=1 perplexity=1 rtn=1 tokens=1"
+    assert shown(asked, "3 bits", "gain").status == "not_run", "one part is not accepted"
+    refused = shown(asked, "refused", "gain")
+    assert (refused.status, refused.value) == ("unsupported", None) and refused.note == shown(asked, "refused").note
+
+
+def test_a_composed_cell_is_stale_if_a_part_is_and_its_origins_are_joined(asked):
+    older(asked, "RTN pc")
+    accept(asked.table())
+    found = shown(asked, "drawn", "gain")
+    assert (found.status, found.note) == ("stale", OLDER) and found.value is not None
+    assert set(found.commit.split(" + ")) == {"0123456789", "9999999999"}
+
+
+def test_an_accepted_derived_cell_is_shared_as_a_whole(asked):
+    accept(asked.table())
+    accept_own(asked, "drawn")
+    assert shown(asked, "drawn", "gain").status == "ok"
+    other = replace(cell(asked, "drawn", "gain"), row="again")
+    flow = Workflow(asked.scale, recorded=True)
+    assert measure.one(flow, other) == replace(shown(asked, "drawn", "gain"), row="again")
+    edit(asked, row="RTN pc", versions="perplexity=0")  # a part of it
+    assert measure.one(flow, other).status == "ok"
+
+
+def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its_own(asked, monkeypatch):
+    """What `run --missing` leaves out is not built: the other parts of a cell are taken, and the cell is composed."""
+    accept(asked.table(rows=["FP16", "RTN pc"]))
+    built_here, left_out = runner.origin, {asked.job("FP16").id}
+    monkeypatch.setattr(runner, "origin", lambda job: {} if job.id in left_out else built_here(job))
+    assert measure.one(asked.flow, cell(asked, "drawn", "gain")).status == "not_run"
+    rendered.build(asked.flow, f"spear/{NAME}", asked.place)
+    path = asked.place / "spear" / f"{NAME}.csv"
+    rows = {(m.row, m.metric): m for m in from_csv(path)}
+    parts = {place for place in rows if ": " in place[1]}
+    assert parts == {("drawn", "gain: s"), ("refused", "gain: s")}, "others are accepted, not built, or another's twice"
+    accept(path)
+    twin = measure.one(asked.flow, cell(asked, "drawn"))
+    part = accepted.find(asked.scale.name, recorded.as_drawn(cell(asked, "drawn", "gain"), twin))
+    assert part is None, "the cell itself is not measured anew"
+    monkeypatch.setattr(runner, "origin", built_here)
+    live, found = measure.fresh(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
+    assert [getattr(found, name) for name in SAME] == [getattr(live, name) for name in SAME]
+    assert shown(asked, "refused", "gain").status == "unsupported"
+    row = next(m for m in accepted.every() if (m.row, m.metric) == ("drawn", "gain: s"))
+    assert measure.cell_of(asked.flow, row).recipe == "gptq-w4-g128" and (row.printed, row.unit) == ("", "")
+    assert measure.parts(asked.flow, [cell(asked, "drawn", "gain")]) == []
+    with pytest.raises(UserError, match="has no cell drawn /  / Llama-3.2-1B / gain: x"):
+        measure.cell_of(asked.flow, replace(row, metric="gain: x"))
+
+
+# --- who sees it ------------------------------------------------------------------------------------------------------
+
+
+def test_quantities_pair_over_the_windows_of_shared_cells(asked):
+    live = {row: measure.one(asked.flow, cell(asked, row)) for row in ("ours", "full", "drawn")}
+    ratio = measure.against_full(asked.flow, cell(asked), live["ours"])
+    accept(asked.table())
+    flow = Workflow(asked.scale, recorded=True)
+    assert measure.against_full(flow, cell(asked), shown(asked)) == ratio
+    mine, theirs = cell(asked), asked.cell()
+    both = {"x": measure.quantity(flow, mine, shown(asked)), "y": measure.quantity(flow, theirs, asked.recorded())}
+    gap = compose("x - y", both).interval()
+    assert (gap.value, gap.lo, gap.hi) == (0, 0, 0)
+    gain = cell(asked, "drawn", "gain")
+    again = measure.quantity(flow, gain, measure.one(flow, gain)).interval()
+    assert again == measure.quantity(asked.flow, gain, measure.fresh(asked.flow, gain)).interval()
+
+
+def test_full_precision_is_found_for_a_table_without_its_row(asked, monkeypatch):
+    accept(asked.table())
+    before = measure.against_full(Workflow(asked.scale, recorded=True), cell(asked), shown(asked))
+    bare = replace(QUESTION, rows={"ours": "rtn-w4-pc"})
+    known = tables.table
+    monkeypatch.setattr(tables, "table", lambda *both: bare if both == ("spear", NAME) else known(*both))
+    assert measure.against_full(Workflow(asked.scale, recorded=True), cell(asked), shown(asked)) == before
+
+
+def test_nothing_is_written_for_a_shared_cell(asked):
+    accept(asked.table())
+    before = asked.files()
+    rendered.build(Workflow(asked.scale, recorded=True), f"spear/{NAME}", asked.place)
+    rows = from_csv(asked.place / "spear" / f"{NAME}.csv")
+    assert {(m.row, m.live) for m in rows if m.status in MEASURED and m.metric == "wiki"} == {
+        (row, "stored") for row in ("full", "ours", "drawn")
+    }
+    assert "no measured row to accept" in refusal(accept, asked.place / "spear" / f"{NAME}.csv")
+    assert asked.files() == before
+
+
+def test_what_is_accepted_next_is_seen(asked):
+    assert shown(asked).status == "not_run"
+    accept(asked.table())
+    assert shown(asked).status == "ok"
+    shutil.rmtree(asked.results)
+    assert shown(asked).status == "ok", "results/ is read once"
+    accepted.forget()
+    assert shown(asked).status == "not_run"
+
+
+# --- what is left to run ----------------------------------------------------------------------------------------------
+
+
+def test_missing_are_the_jobs_that_no_accepted_result_stands_for(asked):
+    flow, cells = asked.flow, asked.flow.cells("spear", NAME)
+    assert set(measure.missing(flow, cells)) == set(distinct([job for c in cells for job in recorded.jobs(flow, c)]))
+    accept(asked.table())
+    kl = [c for c in cells if c.metric == "kl"]
+    left = [job for c in cells if c.row == "3 bits" or c in kl for job in recorded.jobs(flow, c)]
+    part = measure.missing(flow, [cell(asked, "3 bits", "gain")])
+    assert set(measure.missing(flow, cells)) == set(distinct(left))
+    assert set(part) == set(distinct(recorded.jobs(flow, cell(asked, "3 bits")))), "not of the parts that are there"
+    edit(asked, "table1", "RTN pc", inputs="01234567")
+    assert set(recorded.jobs(flow, cell(asked))) < set(measure.missing(flow, [cell(asked)]))

@@ -1,0 +1,37 @@
+"""Verdicts on how the time of a layer grows with its tokens."""
+
+from repro.studies import steps
+
+
+def row(linear, library=10.0, dequantize=20.0):
+    return {"linear": linear, "library": library, "dequantize": dequantize}
+
+
+def times(**changes):
+    """One layer that meets every target, with changes by number of tokens."""
+    good = {"16": row(5.0), "17": row(5.7), "128": row(11.0), "129": row(12.0), "256": row(11.7), "257": row(12.0)}
+    return {"4096x4096": good | {name[1:]: value for name, value in changes.items()}}
+
+
+def test_all_targets_hold():
+    assert steps.verdicts(times()) == {"step": [], "dequantize": [], "bf16": []}
+
+
+def test_a_cliff_is_named_unless_the_library_has_it_too():
+    assert steps.verdicts(times(_17=row(6.0)))["step"] == ["4096x4096, 16 to 17 tokens: 1.20, cuBLAS 1.00"]
+    assert not steps.verdicts(times(_17=row(6.0, library=12.5)))["step"]
+
+
+def test_slower_than_to_dequantize_is_named_between_96_and_512_tokens():
+    assert steps.verdicts(times(_257=row(12.0, dequantize=10.0)))["dequantize"] == [
+        "4096x4096, 257 tokens: 1.20 of its time"
+    ]
+    assert not steps.verdicts(times(_16=row(5.0, dequantize=1.0)))["dequantize"]
+
+
+def test_slower_than_bf16_is_named_in_the_mean_and_at_the_worst_layer():
+    missed = steps.verdicts(times() | {"8192x8192": times(_128=row(15.0), _129=row(15.0))["4096x4096"]})
+    assert missed["bf16"] == [
+        "128 tokens: 0.78 in the geometric mean, 0.90 asked",
+        "128 tokens, 8192x8192: 0.67, 0.70 asked",
+    ]

@@ -1,0 +1,419 @@
+"""`compress --text`: a model trained on a text of one's own, opened by other verbs, resumed with the same bits."""
+
+import json
+import re
+import shutil
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import engines
+import numpy as np
+import pytest
+import torch
+
+from repro import models
+from repro.__main__ import main
+from repro.baselines import e2e_qp
+from repro.cli import compress as cli_compress
+from repro.data import corpora
+from repro.jobs.target import Target
+from repro.methods.spear.calibration import CACHE_BYTES
+from repro.models import perplexity
+from repro.models.lowbit import LowBitModel
+from repro.recipes import recipe
+from repro.specs import scale
+from repro.train import blocks as training
+from repro.train import estimate, streams
+
+WORDS = "the old town by the sea had a market, two mills and a school; every spring its river rose again. "
+SMALL = "bitbybit-w2a16-tokens=256-epochs=1-lr=0.001"
+CONFIG = ["--config", "perplexity={length: 64, windows: 2, kl_windows: 0}"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny model of each layout as a user has it."""
+    place = tmp_path_factory.mktemp("models")
+    return {layout: Path(engines.save(layout, place / layout)) for layout in engines.LAYOUTS}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with a text of some 700 tokens; of the text that is scored only the beginning is tokenized."""
+    whole = corpora.text
+    monkeypatch.setattr(corpora, "text", lambda name, hub=False: whole(name, hub)[:20_000])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SCALE", raising=False)
+    models.fingerprint.cache_clear()
+    Path("mine.txt").write_text(30 * WORDS, encoding="utf-8")
+    return tmp_path
+
+
+def compress(model, out="made", text=SMALL, *more) -> int:
+    words = ["compress", str(model), "--recipe", text, "--text", "mine.txt", "--length", "64", "--out", str(out)]
+    return main([*words, *more])
+
+
+def sentence(capfd, *named) -> None:
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ") and len(line) < 400 and all(word in line for word in named), line
+
+
+@pytest.mark.parametrize(
+    "recipe_text, changes, why",
+    [("rtn-w4-g64", {}, ""), ("rtn-w3-g64", {}, ""), ("rtn-w4-g64", {"head_dim": 48}, "heads of size 48"),
+     ("rtn-w5-g64", {}, "codes of 5 bits have no packed format")],
+)  # fmt: skip
+def test_what_the_engine_cannot_run_is_said_before_it_is_compressed(here, recipe_text, changes, why):
+    model = engines.save("llama", here / "model", **changes)
+    target = Target(scale.load(name="pocket"), model, recipe.parse(recipe_text).name, 0)
+    said = cli_compress._not_run_by_the_engine(target)
+    assert why in said and bool(said) == bool(why)
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["llama", "qwen2", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_train_then_measure_then_generate(folders, here, capfd, layout):
+    """What is measured is what the method made of the first tokens of the text, and what it takes was said before."""
+    assert compress(folders[layout]) == 0
+    said = capfd.readouterr().out
+    tokens, gpu, host, hidden, time, end, path = said.splitlines()
+    assert tokens == "tokens         768 in training" and path == "made", "256 tokens in each of three stages"
+    assert gpu.startswith("GPU memory     none") and re.search(r"host memory +0.\d\d GB", host)
+    assert hidden.startswith("hidden states") and re.fullmatch(
+        r"time +about \d+ seconds, by the time of one block", time
+    )
+    assert end.endswith("768 tokens of training")
+    assert sorted(path.name for path in Path("made").iterdir()) == ["compressed.json", "model.safetensors"]
+    facts = json.loads(Path("made/compressed.json").read_text())
+    assert facts["steps"][0]["tokens"] == 768 and len(facts["steps"][0]["loss"]) > 4 and facts["seconds"] > 0
+
+    lm = LowBitModel(models.load(str(folders[layout])))
+    ids = models.tokenizer(str(folders[layout]))(Path("mine.txt").read_text())["input_ids"]
+    for step in recipe.on_device(recipe.parse(SMALL).steps, "cpu"):
+        step.module.apply(lm, torch.tensor(ids[:256]).view(4, 64), step.config)
+    scored = corpora.token_ids("wikitext2", models.tokenizer("pocket-3m"))
+    want = np.exp(perplexity.score(lm.model, perplexity.windows(scored, 64, 2))["nll"].mean())
+    assert main(["perplexity", "made", "--corpus", "wikitext2", *CONFIG]) == 0
+    about, value = capfd.readouterr().out.splitlines()[-2:]
+    assert float(value.split()[0]) == pytest.approx(want, rel=1e-6)
+    full = models.load(str(folders[layout]))
+    whole = np.exp(perplexity.score(full, perplexity.windows(scored, 64, 2))["nll"].mean())
+    assert about.startswith("2 windows of gptq-64-v1 w2 on wikitext2; ×"), "the text is named"
+    assert float(about.split("×")[1].split()[0]) == pytest.approx(want / whole, abs=6e-4)
+    assert main(["generate", "a town", "--model", "made", "--max-new-tokens", "4"]) == 0
+    stored = f"stored {facts['bytes'] / 1e6:.1f} MB"
+    assert "+ 4 tokens" in (said := capfd.readouterr().out) and stored in said
+
+
+def test_one_master_is_read_at_2_bits_and_trained_on(folders, here, capfd):
+    """A recipe goes on from the folder: fewer bits of a master, and low-bit activations after weights."""
+    master = SMALL.replace("w2a16", "w2a16-any_precision")
+    assert compress(folders["llama"], "master", master) == 0
+    assert main(["perplexity", "master", "--corpus", "wikitext2", *CONFIG]) == 0
+    wide = float(capfd.readouterr().out.splitlines()[-1].split()[0])
+    assert main(["perplexity", "master", "--recipe", "sliced-w2", "--corpus", "wikitext2", *CONFIG]) == 0
+    narrow = float(capfd.readouterr().out.splitlines()[-1].split()[0])
+    assert wide != narrow
+    assert main(["perplexity", "master", "--recipe", "sliced-w3", "--corpus", "wikitext2", *CONFIG]) == 2
+    sentence(capfd, "3 bits are not nested in a master of 8")
+    assert compress(folders["llama"], "first", SMALL) == 0
+    assert compress("first", "second", "bitbybit(w2a2, schedule=[w2a8, w2a2], tokens=256, epochs=1)") == 0
+    facts = json.loads(Path("second/compressed.json").read_text())
+    assert facts["model"] == str(folders["llama"]) and facts["recipe"].startswith("saved(folder=")
+    shutil.rmtree("first")  # the second folder has all that it needs
+    assert main(["perplexity", "second", "--corpus", "wikitext2", *CONFIG]) == 0
+
+
+# --- what was interrupted ---------------------------------------------------------------------------------------------
+
+
+def interrupted(monkeypatch, where, name, after) -> list:
+    """Let the function `name` of a module be interrupted once it was called so often; the calls are counted."""
+    calls, real = [], getattr(where, name)
+
+    def counted(*given, **how):
+        calls.append(given)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return real(*given, **how)
+
+    monkeypatch.setattr(where, name, counted)
+    return calls
+
+
+def test_an_interrupted_run_goes_on_with_the_same_bits(folders, here, capfd, monkeypatch):
+    assert compress(folders["qwen2"], "whole") == 0
+    with monkeypatch.context() as patch:
+        interrupted(patch, training, "fit", 3)
+        assert compress(folders["qwen2"], "part") == 130
+    assert "part: --resume goes on from the last trained block" in capfd.readouterr().err
+    assert Path("part/unfinished.json").is_file() and not Path("part/model.safetensors").exists()
+    for words in (["perplexity", "part", "--corpus", "wikitext2"], ["generate", "x", "--model", "part"]):
+        assert main(words) == 2
+        sentence(capfd, "part: not finished; give its compress command again with --resume")
+    assert compress(folders["qwen2"], "part") == 2
+    sentence(capfd, "--out part holds an interrupted run; add --resume")
+    assert compress(folders["qwen2"], "part", SMALL, "--resume", "--seed", "3") == 2
+    sentence(capfd, "--out part: begun with another recipe", "give the same")
+    with monkeypatch.context() as patch:
+        calls = interrupted(patch, training, "fit", 99)
+        assert compress(folders["qwen2"], "part", SMALL, "--resume") == 0
+    assert len(calls) == 3, "three of the six trainings of a block were kept"
+    assert Path("part/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    before, after = (json.loads(Path(f"{name}/compressed.json").read_text()) for name in ("whole", "part"))
+    assert before["steps"] == after["steps"] and before["digest"] == after["digest"]
+    assert sorted(path.name for path in Path("part").iterdir()) == ["compressed.json", "model.safetensors"]
+    with monkeypatch.context() as patch:
+        calls = interrupted(patch, training, "fit", 0)
+        assert compress(folders["qwen2"], "part", SMALL, "--resume") == 0 and calls == [], "nothing is left to do"
+    assert compress(folders["qwen2"], "part") == 2
+    sentence(capfd, "--out part is there already; remove it, or choose another")
+
+
+def test_a_step_that_is_done_is_not_done_again(folders, here, monkeypatch):
+    two = "efficientqat(tokens=256, epochs=1, g=32) + e2e_qp(tokens=256, batch=2)"
+    assert compress(folders["mistral"], "whole", two) == 0
+    with monkeypatch.context() as patch:
+        interrupted(patch, e2e_qp, "train", 0)
+        assert compress(folders["mistral"], "part", two) == 130
+    with monkeypatch.context() as patch:
+        calls = interrupted(patch, training, "fit", 0)
+        assert compress(folders["mistral"], "part", two, "--resume") == 0 and calls == []
+    assert Path("part/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    before, after = (json.loads(Path(f"{name}/compressed.json").read_text()) for name in ("whole", "part"))
+    assert before["steps"] == after["steps"] and [step["tokens"] for step in after["steps"]] == [256, 256]
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--text", "none.txt"], ["--text none.txt: No such file", "name a text file"]),
+        (["--text", "."], ["--text .: Is a directory"]),
+        (["--text", "latin.txt"], ["--text latin.txt: byte 3 is not UTF-8"]),
+        (["--text", "empty.txt"], ["empty.txt: 1 tokens, bitbybit asks for 256 tokens"]),
+        (["--recipe", "bitbybit-w2a16-tokens=4096"], ["tokens, bitbybit asks for 4,096", "tokens=", "more text"]),
+        (["--recipe", "gptq-w4-g32", "--config", "calibration={sequences: 64}"], ["64 sequences of 64", "--length"]),
+        (
+            ["--recipe", "bitbybit-w3a16-any_precision"],
+            ["3 bits are not nested in a master of 8; choose from"],
+        ),
+        (["--recipe", SMALL + "-g48"], ["q_proj: 128 input channels do not divide into groups of 48"]),
+        (["--recipe", "bitbybit(w2a16, schedule=[w2a16, w4a16, w2a16])"], ["schedule rises from w2a16 to w4a16"]),
+        (["--recipe", SMALL + "-split_first=0.0"], ["split_first is 0.0"]),
+        (["--recipe", "rtn-w4-pc"], ["takes no text; leave --text out"]),
+        (["--recipe", "fp16"], ["takes no text; leave --text out"]),
+        (["--length", "4096"], ["--length 4096: longer than the model's context of 2048"]),
+        (["--out", "x.safetensors"], ["name a folder for the result", "--out FOLDER"]),
+        (["--out", "other"], ["--out other: something is there that compress did not write"]),
+        (["--out", "mine.txt"], ["--out mine.txt: something is there"]),
+        (["--out", "mine.txt/x"], ["a file or folder is in its place"]),
+        (["--config", "device=cuda"], ["this machine has no CUDA device"]),
+        (["--recipe", SMALL + "-lr=1e30"], ["lr of bitbybit is given twice"]),
+    ],
+    ids=lambda value: "",
+)
+def test_what_is_refused_leaves_nothing(folders, here, capfd, words, named):
+    Path("latin.txt").write_bytes(b"abc\xff")
+    Path("empty.txt").write_text("")
+    Path("other").mkdir()
+    before = sorted(here.rglob("*"))
+    given = {"--recipe": SMALL, "--text": "mine.txt", "--length": "64", "--out": "made"}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    assert main(["compress", str(folders["llama"]), *(word for pair in given.items() for word in pair)]) == 2
+    sentence(capfd, *named)
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("others", [[], ["notes.txt"], ["notes.txt", "older/run.log"]])
+def test_a_resumed_run_that_fails_before_its_first_checkpoint_removes_only_its_own(folders, here, monkeypatch, others):
+    """What else lies in the folder stays; the folder goes where there is nothing."""
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    recipe_step = recipe.parse(SMALL).steps[0].module
+    monkeypatch.setattr(recipe_step, "apply", fails)
+    assert compress(folders["llama"]) == 130
+    assert not Path("made").exists()
+    Path("made/unfinished").mkdir(parents=True)
+    begun = {}
+    monkeypatch.setattr("repro.workflow.own_text.check_folder", lambda out, declared, resume: begun.update(declared))
+    for name in others:
+        (Path("made") / name).parent.mkdir(exist_ok=True)
+        (Path("made") / name).write_text("mine")
+    assert compress(folders["llama"], "made", SMALL, "--resume") == 130 and begun["recipe"]
+    assert sorted(str(path.relative_to("made")) for path in Path("made").rglob("*") if path.is_file()) == sorted(others)
+    assert Path("made").exists() == bool(others)
+
+
+def test_weights_of_somebody_else_in_an_interrupted_folder_stay(folders, here, capfd):
+    Path("made").mkdir()
+    declared = {"model": str(folders["llama"]), "fingerprint": models.fingerprint(str(folders["llama"])), "recipe": "x"}
+    Path("made/unfinished.json").write_text(json.dumps(declared))
+    Path("made/model.safetensors").write_bytes(b"mine")
+    assert compress(folders["llama"], "made", SMALL, "--resume") == 2
+    sentence(capfd, "--out made: this command did not write the model.safetensors in it; move it away")
+    assert Path("made/model.safetensors").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("words", [["--resume"], ["--length", "64"]])
+def test_options_of_a_text_need_one(here, capfd, words):
+    assert main(["compress", "pocket-3m", "--recipe", "rtn-w4-pc", *words]) == 2
+    sentence(capfd, "--resume and --length go with --text FILE")
+
+
+def test_a_training_that_diverges_is_a_sentence(folders, here, capfd):
+    assert compress(folders["llama"], "made", SMALL.replace("0.001", "1e30").replace("epochs=1", "epochs=8")) == 2
+    sentence(capfd, "the loss is not finite at step", "lower its learning rate")
+
+
+def test_a_folder_that_no_longer_fits_is_refused(folders, here, capfd):
+    base = here / "base"
+    shutil.copytree(folders["llama"], base)
+    assert compress(base) == 0
+    facts = json.loads(Path("made/compressed.json").read_text())
+    asked = ["perplexity", "made", "--corpus", "wikitext2", *CONFIG]
+
+    def refused(*named):
+        models.fingerprint.cache_clear()
+        assert main(asked) == 2
+        sentence(capfd, *named)
+
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    refused("made: made from another model than", "bring that one back")
+    base.rename(here / "away")
+    refused("made: its model is needed too, and cannot be read")
+    (here / "away").rename(base)
+    (base / "config.json").write_text(json.dumps(config))
+    content = Path("made/model.safetensors").read_bytes()
+    models.fingerprint.cache_clear()
+    facts["fingerprint"] = models.fingerprint(str(base))
+    Path("made/compressed.json").write_text(json.dumps(facts))
+    Path("made/model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused("another file than the one of digest", facts["digest"])
+    Path("made/compressed.json").write_text("{")
+    refused("made/compressed.json: damaged; remove the folder and compress again")
+
+
+def test_weights_of_another_model_are_refused(folders, here, capfd):
+    assert compress(folders["llama"]) == 0
+    other = engines.save("llama", here / "other", rope_theta=1e5)
+    words = ["perplexity", other, "--recipe", "saved(folder=made)", "--corpus", "wikitext2", *CONFIG]
+    assert main(words) == 2
+    sentence(capfd, "made/model.safetensors was made from another model than today's")
+    words[1] = str(folders["qwen2"])
+    assert main(words) == 2
+    sentence(capfd, "codes for a layer of")
+    for folder in ("''", "nothing"):
+        words[3] = f"saved(folder={folder})"
+        assert main(words) == 2
+        sentence(capfd, "is not there; name a folder that compress --text wrote")
+
+
+# --- beforehand -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bitbybit-w2a16-streams=bfloat16",
+        "bitbybit-w2a16-streams=float32",
+        "bitbybit(w2a2, schedule=[w4a16, w2a4, w2a2])",
+        "bitbybit-w2a16-any_precision",
+        "bitbybit-w2a16-rho=0.5",
+        "bitbybit(w2a16, schedule=[w4a16, w2a16], second=0.0)",
+        "efficientqat-w2-g32",
+        "staged_ap-w2-g32",
+        "rtn-w4-g32 + bitbybit-w2a16",
+    ],
+)
+def test_streams_are_as_many_as_was_said(folders, monkeypatch, tmp_path, text):
+    """The bytes of all streams that are alive at once, counted while a model is trained."""
+    alive, most = weakref.WeakSet(), 0
+    real = streams.Stream.__init__
+
+    def noted(self, hidden, *rest):
+        nonlocal most
+        real(self, hidden, *rest)
+        alive.add(self)
+        most = max(most, sum(each.hidden.nbytes for each in alive))
+
+    monkeypatch.setattr(streams.Stream, "__init__", noted)
+    name = str(folders["llama"])
+    steps = recipe.with_options(
+        text, {step: {"tokens": 256, "epochs": 1} for step in ("bitbybit", "efficientqat", "staged_ap")}
+    )
+    steps = recipe.parse(steps).steps
+    lm, ids = LowBitModel(models.load(name)), torch.arange(256).view(4, 64)
+    monkeypatch.chdir(tmp_path)
+    for step in steps:
+        step.module.apply(lm, ids, step.config)
+    found = estimate.estimate(steps, estimate.shape(name), 4, 64, 4, "cuda")
+    assert found.streams == most
+    assert found.tokens == sum(lm.facts["training/tokens"])
+
+
+def test_bytes_follow_where_hidden_states_live():
+    """4096 sequences of 2048 tokens and 256 values are 4.3 GB a stream, five of them in stages after the first."""
+    of, stream = estimate.shape("pocket-3m"), 4096 * 2048 * 256 * 2
+    assert of.parameters == sum(p.numel() for p in models.load("pocket-3m").parameters())
+
+    def bytes_of(text, device="cuda"):
+        found = estimate.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, device)
+        return found.gpu, found.host
+
+    gpu, host = bytes_of("bitbybit-w2a16")
+    assert 5 * stream < gpu < 5 * stream + 2**31 and host == 2 * of.parameters
+    moved, held = bytes_of("bitbybit(w2a16, place=host)")
+    assert gpu - moved == 5 * stream == held - host
+    assert bytes_of("bitbybit-w2a16", "cpu") == (0, gpu - estimate.CONTEXT)
+    assert bytes_of("bitbybit-w2a2")[0] > gpu, "what autograd keeps of inputs that are quantized"
+    steps = recipe.parse("bitbybit-w2a16").steps
+    wide = estimate.estimate(steps, of, 4096, 2048, 4, "cuda").gpu
+    assert wide - gpu == 4 * of.parameters, "two bytes more, and a copy in the dtype that training computes in"
+    sampled, read = bytes_of("bitdistiller"), bytes_of("bitdistiller-data=text")
+    assert sampled[0] > read[0] and sampled[0] >= 2 * CACHE_BYTES, "what a teacher samples has a cache and its copy"
+    larger = estimate.estimate(recipe.parse("paretoq").steps, estimate.shape("pocket-10m"), 8192, 2048, 2, "cuda").gpu
+    assert bytes_of("paretoq")[0] < larger < 2**33
+
+
+def test_a_master_is_trained_at_all_its_widths_at_once():
+    """Three widths keep three sets of activations and of logits, and pass three times; a width of no weight none."""
+    of = estimate.shape("pocket-10m")
+
+    def made(text):
+        return estimate.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, "cuda")
+
+    given = ("2: 1.0, 8: 0.0", "2: 1.0, 4: 1.0", "2: 1.0, 4: 1.0, 8: 1.0")
+    one, two, three = (made(f"matquant(lambdas={{{widths}}})") for widths in given)
+    assert made("matquant") == three and three.tokens == one.tokens
+    assert three.token_blocks == pytest.approx(3 * one.token_blocks)
+    assert three.gpu - two.gpu == two.gpu - one.gpu > estimate.LOSS + 4 * estimate.KEPT * of.weights
+
+
+def test_tokens_are_counted_as_the_trainer_counts_them():
+    of = estimate.shape("pocket-3m")
+
+    def tokens(text, sequences=4096):
+        return estimate.estimate(recipe.parse(text).steps, of, sequences, 2048, 2, "cuda").tokens
+
+    assert tokens("bitbybit-w2a16") == 3 * 2 * 4096 * 2048 == 50_331_648
+    assert tokens("bitbybit-w2a2") == 100_663_296
+    assert tokens("efficientqat-w2 + e2e_qp", 8192) == 2 * 4096 * 2048 + 4096 * 4096
+    assert tokens("gptq-w4-g128") == 0
+
+
+def test_a_trained_step_says_itself_what_its_training_takes():
+    """A method of one's own is one file: nothing else lists the trained ones."""
+    assert sum(hasattr(module, "work") for module in recipe.STEPS.values()) == 9
+    own = SimpleNamespace(work=lambda config, sequences, quantized, count: estimate.Work(sequences, passes=count))
+    step = SimpleNamespace(module=own, config=SimpleNamespace(tokens=256, epochs=3, batch=2), calibrated=True)
+    assert estimate.work(step, 8, 64, False, 5) == estimate.Work(sequences=4, tokens=3 * 256, passes=5)
