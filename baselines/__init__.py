@@ -10,6 +10,7 @@ from repro.baselines import (
     aser,
     awq,
     bitdistiller,
+    dns,
     e2e_qp,
     efficientqat,
     eora,
@@ -36,6 +37,7 @@ from repro.baselines import (
 BASELINES = {
     "rtn": rtn,
     "gptq": gptq,
+    "dns": dns,
     "awq": awq,
     "hqq": hqq,
     "omniquant": omniquant,

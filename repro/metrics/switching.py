@@ -225,7 +225,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     tokenizer = models.tokenizer(given["model"], given["hub"])
     prompts = _prompts(given)
     ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
-    engine, full = _engine(given, found)
+    engine, full, beside = _engine(given, found)
     held = {role: observations.load(found[role] / OUTPUTS[0]).series for role in ("full", "signal") if role in found}
     group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
     rows = []
@@ -238,6 +238,8 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
         row["agreement"] = text_scores.rouge_l(text, [reference])
         row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
         row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
+        for name in ("bits", "bits along", "bits with prefill"):
+            row[name] += beside
         if prompt.references:
             row["rougeL"] = text_scores.rouge_l(text, prompt.references)
             row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
@@ -285,8 +287,8 @@ def _cut(ids: Sequence[int], given: Mapping[str, Any]) -> list[int]:
     return list(ids[-(given["context"] - given["new_tokens"]) :])
 
 
-def _engine(given: Mapping[str, Any], found: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder]:
-    """The engine of a schedule, or of one width; and the decoder of full precision."""
+def _engine(given: Mapping[str, Any], found: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder, float]:
+    """The engine of a schedule, or of one width; full precision's decoder; bits a weight beside the codes (DNS)."""
     on_cpu, device, dtype = (
         dict(given) | {"device": "cpu"},
         torch.device(given["device"]),
@@ -301,10 +303,13 @@ def _engine(given: Mapping[str, Any], found: Mapping[str, Path]) -> tuple[Switch
         if given["quantile"]:
             config = replace(config, threshold=_threshold(found["validation"], config, given["quantile"]))
         at = {bits: made[bits] for bits in config.path}
-        return SwitchingCore.of(given["model"], at, config, context, device, dtype, None, given["hub"], made[16]), full
+        whole = SwitchingCore.of(given["model"], at, config, context, device, dtype, None, given["hub"], made[16])
+        return whole, full, 0.0
     bits = min(made)
     one = full if bits == 16 else weights.decoder(made[bits], context, device, dtype)
-    return SwitchingCore(given["model"], copies.joined({bits: one}, False), Config(), [], given["hub"]), full
+    static = SwitchingCore(given["model"], copies.joined({bits: one}, False), Config(), [], given["hub"])
+    beside = sum(made[bits].extra_bits.values()) / sum(static.weights.values())
+    return static, full, beside
 
 
 def _threshold(folder: Path, config: Config, quantile: float) -> float:

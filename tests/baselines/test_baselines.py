@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import W, X, errors
 
-from repro.baselines import BASELINES, gptq, grid, hqq, rtn
+from repro.baselines import BASELINES, dns, gptq, grid, hqq, rtn
 from repro.baselines.gptq import Config
 from repro.baselines.grid import Grid
 from repro.core.errors import UserError
@@ -333,14 +333,13 @@ def state(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", sorted(tiny.MODELS))
 def test_every_block_linear_changes_and_nothing_else(layout, baseline):
     lm = LowBitModel(tiny.model(layout))
-    before = state(lm.model)
+    before, linears = state(lm.model), {f"{name}.weight" for name in block_linears(lm.model)}
     module = BASELINES[baseline]
     module.apply(
         lm,
         tiny.tokens() if module.CALIBRATED else None,
         module.Config(**SHORT.get(baseline, {}) | {"bits": 3, "group": 32}),
     )
-    linears = {f"{name}.weight" for name in block_linears(lm.model)}
     after = lm.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert linears <= changed <= linears | set(lm.dense)
@@ -367,6 +366,46 @@ def test_gptq_is_deterministic_and_better_than_rtn_end_to_end(layout, options):
         assert torch.equal(weight.scales, second.weights[name].scales)
     plain = quantized(rtn, rtn.Config(bits=3, group=options.get("group", 0)))
     assert (first.model(ids).logits - want).norm() < (plain.model(ids).logits - want).norm()
+
+
+def test_outliers_are_the_largest_weights_and_what_is_left_has_zeros_there():
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    sparse = dns.outliers(weight, 0.02)
+    kept = sparse != 0
+    assert kept.sum() == 10 and weight[kept].abs().min() > weight[~kept].abs().max()
+    assert torch.equal(sparse[kept], weight[kept].half().float())
+    tensors = dns.stored(sparse)
+    assert [t.dtype for t in tensors.values()] == [torch.float16, torch.int16, torch.int32]
+    assert len(tensors["values"]) == 10 and tensors["starts"][-1] == 10
+    layer = dns.attached(torch.nn.Linear(32, 16, bias=False), tensors, {})
+    x = torch.randn(3, 32)
+    assert torch.allclose(layer(x), x @ (layer.weight + sparse).T, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", sorted(tiny.MODELS))
+def test_dense_and_sparse_is_better_than_gptq_alone_and_is_read_back_whole(layout, tmp_path):
+    ids = tiny.tokens(16, 48)
+    full = tiny.model(layout)
+    want, weights = full(ids).logits, {name: linear.weight.clone() for name, linear in block_linears(full).items()}
+
+    def quantized(module, config):
+        lm = LowBitModel(tiny.model(layout))
+        module.apply(lm, ids, config)
+        return lm
+
+    both = quantized(dns, dns.Config(bits=3, share=0.05))
+    alone = quantized(gptq, Config(bits=3))
+    assert (both.model(ids).logits - want).norm() < 0.9 * (alone.model(ids).logits - want).norm()
+    name = next(iter(both.weights))
+    zero = dns.outliers(weights[name], 0.05) != 0
+    grid_of = both.weights[name].scales.float().max(), alone.weights[name].scales.float().max()
+    assert grid_of[0] < grid_of[1], "the range of what is left is narrower"
+    assert zero.sum() == len(both.attachments[name][0].tensors["values"])
+    assert both.extra_bits["dns"] == sum(one.stored_bits() for each in both.attachments.values() for one in each)
+    both.save(tmp_path / "data.safetensors", {})
+    again = LowBitModel(tiny.model(layout))
+    again.load(tmp_path / "data.safetensors")
+    assert torch.equal(again.model(ids).logits, both.model(ids).logits)
 
 
 @pytest.mark.gpu

@@ -57,6 +57,7 @@ RECIPES = {
     "rtn": "rtn-w3-g32",
     "gptq": "gptq-w3-g32-act_order",
     "hqq": "hqq-w3-g32",
+    "dns": "dns(w3, g32, share=0.02)",
     "awq": "awq-w3-g32",
     "omniquant": "omniquant(w3, g32, epochs=2)",
     "smoothquant": "smoothquant-w8-a8",

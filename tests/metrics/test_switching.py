@@ -95,6 +95,16 @@ def test_repetitions_are_counted_and_drawn_by_token():
     assert switching.series(ask, {"texts": Observations(held, {})}, None)[ask.show].values.tolist() == share.tolist()
 
 
+def test_what_is_stored_beside_the_codes_counts_as_bits(built, target):
+    """One in fifty weights in 16 bits with 16 more for its column, and where each row begins."""
+    at = target.under("dns(w4, g64, share=0.02)")
+    held, full = built(Ask("bits"), at), built(Ask("bits"), target.under("rtn-w4-g64"))
+    beside = held["bits"].values[0] - full["bits"].values[0]
+    assert full["bits"].values.tolist() == [4] * 4 and 0.02 * 32 < beside < 0.02 * 32 + 1
+    assert held["bits along"].values[0] == held["bits with prefill"].values[0] == held["bits"].values[0]
+    assert 0 < held["KL"].values.mean() < full["KL"].values.mean() and held["prefix"].values.max() <= 100
+
+
 def test_a_schedule_that_never_switches_is_full_precision(built):
     held = built(Ask("agreement", schedule="flexquant(threshold=1.0)"))
     assert held["agreement"].values.tolist() == [100] * 4 and held["KL"].values == pytest.approx([0] * 4, abs=1e-9)
