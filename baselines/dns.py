@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from repro.baselines import gptq, grid
-from repro.errors import UserError
+from repro.core.errors import UserError
 from repro.models.attachments import Attachment, Beside
 from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
 

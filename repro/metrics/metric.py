@@ -19,6 +19,7 @@ class Metric:
             none, and reads what shared jobs left.
         LATER: options of `Ask` that came after accepted results, with the value that changes nothing, which is not
             declared.
+        TIMES: its job times what it runs, and nothing else runs on its GPU meanwhile.
         FULL_FIRST: a recipe is run only where the status of full precision is not `floor`.
         JOBLESS: it takes no job, and is fresh everywhere.
         PUBLIC: its value is `exact` also where something stands in for a model.
@@ -35,6 +36,7 @@ class Metric:
     DEFAULT: Any = None
     OUTPUTS: tuple[str, ...] = ()
     LATER: Mapping[str, Any] = {}
+    TIMES = False
     FULL_FIRST = False
     JOBLESS = False
     PUBLIC = False

@@ -68,7 +68,7 @@ def origin(job: Job) -> dict[str, str]:
 
 def alone(job: Job) -> bool:
     """Whether a job has to have its GPU to itself, since it times what it runs there."""
-    return job.given().get("device") == "cuda" and getattr(JOBS[job.kind], "TIMES", False)
+    return job.given().get("device") == "cuda" and getattr(JOBS[job.kind], "TIMES", False)  # shared jobs say nothing
 
 
 def run(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ from repro.core.errors import Refused, UserError
 from repro.engine import budget, drafts, eagle, shapes
 from repro.jobs.target import Target
 from repro.methods import subspec
-from repro.metrics import acceptance, offload_time
+from repro.metrics import KINDS, acceptance, offload_time
 from repro.metrics.offload_time import Ask
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.stats.quantity import evaluate
 from repro.store import observations
 from repro.store.observations import Series
+from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
 SHAPE = {
@@ -66,6 +68,20 @@ def test_a_job_declares_what_is_timed_and_no_model():
     assert offload_time.jobs(Ask("Qwen2.5-7B", "8GiB", draft="specexec"), target()) is None
 
 
+def test_a_job_has_its_gpu_to_itself():
+    at = target()
+    on_gpu = replace(at, scale=at.scale.on("cuda"))
+    ask = Ask("Qwen2.5-7B", "8GiB")
+    assert runner.alone(offload_time.jobs(ask, on_gpu)["times"])
+    assert not runner.alone(offload_time.jobs(ask, at)["times"])
+    assert {name for name, kind in KINDS.items() if kind.TIMES} == {
+        "decode",
+        "offload_time",
+        "shape_decode",
+        "timeline",
+    }
+
+
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
     job = offload_time.jobs(Ask("Qwen2.5-7B", "8GiB"), target())["times"]
     with pytest.raises(Refused, match="need a GPU") as caught:
@@ -92,10 +108,10 @@ def least(draft):
     return str(sum(parts.values()))
 
 
-KINDS = [("subspec", True), ("none", False), ("alone", False), ("small", True), ("eagle2", True)]
+DRAFTS = [("subspec", True), ("none", False), ("alone", False), ("small", True), ("eagle2", True)]
 
 
-@pytest.mark.parametrize("draft, phases", KINDS)
+@pytest.mark.parametrize("draft, phases", DRAFTS)
 def test_iterations_and_phases_are_timed(tiny, draft, phases):
     ask = Ask("tiny", least(draft), draft=draft, draft_model="tiny" if draft == "small" else "", depth=4)
     found = offload_time.times(given(ask), CPU, torch.float32)
