@@ -1,10 +1,18 @@
-"""The README's list of files from a spec to LaTeX: at most 12, each there; and its figures are those of results/."""
+"""The README's list of files from a spec to LaTeX: at most 12, each there; and its figures are those of results/.
+
+No number of the first screen stands there without a computation: each is part of a phrase that is computed here from
+results, the pages that are built of them, or the settings, or of one of the names in `NAMES`.
+"""
 
 import csv
 import re
 
+import pytest
+
 from repro import papers
 from repro.core.files import ROOT, read_text
+from repro.results import replicate
+from repro.specs import scale as scales
 
 
 def test_from_spec_to_latex_there_are_at_most_twelve_files():
@@ -24,7 +32,18 @@ def readme():
     return " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
-def test_what_the_readme_says_is_recovered_is_what_was_accepted():
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def row_of(name, start):
+    """The cells of the first line of a page that begins so."""
+    line = next(line for line in page(name).splitlines() if line.startswith(start))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def of_recovery():
+    """What SPEAR recovers in Table 1."""
     rows = {(r["model"], r["row"], r["col"]): r for r in accepted("table1") if r["status"] == "ok"}
     kl, printed = [], []
     for model, row, column in rows:
@@ -35,16 +54,16 @@ def test_what_the_readme_says_is_recovered_is_what_was_accepted():
             kl.append(100 * (1 - s / b))
             full, b, s = (float(rows[model, label, "Wiki"]["printed"]) for label in ("FP16", bare, row))
             printed.append(100 * (b - s) / (b - full))
-    text = readme()
-    assert f"SPEAR recovers {min(kl):.0f} to {max(kl):.0f} % of the KL divergence" in text and min(kl) > 0
-    assert (
-        f"in {len(kl)} of {len(kl)} settings (printed, of perplexity: {min(printed):.0f} to {max(printed):.0f} %)"
-        in text
-    )
+    assert min(kl) > 0
+    yield f"SPEAR recovers {min(kl):.0f} to {max(kl):.0f} % of the KL divergence of 4-bit RTN, GPTQ, AWQ and OmniQuant"
+    yield f"{len(kl)} of {len(kl)} settings (printed, of perplexity: {min(printed):.0f} to {max(printed):.0f} %)"
 
 
-def test_what_the_readme_says_of_training_gate_and_coverage_is_what_was_accepted():
-    """Perplexities on WikiText-2 of the memory sweep: two widths, three models, up to four budgets."""
+def of_training_and_gate():
+    """Perplexities on WikiText-2 of the memory sweep: two widths, three models, up to four budgets.
+
+    Ranks are Table 8's.
+    """
     found = {
         (row["row"], row["col"], row["model"]): float(row["value"])
         for row in accepted("memory")
@@ -55,24 +74,147 @@ def test_what_the_readme_says_of_training_gate_and_coverage_is_what_was_accepted
         settings = [key[1:] for key in found if key[0] == one and (other, *key[1:]) in found]
         return f"{sum(found[one, *at] < found[other, *at] for at in settings)} of {len(settings)}"
 
-    text = readme()
-    assert f"untrained start of the same bytes in {better('SPEAR', 'static')} settings" in text
-    assert f"without it, at equal bytes, perplexity is lower in {better('gate off', 'SPEAR')}," in text
-    assert f"adapter in every layer is better than SPEAR in {better('uniform', 'SPEAR')}." in text
+    yield f"untrained start of the same bytes in {better('SPEAR', 'static')} settings"
+    yield f"without it, at equal bytes, perplexity is lower in {better('gate off', 'SPEAR')},"
+    yield f"adapter in every layer is better than SPEAR in {better('uniform', 'SPEAR')}."
+    ranks = [float(row["value"]) for row in accepted("table8") if row["metric"] == "rank" and row["value"]]
+    printed = [cell.number for cell in papers.printed("spear", "8") if cell.metric == "rank" and cell.number]
+    yield (
+        f"Ranks are {min(ranks):.1f} to {max(ranks):.1f} on average here where the paper has {min(printed):.0f} to "
+        f"{max(printed):.0f}"
+    )
 
 
-def test_what_the_readme_says_of_other_papers_is_what_is_judged():
-    page = (ROOT / "docs" / "bitbybit.md").read_text(encoding="utf-8")
-    line = next(line for line in page.splitlines() if line.startswith("| bitbybit B03 | Table 1 "))
-    assert "in 7 of 8 columns" in line and "| inconsistent |" in line and "at w2a2 is 7 of 8" in readme()
+def of_bitbybit():
+    line = row_of("bitbybit", "| bitbybit B03 | Table 1 ")
+    assert "in 7 of 8 columns" in line[3] and line[5] == "inconsistent"
+    yield 'better "in every column" at w2a2 is 7 of 8'
+    line = row_of("bitbybit", "| bitbybit B01 | the 2-bit kernel")
+    yield f"2-bit products are {float(line[3]):.1f} times as fast as 16-bit ones where "
+    yield f"{line[2].rstrip('x')} times is printed"
+
+
+def of_flexquant():
     cells = {
         (cell.row, cell.col): cell.number for cell in papers.printed("flexquant", "1") if cell.model == "Vicuna-7B"
     }
     lost = [100 * (1 - cells["FlexQuant", task] / cells["Baseline-h", task])
             for task in ("CNN/DM Rouge-L", "DialogSum Rouge-L", "IWSLT BLEU")]  # fmt: skip
-    assert f"switching costs {min(lost):.1f} to {max(lost):.0f} %" in readme()
+    yield f"switching costs {min(lost):.1f} to {max(lost):.0f} %"
+    line = row_of("flexquant", "| flexquant F01 ")
+    yield f"by measured steps, {float(line[3]):.1f} times as fast as 16 bits,"
+    assert row_of("flexquant", "| flexquant F17 ")[4].startswith("opposite direction")
+    yield "but not faster than 8;"
 
 
-def test_what_the_readme_says_of_accuracies():
+def of_spqt():
+    cells = {(cell.row, cell.col): cell.number for cell in papers.printed("spqt", "3")}
+    sizes = dict.fromkeys(column for _, column in cells)
+    more = [cells["Unified 50%", size] - cells["Baseline-Q4K", size] > 0.4 for size in sizes]
+    yield f'50 % sparsity adds more than the "typically below 0.4" of the text on {sum(more)} of {len(more)} models'
+
+
+def of_subspec():
+    """Greedy acceptance of the one model with a stand-in: a printed and a measured column by prompt set."""
+    measured = [line for line in page("subspec/table1").splitlines() if line.startswith("| SubSpec [T=0, 8GB] |")]
+    (line,) = [line for line in measured if "[" in line.partition("8GB]")[2]]
+    head = row_of("subspec/table1", "|  | MT-Bench")
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    further = []
+    for place, column in enumerate(head[:-1]):
+        if column.endswith(" tau") and head[place + 1] == "*here*":
+            further.append(float(cells[place + 1].split()[0]) > float(cells[place]))
+    yield f"accepted further than printed on {sum(further)} of {len(further)} prompt sets"
+    repeated = float(cells[head.index("repeated 4-grams *here*")].split()[0])
+    yield f"{100 * repeated:.0f} % of the 4-grams of such a text are repeated"
+
+
+def of_accuracies():
     status = [row["status"] for number in range(19, 25) for row in accepted(f"table{number}")]
-    assert f"Of the accuracies {status.count('floor')} of {len(status)} are at chance" in readme()
+    yield f"Of the accuracies {status.count('floor')} of {len(status)} are at chance"
+
+
+def of_cells():
+    cell = row_of("spear/table1", "| +SPEAR pc on RTN")
+    lines = page("spear/table1").splitlines()
+    here = lines[next(i for i, line in enumerate(lines) if line.startswith("| +SPEAR pc on RTN")) + 1]
+    (shown,) = re.findall(r"`(×[^`]*)`", first_screen())
+    assert cell[3] == "12.40" and shown in here
+    yield f"`{shown}`: {shown[1:6]} times full precision's perplexity"
+
+
+def of_tables():
+    """Every table that has a page is named; `test_page` counts the measured ones."""
+    for paper in papers.PAPERS:
+        folder = ROOT / "docs" / paper
+        numbers = {int(path.stem.removeprefix("table")) for path in folder.glob("table*.md")}
+        said = next(
+            line for line in first_screen(False).splitlines() if line.startswith("| [") and f"docs/{paper}.md" in line
+        )
+        named = set()
+        for phrase in re.findall(r"Tables? ([\d, toand]*\d)", said):
+            for span in re.split(", | and ", phrase):
+                low, _, high = span.partition(" to ")
+                named |= set(range(int(low), int(high or low) + 1))
+            yield phrase
+        assert named == numbers, paper
+
+
+def of_settings():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    yield f"Python {re.search(r'requires-python = .>=([0-9.]+)', text)[1]} or newer"
+    at = scales.load(name="pocket")
+    yield f"the first {at.replicate.windows} windows or {at.replicate.items} items"
+    assert at.replicate.seconds == 120
+    yield "marked, as in `27.1*8` for 8 windows"
+    rounds, trains = replicate.BOUNDS["nats"]
+    yield f"within {rounds:g} nats a token, what calibrates or trains within {trains:g}"
+
+
+# What `test_page` compares with the coverage of results, and names.
+COUNTED = (
+    r"\d+ of \d+ tables, SPEAR's [\d, to]+ and Bit-by-Bit's 7, and \d+ more in part; [\d,]+ of [\d,]+ printed cells; "
+)
+COUNTED += r"\d+ of \d+ figures|Figures 2, 4 to 7"
+NAMES = (
+    "nvidia-h200-bars",
+    "H200",
+    "C4",
+    "WikiText-2",
+    "Bit-by-Bit's Table 1",
+    "what 4 bits cost",
+    "2-bit",
+    "4-bit",
+    "95 % interval",
+    "exits with 1",
+)
+
+
+def first_screen(joined=True):
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What comes out")[0]
+    text = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)  # commands
+    return " ".join(text.split()) if joined else text
+
+
+OF = (
+    *(of_recovery, of_training_and_gate, of_bitbybit, of_flexquant, of_spqt, of_subspec, of_accuracies, of_cells),
+    *(of_tables, of_settings),
+)
+
+
+@pytest.mark.parametrize("computed", OF)
+def test_what_the_readme_says_is_what_results_say(computed):
+    for phrase in computed():
+        assert phrase in first_screen(), phrase
+
+
+def test_no_number_of_the_first_screen_is_there_without_a_computation():
+    text = re.sub(r"\]\([^)]*\)", "]", first_screen())
+    text = re.sub(COUNTED, "", text)
+    for phrase in sorted((phrase for computed in OF for phrase in computed()), key=len, reverse=True):
+        text = text.replace(phrase, "")
+    (shown,) = re.findall(r"`×[^`]*`", first_screen())
+    for name in (shown, *NAMES):
+        text = text.replace(name, "")
+    left = [text[max(0, at.start() - 30) : at.end() + 30] for at in re.finditer(r"\d+", text)]
+    assert not left, "say in this file how it is computed"
