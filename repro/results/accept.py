@@ -104,6 +104,8 @@ def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
         if not runner.origin(job):
             raise UserError(f"{job.folder} is not built here; run it here, or bring it from where it ran")
     built, shown = measure.built(flow, cell), measure.fresh(flow, cell)
+    if row.note == measure.NO_BETTER:  # not stored: a table that shows the row judges it again
+        row = replace(row, status=shown.status, note=shown.note)
     for name in COMPARED:
         given, found = text(getattr(row, name)), text(getattr(shown, name))
         if given != found:

@@ -20,6 +20,7 @@ from repro.workflow import runner, versions
 from repro.workflow.workflow import Workflow
 
 FRESH = ("fresh", "partial")  # of `Measurement.live`: measured here
+NO_BETTER = "full precision is not better than the fewest bits by more than its interval"  # judged by a whole table
 
 
 def measure(flow: Workflow, cells: Collection[Cell]) -> dict[Place, Measurement]:
@@ -42,8 +43,7 @@ def _one(flow: Workflow, cell: Cell) -> Measurement:
     """The same, computed; at chance where full precision is no better than the fewest bits of its table."""
     found = _as_it_is(flow, cell)
     if found.status == "ok" and _at_chance(flow, cell):
-        note = "full precision is not better than the fewest bits by more than its interval"
-        return replace(found, status="floor", note=note)
+        return replace(found, status="floor", note=NO_BETTER)
     return found
 
 

@@ -53,6 +53,10 @@ FEWEST_BLOCKS = 6  # shorter blocks before fewer blocks: 6 blocks of 4 cover 0.9
 FEWEST_WINDOWS = 100  # below, the blocks are too short for the correlation of a single perplexity
 
 
+class NotFinite(UserError):
+    """An expression that has no finite value at some means, such as a quotient of two scores that are 0."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """A value with its 95 % interval.
@@ -347,7 +351,7 @@ def _evaluate(expression: Expression, means: Mapping[str, np.ndarray], seeds: in
     with np.errstate(all="ignore"):
         results = np.asarray(expression(flat), dtype=np.float64)
     if results.shape != (seeds * points,) or not np.isfinite(results).all():
-        raise UserError(
+        raise NotFinite(
             "interval: the expression is not one finite number per mean; a mean that it divides by may be 0"
         )
     return results.reshape(seeds, points)

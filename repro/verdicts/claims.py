@@ -34,7 +34,7 @@ from repro.recipes import recipe
 from repro.results import measure
 from repro.specs import tables
 from repro.stats.quantity import Quantity, compose, constant, evaluate, on_same_windows, satisfied
-from repro.stats.statistics import LEVEL
+from repro.stats.statistics import LEVEL, NotFinite
 from repro.store.measurement import MEASURED, Measurement
 from repro.verdicts import rounding
 from repro.workflow.workflow import Workflow
@@ -373,18 +373,24 @@ def _case(
     missing = [m for m in here.values() if m.status not in MEASURED or (m.value is None and not m.live)]
     if missing:
         return replace(case, missing=missing[0].status)
-    if claim.log_probability and not nats and "floor" in {m.status for m in here.values()}:
+    at_chance = "floor" in {m.status for m in here.values()}
+    if claim.log_probability and not nats and at_chance:
         return replace(case, missing="floor")  # equal accuracies at chance have no quotient
     if any(m.live == "partial" and recipe.parse(m.recipe).seeded for m in here.values()):
         return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
     own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})
-    found = own.interval()
+    try:
+        found = own.interval()
+    except NotFinite:
+        if not at_chance:
+            raise
+        return replace(case, missing="floor")  # no text matches any reference: both scores are 0
     marks = {"partial": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
     on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here.values()))
     ends = (found.lo, found.hi) if found.n or found.lo is not None else (found.value, found.value)  # a count is exact
     case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], df=found.df, covers=found.covers, on=on)
     also = tuple(_readings(flow, claim, case, quantity, own, cells, table))
-    if "floor" in {m.status for m in here.values()}:
+    if at_chance:
         return replace(case, also=also, missing="floor")
     if _all_lost(flow, cells, here):
         return replace(case, also=also, missing=LOST)

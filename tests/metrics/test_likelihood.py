@@ -56,7 +56,9 @@ def test_one_job_of_its_own_scores_all_its_tasks(target):
     assert job.id not in str(zeroshot.jobs(zeroshot.Ask(("piqa",)), target)) and "cloze-far" not in before.tasks
     values = Series(np.array([-0.5, -0.7]), "items", "lm-eval: piqa")
     kept = {"piqa/choice": values, "piqa/correct": values}
-    assert list(likelihood.series(ask, {"items": Observations(kept, {})}, target)) == ["piqa/choice"]
+    series = likelihood.series(ask, {"items": Observations(kept, {})}, target)
+    assert list(series) == ["piqa/choice"] and series["piqa/choice"].group == "lm-eval: piqa"
+    assert series["piqa/choice"].values.tolist() == [-0.5, -717 / 1024], "in steps of 2^-10 nats"
     assert likelihood.value(ask, {"piqa/choice": -0.6}) == pytest.approx(-0.6)
     assert likelihood.jobs(likelihood.Ask(("boolq",)), target) is None, "the scale does not measure it"
 

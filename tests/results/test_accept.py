@@ -357,6 +357,14 @@ def test_intervals_of_recorded_cells_come_from_their_observations(house):
     assert house.recorded() == right
 
 
+def test_what_a_table_says_is_at_chance_is_stored_as_it_was_measured(house, monkeypatch):
+    monkeypatch.setattr(measure, "_at_chance", lambda flow, cell: cell.row == "RTN pc")
+    table = house.table()
+    assert measure.NO_BETTER in table.read_text()
+    accept(table)
+    assert {row.status for row in from_csv(stored(house)) if row.row == "RTN pc"} == {"ok"}
+
+
 def test_another_grade_is_stale(house, monkeypatch):
     accept(house.table())
     house.scale = measure.replace(house.scale, grade="B")

@@ -23,6 +23,7 @@ from repro.results import measure
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.specs.tables import ClaimSpec
+from repro.stats.quantity import Quantity
 from repro.store import accepted, kernel_rows, observations
 from repro.store.observations import Series
 from repro.verdicts import claims
@@ -249,6 +250,19 @@ def test_cells_at_chance_give_no_verdict(monkeypatch):
     judged = judge(at, DAMAGE)
     assert (judged.verdict, judged.grade, judged.measured) == ("no verdict: at chance", "", False)
     assert judged.cases[0].measured is not None and judged.cases[0].verdict is None
+
+
+def test_two_scores_of_0_have_no_quotient(monkeypatch):
+    """BLEU of translations without a matching 4-gram, by full precision and by everything else."""
+    at, one = flow(), measure.one
+    observe(at)
+    series = {"f": Series(np.zeros(9), "texts", "g"), "b": Series(np.zeros(9), "texts", "h")}
+    quotient = Quantity([series], lambda mean: mean["b"] / mean["f"])
+    monkeypatch.setattr(claims, "compose", lambda *given: quotient)
+    with pytest.raises(UserError, match="may be 0"):
+        judge(at, DAMAGE)
+    monkeypatch.setattr(claims.measure, "one", lambda *given: dataclasses.replace(one(*given), status="floor"))
+    assert judge(at, DAMAGE).verdict == "no verdict: at chance"
 
 
 def test_two_models_that_are_both_lost_are_not_compared(monkeypatch):
