@@ -115,14 +115,22 @@ def tuning_key(case: dict) -> str:
 
 
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str) -> dict:
-    """The recorded configuration or the heuristic's."""
+    """The recorded configuration or the heuristic's.
+
+    Between recorded numbers of tokens the recorded configuration may be for a tile more than there are tokens (of 129
+    with that of 256, two of 128): the heuristic's is taken where its estimate for the tokens is lower.
+    """
     recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
-    if recorded:
+    tokens = next((t for t in TOKENS if m <= t <= 64), -(-m // 64) * 64)  # whole tiles
+    if recorded and (tokens in TOKENS or tokens > TOKENS[-1]):
         return recorded
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    tokens = next((t for t in TOKENS if m <= t), -(-m // TOKENS[-1]) * TOKENS[-1])
-    return heuristic(tokens, n, k, bits, processors(device), capability)
+    sms = processors(device)
+    chosen = heuristic(tokens, n, k, bits, sms, capability)
+    if recorded and estimate(recorded, tokens, n, k, bits, sms) <= estimate(chosen, tokens, n, k, bits, sms):
+        return recorded
+    return chosen
 
 
 @lru_cache(maxsize=4096)

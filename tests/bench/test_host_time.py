@@ -195,20 +195,21 @@ def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypat
     """The second launch begins while the driver reads the arguments of the first."""
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    rooms, second = [], []
+    rooms, others = [], []
 
     def launch(*given):
         rooms.append(given[9])
-        if not second:
-            second.append(threading.Thread(target=function, args=(1, 32, 9)))
-            second[0].start()
-            second[0].join()
+        while others:
+            other = others.pop()
+            other.start()
+            other.join()
         return (0,)
 
     function = nvrtc.Function.__new__(nvrtc.Function)
     vars(function).update(_driver=types.SimpleNamespace(cuLaunchKernel=launch), _function=None, _index=0)
     vars(function).update(_shared=0, _rooms=[])
+    function(1, 32, 6)
+    others.append(threading.Thread(target=function, args=(1, 32, 9)))
     function(1, 32, 8)
-    assert len(set(rooms)) == 2
     function(1, 32, 7)
-    assert len(rooms) == 3 and len(set(rooms)) == 2  # one of them again
+    assert rooms[1] != rooms[2] and len(rooms) == 4 and len(set(rooms)) == 2
