@@ -101,13 +101,13 @@ def of_bitbybit():
     yield f"behind BitDistiller at w2a16 in {sum(behind)} of {len(behind)} columns,"
     yield "where the paper has it ahead in 8 of 8"
     line = row_of("bitbybit", "| bitbybit B01 | the 2-bit kernel")
-    yield f"2-bit products are {float(line[3]):.1f} times as fast as 16-bit ones where "
+    yield f"2-bit products are {float(line[3].split()[0]):.1f} times as fast as 16-bit ones where "
     yield f"{line[2].rstrip('x')} times is printed"
 
 
 def of_flexquant():
     line = row_of("flexquant", "| flexquant F01 ")
-    yield f"by measured steps, {float(line[3]):.1f} times as fast as 16 bits,"
+    yield f"by measured steps, {float(line[3].split()[0]):.1f} times as fast as 16 bits,"
     assert row_of("flexquant", "| flexquant F17 ")[4].startswith("opposite direction")
     yield "but not faster than 8;"
     left = {key[1]: value for key, value in of_any_card("flexquant-table2").items() if key[3] == "bits"}

@@ -380,7 +380,7 @@ def verdict_line(judged: claims.Judged) -> str:
 
 def measured(judged: claims.Judged) -> str:
     """The values of the cases that have a verdict, with their intervals if they are few; what is compared in nats."""
-    shown = readings(of_measured(judged), judged.spec.percent)
+    shown = f"{readings(of_measured(judged), judged.spec.percent)} {judged.spec.unit}".rstrip()
     nats = any(case.nats and case.verdict is not None for case in judged.cases)
     return f"{shown} (of log probability, in nats)" if nats else shown
 

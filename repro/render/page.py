@@ -31,6 +31,8 @@ WORDS = """## Words
 - same direction, smaller (or larger); no effect; opposite direction: it fails, by Holm's procedure over its cases
 - undecided, k of n hold: neither; no verdict: nothing that is measured can decide it, and why
 - grade A: the paper's model and protocol; B: its shapes and real kernels; C: a scaled analogue
+- rtn-w4-g128: rounding to nearest at 4 bits with a scale for each 128 weights; pc: a scale a channel; w2a2: 2-bit inputs, too
+- here: what was measured by this project; stand-in: the small model that stands in for one of the paper's
 - one seed: a cell rests on a single draw of calibration text or initialization; an interval over pooled seeds adds what
   three seeds of SPEAR and its quantizers vary (repro/workflow/draws.py), one of accuracy covers items alone"""
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
@@ -82,7 +84,7 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
         if not any(m.status in MEASURED and m.live != "arithmetic" for m in measured.values()):
             continue
         grid = markdown(content.sheet(flow, f"{paper}/{number}", measured, cells))
-        head = f"# {paper}, Table {number}\n\n[All of this paper](../{paper}.md). How to read a cell: "
+        head = f"# {paper}, Table {number}\n\n[All of this paper, and its words](../{paper}.md). How to read a cell: "
         head += "[README](../../README.md). Above or left what the paper printed, under it or right of it what was "
         head += f"measured here. From stored results, by `make docs/{paper}.md`."
         write_text(out / paper / f"table{number}.md", f"{head}\n\n{grid}")

@@ -78,10 +78,10 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
             waiting.append(f"Not measured of {paper}: {'; '.join([*named, *figures])}.")
     columns = ["claim", "what it says", "printed", "measured here", "verdict"]
     remarks = [
-        f"Judged on the accepted results of scale {judged[0].scale}; values of up to three cases with their 95 % "
-        "intervals, of more the least and the greatest.",
+        f"Judged on the accepted results of scale {judged[0].scale}, whose models stand in for the papers'; values of "
+        "up to three cases with their 95 % intervals, of more the least and the greatest.",
         "Grades: A the paper's model and protocol, B its shapes and real kernels, C a scaled analogue, at which claims "
-        "hold on the stand-ins.",
+        "hold on the stand-ins. One seed: a case rests on a single draw; its interval has the variance of its family.",
         *waiting,
         "What the papers' own numbers say of their claims, which is no verdict on a method: tables/own-numbers.",
         *[f"* {content.LEGEND['*']}."] * any("*" in case.on for one in judged for case in one.cases),

@@ -32,6 +32,7 @@ class ClaimSpec:
         target: it is a target of this project and no claim of the paper: it is met or not.
         most: the claim is about most cases ("typically"), not about every one.
         percent: show the quantity as a percentage.
+        unit: what the quantity is in, behind its measured values.
         also: further readings of the claim by name, each a column of the table, printed or beside it, that replaces
             the named one in the same rows (`KL: KL`). The line says where they disagree; they never decide the verdict.
         more: further tables whose cells are meant, where a claim is about several (each task, each width of bits).
@@ -53,6 +54,7 @@ class ClaimSpec:
     target: bool = False
     most: bool = False
     percent: bool = False
+    unit: str = ""
     also: dict[str, str] = field(default_factory=dict)
     more: tuple[str, ...] = ()
     judged_on_printed: str = ""

@@ -220,6 +220,12 @@ def case(model, value, verdict, *also):
     return Case(model, ">= 0.5", 0.7, value, value - 0.1, value + 0.1, on=f"of {model}", also=also, verdict=verdict)
 
 
+def test_a_claim_says_what_its_values_are_in():
+    one = judged(case(ONE, 0.3, "holds"))
+    spec = dataclasses.replace(one.spec, percent=False, unit="PPL below the best of them")
+    assert content.measured(dataclasses.replace(one, spec=spec)) == "0.300 [0.200, 0.400] PPL below the best of them"
+
+
 def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flow, monkeypatch):
     def measured(flow, cells):
         blank = {cell.place: Measurement(**recorded.of_cell(cell)) for cell in cells}
