@@ -31,7 +31,7 @@ WORDS = """## Words
 - same direction, smaller (or larger); no effect; opposite direction: it fails, by Holm's procedure over its cases
 - undecided, k of n hold: neither; no verdict: nothing that is measured can decide it, and why
 - grade A: the paper's model and protocol; B: its shapes and real kernels; C: a scaled analogue
-- rtn-w4-g128: rounding to nearest at 4 bits with a scale for each 128 weights; pc: a scale a channel; w2a2: 2-bit inputs, too
+- rtn-w4-g128: rounding to 4 bits, a scale for each 128 weights; pc: one a channel; w2a2: 2-bit inputs, too
 - here: what was measured by this project; stand-in: the small model that stands in for one of the paper's
 - one seed: a cell rests on a single draw of calibration text or initialization; an interval over pooled seeds adds what
   three seeds of SPEAR and its quantizers vary (repro/workflow/draws.py), one of accuracy covers items alone"""
