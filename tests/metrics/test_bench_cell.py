@@ -79,7 +79,7 @@ def test_what_was_built_here_comes_before_what_is_stored(files):
     ask = Ask("offload", "limit", "growth_bytes")
     assert bench.quantity(ask) is None
     files("results/offload", "limit", growth_bytes=1)
-    files("build/offload", "memory", growth_bytes=2)
+    files("build/offload", "limit", growth_bytes=2)
     assert bench.quantity(ask).interval().value == 2 and bench.origin([ask])["live"] == "fresh"
 
 
