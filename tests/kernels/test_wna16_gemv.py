@@ -12,7 +12,7 @@ import torch
 from repro.kernels import nvrtc
 from repro.kernels import wna16_gemv as kernel
 from repro.kernels.launch_config import FOLDER, configurations
-from repro.kernels.packing import block_columns, unpack
+from repro.kernels.packing import block_columns, dequantize, pack, unpack
 
 GPU = torch.device("cuda")
 SMALL = [case for case in kernel.CASES if case["rows"] * case["columns"] < 1 << 20]
@@ -158,6 +158,24 @@ def test_one_chunk_a_warp_and_several_stages_read_nothing_past_the_codes(monkeyp
     x, packed = kernel.make_inputs(case)
     y = run_source(x, packed, config, monkeypatch)  # asserts that nothing outside is read
     assert (y.float() - kernel.reference(x, packed)).norm() < 1e-3 * kernel.reference(x, packed).norm()
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("m, dtype, largest", [(1, torch.float16, 16), (2, torch.bfloat16, 144)])
+def test_an_outlier_whose_codes_are_their_zero_costs_what_is_documented(m, dtype, largest, monkeypatch):
+    """The outlier's products cancel, what they rounded away of the others does not come back."""
+    case = {"rows": 16, "columns": 256, "bits": 4, "group": 128, "symmetric": False, "seed": 0, "m": m}
+    x, packed = kernel.make_inputs(case, dtype=dtype)
+    codes, scales, zeros = unpack(packed)
+    codes[:, 7] = zeros[:, 0].to(torch.uint8)
+    x[:, 7] = 1e4
+    packed = pack(codes, scales, zeros, 4, 128)
+    config = {"warps": 2, "tiles": 1, "chunk": 128, "stages": 1, "splits": 1, "blocks": 1}
+    want = x.double() @ dequantize(packed).double().T
+    off = (run_source(x, packed, config, monkeypatch).double() - want).abs()
+    rounded = (2.0**-11 if dtype == torch.float16 else 2.0**-8) * want.abs()  # of the output
+    bound = 128 * 2.0**-23 * largest * 1e4 * scales.double().max()
+    assert (off <= rounded + bound).all()
 
 
 @cuda_on_cpu.NEEDS_COMPILER
