@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from repro.core.errors import UserError, shortened
@@ -48,6 +49,12 @@ class Cell:
     def place(self) -> Place:
         """Row, column, model and metric."""
         return (self.row, self.col, self.model, self.metric)
+
+    @cached_property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from every other cell of a scale, those that a spec derives from it included."""
+        asked = (self.measure, repr(self.ask), self.recipe, str(self.seeds), self.calibration, self.stand_in)
+        return (self.table, *self.place, *asked, repr(self.variables))
 
     @property
     def table(self) -> str:

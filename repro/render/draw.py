@@ -21,4 +21,4 @@ def draw(config: str, what: str, name: str, log: str) -> None:
         SystemExit: a sentence of what failed.
     """
     with logged(log, f"{what}s/{name}"):
-        DRAWN[what](Workflow(scale.load(json.loads(config))), name)
+        DRAWN[what](Workflow(scale.load(json.loads(config)), remember=True), name)

@@ -50,7 +50,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         UserError: there is no such paper, or what a spec says wrongly.
     """
     at = flow.scale
-    flow = flow if flow.remembers else Workflow.of_results(at)
+    flow = flow if flow.is_of_results else Workflow.of_results(at)
     grids = _grids(flow, paper, out)
     judged = [claims.judge(flow, claim) for claim in own_numbers.claims_of(paper)]
     parts = [

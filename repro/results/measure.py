@@ -35,13 +35,12 @@ def measure(flow: Workflow, cells: Collection[Cell]) -> dict[Place, Measurement]
 
 def one(flow: Workflow, cell: Cell) -> Measurement:
     """The measurement of one cell."""
-    key = ("cell", cell.table, *cell.place, cell.recipe, str(cell.seeds), repr(cell.ask))
-    return flow.once(key, lambda: _one(flow, cell))
+    return flow.once(("cell", *cell.key), lambda: _one(flow, cell))
 
 
 def _one(flow: Workflow, cell: Cell) -> Measurement:
     """The same, computed; at chance where full precision is no better than the fewest bits of its table."""
-    found = _as_it_is(flow, cell)
+    found = _by_itself(flow, cell)
     if found.status == "ok" and _at_chance(flow, cell):
         return replace(found, status="floor", note=NO_BETTER)
     return found
@@ -60,7 +59,7 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
     full = flow.full_precision(cell)
     full = next((peer for peer in peers if peer.recipe == full.recipe), full)
     for name, other in (("f", full), ("l", fewest)):
-        m = _as_it_is(flow, other)
+        m = _by_itself(flow, other)
         quantities[name] = quantity(flow, other, m) if m.status in MEASURED else None
     if None in quantities.values():
         return False
@@ -68,8 +67,13 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
     return gain.lo is not None and gain.lo <= 0
 
 
-def _as_it_is(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell's measurement by itself."""
+def _by_itself(flow: Workflow, cell: Cell) -> Measurement:
+    """A cell's measurement, whatever those of other rows are."""
+    return flow.once(("cell by itself", *cell.key), lambda: _computed(flow, cell))
+
+
+def _computed(flow: Workflow, cell: Cell) -> Measurement:
+    """The same, computed."""
     blank = _blank(flow, cell)
     if flow.is_taken(cell):
         return taken(flow, cell)
@@ -160,6 +164,11 @@ def asked(flow: Workflow, row: Measurement) -> Cell | None:
 
 def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
     """The quantity behind a measurement: from built files, from accepted series, or its value alone."""
+    return flow.once(("quantity", *cell.key, m.live, m.digest), lambda: _quantity(flow, cell, m))
+
+
+def _quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
+    """The same, computed."""
     if m.live == "fresh" or flow.is_taken(cell):
         return flow.quantity(cell)
     if m.live == "partial":

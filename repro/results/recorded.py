@@ -20,7 +20,7 @@ from repro.stats.quantity import Quantity, compose
 from repro.stats.statistics import Interval
 from repro.store import accepted, observations
 from repro.store.job import Job
-from repro.store.measurement import MEASURED, Measurement, inputs_hash, text
+from repro.store.measurement import MEASURED, Measurement, text
 from repro.workflow import versions
 from repro.workflow.workflow import Workflow
 
@@ -35,7 +35,7 @@ def find(flow: Workflow, cell: Cell) -> Measurement | None:
     Raises:
         UserError: results/ is damaged, or a value is another than its observations give.
     """
-    return _first(chain(_own(flow, cell), _equal(flow, cell)))
+    return flow.once(("stored", *cell.key), lambda: _first(chain(_own(flow, cell), _equal(flow, cell))))
 
 
 def stands(flow: Workflow, cell: Cell) -> bool:
@@ -84,7 +84,7 @@ def _equal(flow: Workflow, cell: Cell) -> Iterator[Measurement]:
     """The rows of equal inputs in any place, then what the cell's parts give."""
     if not flow.jobs(cell):
         return
-    for row in accepted.equal(flow.scale.name, inputs_hash(flow.inputs(cell))):
+    for row in accepted.equal(flow.scale.name, flow.inputs_hash(cell)):
         yield _shown(flow, cell, row)
     if parts := _parts(flow, cell):
         yield _composed(flow, cell, parts)
@@ -138,7 +138,7 @@ def _compose(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Qu
 def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
     """Whether a recorded cell still stands: with other declared inputs or versions it is stale."""
     stale = {"live": "stored", "status": "stale"}
-    if inputs_hash(flow.inputs(cell)) != old.inputs:
+    if flow.inputs_hash(cell) != old.inputs:
         return stale | {"note": "its declared inputs have changed"}
     if old.grade != flow.scale.grade:
         return stale | {"note": f"it was accepted as grade {old.grade}, and scale {old.scale} is {flow.scale.grade}"}
@@ -186,7 +186,7 @@ def declared(flow: Workflow, cell: Cell) -> dict[str, str]:
     targets = flow.targets(cell)
     recipe = targets[0].recipe
     seeds = " ".join(str(target.seed) for target in targets) if recipe.seeded else ""
-    return {"recipe": recipe.name, "seeds": seeds, "inputs": inputs_hash(flow.inputs(cell))}
+    return {"recipe": recipe.name, "seeds": seeds, "inputs": flow.inputs_hash(cell)}
 
 
 def numbers(found: Interval) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from repro.results import measure, recorded, replicate
 from repro.specs import figures, tables
 from repro.store import accepted
 from repro.store.job import built_under, distinct
-from repro.store.measurement import Measurement, inputs_hash
+from repro.store.measurement import Measurement
 from repro.workflow import estimate, pool
 from repro.workflow.workflow import Workflow, has_cuda
 
@@ -102,7 +102,7 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
         verdict, said = outcomes.get(row.key, ("absent", ""))
         verdicts[verdict] += 1
         words = [f"stored {_shown(row)}, now {_shown(fresh)}", said]
-        if cell is not None and inputs_hash(flow.inputs(cell)) != row.inputs:
+        if cell is not None and flow.inputs_hash(cell) != row.inputs:
             words.append("its declared inputs have changed")
         where = f"{row.table} | {row.row} | {row.col} | {row.model} | {row.metric}"
         print(f"{verdict:10} {where}: {'; '.join(filter(None, words))}")
@@ -146,7 +146,7 @@ def _compared_here(flow: Workflow, cell: Cell, row: Measurement) -> bool:
         return False
     if data.lacking(distinct(recorded.jobs(flow, cell))):
         return False
-    return inputs_hash(flow.inputs(cell)) == row.inputs
+    return flow.inputs_hash(cell) == row.inputs
 
 
 def _can_run(flow: Workflow, cell: Cell) -> bool:

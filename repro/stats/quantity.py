@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import product
 from typing import Any
 
@@ -66,6 +66,11 @@ class Quantity:
         Raises:
             UserError: seeds with different series or numbers of units, or a value that is no finite number.
         """
+        return self._interval
+
+    @cached_property
+    def _interval(self) -> statistics.Interval:
+        """The same: resampling takes long, and verdict, table, figure and page ask for it."""
         draws = list(self.draws.values())
         found = statistics.interval(self.seeds, self.value, self.compares, self.known, draws, self.branches())
         if found.lo is None or found.hi is None:

@@ -33,7 +33,7 @@ from repro.papers.cell import Cell
 from repro.recipes import recipe
 from repro.stats.statistics import Draw
 from repro.store import accepted
-from repro.store.measurement import Measurement, inputs_hash
+from repro.store.measurement import Measurement
 from repro.store.observations import Series
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _full_precision(flow: "Workflow", cell: Cell, name: str, group: str) -> floa
         built = None
     held = [*built.seeds] if built else []
     if not held and flow.jobs(full):
-        for row in accepted.equal(flow.scale.name, inputs_hash(flow.inputs(full))):
+        for row in accepted.equal(flow.scale.name, flow.inputs_hash(full)):
             held += accepted.series(row)[:1]
     for series in held:
         if name in series and series[name].group == group:

@@ -20,6 +20,7 @@ from repro.specs.scale import has_cuda
 from repro.stats.quantity import Quantity, compose
 from repro.store import observations
 from repro.store.job import Job, distinct
+from repro.store.measurement import inputs_hash
 from repro.workflow import draws
 
 
@@ -28,28 +29,27 @@ class Workflow:
 
     With `recorded` nothing is run: cells come from accepted results, as they do where the scale's device is not there.
     With `recorded=False` every cell is measured here, on all of its windows, items and seeds. Without either, as in a
-    build, accepted results come first, and `brief` is how this machine measures a cell itself.
+    build, accepted results come first, and `brief` is how this machine measures a cell itself. With `remember` no file
+    that it reads changes while it lives, as when a table is drawn: what was asked once is not computed again.
     """
 
-    def __init__(self, at: scale.Scale, recorded: bool | None = None) -> None:
+    def __init__(self, at: scale.Scale, recorded: bool | None = None, remember: bool = False) -> None:
         self.scale = at
         self.stored_first = recorded is None
         self._cells: dict[tuple[str, str, str], list[Cell]] = {}
         self._jobs: dict[str, list[dict[str, Job]]] = {}
-        self._remembered: dict[tuple[str, ...], Any] | None = None
+        self._remembered: dict[tuple[str, ...], Any] | None = {} if remember else None
         self.recorded = (at.device == "cuda" and not has_cuda()) if recorded is None else recorded
 
     @classmethod
     def of_results(cls, at: scale.Scale) -> "Workflow":
         """Accepted results alone, which do not change while it lives: what was asked once is not computed again."""
-        flow = cls(at, recorded=True)
-        flow._remembered = {}
-        return flow
+        return cls(at, recorded=True, remember=True)
 
     @property
-    def remembers(self) -> bool:
-        """Whether it is one of accepted results alone."""
-        return self._remembered is not None
+    def is_of_results(self) -> bool:
+        """Whether it is one of accepted results alone (`of_results`)."""
+        return self._remembered is not None and self.recorded and not self.stored_first
 
     def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
         """What `make` gives, computed once for a key where this workflow may remember it."""
@@ -62,7 +62,7 @@ class Workflow:
     @cached_property
     def brief(self) -> "Workflow":
         """The same cells on their first windows and items, with one seed: what a build measures itself."""
-        return Workflow(self.scale.brief(), recorded=False)
+        return Workflow(self.scale.brief(), recorded=False, remember=self._remembered is not None)
 
     @cached_property
     def _here(self) -> scale.Scale:
@@ -181,6 +181,10 @@ class Workflow:
         config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
         return {"measure": cell.measure, "ask": asked, "recipe": config, "jobs": jobs}
 
+    def inputs_hash(self, cell: Cell) -> str:
+        """The hash of what decides a cell's value, by which accepted rows are found."""
+        return self.once(("inputs", *cell.key), lambda: inputs_hash(self.inputs(cell)))
+
     def every_job(self, cells: Iterable[Cell]) -> list[Job]:
         """All jobs that measure cells here, in an order in which they can run.
 
@@ -202,6 +206,9 @@ class Workflow:
         Raises:
             Refused: a job could not be done, with its status.
         """
+        return self.once(("built quantity", *cell.key), lambda: self._quantity(cell))
+
+    def _quantity(self, cell: Cell) -> Quantity | None:
         if parts := self.parts(cell):
             found = {name: self.quantity(part) for name, part in parts.items()}
             return None if None in found.values() else compose(cell.ask.quantity, found)  # type: ignore[arg-type]
