@@ -9,14 +9,14 @@ import sys
 
 sys.path.insert(0, workflow.basedir)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [workflow.basedir, os.environ.get("PYTHONPATH")]))
-from repro.make.snake import FORMATS, Snake, config_file
+from repro.make.snake import FORMATS, SnakemakeAdapter, config_file
 
 if "name" not in config:
 
     configfile: config_file()
 
 
-flow = Snake(config, workflow)
+flow = SnakemakeAdapter(config, workflow)
 
 
 wildcard_constraints:

@@ -1,4 +1,4 @@
-"""What goes wrong because of the input: one clear sentence and exit code 2, never a traceback."""
+"""User-facing errors: one clear sentence and exit code 2, never a traceback."""
 
 import contextlib
 import difflib

@@ -1,4 +1,4 @@
-"""Files are whole or absent: write beside the target under a temporary name, sync, rename."""
+"""Atomic file writes: write next to the target under a temporary name, sync, rename; and hashes of files."""
 
 import contextlib
 import csv

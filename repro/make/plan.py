@@ -13,7 +13,7 @@ from pathlib import Path
 from repro import models
 from repro.core.errors import UserError
 from repro.core.files import HOME
-from repro.make.snake import Snake
+from repro.make.snake import SnakemakeAdapter
 from repro.papers.cell import Cell
 from repro.store.job import Job
 from repro.workflow import runner
@@ -42,7 +42,7 @@ def to_do(flow: Workflow, targets: Collection[str], cells: Collection[Cell]) -> 
         said = re.search(r"^error: (.*)$", done.stdout, re.MULTILINE)
         raise UserError(said[1] if said else f"Snakemake's dry run failed: {' '.join(done.stdout.split()[-60:])}")
     asked = re.findall(r"^ +wildcards: (?:kind=(\w+), job=(\S+)|(?:table|figure)=\S+)$", done.stdout, re.MULTILINE)
-    known = Snake(flow.scale.as_config()).jobs_behind(targets)
+    known = SnakemakeAdapter(flow.scale.as_config()).jobs_behind(targets)
     return [known[f"{kind}/{name}"] for kind, name in asked if kind], sum(not kind for kind, _ in asked)
 
 

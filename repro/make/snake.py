@@ -24,7 +24,7 @@ from repro.store.job import Job
 from repro.workflow import runner, versions
 from repro.workflow.workflow import Workflow
 
-__all__ = ["FORMATS", "Snake", "config_file"]
+__all__ = ["FORMATS", "SnakemakeAdapter", "config_file"]
 gc.freeze()  # what was imported stays; going through it again and again is an eighth of listing all jobs
 HASHED = 200_000_000  # bytes; inputs up to that size are known by content where only their time has changed
 
@@ -48,7 +48,7 @@ def config_file() -> str:
     return str(scale.file_of())
 
 
-class Snake:
+class SnakemakeAdapter:
     """One scale's targets and jobs as Snakemake sees them."""
 
     @plainly

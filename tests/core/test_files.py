@@ -1,4 +1,4 @@
-"""Files are whole or absent, whatever stops the writer."""
+"""Atomic file writes: a file is whole or absent, whatever stops the writer."""
 
 import contextlib
 import errno

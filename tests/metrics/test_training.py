@@ -8,7 +8,7 @@ import pytest
 from repro import papers
 from repro.core.errors import UserError
 from repro.jobs.target import Target
-from repro.make.snake import Snake
+from repro.make.snake import SnakemakeAdapter
 from repro.metrics import KINDS, training
 from repro.recipes import recipe
 from repro.results import replicate
@@ -63,7 +63,7 @@ def test_its_jobs_are_those_that_compress_step_by_step():
 
 def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():
     """Another paper's Table 1 is built when it is asked for: the headline stays within ten minutes."""
-    made = map(str, Snake(scales.load(name="pocket").as_config(), None).drawn_inputs(["table1"]))
+    made = map(str, SnakemakeAdapter(scales.load(name="pocket").as_config(), None).drawn_inputs(["table1"]))
     beside = {path.split("/")[1] for path in made if path.startswith("tables/") and path.endswith("/table1.tex")}
     assert papers.LEADING in beside and "spqt" in beside
     with_jobs = {"bitbybit", "subspec"}
@@ -73,7 +73,7 @@ def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():
 
 def test_the_longest_way_through_the_headline_is_begun_first():
     """SPEAR's training alone behind everything else was two minutes of one idle core."""
-    snake = Snake(scales.load(name="pocket").as_config(), None)
+    snake = SnakemakeAdapter(scales.load(name="pocket").as_config(), None)
     jobs = {job.id: job for name in ("table1", "spear/table1") for job in snake.jobs_of(name)}
 
     def priority(job):

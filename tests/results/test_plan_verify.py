@@ -206,7 +206,9 @@ def test_a_plan_in_words(here, dry, monkeypatch):
     cells = flow.table_cells("spear/table1")
     one = next(each for each in flow.every_job(cells) if each.kind == "perplexity" and each.steps == ("gptq",))
     monkeypatch.setattr(plan, "recorded", lambda: [dataclasses.replace(estimates.run_of(one), seconds=600.0)])
-    monkeypatch.setattr(plan, "Snake", lambda config: SimpleNamespace(jobs_behind=lambda targets: {one.id: one}))
+    monkeypatch.setattr(
+        plan, "SnakemakeAdapter", lambda config: SimpleNamespace(jobs_behind=lambda targets: {one.id: one})
+    )
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     dry(dry_run(*[f"kind=perplexity, job={one.id.partition('/')[2]}"], "table=spear/table1"))
     assert plan.plan(flow, ["tables/spear/table1.tex"], cells) == (
