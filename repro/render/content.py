@@ -230,8 +230,8 @@ def _pair(
         shown = shown[:1]
     text = " / ".join(shown)
     for cell, m in nats:
-        change = _in_nats(m, measure.against_full(flow, cell, m))
-        text += f"; {change}" * (change != f"nats {text}")
+        if m.status in SHOWN and m.value is not None:
+            text += f"; {_in_nats(m, measure.against_full(flow, cell, m))}"
     if absent or bare:
         text = ""
     return Pair(printed or ("–" if cells and cells[0].kind == "table" and not cells[0].variables else ""), text)
@@ -259,8 +259,6 @@ def _is_folded(m: Measurement) -> bool:
 
 def _in_nats(m: Measurement, change: Interval | None) -> str:
     """A log probability's paired change against full precision, or of full precision itself its value."""
-    if m.status not in SHOWN or m.value is None:
-        return f"nats {WORDS.get(m.status, m.status)}"
     if change is None:
         return f"{here(m)} nats"
     ends = [None if end is None else f"{end:.3f}" for end in (change.lo, change.hi)]
@@ -357,8 +355,9 @@ def _at_chance(cells: Sequence[Measurement]) -> Iterator[str]:
     if said:
         where = "every recipe's is in the table's CSV"
         yield f"Accuracies at chance are folded ({where}); full precision's: {'; '.join(said)}."
-    if any(m.metric.endswith(tables.LOG_PROBABILITY) and m.status in SHOWN for m in cells):
-        yield NATS
+    nats = [m.status in SHOWN for m in cells if m.metric.endswith(tables.LOG_PROBABILITY)]
+    if any(nats):
+        yield NATS if all(nats) else f"{NATS} Where none stand behind a value they were not run."
 
 
 def verdict_line(judged: claims.Judged) -> str:
