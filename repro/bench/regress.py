@@ -2,7 +2,8 @@
 
     python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark.json [more.json ...]
 
-Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own.
+Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own, or such
+a file packed by `xz`.
 A kernel's absolute time never counts: it is divided by two reference times of its own run, the read floor of its bytes
 (for the host's time of a call that of `F.linear`, for a prefill bf16 products alone) and the library's bf16 matmul (the
 median over its shapes), and is called slower only by as much as both agree on.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.core.errors import UserError
-from repro.core.files import regular
+from repro.core.files import read_text
 
 THRESHOLD = 0.03  # a smaller slowdown of one cell is never called one
 SIGMAS = 3.0  # nor one within so many standard errors
@@ -106,7 +107,7 @@ def load(path: Path) -> Run:
         UserError: missing, not such a file, without kernels, or without one of the references.
     """
     try:
-        content = json.loads(regular(path).read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         benchmarks = [(dict(one["extra_info"]), dict(one["stats"])) for one in content["benchmarks"]]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

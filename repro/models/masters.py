@@ -5,7 +5,7 @@
 It takes what the job of `bitbybit(any_precision=true, …)` on a pocket model left, checks that it holds block codes of 8
 bits, scales, zeros and index lists and nothing else, and writes `repro/pocket/masters/MODEL.safetensors`, its line in
 `repro/pocket/SHA256SUMS`, the spec that scores it at 8, 4 and 2 bits without training (`tables/bitbybit/master.yaml`)
-and the one that draws its weights (`figures/bitbybit/master.yaml`). Commit these four.
+and the one that draws its weights (`figures/bitbybit/master-weights.yaml`). Commit these four.
 """
 
 import json
@@ -101,7 +101,8 @@ def commit(artifact: Path) -> list[Path]:
     """
     source = artifact / FILE if artifact.is_dir() else artifact
     meta = check(source)
-    specs = {kind: HOME / kind / "bitbybit" / "master.yaml" for kind in ("tables", "figures")}
+    names = {"tables": "master", "figures": "master-weights"}  # one name in both would be taken for the figure
+    specs = {kind: HOME / kind / "bitbybit" / f"{name}.yaml" for kind, name in names.items()}
     for spec in specs.values():
         check_replaceable(spec, "repro.models.masters:", _is_written_here)
     target, listed = path(meta["model"]), models.POCKET / LIST

@@ -13,7 +13,7 @@ import yaml
 from repro.__main__ import main
 from repro.bench import devices, peers, regress, task, timing
 from repro.core.errors import UserError
-from repro.core.files import ROOT
+from repro.core.files import ROOT, read_text
 
 LIBRARY = dict(zip(("kernel", "dtype", "provider"), regress.LIBRARY))
 OURS = {"kernel": "w4-g128", "dtype": "fp16", "provider": "wna16_gemv"}
@@ -161,7 +161,7 @@ def test_peers_and_the_library_are_not_judged(tmp_path, base):
 # ---- recorded on an H200: whole runs, runs with a kernel that really was slower, and the accepted baseline
 
 RECORDED = json.loads((ROOT / "tests" / "recorded_noise.json").read_text())["runs"]
-ACCEPTED = sorted((ROOT / "results" / "nvidia-h200").glob("benchmark-*.json"))
+ACCEPTED = sorted((ROOT / "results" / "nvidia-h200").glob("benchmark-*.json.xz"))
 MATMUL = "/".join(regress.LIBRARY)
 
 
@@ -195,7 +195,7 @@ def whole_runs(request, tmp_path_factory):
     runs = []
     for path in paths:
         rounds = {}
-        for one in json.loads(path.read_text())["benchmarks"]:
+        for one in json.loads(read_text(path))["benchmarks"]:
             if all(name in one["extra_info"] for name in regress.PLACE) and "data" in one["stats"]:
                 rounds[regress.say(one["extra_info"])] = [1e6 * seconds for seconds in one["stats"]["data"]]
         runs.append((regress.load(path), rounds))

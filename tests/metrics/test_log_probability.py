@@ -117,7 +117,7 @@ def test_a_claim_on_accuracy_is_judged_on_nats(flow):
     assert bare.said == "no verdict: at chance"
     judged = claims.judge(flow, RISES)
     (case,) = judged.cases
-    assert judged.verdict == claims.ON_STAND_INS and case.measured == pytest.approx(0.2, abs=1e-3)
+    assert judged.verdict == claims.ON_STAND_INS and case.measured == pytest.approx(0.2, abs=2.0**-8)
     assert case.printed == pytest.approx(0.738 - 0.692), "the paper's own numbers stay those of accuracy"
     assert judged.own_numbers == "consistent"
     assert "0.200 (of log probability, in nats)" in content.verdict_line(judged)

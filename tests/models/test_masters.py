@@ -69,7 +69,7 @@ def test_a_runs_master_is_committed_and_read_at_every_width(house, artifact):
     written = masters.commit(folder)
     assert [str(p.relative_to(house)) for p in written] == [
         "pocket/masters/pocket-3m.safetensors", "pocket/SHA256SUMS", "tables/bitbybit/master.yaml",
-        "figures/bitbybit/master.yaml",
+        "figures/bitbybit/master-weights.yaml",
     ]  # fmt: skip
     digest = sha256(written[0])
     assert f"{digest}  masters/pocket-3m.safetensors\n" in written[1].read_text() and written[0].stat().st_size < 2.5e6
@@ -93,7 +93,7 @@ def test_its_specs_train_nothing(house, artifact, monkeypatch):
         monkeypatch.setattr(where, "HOME", house)
     tables.table.cache_clear()
     flow = Workflow(scale.load(name="pocket"), recorded=False)
-    for kind, name in (("table", "master"), ("figure", "master")):
+    for kind, name in (("table", "master"), ("figure", "master-weights")):
         cells = flow.cells("bitbybit", name, kind)
         steps = {step for job_ in flow.every_job(cells) if job_.kind == "compress" for step in job_.steps}
         assert steps == {"master", "sliced"} and {c.stand_in for c in cells} == {"pocket-3m"}
@@ -128,10 +128,10 @@ def test_other_files_are_refused(house, artifact, tmp_path):
 
 def test_a_spec_of_somebody_else_stays(house, artifact):
     masters.commit(artifact[0])
-    spec = house / "figures" / "bitbybit" / "master.yaml"
+    spec = house / "figures" / "bitbybit" / "master-weights.yaml"
     spec.write_text("title: my own\n")
     masters.path("pocket-3m").unlink()
-    with pytest.raises(UserError, match="master.yaml: exists, and this command did not write it"):
+    with pytest.raises(UserError, match="master-weights.yaml: exists, and this command did not write it"):
         masters.commit(artifact[0])
     assert spec.read_text() == "title: my own\n" and not masters.path("pocket-3m").exists()
 
@@ -174,4 +174,4 @@ def test_the_committed_master_is_read_and_scored_without_training(width):
     assert digest[: masters.DIGITS] in spec and f"{digest}  masters/" in (models.POCKET / "SHA256SUMS").read_text()
     scored = perplexity.perplexity(perplexity.score(read(digest, width).model, windows()))
     full = perplexity.perplexity(perplexity.score(models.load("pocket-3m"), windows()))
-    assert scored < {8: 1.05, 4: 1.2, 2: 4.0}[width] * full
+    assert scored < {8: 1.25, 4: 1.4, 2: 4.0}[width] * full  # a master that is trained for 2 bits pays at 8
