@@ -198,6 +198,18 @@ INLINE void signal_wait(u32 signal, u32 turn) { // until a phase completes, the 
     asm volatile("{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra again;}"
                  ::"r"(signal), "r"(turn & 1) : "memory");
 }
+#if __CUDA_ARCH__ >= 900
+// Shows mbarriers that this thread has initialized to bulk copies.
+INLINE void show_signals() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+INLINE void signal_expect(u32 signal, u32 bytes) { // arrives; the phase also waits for bytes of bulk copies
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(signal), "r"(bytes) : "memory");
+}
+// Copies bytes, a multiple of 16, that `signal` waits for.
+INLINE void copy_bulk(u32 to, const void *from, u32 bytes, u32 signal, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(signal), "l"(policy) : "memory");
+}
+#endif
 INLINE void barrier(u32 which, u32 threads) { // named barrier 1 to 15; __syncthreads uses 0
     asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }

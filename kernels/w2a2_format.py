@@ -110,28 +110,6 @@ def misfit(tokens: int, groups: int, codes: Tensor, zeros: Tensor) -> str | None
 
 
 @triton.jit
-def count_bits(x, PLAIN: tl.constexpr):  # noqa: ANN001, ANN201
-    """Bits that are set in each int32; PLAIN uses ordinary arithmetic, for Triton's interpreter."""
-    if PLAIN:
-        v = x.to(tl.uint32, bitcast=True)
-        v = v - ((v >> 1) & 0x55555555)
-        v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
-        v = (v + (v >> 4)) & 0x0F0F0F0F
-        v = v + (v >> 8)
-        return ((v + (v >> 16)) & 63).to(tl.int32)
-    else:
-        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def from_e4m3(byte):  # noqa: ANN001, ANN201
-    """float32 of bytes of E4M3 above 0."""
-    bits = byte.to(tl.int32)
-    normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    return tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
-
-
-@triton.jit
 def half_up(u):  # noqa: ANN001, ANN201
     """The nearest whole number, a half upwards, without the rounding of u + 1/2."""
     below = tl.floor(u)

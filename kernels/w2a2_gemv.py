@@ -11,14 +11,15 @@ K': a layer whose channels are split. The inner sum is
 and exact in integers; of real zeros the same in float32, which is exact as well where they have few bits. Bytes moved:
 9.25 N K / 32 (11 with real zeros) and the vectors.
 
-There are two kernels of this format. A Triton program does it with ANDs and bit counts, whose number bounds it at half
-of the read floor or less; it has a few rows and quantizes its token again while it walks along them. w2a2_gemv.cu
-multiplies bit planes on the tensor cores, 16 rows times 8 groups an instruction; every warp has a share of the columns,
-whose weights are on their way while it quantizes x. It runs where a recorded configuration is one of its own, and
-everywhere with `BY_SOURCE`, which is off while its results on a GPU are not accepted.
+Both kernels multiply bit planes on the tensor cores, 16 rows times 8 groups an instruction, and unpack nothing.
+w2a2_gemv.cu loads weights straight into registers: every warp has a share of the columns, whose weights are on their
+way while it quantizes that share of x, in every thread block anew. w2a2_streamed.cu (compute capability 9.0 and later)
+has one thread block per SM, which requests as much of the weight as its shared memory holds, in bulk copies, and
+quantizes all tokens meanwhile, once. A configuration with `"kernel": "streamed"` runs it; `heuristic` says when.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -29,8 +30,7 @@ from repro.kernels import nvrtc, quantize_2bit
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import FLOATS, VECTOR, Argument, operator
-from repro.kernels.triton_language import tl, triton
-from repro.kernels.w2a2_format import CODES, FACTORS, SCALES, ZEROS, count_bits, from_e4m3, quantized_group
+from repro.kernels.w2a2_format import CODES, FACTORS, SCALES, ZEROS
 
 CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B), dtype, seed
     {"M": 3, "N": 19, "K": 352, "dtype": "float32", "seed": 0},
@@ -42,20 +42,24 @@ CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B)
     {"M": 4, "N": 4096, "K": 14336, "dtype": "bfloat16", "seed": 4},
     {"M": 1, "N": 28672, "K": 8192, "dtype": "bfloat16", "seed": 5},
 ]
-SPACE = []  # rows of a program, groups that it reads at a time, warps
-for rows in (4, 8, 16, 32):
-    for groups, warps in ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
-        SPACE.append({"rows": rows, "groups": groups, "warps": warps})
-DEFAULT = {"rows": 16, "groups": 64, "warps": 4}
-SOURCE, CHUNK = Path(__file__).with_suffix(".cu"), 16  # groups that a warp of the source takes at a time
-MOST_WARPS = 16  # of a block of the source
-BY_SOURCE = False  # whether a shape without a record runs w2a2_gemv.cu
+SOURCE, CHUNK = Path(__file__).with_suffix(".cu"), 16  # groups that a warp takes at a time
+MOST_WARPS = 16  # of a thread block of w2a2_gemv.cu, by rule
 TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
+SPACE = [{"tiles": 2, "warps": 28, "blocks": 1}]  # tiles of 16 rows of a thread block, its warps, blocks of an SM
 for tiles in (1, 2, 4):
     for warps in (4, 6, 8, 9, 12, 14, 16):
         for blocks in (1, 2, 3, 4):
             if tiles * warps * blocks <= 32:
                 SPACE.append({"tiles": tiles, "warps": warps, "blocks": blocks})
+STREAMED_SOURCE = SOURCE.with_name("w2a2_streamed.cu")
+STREAMED = []  # of the streamed kernel: warps that multiply, tiles of 8 rows in a bulk copy
+for warps in (8, 16):
+    for tiles in (1, 2, 4):
+        STREAMED.append({"kernel": "streamed", "warps": warps, "tiles": tiles})
+SPACE += STREAMED
+CHECKED = [{"tiles": 2, "warps": 8, "blocks": 2}, *STREAMED]  # that tests on a GPU and the sanitizer run, too
+SHARED = 200_000  # bytes of a weight that stay in the shared memory of an SM beside x and sums
+LONG = 80_000  # bytes of a stage of the streamed kernel at most, of which shared memory holds two and x
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -87,110 +91,160 @@ def product(
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None if it can."""
-    return lacks("w2a2_gemv", device)
-
-
-@triton.jit
-def w2a2_kernel(  # noqa: ANN201
-    x, index, x_codes, x_scales, x_zeros, codes, scales, zeros, factors, y, N, G, Z, K,  # noqa: ANN001
-    READY: tl.constexpr, SPLIT: tl.constexpr, REAL: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    PLAIN: tl.constexpr,
-):  # fmt: skip
-    """READY: codes, scales and zeros of a token are read, else x [M, K] is quantized; SPLIT: its columns by `index`."""
-    token, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, 32)
-    acc = tl.zeros((ROWS, GROUPS), tl.float32)
-    for start in range(0, G, GROUPS):
-        group = start + tl.arange(0, GROUPS)
-        inside = group < G
-        seen = (row < N)[:, None] & inside[None, :]
-        word = codes + (row * 2 * G)[:, None] + group[None, :]
-        w0 = tl.load(word, mask=seen, other=0, eviction_policy="evict_first")
-        w1 = tl.load(word + G, mask=seen, other=0, eviction_policy="evict_first")
-        step = from_e4m3(tl.load(scales + (row * G)[:, None] + group[None, :], mask=seen, other=0))
-        if REAL:
-            w_zero = tl.load(zeros + (row * Z)[:, None] + group[None, :], mask=seen, other=0.0).to(tl.float32)
-        else:
-            four = tl.load(zeros + (row * Z)[:, None] + (group // 4)[None, :], mask=seen, other=0).to(tl.int32)
-            w_zero = (four >> (2 * (group % 4))[None, :]) & 3
-        if READY:
-            first = x_codes + token * 2 * G + group
-            x0, x1 = tl.load(first, mask=inside, other=0), tl.load(first + G, mask=inside, other=0)
-            x_scale = tl.load(x_scales + token * G + group, mask=inside, other=0.0)
-            x_zero = tl.load(x_zeros + token * G + group, mask=inside, other=0)
-        else:
-            column, known = group[:, None] * 32 + lane[None, :], inside[:, None]
-            if SPLIT:
-                column = tl.load(index + column, mask=known, other=K)
-                known = column < K
-            value = tl.load(x + token * K + column, mask=known, other=0.0).to(tl.float32)
-            x0, x1, x_scale, x_zero = quantized_group(value, lane)
-        x_sum = count_bits(x0, PLAIN) + 2 * count_bits(x1, PLAIN)
-        w_sum = count_bits(w0, PLAIN) + 2 * count_bits(w1, PLAIN)
-        a, b, zero = x0[None, :], x1[None, :], x_zero[None, :]
-        dot = count_bits(w0 & a, PLAIN) + 4 * count_bits(w1 & b, PLAIN)
-        dot += 2 * (count_bits(w0 & b, PLAIN) + count_bits(w1 & a, PLAIN))
-        whole = (dot - zero * w_sum).to(tl.float32) + (w_zero * (32 * zero - x_sum[None, :])).to(tl.float32)
-        acc += tl.where(seen, step * x_scale[None, :] * whole, 0.0)
-    result = tl.sum(acc, axis=1) * tl.load(factors + row, mask=row < N, other=0.0)
-    tl.store(y + token * N + row, result.to(y.dtype.element_ty), mask=row < N)
+    return lacks("w2a2_gemv", device) or nvrtc.unavailable()
 
 
 def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape; else Triton's, or the source's by rule where it is switched on."""
+    """The configuration recorded for the shape, or that of `heuristic`."""
     recorded = launch_config(kernel, f"{m}x{rows}x{columns}", device)
-    if recorded:
-        return recorded
-    return heuristic(m, rows, columns) if BY_SOURCE else DEFAULT
+    return recorded or heuristic(kernel == "w2a2_ready", m, rows, columns, not streamed_unsupported(device))
 
 
-def heuristic(m: int, rows: int, columns: int) -> dict:
-    """A configuration of the source: one chunk of columns a warp, or as few as `MOST_WARPS` allow, all alike."""
-    chunks = -(-columns // (CHUNK * form.GROUP))
-    warps = -(-chunks // -(-chunks // MOST_WARPS))
-    tiles = 2 if rows >= 8192 else 1  # so many that every SM has some blocks
-    threads = 1024 // 32 // tiles if m == 1 else 512 // 32 // tiles  # whose registers fit an SM, in warps
-    return {"tiles": tiles, "warps": warps, "blocks": max(1, threads // warps)}
+def heuristic(ready: bool, m: int, rows: int, columns: int, streams: bool = True, processors: int = 132) -> dict:
+    """The configuration of an untuned shape: what was fastest of a few on nine shapes of one token on an H100.
 
-
-def run(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple, config: dict) -> Tensor:
-    """Fill y [M, N] by a kernel.
+    The streamed kernel wins with few rows, and where shared memory holds the weight and a token is long, which the
+    blocks of the other kernel quantize again and again. Where 4 does not divide the groups, the other one's loads are
+    short. Several tokens, and such groups, were not timed.
 
     Args:
-        y: the result.
-        given: x and its index, and codes, scales and zeros of x where these are ready.
+        ready: activations are quantized beforehand.
+        m: tokens.
+        rows: N.
+        columns: K.
+        streams: the device runs the streamed kernel.
+        processors: its SMs.
+    """
+    groups = -(-columns // form.GROUP)
+    few, whole = rows < 16 * processors, rows * 9.25 * groups <= SHARED * processors
+    wanted = groups % 4 or not ready and (m > 1 or few or whole and groups >= 256)
+    if streams and wanted and (24 * m + 80) * groups <= SHARED:
+        return streamed(m, rows, groups, processors)
+    chunks = -(-groups // CHUNK)
+    warps = -(-chunks // -(-chunks // MOST_WARPS))  # as many as chunks, or sharing them evenly
+    if ready or m > 1:
+        return {"tiles": 1, "warps": warps, "blocks": max(1, (32 if m == 1 else 16) // warps)}
+    warps = min(8, chunks)
+    return {"tiles": 2, "warps": warps, "blocks": min(8, 16 // warps)}
+
+
+def streamed(m: int, rows: int, groups: int, processors: int = 132) -> dict:
+    """The streamed kernel's configuration: the longest copies of which SMs have as many, two or more of them."""
+    fitting = [1]
+    for tiles in (2, 4):
+        jobs = -(-rows // (8 * tiles))
+        turns = -(-jobs // processors)
+        if tiles * 74 * groups <= LONG and jobs >= 1.5 * processors and turns * processors <= 1.1 * jobs:
+            fitting.append(tiles)
+    short = fitting[-1] == 1 and groups > 128 or m > 1
+    return {"kernel": "streamed", "warps": 16 if short else 8, "tiles": fitting[-1]}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch of the streamed kernel: thread blocks and macros, bytes of shared memory among them."""
+
+    grid: int
+    macros: dict[str, int]
+
+
+@cache
+def plan(
+    tokens: int, rows: int, groups: int, real: bool, x: torch.dtype | None, gather: bool, warps: int, tiles: int,
+    processors: int, most: int,
+) -> Plan:  # fmt: skip
+    """How the streamed kernel partitions a shape: as many stages as shared memory holds, or as a thread block needs.
+
+    Args:
+        tokens: M.
+        rows: N.
+        groups: G.
+        real: zeros are float16.
+        x: the type of x; None: activations are quantized.
+        gather: columns of x are read by `index`.
+        warps: that multiply, a multiple of `tiles`.
+        tiles: of 8 rows in a stage.
+        processors: SMs of the device.
+        most: bytes of dynamic shared memory that a thread block may have.
+
+    Raises:
+        ValueError: not even one stage fits.
+    """
+    high = 8 * tiles
+    zeros = 2 * groups if real else -(-groups // 4)
+    stage = high * 8 * groups + (high * groups + 47) // 16 * 16 + (high * zeros + 63) // 16 * 16
+    sums = warps // tiles * tokens * high * 4  # of a stage
+    quantized = tokens * -(-groups // 16) * 16 * 24
+    jobs = -(-rows // high)
+    grid = min(jobs, processors)
+    stages = min((most - quantized) // (stage + sums), -(-jobs // grid))
+    if stages < 1:
+        raise ValueError(f"w2a2_gemv: {tokens} tokens of {groups} groups do not fit {most} bytes of shared memory")
+    macros = {"G": groups, "TOKENS": tokens, "WARPS": warps, "TILES": tiles, "STAGES": stages, "REAL": int(real)}
+    macros |= {"READY": int(x is None), "GATHER": int(gather), "FLOAT": int(x in (None, torch.float32))}
+    macros |= {"BF16": int(x == torch.bfloat16), "SHARED": stages * (stage + sums) + quantized}
+    return Plan(grid, macros)
+
+
+def run(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple[Tensor, ...], config: dict) -> Tensor:
+    """Fill y [M, N] by a kernel, whose loads of 16 bytes need such addresses: what has others is copied.
+
+    Args:
+        y: like x, or float32.
+        given: x [M, K] or None, its index or None, and codes, scales and zeros of x where these are ready.
         weight: codes, scales, zeros and factors.
         config: one of SPACE.
+
+    Raises:
+        ValueError: the device does not run the streamed kernel, or has too little shared memory for it.
     """
-    codes, scales, zeros, factors = weight
+    x, index, *quantized = given
+    given = aligned(x), aligned(index), *quantized
+    weight = *(aligned(tensor) for tensor in weight[:3]), weight[3]
+    (run_streamed if config.get("kernel") == "streamed" else run_direct)(y, given, weight, config)
+    return y
+
+
+def aligned(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy of it that begins at a multiple of 16 bytes."""
+    return tensor if tensor is None or tensor.data_ptr() % VECTOR == 0 else tensor.clone()
+
+
+def run_streamed(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple[Tensor, ...], config: dict) -> None:
+    """`run` by w2a2_streamed.cu."""
+    if sentence := streamed_unsupported(y.device):
+        raise ValueError(sentence)
+    x, index = given[:2]
+    codes, _, zeros, _ = weight
     (m, rows), groups = y.shape, codes.shape[2]
-    x, index = given[:2]
-    columns = groups * form.GROUP if x is None else x.shape[1]
-    if "tiles" in config:
-        return by_source(y, given, weight, columns, config)
-    w2a2_kernel[(m, triton.cdiv(rows, config["rows"]))](
-        *given, codes, scales, zeros, factors, y, rows, groups, zeros.shape[1], columns,
-        READY=x is None, SPLIT=index is not None, REAL=zeros.dtype == torch.float16, ROWS=config["rows"],
-        GROUPS=config["groups"], PLAIN=not y.is_cuda, num_warps=config["warps"],
+    device = torch.cuda.get_device_properties(y.device)
+    how = plan(
+        m, rows, groups, zeros.dtype == torch.float16, None if x is None else x.dtype, index is not None,
+        config["warps"], config["tiles"], device.multi_processor_count,
+        device.shared_memory_per_block_optin - 1024,  # the source has mbarriers in static shared memory
     )  # fmt: skip
-    return y
+    kernel = nvrtc.load(STREAMED_SOURCE, "w2a2_streamed", how.macros, y.device, how.macros["SHARED"])
+    columns = groups * form.GROUP if x is None else x.shape[1]
+    pointers = (0 if tensor is None else tensor for tensor in given)
+    kernel(how.grid, 32 * config["warps"] + 32, *pointers, *weight, y, rows, columns)
 
 
-def by_source(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple, columns: int, config: dict) -> Tensor:
-    """The same by w2a2_gemv.cu, whose loads of 16 bytes need such addresses."""
-    (m, rows), (codes, scales, zeros, factors) = y.shape, weight
+def streamed_unsupported(device: torch.device | str) -> str | None:
+    """Why the streamed kernel cannot run on `device`, or None if it can."""
+    return lacks("w2a2_gemv (streamed)", device, (9, 0)) or nvrtc.unavailable()
+
+
+def run_direct(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple[Tensor, ...], config: dict) -> None:
+    """`run` by w2a2_gemv.cu."""
     x, index = given[:2]
-    if x is not None and x.data_ptr() % VECTOR:
-        x = x.clone()
-    codes, scales, zeros = (t if t.data_ptr() % VECTOR == 0 else t.clone() for t in (codes, scales, zeros))
-    tensors = codes, scales, zeros, factors, x, index, *given[2:]
-    groups, real = codes.shape[2], zeros.dtype == torch.float16
+    codes, _, zeros, _ = weight
+    (m, rows), groups = y.shape, codes.shape[2]
     kind = TYPES.index(y.dtype if x is None else x.dtype)
+    real = zeros.dtype == torch.float16
     function = source(groups, m, kind, x is None, index is not None, real, y.device, **config)
-    blocks = -(-rows // (16 * config["tiles"]))
-    absent = factors  # an address that is not read
-    function(blocks, 32 * config["warps"], *(absent if t is None else t for t in tensors), y, rows, columns)
-    return y
+    columns = groups * form.GROUP if x is None else x.shape[1]
+    pointers = (0 if tensor is None else tensor for tensor in given)
+    function(-(-rows // (16 * config["tiles"])), 32 * config["warps"], *weight, *pointers, y, rows, columns)
 
 
 @cache

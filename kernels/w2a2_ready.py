@@ -6,14 +6,14 @@ x_codes: int32 [M, 2, G]; x_scales: float32 [M, G]; x_zeros: int32 [M, G]; y: fl
 import torch
 from torch import Tensor
 
-from repro.kernels import quantize_2bit, w2a2_gemv
+from repro.kernels import nvrtc, quantize_2bit, w2a2_gemv
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import Argument, operator
 from repro.kernels.w2a2_format import CODES, FACTORS, SCALES, ZEROS
 
 CASES = [case for case in w2a2_gemv.CASES if "split" not in case]  # columns are gathered before
-SPACE = w2a2_gemv.SPACE
+SPACE, CHECKED = w2a2_gemv.SPACE, w2a2_gemv.CHECKED
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -32,7 +32,7 @@ def reference(
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None if it can."""
-    return lacks("w2a2_ready", device)
+    return lacks("w2a2_ready", device) or nvrtc.unavailable()
 
 
 def launch(

@@ -3,8 +3,11 @@
 python tests/every_kernel.py [kernel ...]     on a GPU; `.ci/sanitize` runs it under compute-sanitizer
 """
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 
@@ -28,6 +31,13 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
 
 
+def others(module: ModuleType, inputs: dict, want: torch.Tensor) -> Iterator[tuple[dict, float]]:
+    """(configuration, its error) of more sources than the default one, as far as the device runs them."""
+    for config in getattr(module, "CHECKED", ()):
+        with contextlib.suppress(ValueError):
+            yield config, error(module.launch(**inputs, config=config), want)
+
+
 def runs(name: str) -> list[tuple[str, float]]:
     """(what ran, its error) of one kernel."""
     module, found = kernel_list.load(name), []
@@ -38,12 +48,13 @@ def runs(name: str) -> list[tuple[str, float]]:
         inputs = module.make_inputs(case, "cuda", **more)
         if isinstance(inputs, dict):
             want_inputs = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
+            want = tensors(module.reference(**want_inputs))
             got = tensors(module.launch(**inputs))
             if name in LISTS:
                 got[-1] = in_order(got[-1])
-            pairs = zip(got, tensors(module.reference(**want_inputs)))
             written = [(inputs[n], want_inputs[n]) for n in ("keys", "values") if n in inputs]
-            found.append((str(case), max(error(*pair) for pair in (*pairs, *written))))
+            found.append((str(case), max(error(*pair) for pair in (*zip(got, want), *written))))
+            found += [(f"{case} {config}", off) for config, off in others(module, inputs, want[0])]
         elif name == "dequantize":
             dtype = getattr(torch, case["dtype"])
             got = module.launch(inputs, dtype)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from repro.bench import bench
 from repro.core.errors import UserError
-from repro.kernels import w2a2_gemv
 from repro.store import kernel_rows
 
 WHO = ("w2a2-g32/", "w2-g32/", "bf16/bf16/dense_gemv")
@@ -49,9 +48,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the files")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="files whose name has a word")
-    parser.add_argument("--source", action="store_true", help="W2A2 by w2a2_gemv.cu, not by Triton")
     args = parser.parse_args(words)
-    w2a2_gemv.BY_SOURCE = args.source
     try:
         run(args.out, bench.this_gpu(), args.only)
     except UserError as error:

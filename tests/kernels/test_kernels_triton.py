@@ -225,18 +225,6 @@ def interpret_quantize_2bit(case: dict) -> float:
     return sum(int((got.view(torch.int32) != want.view(torch.int32)).sum()) for got, want in pairs)
 
 
-def interpret_w2a2(case: dict) -> float:
-    """With as many groups at a time as a row has and more, the last rows of a program being nobody's."""
-    from repro.bench import kernel_list
-
-    case = dict(case)
-    kernel = kernel_list.load(case.pop("name"))
-    inputs = kernel.make_inputs(case)
-    want = kernel.reference(**inputs)
-    configs = ({"rows": 4, "groups": 8, "warps": 1}, {"rows": 16, "groups": 64, "warps": 4})
-    return max(relative(kernel.launch(**inputs, config=config), want) for config in configs)
-
-
 def interpret_dense_gemv(case: dict) -> float:
     """Columns that a load divides and others, the last rows of a program being nobody's."""
     from repro.kernels import dense_gemv as kernel
@@ -375,17 +363,6 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         [{"M": m, "K": k, "dtype": d, "seed": k} for m, k, d in ((3, 352, "float32"), (1, 1056, "float16"))],
         0,
     ),
-    "w2a2": (
-        interpret_w2a2,
-        [
-            {"name": "w2a2_gemv", "M": 3, "N": 19, "K": 352, "dtype": "float32", "seed": 0},
-            {"name": "w2a2_gemv", "M": 1, "N": 8, "K": 96, "dtype": "float16", "seed": 1},
-            {"name": "w2a2_ready", "M": 2, "N": 7, "K": 1056, "dtype": "float32", "seed": 2},
-            {"name": "w2a2_ready", "M": 1, "N": 7, "K": 352, "dtype": "float32", "seed": 3, "real": True},
-            {"name": "w2a2_gemv", "M": 2, "N": 7, "K": 352, "dtype": "float32", "seed": 4, "real": True, "split": 30},
-        ],
-        5e-4,
-    ),
     "dense_gemv": (
         interpret_dense_gemv,
         [{"N": n, "K": k, "dtype": "float16", "seed": k} for n, k in ((19, 353), (7, 384))],
@@ -512,7 +489,7 @@ def decode_variants():
         {"BLOCK": pple.BLOCK}, ("logits", "V"), {"num_warps": pple.WARPS}, wide,
     )  # fmt: skip
     yield from q4_k_variants()
-    yield from w2a2_variants()
+    yield from two_bit_variants()
     yield from dense_variants()
     types = {"logits": "*bf16", "temperature": "*fp32", "top_k": indices, "top_p": "*fp32", "peak": "*fp32", "V": "i32"}
     types |= {
@@ -542,30 +519,15 @@ def decode_variants():
         )
 
 
-def w2a2_variants():
-    """Products with 2-bit weights, whose bits are counted by an instruction, and the activations' quantizer."""
-    from repro.kernels import quantize_2bit, w2a2_gemv
+def two_bit_variants():
+    """The quantizer of activations in 2 bits."""
+    from repro.kernels import quantize_2bit
 
-    counted = dict.fromkeys((80, 90, 100), "popc.b32")
     yield (
         "quantize_2bit", quantize_2bit.quantize_2bit_kernel,
         {"x": "*bf16", "codes": "*i32", "scales": "*fp32", "zeros": "*i32", "G": "i32"},
         {"GROUPS": quantize_2bit.GROUPS}, ("x", "codes", "scales", "zeros"), {"num_warps": 4}, {},
     )  # fmt: skip
-    weight = {"codes": "*i32", "scales": "*u8", "y": "*bf16", "factors": "*fp32"} | dict.fromkeys("NGZK", "i32")
-    quantized = {"x_codes": "*i32", "x_scales": "*fp32", "x_zeros": "*i32"}
-    for name, given, real in (
-        ("fused", {"x": "*bf16"}, False),
-        ("ready", quantized, False),
-        ("split, real zeros", {"x": "*bf16", "index": "*i32"}, True),
-    ):
-        types = weight | given | {"zeros": "*fp16" if real else "*u8"}
-        absent = {name: None for name in ("x", "index", *quantized) if name not in given}
-        how = {"READY": "x" not in given, "SPLIT": "index" in given, "REAL": real, "PLAIN": False}
-        yield (
-            f"w2a2 {name}", w2a2_gemv.w2a2_kernel, types, how | {"ROWS": 16, "GROUPS": 64} | absent,
-            (*given, "codes", "scales", "zeros", "y"), {"num_warps": 4}, counted,
-        )  # fmt: skip
 
 
 def dense_variants():

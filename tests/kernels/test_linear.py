@@ -119,7 +119,7 @@ def test_a_device_that_a_kernel_does_not_support(name, monkeypatch):
     assert module.unsupported("cuda") == (sentence if name in NEED_8_0 else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no compiler")
-    compiled = ("wna16_gemv", "w4a16_gemm", "dequantize", "w8a8_gemv", "q4_k_gemv")
+    compiled = ("wna16_gemv", "w4a16_gemm", "dequantize", "w8a8_gemv", "w2a2_gemv", "w2a2_ready", "q4_k_gemv")
     compiled += ("zigzag_gemv", "zigzag_sparse", "zigzag_masked")
     assert module.unsupported("cuda") == ("no compiler" if name in compiled else None)
 

@@ -1,7 +1,12 @@
 """W2A2 on a CPU: format, quantizer of activations and products, against Bit-by-Bit's quantizer and integers.
 
-The Triton kernels run in the interpreter in `test_kernels_triton.py`.
+The Triton kernel of `quantize_2bit` runs in the interpreter in `test_kernels_triton.py`.
 """
+
+import itertools
+import shutil
+import subprocess
+import types
 
 import cuda_on_cpu
 import pytest
@@ -12,9 +17,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from repro.bench import operators, timing  # noqa: E402
+from repro.bench import operators, timing, two_bit  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
-from repro.kernels import nvrtc, quantize_2bit, w2a2_gemv  # noqa: E402
+from repro.kernels import nvrtc, quantize_2bit, w2a2_gemv, w2a2_ready  # noqa: E402
 from repro.kernels import w2a2_format as form  # noqa: E402
 from repro.models.groups import quantizer  # noqa: E402
 from repro.models.groups import weight as group_weight  # noqa: E402
@@ -218,36 +223,148 @@ def test_the_source_s_codes_are_the_nearest_also_at_halves(monkeypatch):
     w2a2_gemv.source.cache_clear()
 
 
-def test_triton_is_the_default_while_the_source_has_not_run_on_a_gpu(monkeypatch):
-    assert w2a2_gemv.configuration("w2a2_gemv", 1, 96, 352, "cpu") == w2a2_gemv.DEFAULT
-    monkeypatch.setattr(w2a2_gemv, "BY_SOURCE", True)
-    assert w2a2_gemv.configuration("w2a2_gemv", 1, 96, 352, "cpu") == w2a2_gemv.heuristic(1, 96, 352)
-
-
-def test_every_shape_has_a_configuration_of_the_source():
-    """Warps are as many as there are chunks of 16 groups, or share them evenly; blocks fit an SM's threads."""
-    for m in (1, 4):
-        for rows, columns in ((1024, 3072), (4096, 14336), (28672, 8192), (8192, 28672), (14336, 4512), (7, 32)):
-            config = w2a2_gemv.heuristic(m, rows, columns)
-            chunks = -(-columns // 512)
-            turns = -(-chunks // config["warps"])
-            assert config["warps"] <= 16 and turns * config["warps"] - chunks < turns + config["warps"]
-            assert config["blocks"] * config["warps"] * 32 <= 2048 and config["blocks"] >= 1
-    assert w2a2_gemv.heuristic(1, 4096, 14336) == {"tiles": 1, "warps": 14, "blocks": 2}
+def test_every_shape_has_a_configuration():
+    """Of Table 7 plain and widened, one token and four: the kernels that were fastest, in configurations of SPACE."""
+    chosen = {}
+    for (rows, columns), m in itertools.product([*two_bit.TABLE7, (4096, 4512), (14336, 4512)], (1, 4)):
+        for ready in (False, True):
+            config = w2a2_gemv.heuristic(ready, m, rows, columns)
+            assert config in w2a2_gemv.SPACE or config["warps"] == -(-columns // 512)
+            chosen[ready, m, rows, columns] = config.get("kernel", "direct")
+    inside = {shape: chosen[False, 1, *shape] for shape in two_bit.TABLE7}
+    assert {shape for shape, kernel in inside.items() if kernel == "direct"} == {
+        (3072, 3072), (8192, 3072), (4096, 4096), (14336, 4096), (8192, 28672), (28672, 8192),
+    }  # fmt: skip
+    assert {chosen[True, m, *shape] for shape in two_bit.TABLE7 for m in (1, 4)} == {"direct"}
+    assert {chosen[False, 4, *shape] for shape in two_bit.TABLE7} == {"streamed"}
+    assert {chosen[ready, 1, 14336, 4512] for ready in (False, True)} == {"streamed"}
+    assert w2a2_gemv.heuristic(False, 1, 8192, 8192) == {"kernel": "streamed", "warps": 8, "tiles": 4}
+    assert w2a2_gemv.heuristic(False, 1, 8192, 8192, streams=False) == {"tiles": 2, "warps": 8, "blocks": 2}
+    assert w2a2_gemv.heuristic(False, 4, 8192, 81920) == {"tiles": 1, "warps": 16, "blocks": 1}  # x does not fit
+    assert w2a2_gemv.heuristic(True, 1, 4096, 14336) == {"tiles": 1, "warps": 14, "blocks": 2}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("by_source", [False, True])
 @pytest.mark.parametrize("name, case", [(name, case) for name in NAMES for case in load(name).CASES], ids=str)
-def test_kernels_on_a_gpu(name, case, by_source, monkeypatch):
-    """Against the reference, twice with the same bits."""
-    monkeypatch.setattr(w2a2_gemv, "BY_SOURCE", by_source)
+def test_kernels_on_a_gpu(name, case):
+    """Against the reference, twice with the same bits; every source where there are some."""
     module = load(name)
     inputs = module.make_inputs(case, "cuda")
-    want, got = (operators.tensors(make(**inputs)) for make in (module.reference, module.launch))
-    again = operators.tensors(module.launch(**inputs))
-    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-    for a, b in zip(got, want, strict=True):
-        error = (a.double() - b.double()).norm() / b.double().norm()
-        assert error <= operators.tolerance(name, getattr(torch, case["dtype"])) + 1e-3
+    want = operators.tensors(module.reference(**inputs))
+    for config in (None, *getattr(module, "CHECKED", ())):
+        given = inputs if config is None else inputs | {"config": config}
+        got, again = (operators.tensors(module.launch(**given)) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+        for a, b in zip(got, want, strict=True):
+            error = (a.double() - b.double()).norm() / b.double().norm()
+            assert error <= operators.tolerance(name, getattr(torch, case["dtype"])) + 1e-3
+
+
+H200 = {"processors": 132, "most": 232448 - 1024}
+STREAMED_CASES = [  # tokens, rows, columns, type, what else; warps, tiles; SMs, bytes of shared memory of a block
+    (3, 19, 352, "float32", {"ready": True}, (4, 2), 2, 40_000),
+    (1, 70, 1024, "bfloat16", {"ready": True}, (4, 4), 2, 20_000),  # one stage, used again
+    (4, 37, 544, "float16", {"real": True}, (2, 1), 1, 8_000),  # two stages, used three times
+    (2, 21, 640, "bfloat16", {"split": 30}, (4, 1), 2, 40_000),
+    pytest.param(1, 3, 32, "float32", {"real": True}, (2, 2), 2, 40_000, marks=pytest.mark.slow),
+    pytest.param(2, 50, 1056, "float32", {"split": 30, "real": True}, (8, 2), 3, 60_000, marks=pytest.mark.slow),
+]
+
+
+def run_source(inputs, config, monkeypatch, processors, shared):
+    device = types.SimpleNamespace(multi_processor_count=processors, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(w2a2_gemv, "streamed_unsupported", lambda device: None)
+    module = w2a2_gemv if "x" in inputs else w2a2_ready
+    return module.launch(**inputs, config={"kernel": "streamed", "warps": config[0], "tiles": config[1]})
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("m, n, k, dtype, more, config, processors, shared", STREAMED_CASES)
+def test_streamed_source_on_the_cpu(m, n, k, dtype, more, config, processors, shared, monkeypatch):
+    """The .cu file itself: codes of x, planes and their signs, copies and mbarriers, ragged ends, both forms."""
+    inputs = w2a2_gemv.make_inputs({"M": m, "N": n, "K": k, "dtype": dtype, "seed": m} | more)
+    inputs["x"][:, 96:] = (2 * inputs["x"][:, 96:]).round() / 2  # of which many lie halfway between codes
+    x = inputs["x"]
+    if "index" in inputs:
+        x = torch.cat([x, x.new_zeros(m, 1)], 1)[:, inputs["index"].long()]
+    weight = {name: inputs[name] for name in ("codes", "scales", "zeros", "factors")}
+    quantized = quantize_2bit.reference(x)
+    want = w2a2_gemv.product(*quantized, **weight)
+    y = run_source(inputs, config, monkeypatch, processors, shared)
+    assert y.dtype == x.dtype
+    assert error(y, want) < {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
+    if "ready" in more:
+        ready = dict(zip(("x_codes", "x_scales", "x_zeros"), quantized)) | weight
+        assert error(run_source(ready, config, monkeypatch, processors, shared), want) < 1e-6
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def streamed_plan(tokens, rows, columns, x=torch.bfloat16, real=False, gather=False):
+    config = w2a2_gemv.streamed(tokens, rows, columns // 32)
+    return w2a2_gemv.plan(
+        tokens, rows, columns // 32, real, x, gather, config["warps"], config["tiles"], **H200
+    )  # fmt: skip
+
+
+def test_every_shape_of_the_targets_has_a_plan_whose_copies_are_long():
+    shapes = [*two_bit.TABLE7, *((n, two_bit.wider(k)) for n, k in two_bit.MLP)]
+    for (rows, columns), tokens in itertools.product(shapes, (1, 4)):
+        how = streamed_plan(tokens, rows, columns)
+        stages, tiles, shared = (how.macros[name] for name in ("STAGES", "TILES", "SHARED"))
+        assert how.grid >= 128 and shared <= H200["most"] and how.macros["WARPS"] % tiles == 0
+        needed = -(-rows // (8 * tiles * how.grid))
+        assert stages == needed or shared * (stages + 1) / stages > H200["most"]
+        assert rows < 8192 or tiles * 2 * columns >= 12_000  # bytes of codes in a copy
+    with pytest.raises(ValueError, match="4 tokens of 2560 groups do not fit 231424 bytes"):
+        streamed_plan(4, 8192, 81920)
+
+
+def test_what_a_device_lacks_for_the_streamed_kernel_is_said():
+    inputs = w2a2_gemv.make_inputs(w2a2_gemv.CASES[0])
+    with pytest.raises(ValueError, match=r"w2a2_gemv \(streamed\) needs a CUDA device"):
+        w2a2_gemv.launch(**inputs, config=w2a2_gemv.STREAMED[0])
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("kernel", ["direct", "streamed"])
+def test_tensors_that_begin_anywhere_are_copied(kernel, monkeypatch):
+    inputs = w2a2_gemv.make_inputs(w2a2_gemv.CASES[0])
+    want = w2a2_gemv.reference(**inputs)
+    for name in ("x", "codes", "zeros"):
+        tensor = inputs[name]
+        inputs[name] = tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+        assert inputs[name].data_ptr() % 16
+    if kernel == "streamed":
+        y = run_source(inputs, (4, 2), monkeypatch, 2, 40_000)
+    else:
+        monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+        w2a2_gemv.source.cache_clear()
+        y = w2a2_gemv.launch(**inputs, config={"tiles": 1, "warps": 2, "blocks": 1})
+        w2a2_gemv.source.cache_clear()
+    assert error(y, want.double()) < 1e-6
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tokens": 1, "rows": 14336, "columns": 4096},
+        {"tokens": 4, "rows": 4096, "columns": 14336},
+        {"tokens": 4, "rows": 4096, "columns": 4096, "x": torch.float32},
+        {"tokens": 1, "rows": 28672, "columns": 8192, "x": None},
+        {"tokens": 4, "rows": 4096, "columns": 4512, "gather": True, "real": True},
+    ],
+    ids=str,
+)
+def test_streamed_source_compiles_without_spilling(given, tmp_path):
+    """Shared memory is as much as the launcher says, too: the source asserts it."""
+    words = [f"-D{name}={value}" for name, value in streamed_plan(**given).macros.items()]
+    words += ["-std=c++17", "-Xptxas", "-v", "-o", str(tmp_path / "cubin"), str(w2a2_gemv.STREAMED_SOURCE)]
+    done = subprocess.run(["nvcc", "-cubin", "-arch=sm_90a", *words], capture_output=True, text=True)
+    assert done.returncode == 0 and "0 bytes spill stores" in done.stderr, done.stderr
