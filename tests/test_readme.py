@@ -100,9 +100,6 @@ def of_bitbybit():
     assert line[2] == "in 8 of 8 columns"
     yield f"behind BitDistiller at w2a16 in {sum(behind)} of {len(behind)} columns,"
     yield "where the paper has it ahead in 8 of 8"
-    line = row_of("bitbybit", "| bitbybit B01 | the 2-bit kernel")
-    yield f"2-bit products are {float(line[3].split()[0]):.1f} times as fast as 16-bit ones where "
-    yield f"{line[2].rstrip('x')} times is printed"
 
 
 def of_flexquant():

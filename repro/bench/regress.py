@@ -2,8 +2,8 @@
 
     python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark.json [more.json ...]
 
-Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own; `xz` may
-have packed them.
+Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own, plain
+or in xz.
 A kernel's absolute time never counts: it is divided by two reference times of its own run, the read floor of its bytes
 (for the host's time of a call that of `F.linear`, for a prefill bf16 products alone) and the library's bf16 matmul (the
 median over its shapes), and is called slower only by as much as both agree on.
