@@ -401,3 +401,8 @@ def test_terminal_wraps_texts():
 )
 def test_odd_sheets(sheet):
     assert terminal(sheet, 100).startswith("t\n") and structure(latex(sheet))
+
+
+def test_a_minus_is_one_in_texts_and_notes_too():
+    text = latex(Sheet("t", ["", "what"], [["a", "-0.5 to 2-3"]], ["from -1.15 %"], left=2))
+    assert "$-$0.5 to 2-3" in text and "from $-$1.15" in text
