@@ -133,7 +133,7 @@ NAMES: list[Case] = [
     (("verify", "--sample", "0"), ("'0' is not a whole number of 1 or more",), None),
     (("verify", "spear/table99"), ("unknown table 'spear/table99'",), None),
     (("verify", "spear/table3"), ("unknown table with a spec 'spear/table3'",), None),
-    (("verify", "bitbybit/table6"), ("nothing is stored for bitbybit/table6 at scale pocket",), None),
+    (("verify", "bitbybit/table8"), ("nothing is stored for bitbybit/table8 at scale pocket",), None),
     (("coverage", "--scale", "nope"), ("unknown scale 'nope'", "pocket"), None),
     (("coverage", "--scale", "../config/pocket"), ("unknown scale '../config/pocket'",), None),
     (("pretrain", "pocket-33m"), ("unknown pocket model 'pocket-33m'", "did you mean"), None),

@@ -199,7 +199,7 @@ def _carrier(line: Mapping[str, str]) -> str:
 
 
 def _ids(one: Judged) -> str:
-    bare = "a target" if one.spec.target else "a figure"
+    bare = "a target" if one.spec.target else "a statement"
     return f"{one.spec.claim.partition(' ')[2] or bare} ({own_numbers.title(_numbers(one)[0])})"
 
 

@@ -149,11 +149,11 @@ BYTES = {  # of the first cases, by hand
     "active_inputs": 4 * (2311 + 2312),
     "rms_norm_active": 4 * (5 * 257 + 258),
     "silu_product_active": 4 * (3 * 1301 + 1302),
-    "q4_k_gemv": 144 * 67 * 2 + 4 * (512 + 67),
-    "q4_k_naive_sparse": 144 * 67 * 2 + 4 * (512 + 67) + 4 * 257,
-    "zigzag_gemv": 144 * 333 * 2 + 4 * (333 + 300),
-    "zigzag_sparse": 144 * 166 * 2 + 4 * (333 + 300) + 4 * 167,
-    "zigzag_masked": 144 * 166 * 2 + 4 * (333 + 300),
+    "q4_k_gemv": 144 * 67 * 2 + 2 * (512 + 67),
+    "q4_k_naive_sparse": 144 * 67 * 2 + 2 * (512 + 67) + 4 * 257,
+    "zigzag_gemv": 144 * 333 * 2 + 2 * (333 + 300),
+    "zigzag_sparse": 144 * 166 * 2 + 2 * (333 + 300) + 4 * 167,
+    "zigzag_masked": 144 * 166 * 2 + 2 * (333 + 300),
 }
 
 

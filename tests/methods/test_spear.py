@@ -532,7 +532,10 @@ def test_the_start_is_whitened_by_what_the_layers_read():
 # --- the whole step -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("baseline", sorted(name for name, one in BASELINES.items() if issubclass(one.Config, Grid)))
+# What DNS keeps in 16 bits beside its codes is not theirs alone, so that no compensator can follow it.
+@pytest.mark.parametrize(
+    "baseline", sorted(name for name, one in BASELINES.items() if issubclass(one.Config, Grid) and name != "dns")
+)
 @pytest.mark.parametrize("layout", ["llama", "qwen2"])
 def test_full_precision_is_recovered_behind_every_quantizer(baseline, layout):
     lm = quantized(layout, baseline=baseline)

@@ -260,7 +260,7 @@ def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_
         assert not cell.ask.schedule or cell.recipe == "fp16"
         return Quantity([{"s": observations.Series(of[cell.recipe], "sequences", "g")}], lambda mean: mean["s"])
 
-    monkeypatch.setattr(measure, "_as_it_is", made)
+    monkeypatch.setattr(measure, "_by_itself", made)
     monkeypatch.setattr(measure, "quantity", quantity)
     cells = [c for c in flow.cells("flexquant", "1") if c.model == "Vicuna-7B" and c.recipe in of]
     found = {(c.row, c.col): measure.one(flow, c).status for c in cells}
