@@ -136,7 +136,7 @@ def test_every_method_is_packed():
     steps = {step.name for text in METHODS.values() for step in recipe.parse(text).steps}
     others = {"q4_k", "bitbybit", "sliced", "matquant", "group_qat", "planted", "saved", "master", "hqq", "dns"}
     assert steps == set(recipe.STEPS) - others, (
-        "formats of their own: test_q4_k, test_bitbybit, test_qat, test_dns and test_baselines hold them"
+        "formats of their own: test_q4_k, test_bitbybit, test_qat and test_baselines hold them"
     )
 
 
