@@ -206,9 +206,10 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             hidden, calls = record(block, [*linears, *(fold.inspect for fold in folds)], hidden, kw)
         s_x = [found[name].mean_abs.mean(0).float() for name in first]
         scales = [_scale_of(fold, block, s, calls, prefix, config) for fold, s in zip(folds, s_x, strict=True)]
-        divisor = {name: s for fold, s in zip(folds, scales, strict=True) for name in fold.linears}
+        divisor = {}
         for fold, s in zip(folds, scales, strict=True):
             fold.apply(block, s)
+            divisor |= dict.fromkeys(fold.linears, s)
         for name, linear in linears.items():
             W = linear.weight.data
             with in_layer(f"{prefix}.{name}"):

@@ -115,7 +115,9 @@ def smooth(lm: LowBitModel, calibration: Tensor, alpha: float) -> None:
     kind = getattr(getattr(lm.model, "config", None), "model_type", type(lm.model).__name__)
     if kind not in awq.FOLDS:
         raise unknown("architecture for smoothquant, which must know what reads each norm,", kind, awq.FOLDS)
-    folds = [(p, b, fold) for p, b in blocks(lm.model).items() for fold in awq.FOLDS[kind] if "norm" in fold.source]
+    folds = []
+    for prefix, block in blocks(lm.model).items():
+        folds += [(prefix, block, fold) for fold in awq.FOLDS[kind] if "norm" in fold.source]
     found = statistics(lm.model, [f"{prefix}.{fold.linears[0]}" for prefix, _, fold in folds], calibration)
     for prefix, block, fold in folds:
         x = found[f"{prefix}.{fold.linears[0]}"].max_abs.amax(0)

@@ -71,12 +71,11 @@ MORE_WGMMA_TILES = [  # fastest at some shape of an H200 in an earlier sweep
     (2, 1, 128, 5, 6), (2, 1, 128, 8, 6), (2, 2, 64, 5, 6), (2, 2, 128, 3, 6), (3, 1, 128, 3, 6), (3, 2, 64, 3, 6),
     (3, 2, 64, 5, 6), (4, 1, 128, 5, 4),
 ]  # fmt: skip
-SPACE = [
-    dict(zip(constants, (*tile, split)))
-    for constants, tiles in ((CONSTANTS, TILES), (WGMMA_CONSTANTS, WGMMA_TILES + MORE_WGMMA_TILES))
-    for tile in tiles
-    for split in (1, 2, 3, 4, 5, 6, 7, 8)
-]
+SPACE = []
+for constants, tiles in ((CONSTANTS, TILES), (WGMMA_CONSTANTS, WGMMA_TILES + MORE_WGMMA_TILES)):
+    for tile in tiles:
+        for split in (1, 2, 3, 4, 5, 6, 7, 8):
+            SPACE.append(dict(zip(constants, (*tile, split))))
 
 
 def random_weight(case: dict) -> packing.PackedWeight:

@@ -32,24 +32,25 @@ CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13
     {"M": 17, "N": 129, "K": 127, "dtype": "bfloat16", "seed": 4},
     {"M": 65, "N": 127, "K": 1001, "dtype": "float16", "seed": 5},
 ]
-SPACE = [  # a tile's tokens, channels and columns; programs that split its columns; warps; tiles in flight
-    {"m": m, "n": n, "k": k, "split": split, "swap": swap, "warps": warps, "stages": stages}
-    for m, n, k, swap, warps, stages, splits in [
-        (16, 64, 256, True, 4, 4, (1, 2, 4, 8)),
-        (16, 64, 512, True, 4, 3, (1, 2, 4)),
-        (32, 64, 256, True, 4, 4, (1, 2, 4, 8)),
-        (64, 64, 256, True, 4, 4, (1, 2, 4, 8)),
-        (64, 128, 128, True, 4, 5, (1, 2, 4)),
-        (128, 64, 128, False, 4, 5, (1, 2, 4)),
-        (128, 128, 256, False, 8, 3, (1, 2, 4)),
-        (128, 128, 128, False, 4, 3, (1, 2)),
-        (128, 128, 128, True, 4, 3, (1,)),
-        (256, 128, 128, False, 8, 4, (1,)),
-        (256, 128, 128, True, 8, 4, (1,)),
-        (128, 256, 128, False, 8, 4, (1, 2)),
-    ]
-    for split in splits
+TILES = [  # of a program: tokens, channels and columns, whether x is the second factor, warps, tiles in flight; splits
+    (16, 64, 256, True, 4, 4, (1, 2, 4, 8)),
+    (16, 64, 512, True, 4, 3, (1, 2, 4)),
+    (32, 64, 256, True, 4, 4, (1, 2, 4, 8)),
+    (64, 64, 256, True, 4, 4, (1, 2, 4, 8)),
+    (64, 128, 128, True, 4, 5, (1, 2, 4)),
+    (128, 64, 128, False, 4, 5, (1, 2, 4)),
+    (128, 128, 256, False, 8, 3, (1, 2, 4)),
+    (128, 128, 128, False, 4, 3, (1, 2)),
+    (128, 128, 128, True, 4, 3, (1,)),
+    (256, 128, 128, False, 8, 4, (1,)),
+    (256, 128, 128, True, 8, 4, (1,)),
+    (128, 256, 128, False, 8, 4, (1, 2)),
 ]
+SPACE = []  # with the programs that split a tile's columns
+for m, n, k, swap, warps, stages, splits in TILES:
+    for split in splits:
+        tile = {"m": m, "n": n, "k": k, "split": split, "swap": swap, "warps": warps, "stages": stages}
+        SPACE.append(tile)
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:

@@ -46,16 +46,14 @@ CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13
     {"M": 7, "N": 7, "K": 1008, "dtype": "bfloat16", "seed": 6},
     {"M": 1, "N": 1003, "K": 2064, "dtype": "float16", "seed": 7},
 ]
-ONE_TOKEN = [  # rows per program, words of 4 codes that its threads load at once from a row, warps
-    {"rows": rows, "chunk": chunk, "warps": warps}
-    for rows in (2, 4, 8)
-    for chunk, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (2048, 16))
-]
-STREAMED = [  # warps per thread block, columns of an 8-row piece, pieces in flight per warp, blocks per cluster
-    {"warps": warps, "segment": segment, "stages": stages, "cluster": cluster}
-    for warps, segment, stages in [(8, 512, 2), (8, 512, 3), (8, 1024, 2), (16, 512, 2)]
-    for cluster in (1, 2, 4, 8)
-]
+ONE_TOKEN = []  # rows per program, words of 4 codes that its threads load at once from a row, warps
+for rows in (2, 4, 8):
+    for chunk, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (2048, 16)):
+        ONE_TOKEN.append({"rows": rows, "chunk": chunk, "warps": warps})
+STREAMED = []  # warps per thread block, columns of an 8-row piece, pieces in flight per warp, blocks per cluster
+for warps, segment, stages in ((8, 512, 2), (8, 512, 3), (8, 1024, 2), (16, 512, 2)):
+    for cluster in (1, 2, 4, 8):
+        STREAMED.append({"warps": warps, "segment": segment, "stages": stages, "cluster": cluster})
 SPACE = ONE_TOKEN + STREAMED
 
 

@@ -27,6 +27,7 @@ flight. The time of a small layer is that of the instructions around one memory 
 and no loop, and the number of columns is a compile-time constant.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -56,15 +57,25 @@ CASES = [  # layers of Llama 3.2 1B, Llama 3.1 8B and 70B, Llama 2 7B and 13B; r
     {"rows": 40, "columns": 1056, "bits": 4, "group": 32, "symmetric": False, "m": 1, "seed": 10},
 ]
 
-SPACE = [  # launch configurations that `python -m repro tune` tries; `configuration` explains them
-    {"warps": warps, "tiles": tiles, "chunk": chunk, "stages": stages, "splits": splits, "blocks": blocks}
-    for warps in (4, 6, 8, 16)
-    for tiles in (1, 2, 4)
-    for chunk, stages in ((128, 1), (128, 2), (128, 3), (128, 4), (256, 1), (256, 2), (512, 1))
-    for splits in (1, 2)
-    for blocks in sorted({threads // (32 * warps) for threads in (256, 384, 640, 1024)} - {0})
-    if warps * tiles * stages * chunk <= 8192
-]
+CHUNKS = ((128, 1), (128, 2), (128, 3), (128, 4), (256, 1), (256, 2), (512, 1))  # columns, and stages in flight
+THREADS = (256, 384, 640, 1024)  # of all blocks of an SM
+MOST = 8192  # columns that a block may have in flight
+
+
+def _space() -> list[dict[str, int]]:
+    """Launch configurations that `python -m repro tune` tries; `configuration` explains them."""
+    space = []
+    for warps, tiles, (chunk, stages) in itertools.product((4, 6, 8, 16), (1, 2, 4), CHUNKS):
+        if warps * tiles * stages * chunk > MOST:
+            continue
+        blocks_of_an_sm = sorted({threads // (32 * warps) for threads in THREADS} - {0})
+        for splits, blocks in itertools.product((1, 2), blocks_of_an_sm):
+            config = {"warps": warps, "tiles": tiles, "chunk": chunk, "stages": stages}
+            space.append(config | {"splits": splits, "blocks": blocks})
+    return space
+
+
+SPACE = _space()
 SPACE += [  # fastest at some shape of an H200 in an earlier sweep
     dict(zip(("warps", "tiles", "chunk", "stages", "splits", "blocks"), values))
     for values in (

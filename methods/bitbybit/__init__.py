@@ -205,7 +205,10 @@ def split_channels(teacher: nn.Module, states: Sequence[TrainedBlock], ids: Tens
         share = splitting.ratio(number, len(states), config.split_first, config.split_last)
         own = {name: seen[f"{prefix}.{name}"] for name in state.latent}
         state.columns |= splitting.block_columns(state.latent, own, share, config.split_metric, config.group)
-    return [float((each.sign > 0).sum()) for state in states for each in state.columns.values()]
+    kept = []
+    for state in states:
+        kept += [float((each.sign > 0).sum()) for each in state.columns.values()]
+    return kept
 
 
 def input_kurtosis(model: nn.Module, ids: Tensor) -> dict[str, float]:

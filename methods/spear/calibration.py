@@ -81,9 +81,10 @@ def calibrate(
     history = []
     with frozen(model):
         for phase in config.phases:
-            trained = [tensor for ec in ecs for name, tensor in ec.named_buffers() if name in phase.trained]
+            trained = []
             for ec in ecs:
                 ec.gated = phase.trained == GATE
+                trained += [tensor for name, tensor in ec.named_buffers() if name in phase.trained]
             for tensor in trained:
                 tensor.requires_grad_(True)
             optimizer = graphs.adamw(

@@ -132,7 +132,8 @@ def bench(
     places = [(*shape, m) for shape, m in itertools.product(shapes or recorded.shapes(), counts)]
     todo = []
     for place in places:
-        wanted = {(name, mode) for name, p in chosen.items() if p.takes(place[2]) for mode in modes}
+        taking = [name for name, one in chosen.items() if one.takes(place[2])]
+        wanted = set(itertools.product(taking, modes))
         done = [row for row in old if (row.N, row.K, row.M) == place]
         if wanted <= {(row.label, row.mode) for row in done if not broken_of_ours(row)}:
             rows += done

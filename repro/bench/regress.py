@@ -229,7 +229,10 @@ def regress(
         raise UserError(f"{new[0]}: no kernel in common with {where}")
     lines = []
     if not partial:
-        missing = {name for run in baseline for name, c in run.cells.items() if c.judged} - set(runs[0].cells)
+        judged = set()
+        for run in baseline:
+            judged |= {name for name, cell in run.cells.items() if cell.judged}
+        missing = judged - set(runs[0].cells)
         lines += [f"regression: {name} was not measured in {new[0]}, as it was in {where}" for name in sorted(missing)]
     suspects = {name: one for name, one in first.items() if one.slower}
     for name, one in suspects.items():

@@ -83,7 +83,10 @@ def _places(
 
 def _cases(*counts: int, **more: Any) -> list[Case]:  # noqa: ANN401
     """Every layer shape with every number of activation rows."""
-    return [{"M": m, "N": n, "K": k, "seed": 0, "dtype": "bfloat16", **more} for n, k in shapes() for m in counts]
+    cases = []
+    for n, k in shapes():
+        cases += [{"M": m, "N": n, "K": k, "seed": 0, "dtype": "bfloat16", **more} for m in counts]
+    return cases
 
 
 def _wna16_gemv() -> list[Place]:

@@ -121,7 +121,7 @@ def test_float32_is_refused_on_a_gpu():
     assert "x is float32; on a GPU" in q4_k_planes.misfit(on_gpu, inputs["codes"], 40)
 
 
-def test_configurations_fit_a_multiprocessor():
+def test_configurations_fit_an_sm():
     """227 KB of shared memory and 64 K registers, of which a source takes at least 56 or 120 a thread."""
     for config in q4_k_gemv.SPACE:
         assert config["blocks"] * (q4_k_gemv.shared_bytes(config) + 1024) <= 228 * 1024
