@@ -143,22 +143,20 @@ def direct(
     """
     first, others = min(positions), [i for i in range(count) if i not in positions]
     numbers = operator_module.itemgetter(*others) if others else len
-    seen: dict[tuple, list[tuple[Callable, Callable]]] = {}  # what recognizes a call's tensors, and its launch
+    seen: dict[tuple, tuple[tuple[Callable, Callable], ...]] = {}  # what recognizes a call's tensors, and its launch
 
     def learn(key: tuple, values: Sequence[Any]) -> None:
         if torch._C._dispatch_tls_local_include_set().raw_repr() not in ORDINARY:
             return
-        ready = known.get(facts(values))
-        if ready is None or len(seen.get(key, ())) >= MOST_ALIKE:
+        ready, alike = known.get(facts(values)), seen.get(key, ())
+        if ready is None or len(alike) >= MOST_ALIKE:
             return
         recognizes = recognizer(values, positions)
         if recognizes(values):  # not where an address is no multiple of `VECTOR`
-            if key not in seen:
-                remember(seen, key, [])
-            seen[key].append((recognizes, ready))
+            remember(seen, key, (*alike, (recognizes, ready)))
 
     def call(*values: Any, **named: Any) -> Any:  # noqa: ANN401
-        if named or torch.compiler.is_compiling():
+        if named or torch.compiler.is_compiling() or torch._C._is_torch_function_mode_enabled():
             return overload(*values, **named)
         try:
             key = len(values), values[first].shape, numbers(values)
@@ -230,7 +228,7 @@ def remember(known: dict[tuple | None, Any], key: tuple | None, ready: Any) -> N
         return
     if len(known) >= MOST_KNOWN:
         for old in list(known)[: MOST_KNOWN // 2]:
-            del known[old]
+            known.pop(old, None)  # another thread may have taken it out
     known[key] = ready
 
 

@@ -19,22 +19,19 @@ class Prepared:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:  # noqa: ANN401
         self._kernel, self._grid, self._constants = kernel, grid, constants
-        self._run: Any = None
-        self._device = -1  # whose kernel `_run` launches
-        self._rest: tuple = ()  # values of the kernel's last parameters, which are constants
+        self._found: tuple[int, Any, tuple] = (-1, None, ())  # a device, what launches there, constants in order
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         """Launch on torch's current stream: tensors, numbers and None for the parameters that are no constants."""
-        if self._run is None or torch._C._cuda_getDevice() != self._device:
+        device, run, rest = self._found  # at once: another thread may launch on another device
+        if run is None or torch._C._cuda_getDevice() != device:
             self._first(arguments)
             return
         given = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-        self._run(*given, *self._rest, stream=torch._C._cuda_getCurrentRawStream(self._device))
+        run(*given, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
 
     def _first(self, arguments: tuple) -> None:
-        self._rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
+        rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
         compiled = self._kernel[self._grid](*arguments, **self._constants)
-        if compiled is None:  # by Triton's interpreter
-            return
-        self._run = compiled[(*self._grid, 1, 1)[:3]]
-        self._device = torch.cuda.current_device()
+        if compiled is not None:  # as by Triton's interpreter
+            self._found = torch.cuda.current_device(), compiled[(*self._grid, 1, 1)[:3]], rest

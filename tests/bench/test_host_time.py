@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro.kernels import nvrtc, operators
@@ -88,6 +89,13 @@ class Mode(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class FunctionMode(TorchFunctionMode):
+    """Sees every function and operator that is called from Python."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 def test_tracing_modes_gradients_and_subclasses_go_through_the_dispatcher(counted):
     x = torch.ones(2, 8)
     assert counted.counted(x, None, number=3)[0] == "dispatcher"
@@ -100,9 +108,10 @@ def test_tracing_modes_gradients_and_subclasses_go_through_the_dispatcher(counte
     with torch.inference_mode():
         counted.counted(x, None, 3)  # other dispatch keys than outside, and as ordinary
         assert counted.counted(x, None, 3) == ["launch"]
-    with Mode():
-        for _ in range(2):
-            assert counted.counted(x, None, 3)[0] == "dispatcher"
+    for mode in (Mode, FunctionMode):
+        with mode():
+            for _ in range(2):
+                assert counted.counted(x, None, 3)[0] == "dispatcher"
     counted.calls.clear()
     torch.jit.trace(lambda x: counted.direct(x, None, 3), x, check_trace=False)
     assert counted.calls[0] == "dispatcher"
@@ -189,6 +198,26 @@ def test_triton_binds_the_first_launch_alone(monkeypatch):
     device[0] = 1  # which has a kernel of its own
     prepared(x, 7)
     assert len(kernel.bound) == 2 and len(kernel.launches) == 2
+
+
+def test_a_launch_on_another_device_meanwhile_changes_nothing(monkeypatch):
+    device = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    kernel = Kernel()
+    prepared = Prepared(kernel, (5,), SPLIT=2, BLOCK=64)
+
+    class Between(torch.Tensor):
+        def data_ptr(self):
+            device[0] = 1
+            prepared(torch.ones(3), 7)
+            device[0] = 0
+            return 16
+
+    prepared(torch.ones(3), 7)
+    prepared(torch.ones(3).as_subclass(Between), 7)
+    assert kernel.launches == [((5, 1, 1), (16, 7, 64, 2), 70)] and len(kernel.bound) == 2
 
 
 def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypatch):
