@@ -109,7 +109,11 @@ def of_panel(plan: Plan, columns: Sequence[int]) -> list[list[list[str]]]:
         lines = [line for line in block if any(line[i] for i in columns)]
         if lines:
             sections[-1].append([[*block[0][:left], *lines[0][left:]], *lines[1:]])
-    return [block for section in sections for block in section if len(section) > 1 or len(block[0]) > 1]
+    shown = []
+    for section in sections:
+        title_alone = len(section) == 1 and len(section[0][0]) == 1
+        shown += [] if title_alone else section
+    return shown
 
 
 def shrink(widths: Sequence[float], budget: float) -> list[float]:

@@ -114,7 +114,9 @@ def _labels(cells: Sequence[Cell]) -> dict[str, str]:
         shared.setdefault(said, []).extend(together)
     if any(len(columns) > len(own) for columns in shared.values()):
         return label  # two columns of a model would be one
-    return label | {col: said for said, columns in shared.items() for col in columns}
+    for said, columns in shared.items():
+        label = label | dict.fromkeys(columns, said)
+    return label
 
 
 def _without_values(

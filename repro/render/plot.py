@@ -103,7 +103,9 @@ def lines(
     high = -(-max(1, len(panels)) // wide)
     with plt.rc_context(STYLE):
         width = max(5.2, 3.4 * wide)
-        measured = {name for panel in panels.values() for name, points in panel.items() if points}
+        measured = set()
+        for panel in panels.values():
+            measured |= {name for name, points in panel.items() if points}
         labels = [name if name in measured else f"{name}: not measured" for name in series]
         figure = plt.figure(figsize=(width, 2.8 * high))
         grid = figure.add_gridspec(high, wide)

@@ -223,11 +223,10 @@ def _write(path: Path, rows: Sequence[Taken]) -> None:
         cell = json.dumps([*one.row.place, one.row.scale], ensure_ascii=False)
         of_kind = held.setdefault(one.inputs.get("measure", "other"), {})
         of_kind |= {(cell, i): seed for i, seed in enumerate(one.seeds)}
-    packs = {
-        path.parent / "observations" / f"{_stem(path)}-{measure}-{digest[:8]}.parquet": data
-        for measure, one in held.items()
-        for digest, data in observations.pack(one)
-    }
+    packs = {}
+    for measure, one in held.items():
+        for digest, data in observations.pack(one):
+            packs[path.parent / "observations" / f"{_stem(path)}-{measure}-{digest[:8]}.parquet"] = data
     for pack, data in packs.items():
         if not pack.is_file():
             with atomic(pack) as temporary:

@@ -118,7 +118,9 @@ def _compiled(job: tuple[Path, tuple[tuple[str, int], ...], str]) -> None:
 
 def compile_all(todo: Sequence[Place]) -> None:
     """Compile what the places need, side by side; the cubins stay on disk."""
-    jobs = {(source, tuple(macros.items()), "sm_90a") for place in todo for source, macros in sources(place)}
+    jobs = set()
+    for place in todo:
+        jobs |= {(source, tuple(macros.items()), "sm_90a") for source, macros in sources(place)}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compiled, sorted(jobs, key=str), chunksize=4))
 

@@ -31,7 +31,7 @@ from repro.studies import space
 
 SHAPES = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)]
 EDGES = (8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)  # measured with the number of tokens after it
-COUNTS = sorted({m + i for m in EDGES for i in (0, 1)} | {600})
+COUNTS = sorted({*EDGES, *(m + 1 for m in EDGES), 600})
 STEP, AGAINST = 1.15, {128: 0.90, 256: 0.85}
 WORST = 0.70
 TAIL = 16  # tokens behind a multiple of 64 that could be a launch of their own

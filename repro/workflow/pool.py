@@ -232,7 +232,9 @@ def _next(
         others = [other.job for other in workers if other.job and other.gpu == worker.gpu]
         return not others or not any(map(runner.alone, [job, *others]))
 
-    pairs = [(worker, job) for job in ready for worker in idle if fits(job, worker) and undisturbed(job, worker)]
+    pairs = []
+    for job in ready:
+        pairs += [(worker, job) for worker in idle if fits(job, worker) and undisturbed(job, worker)]
     return min(pairs, key=lambda pair: place(pair[1], pair[0]), default=None)
 
 
