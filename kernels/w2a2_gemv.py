@@ -28,7 +28,7 @@ from torch import Tensor
 
 from repro.kernels import nvrtc, quantize_2bit
 from repro.kernels import w2a2_format as form
-from repro.kernels.launch_config import lacks, launch_config
+from repro.kernels.launch_config import lacks, launch_config, processors
 from repro.kernels.operators import FLOATS, VECTOR, Argument, operator
 from repro.kernels.w2a2_format import CODES, FACTORS, SCALES, ZEROS
 
@@ -97,7 +97,10 @@ def unsupported(device: torch.device | str) -> str | None:
 def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.device | str) -> dict:
     """The configuration recorded for the shape, or that of `heuristic`."""
     recorded = launch_config(kernel, f"{m}x{rows}x{columns}", device)
-    return recorded or heuristic(kernel == "w2a2_ready", m, rows, columns, not streamed_unsupported(device))
+    if recorded:
+        return recorded
+    streams = streamed_unsupported(device) is None
+    return heuristic(kernel == "w2a2_ready", m, rows, columns, streams, processors(torch.device(device)))
 
 
 def heuristic(ready: bool, m: int, rows: int, columns: int, streams: bool = True, processors: int = 132) -> dict:

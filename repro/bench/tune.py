@@ -101,9 +101,9 @@ def _wna16_gemv() -> list[Place]:
 
 def _w4a16_gemm() -> list[Place]:
     """A tile has at most as many tokens as there are, or 16."""
-    tokens = lambda config: config["MT"] if "MT" in config else 64 * config["MB"]  # noqa: E731
+    tokens_of = load("w4a16_gemm").tokens_of
     cases = _cases(16, 32, 64, 128, 256, bits=4, group=128, symmetric=False)
-    return _places("w4a16_gemm", cases, fits=lambda case, config: tokens(config) <= max(16, case["M"]))
+    return _places("w4a16_gemm", cases, fits=lambda case, config: tokens_of(config) <= max(16, case["M"]))
 
 
 def _q4_k(name: str) -> list[Place]:
@@ -133,7 +133,7 @@ def _q4_k(name: str) -> list[Place]:
 
 
 def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
-    """W2A2 by its CUDA source, one token and four, on the layers of Bit-by-Bit's Table 7; warps with equal shares."""
+    """W2A2, one token and four, on the layers of Bit-by-Bit's Table 7."""
     module = load(name)
 
     def prepare(case: Case) -> Callable[[Config], Task]:
@@ -144,7 +144,7 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
 
     places = []
     for n, k in two_bit.TABLE7:
-        space = [config for config in module.SPACE if "tiles" in config and shares_evenly(config["warps"], k)]
+        space = [config for config in module.SPACE if "kernel" in config or shares_evenly(config["warps"], k)]
         for m in (1, 4):
             case = {"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}
             places.append(Place(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
@@ -152,7 +152,7 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
 
 
 def shares_evenly(warps: int, columns: int) -> bool:
-    """Whether so many warps take turns at chunks of 512 columns and none has more than one turn less than another."""
+    """Whether so many warps of w2a2_gemv.cu take turns at chunks of 512 columns, none more than one less than another."""
     chunks = -(-columns // 512)
     return warps == -(-chunks // -(-chunks // warps))
 

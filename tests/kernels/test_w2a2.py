@@ -244,6 +244,15 @@ def test_every_shape_has_a_configuration():
     assert w2a2_gemv.heuristic(True, 1, 4096, 14336) == {"tiles": 1, "warps": 14, "blocks": 2}
 
 
+def test_the_heuristic_knows_the_device_s_sms(monkeypatch):
+    monkeypatch.setattr(w2a2_gemv, "streamed_unsupported", lambda device: None)
+    monkeypatch.setattr(w2a2_gemv, "processors", lambda device: 56)
+    found = w2a2_gemv.configuration("w2a2_gemv", 1, 1024, 4096, "cpu")
+    assert (
+        found == w2a2_gemv.heuristic(False, 1, 1024, 4096, processors=56) != w2a2_gemv.heuristic(False, 1, 1024, 4096)
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name, case", [(name, case) for name in NAMES for case in load(name).CASES], ids=str)
