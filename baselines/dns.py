@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from repro.baselines import gptq, grid
 from repro.core.errors import UserError
 from repro.models.attachments import Attachment, Beside
-from repro.models.lowbit import LowBitModel, block_inputs, blocks, in_layer
+from repro.models.lowbit import LowBitModel, in_layer
 
 VERSION = 1
 CALIBRATED = True
@@ -62,22 +61,16 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     Raises:
         UserError: there is no calibration, or a layer cannot be quantized; the message names it.
     """
-    if calibration is None or not calibration.numel():
-        raise UserError("dns needs calibration tokens, there are none; name a calibration corpus in the recipe")
-    hidden, kwargs = block_inputs(lm.model, calibration)
     sparse: dict[str, Tensor] = {}
-    for (prefix, block), kw in zip(tqdm(blocks(lm.model).items(), "dns", leave=False), kwargs, strict=True):
-        families = gptq.same_input(block, hidden[0], kw)
-        for stage in [[family] for family in families] if config.true_sequential else [families]:
-            for family, H in zip(stage, gptq.hessians(block, stage, hidden, kw), strict=True):
-                names = [f"{prefix}.{name}" for name in family]
-                sparse |= _without_outliers(lm, names, config)
-                gptq.quantize_family(lm, names, H, config)
-                for name in names:  # later blocks read what both parts give
-                    linear = lm.model.get_submodule(name)
-                    linear.weight.data = linear.weight.data + sparse[name]
-        for i, h in enumerate(hidden):
-            hidden[i] = block(h, **kw)
+
+    def quantize(lm: LowBitModel, names: list[str], H: Tensor, config: Config) -> None:
+        sparse.update(_without_outliers(lm, names, config))
+        gptq.quantize_family(lm, names, H, config)
+        for name in names:  # later blocks read what both parts give
+            linear = lm.model.get_submodule(name)
+            linear.weight.data = linear.weight.data + sparse[name]
+
+    gptq.in_order(lm, calibration, config, "dns", quantize)
     for name, part in sparse.items():
         lm.set_weight(name, lm.weights[name])  # the dense part alone
         lm.attach(name, Attachment("dns", stored(part), {}))

@@ -23,6 +23,7 @@ As the rest of its row of H is 0, a dead column neither takes nor passes on erro
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -143,14 +144,21 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     Raises:
         UserError: there is no calibration, or a layer cannot be quantized; the message names it.
     """
+    in_order(lm, calibration, config, "gptq", quantize_family)
+
+
+def in_order(
+    lm: LowBitModel, calibration: Tensor | None, config: Config, step: str, quantize: Callable[..., None]
+) -> None:
+    """The order of `apply` for a step of that name, whose `quantize` is called as `quantize_family` is."""
     if calibration is None or not calibration.numel():
-        raise UserError("gptq needs calibration tokens, there are none; name a calibration corpus in the recipe")
+        raise UserError(f"{step} needs calibration tokens, there are none; name a calibration corpus in the recipe")
     hidden, kwargs = block_inputs(lm.model, calibration)
-    for (prefix, block), kw in zip(tqdm(blocks(lm.model).items(), "gptq", leave=False), kwargs, strict=True):
+    for (prefix, block), kw in zip(tqdm(blocks(lm.model).items(), step, leave=False), kwargs, strict=True):
         families = same_input(block, hidden[0], kw)
         for stage in [[family] for family in families] if config.true_sequential else [families]:
             for family, H in zip(stage, hessians(block, stage, hidden, kw), strict=True):
-                quantize_family(lm, [f"{prefix}.{name}" for name in family], H, config)
+                quantize(lm, [f"{prefix}.{name}" for name in family], H, config)
         for i, h in enumerate(hidden):
             hidden[i] = block(h, **kw)
 

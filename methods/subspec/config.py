@@ -38,3 +38,8 @@ class Config:
     def nodes(self) -> int:
         """Nodes of the tree, the root among them: 289 with the defaults."""
         return 1 + self.top_k * self.depth
+
+    @property
+    def room(self) -> int:
+        """Slots that the cache needs behind the text."""
+        return self.nodes

@@ -7,7 +7,7 @@ core.py      what an engine can be asked                     step.py    the plai
 weights.py   packed and dense products, decoders             output.py  characters, stop strings, statistics
 decoding.py  batches: prefill, steps, CUDA graphs            hosted.py  copies on the host, the next ones prefetched
 copies.py    layers with a copy at each of several widths    precision.py  switching between them while decoding
-order_file.py  what orders the layers, kept in a file
+order_file.py  what orders the layers, in a file             head_files.py  what is trained beside a model
 
 A model that is larger than the memory it may use:
 

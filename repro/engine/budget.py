@@ -88,6 +88,7 @@ def plan(
     reserve: int = 0,
     packed: bool = True,
     segments: bool = False,
+    own_draft: int = 0,
 ) -> Plan:
     """Keep as many blocks as a budget holds, spread evenly over the depth.
 
@@ -104,6 +105,7 @@ def plan(
         packed: whether substitutes are packed; they are dequantized where no kernel runs, on a GPU in float32. On a CPU
             they count as packed, so that a plan there is that of a GPU.
         segments: whether to plan for what PyTorch's allocator on a GPU takes beyond the tensors (`overhead_bytes`).
+        own_draft: bytes of a draft that is a model of its own.
 
     Raises:
         Refused: not even an empty set of blocks fits; the sentence names the least budget that works.
@@ -118,11 +120,13 @@ def plan(
         parts = parts_of(config, context, dtype, len(resident), draft, packed) | {"device context": reserve}
         if segments:
             parts["allocator"] = overhead_bytes(config, context, dtype, len(resident), draft, packed)
+        if own_draft:
+            parts["draft"] = own_draft
         found = Plan(budget, parts, resident, blocks, block_bytes(config, dtype))
         if found.used <= budget:
             return found
         least = found.used if least is None else min(least, found.used)
-    what = "with its draft" if draft else "without a draft"
+    what = "with its draft" if draft or own_draft else "without a draft"
     amount = shown(least, enough=True).replace(" ", "")  # one word, as an option takes it
     said = f"{name} needs at least {amount} {what} at a context of {context:,}"
     raise Refused("oom", f"memory {shown(budget)}: {said}; give more, or choose a shorter context")

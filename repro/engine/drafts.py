@@ -40,6 +40,11 @@ class Small:
         return 1 + self.top_k * self.depth
 
     @property
+    def room(self) -> int:
+        """Slots that the target's cache needs behind the text."""
+        return self.nodes
+
+    @property
     def slots(self) -> int:
         """Slots that the draft's cache needs behind the text."""
         return self.nodes
@@ -74,6 +79,11 @@ class SpecExec:
     def nodes(self) -> int:
         """Nodes of the tree, the root among them."""
         return 1 + self.budget
+
+    @property
+    def room(self) -> int:
+        """Slots that the target's cache needs behind the text."""
+        return self.nodes
 
     @property
     def depth(self) -> int:

@@ -13,8 +13,8 @@ MARGIN = 256 * 2**20  # bytes of a budget for kernels that the driver loads whil
 def reserved(device: torch.device) -> int:
     """Bytes of a budget that are not the allocator's: this process's context and libraries, and room for kernels.
 
-    The driver counts all processes together. What lies beyond `CONTEXT` is others' and no part of this budget: else
-    a program beside this one would change what is resident, and whether the budget suffices.
+    The driver counts all processes together. What lies beyond `CONTEXT` is others' and no part of this budget; up to
+    it they cannot be told apart from this one.
     """
     if device.type != "cuda":
         return 0
@@ -43,7 +43,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def own_bytes(device: torch.device) -> int:
-    """Bytes in use on a GPU as the driver counts them, without those of other processes."""
+    """Bytes that this process uses on a GPU: its allocator's, and what the driver counts besides, `CONTEXT` at most."""
     return torch.cuda.memory_reserved(device) + min(_outside(device), CONTEXT)
 
 

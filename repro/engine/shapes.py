@@ -137,12 +137,13 @@ def with_own_draft(
     """
     from transformers import AutoModelForCausalLM
 
-    slots = context + getattr(draft, "room", draft.nodes)
+    slots = context + draft.room
     if small is not None:
         small = copy.deepcopy(small)
         small.vocab_size = config.vocab_size
-    taken = limits.reserved(device) + own_draft_bytes(config, draft, small, context, dtype)
-    plan = budget.plan(name, config, slots, dtype, amount, None, taken, True, device.type == "cuda")
+    taken = own_draft_bytes(config, draft, small, context, dtype)
+    where = limits.reserved(device), True, device.type == "cuda"
+    plan = budget.plan(name, config, slots, dtype, amount, None, *where, own_draft=taken)
     limits.check_host(name, plan.streamed_bytes)
     limits.limit(device, amount)
     with torch.device("meta"):
@@ -163,7 +164,7 @@ def own_draft_bytes(config: Any, draft: Small | Eagle2, small: Any, context: int
         config, small: of the target and of the small model, None for EAGLE-2's head.
         draft, context, dtype: as of `with_own_draft`.
     """
-    slots = context + getattr(draft, "room", draft.nodes)
+    slots = context + draft.room
     verifying = budget.working_bytes(config, slots, dtype, draft) - budget.working_bytes(config, slots, dtype, None)
     logits = draft.top_k * config.vocab_size * (dtype.itemsize + 12)
     if small is None:

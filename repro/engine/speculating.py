@@ -62,7 +62,7 @@ class Speculating(Core):
         self._drafting, self._drafters = drafting, {}
         self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else (0, 0)
         if draft:
-            self.context -= getattr(draft, "room", draft.nodes)
+            self.context -= draft.room
             for temperature in {draft.temperature, draft.sampled_temperature}:
                 self._drafters[temperature] = self._drafter(temperature)
 

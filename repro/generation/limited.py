@@ -36,7 +36,7 @@ class LimitedStats(DraftedStats):
         resident, blocks: blocks of the target that stay on the device, and all.
         streamed_bytes: copied from the host in every pass of the target.
         budget_bytes, planned_bytes: what may be used, and what the plan uses.
-        device_bytes: used on the GPU after the generation by the driver's count, without other processes; 0 on a CPU.
+        device_bytes: used on the GPU after the generation (`limits.own_bytes`); 0 on a CPU.
     """
 
     resident: int = 0

@@ -90,7 +90,7 @@ class SwitchingEngine(SwitchingCore):
             for bits, target in targets.items():
                 make[bits] = partial(random_decoder, target.recipe, shape, slots, at, kind)
             layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
-            if config.order in ("kl", "reversed"):
+            if config.order in BY_WEIGHTS:
                 raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")
             ahead = order.moves({}, layers, config)
             return cls(model, assembled(make, config), config, ahead, rule=rule)
@@ -100,12 +100,13 @@ class SwitchingEngine(SwitchingCore):
             ids[FULL] = compress.job(first.under("fp16")).id
             by_weights = orders.read(order_file, model, ids, config)
         models = {bits: compressed(target, kind, build) for bits, target in targets.items()}
-        original = models[FULL] if FULL in models else compressed(first.under("fp16"), kind, build)
         if at.type == "cuda":
             each = [packed_bytes(lm, kind) for lm in models.values()]
             needed = int((1 + SHARE) * max(each)) if config.copies == "host" else sum(each)
             check_memory(model, needed, shape, slots, at, kind)
-        if order_file is not None and by_weights is None:
+        if by_weights is None and config.order in BY_WEIGHTS:
+            original = models[FULL] if FULL in models else compressed(first.under("fp16"), kind, build)
             by_weights = divergences(models, config, original)
-            orders.write(order_file, model, ids, config, by_weights)
-        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub, original, by_weights)
+            if order_file is not None:
+                orders.write(order_file, model, ids, config, by_weights)
+        return cls.of(model, models, config, slots, at, kind, rule, first.scale.hub, by_weights=by_weights)

@@ -186,7 +186,7 @@ def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Specul
     lm = compress.load(given | {"device": "cpu"}, weights_folder)
     context = weights.check(given["model"], lm.model.config, None)
     device, dtype = torch.device(given["device"]), getattr(torch, given["dtype"])
-    target = weights.decoder(lm, context + getattr(config, "room", config.nodes), device, dtype)
+    target = weights.decoder(lm, context + config.room, device, dtype)
     if given["of"] == "self":
         drafting = target
     elif given["of"] == "subspec":

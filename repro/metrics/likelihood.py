@@ -24,9 +24,8 @@ VERSION = 1
 OUTPUTS = zeroshot.OUTPUTS
 DEFAULT = None  # a scale that says nothing of it does not measure it
 KEPT = ("correct", "choice", "nll")
-STEP = (
-    2.0**-8
-)  # nats: of an item's value as it is stored; a mean of 300 items moves by 0.0001, intervals are 0.01 and more
+# nats: of an item's value as it is stored; a mean of 300 items moves by 0.0001, intervals are 0.01 and more
+STEP = 2.0**-8
 TASKS = (
     *("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "lambada_openai"),
     *("blimp-100", "cloze-far", "cloze-near"),

@@ -168,12 +168,11 @@ def _value(ask: Ask, folder: Path, files: Stamps) -> float | None:
     if ask.show in ("ms", "times"):
         mean = float(measured.tokens(path, share, contexts).mean()) + lost
         return mean if ask.show == "ms" else float(measured.static([HIGH], contexts).mean()) / mean
-    short = [measured.steps[bits][1][0] for bits in path]
     last = contexts[-1:]
     if ask.show == "mixing":
         return float((measured.tokens(path, share[-1:], last) - (share[-1:] * measured.static(path, last)).sum())[0])
     signal = (_signal(folder) or 0.0) if config else 0.0
-    short = [ms - signal for ms in short]
+    short = [measured.steps[bits][1][0] - signal for bits in path]
     return _part(ask.show, path, share[-1], measured.static(path, last)[0] - signal, short)
 
 

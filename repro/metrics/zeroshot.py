@@ -20,8 +20,8 @@ from repro.store.observations import Observations, Series
 VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
-# SPEAR, appendix D.4. Not all of tasks.yaml: a new entry there changes no protocol and no mean.
 LATER = {"without": ()}
+# SPEAR, appendix D.4. Not all of tasks.yaml: a new entry there changes no protocol and no mean.
 TASKS = ("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "boolq", "lambada_openai", "mmlu")
 
 

@@ -280,7 +280,7 @@ class Bench:
         return found | {"prefill_seconds": prefills, "seconds": iterations} | self.where(engine)
 
     def used(self, name: str, draft: bool) -> dict[str, Any]:
-        """Memory by the driver's count before, while and after `LONG` tokens are decoded, after a warm generation.
+        """Memory (`limits.own_bytes`) while `LONG` tokens are decoded, after a warm generation.
 
         Returns:
             within: whether it never passed the budget, 1 or 0; growth_bytes: the most after the first token less that

@@ -19,6 +19,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -86,11 +87,6 @@ def ratios(content: Mapping[str, Any]) -> dict[str, float]:
             chosen = w4a16_gemm.SPACE.index(w4a16_gemm.heuristic(*place, FORM[0], content["sms"]))
             found[key(place)] = 1 + STEPS.index(content["places"][key(place)]["over"][chosen]) / 100
     return found
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers."""
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def space_hash() -> str:
@@ -193,7 +189,7 @@ def main() -> None:
     found = ratios(record(folder / "space.json"))
     for name, ratio in found.items():
         print(f"{name}: {ratio:.2f} of the fastest")
-    print(f"geometric mean {geometric_mean(list(found.values())):.3f}, worst {max(found.values()):.2f}")
+    print(f"geometric mean {geometric_mean(found.values()):.3f}, worst {max(found.values()):.2f}")
 
 
 if __name__ == "__main__":

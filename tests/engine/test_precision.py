@@ -481,6 +481,20 @@ def test_what_generate_cannot_do_is_one_sentence_and_exit_code_2(capsys, options
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("order, count", [("model", 2), ("kl", 3)])
+def test_full_precision_is_read_only_where_an_order_compares_with_it(monkeypatch, order, count):
+    read = []
+
+    def watched(*given, compressed=switching.compressed):
+        read.append(given)
+        return compressed(*given)
+
+    monkeypatch.setattr(switching, "compressed", watched)
+    precision = f"flexquant(path=[8, 4], order={order})"
+    switching.SwitchingEngine.load("pocket-3m", "rtn-w4-g64", 64, precision=precision, device="cpu")
+    assert len(read) == count
+
+
 def test_an_order_is_made_once_and_that_of_other_weights_or_histograms_is_one_sentence(tmp_path, monkeypatch, capsys):
     path = tmp_path / "order.json"
 

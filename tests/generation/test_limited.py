@@ -351,6 +351,8 @@ def test_the_least_budget_works_and_less_does_not():
     assert budget.plan("it", llama(), 1024, torch.bfloat16, least, subspec.Config()).resident == ()
     with pytest.raises(Refused):
         budget.plan("it", llama(), 1024, torch.bfloat16, least - 2**25, subspec.Config())
+    with pytest.raises(Refused, match="needs at least .* with its draft"):
+        budget.plan("it", llama(), 1024, torch.bfloat16, 2**30, None, own_draft=2**30)
 
 
 def test_a_larger_budget_keeps_more_blocks_until_all_stay():

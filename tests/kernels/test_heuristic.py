@@ -1,6 +1,7 @@
 """The heuristic of `w4a16_gemm`: in its space, fitted to what is recorded, and near the best where nothing is."""
 
 import json
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_the_heuristic_is_near_the_best_of_its_space_on_layers_it_was_not_fitted
     found = space.ratios(content)
     assert set(found) == set(map(space.key, space.places()))
     worst = max(found, key=found.get)
-    assert space.geometric_mean(list(found.values())) <= BAR, f"worst {worst}: {found[worst]}"
+    assert geometric_mean(found.values()) <= BAR, f"worst {worst}: {found[worst]}"
 
 
 def test_ten_layers_are_withheld_from_the_fit():
@@ -44,7 +45,7 @@ def test_recorded_configurations_are_nearly_the_best_by_its_estimate():
     for config, m, n, k in places_of(configurations("nvidia-h200")["w4a16_gemm"]):
         best = w4a16_gemm.estimate(w4a16_gemm.heuristic(m, n, k), m, n, k, 4, 132)
         losses.append(w4a16_gemm.estimate(config, m, n, k, 4, 132) / best)
-    assert min(losses) >= 1 and space.geometric_mean(losses) < 1.03
+    assert min(losses) >= 1 and geometric_mean(losses) < 1.03
 
 
 def test_wgmma_is_chosen_where_a_device_has_it_and_tokens_are_many():

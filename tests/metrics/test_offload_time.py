@@ -102,7 +102,7 @@ def least(draft):
     if draft in offload_time.OWN:
         own = offload_time.OWN[draft](depth=4)
         beside = shapes.own_draft_bytes(config, own, config if draft == "small" else None, 96, torch.float32)
-        slots = 96 + getattr(own, "room", own.nodes)
+        slots = 96 + own.room
         return str(beside + sum(budget.parts_of(config, slots, torch.float32, 1, None).values()))
     parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4))
     return str(sum(parts.values()))
