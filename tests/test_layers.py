@@ -13,7 +13,6 @@ LAYERS = (  # the lowest first; a folder imports from itself and from those befo
     "bench", "stats", "jobs", "metrics", "specs", "workflow", "generation", "results", "verdicts", "studies", "render",
     "make", "cli",
 )  # fmt: skip
-DATA = ("checkout", "pocket")  # folders without code
 
 
 def layer_of(module: str) -> str:
@@ -47,8 +46,10 @@ def upward(module: str, text: str) -> list[str]:
 
 def modules(layer: str) -> dict[str, Path]:
     """Every module of a folder, tests excepted: those of kernels are next to what they test."""
-    paths = sorted((ROOT / "repro" / layer).resolve().rglob("*.py"))
-    return {f"repro.{layer}.{path.stem}": path for path in paths if not path.name.startswith(("test_", "conftest"))}
+    folder = (ROOT / "repro" / layer).resolve()
+    paths = sorted(folder.rglob("*.py"))
+    ours = [path for path in paths if not path.name.startswith(("test_", "conftest"))]
+    return {f"repro.{layer}.{'.'.join(path.relative_to(folder).with_suffix('').parts)}": path for path in ours}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -58,7 +59,7 @@ def test_imports_go_one_way(layer):
 
 
 def test_every_folder_is_a_layer():
-    assert {path.parent.name for path in (ROOT / "repro").glob("*/__init__.py")} == {"kernels", *LAYERS} - {"kernels"}
+    assert {path.parent.name for path in (ROOT / "repro").glob("*/__init__.py")} == set(LAYERS) - {"kernels"}
     assert {path.name for path in (ROOT / "repro").glob("*.py")} == {"__init__.py", "__main__.py"}
 
 

@@ -62,7 +62,7 @@ def sheet_of(stem: str) -> Sheet:
     from repro.specs import scale
     from repro.workflow.workflow import Workflow
 
-    return tables.drawn(Workflow(scale.load(), recorded=True), stem)[0]
+    return tables.drawn(Workflow.of_results(scale.load()), stem)[0]
 
 
 def read(path: Path) -> Sheet:

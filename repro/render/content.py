@@ -9,6 +9,7 @@ from repro.metrics import metric_of
 from repro.papers.cell import Cell, Place, is_printed
 from repro.render.sheet import Pair, Sheet
 from repro.results import measure
+from repro.results.recorded import JOIN
 from repro.specs import tables
 from repro.stats.statistics import Interval
 from repro.store.measurement import SHOWN, Measurement
@@ -50,8 +51,8 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
     """The sheet of a printed table or of a spec of our own."""
     paper, number = tables.split(name)
     spec = tables.table(paper, number)
-    label = f"{paper}, Table {number}" if number.isdecimal() else f"{paper}, {number}".removeprefix(", ")
-    title = f"{label}: {spec.title}"
+    named = f"{paper}, Table {number}" if number.isdecimal() else f"{paper}, {number}".removeprefix(", ")
+    title = f"{named}: {spec.title}"
     if not tables.path_of(paper, number).is_file():
         return _printed_grid(title, cells, f"As printed, {len(found)} cells; no spec yet.")
     label = _labels(cells)
@@ -294,7 +295,7 @@ def here(m: Measurement, against: Interval | None = None) -> str:
     marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
     marks += f"{m.n}" if m.live == "partial" and m.n else ""
     if against is not None:
-        decimals = max(0, 3 - max(0, len(f"{abs(against.value):.0f}") - 1))  # four digits of what is greater than 1
+        decimals = max(0, 4 - len(f"{abs(against.value):.0f}"))  # four digits of what is greater than 1
         ratio = against.value > 0.5 and m.unit == "ppl"
         shown = [None if x is None else f"{x:.{decimals}f}" for x in (against.value, against.lo, against.hi)]
         first = f"×{shown[0]}" if ratio else f"{against.value:+.{decimals}f}"
@@ -339,7 +340,7 @@ def _origins(cells: Sequence[Measurement]) -> list[str]:
     """Each device with the commits at which it measured, of which ten digits are shown."""
     commits: dict[str, set[str]] = {}
     for m in cells:
-        for commit in m.commit.split(" + "):  # of a cell that is composed of several
+        for commit in m.commit.split(JOIN):  # of a cell that is composed of several
             commits.setdefault(m.device, set()).add(re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", commit))
     return [
         f"{device}, commit{'s' * (len(commits[device]) > 1)} {', '.join(sorted(commits[device]))}"

@@ -182,7 +182,7 @@ def _every(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         by_cells = list(dict.fromkeys(one.own_numbers for one in own if one.own_numbers))
         if not by_cells and line["recomputed"]:
             by_cells = [own_numbers.WORDS[each["consistent"]] for each in own_numbers.by_formula([line])]
-        said = [f"{one.said} ({own_numbers.title(_numbers(one)[0])})" for one in own if one.verdict]
+        said = [f"{one.said or one.why} ({own_numbers.title(_numbers(one)[0])})" for one in own]
         printed = line.get("printed") or line.get("values", "")
         verdict = "; ".join(said) or reasons.get(name) or f"no predicate ({_carrier(line)})"
         rows.append([name, line["statement"], printed, "; ".join(by_cells) or "–", verdict])

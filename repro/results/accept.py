@@ -19,7 +19,6 @@ from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
 TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under other versions than today's
-TIMED = ("decode",)  # kinds of jobs that measure time
 # An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
 SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
 COMPARED = tuple(field.name for field in fields(Measurement) if field.name != "live")
@@ -140,7 +139,7 @@ def _check_origins(jobs: list[Job]) -> None:
         if origin["device_class"] != wanted:
             raise UserError(f"measured on {origin['device_class']!r}, but its scale runs it on {wanted!r}")
         first = devices.setdefault(wanted, origin["device"])
-        timed = any(one.kind in TIMED for one in jobs)
+        timed = any(map(runner.times, jobs))
         if first != origin["device"] and (timed or _computes_like(first) != _computes_like(origin["device"])):
             raise UserError(f"measured on {first} and on {origin['device']}; run its jobs on one of them")
     for job in distinct(jobs):

@@ -164,7 +164,7 @@ def asked(flow: Workflow, row: Measurement) -> Cell | None:
 
 def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
     """The quantity behind a measurement: from built files, from accepted series, or its value alone."""
-    return flow.once(("quantity", *cell.key, m.live, m.digest), lambda: _quantity(flow, cell, m))
+    return flow.once(("quantity", *cell.key, m.live, m.observations), lambda: _quantity(flow, cell, m))
 
 
 def _quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:

@@ -130,7 +130,7 @@ def _files(folder: Path) -> list[Path]:
     """Those in a device's folder; kernel times, peers' times and sanitizer results are others."""
     found = {folder / name for name in row_list.listed(folder) if fnmatchcase(name, OF_CELLS)}
     for path in folder.glob(OF_CELLS):
-        if read_text(path).startswith("paper,kind,number,row,"):
+        if path not in found and read_text(path).startswith("paper,kind,number,row,"):
             found.add(path)
     return sorted(found)
 

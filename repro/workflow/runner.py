@@ -66,9 +66,14 @@ def origin(job: Job) -> dict[str, str]:
     return dict(noted)
 
 
+def times(job: Job) -> bool:
+    """Whether a job times what it runs."""
+    return getattr(JOBS[job.kind], "TIMES", False)  # shared jobs say nothing
+
+
 def alone(job: Job) -> bool:
     """Whether a job has to have its GPU to itself, since it times what it runs there."""
-    return job.given().get("device") == "cuda" and getattr(JOBS[job.kind], "TIMES", False)  # shared jobs say nothing
+    return job.given().get("device") == "cuda" and times(job)
 
 
 def run(job: Job) -> None:

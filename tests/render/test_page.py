@@ -189,6 +189,10 @@ def test_every_claim_of_a_paper_has_a_line_with_a_verdict_or_what_is_known_inste
     text = (ROOT / "docs" / f"{paper}.md").read_text(encoding="utf-8").partition("Claims in the paper's order")[2]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [A-Z]\d+ \| ", line)]
     assert [row[0] for row in rows] == list(papers.claims(paper))
+    written = own_numbers.claims_of(paper)
+    for name, *_, verdict in rows:
+        named = any(own_numbers.names(claim, name) for claim in written)
+        assert not (named and verdict.startswith("no predicate")), "a predicate without a verdict says why"
     if paper in ("flexquant", "subspec"):
         assert all(row[-2] != "–" or not row[-1].startswith("no predicate") for row in rows)
 

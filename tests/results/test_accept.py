@@ -11,6 +11,7 @@ from tiny_results import COMMIT, MODEL, SPEC, UNKNOWN, refusal, rewrite, scale
 
 from repro.core.errors import UserError
 from repro.core.files import ROOT
+from repro.metrics import KINDS
 from repro.results import accept as accepting
 from repro.results import measure
 from repro.results.accept import accept
@@ -214,7 +215,7 @@ def test_cards_of_one_architecture_are_one_device_where_no_time_is_measured(hous
     (path,) = house.results.glob("nvidia-h100-80gb-hbm3/spear-table1.csv.xz")
     wiki = next(row for row in from_csv(path) if row.col == "Wiki")
     assert wiki.device == "NVIDIA H100 80GB HBM3 + NVIDIA H200" and house.recorded("GPTQ g128").status == "ok"
-    monkeypatch.setattr(accepting, "TIMED", ("perplexity",))
+    monkeypatch.setattr(KINDS["perplexity"], "TIMES", True)
     assert " and on NVIDIA H200; run its jobs on one of them" in refusal(accept, house.table())
 
 

@@ -20,7 +20,7 @@ def counted(monkeypatch, flow):
         original = getattr(owner, name)
 
         def counting(*given):
-            counts[name, id(given[0]), given[1].key, *(m.digest for m in given[2:])] += 1
+            counts[name, id(given[0]), given[1].key, *(m.observations for m in given[2:])] += 1
             return original(*given)
 
         monkeypatch.setattr(owner, name, counting)
