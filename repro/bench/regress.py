@@ -1,6 +1,6 @@
 """Regression guard for CI: is a kernel slower than it was, by more than noise?
 
-    python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark.json [more.json ...]
+    python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark-1.json.xz [more ...]
 
 Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own, plain
 or in xz.

@@ -1,4 +1,4 @@
-"""What can be built: tables, figures, scales, steps, models, kinds of cell."""
+"""What can be built: tables, figures, scales, steps, models, metrics."""
 
 import argparse
 
@@ -12,7 +12,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what can be built: tables and figures with a spec, scales, recipes' steps, models, kinds of cell."""
+    """Print what can be built: tables and figures with a spec, scales, recipes' steps, models, metrics."""
     from repro import models
     from repro.metrics import KINDS
     from repro.recipes import recipe
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
         "scales": scales.names(),
         "steps": sorted(recipe.STEPS),
         "models": models.pocket_names(),
-        "kinds of cell": list(KINDS),
+        "metrics": list(KINDS),
         "papers": list(papers.PAPERS),
     }
     for title, found in rows.items():

@@ -1,6 +1,6 @@
 """KL divergence between a layer's quantized and its original weights, layer by layer (FlexQuant, Figure 2).
 
-It is what FlexQuant orders its layers by (`repro/methods/flexquant/order.py`), with the bins and the direction of its
+It is what FlexQuant orders its layers by (`methods/flexquant/order.py`), with the bins and the direction of its
 settings. No text is read.
 """
 

@@ -38,7 +38,7 @@ beside:
   BPW: {{kind: storage}}
 scales: [pocket]
 """
-FIGURE = """# Figure 3 of the committed master of {model}, live wherever it is drawn. Written by repro.models.masters.
+FIGURE = """# Figure 3 of the committed master of {model}, computed where it is drawn. Written by repro.models.masters.
 title: Distribution of weights of the committed master at several widths
 series:
 {widths}models: [Llama-3.2-1B]

@@ -369,7 +369,8 @@ def verdict_line(judged: claims.Judged) -> str:
     facts = [judged.said] if judged.verdict else []
     if judged.measured:
         models = ", ".join(dict.fromkeys(name for case in judged.cases for name in case.on.split(", ") if name))
-        facts += [f"grade {judged.grade}", f"on {models}"]
+        facts += [f"grade {judged.grade}"]
+        facts += [f"on {models}"] if models else []
         facts += ["one seed"] if judged.one_seed else []
         facts += [f"measured: {measured(judged)}"]
         facts += also(judged)

@@ -121,7 +121,7 @@ def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     first = headline or [one for one in judged if one.measured]
     yield "## First"
     if not first:
-        yield "Nothing of it is measured yet; below stands what its own numbers say."
+        yield "No claim of it is measured yet; what its own numbers say is below."
         return
     lines = []
     for one in first[:FIRST]:
