@@ -224,6 +224,11 @@ def case(model, value, verdict, *also):
     return Case(model, ">= 0.5", 0.7, value, value - 0.1, value + 0.1, on=f"of {model}", also=also, verdict=verdict)
 
 
+def test_a_claim_on_no_model_names_none(stored):
+    line = content.verdict_line(claims.judge(stored, tables.table("subspec", "targets").claims[0]))
+    assert "grade B; measured: 1.06, 1.07" in line
+
+
 def test_a_claim_says_what_its_values_are_in():
     one = judged(case(ONE, 0.3, "holds"))
     spec = dataclasses.replace(one.spec, percent=False, unit="PPL below the best of them")
