@@ -8,6 +8,7 @@ import csv
 import re
 
 import pytest
+import yaml
 
 from repro import papers
 from repro.core.files import ROOT, read_text
@@ -98,15 +99,20 @@ def of_bitbybit():
     behind = [value > found[model, "BitDistiller [w2a16 g32]", *rest] for (model, _, *rest), value in ours.items()]
     line = row_of("bitbybit", "| bitbybit B04 | at w2a16 ")
     assert line[2] == "in 8 of 8 columns"
+    title = yaml.safe_load(read_text(ROOT / "tables" / "bitbybit" / "table1.yaml"))["title"]
+    assert title.endswith("at 1/64 of the paper's tokens")
+    yield "at 1/64 of the tokens"
     yield f"behind BitDistiller at w2a16 in {sum(behind)} of {len(behind)} columns,"
     yield "where the paper has it ahead in 8 of 8"
 
 
 def of_flexquant():
     line = row_of("flexquant", "| flexquant F01 ")
-    yield f"by measured steps, {float(line[3].split()[0]):.1f} times as fast as 16 bits,"
+    speed = yaml.safe_load(read_text(ROOT / "tables" / "flexquant" / "speed.yaml"))
+    longest = max(speed["over"]["tokens"])
+    yield f"up to {longest:,} tokens at best {float(line[3].split()[0]):.1f} times as fast as 16 bits,"
     assert row_of("flexquant", "| flexquant F17 ")[4].startswith("opposite direction")
-    yield "but not faster than 8;"
+    yield "and slower than 8;"
     left = {key[1]: value for key, value in of_any_card("flexquant-table2").items() if key[3] == "bits"}
     yield f"leave {left['FQ-2.5']:.1f} to {left['FQ-1.3']:.1f} of 16 bits"
 
@@ -124,13 +130,16 @@ def of_subspec():
     (line,) = [line for line in measured if "[" in line.partition("8GB]")[2]]
     head = row_of("subspec/table1", "|  | MT-Bench")
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    further = []
-    for place, column in enumerate(head[:-1]):
-        if column.endswith(" tau") and head[place + 1] == "*here*":
-            further.append(float(cells[place + 1].split()[0]) > float(cells[place]))
-    yield f"accepted further than printed on {sum(further)} of {len(further)} prompt sets"
+    further = less = 0
+    columns = [i for i, column in enumerate(head[:-1]) if column.endswith(" tau") and head[i + 1] == "*here*"]
+    for i in columns:
+        low, high = re.search(r"\[(.*), (.*)\]", cells[i + 1]).groups()
+        further += float(low) > float(cells[i])
+        less += float(high) < float(cells[i])
+    assert less == 1
+    yield f"accepted further than printed on {further} of {len(columns)} prompt sets and less far on one"
     repeated = float(cells[head.index("repeated 4-grams *here*")].split()[0])
-    yield f"{100 * repeated:.0f} % of the 4-grams of such a text are repeated"
+    yield f"{100 * repeated:.0f} % of the 4-grams of its MT-Bench texts are repeated"
 
 
 def of_accuracies():

@@ -152,7 +152,7 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
 
 
 def shares_evenly(warps: int, columns: int) -> bool:
-    """Whether so many warps of w2a2_gemv.cu take turns at chunks of 512 columns, none more than one less than another."""
+    """Whether so many warps of w2a2_gemv.cu take turns at chunks of 512 columns, none with two less than another."""
     chunks = -(-columns // 512)
     return warps == -(-chunks // -(-chunks // warps))
 
