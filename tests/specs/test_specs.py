@@ -11,6 +11,7 @@ from fake_jobs import CONFIG, fake, nll  # noqa: F401
 from repro import papers
 from repro.baselines import bitdistiller, e2e_qp, efficientqat, group_qat, matquant, paretoq
 from repro.core.errors import UserError
+from repro.core.files import ROOT
 from repro.methods import bitbybit, spear
 from repro.render import figures as rendered
 from repro.results import measure
@@ -520,6 +521,11 @@ def test_an_unknown_table(name):
 )  # fmt: skip
 def test_a_table_by_any_of_its_names(name, split):
     assert tables.split(name) == split
+
+
+def test_every_spec_of_a_figure_can_be_asked_for():
+    drawn = {names.figure_spec(*both) for both in figures.specified()}
+    assert set((ROOT / "figures").glob("*/*.yaml")) <= drawn
 
 
 def test_every_shipped_spec_has_cells_that_parse():
