@@ -8,7 +8,7 @@ The checksum covers values and metadata: it finds damage and slips of the hand, 
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -26,9 +26,20 @@ from repro.store.job import Job
 
 FILE = "observations.parquet"
 ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "versions", "environment")
-MOST_ROWS = 100_000  # of a packed file; a value takes 8 bytes, all else almost nothing
+LARGEST = 900_000  # bytes of a packed file
 WORDS = ["cell", "seed", "name", "group", "units"]
 COUNTED = {"unit": "DELTA_BINARY_PACKED"}  # units count from 0 in every series: a tenth of the file's bytes
+WHOLE = 2**30  # of a page, in bytes and rows: a column is one page, because zstd finds what repeats only within a page
+PACKING: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 19,
+    "data_page_size": WHOLE,
+    "max_rows_per_page": WHOLE,
+    "dictionary_pagesize_limit": WHOLE,
+    "write_page_checksum": True,
+    "write_statistics": False,
+    "store_schema": False,  # Arrow's own copy of the schema takes 1 kB a file
+}
 ENCODINGS: tuple[dict[str, Any], ...] = (  # of values: few that repeat, such as 0 and 1; or many, whose first bytes do
     {"use_dictionary": [*WORDS, "value"], "column_encoding": COUNTED},
     {"use_dictionary": WORDS, "column_encoding": COUNTED | {"value": "BYTE_STREAM_SPLIT"}},
@@ -124,14 +135,24 @@ def save(path: Path, series: Mapping[str, Series], meta: Mapping[str, str]) -> N
         pq.write_table(table, temporary, write_page_checksum=True)
 
 
-def to_table(series: Mapping[str, Series], schema: pa.Schema = SCHEMA, **place: str | int) -> pa.Table:
-    """The long form: a row per series and unit, each with the columns of `place`."""
-    rows = [
-        {**place, "name": name, "group": one.group, "units": one.units, "unit": unit, "value": value}
-        for name, one in series.items()
-        for unit, value in enumerate(np.asarray(one.values, dtype=float).tolist())
-    ]
-    return pa.Table.from_pylist(rows, schema=schema)
+def to_table(series: Mapping[str, Series]) -> pa.Table:
+    """The long form: a row per series and unit."""
+    return _long([((), series)], SCHEMA)
+
+
+def _long(places: Iterable[tuple[tuple[str | int, ...], Mapping[str, Series]]], schema: pa.Schema) -> pa.Table:
+    """The long form of the series of several places, whose columns come first in `schema`."""
+    words, values = [], []
+    for place, series in places:
+        for name, one in series.items():
+            words.append((*place, name, one.group, one.units))
+            values.append(np.asarray(one.values, dtype=float))
+    lengths = [len(of_series) for of_series in values]
+    owner = np.repeat(np.arange(len(values)), lengths)
+    columns = [pa.array([row[i] for row in words], schema.field(i).type).take(owner) for i in range(len(schema) - 2)]
+    units = [np.arange(length, dtype=np.int32) for length in lengths]
+    columns += [np.concatenate(units or [np.zeros(0, np.int32)]), np.concatenate(values or [np.zeros(0)])]
+    return pa.table(columns, schema=schema)
 
 
 def from_table(table: pa.Table, place: Sequence[str] = ()) -> dict[tuple[Any, ...], dict[str, Series]]:
@@ -207,33 +228,34 @@ Held = Mapping[tuple[str, int], Mapping[str, Series]]  # by cell key and seed
 
 
 def pack(held: Held) -> list[tuple[str, bytes]]:
-    """Digest and content of Parquet files with a row per cell, seed, series and unit, each below about 1 MB.
+    """Digest and content of Parquet files with a row per cell, seed, series and unit, each below 1 MB.
 
     Cells and seeds with the same series, such as two numbers of one job, are stored once, with the first of them.
     """
     once: dict[str, tuple[tuple[str, int], Mapping[str, Series]]] = {}
     for place, seed in sorted(held.items()):
         once.setdefault(digest(seed), (place, seed))
-    parts: list[dict[tuple[str, int], Mapping[str, Series]]] = []
-    free = 0
-    for place, seed in once.values():
-        rows = sum(len(one.values) for one in seed.values())
-        if rows > free:
-            parts.append({})
-            free = MOST_ROWS
-        parts[-1][place] = seed
-        free -= rows
-    files = []
-    for part in parts:
-        table = pa.concat_tables(to_table(one, PACKED, cell=cell, seed=seed) for (cell, seed), one in part.items())
-        table = table.replace_schema_metadata({"digest": packed_digest(part)})
-        files.append((packed_digest(part), min((_written(table, encoding) for encoding in ENCODINGS), key=len)))
-    return files
+    return _files(list(once.values()))
+
+
+def _files(places: Sequence[tuple[tuple[str, int], Mapping[str, Series]]]) -> list[tuple[str, bytes]]:
+    """Digest and content of as many files as keep each below `LARGEST`."""
+    if not places:
+        return []
+    of_all = packed_digest(dict(places))
+    table = _long(places, PACKED).replace_schema_metadata({"digest": of_all})
+    data = min((_written(table, encoding) for encoding in ENCODINGS), key=len)
+    if len(data) <= LARGEST or len(places) == 1:
+        return [(of_all, data)]
+    middle = len(places) // 2
+    return _files(places[:middle]) + _files(places[middle:])
 
 
 def _written(table: pa.Table, encoding: Mapping[str, Any]) -> bytes:
     out = pa.BufferOutputStream()
-    pq.write_table(table, out, compression="zstd", compression_level=19, write_page_checksum=True, **encoding)
+    with pq.ParquetWriter(out, table.schema, **PACKING, **encoding) as file:
+        file.write_table(table, row_group_size=WHOLE)
+        file.add_key_value_metadata(table.schema.metadata)
     return out.getvalue().to_pybytes()
 
 

@@ -72,11 +72,11 @@ def test_twice_gives_the_same_bytes_and_new_rows_replace_old_ones(house):
 
 
 def test_files_are_packed_by_kind_and_split(house, monkeypatch):
-    monkeypatch.setattr(observations, "MOST_ROWS", 100)
+    monkeypatch.setattr(observations, "LARGEST", 1_000)
     accept(house.table())
     names = [path.name for path in stored(house).parent.glob("observations/*")]
     assert len(names) > 3 and {name.split("-")[2] for name in names} == {"perplexity", "storage"}
-    monkeypatch.setattr(observations, "MOST_ROWS", 100_000)
+    monkeypatch.setattr(observations, "LARGEST", 900_000)
     accept(house.table())
     assert len(list(stored(house).parent.glob("observations/*"))) == 2  # the old parts are gone
     assert house.recorded().status == "ok"
@@ -314,6 +314,20 @@ def test_series_that_cells_share_are_stored_once(tmp_path):
     held, _ = observations.unpack(tmp_path / "a.parquet")
     assert held.keys() == {("a", 0), ("a", 1)} and held["a", 0]["x"].values.tolist() == one["x"].values.tolist()
     assert len(data) < 0.97 * 2 * 5_000 * 8, "the first bytes of numbers repeat"
+
+
+def test_a_series_that_many_seeds_share_takes_its_bytes_once(tmp_path):
+    """A derived cell has the series of its operands: a column is one page, in which zstd finds what repeats."""
+    rng = np.random.default_rng(0)
+    shared = Series(rng.normal(size=15_000), "windows")
+    held = {("a", seed): {"shared": shared, "own": Series(rng.normal(size=9), "windows")} for seed in range(6)}
+    ((_, data),) = observations.pack(held)
+    assert len(data) < 1.1 * 15_000 * 8
+    (tmp_path / "a.parquet").write_bytes(data)
+    found, _ = observations.unpack(tmp_path / "a.parquet")
+    assert {place: observations.digest(one) for place, one in found.items()} == {
+        place: observations.digest(one) for place, one in held.items()
+    }
 
 
 def test_packed_files_with_another_name_or_gone(house):
