@@ -5,10 +5,11 @@ validation split, the C4 sample, the held-out text. `register` makes them corpor
 copy of the checkout.
 """
 
+import bz2
 import hashlib
-import lzma
 from pathlib import Path
 
+from repro.core.files import unpacked
 from repro.data import corpora
 
 FOLDER = Path(__file__).with_name("texts")
@@ -25,7 +26,7 @@ def _facts(name: str) -> dict[str, str]:
 
 
 def _content(name: str) -> bytes:
-    return (FOLDER / f"{name}.txt").read_bytes()
+    return unpacked(FOLDER / f"{name}.txt.bz2")
 
 
 def register() -> None:
@@ -45,9 +46,9 @@ def add_to(checkout: Path) -> None:
         sha256 = hashlib.sha256(content).hexdigest()
         facts = _facts(name) | {"source": file, "reader": "mirror", "sha256": sha256}
         entries += f"{name}:\n" + "".join(f'  {key}: "{value}"\n' for key, value in facts.items())
-        files += f"{file}:\n  sha256: {sha256}\n  bytes: {len(content)}\n"
+        files += f"{file}:\n  sha256: {sha256}\n  bytes: {len(content)}\n  packing: bz2\n"
         files += f'  source: tests\n  licence: "{LICENCES[name]}"\n'
-        (data / "texts" / f"{file}.xz").write_bytes(lzma.compress(content, preset=0))
+        (data / "texts" / f"{file}.bz2").write_bytes(bz2.compress(content))
     for path, lines in ((data / "corpora.yaml", entries), (data / "texts" / "manifest.yaml", files)):
         with open(path, "a", encoding="utf-8") as file:
             file.write(lines)

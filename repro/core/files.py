@@ -1,5 +1,6 @@
 """Atomic file writes: write next to the target under a temporary name, sync, rename; and hashes of files."""
 
+import bz2
 import contextlib
 import csv
 import errno
@@ -18,6 +19,7 @@ from repro.core.errors import UserError, shortened
 ROOT = Path(__file__).resolve().parents[2]  # where the package is
 # Where specs, scales, results and the Snakefile are: there too in a checkout; an installed package has copies.
 HOME = ROOT if (ROOT / "Snakefile").is_file() else ROOT / "repro" / "checkout"
+UNPACK = {".xz": lzma.decompress, ".bz2": bz2.decompress}
 XZ = 6 | lzma.PRESET_EXTREME  # one preset, so that one text always is one file; larger ones gain nothing below 8 MiB
 
 
@@ -150,21 +152,34 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def read_text(path: Path | str) -> str:
-    """The text of a file with its line ends as they are, unpacked where its name ends in `.xz`.
+    """The text of a file with its line ends as they are, unpacked as by `unpacked`.
 
     Raises:
         OSError: it cannot be read.
         UserError: no regular file, not UTF-8, or not whole.
     """
-    data = regular(path).read_bytes()
+    data = unpacked(path)
     try:
-        if Path(path).suffix == ".xz":
-            data = lzma.decompress(data)
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text file in UTF-8") from None
-    except lzma.LZMAError:
-        raise UserError(f"{path}: not a whole file in xz; check it out again") from None
+
+
+def unpacked(path: Path | str) -> bytes:
+    """The bytes of a file, unpacked where its name ends in `.xz` or `.bz2`.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: no regular file, or not whole.
+    """
+    data = regular(path).read_bytes()
+    ending = Path(path).suffix
+    if ending not in UNPACK:
+        return data
+    try:
+        return UNPACK[ending](data)
+    except (lzma.LZMAError, OSError, ValueError):  # bz2 raises the last two
+        raise UserError(f"{path}: not a whole file in {ending[1:]}; check it out again") from None
 
 
 def sha256(path: Path | str) -> str:

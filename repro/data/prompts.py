@@ -10,9 +10,9 @@ Lines; the others are read from the folder in REPRO_DATA. Both are checked by ha
 `python -m repro.data.prompts` writes the stored sets again from the folder in REPRO_DATA.
 """
 
+import bz2
 import hashlib
 import json
-import lzma
 import os
 import tarfile
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from repro.core.errors import UserError, unknown
-from repro.core.files import atomic
+from repro.core.files import atomic, unpacked
 from repro.core.strict import build, load_yaml
 from repro.data.prompt_readers import READERS, Row, json_lines
 
@@ -145,7 +145,7 @@ def rows(name: str) -> tuple[Row, ...]:
     """
     entry = SETS[name]
     if entry.stored:
-        path = FOLDER / f"{name}.jsonl.xz"
+        path = FOLDER / f"{name}.jsonl.bz2"
         content = _stored(path)
         where = f"{path}: not the rows that prompts.yaml lists; check both out again"
     else:
@@ -162,11 +162,9 @@ def rows(name: str) -> tuple[Row, ...]:
 
 def _stored(path: Path) -> bytes:
     try:
-        return lzma.decompress(path.read_bytes())
+        return unpacked(path)
     except FileNotFoundError:
         raise UserError(f"{path}: this file of the repository is missing; check it out again") from None
-    except lzma.LZMAError as error:
-        raise UserError(f"{path}: not readable ({error}); check it out again") from None
 
 
 def _source_rows(entry: PromptSet) -> list[Row]:
@@ -204,8 +202,8 @@ def write() -> None:
     for name, entry in SETS.items():
         content = _lines(_source_rows(entry))
         if entry.stored:
-            with atomic(FOLDER / f"{name}.jsonl.xz") as temporary:
-                temporary.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
+            with atomic(FOLDER / f"{name}.jsonl.bz2") as temporary:
+                temporary.write_bytes(bz2.compress(content))
         print(f"{name}: prompts: {content.count(10)}, rows_sha256: {hashlib.sha256(content).hexdigest()}")
 
 

@@ -6,12 +6,12 @@ bytes, and what a text or a task is called by is checked against a hash of its o
 """
 
 import hashlib
-import lzma
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from repro.core.errors import UserError
+from repro.core.files import unpacked
 from repro.core.strict import build, load_yaml
 
 TEXTS = Path(__file__).with_name("texts")
@@ -27,6 +27,8 @@ class Embedded:
         sha256, bytes: of the file as that folder would have it.
         source: the repository and commit that it was read from.
         licence: of the text.
+        packing: how the repository has it: `bz2` is smaller for most texts, `xz` for what repeats far apart; empty for
+            a file that is packed already.
     """
 
     name: str
@@ -34,11 +36,12 @@ class Embedded:
     bytes: int
     source: str
     licence: str
+    packing: str
 
     @property
     def path(self) -> Path:
-        """Where the repository has it, compressed."""
-        return TEXTS / (self.name if self.name.endswith(".xz") else f"{self.name}.xz")
+        """Where the repository has it, packed."""
+        return TEXTS / (f"{self.name}.{self.packing}" if self.packing else self.name)
 
 
 def _entries() -> dict[str, Embedded]:
@@ -78,12 +81,11 @@ def embedded(name: str) -> bytes:
     """
     entry = EMBEDDED[name]
     try:
-        stored = entry.path.read_bytes()
-        content = stored if name.endswith(".xz") else lzma.decompress(stored)
+        content = unpacked(entry.path) if entry.packing else entry.path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{entry.path}: this file of the repository is missing; check it out again") from None
-    except (lzma.LZMAError, OSError) as error:
-        raise UserError(f"{entry.path}: not readable ({error}); check it out again") from None
+    except OSError as error:
+        raise UserError(f"{entry.path}: not readable ({error.strerror}); check it out again") from None
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise UserError(f"{entry.path}: not the file that {MANIFEST.name} lists; check both out again")
     return content

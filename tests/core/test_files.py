@@ -1,5 +1,6 @@
 """Atomic file writes: a file is whole or absent, whatever stops the writer."""
 
+import bz2
 import contextlib
 import errno
 import hashlib
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from repro import __version__, papers
 from repro.core import files
 from repro.core.errors import UserError
-from repro.core.files import HOME, atomic, read_text, sha256, short_hash, write_text, writing
+from repro.core.files import HOME, atomic, read_text, sha256, short_hash, unpacked, write_text, writing
 
 
 def everything(folder):
@@ -42,6 +43,17 @@ def test_a_text_in_xz_is_the_same_file_whenever_it_is_written(tmp_path):
     packed = (tmp_path / "packed.csv.xz").read_bytes()
     assert packed == (tmp_path / "again.csv.xz").read_bytes() and len(packed) < 200
     assert lzma.decompress(packed).decode() == text
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("xz", lzma.compress), ("bz2", bz2.compress)])
+def test_a_packed_file_is_unpacked_or_refused(tmp_path, ending, pack):
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(pack("ä\r\n".encode()))
+    assert unpacked(path) == "ä\r\n".encode() and read_text(path) == "ä\r\n"
+    for damaged in (pack(b"a" * 100)[:-1], b"no archive"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{path}: not a whole file in {ending}; check it out again"):
+            unpacked(path)
 
 
 @pytest.mark.parametrize("left", [0, 20, -1])

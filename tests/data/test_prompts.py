@@ -1,7 +1,7 @@
 """Prompt sets: hashes, readers, the shuffle, and one sentence for everything that can be wrong."""
 
+import bz2
 import hashlib
-import lzma
 import os
 from dataclasses import replace
 
@@ -78,12 +78,12 @@ def test_a_file_that_is_another_one(tmp_path, monkeypatch):
 
 def test_damaged_stored_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "FOLDER", tmp_path)
-    with pytest.raises(UserError, match="aime24.jsonl.xz: this file of the repository is missing"):
+    with pytest.raises(UserError, match="aime24.jsonl.bz2: this file of the repository is missing"):
         prompts.load("aime24")
-    (tmp_path / "aime24.jsonl.xz").write_bytes(b"no xz")
-    with pytest.raises(UserError, match="not readable"):
+    (tmp_path / "aime24.jsonl.bz2").write_bytes(b"no bz2")
+    with pytest.raises(UserError, match="not a whole file in bz2"):
         prompts.load("aime24")
-    (tmp_path / "aime24.jsonl.xz").write_bytes(lzma.compress(b"{}\n"))
+    (tmp_path / "aime24.jsonl.bz2").write_bytes(bz2.compress(b"{}\n"))
     with pytest.raises(UserError, match="not the rows that prompts.yaml lists"):
         prompts.load("aime24")
 
