@@ -13,6 +13,7 @@ DeepSpeed's and FlexGen's offloading aim at large batches and have no row.
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import shutil
@@ -35,8 +36,12 @@ from repro.generation import fit
 from repro.store import provenance
 
 PAIRS = {"Llama-3.1-8B": "Llama-3.2-1B"}  # shapes with a small one of the family that has a shape here
-WARM, TIMED, PROMPT = 2, 10, 900  # tokens
-SHARE = 0.8  # of the limit for weights; the rest is for the cache, intermediate results and what streams
+WARM, TIMED, PROMPT = 1, 5, 900  # tokens
+SECONDS = 30  # of a generation, at most
+# Of the limit for weights; the rest is for the cache, intermediate results and what streams. Accelerate keeps room for
+# the largest module, a head of 1 GiB here, and what its allocator holds in pieces comes on top: the first that runs.
+SHARES = (0.8, 0.7, 0.6, 0.5)
+SHARE = SHARES[0]  # of llama.cpp, whose layers stay where they are
 LLAMA_BENCH = "llama-bench"  # llama.cpp's program
 HOST_READ = 2**30  # bytes over which the host's rate is measured: more than its caches hold
 
@@ -80,49 +85,73 @@ def main(words: Sequence[str] | None = None) -> None:
 def measured(shape: str, memory: str, device: torch.device, assisted: bool) -> dict[str, Any]:
     """Seconds of the target's passes in greedy generation under a limit.
 
+    The largest of `SHARES` that runs is taken; a smaller one streams more.
+
     Returns:
-        pass_s: the median of the timed passes of the target; seconds: all of them; resident: modules on the device.
+        pass_s: the median of the timed passes of the target; seconds: all of them; resident: modules on the device;
+        share: of the limit, for weights.
+
+    Raises:
+        torch.OutOfMemoryError: no share runs.
     """
+    *larger, least = SHARES
+    for share in larger:
+        try:
+            return generated(shape, memory, device, assisted, share)
+        except torch.OutOfMemoryError:
+            pass
+        gc.collect()  # modules and their hooks hold one another
+    return generated(shape, memory, device, assisted, least)
+
+
+def generated(shape: str, memory: str, device: torch.device, assisted: bool, share: float) -> dict[str, Any]:
+    """`measured` with a share of the limit for weights."""
     amount = budget.parse_bytes(memory)
-    limit(device, amount)
     try:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        small = random_model(PAIRS[shape], dtype).to(device) if assisted else None
-        own = 0 if small is None else sum(p.nbytes for p in small.parameters())
-        model, placed = offloaded(random_model(shape, dtype), amount - own, device)
+        whole = random_model(shape, dtype, device)
+        small = random_model(PAIRS[shape], dtype, device) if assisted else None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        limit(device, amount)
+        own = 0
+        if small is not None:
+            own = sum(p.nbytes for p in small.parameters())
+            small.to(device)
+        model, placed = offloaded(whole, share * (amount - own), device)
         passes = Passes(model)
         ids = torch.randint(model.config.vocab_size, (1, min(PROMPT, model.config.max_position_embeddings // 2)))
         options = {"max_new_tokens": 1 + WARM + TIMED, "min_new_tokens": 1 + WARM + TIMED, "do_sample": False}
+        options["max_time"] = SECONDS
         model.generate(ids.to(device), assistant_model=small, pad_token_id=0, **options)
-        seconds = passes.seconds[1 + WARM :] or passes.seconds[1:]
+        seconds = passes.seconds[1 + WARM :] or passes.seconds[-1:]  # one where time ended it
         resident = sum(where != "cpu" for where in placed.values())
         found = {"pass_s": statistics.median(seconds), "seconds": seconds, "resident_modules": resident}
         if device.type == "cuda":
             found |= {"device_bytes": device_bytes(device), "peak_bytes": torch.cuda.max_memory_allocated(device)}
-        return found | {"status": "ok", "budget_bytes": amount, "modules": len(placed)}
+        return found | {"status": "ok", "budget_bytes": amount, "share": share, "modules": len(placed)}
     finally:
         bound(1.0, device)
 
 
-def random_model(shape: str, dtype: torch.dtype) -> nn.Module:
-    """A shape in Transformers' form with random weights on the CPU."""
+def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A shape in Transformers' form with random weights on the CPU, which a GPU draws in seconds."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
-    model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
-    return model.eval()
+    with device:
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
+    return model.eval().to("cpu")
 
 
-def offloaded(model: nn.Module, amount: int, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
-    """A model that Accelerate distributes over a device and the host, and where each module lies.
-
-    `SHARE` of the amount is for weights.
-    """
+def offloaded(model: nn.Module, weights: float, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """A model that Accelerate distributes over a device, which takes so many bytes, and the host; where modules lie."""
     from accelerate import dispatch_model, infer_auto_device_map
 
     if device.type != "cuda":
         return model, {"": "cpu"}
-    whole = {0: int(SHARE * amount), "cpu": 10**13}
-    placed = infer_auto_device_map(model, max_memory=whole, no_split_module_classes=model._no_split_modules)
+    memory = {0: int(weights), "cpu": 10**13}
+    placed = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=model._no_split_modules)
     return dispatch_model(model, placed, main_device=0), placed
 
 

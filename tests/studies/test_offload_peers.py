@@ -51,6 +51,29 @@ def test_too_little_memory_is_a_status(tiny, tmp_path, monkeypatch):
     assert (kept["status"], kept["why"]) == ("oom", "CUDA out of memory at all")
 
 
+def test_the_largest_share_that_runs_is_taken(tiny, monkeypatch):
+    """As on a GPU whose memory two of the shares exceed; a small model's room is taken off the limit first."""
+    asked, offloaded = [], peers.offloaded
+
+    def full(model, weights, device):
+        asked.append(weights)
+        if weights > 0.65e6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return offloaded(model, weights, device)
+
+    monkeypatch.setattr(peers, "offloaded", full)
+    found = peers.measured("tiny", "1000000", torch.device("cpu"), assisted=False)
+    assert asked == pytest.approx([0.8e6, 0.7e6, 0.6e6]) and (found["status"], found["share"]) == ("ok", 0.6)
+    assert peers.measured("tiny", "1000000", torch.device("cpu"), assisted=True)["share"] == 0.8
+    with pytest.raises(torch.OutOfMemoryError):
+        peers.measured("tiny", "2000000", torch.device("cpu"), assisted=False)
+
+
+def test_a_generation_ends_in_time(tiny, monkeypatch):
+    monkeypatch.setattr(peers, "SECONDS", 0.0)
+    assert len(peers.measured("tiny", "8GiB", torch.device("cpu"), assisted=False)["seconds"]) == 1
+
+
 def test_what_is_missing_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="Accelerate is not installed; pip install accelerate"):
