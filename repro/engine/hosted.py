@@ -27,6 +27,8 @@ from repro.kernels.packing import TILE, PackedWeight
 SHARE = 0.1  # of the bytes of the first width, beyond these
 ALIGNED = 256  # bytes between whose multiples tensors begin
 Move = tuple[str, int]  # a layer and the width that it gets
+State = tuple[int, ...]  # each layer's width
+Moved = tuple[int, list[Tensor], list[Tensor] | None]  # a layer, where its weights go, where they lie on the device
 
 
 class HostCopies(Copies):
@@ -53,6 +55,7 @@ class HostCopies(Copies):
         self.memory = torch.empty(end, dtype=torch.uint8, device=device)
         at = {bits: placed(whole, self.memory, 0) for bits, whole in self.host.items()}
         super().__init__(names, sizes, columns, at)
+        self._changes: dict[tuple[State, State], list[Moved]] = {}  # that were asked for
         for layer in range(len(sizes)):
             for target, source in zip(self.tensors(self.bits, layer), self.source(layer, self.high)):
                 target.copy_(source)
@@ -78,23 +81,42 @@ class HostCopies(Copies):
         """The weights of one layer at a width, on the host."""
         return tensors_of(self.host[bits], *self.rows[layer])
 
-    def set(self, bits: Sequence[int]) -> None:
-        """Let each layer compute with the copy of a width, which comes from the staging buffer or from the host."""
-        before, after = self.bits, list(bits)
-        moves = []
+    def change(self, before: Sequence[int], after: Sequence[int]) -> list[Moved]:
+        """The layers whose weights a switch writes, and where to; without a source those of another width, which come.
+
+        Made once for each pair of states, by a thread that knows the next one (`SwitchingSteps.prepare`): views of many
+        layers take the host longer than copying them.
+        """
+        key = tuple(before), tuple(after)
+        if key not in self._changes:
+            self._changes[key] = self._changed(*key)
+        return self._changes[key]
+
+    def _changed(self, before: State, after: State) -> list[Moved]:
+        moved = []
         for layer, width in enumerate(after):
             target = self.tensors(after, layer)
             if width != before[layer]:
-                source = self.staging.take((self.names[layer], width)) or self.source(layer, width)
+                moved.append((layer, target, None))
+                continue
+            source = self.tensors(before, layer)
+            if not all(map(_same_memory, source, target)):
+                moved.append((layer, target, source))
+        return moved
+
+    @torch.inference_mode()
+    def set(self, bits: Sequence[int]) -> None:
+        """Let each layer compute with the copy of a width, which comes from the staging buffer or from the host."""
+        moves = []
+        for layer, target, source in self.change(self.bits, bits):
+            if source is None:
+                source = self.staging.take((self.names[layer], bits[layer])) or self.source(layer, bits[layer])
             else:
-                source = self.tensors(before, layer)
-                if all(map(_same_memory, source, target)):
-                    continue
                 source = [tensor.clone() for tensor in source]  # another layer may be written where it is
             moves += zip(target, source)
         for target, source in moves:
             target.copy_(source, non_blocking=True)
-        super().set(after)
+        super().set(bits)
 
     @property
     def nbytes(self) -> int:
@@ -119,10 +141,15 @@ class Staging:
         self._copies = torch.cuda.Stream(device) if on_gpu else None
         self._ready, self._free = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else (None, None)
 
+    def release(self) -> None:
+        """Say that everything that reads the buffer has been launched on the current stream; what comes next waits."""
+        if self._free is not None:
+            self._free.record()
+
     def begin(self, wanted: Mapping[Move, Sequence[Tensor]]) -> None:
         """Begin to copy the weights of moves from the host, as many as there is room for; what was there is dropped.
 
-        Everything that reads the buffer has been launched on the current stream.
+        Any thread may, after `release`.
         """
         if list(wanted)[: len(self._staged)] == list(self._staged) and self._staged:
             return
@@ -140,7 +167,6 @@ class Staging:
             for target, source in pairs:
                 target.copy_(source)
             return
-        self._free.record()
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(self._free)
             for target, source in pairs:

@@ -80,6 +80,7 @@ class SwitchingSteps(Steps):
         self.recorder: Recorder | None = None
         self._single: State | None = None
         self._next: dict[str, int] | None = None  # the state that may come next
+        self._coming: Future | None = None  # of its weights from the host
         self._retired: list[torch.cuda.CUDAGraph] = []  # may still run
 
     def state(self, sequences: int, drawn: bool, scored: bool) -> State:
@@ -112,6 +113,9 @@ class SwitchingSteps(Steps):
 
     def set_bits(self, bits: Mapping[str, int]) -> None:
         """Give layers their widths, of a single sequence, for the next step that is launched."""
+        if self._coming is not None:
+            self._coming.result()
+            self._coming = None
         changed = False
         for each in self.copies:
             wanted = [bits.get(name, now) for name, now in zip(each.names, each.bits)]
@@ -125,13 +129,26 @@ class SwitchingSteps(Steps):
         """Make ready for a state that may come next: bring its weights from the host, and capture its step on a GPU."""
         self._next = self.bits | bits if self.levels is None else None
         if self.staging is not None:
-            wanted = {}
-            for name, width in bits.items():
-                each, layer = self.where[name]
-                wanted[name, width] = each.source(layer, width)
-            self.staging.begin(wanted)
+            self.staging.release()
+            bring = partial(self._bring, dict(bits), self._next)
+            if self.recorder is None:
+                bring()
+            else:
+                self._coming = self.recorder.submit(bring)
         if self.recorder is not None:
             self._begin_next()
+
+    def _bring(self, moved: Mapping[str, int], state: Mapping[str, int]) -> None:
+        """Begin to copy the weights of moves from the host, and find where a switch to the state will put them."""
+        wanted = {}
+        for name, width in moved.items():
+            each, layer = self.where[name]
+            wanted[name, width] = each.source(layer, width)
+        self.staging.begin(wanted)
+        for each in self.copies:
+            after = [state[name] for name in each.names]
+            if after != each.bits:
+                each.change(each.bits, after)
 
     def _begin_next(self) -> None:
         if self.ahead and self._next is not None and self._next != self.bits:
@@ -167,8 +184,9 @@ class Recorder:
     One thread captures all of them, because libraries keep their handles and workspaces by thread: what a capture may
     not set up is set up by running every product once before the first.
 
-    The thread makes the products of a state as well, so that a switch costs the thread that decodes nothing but looking
-    up those of the layers that it names. The interpreter's lock is handed over often while a capture runs.
+    The thread makes the products of a state as well, and brings its weights where the copies are on the host, so that a
+    switch costs the thread that decodes nothing but looking up those of the layers that it names, and launching the
+    copies. The interpreter's lock is handed over often while a capture runs.
 
     Attributes:
         captured: seconds of every capture.
@@ -184,6 +202,16 @@ class Recorder:
         self._first: tuple[tuple, torch.cuda.CUDAGraph] | None = None  # that of the state which generations begin with
         self._begun: dict[tuple, Future] = {}
         self._thread.submit(self._warm).result()
+
+    def submit(self, work: Callable[[], None]) -> Future:
+        """Let the thread do something between two captures, so that the one that decodes does not."""
+        return self._thread.submit(self._do, work)
+
+    @torch.inference_mode()
+    def _do(self, work: Callable[[], None]) -> None:
+        torch.cuda.set_device(self.model.device)
+        with quick_turns():
+            work()
 
     def begin(self, state: State, bits: Mapping[str, int]) -> None:
         """Begin to capture a state's step."""

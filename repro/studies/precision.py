@@ -14,6 +14,7 @@ there already is not measured again. The parts, each with the settings that it w
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -214,9 +215,9 @@ class Bench:
         config = Config(order="random", interval=EVERY, layers=layers, copies="host")
         if self.on_host is None:
             self.static, self.model, self.plain = None, None, {}  # the device holds one width from here on
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            release(self.device)
             self.on_host = assembled(self.make, replace(config, layers=MOST))
+        release(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         model = self.on_host
@@ -228,7 +229,8 @@ class Bench:
             weights += sum(tensor.nbytes for tensor in each.at[max(RECIPES)].buffers())
         found |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
         if self.device.type == "cuda":
-            found |= {"peak bytes": torch.cuda.max_memory_allocated(self.device)}
+            peak, cache = torch.cuda.max_memory_allocated(self.device), engine.cache
+            found |= {"peak bytes": peak, "peak bytes beside the cache": peak - cache.keys.nbytes - cache.values.nbytes}
         tables = {id(tensor): tensor.nbytes for tensor in (model.embedding, *model.head.buffers())}
         return found | {
             "bytes of the first width's layers": weights,
@@ -237,9 +239,10 @@ class Bench:
 
     def around(self, engine: SwitchingCore, layers: int) -> dict[str, Any]:
         """Milliseconds of the tokens around an engine's switches, and the host's share in them."""
-        host: list[float] = []
-        clocked(engine.steps, "switch", host)
-        clocked(engine.steps, "prepare", host)
+        switched: list[float] = []
+        prepared: list[float] = []
+        clocked(engine.steps, "switch", switched)
+        clocked(engine.steps, "prepare", prepared)
         seconds, log = self.timed(engine, CONTEXTS[0], SWITCHED)
         every = sorted({switch.step for switch in log})
         near = {step + offset for step in every for offset in (-2, -1, 0, 1)}
@@ -247,7 +250,8 @@ class Bench:
         late = [max(seconds[step - 2 : step + 1]) - quiet for step in every[1:]]  # the first graph is made in between
         worst = {"late ms, median": statistics.median(late), "late ms, worst": max(late)}
         others = [ms - quiet for step, ms in enumerate(seconds, start=1) if step not in near]
-        worst |= {"other late ms, worst": max(others), "host ms, worst": 1e3 * max(host)}
+        worst |= {"other late ms, worst": max(others), "host ms, worst": 1e3 * max(*switched, *prepared)}
+        worst |= {"switch host ms, worst": 1e3 * max(switched), "prepare host ms, worst": 1e3 * max(prepared)}
         if (recorder := engine.steps.recorder) is not None:
             worst["capture ms, median"] = 1e3 * statistics.median(recorder.captured)
             worst["waited ms, worst"] = 1e3 * max(recorder.waited, default=0.0)
@@ -329,6 +333,13 @@ def switch_steps(path: Path, layers: int) -> list[int]:
     for step in longest:
         steps += [step] * layers
     return steps
+
+
+def release(device: torch.device) -> None:
+    """Give a GPU back what engines that are gone held; those that were `clocked` hold themselves until a collection."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def clocked(steps: SwitchingSteps, name: str, seconds: list[float]) -> None:

@@ -1,5 +1,7 @@
 """Copies on the host: the same tokens as with all copies on the device, in memory for one width and a tenth of it."""
 
+from types import SimpleNamespace
+
 import engines
 import pytest
 import torch
@@ -111,6 +113,41 @@ def test_the_next_moves_come_while_decoding_goes_on(every_width, monkeypatch):
     assert events[0][0] == "begin" and expected[-1] == []
     assert [(switch.layer, switch.bits) for switch in log] == [move for moves in expected for move in moves]
     assert (engine.steps.staging.prefetched, engine.steps.staging.late) == (len(log), 0)
+
+
+class Later:
+    """In place of a thread: what it was given is done when it is waited for, and `working` meanwhile."""
+
+    def __init__(self):
+        self.working = False
+
+    def submit(self, work):
+        def result():
+            self.working = True
+            work()
+            self.working = False
+
+        return SimpleNamespace(result=result)
+
+    def begin(self, *given):
+        """No step is captured on a CPU."""
+
+
+def test_the_thread_that_decodes_makes_no_views_of_what_a_switch_moves(every_width, monkeypatch):
+    """Another brings the weights and finds their places; the switch waits for it and copies."""
+    wanted = outcome(make(every_width, copies="host", **QUICK))
+    engine, busy = make(every_width, copies="host", **QUICK), []
+    engine.steps.recorder = later = Later()
+    for owner, name in ((hosted.HostCopies, "_changed"), (hosted.HostCopies, "source"), (hosted.Staging, "begin")):
+        method = getattr(owner, name)
+
+        def noted(*given, method=method):
+            busy.append(later.working)
+            return method(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+    assert outcome(engine) == wanted and len(busy) > 28 and all(busy)
+    assert (engine.steps.staging.prefetched, engine.steps.staging.late) == (len(wanted[2]), 0)
 
 
 def test_on_the_device_are_one_width_and_the_buffer(every_width):

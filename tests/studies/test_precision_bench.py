@@ -48,6 +48,7 @@ def test_every_measurement_is_a_file_that_is_made_once(bench, tmp_path, capsys):
     assert files["mixed-random-0.5"]["products"] == files["serial-random-0.5"]["products"] > 4 * 3
     around = files["switch-host-4"]
     assert around["prefetched"] + around["late"] >= 4 * 4 and around["host ms, worst"] > 0  # the last is made in vain
+    assert around["host ms, worst"] == max(around["switch host ms, worst"], around["prepare host ms, worst"])
     assert around["buffer bytes"] <= 0.1 * around["bytes of the first width's layers"]
     tables = 4 * SHAPE["vocab_size"] * SHAPE["hidden_size"]  # the embedding in float32, which is the head
     assert around["bytes of the first width"] == around["bytes of the first width's layers"] + tables
