@@ -79,27 +79,43 @@ INLINE u32 transpose(u32 pair) {
     return out;
 }
 
-// One warpgroup, four warps with 16 of the 64 rows each: D [64, 64] += A [64, 16] B [16, 64]. Lanes hold A and D as for
-// `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one per column of B, with the
-// 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from the address, so B is
-// aligned to 1024 bytes. `b` is the descriptor `matrix(first row)` plus the offset of the 16 elements in pieces.
+// One warpgroup, four warps with 16 of the 64 rows each: D [64, N] += A [64, 16] B [16, N], N 16, 32, 48 or 64. Lanes
+// hold A and D as for `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one per
+// column of B, with the 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from
+// the address, so B is aligned to 1024 bytes. `b` is the descriptor `matrix(first row)` plus the offset of the 16
+// elements in pieces.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define PRODUCT(TYPE)                                                                                                  \
-    asm volatile("{.reg .b64 b; mov.b64 b, {%36, 0x40000040};" /* swizzle of 128 bytes; 8 rows are 1024 */             \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," TEN(1)  \
-                 TEN(2) "%30,%31}, {%32,%33,%34,%35}, b, 1, 1, 1, 0;}"                                                 \
-                 : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+#define OF_16 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define OF_32 OF_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define OF_48 OF_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define OF_64 OF_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define PRODUCT(N, TYPE, A, B, ...)                                                                                    \
+    asm volatile("{.reg .b64 b; mov.b64 b, {" B ", 0x40000040};" /* swizzle of 128 bytes; 8 rows are 1024 */           \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" OF_##N "}, {" A "}, b, "         \
+                 "1, 1, 1, 0;}"                                                                                        \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+#define PRODUCTS(TYPE)                                                                                                 \
+    if constexpr (N == 16) PRODUCT(16, TYPE, "%8,%9,%10,%11", "%12", FOUR(0), FOUR(1));                                \
+    else if constexpr (N == 32) PRODUCT(32, TYPE, "%16,%17,%18,%19", "%20", FOUR(0), FOUR(1), FOUR(2), FOUR(3));       \
+    else if constexpr (N == 48)                                                                                        \
+        PRODUCT(48, TYPE, "%24,%25,%26,%27", "%28", FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5));             \
+    else                                                                                                               \
+        PRODUCT(64, TYPE, "%32,%33,%34,%35", "%36", FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6),     \
+                FOUR(7))
 INLINE u32 matrix(u32 p) { return p / 16 + (1 << 16); }
-template <int BRAIN> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
-    if (BRAIN) PRODUCT("bf16");
-    else PRODUCT("f16");
+template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
+    static_assert(N % 16 == 0 && N <= 64, "no such product");
+    if constexpr (BRAIN) { PRODUCTS("bf16"); }
+    else { PRODUCTS("f16"); }
 }
+#undef PRODUCTS
 #undef PRODUCT
+#undef OF_64
+#undef OF_48
+#undef OF_32
+#undef OF_16
 #undef FOUR
-#undef TEN
 INLINE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); } // registers are ready
 INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // commits a group
 template <int PENDING> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }

@@ -17,6 +17,8 @@ weights are multiplied by it in the activations' type, which rounds once more (i
 registers, SCALED, and shares each read of x. Producer warps load x; the others unpack while the tensor cores multiply
 what they unpacked before.
 
+A tile of tokens is no larger than they need: of 65 tokens and a configuration for 128 it has 80 (`trimmed`).
+
 SPLIT thread blocks of a cluster split K. Each adds up and stores a part of the sums, which the others send to its
 shared memory, always in the same order: no workspace, and bitwise reproducible results.
 """
@@ -60,7 +62,7 @@ TILES = [  # CONSTANTS without SPLIT
 ]  # fmt: skip
 MOST_SHARED = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448}  # bytes per block, by capability
 LEAST_SHARED = 101376  # of all other devices of capability 8.0 or later
-WGMMA_CONSTANTS = ("WGS", "MB", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`
+WGMMA_CONSTANTS = ("WGS", "MB", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`, which gets 64 MB tokens as MT
 WGMMA_TILES = [
     (1, 1, 256, 5, 4), (1, 1, 256, 3, 4), (1, 1, 128, 8, 4), (2, 1, 256, 3, 4), (2, 1, 128, 8, 4), (2, 1, 128, 5, 4),
     (3, 1, 128, 8, 3), (3, 1, 128, 6, 4), (4, 1, 128, 5, 3), (1, 2, 128, 4, 3), (2, 2, 128, 3, 3), (2, 2, 64, 6, 4),
@@ -71,8 +73,12 @@ MORE_WGMMA_TILES = [  # fastest at some shape of an H200 in an earlier sweep
     (2, 1, 128, 5, 6), (2, 1, 128, 8, 6), (2, 2, 64, 5, 6), (2, 2, 128, 3, 6), (3, 1, 128, 3, 6), (3, 2, 64, 3, 6),
     (3, 2, 64, 5, 6), (4, 1, 128, 5, 4),
 ]  # fmt: skip
+LARGE_WGMMA_TILES = [(2, 3, 64, 4, 4), (1, 3, 64, 5, 6)]  # for 129 to 192 tokens, which fill no two tiles of 128
 SPACE = []
-for constants, tiles in ((CONSTANTS, TILES), (WGMMA_CONSTANTS, WGMMA_TILES + MORE_WGMMA_TILES)):
+for constants, tiles in (
+    (CONSTANTS, TILES),
+    (WGMMA_CONSTANTS, WGMMA_TILES + MORE_WGMMA_TILES + LARGE_WGMMA_TILES),
+):
     for tile in tiles:
         for split in (1, 2, 3, 4, 5, 6, 7, 8):
             SPACE.append(dict(zip(constants, (*tile, split))))
@@ -116,12 +122,12 @@ def tuning_key(case: dict) -> str:
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str) -> dict:
     """The recorded configuration or the heuristic's.
 
-    Between recorded numbers of tokens the recorded configuration may be for a tile more than there are tokens (of 129
-    with that of 256, two of 128): the heuristic's is taken where its estimate for the tokens is lower.
+    Between recorded numbers of tokens and above the last one, the recorded configuration may be for tiles that m tokens
+    do not fill: the heuristic's is taken where its estimate for them is lower.
     """
     recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
-    tokens = next((t for t in TOKENS if m <= t <= 64), -(-m // 64) * 64)  # whole tiles
-    if recorded and (tokens in TOKENS or tokens > TOKENS[-1]):
+    tokens = whole(m) if m <= 64 else -(-m // 16) * 16
+    if recorded and tokens in TOKENS:
         return recorded
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
@@ -130,6 +136,11 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     if recorded and estimate(recorded, tokens, n, k, bits, sms) <= estimate(chosen, tokens, n, k, bits, sms):
         return recorded
     return chosen
+
+
+def whole(m: int) -> int:
+    """So many tokens or the next recorded number up to 64, then the next multiple of 64: tiles are at most as large."""
+    return next((t for t in TOKENS if m <= t <= 64), -(-m // 64) * 64)
 
 
 @lru_cache(maxsize=4096)
@@ -143,7 +154,7 @@ def heuristic(
     able = [
         config
         for config in SPACE
-        if tokens_of(config) <= max(TOKENS[0], m)
+        if tokens_of(config) <= whole(m)
         and (capability >= (9, 0) or config["SPLIT"] == 1)
         and (capability == (9, 0) or "WGS" not in config)
     ]
@@ -151,8 +162,14 @@ def heuristic(
 
 
 def tokens_of(config: dict) -> int:
-    """Tokens of a tile."""
+    """Tokens of a tile, at most."""
     return config["MT"] if "MT" in config else 64 * config["MB"]
+
+
+def trimmed(config: dict, m: int) -> int:
+    """Tokens of a tile when m share as many tiles as a configuration needs: a multiple of what its source adds up."""
+    tiles, step = -(-m // tokens_of(config)), 16 if "WGS" in config else 8
+    return max(min(TOKENS[0], tokens_of(config)), -(-m // tiles // step) * step)
 
 
 # What an SM of an H200 does in a microsecond, and what its launches take, fitted to the configurations that are
@@ -178,7 +195,7 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
     split = min(config["SPLIT"], -(-k // config["KS"]))
     rows = 64 * config["WGS"] if wgmma else 16 * config["RT"] * config["WR"]
     resident = 1 if wgmma else config["BLOCKS"]
-    tokens, columns = tokens_of(config), -(-k // split // config["KS"]) * config["KS"]
+    tokens, columns = trimmed(config, m), -(-k // split // config["KS"]) * config["KS"]
     tiles = -(-m // tokens) * -(-n // rows)
     waves = -(-tiles // max(1, CLUSTERS[split] * sms // CLUSTERS[1] * resident))
     together = min(resident, -(-tiles * split // sms)) * rows  # rows that share an SM
@@ -277,6 +294,7 @@ def plan_mma(
     """How `w4a16_gemm.cu` runs a shape: source, constants, thread blocks, threads of one, bytes of shared memory."""
     config = fitted(config, *form, MOST_SHARED.get(capability, LEAST_SHARED))
     config["SPLIT"] = min(config["SPLIT"], -(-columns // config["KS"]))  # at least one stage each
+    config["MT"] = trimmed(config, count)
     tiles = -(-count // config["MT"]) * -(-rows // (16 * config["RT"] * config["WR"]))
     constants = {name: config[name] for name in CONSTANTS}
     threads = 32 * config["WR"] * config["WK"]
@@ -286,15 +304,15 @@ def plan_mma(
 def wgmma_fitted(config: dict, bits: int, group: int, symmetric: bool) -> dict:
     """`config` for a format: stages are whole packed blocks, as many as fit; stages of words are dropped first."""
     config = config | {"KS": max(config["KS"], packing.block_columns(bits))}
-    while wgmma_shared_bytes(config, bits, group, symmetric) > MOST_SHARED[9, 0]:
+    while wgmma_shared_bytes(config, tokens_of(config), bits, group, symmetric) > MOST_SHARED[9, 0]:
         name = next((name for name in ("RING", "STAGES") if config[name] > 2), "SPLIT")
         config[name] = 1 if name == "SPLIT" else config[name] - 1
     return config
 
 
-def wgmma_shared_bytes(config: dict, bits: int, group: int, symmetric: bool) -> int:
+def wgmma_shared_bytes(config: dict, tokens: int, bits: int, group: int, symmetric: bool) -> int:
     """Dynamic shared memory of a block of `w4a16_wgmma.cu`: stages of x, of words and scales, sums, mbarriers."""
-    tiles, tokens, columns, split = 4 * config["WGS"], 64 * config["MB"], config["KS"], config["SPLIT"]
+    tiles, columns, split = 4 * config["WGS"], config["KS"], config["SPLIT"]
     groups = columns // group if group and group < columns else 1
     x = config["STAGES"] * tokens * columns * 2
     words = config["RING"] * tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
@@ -307,8 +325,11 @@ def plan_wgmma(
     """The same of `w4a16_wgmma.cu`."""
     config = wgmma_fitted(config, *form)
     config["SPLIT"] = min(config["SPLIT"], -(-columns // config["KS"]))  # at least one stage each
-    tiles = -(-count // (64 * config["MB"])) * -(-rows // (64 * config["WGS"]))
-    return WGMMA_SOURCE, config, tiles * config["SPLIT"], 128 * config["WGS"] + 128, wgmma_shared_bytes(config, *form)
+    tokens = trimmed(config, count)
+    tiles = -(-count // tokens) * -(-rows // (64 * config["WGS"]))
+    constants = {"MT": tokens} | {name: config[name] for name in WGMMA_CONSTANTS if name != "MB"}
+    threads, shared = 128 * config["WGS"] + 128, wgmma_shared_bytes(config, tokens, *form)
+    return WGMMA_SOURCE, constants, tiles * config["SPLIT"], threads, shared
 
 
 def on_cpu(

@@ -2,24 +2,25 @@
 // compute capability 9.0 (w4a16_gemm.py).
 //
 // Rows of W are the rows of `wgmma`: D [64, 64] += W [64, 16] x^T [16, 64], W unpacked in registers, x in shared
-// memory. Four producer warps load x; every other warp copies, unpacks and multiplies 16 rows of W. There is no
-// block-wide barrier in the main loop: each stage of x has two mbarriers, for full and for free.
+// memory; the last 16, 32 or 48 tokens of a tile are an instruction of their own. Four producer warps load x; every
+// other warp copies, unpacks and multiplies 16 rows of W. There is no block-wide barrier in the main loop: each stage of
+// x has two mbarriers, for full and for free.
 //
 // Compile-time constants: BITS, GROUP columns (0: one group per row), SYMMETRIC, BF16 (unpack.cuh);
-//   WGS     consumer warpgroups, 64 rows each         MB      64-token blocks of a tile
+//   WGS     consumer warpgroups, 64 rows each         MT      tokens of a tile, a multiple of 16
 //   KS      columns of a stage                        SPLIT   thread blocks of a cluster, which split K
 //   STAGES  stages of x in shared memory              RING    stages of packed words and scales, per consumer warp
 
 #include "unpack.cuh"
 
-constexpr int WARPS = 4 * WGS, MT = 64 * MB, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
+constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB, WHOLE = MT / 64 * 64;
 constexpr int STEP = KS >= 128 ? 64 : 32, BUFFERS = KS / STEP;             // columns per unpack and multiply
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
 constexpr int X = MT * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
 constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, MBARRIERS = LANDING + SPLIT * SLOTS * 512;
-static_assert(STAGES > 1 && RING > 1 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
+static_assert(STAGES > 1 && RING > 1 && MT % 16 == 0 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0),
               "a stage does not divide, or there are too few");
 
@@ -134,9 +135,11 @@ __cluster_dims__(SPLIT)
                 if (column + STEP == KS) read_stage(j);
                 if (column == 0) signal_wait(full + i * 8, phase);
                 wgmma_begin();
-                UNROLL for (int k = 0; k < STEP; k += 16) UNROLL for (int m = 0; m < MT; m += 64)
-                    wgmma<BF16>(sum + m / 8, now + k / 4,
-                                matrix(stages + i * X) + ((column + k) / 64 * MT + m) * 8 + (column + k) % 64 / 8);
+                UNROLL for (int k = 0; k < STEP; k += 16) {
+                    const u32 of = matrix(stages + i * X) + (column + k) / 64 * MT * 8 + (column + k) % 64 / 8;
+                    UNROLL for (int m = 0; m < WHOLE; m += 64) wgmma<BF16, 64>(sum + m / 8, now + k / 4, of + m * 8);
+                    if constexpr (MT > WHOLE) wgmma<BF16, MT - WHOLE>(sum + WHOLE / 8, now + k / 4, of + WHOLE * 8);
+                }
                 wgmma_end();
                 wgmma_wait<BUFFERS - 1>();  // the next buffer of `a` is free; before the last step, the previous stage
                 // All lanes of the warp have waited (`.sync`), so one arrives for them. No `__syncwarp()` here: ptxas

@@ -295,14 +295,14 @@ inline u32 transpose(u32 pair) {
 }
 inline u32 matrix(u32 p) { return p / 16; }
 // As late as it may be, when the fiber waits for the group: until then it reads `a` and shared memory.
-template <int BRAIN> void wgmma(float (*d)[4], const unsigned a[4], unsigned b) {
+template <int BRAIN, int N> void wgmma(float (*d)[4], const unsigned a[4], unsigned b) {
     block->fibers[threadIdx.x]->products.back().push_back([=] {
         auto element = [&](int row, int k) { // of B
             unsigned p = b * 16 + row * 128 + k * 2;
             return (u32)at_shared<u32>(p ^ (p >> 7 & 7) << 4);
         };
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        for (int n = 0; n < 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
+        for (int n = 0; n < N / 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
     });
 }
 inline void wgmma_begin() {}

@@ -62,22 +62,24 @@ def test_a_card_with_half_the_sms_gets_other_tiles():
     assert whole != half
 
 
-def test_a_shape_without_an_entry_is_looked_up_by_the_next_number_of_tokens(monkeypatch):
+def test_a_shape_without_an_entry_is_estimated_for_the_tiles_that_its_tokens_make(monkeypatch):
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
     monkeypatch.setattr(w4a16_gemm, "heuristic", lambda *given: given)
     found = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[:4] for m in (1, 17, 256, 257, 600)]
-    assert [each[0] for each in found] == [16, 32, 256, 320, 640]
+    assert [each[0] for each in found] == [16, 32, 256, 272, 608]
     assert found[0] == (16, 48, 256, 4)
 
 
-def test_between_recorded_numbers_of_tokens_whole_tiles_count(monkeypatch):
-    """129 tokens are three tiles of 64, and not the two of 128 that are recorded for 256."""
+def test_between_recorded_numbers_of_tokens_their_tiles_count(monkeypatch):
+    """129 tokens are one tile of 144, and not the two of 128 that are recorded for 256."""
     recorded = configurations("nvidia-h200")["w4a16_gemm"]
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: recorded[key])
-    found = {m: w4a16_gemm.configuration(m, 4096, 4096, 4, "cpu") for m in (64, 65, 128, 129, 192, 193, 256, 300)}
-    assert found[129] == found[192] and w4a16_gemm.tokens_of(found[129]) == 64
-    assert found[64] == recorded["w4 m64 4096x4096"] and found[65] == found[128] == recorded["w4 m128 4096x4096"]
-    assert found[193] == found[256] == found[300] == recorded["w4 m256 4096x4096"]
+    found = {m: w4a16_gemm.configuration(m, 14336, 4096, 4, "cpu") for m in (64, 65, 128, 129, 192, 193, 256, 600)}
+    assert found[129] == found[192] and w4a16_gemm.trimmed(found[129], 129) == 144
+    assert found[64] == recorded["w4 m64 14336x4096"] and found[65] == found[128] == recorded["w4 m128 14336x4096"]
+    assert found[193] == found[256] == recorded["w4 m256 14336x4096"] != found[600]
+    times = {m: w4a16_gemm.estimate(config, m, 14336, 4096, 4, 132) for m, config in found.items()}
+    assert times[129] < 1.15 * times[128] and times[65] < 1.25 * times[64]
 
 
 def test_a_record_is_a_character_a_configuration():

@@ -72,11 +72,13 @@ WGMMA_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; WGS MB K
     (2, 64, False, "float16", 64, 100, 832, (2, 1, 64, 3, 3, 3)),
     (8, 0, True, "bfloat16", 33, 66, 640, (1, 1, 64, 2, 4, 3)),
     (8, 128, False, "float16", 65, 129, 512, (4, 1, 128, 3, 2, 1)),
+    (4, 128, False, "bfloat16", 90, 70, 256, (1, 2, 128, 3, 3, 1)),
+    (4, 128, False, "bfloat16", 129, 130, 384, (2, 3, 64, 4, 4, 2)),
 ]
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(WGMMA_CASES, (1, 2, 3, 5, 7, 8)), ids=str)
+@pytest.mark.parametrize("case", some_slow(WGMMA_CASES, (1, 2, 3, 5, 7, 8, 10)), ids=str)
 def test_wgmma_source_on_the_cpu(case, monkeypatch):
     """Products of the tensor cores run as late as they may: a buffer that is written too early shows."""
     bits, group, symmetric, dtype, m, rows, columns, numbers = case
@@ -156,10 +158,21 @@ def test_misuse():
 
 
 def test_recorded_number_of_tokens(monkeypatch):
-    """The configuration of the next recorded number of tokens, above the last one that of the last."""
+    """The configuration of the next recorded number of tokens, where as many make the same tiles."""
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda kernel, key, device: {"key": key})
-    found = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 17, 65, 256, 2048)}
-    assert [config["key"] for config in found.values()] == [f"w4 m{t} 8x64" for t in (16, 16, 32, 128, 256, 256)]
+    found = {m: w4a16_gemm.configuration(m, 8, 64, 4, "cpu") for m in (1, 16, 17, 33, 128, 250)}
+    assert [config["key"] for config in found.values()] == [f"w4 m{t} 8x64" for t in (16, 16, 32, 64, 128, 256)]
+
+
+def test_tiles_have_no_more_tokens_than_there_are():
+    """Each as many, a multiple of 8, or of 16 for the tensor cores of Hopper; 16 at least."""
+    tile = dict(zip(w4a16_gemm.CONSTANTS, w4a16_gemm.TILES[-1]))
+    assert [w4a16_gemm.trimmed(tile, m) for m in (1, 16, 17, 40, 41, 64, 65, 129)] == [16, 16, 24, 40, 48, 64, 40, 48]
+    tile = {"WGS": 1, "MB": 2}
+    assert [w4a16_gemm.trimmed(tile, m) for m in (1, 33, 65, 113, 128, 129, 300)] == [16, 48, 80, 128, 128, 80, 112]
+    for config in w4a16_gemm.SPACE[::7]:
+        whole = w4a16_gemm.estimate(config, 192, 4096, 4096, 4, 132)
+        assert w4a16_gemm.estimate(config, 129, 4096, 4096, 4, 132) <= whole
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 512, 2048), (16, 4096, 4096), (64, 28672, 8192), (2048, 127, 96)])
@@ -172,7 +185,7 @@ def test_every_configuration_divides(m, n, k):
             for bits in packing.BITS:
                 fitted = w4a16_gemm.wgmma_fitted(config, bits, 32, False)
                 assert fitted["KS"] % packing.block_columns(bits) == 0 and min(fitted["STAGES"], fitted["RING"]) > 1
-                assert w4a16_gemm.wgmma_shared_bytes(fitted, bits, 32, False) <= 232448
+                assert w4a16_gemm.wgmma_shared_bytes(fitted, 64 * fitted["MB"], bits, 32, False) <= 232448
             continue
         assert set(config) == set(w4a16_gemm.CONSTANTS)
         for bits in packing.BITS:
@@ -207,12 +220,17 @@ def test_compiles(tmp_path, arch, bits, group, symmetric, bf16):
         assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
 
 
+COMPILED = [*w4a16_gemm.WGMMA_TILES[::2], *w4a16_gemm.LARGE_WGMMA_TILES]
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("group, symmetric, bf16", [(128, 0, 0), (0, 1, 1), (32, 0, 1)])
-@pytest.mark.parametrize("tile", some_slow(w4a16_gemm.WGMMA_TILES[::2], (0, 3, 6)), ids=str)
+@pytest.mark.parametrize("tile", some_slow(COMPILED, (0, 3, 6)), ids=str)
 def test_wgmma_compiles(tmp_path, tile, group, symmetric, bf16):
     """For the one architecture that has the instruction, without spilling; products do not wait."""
-    constants = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2)))
+    config, tokens = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2))), 64 * tile[1] - 48
+    _, constants, *_ = w4a16_gemm.plan_wgmma(tokens, 4096, 4096, (4, group, bool(symmetric)), config, (9, 0))
+    assert constants["MT"] == tokens
     words = defines(BITS=4, GROUP=group, SYMMETRIC=symmetric, BF16=bf16, **constants)
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
     done = subprocess.run([*command, str(w4a16_gemm.WGMMA_SOURCE)], capture_output=True, text=True)
