@@ -33,6 +33,10 @@ def job(target: Target) -> Job:
     Raises:
         UserError: unknown model, recipe or corpus.
     """
+    return target.once("compress", lambda: _job(target))
+
+
+def _job(target: Target) -> Job:
     inputs, options, needs = target.inputs(), target.options(), {}
     if target.recipe.calibrated:
         given = asdict(target.scale.calibration)

@@ -19,7 +19,7 @@ OUTPUTS = ("data.safetensors", observations.FILE)
 def job(target: Target, task: str, limit: int | None) -> Job:
     """The job that makes a task's prompts for the target's model; models that share a tokenizer share it."""
     identifier = generated.GENERATED[task].identifier
-    inputs = {"tokenizer": models.tokenizer_key(target.model), "task": identifier, "limit": limit}
+    inputs = {"tokenizer": target.tokenizer, "task": identifier, "limit": limit}
     options = {"task": task, "limit": limit, "model": target.model, "hub": target.scale.hub, "device": "cpu"}
     return make("questions", task, inputs, options | {"threads": 1})
 

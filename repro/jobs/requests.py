@@ -23,8 +23,7 @@ def job(target: Target, task: str, limit: int | None) -> Job:
     Raises:
         UserError: unknown model or task.
     """
-    tokenizer = models.tokenizer_key(target.model)
-    return _job(tokenizer, tasks.identifier(task), task, limit, target.model, target.scale.hub)
+    return _job(target.tokenizer, tasks.identifier(task), task, limit, target.model, target.scale.hub)
 
 
 @cache

@@ -1,13 +1,15 @@
 """What a cell is measured on: a stand-in under a recipe with one seed, at a scale; and what every job declares."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from repro import models
 from repro.recipes.recipe import Recipe, parse, with_seed
+from repro.store.job import Job
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,23 @@ class Target:
     model: str
     text: str
     seed: int = 0
+    _jobs: dict[str, Job] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, kind: str, make: Callable[[], Job]) -> Job:
+        """The target's one job of a kind, made the first time: a hundred cells of a table ask for it."""
+        if kind not in self._jobs:
+            self._jobs[kind] = make()
+        return self._jobs[kind]
 
     @cached_property
     def recipe(self) -> Recipe:
         """The parsed recipe, with the seed in the steps that take one."""
         return with_seed(parse(self.text), self.seed)
+
+    @cached_property
+    def tokenizer(self) -> str:
+        """The key of the model's tokenizer; whoever scores a dozen tasks on one target reads its files' times once."""
+        return models.tokenizer_key(self.model)
 
     @property
     def short(self) -> str:

@@ -23,7 +23,7 @@ def job(target: Target, corpus: str) -> Job:
     Raises:
         UserError: unknown model or corpus.
     """
-    inputs = {"tokenizer": models.tokenizer_key(target.model), "text": corpora.identifier(corpus, target.scale.hub)}
+    inputs = {"tokenizer": target.tokenizer, "text": corpora.identifier(corpus, target.scale.hub)}
     options = {"corpus": corpus, "model": target.model, "hub": target.scale.hub, "device": "cpu", "threads": 1}
     return make("tokens", corpus, inputs, options)
 

@@ -64,7 +64,7 @@ class SnakemakeAdapter:
         files = workflow and (workflow.overwrite_configfiles or workflow.configfiles)
         if files and Path(files[-1]).stem != at.name:
             raise UserError(f"{files[-1]}: its name is {at.name!r}; a scale is named like its file")
-        self.flow = Workflow(at)
+        self.flow = Workflow(at, remember=True)  # what is to be done is asked before any job has run
         self.memory = at.memory_mb  # of a job
         self.config = json.dumps(at.as_config(), sort_keys=True)
         self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)

@@ -98,6 +98,12 @@ def scoring_job(kind: str, ask: Ask, target: Target) -> dict[str, Job] | None:
     tasks = [task for task in tasks if task not in protocol.absent]
     if set(protocol.answered(ask)) - set(tasks):
         return None
+    return {"items": target.once(kind, lambda: _job(kind, target, tasks))}
+
+
+def _job(kind: str, target: Target, tasks: list[str]) -> Job:
+    """The job that scores these tasks."""
+    protocol = target.scale.protocols[kind]
     needs = {f"requests {task}": requests.job(target, task, protocol.limit) for task in tasks}
     compressed = compress.job(target)
     inputs = target.inputs() | {
@@ -109,7 +115,7 @@ def scoring_job(kind: str, ask: Ask, target: Target) -> dict[str, Job] | None:
     if target.recipe.steps:
         needs["weights"] = compressed
     rule = {"tasks": tasks, "limit": protocol.limit, "tokens": protocol.tokens}
-    return {"items": make(kind, target.label, inputs, target.options() | rule, needs, target.steps)}
+    return make(kind, target.label, inputs, target.options() | rule, needs, target.steps)
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:

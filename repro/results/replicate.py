@@ -158,12 +158,15 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     always = name in flow.scale.replicate.tables
     spent: dict[str, float] = {}
     for cell in flow.table_cells(name):
-        if not _has_jobs(flow, cell) or not recorded.jobs(flow.brief, cell) or data_lacking(flow, cell):
+        if not _has_jobs(flow, cell):
+            continue
+        made = distinct(recorded.jobs(flow.brief, cell))
+        if not made or data.lacking(made):
             continue
         if recorded.stands(flow, cell):
-            if cell.measure in COMPARED and (_named(flow, cell) if always else _fits(flow, cell, spent)):
+            if cell.measure in COMPARED and (_named(flow, cell) if always else _fits(flow, made, spent)):
                 again.append(cell)
-        elif too_long(flow, cell) is None and not (always and _never_timed(flow, cell)):
+        elif _seconds_if_too_long(flow, made) is None and not (always and _never_timed(made)):
             missing.append(cell)
     return again, missing
 
@@ -177,7 +180,11 @@ def jobs(flow: Workflow, name: str) -> list[Job]:
 
 def too_long(flow: Workflow, cell: Cell) -> float | None:
     """Seconds that a build's own measurement of a cell takes, estimated, where that is too long here; else None."""
-    seconds = sum(expected_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)))
+    return _seconds_if_too_long(flow, distinct(recorded.jobs(flow.brief, cell)))
+
+
+def _seconds_if_too_long(flow: Workflow, made: Sequence[Job]) -> float | None:
+    seconds = sum(map(expected_seconds, made))
     return seconds if seconds > flow.scale.replicate.cell_seconds else None
 
 
@@ -190,10 +197,10 @@ def _has_jobs(flow: Workflow, cell: Cell) -> bool:
     return flow.is_live(cell) and not flow.is_taken(cell) and any(flow.jobs(cell))
 
 
-def _never_timed(flow: Workflow, cell: Cell) -> bool:
-    """Whether the time of a cell's jobs is unknown, since no run of such a kind was recorded."""
+def _never_timed(made: Sequence[Job]) -> bool:
+    """Whether the time of jobs is unknown, since no run of such a kind was recorded."""
     timed = {run.kind for run in _committed()}
-    return any(job.kind not in timed for job in distinct(recorded.jobs(flow.brief, cell)))
+    return any(job.kind not in timed for job in made)
 
 
 def _named(flow: Workflow, cell: Cell) -> bool:
@@ -207,9 +214,9 @@ def _named(flow: Workflow, cell: Cell) -> bool:
     return cell.stand_in in {*named.get(recipe.parse(cell.recipe).name, ()), *rows.get(cell.row, ())}
 
 
-def _fits(flow: Workflow, cell: Cell, spent: dict[str, float]) -> bool:
-    """Whether a table's own measurements, with this one, still take little time; `spent` are the seconds by job."""
-    new = {job.id: expected_seconds(job) for job in distinct(recorded.jobs(flow.brief, cell)) if job.id not in spent}
+def _fits(flow: Workflow, made: Sequence[Job], spent: dict[str, float]) -> bool:
+    """Whether a table's own measurements, with these jobs, still take little time; `spent` are the seconds by job."""
+    new = {job.id: expected_seconds(job) for job in made if job.id not in spent}
     if sum(spent.values()) + sum(new.values()) > flow.scale.replicate.seconds:
         return False
     spent |= new
@@ -223,13 +230,9 @@ def _committed() -> tuple[estimate.Run, ...]:
 
 
 @cache
-def _seconds_of(run: estimate.Run, job: Job) -> float:
-    return estimate.estimate(job, _committed())[0]
-
-
 def expected_seconds(job: Job) -> float:
     """What a job takes here, by the committed times alone."""
-    return _seconds_of(estimate.run_of(job), job)
+    return estimate.estimate(job, _committed())[0]
 
 
 # --- what a table says of it ------------------------------------------------------------------------------------------

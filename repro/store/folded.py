@@ -42,12 +42,17 @@ def fold(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfold(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What `fold` was given."""
+    """What `fold` was given; nothing of it may be changed in place."""
     shared = {key: value for key, value in facts.items() if key.startswith("#")}
+    known: dict[str, Any] = {}  # each is spelled out once, and is then one object wherever it is said
 
     def whole(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, str):
-            return whole(shared[value]) if value in shared else value
+            if value not in shared:
+                return value
+            if value not in known:
+                known[value] = whole(shared[value])
+            return known[value]
         if isinstance(value, dict):
             return {key: whole(part) for key, part in value.items()}
         return [whole(part) for part in value] if isinstance(value, list) else value

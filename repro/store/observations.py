@@ -27,7 +27,8 @@ from repro.store.job import Job
 FILE = "observations.parquet"
 ORIGIN = ("job", "inputs", "artifacts", "device", "device_class", "commit", "versions", "environment")
 LARGEST = 900_000  # bytes of a packed file
-WORDS = ["cell", "seed", "name", "group", "units"]
+TEXTS = ["cell", "name", "group", "units"]  # said in every row: read as words and their numbers, 20 times as fast
+WORDS = [*TEXTS, "seed"]
 COUNTED = {"unit": "DELTA_BINARY_PACKED"}  # units count from 0 in every series: a tenth of the file's bytes
 WHOLE = 2**30  # of a page, in bytes and rows: a column is one page, because zstd finds what repeats only within a page
 PACKING: dict[str, Any] = {
@@ -183,7 +184,9 @@ def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, st
         UserError: the file is missing, damaged or cut short, or has other columns.
     """
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        footer = pq.read_metadata(path)
+        texts = [name for name in TEXTS if name in footer.schema.names]
+        with pq.ParquetFile(path, metadata=footer, read_dictionary=texts, page_checksum_verification=True) as file:
             table = file.read()
         meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     except FileNotFoundError:
@@ -191,7 +194,8 @@ def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, st
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         first = " ".join(str(error).split())[:150]
         raise UserError(f"{path}: not a whole Parquet file ({first}); delete it and build it again") from None
-    if not table.schema.equals(schema, check_metadata=False):
+    plain = [field.with_type(getattr(field.type, "value_type", field.type)) for field in table.schema]
+    if plain != list(schema):
         raise UserError(f"{path}: its columns are not those of observations; delete it and build it again")
     return table, meta
 

@@ -37,6 +37,7 @@ class Workflow:
         self.scale = at
         self.stored_first = recorded is None
         self._cells: dict[tuple[str, str, str], list[Cell]] = {}
+        self._targets: dict[tuple[str, str, str, int], Target] = {}
         self._jobs: dict[str, list[dict[str, Job]]] = {}
         self._remembered: dict[tuple[str, ...], Any] | None = {} if remember else None
         self.recorded = (at.device == "cuda" and not has_cuda()) if recorded is None else recorded
@@ -138,7 +139,14 @@ class Workflow:
         """What a cell is measured on, one a seed; a single one where nothing is drawn."""
         at, parsed = self._here, recipe.parse(cell.recipe)
         seeds = cell.seeds[: at.seeds] if parsed.seeded else (0,)
-        return [Target(at.calibrated_on(cell.calibration, seed), cell.stand_in, parsed.name, seed) for seed in seeds]
+        return [self._target(cell.calibration, cell.stand_in, parsed.name, seed) for seed in seeds]
+
+    def _target(self, calibration: str, *on: Any) -> Target:
+        """A target made once, so that what is known of it is known for every cell; `on` is all but its scale."""
+        key = (calibration, *on)
+        if key not in self._targets:
+            self._targets[key] = Target(self._here.calibrated_on(calibration, on[-1]), *on)
+        return self._targets[key]
 
     def jobs(self, cell: Cell) -> list[dict[str, Job]]:
         """Role to job, one mapping a seed; empty where this scale does not measure the cell.

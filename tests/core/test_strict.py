@@ -8,7 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from repro.core import strict
 from repro.core.errors import UserError, sentence, unknown
+from repro.core.files import HOME
 from repro.core.strict import build, load_yaml, parse_yaml
 
 
@@ -160,6 +162,16 @@ def test_a_bad_file_is_one_sentence(tmp_path, content, reason):
         load_yaml(path)
     assert str(error.value).startswith(f"{path}: ") and reason in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_parser_in_c_reads_the_same_and_what_is_wrong_is_said_by_the_other(monkeypatch):
+    text = (HOME / "tables" / "spear" / "table1.yaml").read_text()
+    text += "base: &b {<<: {1: 2024-01-01}}\nmore: [*b, 0x1f, ~, 1_000, 'ä\u2028']\n"
+    assert yaml.load(text, strict.FastLoader) == yaml.load(text, strict.Loader) == parse_yaml(text, "f")
+    with pytest.raises(UserError, match="expected the node content"):
+        parse_yaml("a: [", "f")
+    monkeypatch.setattr(strict, "Loader", None)
+    assert not yaml.__with_libyaml__ or parse_yaml("a: [1]", "f") == {"a": [1]}
 
 
 def test_a_file_that_is_absent_or_a_folder(tmp_path):

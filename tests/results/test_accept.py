@@ -328,6 +328,8 @@ def test_a_series_that_many_seeds_share_takes_its_bytes_once(tmp_path):
     assert {place: observations.digest(one) for place, one in found.items()} == {
         place: observations.digest(one) for place, one in held.items()
     }
+    table, _ = observations.read(tmp_path / "a.parquet", observations.PACKED)
+    assert len(table["cell"].combine_chunks().dictionary) == 1, "a word of a column is read once, not in every row"
 
 
 def test_packed_files_with_another_name_or_gone(house):

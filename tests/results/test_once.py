@@ -4,9 +4,13 @@ from collections import Counter
 
 import pytest
 
+from repro.jobs import compress
+from repro.make.snake import SnakemakeAdapter
+from repro.models import identity
 from repro.render import draw, tables
-from repro.results import measure, recorded
+from repro.results import measure, recorded, replicate
 from repro.specs import scale
+from repro.workflow import estimate
 from repro.workflow.workflow import Workflow
 
 TABLE = "bitbybit/table1"  # cells, ratios to full precision and claims over them, from stored results
@@ -64,3 +68,32 @@ def test_an_interval_is_resampled_once(monkeypatch):
     first = quantity.interval()
     monkeypatch.setattr("repro.stats.statistics.interval", lambda *given: pytest.fail("again"))
     assert quantity.interval() is first
+
+
+def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
+    """A build with nothing to do lists the jobs of every cell before it may say so."""
+    counts = Counter()
+
+    def count(owner, name, key):
+        original = getattr(owner, name)
+
+        def counting(*given):
+            counts[name, *key(*given)] += 1
+            return original(*given)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    def of_target(target):
+        protocols = tuple(map(repr, target.scale.protocols.values()))  # whole or brief
+        return (protocols, repr(target.scale.calibration), target.model, target.text, target.seed)
+
+    count(compress, "_job", of_target)
+    count(estimate, "run_of", lambda job, *seconds: (job,))
+    count(identity, "tokenizer_digest", lambda place: ())
+    replicate.expected_seconds.cache_clear()
+    adapter = SnakemakeAdapter(scale.load(name="pocket").as_config())
+    assert adapter.jobs_of(TABLE)
+    digests = counts.pop(("tokenizer_digest",))
+    assert {name for name, *_ in counts} == {"_job", "run_of"} and set(counts.values()) == {1}
+    assert digests <= sum(name == "_job" for name, *_ in counts), "once a target, not once a text or task of it"
+    assert adapter.flow.once(("a key",), lambda: 1) == adapter.flow.once(("a key",), lambda: 2) == 1

@@ -27,3 +27,9 @@ def test_a_repeated_value_is_written_once_also_inside_another():
     assert (
         len([key for key in found if key.startswith("#")]) == 2 and found["a"] == found["b"] and found["d"] == "short"
     )
+
+
+def test_what_is_said_once_is_spelled_out_once():
+    said = {"steps": [{"bits": 4, "group": 128, "clip": [0.25, 0.5, 0.75, 1.0]}]}
+    found = folded.unfold(folded.fold({"a": {"recipe": said, "seed": 0}, "b": {"recipe": said, "seed": 1}}))
+    assert found["a"]["recipe"] is found["b"]["recipe"] and found["a"] == {"recipe": said, "seed": 0}
