@@ -23,6 +23,7 @@ from repro.store.observations import Observations, Series
 VERSION = 1
 OUTPUTS = zeroshot.OUTPUTS
 DEFAULT = None  # a scale that says nothing of it does not measure it
+LATER = {"percent": False}
 KEPT = ("correct", "choice", "nll")
 # nats: of an item's value as it is stored; a mean of 300 items moves by 0.0001, intervals are 0.01 and more
 STEP = 2.0**-8
@@ -35,10 +36,14 @@ TASKS = (
 @dataclass(frozen=True)
 class Ask:
     """The mean over the items of a task, or the plain mean over several, of the log probability of the right `choice`,
-    of the right answer's `nll`, or of whether it is `correct`, a share."""  # fmt: skip
+    of the right answer's `nll`, or of whether it is `correct`, a share.
+
+    `percent`: the paper prints percent of right answers, not a fraction.
+    """  # fmt: skip
 
     tasks: tuple[str, ...]
     show: Literal["choice", "nll", "correct"] = "choice"
+    percent: bool = False
     unit: str = "nats"
 
     def __post_init__(self) -> None:
@@ -48,6 +53,8 @@ class Ask:
         single = [name for name in self.tasks if not entries.TASKS[name].chance]
         if self.show == "choice" and single:
             raise UserError(f"likelihood: {single[0]} has one answer and no choice; show its nll")
+        if self.percent and self.show != "correct":
+            raise UserError(f"likelihood: percent is of right answers; show them, not the {self.show}")
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,14 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
 
 
 def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
-    """The plain mean of the tasks, in nats or a share."""
-    return np.mean(list(mean.values()), axis=0)
+    """The plain mean of the tasks, in nats, a share or percent."""
+    return (100 if ask.percent else 1) * np.mean(list(mean.values()), axis=0)
 
 
 def limits(ask: Ask) -> tuple[float, float]:
-    """A log probability is 0 at most, an nll at least; or a share."""
-    return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(ask.show, (0.0, 1.0))
+    """A log probability is 0 at most, an nll at least; or a share or percentage."""
+    share = (0.0, 100.0 if ask.percent else 1.0)
+    return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(ask.show, share)
 
 
 def status(ask: Ask, full: Mapping[str, Series]) -> str:

@@ -99,6 +99,7 @@ def test_the_change_is_paired_by_item():
         ((("lambada_openai",),), "lambada_openai has one answer and no choice; show its nll"),
         (((),), "tasks is empty; name one or more"),
         ((("piqua",), "nll"), "did you mean 'piqa'"),
+        ((("piqa",), "choice", True), "percent is of right answers; show them, not the choice"),
     ],
 )
 def test_bad_input_is_one_sentence(words, said):
@@ -111,6 +112,21 @@ def test_lambada_has_an_nll():
     assert likelihood.Ask(("lambada_openai",), "nll").unit == "nats" and KINDS["likelihood"].module is likelihood
     limits = {show: likelihood.limits(likelihood.Ask(("piqa",), show)) for show in ("choice", "nll", "correct")}
     assert limits == {"choice": (-np.inf, 0), "nll": (0, np.inf), "correct": (0, 1)}
+
+
+def test_right_answers_in_percent():
+    ask = likelihood.Ask(("piqa", "winogrande"), "correct", percent=True, unit="%")
+    assert likelihood.value(ask, {"piqa/correct": 0.5, "winogrande/correct": 0.25}) == pytest.approx(37.5)
+    assert likelihood.limits(ask) == (0, 100)
+
+
+def test_percent_is_declared_where_it_is_asked_for():
+    """Rows that were stored before it was an option stand."""
+    flow = Workflow(scales.load(name="pocket"), recorded=True)
+    cell = next(c for c in flow.cells("spear", "19") if c.metric == "BLiMP" and c.stand_in)
+    assert "percent" not in flow.inputs(cell)["ask"]
+    asked = dataclasses.replace(cell, ask=dataclasses.replace(cell.ask, percent=True))
+    assert flow.inputs(asked)["ask"]["percent"] is True
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

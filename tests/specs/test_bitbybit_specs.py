@@ -90,9 +90,11 @@ def test_what_is_judged_trains_on_the_tokens_that_its_rate_was_chosen_at(at):
 
 
 def test_the_middle_size_has_five_seeds(at):
-    flow = at()
+    flow, same = at(), ("BPW", "tokens")  # for every seed
     for cell in flow.cells("bitbybit", "1"):
-        if cell.row not in ("FP16", "RTN [w2a16 g32] (ours)") and cell.recipe:
+        if cell.metric in same:
+            assert len(cell.seeds) == 1
+        elif cell.row not in ("FP16", "RTN [w2a16 g32] (ours)") and cell.recipe:
             five = cell.stand_in == "pocket-5m" and cell.row.partition(" ")[0] not in ("SmoothQuant", "SpinQuant")
             assert len(cell.seeds) == (5 if five else 3), (cell.row, cell.model)
             assert not cell.stand_in or len(flow.jobs(cell)) == len(cell.seeds)
@@ -111,6 +113,22 @@ def test_figure_2_runs_table_3s_trainings(at):
         assert mine and {c.row for c in mine} <= set(rows)
         for cell in mine:
             assert ids(flow, cell) == ids(flow, table3[rows[cell.row]])[: len(cell.seeds)], (name, cell.row)
+
+
+def test_an_accuracy_and_its_log_probability_are_of_one_job(at):
+    """Neither MMLU nor BoolQ is answered for them; the mean's nats are those of `likelihood`, which has all seeds."""
+    flow, mean = at(), "zeroshot_avg"
+    for number, col in (("2", "Avg"), ("3", "Task avg"), ("4", "Task avg")):
+        found = [c for c in flow.cells("bitbybit", number) if c.col == col and c.stand_in and c.recipe]
+        kinds = {c.metric: (c.unit, c.ask.show, c.ask.percent) for c in found}
+        assert kinds == {mean: ("%", "correct", True), f"{mean}{tables.LOG_PROBABILITY}": ("nats", "choice", False)}
+        for right, log in zip(*([c for c in found if c.unit == unit] for unit in ("%", "nats"))):
+            assert right.row == log.row and log.seeds == right.seeds[:1]
+            assert ids(flow, right)[0] == ids(flow, log)[0]
+    own = {c.row: c for c in flow.cells("bitbybit", "likelihood")}
+    for cell in flow.cells("bitbybit", "2"):
+        if cell.metric == mean + tables.LOG_PROBABILITY:
+            assert flow.inputs(cell)["jobs"] == flow.inputs(own[cell.row])["jobs"][:1]
 
 
 def test_the_rule_of_spikes_is_written_in_the_spec(at):
