@@ -133,7 +133,7 @@ def _q4_k(name: str) -> list[Place]:
 
 
 def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
-    """W2A2, one token and four, on the layers of Bit-by-Bit's Table 7."""
+    """W2A2 on the layers of Bit-by-Bit's Table 7, one token and four; one token on those of a step and split ones."""
     module = load(name)
 
     def prepare(case: Case) -> Callable[[Config], Task]:
@@ -143,9 +143,9 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
         )
 
     places = []
-    for n, k in two_bit.TABLE7:
+    for n, k in (*two_bit.TABLE7, *two_bit.STEP, *two_bit.SPLIT_LAYERS):
         space = [config for config in module.SPACE if "kernel" in config or shares_evenly(config["warps"], k)]
-        for m in (1, 4):
+        for m in (1, 4) if (n, k) in two_bit.TABLE7 else (1,):
             case = {"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}
             places.append(Place(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
     return places

@@ -4,7 +4,7 @@ Three files of kernel times in DIR, as `python -m repro bench` writes them: whol
 where they stop. `accept` takes each of them.
 
     table7.csv    the twelve shapes of Table 7, one token, cold and warm
-    figure6.csv   the products of an MLP with a tenth more input channels, one token, cold and warm
+    figure6.csv   the products of an MLP, and of 8B's attention, with a tenth more input channels, one token, cold and warm
     tokens.csv    the same products as they are, 2 to 4 tokens, cold
 
 Who is timed: W2A2 with activations quantized inside the launch, and ready as the paper has them; W2A16 of the same
@@ -36,9 +36,11 @@ def wider(columns: int) -> int:
     return -(-round(columns * (1 + SPLIT)) // GROUP) * GROUP
 
 
+STEP = ((6144, 4096), (28672, 4096))  # q, k, v and gate, up of Llama 3 8B in one launch each
+SPLIT_LAYERS = tuple((rows, wider(columns)) for rows, columns in (*MLP, *TABLE7[4:6]))  # of 8B with split channels, too
 PARTS = {  # a file: shapes, tokens, modes
     "table7": (TABLE7, (1,), ("cold", "warm")),
-    "figure6": (tuple((rows, wider(columns)) for rows, columns in MLP), (1,), ("cold", "warm")),
+    "figure6": (SPLIT_LAYERS, (1,), ("cold", "warm")),
     "tokens": (MLP, (2, 3, 4), ("cold",)),
 }
 
