@@ -4,7 +4,7 @@ Three files of kernel times in DIR, as `python -m repro bench` writes them: whol
 where they stop. `accept` takes each of them.
 
     table7.csv    the twelve shapes of Table 7, one token, cold and warm
-    figure6.csv   the products of an MLP, and of 8B's attention, with a tenth more input channels, one token, cold and warm
+    figure6.csv   products of an MLP and of 8B's attention with a tenth more input channels, one token, cold and warm
     tokens.csv    the same products as they are, 2 to 4 tokens, cold
 
 Who is timed: W2A2 with activations quantized inside the launch, and ready as the paper has them; W2A16 of the same
