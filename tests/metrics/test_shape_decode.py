@@ -136,10 +136,14 @@ def test_table_8_has_its_own_device_and_ours():
     flow = Workflow(scales.load(name="pocket").on("cuda"), recorded=False)
     jobs = {job.id for job in flow.every_job(flow.cells("bitbybit", "decode"))}
     targets = {job.id for job in flow.every_job(flow.cells("kernels", "two-bit-decode"))}
-    assert len(jobs) == 5 and targets < jobs
+    assert len(jobs) == 5 and len(targets) == 4 and targets < jobs
 
 
 def test_table_and_figure_ask_for_every_way_and_shape():
     asked = {(cell.ask.shape, cell.ask.how) for cell in tables.cells("spqt", "decode")}
     assert {how for _, how in asked} == set(HOW) and len(asked) == 4 * len(HOW)
     assert len(figures.cells("spqt", "7")) == 12
+    flow = Workflow(scales.load(name="pocket").on("cuda"), recorded=False)
+    jobs = {job.id for job in flow.every_job(flow.cells("spqt", "decode"))}
+    drawn = {job.id for job in flow.every_job(flow.cells("spqt", "7", "figure"))}
+    assert len(jobs) == 36 and len(drawn) == 16 and drawn < jobs
