@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from repro.core.errors import UserError
 from repro.core.files import ROOT, read_text
 
@@ -39,6 +37,8 @@ def recorded(path: Path = RECORDED) -> tuple[Any, ...]:
     Raises:
         UserError: the file is missing or is not such a file.
     """
+    import pandas as pd
+
     try:
         lines = io.StringIO(read_text(path))
         frame = pd.read_csv(lines, usecols=list(TYPES), dtype=TYPES, float_precision="round_trip")

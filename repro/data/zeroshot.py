@@ -6,18 +6,20 @@ average being the plain mean of the tasks. One line per item is kept, so that ev
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from scipy.special import logsumexp
 
 from repro.data.requests import Requests
 from repro.data.tasks import TASKS
 from repro.models import loglikelihood
 
+if TYPE_CHECKING:
+    import pandas as pd  # takes a quarter of a second, which only who scores pays
 
-def run(model: Any, every: Sequence[Requests], tokens: int = 4096) -> pd.DataFrame:
+
+def run(model: Any, every: Sequence[Requests], tokens: int = 4096) -> "pd.DataFrame":
     """Score a causal LM on tasks' requests.
 
     Args:
@@ -35,6 +37,8 @@ def run(model: Any, every: Sequence[Requests], tokens: int = 4096) -> pd.DataFra
     Raises:
         UserError: as `loglikelihood.score`.
     """
+    import pandas as pd
+
     frames = []
     for requests in every:
         logliks, greedy, cut = loglikelihood.score(model, requests.prefixes, requests.rows(), tokens)

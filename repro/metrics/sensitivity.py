@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -270,6 +269,8 @@ def top(layers: int, share: float) -> int:
 
 def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Spearman's rank correlation over the first axis, `[layers]` or `[layers, k]`; equal values share a rank."""
+    import pandas as pd
+
     a, b = (
         pd.DataFrame(values.reshape(len(values), -1)).rank().to_numpy().reshape(values.shape) for values in (one, other)
     )

@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -32,6 +31,9 @@ from tqdm import tqdm
 
 from repro.core.errors import UserError
 from repro.core.files import atomic
+
+if TYPE_CHECKING:
+    import pandas as pd  # takes a quarter of a second, which only who scores pays
 
 CHUNK = 2**21  # logits that are widened to float32 at a time
 SCHEMA = pa.schema(
@@ -91,7 +93,7 @@ def windows(ids: np.ndarray, length: int, limit: int | None = None) -> Tensor:
 @torch.inference_mode()
 def score(
     model: nn.Module, windows: Tensor, reference: nn.Module | None = None, kl_windows: int = 0, batch: int = 4
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Score a causal LM on windows int64 `[W, L]`; the largest tensors are one batch of each model's logits.
 
     Args:
@@ -108,6 +110,8 @@ def score(
     Raises:
         UserError: NaN or Inf among the logits, an id that the model does not have, or windows longer than its context.
     """
+    import pandas as pd
+
     compared = 0 if reference is None else min(kl_windows, len(windows))
     rows = []
     for start in tqdm(range(0, len(windows), batch), desc="score", unit="batch", mininterval=5):
@@ -123,13 +127,13 @@ def score(
     return pd.DataFrame(rows, columns=SCHEMA.names).astype({"kl": "Float64", "top1": "Float64"})
 
 
-def perplexity(frame: pd.DataFrame) -> float:
+def perplexity(frame: "pd.DataFrame") -> float:
     """exp of the mean of the windows' mean negative log likelihoods."""
     return float(np.exp(frame["nll"].mean()))
 
 
 @torch.inference_mode()
-def by_position(model: nn.Module, windows: Tensor, edges: Sequence[int], batch: int = 1) -> pd.DataFrame:
+def by_position(model: nn.Module, windows: Tensor, edges: Sequence[int], batch: int = 1) -> "pd.DataFrame":
     """Mean negative log likelihood by the target's position in its window, for the model card.
 
     Args:
@@ -144,6 +148,8 @@ def by_position(model: nn.Module, windows: Tensor, edges: Sequence[int], batch: 
     Raises:
         UserError: edges that do not rise within 1 … L, or as `score`.
     """
+    import pandas as pd
+
     length = windows.shape[1]
     if len(edges) < 2 or edges[0] < 1 or edges[-1] > length or any(a >= b for a, b in pairwise(edges)):
         raise UserError(f"by_position: edges {list(edges)} do not rise within 1 … {length}")
@@ -158,7 +164,7 @@ def by_position(model: nn.Module, windows: Tensor, edges: Sequence[int], batch: 
 
 
 def save_frame(
-    path: Path | str, frame: pd.DataFrame, meta: Mapping[str, str] | None = None, label: str | None = None
+    path: Path | str, frame: "pd.DataFrame", meta: Mapping[str, str] | None = None, label: str | None = None
 ) -> None:
     """Write what `score` returned to a Parquet file, `meta` (protocol, corpus, hash of the ids) beside it.
 
@@ -174,12 +180,14 @@ def _schema(label: str | None) -> pa.Schema:
     return SCHEMA.append(pa.field(label, pa.string(), nullable=False)) if label else SCHEMA
 
 
-def load_frame(path: Path | str, label: str | None = None) -> pd.DataFrame:
+def load_frame(path: Path | str, label: str | None = None) -> "pd.DataFrame":
     """Read what `save_frame` wrote; `meta` is in the frame's `attrs`.
 
     Raises:
         UserError: the file is missing, cut short, or has other columns.
     """
+    import pandas as pd
+
     try:
         table = pq.read_table(path, partitioning=None)
     except (OSError, pa.ArrowException) as error:

@@ -51,7 +51,7 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
     fewest_bits = metric_of(cell.measure).fewest_bits
     if fewest_bits is None:
         return False
-    peers = [one for one in flow.cells(cell.paper, cell.number, cell.kind) if one.place[1:] == cell.place[1:]]
+    peers = flow.peers(cell)
     fewest = fewest_bits(cell, peers)
     if fewest is None:
         return False
@@ -190,8 +190,7 @@ def against_full(flow: Workflow, cell: Cell, m: Measurement) -> Interval | None:
     full = flow.full_precision(cell)
     if not expression or m.status not in MEASURED or cell.recipe == full.recipe:
         return None
-    same = [one for one in flow.cells(cell.paper, cell.number, cell.kind) if one.place[1:] == cell.place[1:]]
-    full = next((one for one in same if one.recipe == full.recipe), full)
+    full = next((one for one in flow.peers(cell) if one.recipe == full.recipe), full)
     reference = _own(flow, full) if m.live in FRESH else one(flow, full)
     if reference.status not in MEASURED or (reference.live in FRESH) != (m.live in FRESH):
         return None

@@ -41,12 +41,17 @@ def find(flow: Workflow, cell: Cell) -> Measurement | None:
 def stands(flow: Workflow, cell: Cell) -> bool:
     """Whether an accepted result stands for a cell, or for a part of one, which has no place of its own.
 
-    The value of the cell's own row is not computed for that: whoever shows it does, and is told where it does not fit.
+    No value of a row is computed for that: whoever shows it does, and is told where it does not fit.
     """
     row = accepted.find(flow.scale.name, cell)
     if row is not None and row.status != "stale" and "status" not in standing(flow, as_drawn(cell, row), row):
         return True
-    found = find(flow, cell)
+    if not flow.jobs(cell):
+        return False
+    for row in accepted.equal(flow.scale.name, flow.inputs_hash(cell)):
+        if row.status != "stale" and "status" not in standing(flow, cell, row):
+            return True
+    found = find(flow, cell) if flow.parts(cell) else None
     return found is not None and found.status != "stale"
 
 

@@ -37,6 +37,7 @@ class Workflow:
         self.scale = at
         self.stored_first = recorded is None
         self._cells: dict[tuple[str, str, str], list[Cell]] = {}
+        self._peers: dict[tuple[str, str, str], dict[tuple[str, ...], list[Cell]]] = {}
         self._targets: dict[tuple[str, str, str, int], Target] = {}
         self._jobs: dict[str, list[dict[str, Job]]] = {}
         self._remembered: dict[tuple[str, ...], Any] | None = {} if remember else None
@@ -82,6 +83,16 @@ class Workflow:
                 for cell in found
             ]
         return list(self._cells[key])
+
+    def peers(self, cell: Cell) -> list[Cell]:
+        """The cells of a cell's table or figure in the same column, of the same model and metric, itself among them."""
+        key = (cell.paper, cell.number, cell.kind)
+        if key not in self._peers:
+            by_column: dict[tuple[str, ...], list[Cell]] = {}
+            for one in self.cells(*key):
+                by_column.setdefault(one.place[1:], []).append(one)
+            self._peers[key] = by_column
+        return self._peers[key].get(cell.place[1:], [])
 
     def is_live(self, cell: Cell) -> bool:
         """Whether this scale measures a cell here."""

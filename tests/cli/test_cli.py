@@ -74,7 +74,7 @@ def test_make_leaves_a_scale_of_this_checkout_to_snakemake(tmp_path):
 
 def test_what_takes_time_would_be_seen(tmp_path):
     _, slow, _ = loaded(tmp_path, "list")
-    assert {"torch", "numpy", "pandas"} <= slow
+    assert {"torch", "numpy"} <= slow and "pandas" not in slow, "a quarter of a second, which only who scores pays"
 
 
 def test_every_verb_has_a_file_and_every_kind_with_jobs_is_a_verb():

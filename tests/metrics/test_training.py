@@ -62,7 +62,7 @@ def test_its_jobs_are_those_that_compress_step_by_step():
 
 
 def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():
-    """Another paper's Table 1 is built when it is asked for: the headline stays within ten minutes."""
+    """Another paper's Table 1 is built when it is asked for: the headline stays within seven minutes."""
     made = map(str, SnakemakeAdapter(scales.load(name="pocket").as_config(), None).drawn_inputs(["table1"]))
     beside = {path.split("/")[1] for path in made if path.startswith("tables/") and path.endswith("/table1.tex")}
     assert papers.LEADING in beside and "spqt" in beside
