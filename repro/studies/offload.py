@@ -17,7 +17,6 @@ Shapes have random weights: their times and bytes are real, their texts and acce
 """
 
 import argparse
-import gc
 import json
 import math
 import statistics
@@ -141,10 +140,8 @@ class Bench:
     def free(self) -> None:
         """Give back the memory of the last shape, and take the limit away."""
         self.engine = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            limits.bound(1.0, self.device)
+        limits.release()
+        limits.bound(1.0, self.device)
 
     # --- shapes -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ DeepSpeed's and FlexGen's offloading aim at large batches and have no row.
 """
 
 import argparse
-import gc
 import importlib.util
 import json
 import shutil
@@ -30,7 +29,7 @@ from torch import nn
 from repro.core.errors import UserError
 from repro.core.files import write_text
 from repro.engine import budget
-from repro.engine.limits import bound, device_bytes, limit
+from repro.engine.limits import bound, device_bytes, limit, release
 from repro.engine.shapes import SHAPES
 from repro.generation import fit
 from repro.store import provenance
@@ -100,7 +99,7 @@ def measured(shape: str, memory: str, device: torch.device, assisted: bool) -> d
             return generated(shape, memory, device, assisted, share)
         except torch.OutOfMemoryError:
             pass
-        gc.collect()  # modules and their hooks hold one another
+        release()  # modules and their hooks hold one another
     return generated(shape, memory, device, assisted, least)
 
 
@@ -111,8 +110,8 @@ def generated(shape: str, memory: str, device: torch.device, assisted: bool, sha
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         whole = random_model(shape, dtype, device)
         small = random_model(PAIRS[shape], dtype, device) if assisted else None
+        release()
         if device.type == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         limit(device, amount)
         own = 0

@@ -14,7 +14,6 @@ there already is not measured again. The parts, each with the settings that it w
 """
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -34,6 +33,7 @@ from repro.core.files import write_text
 from repro.engine import copies
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
+from repro.engine.limits import release
 from repro.engine.precision import SwitchingCore, SwitchingSteps, assembled
 from repro.engine.step import Decoder
 from repro.engine.weights import runs
@@ -215,9 +215,9 @@ class Bench:
         config = Config(order="random", interval=EVERY, layers=layers, copies="host")
         if self.on_host is None:
             self.static, self.model, self.plain = None, None, {}  # the device holds one width from here on
-            release(self.device)
+            release()
             self.on_host = assembled(self.make, replace(config, layers=MOST))
-        release(self.device)
+        release()  # engines that were clocked hold themselves
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         model = self.on_host
@@ -333,13 +333,6 @@ def switch_steps(path: Path, layers: int) -> list[int]:
     for step in longest:
         steps += [step] * layers
     return steps
-
-
-def release(device: torch.device) -> None:
-    """Give a GPU back what engines that are gone held; those that were `clocked` hold themselves until a collection."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def clocked(steps: SwitchingSteps, name: str, seconds: list[float]) -> None:

@@ -8,7 +8,6 @@ a GPU only while the bytes that they declare fit it (`memory`). A job that times
 """
 
 import contextlib
-import gc
 import io
 import multiprocessing
 import os
@@ -32,6 +31,7 @@ from repro import models
 from repro.core.errors import Crowded, UserError, shortened
 from repro.core.files import write_text, writing
 from repro.core.machine import gpus
+from repro.engine import limits
 from repro.recipes.recipe import STEPS
 from repro.store import job as built
 from repro.store.job import Job
@@ -270,9 +270,7 @@ def _serve(pipe: Connection, inherited: Sequence[Connection], place: int, gpus: 
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             pipe.send(_run(pipe.recv()))
-            if torch.cuda.is_initialized():
-                gc.collect()
-                torch.cuda.empty_cache()  # what a job held is the others' again
+            limits.release()  # what a job held is the others' again
 
 
 def _begin(place: int, gpus: int, build: Path) -> None:
