@@ -14,7 +14,7 @@ import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, dtype, seed
@@ -76,8 +76,10 @@ def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     count, length = logits.shape
     kernel = Prepared(argmax_kernel, (count,), BLOCK=BLOCK, UNROLLED=UNROLLED, num_warps=32)
 
+    made = blank(torch.int64, count)
+
     def launch(logits: torch.Tensor) -> torch.Tensor:
-        tokens = logits.new_empty(count, dtype=torch.int64)
+        tokens = made(logits)
         kernel(logits, tokens, length)
         return tokens
 

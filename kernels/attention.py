@@ -22,7 +22,7 @@ import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, new tokens of each, context before them, query and key heads, head size, tree or not, dtype, seed
@@ -202,17 +202,17 @@ def prepare(
         TOKENS=tokens, M=max(16, tokens * group), BLOCK=32 if wide else 64, SPLIT=split, num_warps=4,
         num_stages=2 if wide else 3,
     )  # fmt: skip
-    pad = triton.next_power_of_2(split)
+    pad, made = triton.next_power_of_2(split), blank(q.dtype, *q.shape)
+    make_acc, make_sum = blank(torch.float32, split, count, heads, size), blank(torch.float32, split, count, heads)
     join = Prepared(join_splits_kernel, (count * heads,), D=size, SPLIT=split, PAD=pad)
 
     def launch(
         q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
         scale: float, mask: torch.Tensor | None = None, start: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        y, parts = torch.empty_like(q), (None, None, None)
+        y, parts = made(q), (None, None, None)
         if split > 1:
-            acc = q.new_empty(split, count, heads, size, dtype=torch.float32)
-            parts = acc, *q.new_empty(2, split, count, heads, dtype=torch.float32).unbind()
+            parts = make_acc(q), make_sum(q), make_sum(q)
         bytes_ = None if mask is None else mask.view(torch.uint8)
         kernel(q, keys, values, rows, lengths, bytes_, start, y, *parts, count, length, columns, scale)
         if split > 1:

@@ -16,7 +16,7 @@ import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, dtype, seed
@@ -116,8 +116,10 @@ def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor
     count, length = logits.shape
     kernel = Prepared(pple_kernel, (count,), BLOCK=BLOCK, num_warps=WARPS)
 
+    make_pple, make_tokens = blank(torch.float32, count), blank(torch.int64, count)
+
     def launch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found, tokens = empty(logits)
+        found, tokens = make_pple(logits), make_tokens(logits)
         kernel(logits, found, tokens, length)
         return found, tokens
 

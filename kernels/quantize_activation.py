@@ -15,7 +15,7 @@ import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import HALVES, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, columns (hidden and FFN sizes of Llama layers, then ragged ones), dtype, seed
@@ -106,9 +106,10 @@ def prepare(x: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, tor
     m, k = x.shape
     block, warps = next((block, warps) for block, warps in SIZES if k <= 16 * block or block == SIZES[-1][0])
     kernel = Prepared(quantize_activation_kernel, (m,), BLOCK=block, PIECES=triton.cdiv(k, block), num_warps=warps)
+    make_codes, make_scales = blank(torch.int8, m, k), blank(torch.float32, m)
 
     def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, s = x.new_empty(m, k, dtype=torch.int8), x.new_empty(m, dtype=torch.float32)
+        q, s = make_codes(x), make_scales(x)
         kernel(x, q, s, k)
         return q, s
 

@@ -14,7 +14,7 @@ import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, hidden size, residual or not, dtype, seed
@@ -82,10 +82,12 @@ def prepare(
     block = triton.next_power_of_2(columns)
     kernel = Prepared(rms_norm_kernel, (tokens,), BLOCK=block, num_warps=min(max(block // 512, 1), 16))
 
+    made = blank(x.dtype, tokens, columns)
+
     def launch(
         x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, total = torch.empty_like(x), torch.empty_like(x)
+        y, total = made(x), made(x)
         kernel(x, residual, weight, y, total, eps, columns)
         return y, total
 

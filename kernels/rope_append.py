@@ -19,7 +19,7 @@ import torch
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, query and key heads, head size, cache slots, context, padding tokens, dtype, seed
@@ -141,8 +141,10 @@ def prepare(
         num_warps=block * size // 256, enable_fp_fusion=False,  # products are rounded before their sum
     )  # fmt: skip
 
+    made = blank(qkv.dtype, count, queries, size)
+
     def launch(*given: torch.Tensor) -> torch.Tensor:
-        q = given[0].new_empty(count, queries, size)
+        q = made(given[0])
         kernel(*given, q, length)
         return q
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import FLOATS, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # tokens, FFN size, dtype, seed
@@ -66,8 +66,10 @@ def prepare(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     grid = count, triton.cdiv(size, block)
     kernel = Prepared(silu_product_kernel, grid, BLOCK=block, num_warps=block // 128)
 
+    made = blank(x.dtype, count, size)
+
     def launch(x: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(count, size)
+        y = made(x)
         kernel(x, y, size)
         return y
 

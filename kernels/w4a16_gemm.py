@@ -33,6 +33,7 @@ from torch import Tensor
 from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import lacks, launch_config, processors
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
+from repro.kernels.prepared import blank
 
 SOURCE = Path(__file__).with_suffix(".cu")
 WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
@@ -277,11 +278,11 @@ def prepared(
     source, config, thread_blocks, threads, shared = plan(count, rows, columns, form, config, capability)
     kernel = nvrtc.load(source, "gemm", format_defines(*form, x.dtype) | config, x.device, shared)
     padded, groups = columns + -columns % 8, columns // group if group else 1
-    aligned = _is_aligned(x)
+    aligned, made = _is_aligned(x), blank(x.dtype, count, rows)
 
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
         x = x if aligned else _aligned(x)
-        y = x.new_empty(count, rows)
+        y = made(x)
         kernel(thread_blocks, threads, x, codes, scale_zero, y, count, rows, padded, groups)
         return y
 

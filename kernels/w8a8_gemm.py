@@ -13,12 +13,13 @@ wastes less of the tensor cores when M is small.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, Argument, operator, plain
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.quantize_activation import aligned
 from repro.kernels.triton_language import TensorDescriptor, tl, triton
 
@@ -175,24 +176,39 @@ def prepared(x_q: torch.Tensor, w_q: torch.Tensor, config: dict, dtype: torch.dt
         w8a8_gemm_kernel, (tiles, split), BM=config["m"], BN=config["n"], BK=config["k"], SPLIT=split,
         SWAP=config["swap"], DESCRIPTOR=descriptor, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
+    of_x, of_w = described(config["m"], config["k"]), described(config["n"], config["k"])
+    make_y, make_sums = blank(dtype, m, n), blank(torch.int32, split, m, n)
     block = 1024
     add = Prepared(add_partial_sums_kernel, (m, triton.cdiv(n, block)), SPLIT=split, BLOCK=block)
 
     def launch(
         x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, *_: torch.dtype
     ) -> torch.Tensor:
-        y = s_x.new_empty(m, n, dtype=dtype)
-        partial = x_q.new_empty(split, m, n, dtype=torch.int32) if split > 1 else None
-        a, b = x_q, w_q
-        if descriptor:
-            a = TensorDescriptor.from_tensor(x_q, [config["m"], config["k"]])
-            b = TensorDescriptor.from_tensor(w_q, [config["n"], config["k"]])
+        y, partial = make_y(s_x), make_sums(s_x) if split > 1 else None
+        a, b = (of_x(x_q), of_w(w_q)) if descriptor else (x_q, w_q)
         kernel(a, b, s_x, s_w, y, partial, m, n, k)
         if split > 1:
             add(partial, s_x, s_w, y, m, n)
         return y
 
     return launch
+
+
+def described(rows: int, columns: int) -> Callable[[torch.Tensor], TensorDescriptor]:
+    """What gives the descriptors of matrices of one shape that are read in tiles of `rows` by `columns`.
+
+    Triton checks a descriptor that it makes, which takes as long as a third of a launch; later ones are copies.
+    """
+    checked: dict[str, Any] = {}
+
+    def describe(matrix: torch.Tensor) -> TensorDescriptor:
+        if not checked:
+            checked.update(vars(TensorDescriptor.from_tensor(matrix, [rows, columns])), base=None)
+        made = object.__new__(TensorDescriptor)
+        made.__dict__ = checked | {"base": matrix}
+        return made
+
+    return describe
 
 
 def on_cpu(

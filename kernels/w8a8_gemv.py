@@ -28,7 +28,7 @@ from repro.kernels import nvrtc
 from repro.kernels import quantize_activation as quantizer
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.quantize_activation import activation_scale, code_bits, inverse_scale, magnitude_bits
 from repro.kernels.triton_language import tl, triton
 from repro.kernels.w8a8_gemm import too_many_columns
@@ -168,9 +168,10 @@ def prepared(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, config: dict
         )
     m, n = x.shape[0], w_q.shape[0]
     run = (prepare_streamed if "cluster" in config else prepare_one)(x, w_q, config)
+    made = blank(x.dtype, m, n)
 
     def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
-        y = x.new_empty(m, n)
+        y = made(x)
         run(x, w_q, s_w, y)
         return y
 

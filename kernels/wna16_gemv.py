@@ -40,6 +40,7 @@ from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.packing import TENSORS, TILE, PackedWeight, dequantize, misfit, pack
+from repro.kernels.prepared import blank
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MAX_ROWS = 16
@@ -232,9 +233,10 @@ def prepare(
     function, grid, block, _, padded = plan
     if padded != columns or x.data_ptr() % VECTOR:
         return lambda x, codes, scale_zero, *_: _run(x, codes, scale_zero, plan)
+    made = blank(x.dtype, count, rows)
 
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
-        y = x.new_empty(count, rows)
+        y = made(x)
         function(grid, block, codes, scale_zero, x, y, rows, count)
         return y
 

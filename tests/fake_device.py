@@ -47,9 +47,10 @@ class Fake:
     def joules(self, graphs, seconds):
         return [8e-6] * len(graphs)
 
-    def host_us(self, call):
-        call()
-        return 12.5
+    def host_us(self, *calls):
+        for call in calls:
+            call()
+        return [12.5] * len(calls)
 
 
 class Replay:

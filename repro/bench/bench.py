@@ -211,7 +211,7 @@ class _Run:
         host = {}  # of everybody at this place, one after the other in one process
         for task in tasks:
             with contextlib.suppress(Exception):  # what fails here is met again by the measurement
-                host[task.name] = device.backend.host_us(lambda: task.launch(**task.inputs))  # noqa: B023
+                (host[task.name],) = device.backend.host_us(lambda: task.launch(**task.inputs))  # noqa: B023
         for mode in modes:
             failed, where = dict(unable), f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
             found = timing.measure(tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds, failed)

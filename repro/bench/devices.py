@@ -64,20 +64,22 @@ class Cuda:
 
         return more
 
-    def host_us(self, call: Callable[[], Any]) -> float:
-        """Microseconds that the host takes for a call without waiting for the device: of a few series the fastest.
+    def host_us(self, *calls: Callable[[], Any]) -> list[float]:
+        """Microseconds that the host takes for calls without waiting for the device: of a few series the fastest.
 
-        A series is shorter than the queue of launches, behind which the host would wait.
+        The calls take turns, so that a slow moment of a shared host is everybody's. A series is shorter than the queue
+        of launches, behind which the host would wait.
         """
-        found = []
+        found: list[list[float]] = [[] for _ in calls]
         for _ in range(self.series):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(self.calls):
-                call()
-            found.append((time.perf_counter() - begin) / self.calls)
+            for call, seconds in zip(calls, found):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(self.calls):
+                    call()
+                seconds.append((time.perf_counter() - begin) / self.calls)
         torch.cuda.synchronize()
-        return min(found) * 1e6
+        return [min(seconds) * 1e6 for seconds in found]
 
     def release(self) -> None:
         """Give the memory of graphs that are gone back to the device."""

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro.kernels import nvrtc, operators
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 
 
 class Counted:
@@ -165,11 +165,14 @@ def test_an_address_that_is_no_multiple_of_16_is_never_recognized(counted):
 class Compiled:
     """What Triton's compiler gives, with its launcher."""
 
+    function, packed_metadata = 1234, (4, 1, 0)
+
     def __init__(self, launches):
         self.launches = launches
 
-    def __getitem__(self, grid):
-        return lambda *given, stream: self.launches.append((grid, given, stream))
+    def run(self, x, y, z, stream, *given):
+        assert given[:5] == (1234, (4, 1, 0), None, None, None)
+        self.launches.append(((x, y, z), given[5:], stream))
 
 
 class Kernel:
@@ -198,6 +201,20 @@ def test_triton_binds_the_first_launch_alone(monkeypatch):
     device[0] = 1  # which has a kernel of its own
     prepared(x, 7)
     assert len(kernel.bound) == 2 and len(kernel.launches) == 2
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])
+def test_memory_is_made_around_the_dispatcher_on_the_current_device_alone(shape, monkeypatch):
+    class Guards:
+        _empty_strided_cuda = staticmethod(lambda *given: given)
+
+    like = torch.ones(1)
+    want = torch.empty(shape, dtype=torch.int8)
+    made = blank(torch.int8, *shape)(like)
+    assert made.shape == want.shape and made.dtype == torch.int8 and made.is_contiguous() and made.device == like.device
+    monkeypatch.setattr(torch._C._dynamo, "guards", Guards)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: like.get_device(), raising=False)
+    assert blank(torch.int8, *shape)(like) == (want.shape, want.stride(), torch.int8)
 
 
 def test_a_launch_on_another_device_meanwhile_changes_nothing(monkeypatch):
