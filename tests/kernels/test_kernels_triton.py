@@ -562,7 +562,8 @@ def q4_k_variants():
     yield (
         "rms_norm with its list", rms_norm_active.rms_norm_active_kernel,
         dict.fromkeys(("x", "residual", "weight", "y", "total"), "*bf16") | more | {"eps": "fp32", "H": "i32"},
-        {"BLOCK": 4096}, ("x", "residual", "weight", "y", "total", "H"), {"num_warps": 8}, wide,
+        {"BLOCK": 4096, "SEGMENT": rms_norm_active.SEGMENT}, ("x", "residual", "weight", "y", "total", "H"),
+        {"num_warps": 8}, wide,
     )  # fmt: skip
     yield (
         "silu_product with its list", silu_product_active.silu_product_active_kernel,
