@@ -75,7 +75,7 @@ class House:
 
     def table(self, change=None, rows=None) -> Path:
         """The built table as a CSV; `change` gets and returns its text."""
-        found = measure.measure(self.flow, self.flow.cells("spear", "1")).values()
+        found = [measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")]
         text = to_csv([m for m in found if rows is None or m.row in rows])
         path = self.place / "table1.csv"
         path.write_text(change(text) if change else text, encoding="utf-8")
@@ -83,7 +83,7 @@ class House:
 
     def edited(self, row, col, **changes) -> Path:
         """The built table with one row edited by hand."""
-        found = measure.measure(self.flow, self.flow.cells("spear", "1"))
+        found = {cell.place: measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")}
         place = self.cell(row, col).place
         found[place] = measure.replace(found[place], **changes)
         path = self.place / "table1.csv"

@@ -56,7 +56,8 @@ def plan(flow: Workflow, targets: list[str], cells: Collection[Cell]) -> str:
     least = max([minutes / side_by_side, *(seconds / 60 for seconds, _ in times.values())])
     kinds = Counter(job.kind for job in jobs) + Counter({"table/figure": written})
     guessed = Counter(" ".join([job.kind, *job.steps]) for job, (_, guess) in times.items() if guess)
-    hub = sorted({job.given()["model"] for job in jobs if models.folder(job.given()["model"]) is None})
+    named = {job.given()["model"] for job in jobs if "model" in job.given()}  # a time of a public shape has none
+    hub = sorted(name for name in named if models.folder(name) is None)
     stored = [job.given()["model"] for job in jobs if job.steps and len(runner.outputs(job)) > 1]  # a byte a weight
     lines = {
         "jobs": ", ".join(f"{n} {name}" for name, n in kinds.items()) or "none, everything is built",

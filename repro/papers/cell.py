@@ -8,6 +8,7 @@ from typing import Any
 from repro.core.errors import UserError, shortened
 
 Place = tuple[str, str, str, str]  # row, column, model, metric
+FULL_PRECISION = "fp16"  # the recipe without any step
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Cell:
     def place(self) -> Place:
         """Row, column, model and metric."""
         return (self.row, self.col, self.model, self.metric)
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Whether it is of the model without any step."""
+        return self.recipe == FULL_PRECISION
 
     @cached_property
     def key(self) -> tuple[str, ...]:

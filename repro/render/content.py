@@ -8,13 +8,13 @@ from repro import papers
 from repro.metrics import metric_of
 from repro.papers.cell import Cell, Place, is_printed
 from repro.render.sheet import Pair, Sheet
-from repro.results import measure
+from repro.results.measured import Measured
 from repro.results.recorded import JOIN
 from repro.specs import tables
 from repro.stats.statistics import Interval
 from repro.store.measurement import SHOWN, Measurement
 from repro.verdicts import claims
-from repro.workflow.workflow import Workflow
+from repro.verdicts.table_results import TableResults
 
 WORDS = {
     **{"no_stand_in": "no stand-in", "not_run": "not run", "too_long": "too long", "other_device": "other device"},
@@ -47,9 +47,15 @@ MEANS = (
 )
 
 
-def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Sequence[Cell]) -> Sheet:
-    """The sheet of a printed table or of a spec of our own."""
-    paper, number = tables.split(name)
+def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
+    """The sheet of a printed table or of a spec of our own.
+
+    Args:
+        results: what is shown, all of it looked up.
+        only: the rows that are shown; all without it.
+    """
+    paper, number, found, scale = results.paper, results.number, results.found, results.scale
+    cells = [cell for cell in results.cells if only is None or cell.row in only]
     spec = tables.table(paper, number)
     named = f"{paper}, Table {number}" if number.isdecimal() else f"{paper}, {number}".removeprefix(", ")
     title = f"{named}: {spec.title}"
@@ -63,31 +69,32 @@ def sheet(flow: Workflow, name: str, found: dict[Place, Measurement], cells: Seq
     rows: list[Sequence[str | Pair]] = []
     for model in dict.fromkeys(cell.model for cell in cells):
         mine = [cell for cell in cells if cell.model == model]
-        stand_in = flow.scale.stand_in(model) if model else None
+        stand_in = scale.stand_in(model) if model else None
         if model:
-            graded = f", grade {flow.scale.grade}" if stand_in else ""
-            devices = {found[cell.place].stand_in for cell in mine if flow.is_taken(cell)} - {""}  # of times of shapes
+            graded = f", grade {scale.grade}" if stand_in else ""
+            timed = [found[cell.place] for cell in mine if found[cell.place].external]  # of shapes
+            devices = {one.measurement.stand_in for one in timed} - {""}
             here = stand_in or " and ".join(sorted(devices)) or "no stand-in at this scale"
             rows.append([f"{model}; here: {here}{graded}"])
         for row in dict.fromkeys(cell.row for cell in mine):
-            at: dict[str, list[Cell]] = {col: [] for col in columns}
+            at: dict[str, list[Measured]] = {col: [] for col in columns}
             for cell in mine:
                 if cell.row == row:
-                    at[label[cell.col]].append(cell)
-            texts = [_pair(flow, at[col], found, (col, False) in bare, (col, True) in bare) for col in columns]
+                    at[label[cell.col]].append(found[cell.place])
+            texts = [_pair(at[col], (col, False) in bare, (col, True) in bare) for col in columns]
             if row in printed or any(pair.here for pair in texts):
                 rows.append([row, *texts])
     if paper in tables.FOLDERS and columns == [""]:
-        columns, rows = ["target", "verdict"], _with_targets(flow, tables.table(paper, number), rows)
+        columns, rows = ["target", "verdict"], _with_targets(results.verdicts, spec, rows)
     else:
         columns, rows = _without_empty_columns(columns, rows)
-    scaled = any(cell.model and flow.scale.stand_in(cell.model) and not flow.is_taken(cell) for cell in cells)
-    notes = [f"Scale {flow.scale.name}: {flow.scale.about}."] if scaled and paper not in tables.FOLDERS else []
+    scaled = any(cell.model and scale.stand_in(cell.model) and not found[cell.place].external for cell in cells)
+    notes = [f"Scale {scale.name}: {scale.about}."] if scaled and paper not in tables.FOLDERS else []
     notes += _said_of_bare(bare, set(label.values()))
     values = [cell.here for row in rows for cell in row if isinstance(cell, Pair)]
     if any(re.match(r"[-+][\d.]+ .*; ", value) for value in values):
         notes.append("A value with a sign in front is the difference to full precision, on the same items.")
-    return Sheet(title, ["", *columns], rows, [*notes, *remarks(flow, paper, number, list(found.values()))])
+    return Sheet(title, ["", *columns], rows, [*notes, *remarks(results)])
 
 
 def _labels(cells: Sequence[Cell]) -> dict[str, str]:
@@ -121,15 +128,15 @@ def _labels(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _without_values(
-    cells: Sequence[Cell], found: dict[Place, Measurement], label: Mapping[str, str]
+    cells: Sequence[Cell], found: Mapping[Place, Measured], label: Mapping[str, str]
 ) -> dict[tuple[str, bool], str]:
     """Columns without any measured value, and of others those without any change in nats: in a word, why."""
     statuses: dict[tuple[str, bool], list[str]] = {}
     for cell in cells:
         key = label[cell.col], cell.metric.endswith(tables.LOG_PROBABILITY)
-        statuses.setdefault(key, []).append(found[cell.place].status)
+        statuses.setdefault(key, []).append(found[cell.place].measurement.status)
     bare: dict[tuple[str, bool], str] = {}
-    if not any(cell.printed or found[cell.place].status in SHOWN for cell in cells):
+    if not any(cell.printed or found[cell.place].measurement.status in SHOWN for cell in cells):
         return bare  # a table of our own that has nothing else to show
     for key, mine in statuses.items():
         if not any(status in SHOWN for status in mine):
@@ -184,11 +191,14 @@ def _printed_grid(title: str, cells: Sequence[Cell], note: str) -> Sheet:
     return Sheet(title, ["", *columns], rows, [note])
 
 
-def _with_targets(flow: Workflow, spec: tables.Spec, rows: list[Sequence[str | Pair]]) -> list[Sequence[str | Pair]]:
+def _with_targets(
+    verdicts: Iterable[claims.Judged], spec: tables.Spec, rows: list[Sequence[str | Pair]]
+) -> list[Sequence[str | Pair]]:
     """Rows of one column with the target of each of its metrics where the printed value stands, and the verdicts."""
     targets: dict[str, dict[str, tuple[str, str]]] = {}  # by row and metric
-    for claim in spec.claims:
-        for (_, named), case in zip(claim.places(), claims.judge(flow, claim).cases):
+    for judged in verdicts:
+        claim = judged.spec
+        for (_, named), case in zip(claim.places(), judged.cases):
             if list(named) == [claim.quantity]:
                 ((row, _, _, metric),) = named.values()
                 word = "–" if case.verdict is None else claims.PLAIN[case.verdict]
@@ -210,44 +220,39 @@ def _compares(cell: Cell) -> bool:
     return bool(metric_of(cell.measure).reference(cell.ask))
 
 
-def _pair(
-    flow: Workflow,
-    cells: Iterable[Cell],
-    found: dict[Place, Measurement],
-    bare: bool = False,
-    without_nats: bool = False,
-) -> Pair:
+def _pair(every: Sequence[Measured], bare: bool = False, without_nats: bool = False) -> Pair:
     """What the paper printed and what was measured in one place; several metrics are joined as the paper does.
 
     A bare column has no measured text, nor has a model without a stand-in, which its section says.
     """
-    every = list(cells)
-    cells = [cell for cell in every if not cell.metric.endswith(tables.LOG_PROBABILITY)]
-    nats = [(cell, found[cell.place]) for cell in every if cell not in cells and not without_nats]
+    main = [one for one in every if not one.cell.metric.endswith(tables.LOG_PROBABILITY)]
+    nats = [one for one in every if one not in main and not without_nats]
+    cells = [one.cell for one in main]
     several = len(cells) > 1 and cells[0].number.isdecimal()
-    absent = bool(cells) and all(found[cell.place].status == "no_stand_in" and cell.model for cell in cells)
+    absent = bool(main) and all(one.measurement.status == "no_stand_in" and one.cell.model for one in main)
     printed = " / ".join(cell.printed or "–" for cell in cells if cell.printed or several)
-    known = any(m.status in SHOWN for _, m in nats)
-    shown = [_accuracy(found[cell.place]) if known else _first(flow, cell, found[cell.place]) for cell in cells]
+    known = any(one.measurement.status in SHOWN for one in nats)
+    shown = [_accuracy(one.measurement) if known else _first(one) for one in main]
     if len(set(shown)) == 1:
         shown = shown[:1]
     text = " / ".join(shown)
-    for cell, m in nats:
-        if m.status in SHOWN and m.value is not None:
-            text += f"; {_in_nats(m, measure.against_full(flow, cell, m))}"
+    for one in nats:
+        if one.measurement.status in SHOWN and one.measurement.value is not None:
+            text += f"; {_in_nats(one.measurement, one.against)}"
     if absent or bare:
         text = ""
     return Pair(printed or ("–" if cells and cells[0].kind == "table" and not cells[0].variables else ""), text)
 
 
-def _first(flow: Workflow, cell: Cell, m: Measurement) -> str:
+def _first(one: Measured) -> str:
     """A measured value against full precision; the mark alone of an accuracy that is at chance, which says nothing."""
+    cell, m = one.cell, one.measurement
     if _is_folded(m):
         return MARKS["floor"]
-    if m.status == "not_run" and cell.recipe == flow.full_precision(cell).recipe and _compares(cell):
+    if m.status == "not_run" and cell.is_full_precision and _compares(cell):
         itself = metric_of(cell.measure).itself(cell.ask)
         return here(m) if itself is None else f"{itself:g}"
-    return here(m, measure.against_full(flow, cell, m))
+    return here(m, one.against)
 
 
 def _accuracy(m: Measurement) -> str:
@@ -312,10 +317,10 @@ def _ends(value: str | None, lo: str | None, hi: str | None) -> str:
     return "" if lo is None or lo == hi == value else f" [{lo}, {hi}]"
 
 
-def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measurement]) -> list[str]:
+def remarks(results: TableResults) -> list[str]:
     """The table's own notes, verdicts of its claims, how it was measured, where, and what the marks mean."""
-    spec = tables.table(paper, number_)
-    out = [*spec.notes, *(verdict_line(claims.judge(flow, claim)) for claim in spec.claims)]
+    cells = results.measurements
+    out = [*tables.table(results.paper, results.number).notes, *map(verdict_line, results.verdicts)]
     ran = [m for m in cells if m.value is not None and m.live and m.device]
     if ran:
         covers = sorted({m.covers for m in ran if m.covers})
@@ -328,10 +333,10 @@ def remarks(flow: Workflow, paper: str, number_: str, cells: Sequence[Measuremen
         out.append(f"Measured on {'; '.join(_origins(ran))}.")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
     out += [f"Not possible: {note}." for note in missing]
-    absent = {flow.lacking(cell) for cell in flow.cells(paper, number_)} & {m.note for m in cells} - {""}
+    absent = {one.lacking for one in results.found.values()} - {""}
     out += [f"Not run: {why}." for why in sorted(absent)]
     out += _at_chance(cells)
-    out += [MEANS] * any(getattr(cell.ask, "without", ()) == ("boolq",) for cell in flow.cells(paper, number_))
+    out += [MEANS] * any(getattr(cell.ask, "without", ()) == ("boolq",) for cell in results.cells)
     marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
 

@@ -8,20 +8,21 @@ import numpy as np
 
 from repro.core.errors import UserError, unknown
 from repro.core.files import csv_text, write_text
-from repro.papers.cell import Cell, Place, is_printed
+from repro.papers.cell import is_printed
 from repro.render import content, plot, tables
-from repro.results import measure
+from repro.results.measured import Measured
 from repro.specs import figures
 from repro.specs.figures import FigureSpec
 from repro.specs.names import canonical
 from repro.specs.tables import FOLDERS
 from repro.stats.quantity import Quantity
 from repro.store.measurement import SHOWN, Measurement, text
+from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
 Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, y, interval of y, value of `over`
 Panels = dict[str, dict[str, Points]]  # by model and series
-Drawn = tuple[Panels, dict[Place, Measurement], str]
+Drawn = tuple[Panels, Sequence[Measurement], str]
 TIMES = {"us", "ms"}  # units of what is no ratio
 PLOTS: dict[str, Callable[..., None]] = {
     f.__name__: f
@@ -57,25 +58,25 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
     spec = figures.figure(paper, number)
     if spec.plot not in PLOTS:
         raise UserError(f"figures/{name}.yaml: {unknown('plot', spec.plot, PLOTS)}")
-    cells = flow.cells(paper, number, "figure")
-    found = {cell.place: measure.one(flow, cell) for cell in cells}
-    of = {cell.place: cell for cell in cells}
+    results = table_results(flow, paper, number, "figure")
+    found = results.found
     drawn: dict[str, Panels] = {}  # by what else than its last variable a table's columns vary
     marked: dict[tuple[str, str], str] = {}
     across, point = spec.metrics
-    for cell in cells:
+    for one in found.values():
+        cell, m = one.cell, one.measurement
         if cell.metric != point:
             continue
         panel = f"{cell.model}; here: {cell.stand_in or 'no stand-in'}" if cell.model else ""
         group = cell.col.rpartition(", ")[0] if spec.table else ""
-        at, m = drawn.setdefault(group, {}).setdefault(panel, {}), found[cell.place]
-        at.setdefault(cell.row, []).extend(_points(flow, spec, cell, m, of.get((*cell.place[:3], across))))
+        at = drawn.setdefault(group, {}).setdefault(panel, {})
+        at.setdefault(cell.row, []).extend(_points(spec, one, found.get((*cell.place[:3], across))))
         if m.value is not None and m.note:
             marked[cell.row, cell.col] = m.note
     panels = {", ".join(filter(None, (group, at))): one for group, of_ in drawn.items() for at, one in of_.items()}
     extra: dict[str, Any] = {}
     if spec.plot == "bars":
-        extra = {"marked": marked, "ratios": not TIMES & {cell.unit for cell in cells}}
+        extra = {"marked": marked, "ratios": not TIMES & {cell.unit for cell in results.cells}}
     names = {label for panel in panels.values() for label in panel}
     for label in spec.lead:
         if label not in names:
@@ -83,13 +84,14 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
     if spec.lead or spec.broken:
         extra |= {"lead": spec.lead, "broken": spec.broken}
     if spec.levels:
-        extra["levels"] = {m.row: m.value for m in found.values() if m.metric == "level" and m.value is not None}
+        levels = [m for m in results.measurements if m.metric == "level" and m.value is not None]
+        extra["levels"] = {m.row: m.value for m in levels}
     what = f"Figure {number}" if is_printed("figure", number) else number
     at = f". Scale {flow.scale.name}" * (paper not in FOLDERS)
     title = f"{paper}, {what}: {spec.title}{at}"
     for path in paths:
         PLOTS[spec.plot](panels, title, spec.x, spec.y, path, **extra)
-    return panels, found, _markdown(title, spec, found)
+    return panels, results.measurements, _markdown(title, spec, results.measurements)
 
 
 def _leaderboard(flow: Workflow, paths: Sequence[Path]) -> Drawn:
@@ -100,20 +102,21 @@ def _leaderboard(flow: Workflow, paths: Sequence[Path]) -> Drawn:
     lines = [
         f"- {panel}, {p[4]}: ×{p[1]:.3f}" for panel, of in panels.items() for points in of.values() for p in points
     ]
-    return panels, {}, "\n".join([f"**{title}**", "", *(lines or ["Nothing is measured yet."]), ""])
+    return panels, [], "\n".join([f"**{title}**", "", *(lines or ["Nothing is measured yet."]), ""])
 
 
-def _points(flow: Workflow, spec: FigureSpec, cell: Cell, m: Measurement, across: Cell | None) -> Points:
+def _points(spec: FigureSpec, one: Measured, across: Measured | None) -> Points:
     """The points of a cell: its value at x, or every unit of its series (layer, window) at its place or at `across`."""
+    cell, m = one.cell, one.measurement
     if m.status not in SHOWN or m.value is None:
         return []
     if spec.table:
-        x = measure.one(flow, across).value if across else None
+        x = across.measurement.value if across else None
         return [(x, m.value, m.lo, m.hi, cell.col)] if x is not None else []
     if spec.points == "value":
         return [(cell.col if spec.plot == "bars" else float(cell.col), m.value, m.lo, m.hi, cell.col)]
-    heights = _each(measure.quantity(flow, cell, m))
-    places = _each(measure.quantity(flow, across, measure.one(flow, across))) if across else range(len(heights))
+    heights = _each(one.quantity)
+    places = _each(across.quantity) if across else range(len(heights))
     return [(float(x), float(y), None, None, cell.col) for x, y in zip(places, heights)]
 
 
@@ -126,20 +129,20 @@ def _each(quantity: Quantity | None) -> Sequence[float]:
     return np.atleast_1d(quantity.value({name: one.value for name, one in (quantity.known or {}).items()}))
 
 
-def _csv(panels: Mapping[str, Mapping[str, Points]], found: Mapping[object, Measurement]) -> str:
+def _csv(panels: Mapping[str, Mapping[str, Points]], found: Sequence[Measurement]) -> str:
     lines: list[list[str]] = [["panel", "series", "x", "y", "lo", "hi", "at"]]
     for panel, series in panels.items():
         for label, points in series.items():
             lines += [[panel, label, *map(text, point)] for point in points]
-    levels = [m for m in found.values() if m.metric == "level"]
+    levels = [m for m in found if m.metric == "level"]
     return csv_text(lines + [["", m.row, "", *map(text, (m.value, m.lo, m.hi)), "level"] for m in levels])
 
 
-def _markdown(title: str, spec: FigureSpec, found: Mapping[object, Measurement]) -> str:
+def _markdown(title: str, spec: FigureSpec, found: Sequence[Measurement]) -> str:
     lines = [f"**{title}**", "", f"Printed: {spec.printed or 'no numbers'}.", ""]
-    for m in found.values():
+    for m in found:
         place = ", ".join(filter(None, (m.row, m.model, m.col)))
         unit = m.unit if m.value is not None else ""
         lines.append(f"- {place}: {content.here(m)} {unit}".rstrip())
-    origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in found.values() if m.live)
+    origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in found if m.live)
     return "\n".join([*lines, "", f"Measured on {'; '.join(origin) or 'nothing yet'}.", ""])

@@ -13,13 +13,13 @@ from repro.core.errors import UserError, unknown
 from repro.core.files import write_text
 from repro.render import content, figures, own_numbers
 from repro.render.sheet import Sheet, markdown
-from repro.results import measure
 from repro.specs import figures as drawn
 from repro.specs import tables
 from repro.stats.quantity import compose
 from repro.store.measurement import MEASURED
 from repro.verdicts import claims
 from repro.verdicts.claims import Judged
+from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
@@ -79,11 +79,10 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
     """Write the grid of every printed table of which something is measured here; return the tables' numbers."""
     written = []
     for number in papers.tables(paper):
-        cells = flow.cells(paper, number)
-        measured = measure.measure(flow, cells)
-        if not any(m.status in MEASURED and m.live != "arithmetic" for m in measured.values()):
+        results = table_results(flow, paper, number)
+        if not any(m.status in MEASURED and m.live != "arithmetic" for m in results.measurements):
             continue
-        grid = markdown(content.sheet(flow, f"{paper}/{number}", measured, cells))
+        grid = markdown(content.sheet(results))
         head = f"# {paper}, Table {number}\n\n[All of this paper, and its words](../{paper}.md). How to read a cell: "
         head += "[README](../../README.md). Above or left what the paper printed, under it or right of it what was "
         head += f"measured here. From stored results, by `make docs/{paper}.md`."
@@ -306,14 +305,14 @@ def _classes(flow: Workflow, paper: str) -> Iterator[str]:
     """
     if (paper, CLASSES) not in tables.own():
         return
-    cells = flow.cells(paper, CLASSES)
-    found = measure.measure(flow, cells)
+    found = table_results(flow, paper, CLASSES).found
+    cells = [one.cell for one in found.values()]
     rows = []
     for model in dict.fromkeys(cell.model for cell in cells):
         mine = {cell.place: cell for cell in cells if cell.model == model}
-        if not all(found[place].status in MEASURED for place in mine):
+        if not all(found[place].measurement.status in MEASURED for place in mine):
             continue
-        of = {place: measure.quantity(flow, cell, found[place]) for place, cell in mine.items()}
+        of = {place: found[place].quantity for place in mine}
         classes, texts, measures = (list(dict.fromkeys(place[i] for place in mine)) for i in (0, 1, 3))
         readings = [(texts[0], *measures[2:]), *((text, *measures[:2]) for text in texts[1:])]
         for text, damage, gain in readings:
@@ -340,15 +339,12 @@ def _questions(flow: Workflow, paper: str) -> Iterator[str]:
     for one, name in tables.own():
         if one != paper:
             continue
-        cells = flow.cells(paper, name)
-        found = measure.measure(flow, cells)
+        results = table_results(flow, paper, name)
         yield f"## {name[0].upper()}{name[1:]}"
-        measured = {cell.row for cell in cells if found[cell.place].status in MEASURED}
+        measured = {m.row for m in results.measurements if m.status in MEASURED}
         if measured:
-            yield markdown(
-                content.sheet(flow, f"{paper}/{name}", found, [cell for cell in cells if cell.row in measured])
-            )
-        if rows := "; ".join(dict.fromkeys(cell.row for cell in cells if cell.row not in measured)):
+            yield markdown(content.sheet(results, only=measured))
+        if rows := "; ".join(dict.fromkeys(cell.row for cell in results.cells if cell.row not in measured)):
             yield f"{tables.table(paper, name).title}. " * (not measured) + f"Not measured yet: {rows}."
 
 

@@ -6,15 +6,17 @@ from pathlib import Path
 
 from repro import papers
 from repro.core.files import csv_text, write_text
-from repro.papers.cell import Cell, table_name
+from repro.papers.cell import Cell
 from repro.render import content, own_numbers
 from repro.render.latex import latex
 from repro.render.sheet import Sheet, markdown
 from repro.results import measure, replicate
 from repro.specs import tables
+from repro.specs.names import canonical
 from repro.stats.statistics import Interval
 from repro.store.measurement import MEASURED, Measurement, text, to_csv
 from repro.verdicts import claims, coverage
+from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
 
@@ -25,7 +27,7 @@ def build(flow: Workflow, name: str, out: Path = Path("tables")) -> Sheet:
         UserError: as `drawn`.
     """
     sheet, lines = drawn(flow, name)
-    stem = out / (name if name in OWN else table_name(*_split(name)))
+    stem = out / canonical(name)
     write_text(stem.with_suffix(".csv"), lines)
     write_text(stem.with_suffix(".tex"), latex(sheet))
     write_text(stem.with_suffix(".md"), markdown(sheet))
@@ -44,22 +46,16 @@ def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
     """
     if name in OWN:
         return OWN[name](flow)
-    paper, _, number = _split(name)
-    cells = flow.cells(paper, number)
-    found = measure.measure(flow, cells)
-    if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
-        bare = [place for place, m in found.items() if m.status in ("not_run", "no_stand_in")]
-        found |= {place: replace(found[place], status="other_device") for place in bare}
-    again = replicate.shown(flow, name, cells, found)
-    sheet = content.sheet(flow, name, found, cells)
-    sheet = replace(sheet, notes=[*sheet.notes, *again])
-    return sheet, to_csv([*found.values(), *measure.parts(flow, cells)])
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    """Paper, kind and number of a table."""
     paper, number = tables.split(name)
-    return paper, "table", number
+    results = table_results(flow, paper, number)
+    if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
+        bare = [place for place, one in results.found.items() if one.measurement.status in ("not_run", "no_stand_in")]
+        results = results.marked({place: {"status": "other_device"} for place in bare})
+    changes, again = replicate.shown(flow, name, results.found)
+    results = results.marked(changes)
+    sheet = content.sheet(results)
+    sheet = replace(sheet, notes=[*sheet.notes, *again])
+    return sheet, to_csv([*results.measurements, *measure.parts(flow, results.cells)])
 
 
 def headline(flow: Workflow) -> tuple[Sheet, str]:
@@ -130,12 +126,16 @@ def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]
     ratios: dict[tuple[str, str], Interval] = {}
     for cell in flow.table_cells("table2"):
         asked = flow.is_measured(cell) and cell.seeds == (0,) and not (cell.calibration or flow.parts(cell))
-        if not asked or (found := measure.one(flow, cell)).status not in MEASURED:
+        if not asked:
+            continue
+        one = measure.one_measured(flow, cell)
+        m = one.measurement
+        if m.status not in MEASURED:
             continue
         label = _column(flow, cell)
-        entries.setdefault(cell.stand_in, {}).setdefault(found.recipe, {}).setdefault(label, found)
-        if cell.unit == "ppl" and (against := measure.against_full(flow, cell, found)):
-            ratios.setdefault((cell.stand_in, found.recipe), against)
+        entries.setdefault(cell.stand_in, {}).setdefault(m.recipe, {}).setdefault(label, m)
+        if cell.unit == "ppl" and one.against:
+            ratios.setdefault((cell.stand_in, m.recipe), one.against)
     return entries, ratios
 
 

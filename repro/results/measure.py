@@ -9,10 +9,10 @@ from repro.metrics import metric_of
 from repro.papers.cell import Cell, Place
 from repro.recipes import recipe
 from repro.results import recorded
+from repro.results.measured import Measured
 from repro.results.recorded import JOIN, ORIGIN
 from repro.specs import figures, scale, tables
-from repro.stats.quantity import Quantity, compose, constant
-from repro.stats.statistics import Interval
+from repro.stats.quantity import compose
 from repro.store import provenance
 from repro.store.job import Job, distinct
 from repro.store.measurement import MEASURED, Measurement
@@ -23,26 +23,55 @@ FRESH = ("fresh", "partial")  # of `Measurement.live`: measured here
 NO_BETTER = "full precision is not better than the fewest bits by more than its interval"  # judged by a whole table
 
 
-def measure(flow: Workflow, cells: Collection[Cell]) -> dict[Place, Measurement]:
-    """Every cell's measurement by its place, in order.
+def measured(flow: Workflow, cells: Iterable[Cell]) -> dict[Place, Measured]:
+    """Every cell by its place, in order, with its measurement and all that verdict, table, figure and page take of it.
 
     A cell is stored when an accepted measurement of it, or of the same declared inputs in another table, stands; else
     fresh when it was measured here; else it carries the status that says why there is none. Where a workflow is to
     measure everything itself, what was measured here comes first.
     """
-    return {cell.place: one(flow, cell) for cell in cells}
+    return {cell.place: one_measured(flow, cell) for cell in cells}
+
+
+def one_measured(flow: Workflow, cell: Cell) -> Measured:
+    """One cell likewise."""
+    return flow.once(("cell", *cell.key), lambda: _with_full(flow, cell, _judged_by_table(flow, cell)))
 
 
 def one(flow: Workflow, cell: Cell) -> Measurement:
     """The measurement of one cell."""
-    return flow.once(("cell", *cell.key), lambda: _one(flow, cell))
+    return one_measured(flow, cell).measurement
 
 
-def _one(flow: Workflow, cell: Cell) -> Measurement:
-    """The same, computed; at chance where full precision is no better than the fewest bits of its table."""
+def _with_full(flow: Workflow, cell: Cell, found: Measured) -> Measured:
+    """A cell with full precision, where its metric compares with it and both are measured on the same units."""
+    m = found.measurement
+    if m.status not in MEASURED or not metric_of(cell.measure).against(cell.ask):
+        return found
+    full = _full_precision(flow, cell)
+    if cell.recipe == full.recipe:
+        return found
+    reference = _own(flow, full) if m.live in FRESH else one_measured(flow, full)
+    same_units = (reference.measurement.live in FRESH) == (m.live in FRESH)
+    if reference.measurement.status not in MEASURED or not same_units:
+        return found
+    return replace(found, full=reference)
+
+
+def _full_precision(flow: Workflow, cell: Cell) -> Cell:
+    """The row of full precision in the cell's own table where it has one, else the same measure of no step."""
+    full = flow.full_precision(cell)
+    for peer in flow.peers(cell):
+        if peer.recipe == full.recipe:
+            return peer
+    return full
+
+
+def _judged_by_table(flow: Workflow, cell: Cell) -> Measured:
+    """A cell, at chance where full precision is no better than the fewest bits of its table."""
     found = _by_itself(flow, cell)
-    if found.status == "ok" and _at_chance(flow, cell):
-        return replace(found, status="floor", note=NO_BETTER)
+    if found.measurement.status == "ok" and _at_chance(flow, cell):
+        return found.marked(status="floor", note=NO_BETTER)
     return found
 
 
@@ -51,66 +80,70 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
     fewest_bits = metric_of(cell.measure).fewest_bits
     if fewest_bits is None:
         return False
-    peers = flow.peers(cell)
-    fewest = fewest_bits(cell, peers)
+    fewest = fewest_bits(cell, flow.peers(cell))
     if fewest is None:
         return False
     quantities = {}
-    full = flow.full_precision(cell)
-    full = next((peer for peer in peers if peer.recipe == full.recipe), full)
-    for name, other in (("f", full), ("l", fewest)):
-        m = _by_itself(flow, other)
-        quantities[name] = quantity(flow, other, m) if m.status in MEASURED else None
+    for name, other in (("f", _full_precision(flow, cell)), ("l", fewest)):
+        found = _by_itself(flow, other)
+        quantities[name] = found.quantity if found.measurement.status in MEASURED else None
     if None in quantities.values():
         return False
     gain = compose("f - l", quantities).interval()
     return gain.lo is not None and gain.lo <= 0
 
 
-def _by_itself(flow: Workflow, cell: Cell) -> Measurement:
+def _by_itself(flow: Workflow, cell: Cell) -> Measured:
     """A cell's measurement, whatever those of other rows are."""
     return flow.once(("cell by itself", *cell.key), lambda: _computed(flow, cell))
 
 
-def _computed(flow: Workflow, cell: Cell) -> Measurement:
+def _computed(flow: Workflow, cell: Cell) -> Measured:
     """The same, computed."""
     blank = _blank(flow, cell)
     if flow.is_taken(cell):
         return taken(flow, cell)
     if cell.model and (not cell.stand_in or metric_of(cell.measure).PUBLIC):
-        return arithmetic(cell, blank) or replace(blank, status=blank.status if cell.stand_in else "no_stand_in")
+        status = blank.status if cell.stand_in else "no_stand_in"
+        return Measured(cell, arithmetic(cell, blank) or replace(blank, status=status))
     if not flow.is_measured(cell):
-        return blank
+        return Measured(cell, blank)
     if flow.held_back(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
-        return replace(blank, **facts, status="floor", recipe=cell.recipe, note="full precision is at chance; not run")
+        facts |= {"status": "floor", "recipe": cell.recipe, "note": "full precision is at chance; not run"}
+        return Measured(cell, replace(blank, **facts))
     if metric_of(cell.measure).JOBLESS:
-        return fresh(flow, cell)
+        return _fresh(flow, cell)
     if not flow.jobs(cell):
-        return replace(blank, note=f"scale {flow.scale.name} does not measure it")
+        return Measured(cell, replace(blank, note=f"scale {flow.scale.name} does not measure it"))
     if absent := flow.lacking(cell):
-        return recorded.find(flow, cell) or replace(blank, note=absent)
+        return recorded.find(flow, cell) or Measured(cell, replace(blank, note=absent), lacking=absent)
     if flow.stored_first or flow.recorded:
         stored = recorded.find(flow, cell)
-        if stored and stored.status != "stale":
+        if stored and stored.measurement.status != "stale":
             return stored
         own = _own(flow, cell)
-        return own if own.live or not stored else stored
+        return own if own.measurement.live or not stored else stored
     own = _own(flow, cell)
-    return own if own.live else recorded.find(flow, cell) or own
+    return own if own.measurement.live else recorded.find(flow, cell) or own
 
 
-def _own(flow: Workflow, cell: Cell) -> Measurement:
+def _own(flow: Workflow, cell: Cell) -> Measured:
     """A cell as it was measured here; `partial` where that was on its first windows or items, or with one seed."""
     if flow.recorded:
         note = f"scale {flow.scale.name} takes it from accepted results, and there is none"
-        return replace(_blank(flow, cell), note=note)
+        return Measured(cell, replace(_blank(flow, cell), note=note))
     if not flow.stored_first:
-        return fresh(flow, cell)
-    found = fresh(flow.brief, cell)
-    if found.live and found.inputs != recorded.declared(flow, cell)["inputs"]:
-        found = replace(found, live="partial")
+        return _fresh(flow, cell)
+    found = _fresh(flow.brief, cell)
+    if found.measurement.live and found.measurement.inputs != recorded.declared(flow, cell)["inputs"]:
+        return found.marked(live="partial")
     return found
+
+
+def _fresh(flow: Workflow, cell: Cell) -> Measured:
+    """A cell from the files that its jobs built here, with its quantity."""
+    return Measured(cell, fresh(flow, cell), lambda: flow.quantity(cell))
 
 
 def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
@@ -123,18 +156,18 @@ def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
     return None if value is None else replace(blank, value=value, **facts)
 
 
-def taken(flow: Workflow, cell: Cell) -> Measurement:
+def taken(flow: Workflow, cell: Cell) -> Measured:
     """A cell from results of its kind's own, such as kernel times; the geometric mean of several numbers."""
     found, parts = flow.quantity(cell), flow.parts(cell)
     one_of_them = next(iter(parts.values()), cell)
     external = metric_of(one_of_them.measure)
     if found is None:
-        absent = external.absent(one_of_them.ask)
-        return replace(_blank(flow, cell), note=absent or "no such time is accepted or built here")
-    if not parts and external.several(cell.ask):
-        found = compose("geomean(x)", {"x": found})
+        note = external.absent(one_of_them.ask) or "no such time is accepted or built here"
+        return Measured(cell, replace(_blank(flow, cell), note=note), external=True)
+    value = compose("geomean(x)", {"x": found}) if not parts and external.several(cell.ask) else found
     facts = external.origin([part.ask for part in parts.values()] or [cell.ask])
-    return replace(_blank(flow, cell), grade="B", **recorded.numbers(found.interval()) | facts)
+    m = replace(_blank(flow, cell), grade="B", **recorded.numbers(value.interval()) | facts)
+    return Measured(cell, m, lambda: found, external=True)
 
 
 def cell_of(flow: Workflow, row: Measurement) -> Cell:
@@ -160,42 +193,6 @@ def asked(flow: Workflow, row: Measurement) -> Cell | None:
         return cell_of(flow, row)
     except UserError:
         return None
-
-
-def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
-    """The quantity behind a measurement: from built files, from accepted series, or its value alone."""
-    return flow.once(("quantity", *cell.key, m.live, m.observations), lambda: _quantity(flow, cell, m))
-
-
-def _quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
-    """The same, computed."""
-    if m.live == "fresh" or flow.is_taken(cell):
-        return flow.quantity(cell)
-    if m.live == "partial":
-        return flow.brief.quantity(cell)
-    if m.live and (found := recorded.quantity(flow, cell, m)):
-        return found
-    if m.value is None or (m.lo is None and not m.n):  # a count is exact
-        return constant(m.value) if m.value is not None else None
-    known = Interval(m.value, m.lo, m.hi, m.n or 0, None, m.covers, ())
-    return Quantity([], lambda mean: mean["x"], known={"x": known})
-
-
-def against_full(flow: Workflow, cell: Cell, m: Measurement) -> Interval | None:
-    """A measured cell against full precision on the same windows or items: the ratio or difference that its kind names.
-
-    None where the kind has none, the cell is of full precision itself, or full precision is not measured.
-    """
-    expression = metric_of(cell.measure).against(cell.ask)
-    full = flow.full_precision(cell)
-    if not expression or m.status not in MEASURED or cell.recipe == full.recipe:
-        return None
-    full = next((one for one in flow.peers(cell) if one.recipe == full.recipe), full)
-    reference = _own(flow, full) if m.live in FRESH else one(flow, full)
-    if reference.status not in MEASURED or (reference.live in FRESH) != (m.live in FRESH):
-        return None
-    both = {"q": quantity(flow, cell, m), "f": quantity(flow, full, reference)}
-    return compose(expression, both).interval() if None not in both.values() else None  # type: ignore[arg-type]
 
 
 def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:

@@ -11,11 +11,13 @@ folder's name first; what the parts give.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
 from repro.core.errors import UserError
 from repro.papers.cell import Cell
+from repro.results.measured import Measured
 from repro.stats.quantity import Quantity, compose
 from repro.stats.statistics import Interval
 from repro.store import accepted, observations
@@ -29,7 +31,7 @@ JOIN = " + "  # between the origins of a cell with several jobs
 OF_CELL = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
 
 
-def find(flow: Workflow, cell: Cell) -> Measurement | None:
+def find(flow: Workflow, cell: Cell) -> Measured | None:
     """What is accepted of a cell, in the cell's place: the first that stands, else the first that there is.
 
     Raises:
@@ -52,68 +54,60 @@ def stands(flow: Workflow, cell: Cell) -> bool:
         if row.status != "stale" and "status" not in standing(flow, cell, row):
             return True
     found = find(flow, cell) if flow.parts(cell) else None
-    return found is not None and found.status != "stale"
+    return found is not None and found.measurement.status != "stale"
 
 
-def quantity(flow: Workflow, cell: Cell, m: Measurement) -> Quantity | None:
-    """The quantity of what `find` gave for a cell, from accepted series; None where none are kept.
-
-    Raises:
-        UserError: results/ without these series.
-    """
-    rows = [accepted.find(m.scale, cell), *accepted.equal(m.scale, m.inputs)]
-    for row in filter(None, rows):
-        if row.observations == m.observations:  # digests: it is this row, or another of the same series
-            seeds = accepted.series(row)
-            return flow.of_series(cell, seeds) if seeds else None
-    parts = _parts(flow, cell)
-    return _compose(flow, cell, parts) if parts else None
-
-
-def _first(found: Iterable[Measurement]) -> Measurement | None:
+def _first(found: Iterable[Measured]) -> Measured | None:
     stale = None
-    for m in found:
-        if m.status != "stale":
-            return m
-        stale = stale or m
+    for one in found:
+        if one.measurement.status != "stale":
+            return one
+        stale = stale or one
     return stale
 
 
-def _own(flow: Workflow, cell: Cell) -> Iterator[Measurement]:
+def _own(flow: Workflow, cell: Cell) -> Iterator[Measured]:
     """The row in the cell's own place."""
     if (row := accepted.find(flow.scale.name, cell)) is not None:
-        yield _shown(flow, as_drawn(cell, row), row)
+        yield _shown(flow, cell, as_drawn(cell, row), row)
 
 
-def _equal(flow: Workflow, cell: Cell) -> Iterator[Measurement]:
+def _equal(flow: Workflow, cell: Cell) -> Iterator[Measured]:
     """The rows of equal inputs in any place, then what the cell's parts give."""
     if not flow.jobs(cell):
         return
     for row in accepted.equal(flow.scale.name, flow.inputs_hash(cell)):
-        yield _shown(flow, cell, row)
+        yield _shown(flow, cell, cell, row)
     if parts := _parts(flow, cell):
         yield _composed(flow, cell, parts)
 
 
-def _parts(flow: Workflow, cell: Cell) -> dict[str, Measurement]:
+def _parts(flow: Workflow, cell: Cell) -> dict[str, Measured]:
     """What is accepted of each part of a cell by name, none where one is not; a part has no place of its own."""
     found = {}
     for name, part in flow.parts(cell).items():
-        if (m := _first(_equal(flow, part))) is None:
+        if (accepted_part := _first(_equal(flow, part))) is None:
             return {}
-        found[name] = m
+        found[name] = accepted_part
     return found
 
 
-def _shown(flow: Workflow, cell: Cell, row: Measurement) -> Measurement:
-    stands = standing(flow, cell, row)
-    numbers = {} if "status" in stands else _recomputed(flow, cell, row)
-    return replace(row, **of_cell(cell), **stands, **numbers)
+def _shown(flow: Workflow, cell: Cell, drawn: Cell, row: Measurement) -> Measured:
+    """A row in a cell's place, with the quantity that its value is computed from; `drawn` is as `as_drawn`."""
+    shown = replace(row, **of_cell(cell), **standing(flow, drawn, row))
+    found = Measured(cell, shown, cache(lambda: _quantity(flow, drawn, row)))
+    return found if shown.status == "stale" else found.marked(**_recomputed(row, found.source()))
 
 
-def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Measurement:
+def _quantity(flow: Workflow, cell: Cell, row: Measurement) -> Quantity | None:
+    """The quantity of a row from its accepted series; None where none are kept."""
+    seeds = accepted.series(row)
+    return flow.of_series(cell, seeds) if seeds else None
+
+
+def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measured]) -> Measured:
     """A cell from what is accepted of its parts; stale if one of them is, without a value if one of them has none."""
-    held = list(parts.values())
+    held = [part.measurement for part in parts.values()]
     origins = {
         name: JOIN.join(dict.fromkeys(word for m in held for word in getattr(m, name).split(JOIN)))
         for name in (*ORIGIN, "artifacts")
@@ -122,9 +116,11 @@ def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> M
     facts = {"status": odd[0].status, "note": odd[0].note} if odd else {"status": "ok"}
     facts |= {"live": "stored", "versions": _joined_versions(cell, held)}
     facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in held)}
-    composed = _compose(flow, cell, parts)
+    inner = {name: part.source() for name, part in parts.items()}
+    composed = None if None in inner.values() else compose(cell.ask.quantity, inner)  # type: ignore[arg-type]
     numbers = values(composed) if composed else {}
-    return Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
+    shown = Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
+    return Measured(cell, shown, lambda: composed)
 
 
 def _joined_versions(cell: Cell, parts: Iterable[Measurement]) -> str:
@@ -132,12 +128,6 @@ def _joined_versions(cell: Cell, parts: Iterable[Measurement]) -> str:
     words = {word for part in parts for word in part.versions.split()}
     words |= set(versions.text({cell.measure: versions.of(cell.measure)}).split())
     return " ".join(sorted(words))
-
-
-def _compose(flow: Workflow, cell: Cell, parts: Mapping[str, Measurement]) -> Quantity | None:
-    """Arithmetic over what is accepted of a cell's parts; None where one of them has no series."""
-    inner = {name: quantity(flow, part, parts[name]) for name, part in flow.parts(cell).items()}
-    return None if None in inner.values() else compose(cell.ask.quantity, inner)  # type: ignore[arg-type]
 
 
 def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
@@ -152,18 +142,17 @@ def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
     return {"live": "stored"}
 
 
-def _recomputed(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
+def _recomputed(old: Measurement, quantity: Quantity | None) -> dict[str, Any]:
     """Value, interval and n of a recorded cell, from its accepted observations.
 
     Raises:
         UserError: the recorded value is another than they give.
     """
-    seeds = accepted.series(old)
-    if not seeds and old.status in MEASURED:
+    if quantity is None and old.status in MEASURED:
         raise UserError(f"{accepted.path_of(old)}: {old.where} has no observations, so its value is not shown")
-    if not seeds:
+    if quantity is None:
         return {}
-    found = flow.of_series(cell, seeds).interval()
+    found = quantity.interval()
     if old.value is not None and text(found.value) != text(old.value):
         raise UserError(
             f"{accepted.path_of(old)}: the value of {old.where} is {text(old.value)}, but its observations give "

@@ -14,8 +14,8 @@ and on what a unit is. The bounds were fixed before the comparisons that they ju
 - A bin's share of the weights, in percent, moves where a weight lies at the edge of a bin.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,8 +27,9 @@ from repro.metrics import metric_of
 from repro.papers.cell import Cell, Place
 from repro.recipes import recipe
 from repro.results import measure, recorded
+from repro.results.measured import Measured
 from repro.store.job import Job, distinct
-from repro.store.measurement import MEASURED, Measurement
+from repro.store.measurement import MEASURED
 from repro.store.observations import Series
 from repro.workflow import estimate, runner
 from repro.workflow.workflow import Workflow
@@ -119,12 +120,13 @@ def compare(cell: Cell, stored: dict[str, Series], here: dict[str, Series]) -> R
     return Replica(units, apart[worst], bound(worst, cell.recipe), same, *values)
 
 
-def replica(flow: Workflow, cell: Cell, stored: Measurement) -> Replica | None:
+def replica(flow: Workflow, stored: Measured) -> Replica | None:
     """A stored cell as it was measured again here; None where that is not built, or its seed is not stored.
 
     Raises:
         UserError: damaged files.
     """
+    cell = stored.cell
     jobs = recorded.jobs(flow.brief, cell)
     if not jobs or not all(map(runner.done, jobs)):
         return None
@@ -132,11 +134,11 @@ def replica(flow: Workflow, cell: Cell, stored: Measurement) -> Replica | None:
         here = flow.brief.quantity(cell)
     except Refused:
         return None
-    kept = recorded.quantity(flow, cell, stored)
+    kept = stored.source()
     if here is None or kept is None:
         return None
     drawn = flow.brief.targets(cell)[0].seed
-    seeds = [int(seed) for seed in stored.seeds.split()] or [drawn]
+    seeds = [int(seed) for seed in stored.measurement.seeds.split()] or [drawn]
     if drawn not in seeds or len(seeds) != len(kept.seeds):
         return None
     return compare(cell, dict(kept.seeds[seeds.index(drawn)]), dict(here.seeds[0]))
@@ -238,7 +240,7 @@ def expected_seconds(job: Job) -> float:
 # --- what a table says of it ------------------------------------------------------------------------------------------
 
 
-def replicas(flow: Workflow, name: str) -> list[tuple[Cell, Measurement, Replica]]:
+def replicas(flow: Workflow, name: str) -> list[tuple[Measured, Replica]]:
     """The stored cells of a table that were measured again here, each with what is stored of it.
 
     Raises:
@@ -246,52 +248,52 @@ def replicas(flow: Workflow, name: str) -> list[tuple[Cell, Measurement, Replica
     """
     found = []
     for cell in chosen(flow, name)[0]:
-        stored = measure.one(flow, cell)
-        one = replica(flow, cell, stored) if stored.status in MEASURED else None
-        if one is not None:
-            found.append((cell, stored, one))
+        stored = measure.one_measured(flow, cell)
+        again = replica(flow, stored) if stored.measurement.status in MEASURED else None
+        if again is not None:
+            found.append((stored, again))
     return found
 
 
-def marked(found: Sequence[tuple[Cell, Measurement, Replica]]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """What changes in the measurements of cells that were measured again: where they come from, and both values."""
-    for cell, _, one in found:
-        if one.agrees:
-            yield cell, {"live": "replicated"}
-        else:
-            yield cell, {"live": "differs", "note": _apart(one)}
+def shown(flow: Workflow, name: str, found: Mapping[Place, Measured]) -> tuple[dict[Place, dict[str, Any]], list[str]]:
+    """What a build's own measurements change in those of a table.
 
-
-def shown(flow: Workflow, name: str, cells: Sequence[Cell], found: dict[Place, Measurement]) -> list[str]:
-    """Mark the measurements of a table with what a build measured itself; returns what is to be said below the table.
+    Returns:
+        By place the fields that are others: where a cell comes from, or why it was not measured; and what is to be
+        said below the table.
 
     Raises:
         UserError: damaged files.
     """
+    changes: dict[Place, dict[str, Any]] = {}
     again = replicas(flow, name)
-    for cell, changes in marked(again):
-        found[cell.place] = replace(found[cell.place], **changes)
-    for cell in cells:
-        if found[cell.place].status == "not_run" and flow.stored_first and _has_jobs(flow, cell):
-            seconds, absent = too_long(flow, cell), data_lacking(flow, cell)
+    for stored, replicated in again:
+        if replicated.agrees:
+            changes[stored.cell.place] = {"live": "replicated"}
+        else:
+            changes[stored.cell.place] = {"live": "differs", "note": _apart(replicated)}
+    for place, one in found.items():
+        if one.measurement.status == "not_run" and flow.stored_first and _has_jobs(flow, one.cell):
+            seconds, absent = too_long(flow, one.cell), data_lacking(flow, one.cell)
             if absent:
                 note = f"set REPRO_DATA to a folder that has {absent}, which is not carried by this repository"
-                found[cell.place] = replace(found[cell.place], note=note)
+                changes[place] = {"note": note}
             elif seconds is not None:
                 note = f"takes about {seconds / 60:.0f} minutes of a CPU core here"
-                found[cell.place] = replace(found[cell.place], status="too_long", note=note)
-    return said(again)
+                changes[place] = {"status": "too_long", "note": note}
+    return changes, said(again)
 
 
-def said(found: Sequence[tuple[Cell, Measurement, Replica]]) -> list[str]:
+def said(found: Sequence[tuple[Measured, Replica]]) -> list[str]:
     """How many cells agree, in a sentence, and a sentence for each that does not; nothing where none was measured."""
     if not found:
         return []
-    agree = sum(one.agrees for _, _, one in found)
-    bits = sum(one.identical for _, _, one in found)
+    agree = sum(one.agrees for _, one in found)
+    bits = sum(one.identical for _, one in found)
     text = f"replicated here: {agree} of {len(found)} cells agree"
     lines = [f"{text}, {bits} of them to the last bit." if bits else f"{text}."]
-    for cell, _, one in found:
+    for stored, one in found:
+        cell = stored.cell
         if not one.agrees:
             where = " | ".join(filter(None, (cell.row, cell.col, cell.model)))
             lines.append(f"differs: {cell.table} | {where}: {_apart(one)}.")

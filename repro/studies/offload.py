@@ -332,7 +332,7 @@ def recorded_lengths() -> list[list[int]]:
     flow = Workflow.of_results(scales.load(name="pocket"))
     paper, number, *place = RECORD
     cell = next(cell for cell in flow.cells(paper, number) if list(cell.place[:3]) == place)
-    quantity = measure.quantity(flow, cell, measure.one(flow, cell))
+    quantity = measure.one_measured(flow, cell).quantity
     if quantity is None:
         raise UserError(f"no accepted length of {' / '.join(place)} is stored; accept one, or leave out `whole`")
     series = quantity.seeds[0]

@@ -18,7 +18,7 @@ in nats, which moves before accuracy does, and where accuracy is at chance.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,9 +29,10 @@ from repro import papers
 from repro.core.errors import UserError, shortened, unknown
 from repro.core.strict import load_yaml
 from repro.metrics import metric_of
-from repro.papers.cell import Cell, Place
+from repro.papers.cell import Place
 from repro.recipes import recipe
 from repro.results import measure
+from repro.results.measured import Measured
 from repro.specs import tables
 from repro.stats.quantity import Quantity, compose, constant, evaluate, on_same_windows, satisfied
 from repro.stats.statistics import LEVEL, NotFinite
@@ -159,13 +160,23 @@ def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
     """
     key = ("claim", claim.table, claim.claim, claim.says, claim.quantity, claim.holds, repr(claim.cells))
     key += (claim.log_probability,)
-    return flow.once(key, lambda: _judged(flow, claim))
+    return flow.once(key, lambda: _looked_up(flow, claim))
 
 
-def _judged(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
-    """The same, judged anew."""
+def _looked_up(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
+    """The same, with the cells that it names looked up."""
     _check(claim)
-    cases, cells, scale = evidence(flow, claim)
+    cells = [measure.one_measured(flow, cell) for cell in flow.claim_cells(claim)]
+    return verdict(claim, cells, flow.scale.name)
+
+
+def verdict(claim: tables.ClaimSpec, measured: Sequence[Measured], scale: str) -> Judged:
+    """Judge one claim on measured cells of its tables.
+
+    Raises:
+        UserError: they lack a cell that it names, or its predicate is none.
+    """
+    cases, cells = evidence(claim, measured)
     printed = own_numbers(claim, cases)
     if claim.judged_on_printed:
         return Judged(claim, cases, "", "", False, claim.judged_on_printed, scale, cells, printed)
@@ -324,42 +335,38 @@ def _verdict(found: np.ndarray) -> int:
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
-def evidence(flow: Workflow, claim: tables.ClaimSpec) -> tuple[tuple[Case, ...], tuple[Measurement, ...], str]:
-    """The claim's cases on what `flow` has measured, the cells that they name, and the scale's name.
+def evidence(claim: tables.ClaimSpec, measured: Sequence[Measured]) -> tuple[tuple[Case, ...], tuple[Measurement, ...]]:
+    """The claim's cases on measured cells, and the measurements that they name, once.
 
     Raises:
         UserError: its table has no such cell.
     """
-    known: dict[Place, Cell] = {}
-    for cell in flow.claim_cells(claim):
-        known[cell.place] = cell
-        known.setdefault((*cell.place[:3], ""), cell)
-    cases, measured = [], {}
+    known: dict[Place, Measured] = {}
+    for one in measured:
+        known[one.cell.place] = one
+        known.setdefault((*one.cell.place[:3], ""), one)
+    cases, named_cells = [], {}
     for keys, named in claim.places():
         for row, col, model, metric in named.values():
             if (row, col, model, metric) not in known:
                 where = f"{row} | {col}{' | ' * bool(metric)}{metric}"
                 raise UserError(f"claim {claim.claim}: {claim.table} has no cell {where} of {model}")
         bound = {name: known[place] for name, place in named.items()}
-        printed = {name: papers.number(cell.printed) for name, cell in bound.items()}
+        printed = {name: papers.number(one.cell.printed) for name, one in bound.items()}
         nats = _log_probabilities(claim, bound, known)
         bound = nats or bound
-        for cell in bound.values():
-            if cell.place not in measured:
-                measured[cell.place] = measure.one(flow, cell)
-        here = {name: measured[cell.place] for name, cell in bound.items()}
-        cases.append(_case(flow, claim, keys, printed, bound, here, tuple(known.values()), bool(nats)))
-    return tuple(cases), tuple(measured.values()), flow.scale.name
+        for one in bound.values():
+            named_cells[one.cell.place] = one.measurement
+        cases.append(_case(claim, keys, printed, bound, tuple(known.values()), bool(nats)))
+    return tuple(cases), tuple(named_cells.values())
 
 
 def _case(
-    flow: Workflow,
     claim: tables.ClaimSpec,
     keys: Mapping[str, object],
     known: Mapping[str, float | None],
-    cells: Mapping[str, Cell],
-    here: Mapping[str, Measurement],
-    table: Sequence[Cell],
+    cells: Mapping[str, Measured],
+    table: Sequence[Measured],
     nats: bool,
 ) -> Case:
     quantity = claim.quantity.format(**keys)
@@ -370,15 +377,16 @@ def _case(
         )
     holds = claim.log_probability if nats else claim.holds
     case = Case(str(keys["model"]), holds.format(**keys), printed, nats=nats)
-    missing = [m for m in here.values() if m.status not in MEASURED or (m.value is None and not m.live)]
+    here = [one.measurement for one in cells.values()]
+    missing = [m for m in here if m.status not in MEASURED or (m.value is None and not m.live)]
     if missing:
         return replace(case, missing=missing[0].status)
-    at_chance = "floor" in {m.status for m in here.values()}
+    at_chance = "floor" in {m.status for m in here}
     if claim.log_probability and not nats and at_chance:
         return replace(case, missing="floor")  # equal accuracies at chance have no quotient
-    if any(m.live == "partial" and recipe.parse(m.recipe).seeded for m in here.values()):
+    if any(m.live == "partial" and recipe.parse(m.recipe).seeded for m in here):
         return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
-    own = compose(quantity, {name: measure.quantity(flow, cells[name], m) for name, m in here.items()})
+    own = compose(quantity, {name: one.quantity for name, one in cells.items()})
     try:
         found = own.interval()
     except NotFinite:
@@ -386,65 +394,62 @@ def _case(
             raise
         return replace(case, missing="floor")  # no text matches any reference: both scores are 0
     marks = {"partial": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
-    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here.values()))
+    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here))
     ends = (found.lo, found.hi) if found.n or found.lo is not None else (found.value, found.value)  # a count is exact
     case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], df=found.df, covers=found.covers, on=on)
-    also = tuple(_readings(flow, claim, case, quantity, own, cells, table))
+    also = tuple(_readings(claim, case, quantity, own, cells, table))
     if at_chance:
         return replace(case, also=also, missing="floor")
-    if _all_lost(flow, cells, here):
+    if _all_lost(cells.values()):
         return replace(case, also=also, missing=LOST)
     return replace(case, also=also, verdict=verdict_of(case))
 
 
 def _log_probabilities(
-    claim: tables.ClaimSpec, cells: Mapping[str, Cell], known: Mapping[Place, Cell]
-) -> dict[str, Cell]:
+    claim: tables.ClaimSpec, cells: Mapping[str, Measured], known: Mapping[Place, Measured]
+) -> dict[str, Measured]:
     """What is read next to the named accuracies; empty unless the claim is judged on it and each of them has one."""
     found = {}
-    for name, cell in cells.items() if claim.log_probability else ():
-        place = (*cell.place[:3], cell.metric + tables.LOG_PROBABILITY)
+    for name, one in cells.items() if claim.log_probability else ():
+        place = (*one.cell.place[:3], one.cell.metric + tables.LOG_PROBABILITY)
         if place not in known:
             return {}
         found[name] = known[place]
     return found
 
 
-def _all_lost(flow: Workflow, cells: Mapping[str, Cell], here: Mapping[str, Measurement]) -> bool:
+def _all_lost(cells: Iterable[Measured]) -> bool:
     """Whether two or more compressed models are compared in perplexity, all above `COLLAPSED` times full precision."""
     ratios = []
-    for name, cell in cells.items():
-        full = flow.full_precision(cell)
-        if cell.unit != "ppl" or cell.recipe == full.recipe or flow.is_taken(cell):
+    for one in cells:
+        if one.cell.unit != "ppl" or one.external or one.full is None or one.full.measurement.value is None:
             return False
-        if here[name].live == "arithmetic" or (reference := measure.one(flow, full)).value is None:
-            return False
-        ratios.append(here[name].value / reference.value)
+        ratios.append(one.measurement.value / one.full.measurement.value)
     return len(ratios) > 1 and min(ratios) > COLLAPSED
 
 
 def _readings(
-    flow: Workflow,
     claim: tables.ClaimSpec,
     case: Case,
     quantity: str,
     own: Quantity,
-    cells: Mapping[str, Cell],
-    table: Sequence[Cell],
+    cells: Mapping[str, Measured],
+    table: Sequence[Measured],
 ) -> Iterator[Reading]:
     """The claim's other readings of one case: the same quantity on another column of the same rows."""
     for name, column in claim.also.items():
         parts = {}
-        for part, cell in cells.items():
-            same = (c for c in table if (c.row, c.model) == (cell.row, cell.model))
-            other = next((c for c in same if c.col in (column, f"{column}, {cell.col}")), None)
+        for part, one in cells.items():
+            cell = one.cell
+            same = (other for other in table if (other.cell.row, other.cell.model) == (cell.row, cell.model))
+            other = next((other for other in same if other.cell.col in (column, f"{column}, {cell.col}")), None)
             if other is None:  # a row without a recipe
                 continue
-            itself = metric_of(other.measure).itself(other.ask)
-            if itself is not None and other.recipe == flow.full_precision(other).recipe:
+            itself = metric_of(other.cell.measure).itself(other.cell.ask)
+            if itself is not None and other.cell.is_full_precision:
                 parts[part] = constant(itself)
-            elif (m := measure.one(flow, other)).status in MEASURED:
-                parts[part] = measure.quantity(flow, other, m)
+            elif other.measurement.status in MEASURED:
+                parts[part] = other.quantity
         if parts.keys() == cells.keys():
             reading = compose(quantity, parts)
             got, both = reading.interval(), on_same_windows([reading, own])

@@ -50,7 +50,7 @@ def run_of(job: Job, seconds: float = 0.0) -> Run:
     tokens = crops["sequences"] * crops["length"]
     tokens += (given.get("windows") or WINDOWS) * given.get("length", 0) * len(given.get("texts", ()))
     tokens += (given.get("limit") or ITEMS) * ITEM_TOKENS * len(given.get("tasks", ()))
-    size = parameters(given["model"]) if "recipe" in given else 0
+    size = parameters(given["model"]) if "recipe" in given and "model" in given else 0  # a shape has no file
     return Run(job.kind, " ".join(job.steps), given.get("recipe", ""), size, tokens, given["device"], seconds)
 
 

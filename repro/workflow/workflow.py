@@ -5,7 +5,7 @@ Paths of what is built are relative to the working directory, sources are those 
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from repro import papers
@@ -257,7 +257,7 @@ class Workflow:
         measured, asked = KINDS[cell.measure], cell.ask
         compares, limits = measured.reference(asked), measured.limits(asked)
         once = draws.of(self, cell, seeds)
-        return Quantity(seeds, lambda mean: measured.value(asked, mean), compares, limits=limits, draws=once)
+        return Quantity(seeds, partial(measured.value, asked), compares, limits=limits, draws=once)
 
     # --- what a target needs ------------------------------------------------------------------------------------------
 

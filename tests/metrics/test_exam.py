@@ -32,6 +32,7 @@ from repro.specs import tables
 from repro.store import observations
 from repro.store.observations import Series
 from repro.verdicts import claims
+from repro.verdicts.table_results import table_results
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
@@ -183,7 +184,7 @@ def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     cell = next(c for c in at.cells("bitbybit", "5") if (c.row, c.col, c.model) == ("FP16", "Ifeval", "Qwen2.5-7B"))
     found = measure.one(at, cell)
     assert (found.status, found.note) == ("not_run", why)
-    assert f"Not run: {why}." in content.remarks(at, "bitbybit", "5", [found])
+    assert f"Not run: {why}." in content.remarks(table_results(at, "bitbybit", "5"))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
     if status == "floor":
         found = measure.one(at, low)
         assert (found.status, found.value, found.live) == ("floor", None, "") and "not run" in found.note
-        assert content.here(found) == "floor" and measure.against_full(at, low, found) is None
+        assert content.here(found) == "floor" and measure.one_measured(at, low).against is None
         assert "compress" not in kinds and [j.kind for j in measure.missing(at, [low])] == ["questions", "exam"]
         return
     assert "compress" in kinds and measure.one(at, low).status == "not_run"

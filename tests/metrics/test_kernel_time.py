@@ -20,6 +20,7 @@ from repro.stats.quantity import compose
 from repro.store import kernel_rows, row_list
 from repro.store.kernel_rows import Row
 from repro.verdicts import claims
+from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -254,8 +255,7 @@ def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
 
 
 def test_targets_and_verdicts_stand_next_to_what_was_measured(flow, accepted):
-    cells = flow.cells("kernels", "targets")
-    sheet = content.sheet(flow, "kernels/targets", measure.measure(flow, cells), cells)
+    sheet = content.sheet(table_results(flow, "kernels", "targets"))
     assert list(sheet.head) == ["", "target", "verdict"]
     by_row = {row[0]: row[1:] for row in sheet.rows}
     value, said = by_row["W4A16 g128 fp16, M = 1, over AWQ's gemv"]

@@ -14,6 +14,7 @@ from repro.specs.claims import ClaimSpec
 from repro.store import accepted, observations
 from repro.store.observations import Series
 from repro.verdicts import claims
+from repro.verdicts.table_results import table_results
 from repro.workflow import versions
 from repro.workflow.workflow import Workflow
 
@@ -76,9 +77,7 @@ def observed(kind, tasks, lost):
 
 def shown(flow):
     """The measured text of the table by row and column, and its notes."""
-    cells = flow.cells("spear", "19")
-    found = measure.measure(flow, cells)
-    sheet = content.sheet(flow, "spear/19", found, cells)
+    sheet = content.sheet(table_results(flow, "spear", "19"))
     texts = {}
     for row in sheet.rows:
         if len(row) > 1:

@@ -20,6 +20,7 @@ from repro.specs.tables import Spec
 from repro.stats.statistics import Interval
 from repro.store import accepted, observations
 from repro.store.measurement import STATUSES, Measurement, from_csv
+from repro.verdicts.table_results import table_results
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
@@ -55,7 +56,7 @@ def world(fake, monkeypatch, tmp_path):  # noqa: F811
 
 
 def cells_of(flow, number="1"):
-    return list(measure.measure(flow, flow.cells("spear", number)).values())
+    return table_results(flow, "spear", number).measurements
 
 
 def at(flow, *place, number="1"):
@@ -86,12 +87,12 @@ def test_every_printed_cell_appears_once_and_first(world, config):
 def test_every_printed_cell_of_every_table_appears_without_any_job(paper, number, monkeypatch, tmp_path):
     monkeypatch.setattr(accepted, "RESULTS", tmp_path)
     flow = Workflow(scales.load(CONFIG | {"models": {}}), recorded=False)
-    cells = flow.cells(paper, number)
-    found = measure.measure(flow, cells)
+    results = table_results(flow, paper, number)
+    found = results.measurements
     wanted = [(c.row, c.col, c.model, c.metric, c.value) for c in papers.printed(paper, number)]
-    assert [(*m.place, m.printed) for m in found.values()][: len(wanted)] == wanted
-    assert {m.status for m in found.values() if m.printed} <= {"not_run", "no_stand_in", "other_device", "ok", "stale"}
-    sheet = content.sheet(flow, f"{paper}/table{number}", found, cells)
+    assert [(*m.place, m.printed) for m in found][: len(wanted)] == wanted
+    assert {m.status for m in found if m.printed} <= {"not_run", "no_stand_in", "other_device", "ok", "stale"}
+    sheet = content.sheet(results)
     if not tables.path_of(paper, number).is_file():
         assert "no spec yet" in sheet.notes[0] and str(len(found)) in sheet.notes[0]
     shown = [one.printed if isinstance(one, Pair) else one for row in sheet.rows for one in row[1:]]
@@ -172,7 +173,7 @@ def test_other_items_than_full_precision_are_refused(world):
     flow = world(correct={"rtn-w4-pc": {"piqa": answers(0.8, 30)}})
     cell, _ = (c for c in flow.cells("spear", "1") if c.place[:3] == ("RTN pc", "ZS", ONE))
     with pytest.raises(UserError, match="differ in length"):
-        measure.against_full(flow, cell, measure.one(flow, cell))
+        _ = measure.one_measured(flow, cell).against
 
 
 def test_a_place_with_two_metrics_is_two_cells_and_one_entry(world):
@@ -180,9 +181,9 @@ def test_a_place_with_two_metrics_is_two_cells_and_one_entry(world):
                  columns=("{bits}-bit {group} K%/r", "{bits}-bit {group} BPW"))  # fmt: skip
     cells = [c for c in flow.cells("spear", "8") if (c.row, c.col) == ("RTN", "4-bit pc K%/r") and c.model == ONE]
     assert [c.metric for c in cells] == ["k_percent", "rank"]
-    found = measure.measure(flow, cells)
-    assert [m.value for m in found.values()] == [50.0, 3.0], "2 of 4 layers, of rank 4 and 2"
-    entry = content._pair(flow, cells, found)
+    found = [measure.one_measured(flow, cell) for cell in cells]
+    assert [one.measurement.value for one in found] == [50.0, 3.0], "2 of 4 layers, of rank 4 and 2"
+    entry = content._pair(found)
     assert entry.printed == " / ".join(c.printed for c in cells) and entry.here == "50 / 3"
 
 
@@ -272,7 +273,7 @@ def test_a_recorded_cell_has_no_mark(recorded):
     m = at(flow, "GPTQ pc", "Wiki", ONE)
     assert m == dataclasses.replace(kept, live="stored") and m.status == "ok"
     assert content.here(m).startswith(f"{content.number(m.value)} [")
-    remarks = content.remarks(flow, "spear", "1", cells_of(flow))
+    remarks = content.remarks(table_results(flow, "spear", "1"))
     assert any(f"{kept.device}, commit {kept.commit}" in remark for remark in remarks)
     assert {r[0] for r in remarks} & {*content.LEGEND} <= {"§"}
     assert at(flow, "RTN pc", "Wiki", ONE).status == "not_run"
@@ -288,7 +289,7 @@ def test_a_recorded_cell_of_other_inputs_or_versions_is_stale(recorded, change, 
     m = at(flow, "GPTQ pc", "Wiki", ONE)
     assert (m.status, m.live, m.value) == ("stale", "stored", kept.value) and m.note.startswith(why)
     assert content.here(m).startswith(f"{content.number(m.value)}†")
-    assert [r[0] for r in content.remarks(flow, "spear", "1", cells_of(flow))][-1:] == ["†"]
+    assert [r[0] for r in content.remarks(table_results(flow, "spear", "1"))][-1:] == ["†"]
 
 
 def test_a_recorded_floor_keeps_its_mark_and_another_scale_is_not_shown(recorded):
@@ -349,11 +350,9 @@ def test_devices_are_named_with_their_commits():
 def test_a_column_without_any_value_is_a_line_below_the_table(world):
     """The nats of a mean, too; a model without a stand-in has printed values alone, as its section says."""
     flow = world()
-    cells = flow.cells("spear", "1")
-    found = measure.measure(flow, cells)
-    lost = {cell.place for cell in cells if cell.col == "C4" or cell.metric == "bpw" or cell.col == "BPW"}
-    found |= {place: dataclasses.replace(found[place], status="not_run", value=None) for place in lost}
-    sheet = content.sheet(flow, "spear/table1", found, cells)
+    results = table_results(flow, "spear", "1")
+    lost = [cell for cell in results.cells if cell.col == "C4" or cell.metric == "bpw" or cell.col == "BPW"]
+    sheet = content.sheet(results.marked({cell.place: {"status": "not_run", "value": None} for cell in lost}))
     (said,) = [note for note in sheet.notes if note.startswith("Not run: ")]
     assert {"C4", "BPW"} <= set(said.removeprefix("Not run: ").rstrip(".").split("; "))
     assert "BPW" not in sheet.head, "nothing was printed there"
@@ -365,8 +364,7 @@ def test_a_column_without_any_value_is_a_line_below_the_table(world):
 
 def test_the_ratio_to_full_precision_comes_first(world):
     flow = world()
-    cells = flow.cells("spear", "1")
-    sheet = content.sheet(flow, "spear/table1", measure.measure(flow, cells), cells)
+    sheet = content.sheet(table_results(flow, "spear", "1"))
     heads = [row[0] for row in sheet.rows if len(row) == 1]
     assert heads == [
         "Llama-3.2-1B; here: pocket-3m, grade C",

@@ -14,6 +14,7 @@ from repro.render import content, own_numbers, page
 from repro.render import tables as rendered
 from repro.render.sheet import read_markdown
 from repro.results import measure, recorded
+from repro.results.measured import Measured
 from repro.specs import figures, scale, tables
 from repro.store import accepted
 from repro.store.measurement import Measurement, text
@@ -236,12 +237,12 @@ def test_a_claim_says_what_its_values_are_in():
 
 
 def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flow, monkeypatch):
-    def measured(flow, cells):
-        blank = {cell.place: Measurement(**recorded.of_cell(cell)) for cell in cells}
+    def measured(flow, cell):
         facts = {"status": "ok", "value": 1.5, "live": "stored", "device": "a GPU", "commit": "0123456"}
-        return {p: dataclasses.replace(m, **facts) if m.row == "LoftQ" else m for p, m in blank.items()}
+        m = Measurement(**recorded.of_cell(cell), **(facts if cell.row == "LoftQ" else {}))
+        return Measured(cell, m)
 
-    monkeypatch.setattr(page.measure, "measure", measured)
+    monkeypatch.setattr(measure, "one_measured", measured)
     text = "\n".join(page._questions(flow, "spear")).partition("## Memory")[2].partition("## ")[0]
     assert "| LoftQ |" in text and "| LQER |" not in text and "Measured on a GPU, commit 0123456." in text
     assert re.search(r"^Not measured yet: SPEAR; gate off; .*LQER", text, re.MULTILINE)

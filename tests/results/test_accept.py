@@ -37,7 +37,7 @@ def stored(house):
 
 
 def test_round_trip(house):
-    live = measure.measure(house.flow, house.flow.cells("spear", "1"))
+    live = {cell.place: measure.one(house.flow, cell) for cell in house.flow.cells("spear", "1")}
     assert list(accept(house.table()).values()) == [ROWS]
     flow = Workflow(house.scale, recorded=True)
     for cell in flow.cells("spear", "1"):

@@ -1,45 +1,54 @@
-"""What a table shows is computed once: verdict, grid, CSV and replication ask one workflow, which remembers."""
+"""What a table shows is looked up once and handed on: verdict, grid, CSV, figure and page find nothing themselves."""
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from repro.core.files import ROOT
 from repro.jobs import compress
 from repro.make.snake import SnakemakeAdapter
 from repro.models import identity
-from repro.render import draw, tables
+from repro.render import content, draw, sheet, tables
+from repro.render.latex import latex
 from repro.results import measure, recorded, replicate
 from repro.specs import scale
+from repro.specs import tables as specs
+from repro.verdicts import table_results
 from repro.workflow import estimate
 from repro.workflow.workflow import Workflow
 
 TABLE = "bitbybit/table1"  # cells, ratios to full precision and claims over them, from stored results
+FINDING = ("jobs", "metrics", "recipes", "results", "store", "workflow")  # folders in which something is looked up
+ALLOWED = {"results/measured.py", "metrics/__init__.py", "metrics/metric.py", "metrics/perplexity.py"}  # a cell itself
 
 
 def counted(monkeypatch, flow):
     """How often each of these is computed for a cell while the table is drawn."""
     counts = Counter()
 
-    def count(owner, name):
+    def count(owner, name, of):
         original = getattr(owner, name)
 
         def counting(*given):
-            counts[name, id(given[0]), given[1].key, *(m.observations for m in given[2:])] += 1
+            counts[name, id(given[0]), of(*given)] += 1
             return original(*given)
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(measure, "_computed")
-    count(measure, "_quantity")
-    count(recorded, "_recomputed")
-    count(Workflow, "inputs")
+    count(measure, "_computed", lambda flow, cell: cell.key)
+    count(recorded, "_quantity", lambda flow, cell, row: (cell.key, row.observations))
+    count(recorded, "_recomputed", lambda row, quantity: row.key)
+    count(Workflow, "inputs", lambda flow, cell: cell.key)
+    count(Workflow, "of_series", lambda flow, cell, seeds: cell.key)
     tables.drawn(flow, TABLE)
     return counts
 
 
 def test_no_value_interval_or_hash_of_a_cell_is_computed_twice_when_a_table_is_drawn(monkeypatch):
     counts = counted(monkeypatch, Workflow(scale.load(name="pocket"), remember=True))
-    assert {name for name, *_ in counts} == {"_computed", "_quantity", "_recomputed", "inputs"}
+    assert {name for name, *_ in counts} == {"_computed", "_quantity", "_recomputed", "inputs", "of_series"}
     assert len(counts) > 300
     assert not [key for key, count in counts.items() if count > 1]
 
@@ -47,6 +56,47 @@ def test_no_value_interval_or_hash_of_a_cell_is_computed_twice_when_a_table_is_d
 def test_a_workflow_whose_files_may_change_computes_again(monkeypatch):
     counts = counted(monkeypatch, Workflow(scale.load(name="pocket")))
     assert max(counts.values()) > 1
+
+
+def traced(function):
+    """Files of this package, below repro/, and their functions that a call passes through; and what it returns."""
+    crossed = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename).resolve()
+        whole = frame.f_code.co_name == "<lambda>" or not frame.f_code.co_name.startswith("<")  # no comprehension
+        if event == "call" and whole and path.is_relative_to(ROOT.resolve() / "repro"):
+            crossed.add((str(path.relative_to(ROOT.resolve() / "repro")), frame.f_code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        found = function()
+    finally:
+        sys.setprofile(None)
+    return crossed, found
+
+
+def test_what_shows_a_table_looks_nothing_up():
+    """From measured cells to LaTeX a number passes through rendering and statistics alone."""
+    flow = Workflow.of_results(scale.load(name="pocket"))
+    whole = table_results.table_results(flow, *specs.split(TABLE))
+    crossed, (text, plain) = traced(lambda: (latex(content.sheet(whole)), sheet.markdown(content.sheet(whole))))
+    assert "18.11" in text and "18.11" in plain, "pocket-3m in full precision"
+    files = {file for file, _ in crossed}
+    assert not {file for file in files - ALLOWED if file.split("/")[0] in FINDING}
+    assert len(files) <= 18 and len(crossed) <= 115, "more than a table takes; 46 and 246 once"
+
+
+def test_a_claim_is_judged_on_the_cells_that_it_is_given(monkeypatch):
+    flow = Workflow.of_results(scale.load(name="pocket"))
+    whole = table_results.table_results(flow, *specs.split(TABLE))
+    first = next(judged for judged in whole.verdicts if judged.measured)
+    cells = [measure.one_measured(flow, cell) for cell in flow.claim_cells(first.spec)]
+    for owner, name in ((measure, "_computed"), (recorded, "find"), (Workflow, "quantity"), (Workflow, "cells")):
+        monkeypatch.setattr(owner, name, lambda *given: pytest.fail("looked up"))
+    assert table_results.claims.verdict(first.spec, cells, flow.scale.name) == first
+    gone = [one.marked(status="not_run", value=None) for one in cells]
+    assert table_results.claims.verdict(first.spec, gone, "x").said == "no verdict: not run"
 
 
 @pytest.mark.parametrize("what", ["table", "page"])
@@ -64,10 +114,11 @@ def test_a_rule_draws_with_a_workflow_that_remembers(monkeypatch, tmp_path, what
 def test_an_interval_is_resampled_once(monkeypatch):
     flow = Workflow.of_results(scale.load(name="pocket"))
     cell = next(c for c in flow.cells("bitbybit", "1") if measure.one(flow, c).n)
-    quantity = measure.quantity(flow, cell, measure.one(flow, cell))
+    quantity = measure.one_measured(flow, cell).quantity
     first = quantity.interval()
     monkeypatch.setattr("repro.stats.statistics.interval", lambda *given: pytest.fail("again"))
     assert quantity.interval() is first
+    assert (first.value, first.lo) == (measure.one(flow, cell).value, measure.one(flow, cell).lo), "as it is shown"
 
 
 def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
@@ -90,7 +141,7 @@ def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
     count(compress, "_job", of_target)
     count(estimate, "run_of", lambda job, *seconds: (job,))
     count(identity, "tokenizer_digest", lambda place: ())
-    count(recorded, "_recomputed", lambda flow, cell, row: cell.key)
+    count(recorded, "_recomputed", lambda row, quantity: row.key)
     replicate.expected_seconds.cache_clear()
     adapter = SnakemakeAdapter(scale.load(name="pocket").as_config())
     assert adapter.jobs_of(TABLE)

@@ -129,6 +129,14 @@ def test_nothing_of_table_1_at_the_default_scale_is_a_guess():
     assert len(found) > 20 and not [one.id for one in found if estimate(one, runs)[1]]
 
 
+def test_times_of_public_shapes_which_have_no_model_are_planned(monkeypatch):
+    flow = Workflow(POCKET)
+    found = replicate.jobs(flow, "bitbybit/decode")
+    assert {one.kind for one in found} == {"shape_decode"} and not any("model" in one.given() for one in found)
+    monkeypatch.setattr(plan, "to_do", lambda *given: (found, 1))
+    assert "5 shape_decode" in plan.plan(flow, ["tables/bitbybit/decode.tex"], [])
+
+
 # --- plan: what there is to do ----------------------------------------------------------------------------------------
 
 

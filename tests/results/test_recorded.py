@@ -68,7 +68,7 @@ def edit(house, name="table1", row="RTN pc", **changes):
 def accept_own(house, *rows):
     """Accept the second table's own fresh rows."""
     path = house.place / "own.csv"
-    found = measure.measure(house.flow, house.flow.cells("spear", NAME)).values()
+    found = [measure.one(house.flow, one) for one in house.flow.cells("spear", NAME)]
     path.write_text(to_csv(m for m in found if m.row in rows))
     return accept(path)
 
@@ -109,7 +109,8 @@ def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, se
     found = measure.one(flow, one)
     assert found == replace(live, live="stored", artifacts=found.artifacts) and found.seeds == str(seed)
     assert found.value != asked.recorded("GPTQ g128").value and "seeds" not in found.covers
-    assert measure.quantity(flow, one, found).interval() == measure.quantity(asked.flow, one, live).interval()
+    both = [measure.one_measured(here, one).quantity.interval() for here in (flow, asked.flow)]
+    assert both[0] == both[1]
 
 
 def test_staleness_is_that_of_the_row(asked):
@@ -220,27 +221,26 @@ def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its
 
 
 def test_quantities_pair_over_the_windows_of_shared_cells(asked):
-    live = {row: measure.one(asked.flow, cell(asked, row)) for row in ("ours", "full", "drawn")}
-    ratio = measure.against_full(asked.flow, cell(asked), live["ours"])
+    ratio = measure.one_measured(asked.flow, cell(asked)).against
     accept(asked.table())
     flow = Workflow(asked.scale, recorded=True)
-    assert measure.against_full(flow, cell(asked), shown(asked)) == ratio
+    assert measure.one_measured(flow, cell(asked)).against == ratio is not None
     mine, theirs = cell(asked), asked.cell()
-    both = {"x": measure.quantity(flow, mine, shown(asked)), "y": measure.quantity(flow, theirs, asked.recorded())}
+    both = {"x": measure.one_measured(flow, mine).quantity, "y": measure.one_measured(flow, theirs).quantity}
     gap = compose("x - y", both).interval()
     assert (gap.value, gap.lo, gap.hi) == (0, 0, 0)
     gain = cell(asked, "drawn", "gain")
-    again = measure.quantity(flow, gain, measure.one(flow, gain)).interval()
-    assert again == measure.quantity(asked.flow, gain, measure.fresh(asked.flow, gain)).interval()
+    again = measure.one_measured(flow, gain).quantity.interval()
+    assert again == asked.flow.quantity(gain).interval()
 
 
 def test_full_precision_is_found_for_a_table_without_its_row(asked, monkeypatch):
     accept(asked.table())
-    before = measure.against_full(Workflow(asked.scale, recorded=True), cell(asked), shown(asked))
+    before = measure.one_measured(Workflow(asked.scale, recorded=True), cell(asked)).against
     bare = replace(QUESTION, rows={"ours": "rtn-w4-pc"})
     known = tables.table
     monkeypatch.setattr(tables, "table", lambda *both: bare if both == ("spear", NAME) else known(*both))
-    assert measure.against_full(Workflow(asked.scale, recorded=True), cell(asked), shown(asked)) == before
+    assert measure.one_measured(Workflow(asked.scale, recorded=True), cell(asked)).against == before is not None
 
 
 def test_nothing_is_written_for_a_shared_cell(asked):

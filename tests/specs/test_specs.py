@@ -132,7 +132,7 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
         f"rtn-w{b}-pc + {s}" for b in (4, 3) for s in ("spear", "spear-gate=false")
     }  # fmt: skip
     fake(at.every_job(cells))
-    found = measure.measure(at, cells)
+    found = {one.place: measure.one(at, one) for one in cells}
     m = found["SPEAR", "bits 3", ONE, "recovered"]
     assert (m.status, m.unit, m.seeds, m.covers) == ("ok", "%", "0 1 2", "windows and seeds")
     jobs, values = at.jobs(cell(cells, "SPEAR", "bits 3", "recovered")), []

@@ -242,11 +242,11 @@ def test_a_claim_holds_on_the_stand_ins_that_there_are():
 
 
 def test_cells_at_chance_give_no_verdict(monkeypatch):
-    at, one = flow(), measure.one
+    at, one = flow(), measure.one_measured
     observe(at)
     assert judge(at, DAMAGE).why == ""
-    chance = lambda flow, cell: dataclasses.replace(one(flow, cell), status="floor" if cell.row == "FP16" else "ok")  # noqa: E731
-    monkeypatch.setattr(claims.measure, "one", chance)
+    chance = lambda flow, cell: one(flow, cell).marked(status="floor" if cell.row == "FP16" else "ok")  # noqa: E731
+    monkeypatch.setattr(claims.measure, "one_measured", chance)
     judged = judge(at, DAMAGE)
     assert (judged.verdict, judged.grade, judged.measured) == ("no verdict: at chance", "", False)
     assert judged.cases[0].measured is not None and judged.cases[0].verdict is None
@@ -254,14 +254,14 @@ def test_cells_at_chance_give_no_verdict(monkeypatch):
 
 def test_two_scores_of_0_have_no_quotient(monkeypatch):
     """BLEU of translations without a matching 4-gram, by full precision and by everything else."""
-    at, one = flow(), measure.one
+    at, one = flow(), measure.one_measured
     observe(at)
     series = {"f": Series(np.zeros(9), "texts", "g"), "b": Series(np.zeros(9), "texts", "h")}
     quotient = Quantity([series], lambda mean: mean["b"] / mean["f"])
     monkeypatch.setattr(claims, "compose", lambda *given: quotient)
     with pytest.raises(UserError, match="may be 0"):
         judge(at, DAMAGE)
-    monkeypatch.setattr(claims.measure, "one", lambda *given: dataclasses.replace(one(*given), status="floor"))
+    monkeypatch.setattr(claims.measure, "one_measured", lambda *given: one(*given).marked(status="floor"))
     assert judge(at, DAMAGE).verdict == "no verdict: at chance"
 
 
@@ -412,12 +412,10 @@ def test_live_and_accepted_cells_are_paired(kept):
 
 @pytest.mark.parametrize("worst", ["FP16", "RTN pc", "+SPEAR pc on RTN"])
 def test_the_worst_grade_counts(monkeypatch, worst):
-    at, one = flow(grade="A"), measure.one
+    at, one = flow(grade="A"), measure.one_measured
     observe(at)
     assert judge(at, SHARE).verdict == "holds"
-    monkeypatch.setattr(
-        measure, "one", lambda at, c: dataclasses.replace(one(at, c), grade="C" if c.row == worst else "A")
-    )
+    monkeypatch.setattr(measure, "one_measured", lambda at, c: one(at, c).marked(grade="C" if c.row == worst else "A"))
     judged = judge(at, SHARE)
     assert (judged.grade, judged.verdict) == ("C", "holds on the stand-ins")
 
@@ -432,10 +430,10 @@ def test_a_stale_cell_is_no_evidence(kept):
 
 def test_what_is_drawn_counts_only_with_all_of_its_windows(monkeypatch):
     """A few windows of one seed are shown, and are no evidence on what is calibrated or trained."""
-    at, one = flow(), measure.one
+    at, one = flow(), measure.one_measured
     observe(at)
-    brief = lambda at, cell: dataclasses.replace(one(at, cell), live="partial" if "SPEAR" in cell.row else "fresh")  # noqa: E731
-    monkeypatch.setattr(claims.measure, "one", brief)
+    brief = lambda at, cell: one(at, cell).marked(live="partial" if "SPEAR" in cell.row else "fresh")  # noqa: E731
+    monkeypatch.setattr(claims.measure, "one_measured", brief)
     assert judge(at, SHARE).verdict == "no verdict: not run" and judge(at, SHARE).cases[0].missing == "not_run"
     assert judge(at, DAMAGE).measured
 

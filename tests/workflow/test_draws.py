@@ -81,7 +81,7 @@ def test_the_interval_that_is_shown_has_the_pool_of_today_not_the_rows(pocket):
     """The row was accepted before seeds were pooled, and says so; nothing of its interval is believed."""
     cells = [cell for cell in pocket.cells("spear", "1") if cell.unit == "ppl" and cell.recipe.startswith("omniquant")]
     row, cell = next((row, cell) for cell in cells if (row := accepted.find("pocket", cell)) and row.seeds == "0")
-    shown = recorded.find(pocket, cell)
+    shown = recorded.find(pocket, cell).measurement
     assert (row.covers, shown.covers) == ("windows only", "windows and pooled seeds")
     assert shown.value == pytest.approx(row.value) and shown.hi - shown.lo > row.hi - row.lo + 0.1
 

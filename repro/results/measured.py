@@ -1,0 +1,67 @@
+"""One cell as it is handed on: its measurement, the quantity behind it, and full precision, which it compares with.
+
+Whoever judges or shows a cell takes it from here, and looks for nothing in results/ or in built files.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from repro.metrics import metric_of
+from repro.papers.cell import Cell
+from repro.stats.quantity import Quantity, compose, constant
+from repro.stats.statistics import Interval
+from repro.store.measurement import Measurement
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A cell that was looked up, measured or not.
+
+    Attributes:
+        measurement: value, interval, status and where it comes from.
+        source: gives the series behind the value and their expression, computed once; None where none are kept.
+        external: whether it comes from results of its metric's own, such as kernel times.
+        lacking: what is not on this machine, where the cell is not measured for it; else empty.
+        full: full precision on the same windows or items; None where the metric compares with none, the cell is full
+            precision itself, or one of the two has no value.
+    """
+
+    cell: Cell
+    measurement: Measurement
+    source: Callable[[], Quantity | None] = lambda: None
+    external: bool = False
+    lacking: str = ""
+    full: "Measured | None" = None
+
+    def marked(self, **changes: Any) -> "Measured":
+        """The same with other fields of its measurement, such as where it comes from."""
+        return replace(self, measurement=replace(self.measurement, **changes))
+
+    @cached_property
+    def quantity(self) -> Quantity | None:
+        """What further arithmetic takes: the series, else the value alone; None without a value.
+
+        Raises:
+            UserError: results/ without the stored series.
+        """
+        return self.source() or _by_value(self.measurement)
+
+    @cached_property
+    def against(self) -> Interval | None:
+        """The cell against full precision: the ratio or difference that its metric names; None without `full`."""
+        if self.full is None or self.quantity is None or self.full.quantity is None:
+            return None
+        expression = metric_of(self.cell.measure).against(self.cell.ask)
+        return compose(expression, {"q": self.quantity, "f": self.full.quantity}).interval()
+
+
+def _by_value(m: Measurement) -> Quantity | None:
+    """The quantity of a measurement of which only value and interval are left; None without a value."""
+    if m.value is None:
+        return None
+    if m.lo is None and not m.n:  # a count is exact
+        return constant(m.value)
+    known = Interval(m.value, m.lo, m.hi, m.n or 0, None, m.covers, ())
+    return Quantity([], lambda mean: mean["x"], known={"x": known})

@@ -1,0 +1,66 @@
+"""All that is shown of a table or figure, looked up once: its cells as measured, and the verdicts on its claims."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from repro.papers.cell import Cell, Place, table_name
+from repro.results import measure
+from repro.results.measured import Measured
+from repro.specs import tables
+from repro.specs.scale import Scale
+from repro.store.measurement import Measurement
+from repro.verdicts import claims
+from repro.verdicts.claims import Judged
+from repro.workflow.workflow import Workflow
+
+
+@dataclass(frozen=True, eq=False)
+class TableResults:
+    """A table or figure as it is handed to what shows it, which looks nothing up itself.
+
+    Attributes:
+        paper, number, kind: which one.
+        scale: at which its cells are measured.
+        found: every cell by its place, in the order of the spec.
+        verdicts: on the claims of a table's spec, in its order.
+    """
+
+    paper: str
+    number: str
+    kind: str
+    scale: Scale
+    found: Mapping[Place, Measured]
+    verdicts: Sequence[Judged] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as `spear/table1`."""
+        return table_name(self.paper, self.kind, self.number)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Its cells."""
+        return [one.cell for one in self.found.values()]
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """Their measurements."""
+        return [one.measurement for one in self.found.values()]
+
+    def marked(self, changes: Mapping[Place, Mapping[str, Any]]) -> "TableResults":
+        """The same with other fields of some measurements, such as where they come from."""
+        found = {place: one.marked(**changes.get(place, {})) for place, one in self.found.items()}
+        return replace(self, found=found)
+
+
+def table_results(flow: Workflow, paper: str, number: str, kind: str = "table") -> TableResults:
+    """Measure every cell of a table or figure and judge its claims.
+
+    Raises:
+        UserError: unknown table or figure, damaged results, or what its spec says wrongly.
+    """
+    found = measure.measured(flow, flow.cells(paper, number, kind))
+    written = tables.table(paper, number).claims if kind == "table" else ()
+    verdicts = [claims.judge(flow, claim) for claim in written]
+    return TableResults(paper, number, kind, flow.scale, found, verdicts)
