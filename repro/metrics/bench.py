@@ -2,6 +2,7 @@
 
     offload      python -m repro.studies.offload, and repro.studies.offload_peers
     precision    python -m repro.studies.precision
+    sparse       python -m repro.studies.sparse
 
 Files are looked for in `build/<bench>` before `results/<device>/<bench>`. A file may say why it has no number (`why`).
 """
@@ -24,7 +25,7 @@ STORED = RESULTS / "nvidia-h200"
 class Ask:
     """Field `show` of the measurement `name` of a bench."""
 
-    bench: Literal["offload", "precision"]
+    bench: Literal["offload", "precision", "sparse"]
     name: str
     show: str
     unit: str = ""
@@ -54,11 +55,17 @@ def origin(asks: Sequence[Ask]) -> dict[str, str]:
     calculated = any(one.get("status") == "calculated" for one in facts)
     return joined | {
         "device_class": "cuda",
-        "protocol": " + ".join(sorted({f"{ask.bench}/{ask.name}" for ask in asks})),
+        "protocol": " + ".join(sorted(set(map(_protocol, asks)))),
         "live": "fresh" if built else "stored",
         "status": "ok",
         "note": "calculated" if calculated else "",
     }
+
+
+def _protocol(ask: Ask) -> str:
+    """What was measured; of the many sparse products without layer and sparsity."""
+    name = ask.name.partition("-")[0] if ask.bench == "sparse" else ask.name
+    return f"{ask.bench}/{name}"
 
 
 def _path(ask: Ask) -> Path:

@@ -1,5 +1,6 @@
 """Numbers of benches as cells: what a file says, why there is none, and the verdicts on whole runs."""
 
+import itertools
 import json
 
 import pytest
@@ -118,3 +119,24 @@ def test_the_targets_of_switching_are_judged_by_what_the_bench_wrote(files):
     late, memory = judged[3], judged[6]
     assert [case.measured for case in late.cases if case.measured is not None] == [1.125]
     assert memory.cases[0].measured == pytest.approx(17 / 16) and memory.cases[0].verdict == 0
+
+
+def test_sparse_products_and_their_lists_are_judged(files):
+    """Every product at 0.8 of its floor, and at half of the dense one's time; a list for a microsecond."""
+    times = {"sparse us": 5.0, "dense rows us": 12.0, "dense zigzag us": 10.0, "sparse share of the floor": 0.8}
+    shares = {"sparse share of contiguous": 0.7, "dense zigzag share of contiguous": 0.9}
+    for layer, s in itertools.product(
+        ("28672x8192", "8192x28672", "5120x13824", "14336x4096", "4096x14336"), (25, 40, 50)
+    ):
+        files("results/sparse", f"gemv-{layer}-{s}", **times, **shares)
+    for k in (4096, 8192, 14336, 28672):
+        added = {"norm us": 2.0, "norm with list us": 3.1, "product us": 2.0, "product with list us": 2.9}
+        files("results/sparse", f"list-{k}", **{"as they arrive us": 1.0, "ordered us": 2.0}, **added)
+    flow = Workflow(scales.load(name="pocket"))
+    found = {(c.row, c.col, c.metric): measure.one(flow, c) for c in flow.cells("spqt", "targets")}
+    cell = found["28672 x 8192", "s 50", "over zigzag at 0.80 of P"]
+    assert cell.value == pytest.approx(10 * 0.9 / 0.8 / 5) and cell.protocol == "sparse/gemv"
+    assert found["28672 x 8192", "s 50", "over the better dense, list included"].value == pytest.approx(10 / 6)
+    judged = [claims.judge(flow, claim) for name in ("targets", "lists") for claim in tables.table("spqt", name).claims]
+    assert [one.said.split()[0] for one in judged] == ["holds"] * 6 + ["fails"]
+    assert judged[-1].said.startswith("fails (holds in 2 of 4 cases)")
