@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from repro.core.files import ROOT
-from repro.jobs import compress
+from repro.jobs import compress, requests, tokens
+from repro.jobs.target import Target
 from repro.make.snake import SnakemakeAdapter
 from repro.models import identity
 from repro.render import content, draw, sheet, tables
@@ -150,3 +151,11 @@ def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
     assert {name for name, *_ in counts} == {"_job", "run_of"} and set(counts.values()) == {1}
     assert digests <= sum(name == "_job" for name, *_ in counts), "once a target, not once a text or task of it"
     assert adapter.flow.once(("a key",), lambda: 1) == adapter.flow.once(("a key",), lambda: 2) == 1
+
+
+def test_a_target_names_its_tokenizer_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(identity, "tokenizer_digest", lambda place: asked.append(place) or "key")
+    target = Target(scale.load(name="pocket"), "pocket-3m", "fp16")
+    jobs = [requests.job(target, "piqa", None), requests.job(target, "boolq", None), tokens.job(target, "wikitext2")]
+    assert len(asked) == 1 and {job.declared()["tokenizer"] for job in jobs} == {"key"}

@@ -88,6 +88,21 @@ def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
     assert (refused.status, refused.value) == ("unsupported", None) and refused.note
 
 
+def test_whether_a_row_stands_needs_no_value(asked, monkeypatch):
+    accept(asked.table())
+    monkeypatch.setattr(recorded, "_recomputed", lambda *given: pytest.fail("a value was computed"))
+    flow = Workflow(asked.scale, recorded=True)
+    assert recorded.stands(flow, cell(asked)) and not recorded.stands(flow, cell(asked, "3 bits"))
+    edit(asked, versions="perplexity=1 rtn=0")
+    assert not recorded.stands(Workflow(asked.scale, recorded=True), cell(asked))
+
+
+def test_peers_are_the_cells_of_a_column(asked):
+    cells = asked.flow.cells("spear", "1")
+    for one in cells:
+        assert asked.flow.peers(one) == [other for other in cells if other.place[1:] == one.place[1:]]
+
+
 def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
     accept(asked.table())
     assert shown(asked).status == "ok"
