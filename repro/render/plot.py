@@ -55,7 +55,8 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 
 def smaller(svg: str) -> str:
-    """The same picture in fewer bytes: coordinates rounded, no indentation, a path a line, each style named once."""
+    """The same picture in fewer bytes: coordinates rounded, no indentation, a path a line, each style named once, short
+    ids, no groups that say nothing, lines of one look as one path."""  # fmt: skip
     svg = re.sub(r"\n +<", "\n<", rounded(svg))
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r" *\n", "", path[0]), svg)
     classes: dict[str, str] = {}
@@ -65,14 +66,55 @@ def smaller(svg: str) -> str:
 
     svg = re.sub(r' style="([^"]*)"', named, svg)
     rules = "".join(f"\n.{name}{{{style}}}" for style, name in classes.items())
-    return svg.replace("</style>", f"{rules}</style>", 1)
+    svg = svg.replace("</style>", f"{rules}</style>", 1)
+    return _joined_lines(_short_ids(_without_bare_groups(svg)))
+
+
+def _without_bare_groups(svg: str) -> str:
+    """Without the groups, a tag a line, that have nothing but a name that nobody refers to."""
+    kept, open_groups = [], []
+    for line in re.sub(r'<g id="[^"]*"', "<g", svg).split("\n"):
+        is_bare = line in ("<g>", "<g/>")
+        if line.startswith("<g") and not line.endswith("/>"):
+            open_groups.append(is_bare)
+        elif line == "</g>":
+            is_bare = open_groups.pop()
+        if not is_bare:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _short_ids(svg: str) -> str:
+    """With markers and clipping paths named by their number."""
+    numbers = {name: f"i{n}" for n, name in enumerate(dict.fromkeys(re.findall(r' id="([^"]*)"', svg)))}
+
+    def short(place: re.Match) -> str:
+        return place[1] + numbers.get(place[2], place[2])
+
+    return re.sub(r'( id="|href="#|url\(#)([^")]+)', short, svg)
+
+
+def _joined_lines(svg: str) -> str:
+    """With paths that follow one another, have one look and are not filled, such as error bars, as one."""
+    hollow = set(re.findall(r"\.(s\d+)\{fill: none", svg))
+    path = re.compile(r'<path d="([^"]*)"((?: clip-path="[^"]*")? class="(s\d+)")/>')
+    kept: list[str] = []
+    for line in svg.split("\n"):
+        this, before = path.fullmatch(line), path.fullmatch(kept[-1]) if kept else None
+        if this and before and this[2] == before[2] and this[3] in hollow:
+            kept[-1] = f'<path d="{before[1]}{this[1]}"{this[2]}/>'
+        else:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def rounded(svg: str) -> str:
     """The same picture with coordinates of two decimals, a hundredth of a point; its text as it was."""
 
     def shorter(attribute: re.Match) -> str:
-        return re.sub(r"-?\d+\.\d{3,}(?!e)", lambda number: f"{float(number[0]):.2f}", attribute[0])
+        return re.sub(
+            r"-?\d+\.\d{2,}(?!e)", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), attribute[0]
+        )
 
     return re.sub(r' (?:d|x|y|points|transform|width|height)="[^"]*"', shorter, svg)
 

@@ -69,7 +69,7 @@ def test_coordinates_have_two_decimals_and_text_is_as_it_was():
     svg = (
         '<path d="M 1.23456 -7.8 L 12.000001 3.005"/><text x="0.33333" transform="rotate(-90 1.5555 2)">0.12345</text>'
     )
-    want = '<path d="M 1.23 -7.8 L 12.00 3.00"/><text x="0.33" transform="rotate(-90 1.56 2)">0.12345</text>'
+    want = '<path d="M 1.23 -7.8 L 12 3"/><text x="0.33" transform="rotate(-90 1.56 2)">0.12345</text>'
     assert plot.rounded(svg) == want
 
 
@@ -107,6 +107,18 @@ def test_a_picture_is_written_with_each_style_once_and_a_path_a_line():
     svg += " <text style=\"font: 9px 'A'\">two  blanks</text>\n</svg>\n"
     want = "<svg>\n<defs>\n<style>*{stroke-linejoin: round}\n"
     want += ".s0{fill: none; stroke: #123456}\n.s1{font: 9px 'A'}</style>\n</defs>\n"
-    want += 2 * '<path d="M 0 1L 2 3.46z" class="s0"/>\n'
+    want += '<path d="M 0 1L 2 3.46zM 0 1L 2 3.46z" class="s0"/>\n'
     want += '<text class="s1">two  blanks</text>\n</svg>\n'
+    assert plot.smaller(svg) == want == plot.smaller(want)
+
+
+def test_a_picture_has_short_names_and_no_group_that_says_nothing():
+    svg = '<svg><style></style>\n<defs>\n<path id="m0123456789" d="M 0 1" style="fill: #123456"/>\n</defs>\n'
+    svg += (
+        '<clipPath id="p012"/>\n<g id="axes_1">\n<g clip-path="url(#p012)">\n<use xlink:href="#m0123456789"/>\n</g>\n'
+    )
+    svg += 2 * '<path d="M 0 1" style="fill: #123456"/>\n' + "</g>\n<text>#m0123456789</text>\n</svg>\n"
+    want = '<svg><style>\n.s0{fill: #123456}</style>\n<defs>\n<path id="i0" d="M 0 1" class="s0"/>\n</defs>\n'
+    want += '<clipPath id="i1"/>\n<g clip-path="url(#i1)">\n<use xlink:href="#i0"/>\n</g>\n'
+    want += 2 * '<path d="M 0 1" class="s0"/>\n' + "<text>#m0123456789</text>\n</svg>\n"
     assert plot.smaller(svg) == want
