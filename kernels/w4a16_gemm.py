@@ -74,7 +74,7 @@ MORE_WGMMA_TILES = [  # fastest at some shape of an H200 in an earlier sweep
     (2, 1, 128, 5, 6), (2, 1, 128, 8, 6), (2, 2, 64, 5, 6), (2, 2, 128, 3, 6), (3, 1, 128, 3, 6), (3, 2, 64, 3, 6),
     (3, 2, 64, 5, 6), (4, 1, 128, 5, 4),
 ]  # fmt: skip
-LARGE_WGMMA_TILES = [(2, 3, 64, 4, 4), (1, 3, 64, 5, 6)]  # for 129 to 192 tokens, which fill no two tiles of 128
+LARGE_WGMMA_TILES = [(2, 3, 64, 4, 4)]  # for 129 to 192 tokens, which fill no two tiles of 128
 SPACE = []
 for constants, tiles in (
     (CONSTANTS, TILES),
