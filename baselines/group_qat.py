@@ -84,6 +84,11 @@ class Config:
         """The grid of weights of a width."""
         return GroupGrid(bits, self.group, self.levels, self.zero_included, self.scale)
 
+    @property
+    def stored_grid(self) -> GroupGrid:
+        """The grid of the codes that are stored."""
+        return self.grid(self.bits)
+
     def input_grid(self, bits: int) -> GroupGrid:
         """The grid of activations of a width."""
         return GroupGrid(bits, self.group, include_zero=self.zero_included)

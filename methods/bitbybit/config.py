@@ -151,6 +151,11 @@ class Config:
         """The grid of weights of a width."""
         return GroupGrid(bits, self.group, self.levels, self.zero_included, self.scale)
 
+    @property
+    def stored_grid(self) -> GroupGrid:
+        """The grid of the codes that are stored: those of a master where any precision is read from them."""
+        return self.grid(MASTER if self.any_precision else self.bits)
+
     def splitting(self, bits: int) -> Rounding:
         """How split weights of a width are rounded."""
         widths = self.split_widths or [stage.weights for stage in self.stages]

@@ -11,7 +11,6 @@ from typing import Any
 
 from repro.jobs.target import Target
 from repro.methods.bitbybit import splitting
-from repro.methods.bitbybit.config import MASTER
 from repro.models.groups.quantizer import GroupGrid
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
@@ -44,7 +43,7 @@ def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
 
 
 def exact(ask: Ask, steps: Sequence[Any], shape: Any) -> float | None:
-    """Gigabytes at a public shape; None where the last step stores no groups as Bit-by-Bit does.
+    """Gigabytes at a public shape; None where the last step's config has no `stored_grid`, as Bit-by-Bit's has.
 
     A zero point takes the bits of a code. Weights decide that: a layer with a group on one side of 0 stores 16 bits.
 
@@ -53,9 +52,9 @@ def exact(ask: Ask, steps: Sequence[Any], shape: Any) -> float | None:
         shape: the `PublicShape`.
     """
     config = steps[-1].config if steps else None
-    if not steps or steps[-1].name not in ("bitbybit", "group_qat"):
+    grid = getattr(config, "stored_grid", None)
+    if grid is None:
         return None
-    grid = config.grid(MASTER if getattr(config, "any_precision", False) else config.bits)
     is_split, found = getattr(config, "split", "none") != "none", 0
     for number, (n, k) in enumerate(shape.linears):
         block = number * shape.layers // len(shape.linears)

@@ -85,12 +85,12 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job]:
     """
     if not target.recipe.steps:
         return {}
-    if any(hasattr(step.module, "KIND") for step in target.recipe.steps):
+    if any(step.attaches for step in target.recipe.steps):
         raise UserError(f"sensitivity: {target.recipe.name} attaches a compensator; name a quantizer alone")
     perplexity.jobs(perplexity.Ask(ask.corpus), target)  # refuses a text that the recipe is calibrated on
     text, protocol, made = target.scale.text(ask.corpus), target.scale.protocols["sensitivity"], compress.job(target)
     rule = {"sequences": protocol.sequences, "tokens": protocol.tokens}
-    rescaled = any(getattr(step.module, "RESCALES", False) for step in target.recipe.steps)
+    rescaled = any(step.rescales for step in target.recipe.steps)
     needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
     inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub)}
     inputs |= {"calibration": made.declared().get("calibration")}

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import re
 from collections import ChainMap, Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise, zip_longest
@@ -55,6 +55,26 @@ class Step:
         """Whether it needs calibration sequences: its config says, else its module."""
         return getattr(self.config, "calibrated", self.module.CALIBRATED)
 
+    @property
+    def attaches(self) -> str:
+        """What kind of thing it adds to layers, such as a compensator; empty for a step that changes weights alone."""
+        return getattr(self.module, "KIND", "")
+
+    @property
+    def prepares(self) -> bool:
+        """Whether it only changes weights, which a quantizer after it stores."""
+        return getattr(self.module, "PREPARES", False)
+
+    @property
+    def rescales(self) -> bool:
+        """Whether it changes weights before it quantizes them."""
+        return getattr(self.module, "RESCALES", False)
+
+    @property
+    def work(self) -> Callable[..., Any] | None:
+        """What its training takes, as `repro.train.estimate` asks for it; None of a step that is not trained."""
+        return getattr(self.module, "work", None)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -89,7 +109,7 @@ class Recipe:
         It cannot after a step that rescales weights: those that it quantized are no longer the model's.
         """
         earlier = self.steps[:-1]
-        reusable = earlier and not any(getattr(step.module, "RESCALES", False) for step in earlier)
+        reusable = earlier and not any(step.rescales for step in earlier)
         return Recipe(earlier).name if reusable else ""
 
     @cached_property
@@ -117,20 +137,20 @@ def parse(text: str) -> Recipe:
 def _parsed(text: str, steps: tuple[tuple[str, ModuleType], ...]) -> Recipe:
     """The recipe of a text, read once for each set of steps."""
     found = tuple(_build(name, values, text) for name, values in _read(text))
-    kinds = Counter(step.module.KIND for step in found if hasattr(step.module, "KIND"))
+    kinds = Counter(step.attaches for step in found if step.attaches)
     if twice := [kind for kind, count in kinds.items() if count > 1]:
         raise _error(text, f"a second {twice[0]} is refused; a layer takes one attachment of each kind")
     for first, then in pairwise(found):
-        if getattr(first.module, "KIND", "") == "sparsity":
+        if first.attaches == "sparsity":
             raise _error(text, f"{then.name} after {first.name} is refused; {first.name} is a recipe's last step")
     for first, then in zip_longest(found, found[1:]):
-        if getattr(first.module, "PREPARES", False) and (then is None or hasattr(then.module, "KIND")):
+        if first.prepares and (then is None or then.attaches):
             raise _error(
                 text,
                 f"{first.name} stores no weights; put a quantizer after it: {first.name} + rtn-w4-g128",
             )
     for first, then in pairwise(found[1:]):  # a compensator that comes first says itself that nothing is quantized
-        if getattr(first.module, "KIND", "") == "compensator" and not hasattr(then.module, "KIND"):
+        if first.attaches == "compensator" and not then.attaches:
             raise _error(
                 text,
                 f"{then.name} after {first.name} is refused; a compensator corrects what quantizers before it left",

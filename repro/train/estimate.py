@@ -135,10 +135,10 @@ def work(step: Any, sequences: int, length: int, quantized: bool, count: int) ->
     tokens, which are counted here.
     """
     config = step.config
-    if not hasattr(step.module, "work"):
+    if step.work is None:
         return Work(sequences, 0, 2.0 if step.calibrated else 0.0, 2 if step.calibrated else 0)
     used = max(1, min(sequences, config.tokens // length))
-    found = step.module.work(config, used, quantized, count)
+    found = step.work(config, used, quantized, count)
     seen = config.epochs * (used // config.batch) * config.batch * length
     return replace(found, tokens=round(found.trained * seen))
 

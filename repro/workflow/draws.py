@@ -86,7 +86,7 @@ def of(flow: "Workflow", cell: Cell, seeds: Sequence[Mapping[str, Series]]) -> d
 
 def _sources(cell: Cell, parsed: recipe.Recipe, spread: Spread) -> Iterable[tuple[str, float, int]]:
     """What is drawn for a recipe, as a name, the relative deviation of its damage, and degrees of freedom."""
-    first = next((i for i, step in enumerate(parsed.steps) if hasattr(step.module, "KIND")), len(parsed.steps))
+    first = next((i for i, step in enumerate(parsed.steps) if step.attaches), len(parsed.steps))
     quantizer = recipe.Recipe(parsed.steps[:first])
     compensated = first < len(parsed.steps)
     drawn = [cell.stand_in, cell.calibration, *map(str, cell.seeds[:1])]

@@ -109,7 +109,7 @@ def opened(name: str, recipe: str) -> tuple[str, str]:
     words = [f"folder={write_value(str(folder.resolve()))}", f"digest={write_value(facts['digest'])}"]
     if recipe == "fp16":
         return facts["model"], f"saved({', '.join(words)})"
-    if not any(getattr(step.module, "RESCALES", False) for step in parse(facts["recipe"]).steps):
+    if not any(step.rescales for step in parse(facts["recipe"]).steps):
         words.append("full")
     return facts["model"], f"saved({', '.join(words)}) + {recipe}"
 
@@ -282,6 +282,6 @@ def _apply(lm: LowBitModel, steps: tuple[Step, ...], ids: Tensor, sequences: int
         loss = own["loss"] or own["end-to-end loss"]
         said.append({"step": step.name, "tokens": sum(own["tokens"]), "loss": loss})
         seconds += time.perf_counter() - started
-        if number < len(steps) and not any(getattr(done.module, "RESCALES", False) for done in steps[:number]):
+        if number < len(steps) and not any(done.rescales for done in steps[:number]):
             lm.save(path, {"kept": json.dumps({"steps": said, "seconds": seconds})})
     return {"steps": said, "seconds": seconds, **lm.facts}

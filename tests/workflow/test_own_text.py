@@ -415,5 +415,6 @@ def test_a_trained_step_says_itself_what_its_training_takes():
     """A method of one's own is one file: nothing else lists the trained ones."""
     assert sum(hasattr(module, "work") for module in recipe.STEPS.values()) == 9
     own = SimpleNamespace(work=lambda config, sequences, quantized, count: estimate.Work(sequences, passes=count))
-    step = SimpleNamespace(module=own, config=SimpleNamespace(tokens=256, epochs=3, batch=2), calibrated=True)
+    own.CALIBRATED = True
+    step = recipe.Step("own", own, SimpleNamespace(tokens=256, epochs=3, batch=2))
     assert estimate.work(step, 8, 64, False, 5) == estimate.Work(sequences=4, tokens=3 * 256, passes=5)
