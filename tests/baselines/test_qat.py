@@ -146,29 +146,6 @@ def test_models_in_half_precision(step):
 
 
 @STEPS
-def test_a_killed_run_goes_on_with_the_same_bits(monkeypatch, step):
-    monkeypatch.setattr(end_to_end, "SAVE_EVERY", 0.0)
-    calls, true_logits, stop = [], qat.logits, math.inf
-
-    def counted(*args):
-        calls.append(None)
-        if len(calls) == stop:
-            raise KeyboardInterrupt
-        return true_logits(*args)
-
-    monkeypatch.setattr(qat, "logits", counted)
-    want, whole = made(step), len(calls)
-    stop = whole + 9
-    with pytest.raises(KeyboardInterrupt):
-        made(step)
-    assert len(list(job.BUILD.rglob("end-to-end.safetensors"))) == 1
-    lm = made(step)
-    assert same(lm, want) and lm.facts == want.facts
-    assert len(calls) <= 2 * whole + 3, "at most one step is run again"
-    assert not list(job.BUILD.rglob("*.safetensors"))
-
-
-@STEPS
 def test_bad_models_texts_and_rates(step):
     name = step.__name__.rpartition(".")[2]
     with pytest.raises(UserError, match=f"{name} trains on 129 tokens an epoch, the calibration text has 128"):

@@ -93,11 +93,21 @@ def weights(model: PreTrainedModel, size: float, seed: int = 0) -> PreTrainedMod
     return model
 
 
+def tiny_model(name: str) -> PreTrainedModel:
+    """The Llama that a step is asked on; super-blocks of Q4_K take 256 columns."""
+    hidden = {"hidden_size": 256, "intermediate_size": 256} if name == "q4_k" else {}
+    return weights(small_models.llama(vocab_size=96, **hidden), 0.25)
+
+
+def token_ids() -> torch.Tensor:
+    """Eight sequences of 24 tokens: six to calibrate and train on, two to score."""
+    return torch.from_numpy(np.random.default_rng(1).integers(2, 96, (8, 24)))
+
+
 def step(name: str) -> Numbers:
     """What a recipe with the step makes of a tiny Llama: bits, how far its outputs moved, and what the step says."""
-    hidden = {"hidden_size": 256, "intermediate_size": 256} if name == "q4_k" else {}
-    full, made = (weights(small_models.llama(vocab_size=96, **hidden), 0.25) for _ in range(2))
-    ids = torch.from_numpy(np.random.default_rng(1).integers(2, 96, (8, 24)))
+    full, made = tiny_model(name), tiny_model(name)
+    ids = token_ids()
     lm = LowBitModel(made)
     for one in recipe.on_device(recipe.parse(RECIPES[name]).steps, "cpu"):
         one.module.apply(lm, ids[:6], one.config)
