@@ -3,6 +3,7 @@
 No test measures time; each says what may be left out, and when it may not. `bench` has the times.
 """
 
+import itertools
 import threading
 import types
 
@@ -11,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from repro.bench import devices
 from repro.kernels import nvrtc, operators
 from repro.kernels.prepared import Prepared, blank
 
@@ -210,6 +212,7 @@ def test_memory_is_made_around_the_dispatcher_on_the_current_device_alone(shape,
 
     like = torch.ones(1)
     want = torch.empty(shape, dtype=torch.int8)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)  # `like` is not there
     made = blank(torch.int8, *shape)(like)
     assert made.shape == want.shape and made.dtype == torch.int8 and made.is_contiguous() and made.device == like.device
     monkeypatch.setattr(torch._C._dynamo, "guards", Guards)
@@ -235,6 +238,16 @@ def test_a_launch_on_another_device_meanwhile_changes_nothing(monkeypatch):
     prepared(torch.ones(3), 7)
     prepared(torch.ones(3).as_subclass(Between), 7)
     assert kernel.launches == [((5, 1, 1), (16, 7, 64, 2), 70)] and len(kernel.bound) == 2
+
+
+def test_calls_are_timed_in_turns(monkeypatch):
+    """A slow moment of the host is everybody's; each has its least time."""
+    called, clock = [], itertools.count()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: called.append("wait"))
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(clock))
+    backend = types.SimpleNamespace(series=2, calls=2)
+    found = devices.Cuda.host_us(backend, lambda: called.append("a"), lambda: called.append("b"))
+    assert called == 2 * ["wait", "a", "a", "wait", "b", "b"] + ["wait"] and found == [0.5e6, 0.5e6]
 
 
 def test_launches_of_one_kernel_by_two_threads_have_rooms_of_their_own(monkeypatch):
