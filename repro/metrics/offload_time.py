@@ -12,7 +12,7 @@ many passes its tree takes follows from the text. Times need a GPU; elsewhere a 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,7 +198,7 @@ def alone(engine: Speculating, given: Mapping[str, Any], device: torch.device) -
 
 
 def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """What the value is computed from."""
+    """What the value is computed from; what a run says once, such as the rate of its bus, has no spread."""
     kept = found["times"].series
     if ask.bus:
         names = ("iteration", "streamed", "block", "bus", "draft")
@@ -206,7 +206,7 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
         names = ("draft", "verify")
     else:
         names = (SHOWN[ask.show],)
-    return {name: kept[name] for name in names}
+    return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], units="runs") for name in names}
 
 
 def value(ask: Ask, mean: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from repro.metrics import KINDS, acceptance, offload_time
 from repro.metrics.offload_time import Ask
 from repro.specs import scale as scales
 from repro.specs import tables
-from repro.stats.quantity import evaluate
+from repro.stats.quantity import Quantity, evaluate
 from repro.store import observations
 from repro.store.observations import Series
 from repro.workflow import runner
@@ -156,6 +156,16 @@ def test_another_rate_of_the_bus_moves_what_is_waited_for():
     assert value(Ask("Qwen2.5-7B", "8GiB", bus=20), **MEASURED) == pytest.approx(700)
     plain = value(Ask("Qwen2.5-7B", "8GiB", draft="none", bus=20), **MEASURED)  # and all 11 without a draft
     assert plain == pytest.approx(400 + 11 / 20 * 1e3 - 11 / 50 * 1e3)
+
+
+@pytest.mark.parametrize(
+    "how, ends", [({"bus": 20.0}, True), ({"show": "GB"}, False), ({"show": "share drafting"}, True)]
+)
+def test_what_a_run_says_once_has_no_spread(how, ends):
+    """The interval is that of the iterations; peak memory has none."""
+    found = offload_time.series(Ask("Qwen2.5-7B", "8GiB", **how), kept(**MEASURED | {"verify": [0.3, 0.4]}), target())
+    interval = Quantity([found], lambda mean: offload_time.value(Ask("Qwen2.5-7B", "8GiB", **how), mean)).interval()
+    assert math.isfinite(interval.value) and (interval.lo is not None and interval.lo < interval.value) is ends
 
 
 def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(tiny, tmp_path, monkeypatch):
