@@ -214,6 +214,7 @@ class Core:
             read = math.nan
             if self.RATED:
                 read = weights + batch.slots * self.cache.slot_bytes / max(len(times), 1)
+            self.steps.rest()
             found = measured(device, batch.prefill_s, times, max(given - count, 0), read, **counted)
             if self._turn is turn:
                 self.stats = replace(found, stored_bytes=self.model.stored_bytes)

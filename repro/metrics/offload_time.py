@@ -147,10 +147,13 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
     """Seconds of every iteration and of its phases, and as one value each: peak, streamed bytes, rate of the bus.
 
     Raises:
-        Refused: the budget is below the least that works.
+        Refused: the budget is below the least that works, or so large that SubSpec has no block to substitute.
     """
     rate = bus_rate(device)  # before memory is limited
     engine, plan = engine_of(given, device, dtype)
+    if given["draft"] and given.get("of") not in OWN and not plan.streamed_bytes:
+        said = f"{budget.shown(given['memory'])} hold all of {given['shape']}"
+        raise Refused("unsupported", f"{said}: no block has a substitute, so that SubSpec's draft is the target itself")
     warm, count = given["warm"], given["warm"] + given["timed"]
     try:
         if given["alone"]:

@@ -132,6 +132,9 @@ class Later:
     def begin(self, *given):
         """No step is captured on a CPU."""
 
+    def rest(self):
+        """There is no thread."""
+
 
 def test_the_thread_that_decodes_makes_no_views_of_what_a_switch_moves(every_width, monkeypatch):
     """Another brings the weights and finds their places; the switch waits for it and copies."""

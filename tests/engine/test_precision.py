@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from repro import models
 from repro.__main__ import main
 from repro.baselines import rtn
 from repro.core.errors import UserError
-from repro.engine import copies, decoding, precision, weights
+from repro.engine import copies, core, decoding, precision, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Steps, prefill
 from repro.engine.precision import SignalState, SwitchingCore
@@ -349,6 +350,28 @@ def test_steps_of_all_states_are_captured_in_a_thread_that_makes_their_products(
     assert not ahead or all(thread.startswith("capture") for thread in makers)
     assert tokens_of(engine, 50) == wanted  # the first state's graph is kept
     assert gc.isenabled()
+
+
+def test_a_generation_ends_when_nothing_is_captured(name, monkeypatch):
+    """Its stats measure the device, on which a GPU allows no random numbers while another thread captures."""
+    emulated, left = Emulated(monkeypatch), []
+    engine, begun, measured, static = make(name, "cpu", **QUICK), [], core.measured, copies.static
+
+    def slow(*given):
+        begun.append(given)
+        time.sleep(0.02)
+        return static(*given)
+
+    def seen(*given, **counted):
+        left.append(len(begun) - len(engine.steps.recorder.captured))
+        return measured(*given, **counted)
+
+    monkeypatch.setattr(copies, "static", slow)
+    monkeypatch.setattr(core, "measured", seen)
+    engine.steps.graphed = True
+    for tokens in range(4, 8):
+        tokens_of(engine, tokens)
+    assert left == [0] * 4 and len(emulated.threads) == len(begun) > 1
 
 
 def test_the_interpreters_lock_is_handed_over_often_while_a_step_is_captured(name, monkeypatch):

@@ -113,6 +113,7 @@ DRAFTS = [("subspec", True), ("none", False), ("alone", False), ("small", True),
 
 @pytest.mark.parametrize("draft, phases", DRAFTS)
 def test_iterations_and_phases_are_timed(tiny, draft, phases):
+    torch.manual_seed(0)  # no draft is accepted, so that a token is an iteration
     ask = Ask("tiny", least(draft), draft=draft, draft_model="tiny" if draft == "small" else "", depth=4)
     found = offload_time.times(given(ask), CPU, torch.float32)
     assert len(found["iteration"]) == 3 and min(found["iteration"]) > 0
@@ -121,6 +122,16 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
         return
     assert len(found["verify"]) == 3 and found["streamed"][0] > 0 and found["streamed"][0] % found["block"][0] == 0
     assert (len(found["draft"]) == 3 and min(found["draft"]) > 0) if phases else found["draft"] == [0.0]
+
+
+def test_where_nothing_streams_subspec_has_no_draft(tiny):
+    """A small model drafts all the same."""
+    with pytest.raises(Refused, match="hold all of tiny: no block has a substitute, so that SubSpec's draft is the"):
+        offload_time.times(given(Ask("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
+    torch.manual_seed(0)
+    ask = Ask("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
+    found = offload_time.times(given(ask), CPU, torch.float32)
+    assert found["streamed"] == [0.0] and len(found["iteration"]) == 3
 
 
 def kept(**values):
