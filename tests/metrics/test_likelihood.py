@@ -54,13 +54,30 @@ def test_one_job_of_its_own_scores_all_its_tasks(target):
     assert likelihood.jobs(likelihood.Ask(("cloze-far",), "nll"), target)["items"].id == job.id
     before = target.scale.protocols["zeroshot"]
     assert job.id not in str(zeroshot.jobs(zeroshot.Ask(("piqa",)), target)) and "cloze-far" not in before.tasks
-    values = Series(np.array([-0.5, -0.7]), "items", "lm-eval: piqa")
+    values = Series(np.array([-0.5, -0.7, -0.1, -1.7]), "items", "lm-eval: piqa")
     kept = {"piqa/choice": values, "piqa/correct": values}
     series = likelihood.series(ask, {"items": Observations(kept, {})}, target)
     assert list(series) == ["piqa/choice"] and series["piqa/choice"].group == "lm-eval: piqa"
-    assert series["piqa/choice"].values.tolist() == [-0.5, -179 / 256], "in steps of 2^-8 nats"
+    assert series["piqa/choice"].values.tolist() == [-0.75]
+    right = likelihood.series(likelihood.Ask(("piqa",), "correct"), {"items": Observations(kept, {})}, target)
+    assert right["piqa/correct"].values.tolist() == values.values.tolist(), "of accuracy every item is stored"
     assert likelihood.value(ask, {"piqa/choice": -0.6}) == pytest.approx(-0.6)
     assert likelihood.jobs(likelihood.Ask(("boolq",)), target) is None, "the scale does not measure it"
+
+
+@pytest.mark.parametrize("count", [8, 1175, 2])
+def test_what_is_stored_has_the_mean_and_the_interval_of_all_items(count):
+    """Of 8 items two values, of 1175 not all of as many items."""
+    items = np.random.default_rng(7).normal(-4, 2, count)
+    stored = likelihood.of_neighbours(items)
+    assert len(stored) == max(1, count // 4)
+    assert stored.mean() == pytest.approx(items.mean(), abs=likelihood.STEP)
+    assert np.array_equal(stored * 1024, np.round(stored * 1024)), "in steps of 2^-10 nats"
+    if count == 8:
+        assert stored == pytest.approx(items.reshape(2, 4).mean(1), abs=likelihood.STEP)
+    if count == 1175:
+        errors = [values.std(ddof=1) / np.sqrt(len(values)) for values in (items, stored)]
+        assert errors[1] == pytest.approx(errors[0], rel=0.1)
 
 
 def test_what_is_kept_of_an_item(monkeypatch, tmp_path, target):
