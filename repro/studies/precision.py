@@ -230,7 +230,8 @@ class Bench:
         found |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
         if self.device.type == "cuda":
             peak, cache = torch.cuda.max_memory_allocated(self.device), engine.cache
-            found |= {"peak bytes": peak, "peak bytes beside the cache": peak - cache.keys.nbytes - cache.values.nbytes}
+            beside = peak - cache.keys.nbytes - cache.values.nbytes
+            found |= {"allocated bytes at most": peak, "allocated bytes beside the cache": beside}
         tables = {id(tensor): tensor.nbytes for tensor in (model.embedding, *model.head.buffers())}
         return found | {
             "bytes of the first width's layers": weights,

@@ -112,7 +112,7 @@ def test_memory_over_a_thousand_tokens_is_judged(files):
 
 def test_the_targets_of_switching_are_judged_by_what_the_bench_wrote(files):
     files("build/precision", "switch-ahead-16", **{"late ms, worst": 4.5, "quiet ms": 4.0})
-    memory = {"peak bytes beside the cache": 17e9, "bytes of the first width": 16e9}
+    memory = {"allocated bytes beside the cache": 17e9, "bytes of the first width": 16e9}
     files("build/precision", "switch-host-16", **memory)
     flow = Workflow(scales.load(name="pocket"))
     judged = [claims.judge(flow, claim) for claim in tables.table("flexquant", "targets").claims]
