@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from repro.baselines import grid, low_rank
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.models.lowbit import LowBitModel, in_layer
 
 VERSION = 1
@@ -59,7 +59,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Compensate every quantized layer of `lm`; with outliers their columns are removed from the quantized weight.
 
     Raises:
-        UserError, Refused: as `low_rank.measured`; damping is too little; or outliers behind a quantizer but RTN.
+        UserError, NotMeasurable: as `low_rank.measured`; damping is too little; or outliers behind a quantizer but RTN.
     """
     for name, rank, inputs in low_rank.measured(lm, calibration, config, "aser", ["second_moment"]):
         was = low_rank.error(lm, name)
@@ -74,13 +74,13 @@ def remove(lm: LowBitModel, name: str, channels: Tensor) -> None:
     """Quantize a layer again without the weights of some input channels, which become 0.
 
     Raises:
-        Refused: a quantizer other than RTN made it.
+        NotMeasurable: a quantizer other than RTN made it.
     """
     full, weight = lm.full[name], lm.weights[name]
     moved = {key: t.to(full.device) for key in weight.TENSORS if (t := getattr(weight, key)) is not None}
     found = low_rank.rtn_grid(replace(weight, **moved), full)  # what a file held is on the CPU
     if found is None:
-        raise Refused(
+        raise NotMeasurable(
             "unsupported",
             f"{name}: aser quantizes anew without the outlier channels, which would undo any quantizer but rtn; "
             "put rtn before it, or give outlier_share=0",

@@ -140,7 +140,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
-        Refused: the training diverged.
+        NotMeasurable: the training diverged.
     """
     model, teacher = lm.model, lm.full_precision() if lm.weights else lm.model
     weights, teacher = qat.start(model, config.group), computing(teacher, config.compute)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.models import graphs
 from repro.train.blocks import QUIET, Batches, batch_rows, rate_at, steps_per_epoch
 
@@ -73,7 +73,7 @@ def train(
 
     Raises:
         UserError: fewer sequences than a batch.
-        Refused: a loss is not finite; the message names the step.
+        NotMeasurable: a loss is not finite; the message names the step.
     """
     steps, random = 0, np.random.default_rng(settings.seed)
     if settings.epochs:
@@ -88,7 +88,7 @@ def train(
             rotation.copy_(step(rotation, rotation.grad, rate_at(number / steps, settings.lr, 0.0)))
     losses = [loss.item() for loss in losses]  # not before all are asked for: each waits for the GPU
     if bad := next((i for i, value in enumerate(losses, 1) if not math.isfinite(value)), None):
-        raise Refused("diverged", f"{who}: the loss is not finite at step {bad}; lower its lr")
+        raise NotMeasurable("diverged", f"{who}: the loss is not finite at step {bad}; lower its lr")
     for rotation in rotations:
         rotation.copy_(orthogonal(rotation))
     return losses

@@ -60,7 +60,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: no uniform quantizer came before, or fewer tokens than asked for.
-        Refused: the training diverged.
+        NotMeasurable: the training diverged.
     """
     if not lm.weights or not all(isinstance(weight, QuantizedWeight) for weight in lm.weights.values()):
         raise UserError("e2e_qp trains the scales of a uniform grid; put one before it: efficientqat + e2e_qp")

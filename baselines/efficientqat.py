@@ -137,7 +137,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
-        Refused: the training diverged.
+        NotMeasurable: the training diverged.
     """
     train(lm, calibration, [config], "efficientqat")
 
@@ -153,7 +153,7 @@ def train(lm: LowBitModel, calibration: Tensor | None, stages: Sequence[Config],
 
     Raises:
         UserError: as `apply`.
-        Refused: likewise.
+        NotMeasurable: likewise.
     """
     config = stages[-1]
     ids = training_ids(calibration, config.tokens, who)

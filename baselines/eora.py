@@ -49,7 +49,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Compensate every quantized layer of `lm`, on token ids int64 `[sequences, length]`.
 
     Raises:
-        UserError, Refused: as `low_rank.measured`.
+        UserError, NotMeasurable: as `low_rank.measured`.
     """
     ids = low_rank.tokens(calibration, "eora")
     counts = weights(len(ids), config.decay)

@@ -115,7 +115,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
-        Refused: the training diverged.
+        NotMeasurable: the training diverged.
     """
     model = lm.model
     weights = qat.start(model, config.group)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from repro.baselines import grid, low_rank
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 
@@ -65,7 +65,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: no quantizer came before, or a rank above a layer's.
-        Refused: the budget does not buy rank 1, or there are several iterations and a quantizer other than RTN.
+        NotMeasurable: the budget does not buy rank 1, or there are several iterations and a quantizer other than RTN.
     """
     for name, rank in low_rank.ranks(lm, config, "loftq").items():
         was, rounded = low_rank.error(lm, name), quantizer(lm, name, config)
@@ -82,7 +82,7 @@ def quantizer(lm: LowBitModel, name: str, config: Config) -> Callable[[Tensor], 
     """q of a layer: what the previous step made of it, or rounding to nearest on the same kind of grid.
 
     Raises:
-        Refused: there are several iterations and a quantizer other than RTN.
+        NotMeasurable: there are several iterations and a quantizer other than RTN.
     """
     full, stored = lm.full[name], lm.weights[name]
     moved = {key: t.to(full.device) for key in stored.TENSORS if (t := getattr(stored, key)) is not None}
@@ -91,7 +91,7 @@ def quantizer(lm: LowBitModel, name: str, config: Config) -> Callable[[Tensor], 
         return lambda rest: weight
     found = low_rank.rtn_grid(weight, full)
     if found is None:
-        raise Refused(
+        raise NotMeasurable(
             "unsupported",
             f"{name}: loftq rounds weights anew from its second iteration on, which would undo any quantizer but rtn; "
             "put rtn before it, or give iterations=1",

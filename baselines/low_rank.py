@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from repro.baselines import grid
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.models.activations import Extra, Inputs, statistics
 from repro.models.attachments import Attachment, Beside
 from repro.models.lowbit import LowBitModel, in_layer
@@ -122,7 +122,7 @@ def ranks(lm: LowBitModel, config: Config, step: str) -> dict[str, int]:
 
     Raises:
         UserError: nothing is quantized, or `rank` is above a layer's.
-        Refused: the budget does not buy rank 1 in all layers.
+        NotMeasurable: the budget does not buy rank 1 in all layers.
     """
     if not lm.weights:
         raise UserError(
@@ -141,7 +141,7 @@ def ranks(lm: LowBitModel, config: Config, step: str) -> dict[str, int]:
     budget, highest = int(config.budget * sum(map(math.prod, shapes.values())) / 2), min(map(min, shapes.values()))
     rank = min(budget // sum(cost.values()), highest)
     if rank == 0:
-        raise Refused(
+        raise NotMeasurable(
             "unsupported",
             f"rank 1 in {len(shapes)} layers takes {sum(cost.values())} bytes, the budget is {budget}; "
             f"raise {step}'s budget",
@@ -192,7 +192,7 @@ def measured(
 
     Raises:
         UserError: no quantizer came before, no tokens, or a rank above a layer's.
-        Refused: the budget does not buy rank 1.
+        NotMeasurable: the budget does not buy rank 1.
     """
     ids, found = tokens(calibration, step), ranks(lm, config, step)
     inputs = statistics(lm.full_precision(), list(found), ids, extras, weights)

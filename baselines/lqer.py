@@ -49,7 +49,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Compensate every quantized layer of `lm`, on token ids int64 `[sequences, length]`.
 
     Raises:
-        UserError, Refused: as `low_rank.measured`.
+        UserError, NotMeasurable: as `low_rank.measured`.
     """
     for name, rank, inputs in low_rank.measured(lm, calibration, config, "lqer"):
         low_rank.compensate(lm, "lqer", name, rank, scale(inputs.mean_abs, config.batch), config)

@@ -131,7 +131,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: fewer tokens than asked for, or NaN in the model.
-        Refused: the training diverged.
+        NotMeasurable: the training diverged.
     """
     model = lm.model
     ids = training_ids(calibration, config.tokens, "paretoq").to(model.device)

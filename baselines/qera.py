@@ -34,7 +34,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     """Compensate every quantized layer of `lm`, on token ids int64 `[sequences, length]`.
 
     Raises:
-        UserError, Refused: as `low_rank.measured`.
+        UserError, NotMeasurable: as `low_rank.measured`.
     """
     exact = config.variant == "exact"
     for name, rank, inputs in low_rank.measured(lm, calibration, config, "qera", ["second_moment"] if exact else []):

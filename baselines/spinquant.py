@@ -113,7 +113,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     Raises:
         UserError: an architecture or a size that cannot be rotated, fewer tokens than asked for, or a layer that cannot
             be quantized; the message names it.
-        Refused: the training diverged.
+        NotMeasurable: the training diverged.
     """
     model, layers, solver = lm.model, block_linears(lm.model), config.weights()
     rotation.check(model, config.online)

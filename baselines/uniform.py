@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from repro.baselines import low_rank
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.methods import spear
 from repro.methods.spear.calibration import calibrate
 from repro.methods.spear.compensator import CompensatedLinear
@@ -77,7 +77,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: no quantizer came before, or a rank above a layer's.
-        Refused: the budget does not buy rank 1, or training diverged.
+        NotMeasurable: the budget does not buy rank 1, or training diverged.
     """
     ranks, training = low_rank.ranks(lm, config, "uniform"), config.training()
     teacher = lm.full_precision()
@@ -91,6 +91,6 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
         lm.model.set_submodule(name, plain[name])  # `attach` adds the correction as stored
         A, B = ecs[name].A.double(), ecs[name].B.double()
         if not (A.isfinite().all() and B.isfinite().all()):
-            raise Refused("diverged", f"{name}: uniform's training diverged; lower its learning rate")
+            raise NotMeasurable("diverged", f"{name}: uniform's training diverged; lower its learning rate")
         lm.attach(name, Attachment("uniform", low_rank.packed(A, B, config.factor_bits), {}))
     lm.facts["layers/rank"] = list(ranks.values())

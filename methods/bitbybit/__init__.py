@@ -102,7 +102,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
-        Refused: the training diverged.
+        NotMeasurable: the training diverged.
     """
     ids = training_ids(calibration, config.tokens, "bitbybit")
     for name, linear in block_linears(lm.model).items():

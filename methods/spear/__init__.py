@@ -37,7 +37,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
     Raises:
         UserError: no quantizer came before, or `source` is "corpus" and there are no tokens.
-        Refused: the budget is too small for rank 1, or calibration diverged.
+        NotMeasurable: the budget is too small for rank 1, or calibration diverged.
     """
     if not lm.weights:
         raise UserError(
@@ -120,7 +120,7 @@ def layer_ranks(lm: LowBitModel, names: list[str], config: Config) -> dict[str, 
 
     Raises:
         UserError: a layer's error is not finite.
-        Refused: the budget does not buy rank 1 in all of them.
+        NotMeasurable: the budget does not buy rank 1 in all of them.
     """
     if config.rank:
         return dict.fromkeys(names, config.rank)

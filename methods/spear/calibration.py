@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.methods.spear.compensator import GATE, Compensator
 from repro.methods.spear.config import Config
 from repro.models import graphs
@@ -74,7 +74,7 @@ def calibrate(
         The mean loss of each epoch, for each phase.
 
     Raises:
-        Refused: the loss is not finite.
+        NotMeasurable: the loss is not finite.
     """
     logits = teacher_logits(teacher, ids, config.batch, config.teacher_cache)
     generator = torch.Generator().manual_seed(config.seed)
@@ -108,7 +108,7 @@ def calibrate(
                     losses.append(replayed(rows).clone())
                 means.append(torch.stack(losses).mean().item())
                 if not math.isfinite(means[-1]):
-                    raise Refused(
+                    raise NotMeasurable(
                         "diverged", "spear's calibration diverged: the loss is not finite; lower its learning rates"
                     )
             history.append(means)

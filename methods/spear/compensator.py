@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 
 FACTORS, GATE = ("A", "B"), ("W1", "b1", "W2", "b2")
 
@@ -62,10 +62,10 @@ def int8(factor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Codes in -127 … 127 and float32 scales, one for each index along the axis that is not `dim`.
 
     Raises:
-        Refused: the factor is not finite: calibration diverged.
+        NotMeasurable: the factor is not finite: calibration diverged.
     """
     if not torch.isfinite(factor).all():
-        raise Refused("diverged", "a compensator is not finite: calibration diverged; lower its learning rates")
+        raise NotMeasurable("diverged", "a compensator is not finite: calibration diverged; lower its learning rates")
     scale = (factor.abs().amax(dim, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (factor / scale).round().clamp(-127, 127).to(torch.int8), scale.squeeze(dim)
 
@@ -74,14 +74,16 @@ def pack(ec: Compensator) -> dict[str, Tensor]:
     """What is stored of `ec`: INT8 factors, their scales, and the gate in half precision.
 
     Raises:
-        Refused: calibration diverged.
+        NotMeasurable: calibration diverged.
     """
     (A, A_scale), (B, B_scale) = int8(ec.A, 1), int8(ec.B, 0)
     stored = {"A": A, "A_scale": A_scale, "B": B, "B_scale": B_scale}
     if ec.gated:
         stored |= {name: getattr(ec, name).half() for name in GATE}
     if not all(torch.isfinite(tensor).all() for tensor in stored.values()):
-        raise Refused("diverged", "a gate does not fit half precision: calibration diverged; lower its learning rates")
+        raise NotMeasurable(
+            "diverged", "a gate does not fit half precision: calibration diverged; lower its learning rates"
+        )
     return {name: tensor.detach().contiguous() for name, tensor in stored.items()}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.methods.spear.compensator import stored_bytes
 
 CLOSE = 1e-9  # relative: rounding does not decide whether a threshold is reached
@@ -101,14 +101,14 @@ def rank(budget: int, shapes: list[tuple[int, int]], hidden: int) -> int:
     Algorithm 1 divides the budget by the factors' bytes per rank; counting everything that is stored keeps within it.
 
     Raises:
-        Refused: not even rank 1 fits.
+        NotMeasurable: not even rank 1 fits.
     """
     r = 0
     while r < min(map(min, shapes)) and stored_bytes(r + 1, shapes, hidden) <= budget:
         r += 1
     if r == 0:
         needed = stored_bytes(1, shapes, hidden)
-        raise Refused(
+        raise NotMeasurable(
             "unsupported",
             f"rank 1 in {len(shapes)} layers takes {needed} bytes, the budget is {budget}; raise spear's budget",
         )

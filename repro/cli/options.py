@@ -94,7 +94,7 @@ def run_now(jobs: list[Any]) -> None:
     """Run jobs and what they need, here.
 
     Raises:
-        Refused: one of them cannot be done.
+        NotMeasurable: one of them cannot be done.
     """
     from repro.store.job import distinct
     from repro.workflow import pool, runner

@@ -14,7 +14,7 @@ class UserError(Exception):
     """Bad input. The message names the file, key or value and says what would be right."""
 
 
-class Refused(UserError):
+class NotMeasurable(UserError):
     """What cannot be done with valid input: a result with a status (`unsupported`, `diverged`, `oom`, `too_long`)."""
 
     def __init__(self, status: str, reason: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from repro.core.errors import Refused, UserError, shortened
+from repro.core.errors import NotMeasurable, UserError, shortened
 from repro.engine.drafted import TOGETHER
 from repro.engine.weights import head_size, layer_sizes, slot
 from repro.kernels.packing import TILE
@@ -108,7 +108,7 @@ def plan(
         own_draft: bytes of a draft that is a model of its own.
 
     Raises:
-        Refused: not even an empty set of blocks fits; the sentence names the least budget that works.
+        NotMeasurable: not even an empty set of blocks fits; the sentence names the least budget that works.
         UserError: a tree that is deeper than the context, or whose levels are wider than the vocabulary.
     """
     if draft:
@@ -129,7 +129,7 @@ def plan(
     what = "with its draft" if draft or own_draft else "without a draft"
     amount = shown(least, enough=True).replace(" ", "")  # one word, as an option takes it
     said = f"{name} needs at least {amount} {what} at a context of {context:,}"
-    raise Refused("oom", f"memory {shown(budget)}: {said}; give more, or choose a shorter context")
+    raise NotMeasurable("oom", f"memory {shown(budget)}: {said}; give more, or choose a shorter context")
 
 
 def _check_tree(name: str, config: Any, context: int, draft: subspec.Config) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from repro import models
-from repro.core.errors import Refused, UserError, shortened
+from repro.core.errors import NotMeasurable, UserError, shortened
 from repro.engine.decoding import Decoding, Sampling, Steps
 from repro.engine.output import Stats, Stream, Text, measured
 from repro.engine.prefill import CHUNK, together
@@ -73,7 +73,7 @@ class Core:
             eos: whether the model's end of text ends a sequence.
             logprobs: whether each `Text` has its tokens' log probabilities.
 
-        Before anything runs: UserError for what means nothing, `Refused` for prompts beyond the context.
+        Before anything runs: UserError for what means nothing, `NotMeasurable` for prompts beyond the context.
         """
         needs_weights(self.name)
         whole = not isinstance(prompts, str)
@@ -152,7 +152,7 @@ class Core:
             raise UserError(f"parents {shortened(parents)} of {len(ids)} nodes: one for each, an earlier node or -1")
         if not (0 <= row < len(self.cache.lengths) and 0 <= length <= self.context - len(ids)):
             has = f"the cache has {len(self.cache.lengths)} rows of {self.context:,}"
-            raise Refused("too_long", f"{len(ids)} nodes behind {length:,} slots of row {row}: {has}")
+            raise NotMeasurable("too_long", f"{len(ids)} nodes behind {length:,} slots of row {row}: {has}")
         return self.model.head(plain_step(self.model, self.cache, tree_of(ids, list(parents), row, length)))
 
     def replace(self, block: int, **operators: Operator) -> None:
@@ -175,7 +175,7 @@ class Core:
             raise UserError("a prompt of no tokens: there is nothing to go on from; give it some text")
         if len(ids) + new > self.context:
             said = f"{len(ids):,} tokens and {new:,} new ones are more than the context of {self.context:,}"
-            raise Refused("too_long", f"{said}; shorten the prompt or load with a larger context")
+            raise NotMeasurable("too_long", f"{said}; shorten the prompt or load with a larger context")
         if wrong := [token for token in ids if not 0 <= token < self.model.config.vocab_size]:
             raise UserError(f"token {wrong[0]}: {self.name} has ids from 0 to {self.model.config.vocab_size - 1:,}")
 

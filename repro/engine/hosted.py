@@ -295,7 +295,7 @@ def joined(make: Mapping[int, Callable[[], Decoder]], layers: int, share: float 
         share: device memory beyond that of the first width, as a share of it.
 
     Raises:
-        UserError: layers without a plain quantized weight; `Refused` if the host has too little memory.
+        UserError: layers without a plain quantized weight; `NotMeasurable` if the host has too little memory.
     """
     decoders: dict[int, Decoder] = {}
     memory = None

@@ -5,7 +5,7 @@ import gc
 import psutil
 import torch
 
-from repro.core.errors import Crowded, Refused
+from repro.core.errors import Crowded, NotMeasurable
 from repro.engine import budget
 from repro.train.estimate import CONTEXT
 
@@ -70,7 +70,7 @@ def check_host(name: str, needed: int) -> None:
     """Raise where the host has too little free memory for the weights that stream; the sentence names both amounts.
 
     Raises:
-        Refused: it has too little at all.
+        NotMeasurable: it has too little at all.
         Crowded: it would have enough without what other programs use now.
     """
     memory = psutil.virtual_memory()
@@ -78,5 +78,5 @@ def check_host(name: str, needed: int) -> None:
         return
     said = f"{name} streams {budget.shown(needed)} from host memory, of which {budget.shown(memory.available)} are free"
     if needed > memory.total:
-        raise Refused("oom", f"{said}; give a larger --memory, or a machine with more")
+        raise NotMeasurable("oom", f"{said}; give a larger --memory, or a machine with more")
     raise Crowded(f"{said} of {budget.shown(memory.total)}; give a larger --memory, or run less beside it")

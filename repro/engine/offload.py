@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.engine.traffic import Traffic
 
 
@@ -37,7 +37,7 @@ class HostMemory:
         """A copy of a weight, on the host.
 
         Raises:
-            Refused: the system does not pin that much memory.
+            NotMeasurable: the system does not pin that much memory.
         """
         pages = mmap.mmap(-1, weight.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -47,7 +47,7 @@ class HostMemory:
             failed = int(torch.cuda.cudart().cudaHostRegister(copied.data_ptr(), copied.nbytes, 0))
             if failed:
                 already = f"{self.bytes:,} bytes are pinned already"
-                raise Refused("oom", f"the host does not pin {weight.nbytes:,} bytes more; {already}")
+                raise NotMeasurable("oom", f"the host does not pin {weight.nbytes:,} bytes more; {already}")
             self._pinned.append(copied.data_ptr())
         self.bytes += weight.nbytes
         return copied.copy_(weight)
@@ -76,7 +76,7 @@ class Lane:
         """Take a copy of a weight, from any device; its index.
 
         Raises:
-            Refused: the host has too little memory.
+            NotMeasurable: the host has too little memory.
         """
         if self.buffer is None:
             self.buffer = torch.empty_like(weight, device=self.host.device)
@@ -176,7 +176,7 @@ class Offload:
         """The product of a streamed block; `kind` is a key of `weights.LAYERS`, the weight on any device.
 
         Raises:
-            Refused: the host has too little memory.
+            NotMeasurable: the host has too little memory.
         """
         lane = self.lanes.setdefault(kind, Lane(self.host, self._copies, self.prefetch, self.traffic))
         return Streamed(lane, weight, bias)

@@ -102,7 +102,7 @@ def offloaded(
     """A shape under a budget of `amount` bytes, which is enforced on a GPU: target, draft, and what lies where.
 
     Raises:
-        Refused: the budget is below the least that works, or the host has too little memory.
+        NotMeasurable: the budget is below the least that works, or the host has too little memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -133,7 +133,7 @@ def with_own_draft(
             block of the target's shape.
 
     Raises:
-        Refused: as `offloaded`.
+        NotMeasurable: as `offloaded`.
     """
     from transformers import AutoModelForCausalLM
 

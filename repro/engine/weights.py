@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.engine import q4_k, two_bit
 from repro.engine.step import Block, Decoder
 from repro.kernels import linear as kernel
@@ -319,7 +319,7 @@ def _format(weight: QuantizedWeight | None) -> tuple | None:
 def check(name: str, config: Any, context: int | None) -> int:
     """The context of a model that the engine runs: what is asked for, or the model's, at most 2048.
 
-    UserError for a model that it does not run, `Refused` for a context beyond the model's.
+    UserError for a model that it does not run, `NotMeasurable` for a context beyond the model's.
     """
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model {name!r}: the engine does not run {config.model_type}; choose Llama, Mistral or Qwen2")
@@ -332,7 +332,7 @@ def check(name: str, config: Any, context: int | None) -> int:
         raise UserError(f"model {name!r}: {has}; the engine runs silu with one of {', '.join(ROPE)}")
     most = min(config.max_position_embeddings, getattr(config, "sliding_window", None) or sys.maxsize)
     if not 1 <= (context or 1) <= most:
-        raise Refused("too_long", f"context {context}: {name} has 1 to {most:,} tokens")
+        raise NotMeasurable("too_long", f"context {context}: {name} has 1 to {most:,} tokens")
     return context or min(most, 2048)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from repro import models
-from repro.core.errors import Refused, UserError, shortened, unknown
+from repro.core.errors import NotMeasurable, UserError, shortened, unknown
 from repro.engine import weights
 from repro.engine.core import SHAPE, Core
 from repro.engine.random_shape import random_decoder
@@ -55,7 +55,7 @@ class Engine(Core):
             seed: of the recipe.
             build: whether to build a recipe that is not built; else that is an error which names the command.
 
-        UserError for what does not exist or fit; `Refused` for a context beyond the model's or too little memory.
+        UserError for what does not exist or fit; `NotMeasurable` for a context beyond the model's or too little memory.
         """
         target = Target(scales.load(name=scale).here(), model, recipe, seed)
         at = device_of(device)
@@ -151,4 +151,4 @@ def check_memory(name: str, loaded: int, config: Any, context: int, device: torc
     needed = loaded + 2 * config.num_hidden_layers * config.num_key_value_heads * context * size
     if needed > free:
         said = f"{name} needs {needed:,} bytes for its weights and {context:,} tokens of one sequence"
-        raise Refused("oom", f"{said}, {device} has {free:,} free; choose fewer bits or a shorter context")
+        raise NotMeasurable("oom", f"{said}, {device} has {free:,} free; choose fewer bits or a shorter context")

@@ -92,7 +92,7 @@ def of(
         bus, read: bytes per second; by default measured on the device for a second.
 
     Raises:
-        UserError: as `Limited.load`; `Refused` for a budget below the least that works.
+        UserError: as `Limited.load`; `NotMeasurable` for a budget below the least that works.
     """
     target = Target(scales.load(name=scale), model, "fp16")
     at = engine.device_of(device)

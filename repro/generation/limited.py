@@ -102,8 +102,8 @@ class Limited(Speculating):
             prefetch: whether weights are copied before they are needed.
             device, dtype, scale, seed, build: as of `Engine.load`.
 
-        UserError for what does not exist or fit; `Refused` for a context beyond the model's, a budget below the least
-        that works (the sentence names it), or too little host memory.
+        UserError for what does not exist or fit; `NotMeasurable` for a context beyond the model's, a budget below the
+        least that works (the sentence names it), or too little host memory.
         """
         needs_weights(model)
         target = Target(scales.load(name=scale).here(), model, recipe, seed)

@@ -64,7 +64,7 @@ class SwitchingEngine(SwitchingCore):
             rule: which layers are switched after a token: `(pple, step, state) -> layers`.
             order_file: keeps the divergences of the layers' weights, which order them (`order_file.py`).
 
-        UserError, `Refused`: as `Engine.load`, and for a schedule or recipe that means nothing.
+        UserError, `NotMeasurable`: as `Engine.load`, and for a schedule or recipe that means nothing.
         """
         config = named.read(precision) if isinstance(precision, str) else precision
         if order_file is not None and config.order not in BY_WEIGHTS:

@@ -157,7 +157,8 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """Decode every prompt; a value a prompt: new tokens, iterations, the median one's, share of repeated 4-grams.
 
     Raises:
-        UserError: damaged inputs, or a model that the engine does not run; `Refused` for a prompt beyond the context.
+        UserError: damaged inputs, or a model that the engine does not run; `NotMeasurable` for a prompt beyond the
+            context.
     """
     given = job.given()
     core = speculating(given, found.get("weights"))

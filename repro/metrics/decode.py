@@ -67,7 +67,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """Time the rounds; a series a number, one value a round.
 
     Raises:
-        UserError: damaged inputs, a model or format that the engine does not run; `Refused` beyond the context.
+        UserError: damaged inputs, a model or format that the engine does not run; `NotMeasurable` beyond the context.
     """
     given = job.given()
     lm = compress.load(given | {"device": "cpu"}, found.get("weights"))

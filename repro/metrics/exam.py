@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from repro import models
-from repro.core.errors import Refused, UserError, unknown
+from repro.core.errors import NotMeasurable, UserError, unknown
 from repro.data import generated, tasks
 from repro.data import requests as stored
 from repro.data import zeroshot as scoring
@@ -127,11 +127,11 @@ def answers(lm: LowBitModel, one: generated.Questions, given: Mapping[str, Any])
         given: `model`, `hub`, `device`, `dtype`, `task`, and how many are decoded `together`.
 
     Raises:
-        UserError: a model that cannot be decoded, or NaN in its logits; `Refused` for a context without room.
+        UserError: a model that cannot be decoded, or NaN in its logits; `NotMeasurable` for a context without room.
     """
     new, context = generated.GENERATED[given["task"]].new_tokens, min(CONTEXT, context_of(lm))
     if new >= context:
-        raise Refused("too_long", f"answers of {new} tokens do not fit a context of {context}")
+        raise NotMeasurable("too_long", f"answers of {new} tokens do not fit a context of {context}")
     prompts = [ids[-(context - new) :].tolist() for ids in one.prompts]
     device, dtype, stop = torch.device(given["device"]), getattr(torch, given["dtype"]), one.stop
     if lm.attachments:

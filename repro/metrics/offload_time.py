@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from repro.core.errors import Refused, UserError, at_least, unknown
+from repro.core.errors import NotMeasurable, UserError, at_least, unknown
 from repro.engine import budget
 from repro.engine.core import Core
 from repro.engine.drafts import Small
@@ -122,7 +122,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """Time the iterations; a value each, in seconds.
 
     Raises:
-        Refused: there is no GPU, or the budget is below the least that works.
+        NotMeasurable: there is no GPU, or the budget is below the least that works.
     """
     given = job.given()
     device = torch.device(given["device"])
@@ -137,23 +137,25 @@ def refuse_without_gpu(device: torch.device) -> None:
     """Raise where times would be those of a CPU.
 
     Raises:
-        Refused: the device is no GPU.
+        NotMeasurable: the device is no GPU.
     """
     if device.type != "cuda":
-        raise Refused("unsupported", "times of offloading need a GPU; set the scale's device to cuda")
+        raise NotMeasurable("unsupported", "times of offloading need a GPU; set the scale's device to cuda")
 
 
 def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, list[float]]:
     """Seconds of every iteration and of its phases, and as one value each: peak, streamed bytes, rate of the bus.
 
     Raises:
-        Refused: the budget is below the least that works, or so large that SubSpec has no block to substitute.
+        NotMeasurable: the budget is below the least that works, or so large that SubSpec has no block to substitute.
     """
     rate = bus_rate(device)  # before memory is limited
     engine, plan = engine_of(given, device, dtype)
     if given["draft"] and given.get("of") not in OWN and not plan.streamed_bytes:
         said = f"{budget.shown(given['memory'])} hold all of {given['shape']}"
-        raise Refused("unsupported", f"{said}: no block has a substitute, so that SubSpec's draft is the target itself")
+        raise NotMeasurable(
+            "unsupported", f"{said}: no block has a substitute, so that SubSpec's draft is the target itself"
+        )
     warm, count = given["warm"], given["warm"] + given["timed"]
     try:
         if given["alone"]:
@@ -175,7 +177,7 @@ def engine_of(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
     """The engine of a job's shape, memory, draft and prefetching, and what lies where.
 
     Raises:
-        Refused: the budget is below the least that works.
+        NotMeasurable: the budget is below the least that works.
     """
     from transformers import AutoConfig  # takes seconds
 

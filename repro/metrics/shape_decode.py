@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from repro.core.errors import Refused, unknown
+from repro.core.errors import NotMeasurable, unknown
 from repro.engine import q4_k, weights
 from repro.engine.core import Core
 from repro.engine.random_shape import random_decoder
@@ -110,11 +110,11 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """Time the rounds.
 
     Raises:
-        Refused: there is no GPU, or it has too little memory.
+        NotMeasurable: there is no GPU, or it has too little memory.
     """
     given = job.given()
     if given["device"] != "cuda":
-        raise Refused("unsupported", "times of shapes need a GPU; set the scale's device to cuda")
+        raise NotMeasurable("unsupported", "times of shapes need a GPU; set the scale's device to cuda")
     lengths, new, device = given.get("lengths", [given["prompt"]]), given["new"], torch.device("cuda")
     if given["method"] == "transformers":
         timed = transformers_steps(given["shape"], device)

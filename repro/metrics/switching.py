@@ -218,8 +218,8 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """Generate every prompt's text, and score it.
 
     Raises:
-        UserError: damaged inputs, a prompt set that is not here, logits that are not finite; `Refused` for a context
-            that the model does not have.
+        UserError: damaged inputs, a prompt set that is not here, logits that are not finite; `NotMeasurable` for a
+            context that the model does not have.
     """
     given = job.given()
     tokenizer = models.tokenizer(given["model"], given["hub"])

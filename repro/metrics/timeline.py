@@ -85,7 +85,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """Note the spans of one iteration.
 
     Raises:
-        Refused: there is no GPU, or the budget is below the least that works.
+        NotMeasurable: there is no GPU, or the budget is below the least that works.
     """
     given = job.given()
     device = torch.device(given["device"])
@@ -102,7 +102,7 @@ def measured(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype)
     """Lane to the (begin, end) of its spans in milliseconds, in order; a span reaches into the iteration.
 
     Raises:
-        Refused: the budget is below the least that works.
+        NotMeasurable: the budget is below the least that works.
     """
     engine, _ = engine_of(given, device, dtype)
     try:

@@ -12,7 +12,7 @@ from repro.results import measure
 from repro.specs import figures
 from repro.specs import scale as scales
 from repro.store import accepted, provenance
-from repro.store.accepted import Taken
+from repro.store.accepted import AcceptedRow
 from repro.store.job import Job, distinct
 from repro.store.measurement import MEASURED, Measurement, from_csv, text
 from repro.workflow import runner
@@ -68,15 +68,15 @@ def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
     """Recompute the fresh rows of a table or figure, and merge them into results/."""
     rows = [row for row in built if row.live == "fresh" and row.status in TAKEN]
     flows: dict[str, Workflow] = {}
-    taken: dict[tuple[str, ...], Taken] = {}
+    taken: dict[tuple[str, ...], AcceptedRow] = {}
     for row in rows:
         try:
             flow = flows.setdefault(row.scale + row.device_class, _flow(row))
             cell = measure.cell_of(flow, row)
             if row.key in taken:
                 raise UserError("given twice")
-            if not flow.is_taken(cell) and any(flow.jobs(cell)):
-                taken[row.key] = _taken(flow, cell, row)
+            if not flow.is_external(cell) and any(flow.jobs(cell)):
+                taken[row.key] = _accepted_row(flow, cell, row)
         except UserError as error:
             raise UserError(f"{where}: {row.where}: {error}") from None
     if not any(one.row.status in MEASURED for one in taken.values()):
@@ -92,7 +92,7 @@ def _flow(row: Measurement) -> Workflow:
     return Workflow(at, recorded=False)
 
 
-def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
+def _accepted_row(flow: Workflow, cell: Cell, row: Measurement) -> AcceptedRow:
     """A row as its observations say it, with all that is kept of it.
 
     Raises:
@@ -113,7 +113,7 @@ def _taken(flow: Workflow, cell: Cell, row: Measurement) -> Taken:
     if built.floor is not None and built.value is not None and built.value < built.floor:
         raise UserError(f"{built.value} is less than the {built.floor} that the device allows; measure again")
     quantity = flow.quantity(cell) if built.status in MEASURED else None
-    return Taken(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell))
+    return AcceptedRow(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell))
 
 
 def _computes_like(device: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from repro.core.errors import Refused, UserError, unknown
+from repro.core.errors import NotMeasurable, UserError, unknown
 from repro.metrics import metric_of
 from repro.papers.cell import Cell, Place
 from repro.recipes import recipe
@@ -101,14 +101,14 @@ def _by_itself(flow: Workflow, cell: Cell) -> Measured:
 def _computed(flow: Workflow, cell: Cell) -> Measured:
     """The same, computed."""
     blank = _blank(flow, cell)
-    if flow.is_taken(cell):
-        return taken(flow, cell)
+    if flow.is_external(cell):
+        return external(flow, cell)
     if cell.model and (not cell.stand_in or metric_of(cell.measure).PUBLIC):
         status = blank.status if cell.stand_in else "no_stand_in"
         return Measured(cell, arithmetic(cell, blank) or replace(blank, status=status))
     if not flow.is_measured(cell):
         return Measured(cell, blank)
-    if flow.held_back(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
+    if flow.waits_for_baseline(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
         facts |= {"status": "floor", "recipe": cell.recipe, "note": "full precision is at chance; not run"}
         return Measured(cell, replace(blank, **facts))
@@ -156,18 +156,18 @@ def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
     return None if value is None else replace(blank, value=value, **facts)
 
 
-def taken(flow: Workflow, cell: Cell) -> Measured:
-    """A cell from results of its kind's own, such as kernel times; the geometric mean of several numbers."""
-    found, parts = flow.quantity(cell), flow.parts(cell)
-    one_of_them = next(iter(parts.values()), cell)
-    external = metric_of(one_of_them.measure)
-    if found is None:
-        note = external.absent(one_of_them.ask) or "no such time is accepted or built here"
+def external(flow: Workflow, cell: Cell) -> Measured:
+    """A cell from results of its metric's own, such as kernel times; the geometric mean of several numbers."""
+    own, operands = flow.quantity(cell), flow.parts(cell)
+    first = next(iter(operands.values()), cell)
+    metric = metric_of(first.measure)
+    if own is None:
+        note = metric.absent(first.ask) or "no such time is accepted or built here"
         return Measured(cell, replace(_blank(flow, cell), note=note), external=True)
-    value = compose("geomean(x)", {"x": found}) if not parts and external.several(cell.ask) else found
-    facts = external.origin([part.ask for part in parts.values()] or [cell.ask])
-    m = replace(_blank(flow, cell), grade="B", **recorded.numbers(value.interval()) | facts)
-    return Measured(cell, m, lambda: found, external=True)
+    shown = compose("geomean(x)", {"x": own}) if not operands and metric.several(cell.ask) else own
+    facts = metric.origin([operand.ask for operand in operands.values()] or [cell.ask])
+    m = replace(_blank(flow, cell), grade="B", **recorded.numbers(shown.interval()) | facts)
+    return Measured(cell, m, lambda: own, external=True)
 
 
 def cell_of(flow: Workflow, row: Measurement) -> Cell:
@@ -182,7 +182,7 @@ def cell_of(flow: Workflow, row: Measurement) -> Cell:
     for whole in flow.cells(*given, row.kind):
         of_it = row.place[:3] == whole.place[:3] and row.metric.startswith(f"{whole.metric}: ")
         for cell in [whole, *(flow.parts(whole).values() if of_it else ())]:
-            if cell.place == row.place and (flow.is_measured(cell) or flow.is_taken(cell)):
+            if cell.place == row.place and (flow.is_measured(cell) or flow.is_external(cell)):
                 return recorded.as_drawn(cell, row)
     raise UserError(f"{row.table} has no cell {' / '.join(row.place)} that scale {flow.scale.name} measures")
 
@@ -212,7 +212,7 @@ def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
         if not flow.is_measured(cell) or flow.lacking(cell):
             continue
         full = flow.full_precision(cell)
-        if flow.held_back(cell) and one(flow, full).status != "ok":
+        if flow.waits_for_baseline(cell) and one(flow, full).status != "ok":
             cell = full
         if not recorded.stands(flow, cell):
             parts = [part for part in flow.parts(cell).values() if not recorded.stands(flow, part)]
@@ -231,7 +231,7 @@ def parts(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
     if flow.stored_first:
         return []
     found: dict[str, Measurement] = {}
-    for cell in filter(flow.is_live, cells):
+    for cell in filter(flow.is_measured_here, cells):
         inner = flow.parts(cell).values()
         if inner and not all(map(runner.origin, recorded.jobs(flow, cell))):
             rows = [fresh(flow, part) for part in inner if not recorded.stands(flow, part)]
@@ -269,7 +269,7 @@ def built(flow: Workflow, cell: Cell) -> Measurement:
         for need in distinct(made):
             runner.check(need.folder)
         quantity = flow.quantity(cell)
-    except Refused as refused:
+    except NotMeasurable as refused:
         if flow.parts(cell) and not all(origins):
             return replace(_blank(flow, cell), note="not all of its parts are built")
         origins = [*filter(None, origins)] or [*filter(None, map(runner.origin, distinct(made)))]

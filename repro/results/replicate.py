@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.jobs import data
 from repro.metrics import metric_of
 from repro.papers.cell import Cell, Place
@@ -132,7 +132,7 @@ def replica(flow: Workflow, stored: Measured) -> Replica | None:
         return None
     try:
         here = flow.brief.quantity(cell)
-    except Refused:
+    except NotMeasurable:
         return None
     kept = stored.source()
     if here is None or kept is None:
@@ -196,7 +196,7 @@ def data_lacking(flow: Workflow, cell: Cell) -> str:
 
 
 def _has_jobs(flow: Workflow, cell: Cell) -> bool:
-    return flow.is_live(cell) and not flow.is_taken(cell) and any(flow.jobs(cell))
+    return flow.is_measured_here(cell) and not flow.is_external(cell) and any(flow.jobs(cell))
 
 
 def _never_timed(made: Sequence[Job]) -> bool:

@@ -176,7 +176,7 @@ def series(row: Measurement) -> list[dict[str, Series]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class AcceptedRow:
     """A checked measurement with all that is kept of it.
 
     Attributes:
@@ -190,7 +190,7 @@ class Taken:
     inputs: Mapping[str, Any]
 
 
-def write(taken: Iterable[Taken]) -> dict[str, int]:
+def write(taken: Iterable[AcceptedRow]) -> dict[str, int]:
     """Merge measurements into results/: data before rows, nothing that a row needs is ever rewritten.
 
     Returns:
@@ -199,7 +199,7 @@ def write(taken: Iterable[Taken]) -> dict[str, int]:
     Raises:
         UserError: what is there already is damaged; nothing is written then.
     """
-    new: dict[Path, dict[tuple[str, ...], Taken]] = {}
+    new: dict[Path, dict[tuple[str, ...], AcceptedRow]] = {}
     for one in taken:
         new.setdefault(path_of(one.row), {})[one.row.key] = one
     whole = {path: _kept(path, rows) | rows for path, rows in new.items()}
@@ -209,14 +209,14 @@ def write(taken: Iterable[Taken]) -> dict[str, int]:
     return {str(path): len(rows) for path, rows in new.items()}
 
 
-def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], Taken]:
+def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], AcceptedRow]:
     """What a file holds already besides the keys `new`, by key."""
     there = path.is_file() or path.name in row_list.listed(path.parent)
     rows = [row for row in (_read(path) if there else []) if row.key not in new]
-    return {row.key: Taken(row, series(row), inputs_of(row) or {}) for row in rows}
+    return {row.key: AcceptedRow(row, series(row), inputs_of(row) or {}) for row in rows}
 
 
-def _write(path: Path, rows: Sequence[Taken]) -> None:
+def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
     """Write a file with all that its rows need; only then remove what they do not need any more."""
     held: dict[str, dict[tuple[str, int], Mapping[str, Series]]] = {}
     for one in rows:
@@ -249,7 +249,7 @@ def store(path: Path, rows: Sequence[Measurement]) -> None:
     row_list.write(path, rows, to_csv)
 
 
-def rewrite(change: Callable[[Taken], Taken | None]) -> dict[str, int]:
+def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, int]:
     """Rewrite every stored row through a function and sign them anew, as when a scale gets another name.
 
     Args:
@@ -262,7 +262,7 @@ def rewrite(change: Callable[[Taken], Taken | None]) -> dict[str, int]:
     Raises:
         UserError: what is there already is damaged, or two rows became one; nothing is written then.
     """
-    new: dict[Path, dict[tuple[str, ...], Taken]] = {path: {} for path in files()}
+    new: dict[Path, dict[tuple[str, ...], AcceptedRow]] = {path: {} for path in files()}
     for path in files():
         for old in _kept(path, ()).values():
             changed = change(old)

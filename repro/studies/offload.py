@@ -365,7 +365,7 @@ def of_shape(
     """A shape under a budget, which is enforced on a GPU.
 
     Raises:
-        Refused: the budget is below the least that works, or the host has too little memory.
+        NotMeasurable: the budget is below the least that works, or the host has too little memory.
     """
     config = configuration(Target(scales.load(name="pocket"), shape, "fp16"))
     target, drafting, plan = offloaded(shape, config, budget.parse_bytes(memory), draft, context, device, dtype)

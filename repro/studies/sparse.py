@@ -28,7 +28,7 @@ import torch
 from repro.bench import listed_reader, operators, timing
 from repro.bench.kernel_list import OURS, SPARSITIES, load
 from repro.bench.task import Layer
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import write_text
 from repro.engine import q4_k
 from repro.engine.weights import LAYERS, SparseInputs
@@ -87,7 +87,7 @@ class Bench:
         began = time.perf_counter()
         try:
             found = self.facts | measure()
-        except (Refused, UserError, RuntimeError, ValueError, timing.Unsound) as error:
+        except (NotMeasurable, UserError, RuntimeError, ValueError, timing.Unsound) as error:
             self.failed.append(name)
             print(f"{name} failed: {' '.join(str(error).split())[:300]}", flush=True)
             return

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import atomic, sha256
 from repro.models import graphs
 from repro.models.lowbit import blocks
@@ -150,7 +150,7 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
         first: the number of the first step, which continues the order of sequences from pass to pass.
 
     Raises:
-        Refused: a loss is not finite; the message names the step.
+        NotMeasurable: a loss is not finite; the message names the step.
     """
     tensors = list(task.tensors.values())
     by_rate: dict[float, list[Tensor]] = {}
@@ -192,7 +192,7 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
             found.append(replayed(*(stream.take(rows) for stream in streams)).float().clone())
         losses += torch.stack(found).tolist()
         if bad := next((i for i, value in enumerate(losses, start=1) if not math.isfinite(value)), None):
-            raise Refused("diverged", f"the loss is not finite at step {bad}")
+            raise NotMeasurable("diverged", f"the loss is not finite at step {bad}")
     for tensor in tensors:
         tensor.requires_grad_(False).grad = None
     return losses
@@ -237,7 +237,7 @@ class BlockTrainer:
             loss: see `fit`.
 
         Raises:
-            Refused: a loss is not finite.
+            NotMeasurable: a loss is not finite.
         """
         started, trained = time.perf_counter(), 0
         full, earlier, inputs = self.start.copy(), None, []
@@ -277,8 +277,8 @@ class BlockTrainer:
             return
         try:
             losses = fit(task, loss, streams, self.settings, self.steps)
-        except Refused as refused:
-            raise Refused(refused.status, f"{self.who}: {refused} of {where}; lower its learning rate") from None
+        except NotMeasurable as refused:
+            raise NotMeasurable(refused.status, f"{self.who}: {refused} of {where}; lower its learning rate") from None
         parts = np.array_split(np.asarray(losses), min(POINTS, len(losses)) or 1)
         curve = [float(part.mean()) for part in parts if len(part)]
         self.losses += curve

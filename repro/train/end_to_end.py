@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.core.files import atomic
 from repro.models import graphs
 from repro.train.blocks import QUIET, batch_rows, rate_at, steps_per_epoch
@@ -129,7 +129,7 @@ def train(
 
     Raises:
         UserError: fewer sequences than a batch.
-        Refused: a loss is not finite, whose step the message names, or at the end a tensor is not.
+        NotMeasurable: a loss is not finite, whose step the message names, or at the end a tensor is not.
     """
     started = saved = time.perf_counter()
     trained = [tensor.requires_grad_() for tensor in tensors.values()]
@@ -180,7 +180,7 @@ def train(
     for name, tensor in tensors.items():
         tensor.requires_grad_(False).grad = None
         if not torch.isfinite(tensor).all():
-            raise Refused("diverged", f"{who}: {name} is not finite after the last step; lower its learning rate")
+            raise NotMeasurable("diverged", f"{who}: {name} is not finite after the last step; lower its learning rate")
         if validation and validation.best:
             tensor.copy_(validation.best[name])
     shutil.rmtree(folder, ignore_errors=True)
@@ -190,7 +190,7 @@ def train(
 
 def _finite(value: float, step: int, what: str) -> float:
     if not math.isfinite(value):
-        raise Refused("diverged", f"{what} is not finite at step {step + 1}; lower its learning rate")
+        raise NotMeasurable("diverged", f"{what} is not finite at step {step + 1}; lower its learning rate")
     return value
 
 

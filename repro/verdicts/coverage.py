@@ -142,7 +142,7 @@ def other_device(paper: str, kind: str, number: str) -> bool:
 
 def _possible(flow: Workflow, cell: Cell) -> bool:
     """Whether the cell's model has a stand-in and this scale a protocol for every kind behind its metric."""
-    if flow.is_taken(cell):  # a time of a shape, which needs neither
+    if flow.is_external(cell):  # a time of a shape, which needs neither
         return True
     if cell.model and not cell.stand_in:
         return False
@@ -187,7 +187,7 @@ def _ran(m: Measurement) -> bool:
 
 def _wanted(flow: Workflow, cell: Cell, m: Measurement) -> str:
     """What would have to come for a cell to be measured: a stand-in, a spec, a protocol, a device, a run."""
-    if flow.is_taken(cell):
+    if flow.is_external(cell):
         return "times of python -m repro bench"
     if m.status == "no_stand_in" or m.live == "arithmetic":
         return f"a stand-in for {cell.model}"

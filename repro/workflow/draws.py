@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from repro.core.errors import Refused
+from repro.core.errors import NotMeasurable
 from repro.papers.cell import Cell
 from repro.recipes import recipe
 from repro.stats.statistics import Draw
@@ -114,7 +114,7 @@ def _full_precision(flow: "Workflow", cell: Cell, name: str, group: str) -> floa
     full = flow.full_precision(cell)
     try:
         built = flow.quantity(full)
-    except Refused:
+    except NotMeasurable:
         built = None
     held = [*built.seeds] if built else []
     if not held and flow.jobs(full):

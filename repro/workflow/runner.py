@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from repro import models
-from repro.core.errors import Crowded, Refused, UserError, logged, shortened, unknown
+from repro.core.errors import Crowded, NotMeasurable, UserError, logged, shortened, unknown
 from repro.core.files import atomic, regular, write_text
 from repro.data import corpora
 from repro.metrics import KINDS
@@ -99,7 +99,7 @@ def run(job: Job) -> None:
             check(folder)
         torch.set_num_threads(int(job.given().get("threads", 1)))
         JOBS[job.kind].run(job, found, job.folder, noted)
-    except Refused as refused:
+    except NotMeasurable as refused:
         _refuse(job, refused, noted)
     except Exception as error:
         if "OutOfMemory" not in type(error).__name__:
@@ -107,7 +107,7 @@ def run(job: Job) -> None:
         if others := _of_others():
             said = f"the GPU's memory did not suffice beside {others / 2**30:.1f} GiB of other programs"
             raise Crowded(f"{said}; run it again with fewer side by side") from None
-        _refuse(job, Refused("oom", str(error).partition("\n")[0]), noted)
+        _refuse(job, NotMeasurable("oom", str(error).partition("\n")[0]), noted)
     write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
 
 
@@ -140,15 +140,15 @@ def run_logged(text: str, log: str) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raise what a job was refused with.
+    """Raise if the job failed, with its status and reason.
 
     Raises:
-        Refused: it was.
+        NotMeasurable: it was.
     """
     path = folder / REFUSED
     if path.is_file():
         facts = _refusal(path)
-        raise Refused(facts["status"], facts["reason"])
+        raise NotMeasurable(facts["status"], facts["reason"])
 
 
 def _refusal(path: Path) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _refusal(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged; delete the folder and build it again") from None
 
 
-def _refuse(job: Job, refused: Refused, noted: Mapping[str, str]) -> None:
+def _refuse(job: Job, refused: NotMeasurable, noted: Mapping[str, str]) -> None:
     facts = {"status": refused.status, "reason": " ".join(str(refused).split()), "origin": noted}
     write_text(job.folder / REFUSED, json.dumps(facts) + "\n")
     for path in outputs(job):

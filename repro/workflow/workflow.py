@@ -94,7 +94,7 @@ class Workflow:
             self._peers[key] = by_column
         return self._peers[key].get(cell.place[1:], [])
 
-    def is_live(self, cell: Cell) -> bool:
+    def is_measured_here(self, cell: Cell) -> bool:
         """Whether this scale measures a cell here."""
         return not self.recorded and self.is_measured(cell) and not self.lacking(cell)
 
@@ -118,7 +118,7 @@ class Workflow:
         """The same measure of the stand-in without any step."""
         return replace(cell, recipe="fp16", row="", printed="", seeds=(0,))
 
-    def held_back(self, cell: Cell) -> bool:
+    def waits_for_baseline(self, cell: Cell) -> bool:
         """Whether a cell is not run before full precision of the same measure is built here, above chance."""
         measured, full = metric_of(cell.measure), self.full_precision(cell)
         if not measured.FULL_FIRST or cell.recipe == full.recipe or not self.is_measured(cell):
@@ -139,7 +139,7 @@ class Workflow:
             found[name] = replace(cell, measure=kind, ask=asked, recipe=text, **place)
         return found
 
-    def is_taken(self, cell: Cell) -> bool:
+    def is_external(self, cell: Cell) -> bool:
         """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""
         kinds = [part.measure for part in self.parts(cell).values()] or [cell.measure]
         return all(metric_of(kind).origin for kind in kinds)
@@ -171,7 +171,7 @@ class Workflow:
         return self._jobs[key]
 
     def _make_jobs(self, cell: Cell) -> list[dict[str, Job]]:
-        if not self.is_measured(cell) or self.is_taken(cell):
+        if not self.is_measured(cell) or self.is_external(cell):
             return []
         if parts := self.parts(cell):
             found = {name: self.jobs(part) for name, part in parts.items()}
@@ -211,9 +211,9 @@ class Workflow:
         """
         wanted: list[Job] = []
         for cell in cells:
-            if self.is_live(cell):
+            if self.is_measured_here(cell):
                 full = self.full_precision(cell)
-                both = [cell] if self.parts(cell) else [full] if self.held_back(cell) else [cell, full]
+                both = [cell] if self.parts(cell) else [full] if self.waits_for_baseline(cell) else [cell, full]
                 wanted += [job for one in both for each in self.jobs(one) for job in each.values()]
         return distinct(wanted)
 
@@ -223,7 +223,7 @@ class Workflow:
         """The quantity of a cell from built files; None where a file is missing.
 
         Raises:
-            Refused: a job could not be done, with its status.
+            NotMeasurable: a job could not be done, with its status.
         """
         return self.once(("built quantity", *cell.key), lambda: self._quantity(cell))
 
@@ -232,7 +232,7 @@ class Workflow:
             found = {name: self.quantity(part) for name, part in parts.items()}
             return None if None in found.values() else compose(cell.ask.quantity, found)  # type: ignore[arg-type]
         measured, seeds = KINDS[cell.measure], []
-        if self.is_taken(cell):
+        if self.is_external(cell):
             return measured.quantity(cell.ask)
         for target, jobs in zip(self.targets(cell), self.jobs(cell)):
             held = {role: job.folder / observations.FILE for role, job in jobs.items()}

@@ -13,7 +13,7 @@ from known import W, X, errors
 from safetensors import safe_open
 
 from repro.baselines import BASELINES, aser, eora, grid, loftq, low_rank, lqer, rtn
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.data import corpora
 from repro.jobs import compress
 from repro.methods.spear.calibration import kl, self_sampled
@@ -475,7 +475,7 @@ def test_bad_input_is_one_sentence(step):
     assert said.startswith("model.layers.0.self_attn.k_proj: ") and "32x64 layer, whose rank is at most 32" in said
     lm = quantized()
     cost = sum(low_rank.stored_bytes(1, tuple(weight.shape), 16) for weight in lm.weights.values())
-    said = refusal(Refused, lm, budget=0.01)
+    said = refusal(NotMeasurable, lm, budget=0.01)
     assert f"rank 1 in 14 layers takes {cost} bytes, the budget is 368; raise {step}'s budget" in said
     assert not lm.attachments
     for options in ({"rank": 0}, {"budget": 1.5}):
@@ -493,7 +493,7 @@ def test_without_tokens(step, calibration):
 @pytest.mark.parametrize("step, options", [("loftq", {"iterations": 2}), ("aser", {})])
 def test_rounding_anew_behind_another_quantizer(step, options):
     with pytest.raises(
-        Refused, match=rf"^model.layers.0.self_attn.\w+: {step} .*put rtn before it, or give "
+        NotMeasurable, match=rf"^model.layers.0.self_attn.\w+: {step} .*put rtn before it, or give "
     ) as caught:
         compensated(step, quantized("gptq"), **options)
     assert caught.value.status == "unsupported"

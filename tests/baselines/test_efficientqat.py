@@ -10,7 +10,7 @@ from known import W, X, errors
 from repro import models
 from repro.baselines import efficientqat, grid, rtn, staged_ap
 from repro.baselines.efficientqat import Config, fake_quantize, steps
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.data import corpora
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel
@@ -168,7 +168,7 @@ def test_bad_input():
         made(tokens=97)
     with pytest.raises(UserError, match="layers.0.self_attn.q_proj: .* do not divide into groups of 48"):
         made(group=48)
-    with pytest.raises(Refused, match="efficientqat: the loss is not finite at step .* lower its learning rate"):
+    with pytest.raises(NotMeasurable, match="efficientqat: the loss is not finite at step .* lower its learning rate"):
         made(lr=1e37, epochs=8)
 
 

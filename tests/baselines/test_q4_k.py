@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from repro.baselines import aser, loftq, qera, rtn
 from repro.baselines import q4_k as step
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.methods.spqt import layout, q4_k
 from repro.methods.spqt.weight import Q4KWeight, pack
 from repro.models import bits
@@ -481,7 +481,9 @@ def test_compensators_that_need_no_grid_run_behind_it_and_others_say_so(text):
         qera.apply(lm, ids, qera.Config(rank=8))
         assert (lm.model(ids).logits - full).norm() < (before - full).norm()
     for module, options in ((loftq, {"iterations": 2}), (aser, {})):
-        with pytest.raises(Refused, match=r"q_proj: .* would undo any quantizer but rtn; put rtn before it, or give"):
+        with pytest.raises(
+            NotMeasurable, match=r"q_proj: .* would undo any quantizer but rtn; put rtn before it, or give"
+        ):
             module.apply(quantized(text), ids, module.Config(rank=2, **options))
 
 

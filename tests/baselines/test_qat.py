@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro import models
 from repro.baselines import asymmetric_clip, bitdistiller, grid, matquant, paretoq, qat, rtn
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.data import corpora
 from repro.methods.bitbybit import sliced
 from repro.models import perplexity
@@ -158,7 +158,7 @@ def test_bad_models_texts_and_rates(step):
     lm.model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj: .*NaN or Inf"):
         step.apply(lm, IDS, step.Config(**SHARED | SMALL[step]))
-    with pytest.raises(Refused, match=f"{name}: .* not finite .*; lower its learning rate") as found:
+    with pytest.raises(NotMeasurable, match=f"{name}: .* not finite .*; lower its learning rate") as found:
         made(step, lr=1e37)
     assert found.value.status == "diverged"
     if step is not paretoq:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from repro import models
 from repro.baselines import cayley, gptq, grid, hadamard, rotation, rtn, spinquant
 from repro.baselines.spinquant import Config
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.data import corpora
 from repro.engine import weights
 from repro.generation import Engine
@@ -242,7 +242,7 @@ def test_the_rate_falls_to_0_and_a_qr_comes_in_one_of_101_steps(monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_is_refused():
-    with pytest.raises(Refused, match="test: the loss is not finite at step 1; lower its lr"):
+    with pytest.raises(NotMeasurable, match="test: the loss is not finite at step 1; lower its lr"):
         toward(turns(1, 4) * math.nan, turns(1, 4), epochs=2)
 
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from repro import models
 from repro.__main__ import main
 from repro.baselines import gptq, grid, qera, rtn
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import ROOT
 from repro.engine import decoding, step, weights
 from repro.engine.output import Stream
@@ -526,12 +526,12 @@ def test_nothing_runs_beyond_the_context(engine):
         lambda: engine.generate([[1] * 512]),
         lambda: engine.logits([1] * 513),
     ):
-        with pytest.raises(Refused, match="more than the context of 512; shorten the prompt") as refused:
+        with pytest.raises(NotMeasurable, match="more than the context of 512; shorten the prompt") as refused:
             ask()
         assert refused.value.status == "too_long"
     assert engine.cache.lengths.tolist() == before
     assert one(engine, [1] * 500, 12, eos=False).ended == "length"
-    with pytest.raises(Refused, match="context 4096: pocket-3m has 1 to 2,048 tokens"):
+    with pytest.raises(NotMeasurable, match="context 4096: pocket-3m has 1 to 2,048 tokens"):
         Engine.load("pocket-3m", context=4096)
 
 
@@ -580,7 +580,7 @@ def test_what_the_engine_does_not_run_is_refused_by_its_config(tmp_path, change,
 def test_a_sliding_window_bounds_the_context(tmp_path):
     name = engines.save("mistral", tmp_path, sliding_window=100)
     assert Engine.load(name, device="cpu").context == 100
-    with pytest.raises(Refused, match="has 1 to 100 tokens"):
+    with pytest.raises(NotMeasurable, match="has 1 to 100 tokens"):
         Engine.load(name, context=101)
 
 
@@ -635,7 +635,7 @@ def test_a_gpu_with_too_little_memory_says_what_is_missing(tiny, shape, monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
     for name in (shape, tiny):
         said = r"needs [\d,]{7,} bytes for its weights and 64 tokens of one sequence, cuda has 1,000 free"
-        with pytest.raises(Refused, match=said) as refused:
+        with pytest.raises(NotMeasurable, match=said) as refused:
             Engine.load(name, context=64, device="cuda", dtype="float16")
         assert refused.value.status == "oom"
 

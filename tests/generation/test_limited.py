@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from repro.__main__ import main
-from repro.core.errors import Crowded, Refused, UserError
+from repro.core.errors import Crowded, NotMeasurable, UserError
 from repro.core.files import ROOT
 from repro.data import prompts
 from repro.engine import budget, decoding, drafted, limits, offload, speculate, step, substitute
@@ -345,13 +345,13 @@ def llama():
 
 
 def test_the_least_budget_works_and_less_does_not():
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(NotMeasurable) as caught:
         budget.plan("it", llama(), 1024, torch.bfloat16, 2**30, subspec.Config())
     least = budget.parse_bytes(re.search(r"at least (\S+) with its draft", str(caught.value))[1])
     assert budget.plan("it", llama(), 1024, torch.bfloat16, least, subspec.Config()).resident == ()
-    with pytest.raises(Refused):
+    with pytest.raises(NotMeasurable):
         budget.plan("it", llama(), 1024, torch.bfloat16, least - 2**25, subspec.Config())
-    with pytest.raises(Refused, match="needs at least .* with its draft"):
+    with pytest.raises(NotMeasurable, match="needs at least .* with its draft"):
         budget.plan("it", llama(), 1024, torch.bfloat16, 2**30, None, own_draft=2**30)
 
 
@@ -444,7 +444,7 @@ def test_a_plan_for_a_gpu_leaves_what_its_allocator_takes_beyond_the_tensors():
     logits = 6 * config.vocab_size * 14
     assert overhead - (budget.segment_bytes(sizes) - sum(sizes)) >= 40 * 2**20 + logits
     assert plan.used <= plan.budget and "allocator" not in budget.plan("it", *how, 2**33, None).parts
-    with pytest.raises(Refused, match="at least") as caught:
+    with pytest.raises(NotMeasurable, match="at least") as caught:
         budget.plan("it", *how, 2**30, subspec.Config(), segments=True)
     least = budget.parse_bytes(re.search(r"at least (\S+) with", str(caught.value))[1])
     assert budget.plan("it", *how, least, subspec.Config(), segments=True).used <= least
@@ -527,7 +527,7 @@ def test_bad_words_are_one_sentence(capsys, words, said):
 
 def test_too_little_host_memory_names_both_amounts(monkeypatch):
     """What no program would leave is a result; what other programs use now is none, and is tried again."""
-    for total, kind in ((2**20, Refused), (2**40, Crowded)):
+    for total, kind in ((2**20, NotMeasurable), (2**40, Crowded)):
         memory = SimpleNamespace(available=2**20, total=total)
         monkeypatch.setattr(limits.psutil, "virtual_memory", lambda memory=memory: memory)
         with pytest.raises(kind, match=r"streams .* MiB from host memory, of which 1.00 MiB are free"):

@@ -16,7 +16,7 @@ from tiny_results import refusal
 from repro import models
 from repro.baselines import grid as rounding
 from repro.baselines import rtn
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.data import corpora
 from repro.engine import weights
 from repro.methods import bitbybit
@@ -245,7 +245,7 @@ def test_training_beats_rounding_and_the_seed_decides_every_bit():
 
 
 def test_a_rate_that_is_too_high_ends_as_diverged():
-    with pytest.raises(Refused, match="bitbybit: the loss is not finite at step .* in w8a16; lower") as found:
+    with pytest.raises(NotMeasurable, match="bitbybit: the loss is not finite at step .* in w8a16; lower") as found:
         made(lr=1e30, epochs=8)
     assert found.value.status == "diverged"
 

@@ -14,7 +14,7 @@ from lm_eval.filters.extraction import RegexFilter
 
 from repro import models
 from repro.baselines import rtn
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import sha256
 from repro.data import generated, tasks
 from repro.engine import weights
@@ -214,7 +214,7 @@ def test_answers_end_at_a_stop_string_and_prompts_are_cut_from_the_left(monkeypa
     one, two = exam.answers(lm, asked, given)
     assert one == two and "e" not in one, "the last 8 ids are all that fits"
     monkeypatch.setattr(exam, "CONTEXT", 12)
-    with pytest.raises(Refused, match="answers of 12 tokens do not fit a context of 12"):
+    with pytest.raises(NotMeasurable, match="answers of 12 tokens do not fit a context of 12"):
         list(exam.answers(lm, asked, given))
 
 
@@ -290,7 +290,7 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
     full, low = cells()
     for wanted in (at.every_job([low]), measure.missing(at, [low])):
         assert [job.kind for job in wanted] == ["questions", "exam"], "nothing is compressed"
-    assert measure.one(at, low).status == "not_run" and at.held_back(low) and not at.held_back(full)
+    assert measure.one(at, low).status == "not_run" and at.waits_for_baseline(low) and not at.waits_for_baseline(full)
     fake(at.every_job([full, low]))
     assert measure.one(at, full).status == status
     kinds = [job.kind for job in at.every_job([low])]
@@ -307,7 +307,7 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
 
 def test_a_claim_on_cells_that_are_spared_has_no_verdict_and_no_grade(monkeypatch):
     at = Workflow(scales.load(name="pocket"), recorded=False)
-    monkeypatch.setattr(at, "held_back", lambda cell: cell.measure == "exam" and cell.recipe != "fp16")
+    monkeypatch.setattr(at, "waits_for_baseline", lambda cell: cell.measure == "exam" and cell.recipe != "fp16")
     judged = {claim.claim: claims.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
     assert {one.grade for one in judged.values()} == {""} and not any(one.measured for one in judged.values())
     spared = judged["bitbybit B25"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from repro import papers
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.engine import budget, drafts, eagle, shapes
 from repro.jobs.target import Target
 from repro.methods import subspec
@@ -84,7 +84,7 @@ def test_a_job_has_its_gpu_to_itself():
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
     job = offload_time.jobs(Ask("Qwen2.5-7B", "8GiB"), target())["times"]
-    with pytest.raises(Refused, match="need a GPU") as caught:
+    with pytest.raises(NotMeasurable, match="need a GPU") as caught:
         offload_time.run(job, {}, tmp_path, observations.origin(job, {}))
     assert caught.value.status == "unsupported"
 
@@ -126,7 +126,9 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
 
 def test_where_nothing_streams_subspec_has_no_draft(tiny):
     """A small model drafts all the same."""
-    with pytest.raises(Refused, match="hold all of tiny: no block has a substitute, so that SubSpec's draft is the"):
+    with pytest.raises(
+        NotMeasurable, match="hold all of tiny: no block has a substitute, so that SubSpec's draft is the"
+    ):
         offload_time.times(given(Ask("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
     torch.manual_seed(0)
     ask = Ask("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)

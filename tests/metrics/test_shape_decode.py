@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from repro.core.errors import Refused, UserError  # noqa: E402
+from repro.core.errors import NotMeasurable, UserError  # noqa: E402
 from repro.engine import q4_k, random_shape, two_bit, weights  # noqa: E402
 from repro.generation import engine  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
@@ -46,7 +46,7 @@ def test_a_job_is_of_the_shape_and_the_way_alone():
 
 def test_a_cpu_has_no_such_times(tmp_path):
     (made,) = shape_decode.jobs(Ask("Llama-2-7B", "rows"), target()).values()
-    with pytest.raises(Refused, match="need a GPU"):
+    with pytest.raises(NotMeasurable, match="need a GPU"):
         shape_decode.run(made, {}, tmp_path, {})
 
 

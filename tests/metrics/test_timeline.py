@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_offload_time import CPU, SHAPE, least
 
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.engine import shapes
 from repro.engine.traffic import Copy
 from repro.jobs.target import Target
@@ -90,7 +90,7 @@ def test_what_is_shown_of_known_spans():
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
     job = job_of(Ask("Qwen2.5-7B", "8GiB", "copies"))
-    with pytest.raises(Refused, match="need a GPU"):
+    with pytest.raises(NotMeasurable, match="need a GPU"):
         timeline.run(job, {}, tmp_path, observations.origin(job, {}))
     with pytest.raises(UserError, match="unknown shape"):
         Ask("Qwen-9B", "8GiB", "copies")

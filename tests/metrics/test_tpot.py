@@ -181,10 +181,10 @@ def test_what_cannot_be_timed_is_a_sentence(how, said):
 def test_the_table_and_the_figures_ask_for_what_there_is(measured):
     flow = Workflow(scales.load(name="pocket"))
     cells = flow.cells("flexquant", "speed")
-    assert len(cells) == 7 * 4 * 2 and all(flow.is_taken(cell) for cell in cells)
+    assert len(cells) == 7 * 4 * 2 and all(flow.is_external(cell) for cell in cells)
     values = {cell.place: flow.quantity(cell) for cell in cells}
     assert sum(found is None for found in values.values()) == 7 * 2  # 7,800 tokens were not measured here
     for number in ("6", "7"):
-        assert all(flow.is_taken(cell) for cell in flow.cells("flexquant", number, "figure"))
+        assert all(flow.is_external(cell) for cell in flow.cells("flexquant", number, "figure"))
     assert {claim.claim for claim in tables.table("flexquant", "speed").claims} == {
         "flexquant F01", "flexquant F15", "flexquant F17"}  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from repro.baselines import e2e_qp, q4_k, rtn
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.models.lowbit import LowBitModel
 from repro.recipes import recipe
 from repro.store import job
@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_is_refused_with_its_step(tmp_path):
         calls.append(None)
         return loss_of(tensors)(rows) * (math.inf if len(calls) == 7 else 1)
 
-    with pytest.raises(Refused, match="test: the loss is not finite at step 7; lower its learning rate") as found:
+    with pytest.raises(NotMeasurable, match="test: the loss is not finite at step 7; lower its learning rate") as found:
         train(loss, tensors, IDS, SETTINGS, tmp_path, "test")
     assert found.value.status == "diverged"
 
@@ -108,7 +108,7 @@ def test_a_tensor_that_is_not_finite_at_the_end_is_refused(tmp_path):
     """The last step's loss is that of the tensors before it."""
     tensors = embedding()
     tensors["b"].requires_grad_().register_hook(lambda gradient: gradient * math.nan)
-    with pytest.raises(Refused, match="test: b is not finite after the last step; lower its learning rate"):
+    with pytest.raises(NotMeasurable, match="test: b is not finite after the last step; lower its learning rate"):
         train(loss_of(tensors), tensors, IDS[:2], EndToEndSettings(1e-2, 1, 2), tmp_path, "test")
 
 
@@ -175,7 +175,7 @@ def test_a_killed_run_keeps_its_best_look(tmp_path, monkeypatch, killed_at):
 
 def test_a_validation_that_is_not_finite_is_refused(tmp_path):
     x, loss = walking(math.nan)
-    with pytest.raises(Refused, match="test: the validation loss is not finite at step 2"):
+    with pytest.raises(NotMeasurable, match="test: the validation loss is not finite at step 2"):
         train(loss, x, IDS[:1].repeat(4, 1), EndToEndSettings(0.1, 1, 1), tmp_path, "test", Validation(IDS[:3], 2))
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.core.errors import Refused, UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.methods import bitbybit
 from repro.methods.bitbybit import Config, Precision
 from repro.models import graphs
@@ -173,7 +173,7 @@ def test_a_loss_that_is_not_finite_is_refused_with_its_step(tmp_path, step):
         return squares(outputs, full, seconds) * (math.nan if len(calls) == step else 1)
 
     where = f"test: the loss is not finite at step {step} of model.layers.0 in w4; lower"
-    with pytest.raises(Refused, match=where) as found:
+    with pytest.raises(NotMeasurable, match=where) as found:
         run.run("w4", task_of(latents), broken)
     assert found.value.status == "diverged" and not list(tmp_path.glob("*"))
 

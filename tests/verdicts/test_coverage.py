@@ -52,7 +52,7 @@ def at(flow, monkeypatch, tmp_path):
             patch.setattr(accepted, "find", lambda scale, cell: kept.get((cell.table, cell.place, scale)))
             patch.setattr(recorded_rows, "_recomputed", lambda *which: {})  # these rows have no observations
             patch.setattr(accepted, "equal", lambda scale, inputs: [])
-            patch.setattr(Workflow, "is_live", lambda self, cell: (cell.table, cell.place) in built)
+            patch.setattr(Workflow, "is_measured_here", lambda self, cell: (cell.table, cell.place) in built)
             blank = {"status": "not_run", "value": None, "live": ""}  # of a setting, which is fresh without any job
             patch.setattr(measure, "fresh", lambda f, c: built.get((c.table, c.place)) or row(f, c, **blank))
             return coverage.coverage(on)

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from repro.__main__ import main
-from repro.core.errors import Crowded, Refused, UserError
+from repro.core.errors import Crowded, NotMeasurable, UserError
 from repro.store import observations
 from repro.store.job import distinct, from_json, make
 from repro.store.observations import Series
@@ -86,7 +86,7 @@ def work(job, found, folder, origin):
         case "break":
             raise ZeroDivisionError("a bug")
         case "refuse":
-            raise Refused("diverged", "the loss is not finite")
+            raise NotMeasurable("diverged", "the loss is not finite")
         case "exhaust":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore")
         case "die":
@@ -189,7 +189,7 @@ def test_what_needs_a_refused_job_is_refused_with_its_reason(job):
     last = job("last", needs=[after])
     assert pool.run_all(distinct([last, job("other")]), 2) == 0
     for one in (bad, after, last):
-        with pytest.raises(Refused, match="^the loss is not finite$") as refused:
+        with pytest.raises(NotMeasurable, match="^the loss is not finite$") as refused:
             runner.check(one.folder)
         assert refused.value.status == "diverged" and runner.done(one)
     assert pool.run_all(distinct([last])) == 0
@@ -205,7 +205,7 @@ def test_too_little_memory_is_a_result_only_on_a_gpu_that_is_not_shared(job, mon
     one = job("large", "exhaust")
     if alone:
         runner.run(one)
-        with pytest.raises(Refused, match="^CUDA out of memory. Tried to allocate 2.00 MiB.$") as refused:
+        with pytest.raises(NotMeasurable, match="^CUDA out of memory. Tried to allocate 2.00 MiB.$") as refused:
             runner.check(one.folder)
         assert refused.value.status == "oom" and runner.done(one)
     else:
