@@ -15,7 +15,7 @@ from repro import __main__ as command
 from repro.core.errors import UserError
 from repro.make import plan
 from repro.recipes.recipe import STEPS
-from repro.results import measure, replicate, verify
+from repro.results import measure, recorded, replicate, verify
 from repro.results.verify import compare
 from repro.specs import scale
 from repro.store import accepted
@@ -131,8 +131,9 @@ def test_nothing_of_table_1_at_the_default_scale_is_a_guess():
 
 def test_times_of_public_shapes_which_have_no_model_are_planned(monkeypatch):
     flow = Workflow(POCKET)
-    found = replicate.jobs(flow, "bitbybit/decode")
+    found = jobs.distinct([job for cell in flow.cells("bitbybit", "decode") for job in recorded.jobs(flow.brief, cell)])
     assert {one.kind for one in found} == {"shape_decode"} and not any("model" in one.given() for one in found)
+    assert all(replicate.expected_seconds(one) > 0 for one in found)
     monkeypatch.setattr(plan, "to_do", lambda *given: (found, 1))
     assert "5 shape_decode" in plan.plan(flow, ["tables/bitbybit/decode.tex"], [])
 
