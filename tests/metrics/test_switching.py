@@ -19,6 +19,7 @@ from repro.metrics.switching import Ask, Protocol
 from repro.models.lowbit import LowBitModel
 from repro.recipes import precision
 from repro.results import measure
+from repro.results.measured import Measured
 from repro.specs import scale as scales
 from repro.stats.quantity import Quantity, compose
 from repro.store import observations
@@ -254,14 +255,15 @@ def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_
 
     def made(flow, cell):
         blank = measure._blank(flow, cell)
-        return replace(blank, status="ok", value=1.0, live="fresh") if cell.recipe in of else blank
+        if cell.recipe not in of:
+            return Measured(cell, blank)
+        return Measured(cell, replace(blank, status="ok", value=1.0, live="fresh"), lambda: quantity(cell))
 
-    def quantity(flow, cell, m):
+    def quantity(cell):
         assert not cell.ask.schedule or cell.recipe == "fp16"
         return Quantity([{"s": observations.Series(of[cell.recipe], "sequences", "g")}], lambda mean: mean["s"])
 
     monkeypatch.setattr(measure, "_by_itself", made)
-    monkeypatch.setattr(measure, "quantity", quantity)
     cells = [c for c in flow.cells("flexquant", "1") if c.model == "Vicuna-7B" and c.recipe in of]
     found = {(c.row, c.col): measure.one(flow, c).status for c in cells}
     for row in ("Baseline-l", "FlexQuant", "FP16 (ours)", "PMPD static, 85 tokens"):
