@@ -44,8 +44,8 @@ def release() -> None:
     That is what only cycles hold, and cuBLAS's workspaces: 32 MiB on an H200 for every stream that called it, and each
     capture of a graph has a stream of its own. No graph that was captured may be replayed afterwards.
     """
-    gc.collect()
     if torch.cuda.is_initialized():
+        gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
