@@ -148,7 +148,9 @@ def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
     assert adapter.jobs_of(TABLE)
     digests = counts.pop(("tokenizer_digest",))
     assert not [key for key in counts if key[0] == "_recomputed"], "whether a row stands needs no value"
-    assert {name for name, *_ in counts} == {"_job", "run_of"} and set(counts.values()) == {1}
+    assert "_job" in {name for name, *_ in counts} and set(counts.values()) == {1}, (
+        "of run_of, where times choose cells"
+    )
     assert digests <= sum(name == "_job" for name, *_ in counts), "once a target, not once a text or task of it"
     assert adapter.flow.once(("a key",), lambda: 1) == adapter.flow.once(("a key",), lambda: 2) == 1
 
