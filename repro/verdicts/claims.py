@@ -294,8 +294,8 @@ def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
     """
     words = []
     for case in failing:
-        upward = satisfied(case.holds, np.asarray([neutral + 1e9]))[0]  # it asks for much, or the paper has more
-        upward = upward or (case.printed is not None and case.printed > neutral)
+        nothing, much = satisfied(case.holds, np.asarray([neutral, neutral + 1e9]))
+        upward = much or (case.printed is not None and case.printed > neutral)
         low, high = case.lo - neutral, case.hi - neutral
         if not upward:
             low, high = -high, -low
@@ -304,8 +304,10 @@ def direction(failing: Sequence[Case], neutral: float = 0.0) -> str:
         elif low <= 0:
             words.append(DIRECTIONS[1])
         else:
-            comparable = case.printed is not None and not case.nats
-            larger = comparable and abs(case.measured - neutral) > abs(case.printed - neutral)
+            if case.printed is not None and not case.nats:
+                larger = abs(case.measured - neutral) > abs(case.printed - neutral)
+            else:
+                larger = nothing and not much  # what may have at most a small effect has more
             words.append(DIRECTIONS[3 if larger else 2])
     return max(words, key=lambda word: (words.count(word), DIRECTIONS.index(word)))
 

@@ -375,6 +375,12 @@ def test_what_fails_is_said_by_its_direction(holds, printed, interval, neutral, 
     assert claims.direction([Case("m", holds, printed, value, low, high)], neutral) == word
 
 
+def test_a_loss_above_its_bound_is_larger_also_where_the_printed_value_is_of_another_unit():
+    """SPEAR's and Bit-by-Bit's accuracies are printed in points, and judged in nats."""
+    assert claims.direction([Case("m", "<= 0.016", 0.48, 0.13, 0.09, 0.16, nats=True)]) == "same direction, larger"
+    assert claims.direction([Case("m", ">= 0.16", 5.0, 0.13, 0.09, 0.15, nats=True)]) == "same direction, smaller"
+
+
 def test_the_word_of_most_failing_cases_is_taken():
     small, none = Case("m", "> 1", 2.0, 0.5, 0.4, 0.6), Case("m", "> 1", 2.0, 0.0, -0.1, 0.1)
     assert claims.direction([small, none, none]) == "no effect"
