@@ -114,10 +114,11 @@ def _link(paper: str, number: str) -> str:
 
 
 def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
-    """What a reader should know first: measured claims, the headline's or else those of the paper's tables."""
+    """What a reader should know first: measured claims, the headline's, then others of the paper's tables."""
     of = {id(one.spec): one for one in judged}
-    headline = [of[id(claim)] for claim in tables.headline_claims() if id(claim) in of and of[id(claim)].measured]
-    first = headline or [one for one in judged if one.measured]
+    headline = [of[id(claim)] for claim in tables.headline_claims() if id(claim) in of]
+    others = [one for one in judged if one not in headline and not one.spec.target]
+    first = [one for one in (*headline, *others) if one.measured]
     yield "## First"
     if not first:
         yield "No claim of it is measured yet; what its own numbers say is below."

@@ -150,6 +150,13 @@ def test_the_headline_is_one_page(flow, tmp_path):
     assert done.returncode == 0 and "(1 page" in (tmp_path / "table1.log").read_text(errors="replace")
 
 
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_a_page_opens_with_five_findings(paper):
+    text = (ROOT / "docs" / f"{paper}.md").read_text(encoding="utf-8")
+    first = text.partition("## First\n")[2].partition("\nEvery measured cell")[0]
+    assert sum(line.startswith("- ") and "**" in line for line in first.splitlines()) == page.FIRST == 5
+
+
 SECTIONS = ("Verdicts", "The paper's own numbers")
 
 

@@ -638,7 +638,7 @@ ROWS = {
 
 
 IN_TABLES = {"spear C005": "spear/1", "spear C001 C004": "spear/1", "spear C024": "spear/2",
-             "subspec S01": "subspec/1", "subspec S07": "subspec/1"}  # fmt: skip
+             "spqt Q01": "spqt/2", "subspec S01": "subspec/1", "subspec S07": "subspec/1"}  # fmt: skip
 IN_TABLES = {
     name: next(claim for claim in tables.table(*tables.split(table)).claims if claim.claim == name)
     for name, table in IN_TABLES.items()
