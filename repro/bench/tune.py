@@ -8,6 +8,7 @@ space are done.
 
 import functools
 import inspect
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,12 +91,11 @@ def _cases(*counts: int, **more: Any) -> list[Case]:  # noqa: ANN401
 
 
 def _wna16_gemv() -> list[Place]:
-    cases = [
-        {"rows": n, "columns": k, "bits": bits, "group": group, "symmetric": symmetric, "m": m, "seed": 0}
-        for bits, group, symmetric in ((4, 128, False), (2, 64, False), (8, 0, True))
-        for n, k in shapes()
-        for m in (1, 8, 16)
-    ]
+    cases = []
+    for bits, group, symmetric in ((4, 128, False), (2, 64, False), (8, 0, True)):
+        form = {"bits": bits, "group": group, "symmetric": symmetric}
+        for n, k in shapes():
+            cases += [{"rows": n, "columns": k, **form, "m": m, "seed": 0} for m in (1, 8, 16)]
     return _places("wna16_gemv", cases, key=lambda c: f"w{c['bits']} m{c['m']} {c['rows']}x{c['columns']}")
 
 
@@ -305,7 +305,7 @@ def tune(kernel: str) -> Path:
         UserError: no such kernel, one that is launched in one way only, no CUDA device, or one that it cannot run on.
     """
     if kernel == "gemlite":
-        return gemlite((n, k, m) for n, k in shapes() for m in COUNTS)
+        return gemlite((*shape, m) for shape, m in itertools.product(shapes(), COUNTS))
     module = load(kernel)
     if kernel not in TUNABLE:
         raise UserError(f"tune: {kernel} is launched in one way only; there is {', '.join(sorted(TUNABLE))}")

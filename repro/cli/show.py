@@ -41,7 +41,10 @@ def show(target: str) -> None:
         print(f"written: tables/{stem}.tex  tables/{stem}.csv  tables/{stem}.md")
     else:
         print(f"from stored results; make tables/{stem}.tex builds it, and replicates what this machine can")
-    for line in dict.fromkeys(note for sheet in sheets for note in sheet.notes if note.startswith(SAID)):
+    said = []
+    for sheet in sheets:
+        said += [note for note in sheet.notes if note.startswith(SAID)]
+    for line in dict.fromkeys(said):
         print(line)
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -70,8 +70,12 @@ class SwitchingSteps(Steps):
 
     def __init__(self, model: Decoder, rows: int) -> None:
         super().__init__(model, rows)
-        self.copies = [each for block in model.blocks for each in copies.copies_of(block)]
-        self.where = {name: (each, i) for each in self.copies for i, name in enumerate(each.names)}
+        self.copies = []
+        for block in model.blocks:
+            self.copies += copies.copies_of(block)
+        self.where = {}
+        for each in self.copies:
+            self.where |= {name: (each, i) for i, name in enumerate(each.names)}
         self.widths = list(self.copies[0].at)
         self.staging = getattr(self.copies[0], "staging", None)  # of copies on the host
         self.ahead = True
@@ -638,7 +642,7 @@ def assembled(make: Mapping[int, Callable[[], Decoder]], config: Config) -> Deco
 
 def layer_names(block: int) -> list[str]:
     """The layers of a block as schedules name them, `0.self_attn.q_proj`."""
-    return [f"{block}.{layer}" for layers in weights.LAYERS.values() for layer in layers]
+    return [f"{block}.{layer}" for layer in chain(*weights.LAYERS.values())]
 
 
 def divergences(

@@ -7,6 +7,7 @@ print(engine.switching)
 """
 
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from repro.core.errors import UserError
@@ -89,7 +90,7 @@ class SwitchingEngine(SwitchingCore):
             make = {}
             for bits, target in targets.items():
                 make[bits] = partial(random_decoder, target.recipe, shape, slots, at, kind)
-            layers = [name for block in range(shape.num_hidden_layers) for name in layer_names(block)]
+            layers = list(chain.from_iterable(map(layer_names, range(shape.num_hidden_layers))))
             if config.order in BY_WEIGHTS:
                 raise UserError(f"{model} has random weights, and so no order by divergence; say order=model or random")
             ahead = order.moves({}, layers, config)

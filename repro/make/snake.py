@@ -93,7 +93,10 @@ class SnakemakeAdapter:
     def jobs(self) -> dict[str, Job]:
         """Every job that a build of any table or figure runs here, by id."""
         specified = [table_name(paper, "table", number) for paper, number in tables.specified()]
-        return {job.id: job for name in ("table1", *specified, *figures.names()) for job in self.jobs_of(name)}
+        found: dict[str, Job] = {}
+        for name in ("table1", *specified, *figures.names()):
+            found |= {job.id: job for job in self.jobs_of(name)}
+        return found
 
     def jobs_behind(self, targets: Iterable[str]) -> dict[str, Job]:
         """The jobs that a build of target files runs here, by id; of `all` every job."""
@@ -103,7 +106,8 @@ class SnakemakeAdapter:
                 return self.jobs
             name = canonical(str(Path(target).with_suffix("").relative_to(Path(target).parts[0])))
             beside = [f"{paper}/table1" for paper in self.flow.beside_headline()] if name == "table1" else []
-            found |= {job.id: job for each in (name, *beside) for job in self.jobs_of(each)}
+            for each in (name, *beside):
+                found |= {job.id: job for job in self.jobs_of(each)}
         return found
 
     def jobs_of(self, name: str) -> list[Job]:
@@ -144,7 +148,9 @@ class SnakemakeAdapter:
         self._settle()
         job = self._job(wildcards)
         weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
-        needed = [path for _, need in job.needs for path in runner.outputs(need)]
+        needed = []
+        for _, need in job.needs:
+            needed += runner.outputs(need)
         return [*_known_as([self._there(versions.file(job)), *needed]), *map(ancient, _known_as(weights))]
 
     @plainly
@@ -173,8 +179,8 @@ class SnakemakeAdapter:
         made = [runner.outputs(job)[-1] for job in self.jobs_of(name)]
         found = [*self._drawing(), *filter(Path.is_file, _sources(name)), *made]
         if name == "table1":
-            beside = self.flow.beside_headline()
-            found += [Path("tables") / paper / f"table1{form}" for paper in beside for form in FORMATS]
+            for paper in self.flow.beside_headline():
+                found += [Path("tables") / paper / f"table1{form}" for form in FORMATS]
         return _known_as(found)
 
     @plainly
@@ -182,7 +188,10 @@ class SnakemakeAdapter:
         """What a paper's page is made from: its specs, its printed numbers and accepted results; no job."""
         if wildcards.page not in tables.pages():
             raise unknown("page", wildcards.page, tables.pages())
-        found = [path for top in ("tables", "figures") for path in (HOME / top / wildcards.page).glob("*.yaml")]
+        found = [
+            *(HOME / "tables" / wildcards.page).glob("*.yaml"),
+            *(HOME / "figures" / wildcards.page).glob("*.yaml"),
+        ]
         found += (ROOT / "repro" / "papers" / wildcards.page).iterdir()
         found += accepted.files()
         return _known_as([*self._drawing(), *sorted([HOME / "tables" / "table1.yaml", *found])])
