@@ -55,8 +55,11 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 
 def smaller(svg: str) -> str:
-    """The same picture in fewer bytes: coordinates rounded, no indentation, a path a line, each style named once, short
-    ids, no groups that say nothing, lines of one look as one path."""  # fmt: skip
+    """The same picture in fewer bytes.
+
+    Coordinates are rounded, nothing is indented, a path is a line and each style is named once; ids are short, groups
+    that say nothing are gone, and lines of one look are one path.
+    """
     svg = re.sub(r"\n +<", "\n<", rounded(svg))
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r" *\n", "", path[0]), svg)
     classes: dict[str, str] = {}
