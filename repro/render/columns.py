@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import ceil
 
 Measure = Callable[[str], float]  # the width of a text
@@ -40,11 +40,16 @@ def fit(grid: Grid, measure: Measure, page: float, gap: float) -> Plan:
     """Wrap heads, narrow the text columns, and split the value columns into panels where the page is too narrow."""
     left, count = grid.left, len(grid.head)
     most = 0.45 * page  # of one value; a longer one is broken
-    body = [
-        lines if len(lines[0]) == 1 else [line for old in lines for line in _fold_values(old, left, most, measure)]
-        for lines in grid.body
-    ]
-    lines = [line for block in body for line in block if len(line) > 1]
+    body = []
+    for block in grid.body:
+        if len(block[0]) == 1:
+            body.append(block)
+            continue
+        folded: list[list[str]] = []
+        for line in block:
+            folded += _fold_values(line, left, most, measure)
+        body.append(folded)
+    lines = [line for line in chain(*body) if len(line) > 1]
     natural = [max((measure(line[i]) for line in lines), default=0.0) for i in range(count)]
     heads = []
     for i, text in enumerate(grid.head):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from repro import papers
 from repro.metrics import metric_of
@@ -91,7 +92,7 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
     scaled = any(cell.model and scale.stand_in(cell.model) and not found[cell.place].external for cell in cells)
     notes = [f"Scale {scale.name}: {scale.about}."] if scaled and paper not in tables.FOLDERS else []
     notes += _said_of_bare(bare, set(label.values()))
-    values = [cell.here for row in rows for cell in row if isinstance(cell, Pair)]
+    values = [cell.here for cell in chain(*rows) if isinstance(cell, Pair)]
     if any(re.match(r"[-+][\d.]+ .*; ", value) for value in values):
         notes.append("A value with a sign in front is the difference to full precision, on the same items.")
     return Sheet(title, ["", *columns], rows, [*notes, *remarks(results)])
@@ -328,7 +329,10 @@ def remarks(results: TableResults) -> list[str]:
         if covers:
             how = " (block jackknife)" * any("windows" in word or "items" in word for word in covers)
             read += f"Intervals are 95 %, over {'; '.join(covers)}{how}. "
-        groups = "; ".join(sorted({part for m in ran for part in m.protocol.split("; ") if part}))
+        parts: set[str] = set()
+        for m in ran:
+            parts.update(m.protocol.split("; "))
+        groups = "; ".join(sorted(parts - {""}))
         out += filter(None, [(read + groups + "." * bool(groups)).rstrip()])
         out.append(f"Measured on {'; '.join(_origins(ran))}.")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
@@ -337,7 +341,8 @@ def remarks(results: TableResults) -> list[str]:
     out += [f"Not run: {why}." for why in sorted(absent)]
     out += _at_chance(cells)
     out += [MEANS] * any(getattr(cell.ask, "without", ()) == ("boolq",) for cell in results.cells)
-    marks = {MARKS[w] for m in cells for w in (m.live, m.status) if w in MARKS}
+    words = {m.live for m in cells} | {m.status for m in cells}
+    marks = {MARKS[word] for word in words if word in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
 
 
@@ -373,7 +378,8 @@ def verdict_line(judged: claims.Judged) -> str:
     spec, ours = judged.spec, tables.split(judged.spec.table)[0] in tables.FOLDERS
     facts = [judged.said] if judged.verdict else []
     if judged.measured:
-        models = ", ".join(dict.fromkeys(name for case in judged.cases for name in case.on.split(", ") if name))
+        named = chain.from_iterable(case.on.split(", ") for case in judged.cases)
+        models = ", ".join(dict.fromkeys(filter(None, named)))
         facts += [f"grade {judged.grade}"]
         facts += [f"on {models}"] if models else []
         facts += ["one seed"] if judged.one_seed else []
@@ -405,8 +411,10 @@ def also(judged: claims.Judged) -> list[str]:
     """
     lines = []
     for name in judged.spec.also if judged.measured else ():
-        counted = [case for case in judged.cases if case.verdict is not None]
-        both = [(case.verdict, one) for case in counted for one in case.also if one.name == name]
+        both = []
+        for case in judged.cases:
+            if case.verdict is not None:
+                both += [(case.verdict, one) for one in case.also if one.name == name]
         if not both:
             continue
         found, apart = [one.verdict for _, one in both], [one.apart for _, one in both]

@@ -1,6 +1,7 @@
 """Write figures: `.svg`, `.pdf`, a tidy `.csv` of what is drawn, and `.md` with what the paper prints about them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,18 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
         cell, m = one.cell, one.measurement
         if cell.metric != point:
             continue
-        panel = f"{cell.model}; here: {cell.stand_in or 'no stand-in'}" if cell.model else ""
+        model = f"{cell.model}; here: {cell.stand_in or 'no stand-in'}" if cell.model else ""
         group = cell.col.rpartition(", ")[0] if spec.table else ""
+        panel = ", ".join(filter(None, (group, model)))
         at = drawn.setdefault(group, {}).setdefault(panel, {})
         at.setdefault(cell.row, []).extend(_points(spec, one, found.get((*cell.place[:3], across))))
         if m.value is not None and m.note:
             marked[cell.row, cell.col] = m.note
-    panels = {", ".join(filter(None, (group, at))): one for group, of_ in drawn.items() for at, one in of_.items()}
+    panels = dict(chain.from_iterable(of_group.items() for of_group in drawn.values()))
     extra: dict[str, Any] = {}
     if spec.plot == "bars":
         extra = {"marked": marked, "ratios": not TIMES & {cell.unit for cell in results.cells}}
-    names = {label for panel in panels.values() for label in panel}
+    names = set(chain(*panels.values()))
     for label in spec.lead:
         if label not in names:
             raise UserError(f"figures/{name}.yaml: lead: {unknown('series', label, names)}")
@@ -99,9 +101,10 @@ def _leaderboard(flow: Workflow, paths: Sequence[Path]) -> Drawn:
     panels, title = tables.scattered(flow), f"Every recipe of scale {flow.scale.name}; paired 95 % intervals"
     for path in paths:
         plot.scatter(panels, title, "stored bits per block weight", "perplexity / full precision", path)
-    lines = [
-        f"- {panel}, {p[4]}: ×{p[1]:.3f}" for panel, of in panels.items() for points in of.values() for p in points
-    ]
+    lines = []
+    for panel, series in panels.items():
+        for points in series.values():
+            lines += [f"- {panel}, {p[4]}: ×{p[1]:.3f}" for p in points]
     return panels, [], "\n".join([f"**{title}**", "", *(lines or ["Nothing is measured yet."]), ""])
 
 

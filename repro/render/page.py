@@ -6,6 +6,7 @@ committed copy with them.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from repro import papers
@@ -53,6 +54,10 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     flow = flow if flow.is_of_results else Workflow.of_results(at)
     grids = _grids(flow, paper, out)
     judged = [claims.judge(flow, claim) for claim in own_numbers.claims_of(paper)]
+    shown: set[str] = set()
+    for one in judged:
+        if one.verdict:
+            shown.update(_numbers(one))
     parts = [
         f"# {papers.ABOUT[paper].title}",
         f"What this project has seen of arXiv {papers.ABOUT[paper].arxiv}, and what not. `make docs/{paper}.md` makes "
@@ -68,7 +73,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         *_folded("Every claim of the paper in its order, with its verdicts", _every(paper, judged)),
         *_folded("Every case with its further readings", _readings(paper, judged), _classes(flow, paper)),
         *_questions(flow, paper),
-        *_findings(paper, {part for one in judged if one.verdict for part in _numbers(one)}),
+        *_findings(paper, shown),
     ]
     text = "\n\n".join(part.strip("\n") for part in parts) + "\n"
     write_text(out / f"{paper}.md", text)
@@ -132,7 +137,7 @@ def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
 
 def _folded(summary: str, *parts: Iterator[str]) -> Iterator[str]:
     """Parts that are shown when they are asked for; a heading in them stays outside."""
-    every = [text for part in parts for text in part]
+    every = list(chain(*parts))
     while every and every[0].startswith("## "):
         yield every.pop(0)
     yield f"<details>\n<summary>{summary}</summary>"
@@ -219,13 +224,17 @@ def _numbers(one: Judged) -> list[str]:
 
 def _verdicts(paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Iterator[str]:
     """Every verdict by table with a link to its grid, the audit's findings on the table as footnotes at its title."""
+    with_verdict = [one for one in judged if one.verdict]
+    about: dict[str, set[str]] = {}  # by table all that its claims are about
+    for one in with_verdict:
+        numbers = _numbers(one)
+        about.setdefault(numbers[0], set()).update(numbers)
     rows: list[list[str]] = []
     last = ""
-    for one in (one for one in judged if one.verdict):
+    for one in with_verdict:
         number = _numbers(one)[0]
         if number != last:
-            about = {n for same in judged if same.verdict and _numbers(same)[0] == number for n in _numbers(same)}
-            marks = [f"[^{f.id}]" for f in papers.audit(paper) if about & set(f.table.split("; "))]
+            marks = [f"[^{f.id}]" for f in papers.audit(paper) if about[number] & set(f.table.split("; "))]
             where = _link(paper, number) if number in grids else own_numbers.title(number)
             rows.append([f"{where}: {tables.table(paper, number).title} {''.join(marks)}"])
             last = number
@@ -267,7 +276,10 @@ def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     seen: set[frozenset] = set()
     count: dict[tuple[str, str], list[bool]] = {}
     for one in sorted(judged, key=lambda j: -len(j.cases)):
-        names, rows = [n for n in one.spec.also if any(r.name == n for c in one.cases for r in c.also)], []
+        found: set[str] = set()
+        for case in one.cases:
+            found |= {reading.name for reading in case.also}
+        names, rows = [name for name in one.spec.also if name in found], []
         for (keys, named), case in zip(one.spec.places(), one.cases):
             place = frozenset(named.values())
             if not case.also or place in seen:
@@ -292,7 +304,8 @@ def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         asked = (paper, CLASSES) in tables.own()
         more = f"tables/{paper}/{CLASSES}.yaml asks it by token class" if asked else "no spec asks it"
         yield f"Windows do not say which tokens make the difference; {more}."
-    bare = sorted({name for one in judged for name in one.spec.also} - {name for _, name in count})
+    wanted = set(chain.from_iterable(one.spec.also for one in judged))
+    bare = sorted(wanted - {name for _, name in count})
     if bare:
         yield f"Not measured yet: {', '.join(bare)}."
 
@@ -319,11 +332,10 @@ def _classes(flow: Workflow, paper: str) -> Iterator[str]:
         for text, damage, gain in readings:
             first = (texts[0], measures[0]), (texts[0], measures[1])
             compared = dict(zip("grhs", ((text, damage), (text, gain), *first)))
-            parts = {
-                f"{letter}{i}": of[(row, col, model, metric)]
-                for i, row in enumerate(classes)
-                for letter, (col, metric) in compared.items()
-            }
+            parts = {}
+            for i, row in enumerate(classes):
+                for letter, (col, metric) in compared.items():
+                    parts[f"{letter}{i}"] = of[row, col, model, metric]
             here, there = (" + ".join(f"{letter}{i}" for i in range(len(classes))) for letter in "gh")
             terms = [f"100 * (r{i} / ({here}) - s{i} / ({there}))" for i in range(len(classes))]
             values = [compose(term, parts).interval() for term in [" + ".join(terms), *terms]]

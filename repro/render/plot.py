@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -140,23 +141,24 @@ def lines(
         lead: series that stand out in colour, the first one thick; all others are grey.
         broken: leave out the empty part of a y axis whose few lowest series lie far below all others.
     """
-    series = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    if not any(points for panel in panels.values() for points in panel.values()):
+    series = list(dict.fromkeys(chain(*panels.values())))
+    measured: set[str] = set()
+    for panel in panels.values():
+        measured |= {name for name, points in panel.items() if points}
+    if not measured:
         return nothing(f"{title}: not measured", path)
     looks = {name: _look(series, name, lead) for name in series}
     wide = min(3, max(1, len(panels)))
     high = -(-max(1, len(panels)) // wide)
     with plt.rc_context(STYLE):
         width = max(5.2, 3.4 * wide)
-        measured = set()
-        for panel in panels.values():
-            measured |= {name for name, points in panel.items() if points}
         labels = [name if name in measured else f"{name}: not measured" for name in series]
         figure = plt.figure(figsize=(width, 2.8 * high))
         grid = figure.add_gridspec(high, wide)
         drawn: dict[str, Artist] = {}
         for n, (model, panel) in enumerate(panels.items()):
-            gap = _gap([point[1] for points in panel.values() for point in points]) if broken else None
+            every = list(chain(*panel.values()))
+            gap = _gap([point[1] for point in every]) if broken else None
             axes = _axes(figure, grid[n // wide, n % wide], gap)
             for axis in axes:
                 for name, points in panel.items():
@@ -170,10 +172,10 @@ def lines(
                 axes[-1].set_ylim(top=gap[0])
             axes[0].set_title(textwrap.fill(model, PANEL, break_on_hyphens=False), fontsize=8)
             axes[-1].set_xlabel(textwrap.fill(x, PANEL, break_on_hyphens=False))
-            if not any(panel.values()):
+            if not every:
                 _not_measured(axes[0])
             elif not (small or wide_range):
-                _whole_ticks(axes[-1], [point[0] for points in panel.values() for point in points])
+                _whole_ticks(axes[-1], [point[0] for point in every])
             if n % wide == 0:
                 axes[0].set_ylabel(textwrap.fill(y, TALL, break_on_hyphens=False))
         _legend(figure, [drawn[name] for name in series], labels)
@@ -295,13 +297,12 @@ def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
         panels: of series to points, whose second numbers are the grid row by row.
         title, x, y, path: as of `lines`; both axes go from -1 to 1.
     """
-    series = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    maps = {
-        (model, name): np.array([point[1] for point in points])
-        for model, panel in panels.items()
-        for name, points in panel.items()
-        if points
-    }
+    series = list(dict.fromkeys(chain(*panels.values())))
+    maps = {}
+    for model, panel in panels.items():
+        for name, points in panel.items():
+            if points:
+                maps[model, name] = np.array([point[1] for point in points])
     if not maps:
         return nothing(f"{title}: not measured", path)
     with plt.rc_context(STYLE | {"axes.grid": False}):
@@ -337,7 +338,9 @@ def timeline(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
         panels: one, of series to points, whose first number is where a span begins and whose second is its length.
         title, x, y, path: as of `lines`.
     """
-    lanes = {name: points for panel in panels.values() for name, points in panel.items() if points}
+    lanes: dict[str, Sequence[Point]] = {}
+    for panel in panels.values():
+        lanes |= {name: points for name, points in panel.items() if points}
     if not lanes:
         return nothing(f"{title}: not measured", path)
     kinds = list(dict.fromkeys(name.rpartition(": ")[2] for name in lanes))
@@ -392,14 +395,17 @@ def bars(
     """
     panel = next(iter(panels.values()), {})
     groups = {name: {point[0]: point[1] for point in points} for name, points in panel.items()}
-    places = list(dict.fromkeys(place for values in groups.values() for place in values))
+    places = list(dict.fromkeys(chain(*groups.values())))
     if not places:
         return nothing(f"{title}: not measured", path)
     rows = 2 if len(places) > 8 else 1
     each = -(-len(places) // rows)
     shown = {name: PALETTE[i] for i, name in enumerate(groups) if groups[name]}
     width = 0.84 / max(1, len(shown))
-    high = 1.08 * max((v for values in groups.values() for v in values.values()), default=1.0)
+    heights: list[float] = []
+    for values in groups.values():
+        heights += values.values()
+    high = 1.08 * max(heights, default=1.0)
     with plt.rc_context(STYLE | {"hatch.linewidth": 0.8}):
         figure, axes = plt.subplots(rows, 1, figsize=(8, 0.8 + 2.0 * rows), sharey=True, squeeze=False)
         for row, axis in enumerate(axes[:, 0]):
@@ -441,11 +447,12 @@ def roofline(
     peaks = {name: peak for name, peak in levels.items() if name != "memory"}
     if "memory" not in levels or not peaks:
         return nothing(f"{title}: no measured ceilings", path)
-    memory, series = levels["memory"], {}
+    memory, series, xs = levels["memory"], {}, []
     for name, points in next(iter(panels.values()), {}).items():
         for point in points:
+            xs.append(point[0])
             series.setdefault(name, {}).setdefault(int(point[4]), []).append(point[:2])
-    xs = [x for by_count in series.values() for points in by_count.values() for x, _ in points] or [1.0]
+    xs = xs or [1.0]
     low, high = min(xs) / 1.4, max([*xs, max(peaks.values()) / memory]) * 2.2
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(8, 5.4))
@@ -460,7 +467,7 @@ def roofline(
         axis.set_xlim(low, high)
         for i, (name, by_count) in enumerate(series.items()):
             means = np.array([np.exp(np.mean(np.log(points), axis=0)) for _, points in sorted(by_count.items())])
-            every = np.array([point for points in by_count.values() for point in points])
+            every = np.array(list(chain(*by_count.values())))
             mine, color = ":" in name, PALETTE[i % len(PALETTE)]
             axis.scatter(*every.T, s=4, color=color, alpha=0.25, linewidths=0)
             look = {"markersize": 5.5, "linewidth": 1.6} if mine else {"markersize": 4.5, "markerfacecolor": "white"}

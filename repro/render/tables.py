@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from repro import papers
@@ -73,6 +74,8 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
         if named or figures:
             waiting.append(f"Not measured of {paper}: {'; '.join([*named, *figures])}.")
     columns = ["claim", "what it says", "printed", "measured here", "verdict"]
+    cases = chain.from_iterable(one.cases for one in judged)
+    on_few = any("*" in case.on for case in cases)
     remarks = [
         f"Judged on the accepted results of scale {judged[0].scale}, whose models stand in for the papers'; values of "
         "up to three cases with their 95 % intervals, of more the least and the greatest.",
@@ -80,7 +83,7 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
         "hold on the stand-ins. One seed: a case rests on a single draw; its interval has the variance of its family.",
         *waiting,
         "What the papers' own numbers say of their claims, which is no verdict on a method: tables/own-numbers.",
-        *[f"* {content.LEGEND['*']}."] * any("*" in case.on for one in judged for case in one.cases),
+        *[f"* {content.LEGEND['*']}."] * on_few,
         *replicate.said(replicate.replicas(flow, "table1")),
     ]
     top = ["claim", "says", "printed", "case", "from_printed", "measured", "lo", "hi", "on", "grade", "verdict"]
@@ -142,7 +145,10 @@ def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]
 def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
     """Every recipe of any spec that this scale measures, evaluated alike."""
     entries, ratios = leaders(flow)
-    labels = sorted({label for recipes in entries.values() for cells in recipes.values() for label in cells})
+    found: set[str] = set()
+    for recipes in entries.values():
+        found.update(*recipes.values())
+    labels = sorted(found)
     rows: list[list[str]] = []
     lines = [["model", "recipe", "column", "value", "lo", "hi"]]
     for model, recipes in sorted(entries.items(), key=lambda item: _by_size(item[0])):
@@ -190,7 +196,9 @@ def _bits(cells: dict[str, Measurement]) -> float:
 def audit(flow: Workflow) -> tuple[Sheet, str]:
     """Where the papers and their own numbers were compared."""
     columns = ["paper", "id", "table", "cell", "printed", "recomputed", "difference"]
-    rows = [[paper, *finding] for paper in papers.PAPERS for finding in papers.audit(paper)]
+    rows = []
+    for paper in papers.PAPERS:
+        rows += [[paper, *finding] for finding in papers.audit(paper)]
     title = "Where the papers and their own numbers were compared"
     return Sheet(title, columns, rows, left=len(columns)), csv_text([columns, *rows])
 
