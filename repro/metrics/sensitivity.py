@@ -119,11 +119,9 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     )
     weights = {name: lm.model.get_submodule(name).weight.data for name in lm.weights}
     kept = zip(("damage", "loss"), each_alone(full, weights, sampled, text.to(sampled)), groups, strict=True)
-    series = {
-        f"{name} {i}": Series(values, "sequences", group)
-        for name, layers, group in kept
-        for i, values in enumerate(layers)
-    }
+    series = {}
+    for name, layers, group in kept:
+        series |= {f"{name} {i}": Series(values, "sequences", group) for i, values in enumerate(layers)}
     observations.save(folder / OUTPUTS[0], series, origin)
 
 

@@ -216,7 +216,8 @@ def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
             cell = full
         if not recorded.stands(flow, cell):
             parts = [part for part in flow.parts(cell).values() if not recorded.stands(flow, part)]
-            found += [job for part in parts or [cell] for job in jobs_behind(flow, part)]
+            for part in parts or [cell]:
+                found += jobs_behind(flow, part)
     return distinct(found)
 
 

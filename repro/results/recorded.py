@@ -108,10 +108,10 @@ def _quantity(flow: Workflow, cell: Cell, row: Measurement) -> Quantity | None:
 def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measured]) -> Measured:
     """A cell from what is accepted of its parts; stale if one of them is, without a value if one of them has none."""
     held = [part.measurement for part in parts.values()]
-    origins = {
-        name: JOIN.join(dict.fromkeys(word for m in held for word in getattr(m, name).split(JOIN)))
-        for name in (*ORIGIN, "artifacts")
-    }
+    origins = {}
+    for name in (*ORIGIN, "artifacts"):
+        words = chain.from_iterable(getattr(m, name).split(JOIN) for m in held)
+        origins[name] = JOIN.join(dict.fromkeys(words))
     odd = [m for m in held if m.value is None] + [m for m in held if m.status == "stale"]
     facts = {"status": odd[0].status, "note": odd[0].note} if odd else {"status": "ok"}
     facts |= {"live": "stored", "versions": _joined_versions(cell, held)}
@@ -125,8 +125,9 @@ def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measured]) -> Meas
 
 def _joined_versions(cell: Cell, parts: Iterable[Measurement]) -> str:
     """The versions of a cell's parts and of its own metric; where parts differ, all of them."""
-    words = {word for part in parts for word in part.versions.split()}
-    words |= set(versions.text({cell.measure: versions.of(cell.measure)}).split())
+    words = set(versions.text({cell.measure: versions.of(cell.measure)}).split())
+    for part in parts:
+        words.update(part.versions.split())
     return " ".join(sorted(words))
 
 
@@ -190,11 +191,13 @@ def numbers(found: Interval) -> dict[str, Any]:
 
 def values(quantity: Quantity) -> dict[str, Any]:
     """Value, interval, n and protocol of a quantity, and the digests of its series."""
-    groups = dict.fromkeys(one.group for seed in quantity.seeds for one in seed.values() if one.group)
+    groups = {}
+    for seed in quantity.seeds:
+        groups |= dict.fromkeys(one.group for one in seed.values() if one.group)
     digests = [observations.digest(seed) for seed in quantity.seeds]
     return numbers(quantity.interval()) | {"protocol": "; ".join(groups), "observations": " ".join(digests)}
 
 
 def jobs(flow: Workflow, cell: Cell) -> list[Job]:
     """The jobs of a cell, those of all seeds."""
-    return [job for each in flow.jobs(cell) for job in each.values()]
+    return list(chain.from_iterable(each.values() for each in flow.jobs(cell)))

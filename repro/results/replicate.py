@@ -176,7 +176,9 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
 def jobs(flow: Workflow, name: str) -> list[Job]:
     """All jobs that a build of a table or figure runs, in an order in which they can run."""
     again, missing = chosen(flow, name)
-    wanted = [job for cell in again for job in recorded.jobs(flow.brief, cell)]
+    wanted: list[Job] = []
+    for cell in again:
+        wanted += recorded.jobs(flow.brief, cell)
     return distinct([*wanted, *flow.brief.every_job(missing)])
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _by_inputs(results: Path) -> dict[tuple[str, str], list[Measurement]]:
     """Scale and hash of declared inputs to rows, and to single seeds of rows, of all tables and devices."""
     rows = list(reversed(every()))
     found: dict[tuple[str, str], list[Measurement]] = {}
-    for one in [*rows, *(seed for row in rows for seed in _seeds(row))]:
+    for one in chain(rows, *map(_seeds, rows)):
         found.setdefault((one.scale, one.inputs), []).append(one)
     return found
 
@@ -118,12 +119,12 @@ def of_table(table: str) -> list[Measurement]:
 
 def every() -> list[Measurement]:
     """All accepted measurements of cells, of all devices."""
-    return [row for path in files() for row in _read(path)]
+    return list(chain(*map(_read, files())))
 
 
 def files() -> list[Path]:
     """The files of measurements of cells, of all devices; those that are missing, too."""
-    return [path for folder in sorted(RESULTS.glob("*/")) for path in _files(folder)]
+    return list(chain(*map(_files, sorted(RESULTS.glob("*/")))))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -231,8 +232,10 @@ def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
         if not pack.is_file():
             with atomic(pack) as temporary:
                 temporary.write_bytes(data)
-    there = [row for file in _files(path.parent) if file.is_file() for row in from_csv(file)]
-    used = {row.inputs for row in there}
+    used = set()
+    for file in _files(path.parent):
+        if file.is_file():
+            used |= {row.inputs for row in from_csv(file)}
     known = {hash: facts for hash, facts in _facts(path.with_name(INPUTS)).items() if hash in used}
     known |= {one.row.inputs: one.inputs for one in rows if one.inputs}
     said = sorted(folded.fold(dict(sorted(known.items()))).items())

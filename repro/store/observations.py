@@ -96,9 +96,9 @@ def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
 
 def origin(job: Job, versions: Mapping[str, int], found: Mapping[str, Path] | None = None) -> dict[str, str]:
     """What is written beside observations: the job, its device, commit, versions, environment, what was read."""
-    read = {
-        f"{role}/{path.name}": sha256(path)[:16] for role, folder in (found or {}).items() for path in stored(folder)
-    }
+    read = {}
+    for role, folder in (found or {}).items():
+        read |= {f"{role}/{path.name}": sha256(path)[:16] for path in stored(folder)}
     device = job.given().get("device", "cpu")
     return {
         "job": job.id,
@@ -281,4 +281,7 @@ def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
 
 def packed_digest(held: Held) -> str:
     """16 hex digits of cells, seeds and their series."""
-    return digest({f"{cell}\0{seed}\0{name}": s for (cell, seed), one in held.items() for name, s in one.items()})
+    series = {}
+    for (cell, seed), one in held.items():
+        series |= {f"{cell}\0{seed}\0{name}": s for name, s in one.items()}
+    return digest(series)

@@ -246,7 +246,9 @@ class Bench:
         clocked(engine.steps, "prepare", prepared)
         seconds, log = self.timed(engine, CONTEXTS[0], SWITCHED)
         every = sorted({switch.step for switch in log})
-        near = {step + offset for step in every for offset in (-2, -1, 0, 1)}
+        near: set[int] = set()
+        for step in every:
+            near.update(range(step - 2, step + 2))
         quiet = statistics.median(ms for step, ms in enumerate(seconds, start=1) if step not in near)
         late = [max(seconds[step - 2 : step + 1]) - quiet for step in every[1:]]  # the first graph is made in between
         worst = {"late ms, median": statistics.median(late), "late ms, worst": max(late)}

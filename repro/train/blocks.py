@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -180,7 +181,7 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
         return value.detach() * share
 
     def changed() -> list[Tensor]:
-        return [tensor for optimizer in optimizers.values() for tensor in graphs.changed(optimizer)]
+        return list(chain(*map(graphs.changed, optimizers.values())))
 
     replayed, losses = graphs.Replayed(step, changed), []
     for epoch in range(settings.epochs):

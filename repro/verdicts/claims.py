@@ -470,9 +470,10 @@ def _check(claim: tables.ClaimSpec) -> None:
     known = papers.claims(paper) if paper in papers.PAPERS else {}
     if known and claim.claim.partition(" ")[0] != paper:
         raise UserError(f"claim {shortened(claim.claim)!r}: begin with its paper, as in '{paper} {next(iter(known))}'")
-    for name in (part for item in claim.claim.split()[1:] for part in item.split("-")):
-        if known and name not in known:
-            raise UserError(f"claim {claim.claim}: {unknown(f'claim of {paper}', name, known)}")
+    for item in claim.claim.split()[1:]:
+        for name in item.split("-"):
+            if known and name not in known:
+                raise UserError(f"claim {claim.claim}: {unknown(f'claim of {paper}', name, known)}")
     columns = {cell.col for cell in papers.printed(paper, number)} if number.isdecimal() else set()
     for column in claim.also.values():
         if column not in (known := columns | tables.table(paper, number).beside.keys()):

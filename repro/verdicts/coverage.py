@@ -80,7 +80,9 @@ def coverage(flow: Workflow) -> list[Line]:
             lines.append(_line(flow, paper, "table", number, due, [cell.model for cell in due]))
         for drawn in papers.data_figures(paper):
             parts = [n for n in (drawn.number, *drawn.parts) if figures.path_of(paper, n).is_file()]
-            due = [cell for number in parts for cell in flow.cells(paper, number, "figure")]
+            due = []
+            for number in parts:
+                due += flow.cells(paper, number, "figure")
             lines.append(_line(flow, paper, "figure", drawn.number, due, _models(drawn)))
     return lines
 

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -74,7 +75,8 @@ def run_all(
     if side_by_side < 1 or gpus < 0:
         raise UserError(f"run: {side_by_side} workers on {gpus} GPUs; at least one worker is needed")
     todo = {job.id: job for job in jobs if not runner.done(job)}
-    needed_by = Counter(need.id for job in jobs for _, need in job.needs)
+    needs = chain.from_iterable(job.needs for job in jobs)
+    needed_by = Counter(need.id for _, need in needs)
     for job in jobs:
         versions.file(job)  # older than the results, so that Snakemake takes them as they are
     if any("model" in job.given() for job in todo.values()):

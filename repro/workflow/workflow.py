@@ -214,7 +214,9 @@ class Workflow:
             if self.is_measured_here(cell):
                 full = self.full_precision(cell)
                 both = [cell] if self.parts(cell) else [full] if self.waits_for_baseline(cell) else [cell, full]
-                wanted += [job for one in both for each in self.jobs(one) for job in each.values()]
+                for one in both:
+                    for each in self.jobs(one):
+                        wanted += each.values()
         return distinct(wanted)
 
     # --- quantities ---------------------------------------------------------------------------------------------------
@@ -265,13 +267,18 @@ class Workflow:
         """The cells of `spear/table1` or `spear/figure13`, or those behind one of the project's own tables."""
         if name == "table1":
             return self._headline_cells()
-        if name in ("table2", figures.LEADERBOARD):
-            return [cell for both in tables.specified() for cell in self.cells(*both)]
         if name in ("audit", "own-numbers"):
             return []
-        if figures.is_figure(name):
+        if name in ("table2", figures.LEADERBOARD):
+            behind = tables.specified()
+        elif figures.is_figure(name):
             return self.cells(*figures.split(name), "figure")
-        return [cell for both in tables.behind(*tables.split(name)) for cell in self.cells(*both)]
+        else:
+            behind = tables.behind(*tables.split(name))
+        found = []
+        for paper, number in behind:
+            found += self.cells(paper, number)
+        return found
 
     def _headline_cells(self) -> list[Cell]:
         """The cells of the headline's claims on the table beneath it and on tables of which nothing is stored yet; the
@@ -292,8 +299,12 @@ class Workflow:
 
     def claim_cells(self, claim: tables.ClaimSpec) -> list[Cell]:
         """The cells that a claim names, in any of its readings."""
-        found = [c for name in (claim.table, *claim.more) for c in self.cells(*tables.split(name))]
-        wanted = {place[:3] for _, named in claim.places() for place in named.values()}
+        found = []
+        for name in (claim.table, *claim.more):
+            found += self.cells(*tables.split(name))
+        wanted = set()
+        for _, named in claim.places():
+            wanted |= {place[:3] for place in named.values()}
         rows, also = {(row, model) for row, _, model in wanted}, set(claim.also.values())
         return [c for c in found if c.place[:3] in wanted or ({c.col, c.metric} & also and (c.row, c.model) in rows)]
 
