@@ -5,7 +5,7 @@ A verb is a module with
     options(parser)     adds its options
     run(args)           does it; the exit code, or None for 0
 
-A kind of cell that has jobs of its own is a verb too (`measure.py`): its options are the fields of its `Ask`.
+A kind of cell that has jobs of its own is a verb too (`measure.py`): its options are the fields of its `Params`.
 
 `--help`, a typo and `show` start at once. So a verb imports what takes time (torch, Transformers, pandas) in `run`.
 """

@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser, path: Path) -> None:
         path: the kind's module, which is read without importing it.
     """
     common.add_target(parser)
-    for field in asked_fields(path):
+    for field in params_fields(path):
         how: dict = {"required": field.required}
         if typing.get_origin(field.type) is tuple:
             how["nargs"] = "+"
@@ -34,19 +34,19 @@ def options(parser: argparse.ArgumentParser, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of a kind's `Ask`; its type is str, int, float, bool, a Literal or a tuple."""
+    """A field of a kind's `Params`; its type is str, int, float, bool, a Literal or a tuple."""
 
     name: str
     type: Any
     required: bool
 
 
-def asked_fields(path: Path) -> list[Field]:
-    """The fields of the dataclass `Ask` in a kind's module, read from its source: importing it would import torch."""
+def params_fields(path: Path) -> list[Field]:
+    """The fields of the dataclass `Params` in a kind's module, read from its source, as importing it imports torch."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    (ask,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Ask"]
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Params"]
     fields = []
-    for statement in ask.body:
+    for statement in found.body:
         if isinstance(statement, ast.AnnAssign):
             annotation = compile(ast.Expression(statement.annotation), str(path), "eval")
             kind = eval(annotation, {"Literal": typing.Literal})  # noqa: S307  # our own source
@@ -65,12 +65,12 @@ def run(args: argparse.Namespace, kind: str) -> None:
     module = KINDS[kind]
     flow = common.workflow(args, recorded=False)
     target = common.target(args, flow)
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(module.Ask)}
-    asked = module.Ask(**{name: value for name, value in given.items() if value is not None})
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(module.Params)}
+    params = module.Params(**{name: value for name, value in given.items() if value is not None})
     nowhere = Cell(paper="", kind="", number="", row="", col="", model=target.model, metric="")
-    asks = {"measure": kind, "ask": asked, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
-    cell = dataclasses.replace(nowhere, **asks)
-    if why := module.lacking(asked):
+    facts = {"measure": kind, "params": params, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
+    cell = dataclasses.replace(nowhere, **facts)
+    if why := module.lacking(params):
         raise UserError(why)
     if not flow.jobs(cell):
         raise UserError(
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, kind: str) -> None:
     found = quantity.interval()
     if facts := [*_observed_on(quantity, found.n), *_against_full(flow, cell, quantity)]:
         print("; ".join(facts))
-    print(f"{found.value:.7g}{_ends(found)} {asked.unit}")
+    print(f"{found.value:.7g}{_ends(found)} {params.unit}")
 
 
 def _ends(found: Any) -> str:
@@ -104,12 +104,12 @@ def _against_full(flow: Any, cell: Cell, quantity: Any) -> list[str]:
     from repro.stats.quantity import compose
 
     full = flow.full_precision(cell)
-    if cell.measure != "perplexity" or cell.recipe == full.recipe or not KINDS["perplexity"].against(cell.ask):
+    if cell.measure != "perplexity" or cell.recipe == full.recipe or not KINDS["perplexity"].against(cell.params):
         return []
     common.run_now([job for each in flow.jobs(full) for job in each.values()])
     reference = flow.quantity(full)
     if reference is None:
         return []
-    ratio = compose(KINDS["perplexity"].against(cell.ask), {"q": quantity, "f": reference}).interval()
+    ratio = compose(KINDS["perplexity"].against(cell.params), {"q": quantity, "f": reference}).interval()
     ends = f" [{ratio.lo:.3f}, {ratio.hi:.3f}]" if ratio.lo is not None else ""
     return [f"×{ratio.value:.3f}{ends} of full precision's {reference.interval().value:.7g}"]

@@ -37,7 +37,7 @@ OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
 GRAM = 4
 ALONE = {"repeated 4-grams": "repeated", "median iteration": "median"}  # what is shown to the one series that it takes
-CONFIGS = {  # of each draft, and the options that an `Ask` may set
+CONFIGS = {  # of each draft, and the options that `Params` may set
     "subspec": (subspec.Config, ("bits", "top_k", "depth")),
     "self": (subspec.Config, ("bits", "top_k", "depth")),
     "small": (drafts.Small, ("top_k", "depth")),
@@ -51,7 +51,7 @@ FEW, SHORT = 3, 64  # prompts and new tokens of a build's own measurement: a dra
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Tokens of an iteration, all new tokens over all iterations; or the share of repeated 4-grams, as a fraction.
 
     `median iteration` is the mean over prompts of the median tokens of an iteration, without the prefill.
@@ -119,35 +119,35 @@ def brief(protocol: Protocol, least: Any) -> Protocol:
     return replace(protocol, prompts=min(protocol.prompts, FEW), tokens=min(protocol.tokens, SHORT))
 
 
-def lacking(ask: Ask) -> str:
+def lacking(params: Params) -> str:
     """Why the prompts are not here; empty if they are."""
     try:
-        prompts.rows(ask.prompts)
+        prompts.rows(params.prompts)
     except UserError as error:
         return str(error)
     return ""
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job decodes the prompts; None where the scale has no protocol or no draft."""
     protocol = target.scale.protocols["acceptance"]
-    small = target.scale.models.get(ask.draft_model, "")
+    small = target.scale.models.get(params.draft_model, "")
     head = eagle.path_of(target.model)
-    if protocol is None or (ask.draft in OWN and not small):
+    if protocol is None or (params.draft in OWN and not small):
         return None
-    if ask.draft == "none" or (ask.draft == "eagle2" and not head.is_file()):
+    if params.draft == "none" or (params.draft == "eagle2" and not head.is_file()):
         return None
-    count = min(protocol.prompts, prompts.SETS[ask.prompts].prompts)
-    rule = {"tokens": protocol.tokens, "count": count, "temperature": ask.temperature}
-    rule |= {"draft": vars(ask.config), "of": ask.draft}
-    inputs = target.inputs() | rule | {"prompts": prompts.identifier(ask.prompts), "seed": target.seed}
+    count = min(protocol.prompts, prompts.SETS[params.prompts].prompts)
+    rule = {"tokens": protocol.tokens, "count": count, "temperature": params.temperature}
+    rule |= {"draft": vars(params.config), "of": params.draft}
+    inputs = target.inputs() | rule | {"prompts": prompts.identifier(params.prompts), "seed": target.seed}
     inputs["calibration"] = compress.job(target).declared().get("calibration")
     needs = {"weights": compress.job(target)} if target.recipe.steps else {}
-    options = target.options() | rule | {"prompts": ask.prompts}
+    options = target.options() | rule | {"prompts": params.prompts}
     if small:
         inputs["draft_model"] = models.fingerprint(small)
         options["draft_model"] = small
-    if ask.draft == "eagle2":
+    if params.draft == "eagle2":
         inputs["draft_head"] = head_files.identity(head)
         options["draft_head"] = str(head)
     return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
@@ -210,14 +210,14 @@ def repeated(tokens: list[int]) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
     kept = found["prompts"].series
-    if ask.show in ALONE:
-        name = ALONE[ask.show]
+    if params.show in ALONE:
+        name = ALONE[params.show]
         return {name: kept[name]} if name in kept else {}  # observations of before lack the median
     both = {name: kept[name] for name in ("tokens", "iterations")}
-    if ask.show == "length":
+    if params.show == "length":
         return both
     share = kept["repeated"].values
     chosen = np.sort(np.argsort(share, kind="stable")[: -(-len(share) // 2)])
@@ -227,11 +227,11 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     return half
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Tokens over iterations, or the mean of what the prompts have by themselves."""
-    return mean[ALONE[ask.show]] if ask.show in ALONE else mean["tokens"] / mean["iterations"]
+    return mean[ALONE[params.show]] if params.show in ALONE else mean["tokens"] / mean["iterations"]
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """An iteration gives its bonus token at least, and a whole path with it at most; or a share."""
-    return (0.0, 1.0) if ask.show == "repeated 4-grams" else (1.0, ask.config.depth + 1.0)
+    return (0.0, 1.0) if params.show == "repeated 4-grams" else (1.0, params.config.depth + 1.0)

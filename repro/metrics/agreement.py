@@ -17,7 +17,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Against the recipe `other`: Spearman's `rho` over all layers; `jaccard` of the two sets of the most damaged `top`
     layers; `mismatch`, percent of one set that is not in the other, (1 - J) / (1 + J); `moved`, how far
     in model order, in percent of the layers, the most damaged layer is from the other's."""  # fmt: skip
@@ -32,14 +32,14 @@ class Ask:
             raise UserError(f"agreement: top is {self.top}; it is a share of the layers above 0, 1 at most")
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """The two jobs that quantize layer after layer."""
-    asked = sensitivity.Ask("damage")
-    both = {"one": target, "other": target.under(ask.other)}
-    return {role: job for role, at in both.items() for job in sensitivity.jobs(asked, at).values()}
+    damage = sensitivity.Params("damage")
+    both = {"one": target, "other": target.under(params.other)}
+    return {role: job for role, at in both.items() for job in sensitivity.jobs(damage, at).values()}
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The damage of every layer by sequence, under both recipes; none in full precision."""
     if len(found) < 2:
         return {}
@@ -47,30 +47,30 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     return {f"{role} {i}": one for role, layers in held.items() for i, one in enumerate(layers)}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The agreement of two mean damages `[layers]`; of equal damages the earlier layer counts as worse."""
     one, other = (np.stack(by_layer(mean, role)) for role in ("one", "other"))
-    if ask.show == "rho":
+    if params.show == "rho":
         return sensitivity.spearman(one, other)
     orders = [np.argsort(-damage, axis=0, kind="stable") for damage in (one, other)]
-    if ask.show == "moved":
+    if params.show == "moved":
         return 100 * np.abs(orders[0][0] - orders[1][0]) / len(one)
-    count = sensitivity.top(len(one), ask.top)
+    count = sensitivity.top(len(one), params.top)
     both = sum((orders[0][i] == orders[1][:count]).sum(0) for i in range(count))
     jaccard = both / (2 * count - both)
-    return jaccard if ask.show == "jaccard" else 100 * (1 - jaccard) / (1 + jaccard)
+    return jaccard if params.show == "jaccard" else 100 * (1 - jaccard) / (1 + jaccard)
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """Of a correlation, an overlap, or percent."""
-    return {"rho": (-1.0, 1.0), "jaccard": (0.0, 1.0)}.get(ask.show, (0.0, 100.0))
+    return {"rho": (-1.0, 1.0), "jaccard": (0.0, 1.0)}.get(params.show, (0.0, 100.0))
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """It compares two recipes by itself."""
     return True
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """Full precision damages nothing."""
     return None

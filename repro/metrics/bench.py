@@ -22,7 +22,7 @@ STORED = RESULTS / "nvidia-h200"
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Field `show` of the measurement `name` of a bench."""
 
     bench: Literal["offload", "precision", "sparse"]
@@ -31,48 +31,48 @@ class Ask:
     unit: str = ""
 
 
-def quantity(ask: Ask) -> Quantity | None:
+def quantity(params: Params) -> Quantity | None:
     """The number; None where it was not measured."""
-    found = _read(ask).get(ask.show)
+    found = _read(params).get(params.show)
     return None if found is None else constant(float(found))
 
 
-def several(ask: Ask) -> bool:
+def several(params: Params) -> bool:
     """One number a cell."""
     return False
 
 
-def absent(ask: Ask) -> str:
+def absent(params: Params) -> str:
     """Why there is no number."""
-    return _read(ask).get("why", "") or f"{ask.bench} has no measurement {ask.name} here"
+    return _read(params).get("why", "") or f"{params.bench} has no measurement {params.name} here"
 
 
-def origin(asks: Sequence[Ask]) -> dict[str, str]:
+def origin(all_params: Sequence[Params]) -> dict[str, str]:
     """Where numbers come from, as fields of a measurement."""
-    facts = [_read(ask) for ask in asks]
+    facts = [_read(params) for params in all_params]
     joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit")}
-    built = any(_path(ask).is_relative_to(BUILT) for ask in asks)
+    built = any(_path(params).is_relative_to(BUILT) for params in all_params)
     calculated = any(one.get("status") == "calculated" for one in facts)
     return joined | {
         "device_class": "cuda",
-        "protocol": " + ".join(sorted(set(map(_protocol, asks)))),
+        "protocol": " + ".join(sorted(set(map(_protocol, all_params)))),
         "live": "fresh" if built else "stored",
         "status": "ok",
         "note": "calculated" if calculated else "",
     }
 
 
-def _protocol(ask: Ask) -> str:
+def _protocol(params: Params) -> str:
     """What was measured; of the many sparse products without layer and sparsity."""
-    name = ask.name.partition("-")[0] if ask.bench == "sparse" else ask.name
-    return f"{ask.bench}/{name}"
+    name = params.name.partition("-")[0] if params.bench == "sparse" else params.name
+    return f"{params.bench}/{name}"
 
 
-def _path(ask: Ask) -> Path:
-    built = BUILT / ask.bench / f"{ask.name}.json"
-    return built if built.is_file() else STORED / ask.bench / f"{ask.name}.json"
+def _path(params: Params) -> Path:
+    built = BUILT / params.bench / f"{params.name}.json"
+    return built if built.is_file() else STORED / params.bench / f"{params.name}.json"
 
 
-def _read(ask: Ask) -> dict[str, Any]:
-    path = _path(ask)
+def _read(params: Params) -> dict[str, Any]:
+    path = _path(params)
     return json.loads(path.read_text()) if path.is_file() else {}

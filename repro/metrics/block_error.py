@@ -33,7 +33,7 @@ INPUTS = ("quantized", "full")
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """On the windows of `corpus` that the scale measures KL on: the `mean` over blocks; the mean of the `later` half
     over that of the earlier one, a block in the middle being left out; `blocks` in order, for a figure."""  # fmt: skip
 
@@ -43,14 +43,14 @@ class Ask:
     unit: str = ""
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job measures every block with both inputs; None where the scale measures no KL."""
     protocol = target.scale.protocols["perplexity"]
     if protocol is None or not protocol.kl_windows:
         return None
     rule = {"length": protocol.length, "windows": protocol.kl_windows}
     options = rule | {"label": protocol.label}
-    return {"errors": on_text.job("block_error", target, target.scale.text(ask.corpus), rule, options)}
+    return {"errors": on_text.job("block_error", target, target.scale.text(params.corpus), rule, options)}
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -132,37 +132,39 @@ def _states(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The windows of every block, or for a figure the blocks' means."""
     held = {
-        name.partition("/")[2]: one for name, one in found["errors"].series.items() if name.startswith(f"{ask.inputs}/")
+        name.partition("/")[2]: one
+        for name, one in found["errors"].series.items()
+        if name.startswith(f"{params.inputs}/")
     }
-    if ask.show == "blocks":
+    if params.show == "blocks":
         return {"blocks": held["blocks"]}
     return {name: one for name, one in held.items() if name != "blocks"}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The mean over blocks, or that of the later ones over that of the earlier ones."""
-    if ask.show == "blocks":
+    if params.show == "blocks":
         return mean["blocks"]
     each = np.stack([mean[str(number)] for number in range(len(mean))])
     half = len(each) // 2
-    if ask.show == "mean" or not half:
+    if params.show == "mean" or not half:
         return each.mean(0)
     return each[-half:].mean(0) / each[:half].mean(0)
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """Every number compares with full precision on the same windows by itself."""
     return True
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """Full precision against itself has no error, and no half of it is larger."""
-    return None if ask.show == "later" else 0.0
+    return None if params.show == "later" else 0.0
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """An error is 0 or more."""
     return (0.0, np.inf)

@@ -32,7 +32,7 @@ TOGETHER = 4  # windows in one forward pass
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Mean negative log likelihood, in nats, of the tokens in a `quartile` (1 to 4, the largest error) of the error
     that the recipe `base` makes; windows are those of perplexity."""  # fmt: skip
 
@@ -46,12 +46,14 @@ class Ask:
             raise UserError(f"by_error: quartile is {self.quartile}; it is 1, 2, 3 or 4, the largest error")
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores the tokens of all quartiles; None where this scale does not measure perplexity."""
-    if perplexity.jobs(perplexity.Ask(ask.corpus), target) is None:  # refuses a text that the recipe is calibrated on
+    if (
+        perplexity.jobs(perplexity.Params(params.corpus), target) is None
+    ):  # refuses a text that the recipe is calibrated on
         return None
-    protocol, text = target.scale.protocols["perplexity"], target.scale.text(ask.corpus)
-    base = compress.job(target.under(ask.base))
+    protocol, text = target.scale.protocols["perplexity"], target.scale.text(params.corpus)
+    base = compress.job(target.under(params.base))
     needs = {"text": tokens.job(target, text), "base": base}
     rule = {"length": protocol.length, "windows": protocol.windows}
     inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub), "base": base.declared()}
@@ -93,21 +95,21 @@ def quartiles(errors: np.ndarray, nll: np.ndarray, group: str) -> dict[str, Seri
     return found
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """Sum and count of the quartile, by window."""
-    return {name: found["tokens"].series[f"{name} {ask.quartile}"] for name in ("nll", "count")}
+    return {name: found["tokens"].series[f"{name} {params.quartile}"] for name in ("nll", "count")}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The mean over the tokens of the quartile."""
     return mean["nll"] / mean["count"]
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """One recipe's loss compares with nothing, though it has two series."""
     return False
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """Losses are read as a difference to full precision."""
     return "q - f"

@@ -22,11 +22,11 @@ from repro.store.observations import Observations, Series
 from repro.train.blocks import POINTS
 
 VERSION = 1
-__all__ = ["Ask", "jobs", "series", "value"]
+__all__ = ["Params", "jobs", "series", "value"]
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Of the last step's curve: the number of `spikes`; for a figure its `loss` and the `place` of each point in
     percent of the training. `factor` and `window` are the rule's."""  # fmt: skip
 
@@ -44,7 +44,7 @@ class Ask:
             raise UserError(f"curve: factor is {self.factor}; a spike rises, so it is above 1")
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """What is shown of the last step's curve; none where nothing was trained.
 
     Raises:
@@ -53,12 +53,14 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     curve = found["step 0"].series.get(LOSS)
     if curve is None or not len(curve.values):
         return {}
-    blocks = [merged(block, ask.merged) for block in pieces(curve.values, stretches(target))]
-    if ask.show == "spikes":
-        return {"spikes": Series(np.asarray([sum(spikes(b, ask.factor, ask.window) for b in blocks)], float), "model")}
+    blocks = [merged(block, params.merged) for block in pieces(curve.values, stretches(target))]
+    if params.show == "spikes":
+        return {
+            "spikes": Series(np.asarray([sum(spikes(b, params.factor, params.window) for b in blocks)], float), "model")
+        }
     loss = np.concatenate(blocks)
     place = 100 * (np.arange(len(loss)) + 0.5) / len(loss)
-    return {ask.show: Series(loss if ask.show == "loss" else place, "points")}
+    return {params.show: Series(loss if params.show == "loss" else place, "points")}
 
 
 def stretches(target: Target) -> int:
@@ -94,6 +96,6 @@ def spikes(points: np.ndarray, factor: float, window: int) -> int:
     return sum(bool(point > factor * median) for point, median in zip(points[window:], before))
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The count, or the mean of what is drawn."""
-    return mean[ask.show]
+    return mean[params.show]

@@ -32,7 +32,7 @@ SHOWN = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """A number of `repro.engine.output.Stats`, the mean over rounds; milliseconds are those of a step."""
 
     show: Literal["tokens/s", "ms", "ms at p99", "MBU", "stored MB", "read MB"]
@@ -52,7 +52,7 @@ class Protocol:
         at_least(self, prompt=1, new=2, batch=1, rounds=1)
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job times a model under a recipe."""
     protocol = target.scale.protocols["decode"]
     if protocol is None:
@@ -82,11 +82,11 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     observations.save(folder / OUTPUTS[0], series, origin)
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The rounds of one number."""
-    return {ask.show: found["rounds"].series[ask.show]}
+    return {params.show: found["rounds"].series[params.show]}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The mean round."""
-    return mean[ask.show] / (1e6 if ask.show.endswith("MB") else 1)
+    return mean[params.show] / (1e6 if params.show.endswith("MB") else 1)

@@ -10,7 +10,7 @@ LATER = {"against": ""}
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """`quantity` over names; each name is a recipe, or a mapping: `recipe`, `measure`, other keys that go over `of`.
 
     `against`: how it is read against full precision, such as `q - f`.
@@ -29,15 +29,18 @@ class Ask:
             raise UserError(f"cells: {shortened(odd[0])!r} is no name; use letters, digits and underscores")
 
 
-def parts(ask: Ask) -> dict[str, tuple[str, dict[str, Any]]]:
+def parts(params: Params) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name to the recipe and the measure of the cell that it stands for."""
-    whole = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in ask.cells.items()}
+    whole = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in params.cells.items()}
     return {
-        name: (cell.get("recipe", ""), cell.get("measure", ask.of | {k: v for k, v in cell.items() if k != "recipe"}))
+        name: (
+            cell.get("recipe", ""),
+            cell.get("measure", params.of | {k: v for k, v in cell.items() if k != "recipe"}),
+        )
         for name, cell in whole.items()
     }
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """As its spec says."""
-    return ask.against
+    return params.against

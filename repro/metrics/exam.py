@@ -42,7 +42,7 @@ LOOKED_AT = 16  # tokens between two looks for the end of all answers
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Which task; a fraction."""
 
     task: str
@@ -72,23 +72,23 @@ def brief(protocol: Protocol, least: Any) -> Protocol:
     return replace(protocol, items=min(protocol.items, least.items))
 
 
-def lacking(ask: Ask) -> str:
+def lacking(params: Params) -> str:
     """Why the task cannot be scored here; empty if it can."""
-    return "" if ask.task in CHOSEN else generated.lacking(ask.task)
+    return "" if params.task in CHOSEN else generated.lacking(params.task)
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores one task; None where the scale has no protocol."""
     protocol = target.scale.protocols["exam"]
     if protocol is None:
         return None
-    rule = vars(protocol) | {"task": ask.task}
-    if ask.task in CHOSEN:
-        identifier = tasks.identifier(ask.task)
-        needs = {"requests": requests.job(target, ask.task, protocol.items)}
+    rule = vars(protocol) | {"task": params.task}
+    if params.task in CHOSEN:
+        identifier = tasks.identifier(params.task)
+        needs = {"requests": requests.job(target, params.task, protocol.items)}
     else:
-        identifier = generated.GENERATED[ask.task].identifier
-        needs = {"questions": questions.job(target, ask.task, protocol.items)}
+        identifier = generated.GENERATED[params.task].identifier
+        needs = {"questions": questions.job(target, params.task, protocol.items)}
     inputs = target.inputs() | rule | {"task": identifier}
     inputs["calibration"] = compress.job(target).declared().get("calibration")
     if target.recipe.steps:
@@ -203,35 +203,35 @@ def before(text: str, stop: Sequence[str]) -> str:
     return text[: min((text.find(one) for one in stop if one in text), default=len(text))]
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The items, and what chance gives where it was measured."""
     return dict(found["items"].series)
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The share of the items that are right."""
-    return mean[f"{ask.task}/correct"]
+    return mean[f"{params.task}/correct"]
 
 
-def status(ask: Ask, full: Mapping[str, Series]) -> str:
+def status(params: Params, full: Mapping[str, Series]) -> str:
     """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
-    right = full[f"{ask.task}/correct"].values
-    if (dealt := full.get(f"{ask.task}/chance")) is None:
-        return "floor" if scoring.at_chance({ask.task: right}) else "ok"
+    right = full[f"{params.task}/correct"].values
+    if (dealt := full.get(f"{params.task}/chance")) is None:
+        return "floor" if scoring.at_chance({params.task: right}) else "ok"
     error = np.sqrt(max(share * (1 - share) for share in (right.mean(), dealt.values.mean())) / len(right))
     return "ok" if right.mean() - dealt.values.mean() > 3 * error else "floor"
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """One recipe's accuracy compares with nothing, though it may have two series."""
     return False
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A share."""
     return (0.0, 1.0)
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """Accuracy is read as a difference to full precision."""
     return "q - f"

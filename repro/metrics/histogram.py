@@ -34,7 +34,7 @@ BEYOND = 1e-3  # share of full precision's weights that are larger than the last
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """`values`: in how many bins as many weights each would be as uneven, exp of the histogram's entropy; `groups`: the
     same of the different values in one group, the mean over groups of as many columns as share a scale (32 of a model
     without scales).
@@ -58,7 +58,7 @@ class Protocol:
             raise UserError(f"bins is {self.bins}; an odd number, 3 or more, has 0 in the middle of one")
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job counts both; None where the scale says null."""
     protocol = target.scale.protocols["histogram"]
     if protocol is None:
@@ -156,10 +156,10 @@ def of_groups(values: Sequence[Tensor], groups: Sequence[int]) -> float:
     return total / count
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """What is shown; no codes of full precision."""
-    held, name = found["counts"].series, "weights" if ask.show == "values" else ask.show
-    if ask.show == "values":
+    held, name = found["counts"].series, "weights" if params.show == "values" else params.show
+    if params.show == "values":
         return {"values": Series(np.asarray([effective(held[name].values)]), "model")}
     if name not in held:
         return {}
@@ -173,7 +173,7 @@ def effective(shares: np.ndarray) -> float:
     return float(np.exp(-(there * np.log(there)).sum()))
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The number, or the mean of what is drawn."""
     (only,) = mean.values()
     return only

@@ -41,7 +41,7 @@ TIMED = ("us", "fraction", "rate", "bandwidth")  # those whose interval is that 
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Whose time, on which layers.
 
     Attributes:
@@ -65,63 +65,65 @@ class Ask:
     unit: str = "us"
 
 
-def quantity(ask: Ask) -> Quantity | None:
+def quantity(params: Params) -> Quantity | None:
     """The number of one layer, or one a layer; None where a time is missing."""
-    rows = chosen(ask)
-    known = {name: _interval(row, ask.show) for name, row in rows.items()}
+    rows = chosen(params)
+    known = {name: _interval(row, params.show) for name, row in rows.items()}
 
     def value(mean: Mapping[str, Any]) -> Any:
-        return np.stack([mean[name] for name in rows]) if several(ask) else mean[ask.layers]
+        return np.stack([mean[name] for name in rows]) if several(params) else mean[params.layers]
 
     return Quantity([{}], value, known=known) if rows else None
 
 
-def several(ask: Ask) -> bool:
+def several(params: Params) -> bool:
     """Whether there is a number a layer, which a cell by itself shows as their geometric mean."""
-    return ask.layers in LAYERS
+    return params.layers in LAYERS
 
 
-def chosen(ask: Ask) -> dict[str, Row]:
+def chosen(params: Params) -> dict[str, Row]:
     """The fastest row on each layer; empty where one is missing.
 
     Raises:
         UserError: tokens or layers that are none.
     """
-    return _chosen(ask, kernel_rows.stamps())
+    return _chosen(params, kernel_rows.stamps())
 
 
 @cache
-def _chosen(ask: Ask, stamps: kernel_rows.Stamps) -> dict[str, Row]:
-    if not ask.tokens.isdecimal():
-        raise UserError(f"kernel_time: tokens is {ask.tokens!r:.40}, not a number of activation rows")
-    wanted, show, found = _names(ask), SHOWN[ask.show], {}
-    device = ask.device or kernel_rows.shown_device(stamps)
+def _chosen(params: Params, stamps: kernel_rows.Stamps) -> dict[str, Row]:
+    if not params.tokens.isdecimal():
+        raise UserError(f"kernel_time: tokens is {params.tokens!r:.40}, not a number of activation rows")
+    wanted, show, found = _names(params), SHOWN[params.show], {}
+    device = params.device or kernel_rows.shown_device(stamps)
     for name in wanted:
-        rows = kernel_rows.timed(stamps).get((device, name, int(ask.tokens), ask.mode), ())
-        mine = [row for row in rows if any(fnmatchcase(row.label, label) for label in ask.who.split())]
+        rows = kernel_rows.timed(stamps).get((device, name, int(params.tokens), params.mode), ())
+        mine = [row for row in rows if any(fnmatchcase(row.label, label) for label in params.who.split())]
         here = [row for row in mine if show(row) is not None]
         if here:
-            found[name] = min(here, key=show if ask.show == "recorded" else lambda row: row.us)
-    return found if ask.partial or len(found) == len(wanted) else {}
+            found[name] = min(here, key=show if params.show == "recorded" else lambda row: row.us)
+    return found if params.partial or len(found) == len(wanted) else {}
 
 
-def origin(asks: Sequence[Ask]) -> dict[str, str]:
+def origin(all_params: Sequence[Params]) -> dict[str, str]:
     """Where the rows of a cell come from, as fields of a measurement.
 
     `unattested`: a row was timed before versions were kept, and stands until it is timed anew.
     """
-    rows = [row for ask in asks for row in chosen(ask).values()]
+    rows = [row for params in all_params for row in chosen(params).values()]
     measured = [row for row in rows if row.status == "ok"]
     here, old = all(row.built for row in rows), any(not row.versions for row in measured)
     changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
-    rescaled = any(row.status == "bridged" for ask in asks if ask.show != "recorded" for row in chosen(ask).values())
+    rescaled = any(
+        row.status == "bridged" for params in all_params if params.show != "recorded" for row in chosen(params).values()
+    )
     facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
     facts["environment"] = {f"{row.environment}, {row.date}" for row in rows}
     joined = {name: " + ".join(sorted(filter(None, found))) for name, found in facts.items()}
     return {
         **joined,
         "device_class": "cuda",
-        "protocol": f"CUDA graphs, {' and '.join(sorted({ask.mode for ask in asks}))} weights",
+        "protocol": f"CUDA graphs, {' and '.join(sorted({params.mode for params in all_params}))} weights",
         "covers": "rounds of one run",
         "versions": " ".join(sorted({word for row in measured for word in row.versions.split()})),
         "live": "fresh" if here else "unattested" if old else "stored",
@@ -130,13 +132,13 @@ def origin(asks: Sequence[Ask]) -> dict[str, str]:
     }
 
 
-def _names(ask: Ask) -> list[str]:
-    if not several(ask):
-        n, _, k = ask.layers.partition("x")
+def _names(params: Params) -> list[str]:
+    if not several(params):
+        n, _, k = params.layers.partition("x")
         if not (n.isdecimal() and k.isdecimal()):
-            raise UserError(f"kernel_time: {unknown('layers', ask.layers, [*LAYERS, '4096x14336'])}")
-        return [ask.layers]
-    low, high = LAYERS[ask.layers]
+            raise UserError(f"kernel_time: {unknown('layers', params.layers, [*LAYERS, '4096x14336'])}")
+        return [params.layers]
+    low, high = LAYERS[params.layers]
     return [f"{n}x{k}" for n, k in recorded.shapes() if low <= n * k <= high]
 
 

@@ -36,7 +36,7 @@ TASKS = (
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """The mean over the items of a task, or the plain mean over several, of the log probability of the right `choice`,
     of the right answer's `nll`, or of whether it is `correct`, a share.
 
@@ -69,9 +69,9 @@ class Protocol(zeroshot.Protocol):
 brief = zeroshot.brief
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores all tasks of a scale; None where it has not all of these."""
-    return zeroshot.scoring_job("likelihood", zeroshot.Ask(ask.tasks), target)
+    return zeroshot.scoring_job("likelihood", zeroshot.Params(params.tasks), target)
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -83,10 +83,10 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     zeroshot.score(job, found, folder, origin, KEPT)
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """Whether each item is right; of a log probability one value for `NEIGHBOURS` items, in steps of `STEP` nats."""
-    named = {f"{task}/{ask.show}": found["items"].series[f"{task}/{ask.show}"] for task in ask.tasks}
-    if ask.show == "correct":
+    named = {f"{task}/{params.show}": found["items"].series[f"{task}/{params.show}"] for task in params.tasks}
+    if params.show == "correct":
         return named
     return {name: replace(one, values=of_neighbours(one.values)) for name, one in named.items()}
 
@@ -99,22 +99,22 @@ def of_neighbours(items: np.ndarray) -> np.ndarray:
     return np.round(means / STEP) * STEP
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The plain mean of the tasks, in nats, a share or percent."""
-    return (100 if ask.percent else 1) * np.mean(list(mean.values()), axis=0)
+    return (100 if params.percent else 1) * np.mean(list(mean.values()), axis=0)
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A log probability is 0 at most, an nll at least; or a share or percentage."""
-    share = (0.0, 100.0 if ask.percent else 1.0)
-    return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(ask.show, share)
+    share = (0.0, 100.0 if params.percent else 1.0)
+    return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(params.show, share)
 
 
-def status(ask: Ask, full: Mapping[str, Series]) -> str:
+def status(params: Params, full: Mapping[str, Series]) -> str:
     """`floor` where it is whether answers are right, and full precision is at chance, as of `zeroshot`; else `ok`."""
-    return zeroshot.status(zeroshot.Ask(ask.tasks), full) if ask.show == "correct" else "ok"
+    return zeroshot.status(zeroshot.Params(params.tasks), full) if params.show == "correct" else "ok"
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """It is read as the paired change against full precision."""
     return "q - f"

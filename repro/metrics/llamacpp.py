@@ -38,7 +38,7 @@ VERSION = 1  # goes up whenever the numbers may change
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """The paper's corpus, which the scale maps to a text, or a corpus by its own name; `wikitext2-raw` is the file that
     llama.cpp's numbers are quoted on."""  # fmt: skip
 
@@ -63,12 +63,12 @@ class Protocol:
         return f"llamacpp-v{VERSION}{context}" + (f" first {self.chunks}" if self.chunks else "")
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores a text; None where the scale has no such protocol."""
     scale, protocol = target.scale, target.scale.protocols["llamacpp"]
     if protocol is None:
         return None
-    text = scale.text(ask.corpus)
+    text = scale.text(params.corpus)
     perplexity.job(target, [text], perplexity.Protocol())  # refuses a text that the recipe is calibrated on
     rule = {"context": protocol.context, "chunks": protocol.chunks}
     inputs, options = rule | {"version": VERSION}, rule | {"label": protocol.label}
@@ -118,16 +118,16 @@ def score(model: nn.Module, chunks: Tensor, bos: int | None) -> np.ndarray:
     return np.concatenate(nll)
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The chunks."""
     return {"nll": found["scores"].series["nll"]}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Perplexity."""
     return np.exp(mean["nll"])
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """Read as a ratio to full precision."""
     return "q / f"

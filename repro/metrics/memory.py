@@ -21,28 +21,28 @@ SCALE_BITS = {"e4m3": 8, "float16": 16, "float32": 32}
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Nothing but the unit."""
 
     unit: str = "GB"
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """None: recipe and shape say it."""
     return {}
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """None."""
     return {}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Never asked: `exact` is."""
     return None
 
 
-def exact(ask: Ask, steps: Sequence[Any], shape: Any) -> float | None:
+def exact(params: Params, steps: Sequence[Any], shape: Any) -> float | None:
     """Gigabytes at a public shape; None where the last step's config has no `stored_grid`, as Bit-by-Bit's has.
 
     A zero point takes the bits of a code. Weights decide that: a layer with a group on one side of 0 stores 16 bits.

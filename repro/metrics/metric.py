@@ -13,25 +13,25 @@ class Metric:
     Attributes:
         module: where it is written.
         VERSION: raised whenever what it computes changes.
-        Ask: frozen dataclass, what a spec may ask; `unit` is that of the value.
+        Params: frozen dataclass, what a spec may ask; `unit` is that of the value.
         Protocol, DEFAULT: the scale's part, under a key named like the metric, and what it is when absent.
         OUTPUTS: the files of a job of its own, and `run(job, found, folder, origin)` executes one; None where it has
             none, and reads what shared jobs left.
-        LATER: options of `Ask` that came after accepted results, with the value that changes nothing, which is not
+        LATER: options of `Params` that came after accepted results, with the value that changes nothing, which is not
             declared.
         TIMES: its job times what it runs, and nothing else runs on its GPU meanwhile.
         FULL_FIRST: a recipe is run only where the status of full precision is not `floor`.
         JOBLESS: it takes no job, and is fresh everywhere.
         PUBLIC: its value is `exact` also where something stands in for a model.
-        status: `status(ask, full)`, `floor` or `ok` from the series of full precision; None where it decides nothing.
+        status: `status(params, full)`, `floor` or `ok` from full precision's series; None where it decides nothing.
         fewest_bits: `fewest_bits(cell, peers)`, of the cells of other rows the one that full precision has to be better
             than, by more than its interval, for the cell not to be at chance; None where no other row decides it.
-        origin: where a metric has results of its own, such as kernel times, `quantity(ask)`, `several(ask)` and
-            `origin(asks)` are asked instead of all else; None elsewhere.
+        origin: where a metric has results of its own, such as kernel times, `quantity(params)`, `several(params)` and
+            `origin(all_params)` are asked instead of all else; None elsewhere.
     """
 
     VERSION: int
-    Ask: type
+    Params: type
     Protocol: type | None = None
     DEFAULT: Any = None
     OUTPUTS: tuple[str, ...] = ()
@@ -59,64 +59,64 @@ class Metric:
         return protocol
 
     @staticmethod
-    def jobs(ask: Any, target: Any) -> dict[str, Any] | None:
+    def jobs(params: Any, target: Any) -> dict[str, Any] | None:
         """Role to job; None where this scale does not measure it."""
         return {}
 
     @staticmethod
-    def series(ask: Any, found: Mapping[str, Any], target: Any) -> dict[str, Any]:
+    def series(params: Any, found: Mapping[str, Any], target: Any) -> dict[str, Any]:
         """From observations by role, the series that decide the value; these are what is kept."""
         return {}
 
     @staticmethod
-    def value(ask: Any, mean: Mapping[str, Any]) -> Any:
+    def value(params: Any, mean: Mapping[str, Any]) -> Any:
         """The value from the means of these series, numbers or arrays."""
         return None
 
     @staticmethod
-    def reference(ask: Any) -> bool | None:
+    def reference(params: Any) -> bool | None:
         """Whether the value compares with full precision on the same units by itself."""
         return None
 
     @staticmethod
-    def itself(ask: Any) -> float | None:
+    def itself(params: Any) -> float | None:
         """What full precision gives in that comparison, None where there is none."""
         return None
 
     @staticmethod
-    def against(ask: Any) -> str:
+    def against(params: Any) -> str:
         """How it is read against full precision, such as `q / f`."""
         return ""
 
     @staticmethod
-    def limits(ask: Any) -> tuple[float, float]:
+    def limits(params: Any) -> tuple[float, float]:
         """The least and the greatest value that there can be, where intervals end."""
         return Quantity.limits
 
     @staticmethod
-    def exact(ask: Any, steps: Sequence[Any], shape: Any) -> float | None:
+    def exact(params: Any, steps: Sequence[Any], shape: Any) -> float | None:
         """The value by arithmetic on the public shape of a model that nothing stands in for."""
         return None
 
     @staticmethod
-    def parts(ask: Any) -> dict[str, Any]:
+    def parts(params: Any) -> dict[str, Any]:
         """The cells that it is arithmetic over: name to recipe and measure."""
         return {}
 
     @staticmethod
-    def lacking(ask: Any) -> str:
+    def lacking(params: Any) -> str:
         """Why it cannot be measured here, such as a package that is missing; empty if it can."""
         return ""
 
     @staticmethod
-    def absent(ask: Any) -> str:
+    def absent(params: Any) -> str:
         """Why results of the metric's own have no number."""
         return ""
 
     @staticmethod
-    def several(ask: Any) -> bool:
+    def several(params: Any) -> bool:
         """Whether results of the metric's own are several numbers, which a cell shows as their geometric mean."""
         return False
 
 
-PARTS = ("VERSION", "Ask", *(name for name in vars(Metric) if not name.startswith("_")))
+PARTS = ("VERSION", "Params", *(name for name in vars(Metric) if not name.startswith("_")))

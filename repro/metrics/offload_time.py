@@ -44,7 +44,7 @@ SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying":
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Milliseconds or gigabytes of one configuration.
 
     Attributes:
@@ -104,17 +104,22 @@ class Protocol:
         at_least(self, context=64, warm=1, timed=2)
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job times a configuration, whatever the target."""
     protocol = target.scale.protocols["offload_time"]
-    if protocol is None or ask.draft not in TIMED:
+    if protocol is None or params.draft not in TIMED:
         return None
-    rule = vars(protocol) | {"shape": ask.shape, "memory": budget.parse_bytes(ask.memory), "prefetch": ask.prefetch}
-    rule |= {"draft": vars(ask.config) if ask.config else None, "alone": ask.draft == "alone"}
-    if ask.draft in OWN:
-        rule |= {"of": ask.draft, "draft_model": ask.draft_model if ask.draft == "small" else ""}
+    rule = vars(protocol) | {
+        "shape": params.shape,
+        "memory": budget.parse_bytes(params.memory),
+        "prefetch": params.prefetch,
+    }
+    rule |= {"draft": vars(params.config) if params.config else None, "alone": params.draft == "alone"}
+    if params.draft in OWN:
+        rule |= {"of": params.draft, "draft_model": params.draft_model if params.draft == "small" else ""}
     where = {"device": target.scale.device}
-    label = f"{ask.shape}/{ask.draft}{'' if ask.prefetch else '-sync'}-{ask.config.depth if ask.config else 0}"
+    depth = params.config.depth if params.config else 0
+    label = f"{params.shape}/{params.draft}{'' if params.prefetch else '-sync'}-{depth}"
     return {"times": make("offload_time", label, rule | where, rule | where, {}, ())}
 
 
@@ -202,32 +207,32 @@ def alone(engine: Speculating, given: Mapping[str, Any], device: torch.device) -
     return timed(core, given["warm"] + given["timed"]).seconds[given["warm"] :]
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """What the value is computed from; what a run says once, such as the rate of its bus, has no spread."""
     kept = found["times"].series
-    if ask.bus:
+    if params.bus:
         names = ("iteration", "streamed", "block", "bus", "draft")
-    elif ask.show == "share drafting":
+    elif params.show == "share drafting":
         names = ("draft", "verify")
     else:
-        names = (SHOWN[ask.show],)
+        names = (SHOWN[params.show],)
     return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], units="runs") for name in names}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Milliseconds, gigabytes or a share.
 
     At another rate of the bus a verification takes as much longer as its streamed bytes, less the block that comes
     while the draft computes, take on that bus than on the measured one: it was bound by the bus.
     """
-    if ask.show == "share drafting":
+    if params.show == "share drafting":
         return mean["draft"] / (mean["draft"] + mean["verify"])
-    if ask.bus:
-        waiting = mean["streamed"] - (mean["block"] if ask.draft != "none" else 0.0)
-        return 1e3 * (mean["iteration"] + waiting * (1e-9 / ask.bus - 1 / mean["bus"]))
-    return mean[SHOWN[ask.show]] * (1e-9 if ask.show == "GB" else 1e3)
+    if params.bus:
+        waiting = mean["streamed"] - (mean["block"] if params.draft != "none" else 0.0)
+        return 1e3 * (mean["iteration"] + waiting * (1e-9 / params.bus - 1 / mean["bus"]))
+    return mean[SHOWN[params.show]] * (1e-9 if params.show == "GB" else 1e3)
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """Times are positive, a share is one."""
-    return (0.0, 1.0) if ask.show == "share drafting" else (0.0, math.inf)
+    return (0.0, 1.0) if params.show == "share drafting" else (0.0, math.inf)

@@ -24,7 +24,7 @@ DEFAULT: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """The paper's corpus, which the scale maps to a text, or a corpus by its own name; and what is shown of it."""
 
     corpus: str
@@ -56,12 +56,12 @@ def brief(protocol: Protocol, least: Any) -> Protocol:
     return replace(protocol, windows=windows, kl_windows=min(protocol.kl_windows, windows))
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores all corpora of a scale, so that a model is loaded once; any other corpus is one of its own."""
     scale = target.scale
     if scale.protocols["perplexity"] is None:
         return None
-    text = scale.text(ask.corpus)
+    text = scale.text(params.corpus)
     together = sorted(set(scale.corpora.values()))
     return {"scores": job(target, together if text in together else [text], scale.protocols["perplexity"])}
 
@@ -120,36 +120,36 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     observations.save(folder / OUTPUTS[0], series, origin)
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The windows of one corpus: nll, kl or top1."""
-    name = "nll" if ask.show == "perplexity" else ask.show
-    key = f"{target.scale.text(ask.corpus)}/{name}"
+    name = "nll" if params.show == "perplexity" else params.show
+    key = f"{target.scale.text(params.corpus)}/{name}"
     held = found["scores"].series
     return {name: held[key]} if key in held else {}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Perplexity, KL in nats, or agreement in percent."""
-    if ask.show == "perplexity":
+    if params.show == "perplexity":
         return np.exp(mean["nll"])
-    return mean["kl"] if ask.show == "kl" else 100 * mean["top1"]
+    return mean["kl"] if params.show == "kl" else 100 * mean["top1"]
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """KL and agreement compare with full precision on the same windows by themselves."""
-    return ask.show in COMPARED
+    return params.show in COMPARED
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A perplexity is 1 or more, KL 0 or more, agreement a percentage."""
-    return {"perplexity": (1.0, np.inf), "kl": (0.0, np.inf)}.get(ask.show, (0.0, 100.0))
+    return {"perplexity": (1.0, np.inf), "kl": (0.0, np.inf)}.get(params.show, (0.0, 100.0))
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """KL and agreement of full precision with itself."""
-    return COMPARED.get(ask.show)
+    return COMPARED.get(params.show)
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """Perplexity is read as a ratio to full precision; KL and agreement compare already."""
-    return "q / f" if ask.show == "perplexity" else ""
+    return "q / f" if params.show == "perplexity" else ""

@@ -13,19 +13,19 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """`share` of layers in percent, or mean `rank` of the chosen ones."""
 
     show: Literal["share", "rank"]
     unit: str = ""
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """The job that compresses the model notes what its steps chose."""
     return {"layers": compress.job(target)}
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """One number a layer, in model order: the rank (0: not chosen) and whether it is above 0."""
     held = found["layers"].series
     if "layers/rank" not in held:
@@ -34,6 +34,6 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     return {"rank": ranks, "chosen": Series((ranks.values > 0).astype(float), "layers")}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Percent of layers, or the mean rank of the chosen ones."""
-    return 100 * mean["chosen"] if ask.show == "share" else mean["rank"] / mean["chosen"]
+    return 100 * mean["chosen"] if params.show == "share" else mean["rank"] / mean["chosen"]

@@ -49,7 +49,7 @@ TOP = 0.3  # share of the layers that are called the most damaged (appendix C.3)
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """What is shown of the layers.
 
     `damage`, `loss`: of every layer, for a figure; as a number their mean. `rho`: Spearman's rank correlation of the
@@ -74,7 +74,7 @@ class Protocol:
                 raise UserError(f"{name} is {getattr(self, name)}; it is 2 or more")
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """One job quantizes layer after layer; full precision has none.
 
     What was quantized after a step that rescales the model (AWQ) does not fit the model's own weights, so that such a
@@ -87,8 +87,8 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job]:
         return {}
     if any(step.attaches for step in target.recipe.steps):
         raise UserError(f"sensitivity: {target.recipe.name} attaches a compensator; name a quantizer alone")
-    perplexity.jobs(perplexity.Ask(ask.corpus), target)  # refuses a text that the recipe is calibrated on
-    text, protocol, made = target.scale.text(ask.corpus), target.scale.protocols["sensitivity"], compress.job(target)
+    perplexity.jobs(perplexity.Params(params.corpus), target)  # refuses a text that the recipe is calibrated on
+    text, protocol, made = target.scale.text(params.corpus), target.scale.protocols["sensitivity"], compress.job(target)
     rule = {"sequences": protocol.sequences, "tokens": protocol.tokens}
     rescaled = any(step.rescales for step in target.recipe.steps)
     needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
@@ -239,22 +239,22 @@ def by_layer(series: Mapping[str, Any], name: str) -> list[Any]:
     return [one for key, one in series.items() if key.rpartition(" ")[0] == name]
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The mean of every layer for a figure; for a number every layer by sequence."""
     if "layers" not in found:
         return {}
     held = found["layers"].series
-    if ask.show in ("damage", "loss"):
-        return {ask.show: Series(np.asarray([one.values.mean() for one in by_layer(held, ask.show)]), "layers")}
-    return {key: one for key, one in held.items() if ask.show == "rho" or key.startswith("loss ")}
+    if params.show in ("damage", "loss"):
+        return {params.show: Series(np.asarray([one.values.mean() for one in by_layer(held, params.show)]), "layers")}
+    return {key: one for key, one in held.items() if params.show == "rho" or key.startswith("loss ")}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The mean over layers, the rank correlation, or the tail's share in percent."""
-    if ask.show in ("damage", "loss"):
-        return mean[ask.show]
+    if params.show in ("damage", "loss"):
+        return mean[params.show]
     loss = np.stack(by_layer(mean, "loss"))
-    if ask.show == "rho":
+    if params.show == "rho":
         return spearman(np.stack(by_layer(mean, "damage")), loss)
     worst = np.sort(loss, axis=0)[-top(len(loss), TOP) :]
     return 100 * worst.sum(0) / loss.sum(0)
@@ -276,16 +276,16 @@ def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """Of a correlation; the tail may be all of the loss and more, where other layers lower it."""
-    return (-1.0, 1.0) if ask.show == "rho" else (-math.inf, math.inf)
+    return (-1.0, 1.0) if params.show == "rho" else (-math.inf, math.inf)
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """It compares with full precision by itself."""
     return True
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """Full precision damages nothing."""
-    return None if ask.show in ("rho", "tail") else 0.0
+    return None if params.show in ("rho", "tail") else 0.0

@@ -16,7 +16,7 @@ JOBLESS = True  # fresh everywhere
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """An option of a step of the recipe, times `factor` where the paper prints it in another unit."""
 
     step: str
@@ -25,28 +25,28 @@ class Ask:
     unit: str = ""
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """None: the recipe says it."""
     return {}
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The option as one number.
 
     Raises:
         UserError: the recipe has no such step, or the step no such option, or it is no number.
     """
     configs = dict(target.recipe.config)
-    if ask.step not in configs:
-        raise UserError(f"setting: the recipe {target.recipe.name!r} has no step {ask.step!r}")
-    if ask.option not in configs[ask.step]:
-        raise UserError(f"setting: {unknown(f'option of {ask.step}', ask.option, configs[ask.step])}")
-    found_value = configs[ask.step][ask.option]
+    if params.step not in configs:
+        raise UserError(f"setting: the recipe {target.recipe.name!r} has no step {params.step!r}")
+    if params.option not in configs[params.step]:
+        raise UserError(f"setting: {unknown(f'option of {params.step}', params.option, configs[params.step])}")
+    found_value = configs[params.step][params.option]
     if isinstance(found_value, bool | str | list) or found_value is None:
-        raise UserError(f"setting: {ask.option} of {ask.step} is {found_value!r}, not a number")
-    return {"setting": Series(np.asarray([ask.factor * found_value], dtype=float), "model")}
+        raise UserError(f"setting: {params.option} of {params.step} is {found_value!r}, not a number")
+    return {"setting": Series(np.asarray([params.factor * found_value], dtype=float), "model")}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The option."""
     return mean["setting"]

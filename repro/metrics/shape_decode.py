@@ -57,7 +57,7 @@ EVERY = HOW | AT_LENGTHS
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Milliseconds of a step, or tokens a second, of one shape in one of `EVERY` ways.
 
     Attributes:
@@ -94,16 +94,16 @@ class Protocol:
     rounds: int = 5
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job times a shape, whatever the target."""
     protocol = target.scale.protocols["shape_decode"]
     if protocol is None:
         return None
-    recipe, method = EVERY[ask.how]
-    rule = vars(protocol) | {"shape": ask.shape, "recipe": recipe, "method": method, "device": target.scale.device}
-    if ask.length:
+    recipe, method = EVERY[params.how]
+    rule = vars(protocol) | {"shape": params.shape, "recipe": recipe, "method": method, "device": target.scale.device}
+    if params.length:
         rule |= {"lengths": list(LENGTHS)}
-    return {"rounds": make("shape_decode", f"{ask.shape}/{ask.how}", rule, rule, {}, ())}
+    return {"rounds": make("shape_decode", f"{params.shape}/{params.how}", rule, rule, {}, ())}
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -184,16 +184,16 @@ def loaded(shape: str, recipe: str, method: str, context: int, device: torch.dev
     return engine
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The rounds."""
-    return {"ms": found["rounds"].series[ask.series]}
+    return {"ms": found["rounds"].series[params.series]}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Tokens a second of the mean step, or its milliseconds."""
-    return 1e3 / mean["ms"] if ask.show == "tokens/s" else mean["ms"]
+    return 1e3 / mean["ms"] if params.show == "tokens/s" else mean["ms"]
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """Both are positive."""
     return (0.0, math.inf)

@@ -33,7 +33,7 @@ DRAWS, SAMPLED, PASSAGES, LENGTH, WIDE = 12, 6, 3, 96, 0.2
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """What is shown of nine traces.
 
     `cos_min`, `cos_max`: least and greatest mean cosine of a sequence; `sigma_avg`, `sigma_max`: mean and greatest
@@ -51,9 +51,9 @@ class Ask:
             raise UserError(f"similarity: sequence is {self.sequence}; there are {SAMPLED + PASSAGES}, the first is 0")
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """One job makes all traces of the target."""
-    text = target.scale.text(ask.corpus)
+    text = target.scale.text(params.corpus)
     needs = {"text": tokens.job(target, text)}
     if target.recipe.steps:
         needs["weights"] = compress.job(target)
@@ -111,28 +111,28 @@ def summary(cosines: np.ndarray, group: str) -> dict[str, Series]:
     return found | {name: Series(values, "positions") for name, values in drawn.items()}
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The number of every draw; for a figure the series that is drawn."""
-    name = f"trace {ask.sequence}" if ask.show == "trace" else ask.show
+    name = f"trace {params.sequence}" if params.show == "trace" else params.show
     return {name: found["traces"].series[name]}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The mean of what is shown, or percent of positions."""
     (only,) = mean.values()
-    return 100 * only if ask.show == "wide" else only
+    return 100 * only if params.show == "wide" else only
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """Of a cosine, of the distance of two, or percent."""
-    return {"wide": (0.0, 100.0), "sigma_avg": (0.0, 2.0), "sigma_max": (0.0, 2.0)}.get(ask.show, (-1.0, 1.0))
+    return {"wide": (0.0, 100.0), "sigma_avg": (0.0, 2.0), "sigma_max": (0.0, 2.0)}.get(params.show, (-1.0, 1.0))
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """Every number compares with full precision by itself."""
     return True
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """Full precision with itself: cosines of 1, no spread."""
-    return 0.0 if ask.show in ("sigma_avg", "sigma_max", "wide") else 1.0
+    return 0.0 if params.show in ("sigma_avg", "sigma_max", "wide") else 1.0

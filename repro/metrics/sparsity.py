@@ -24,7 +24,7 @@ OUTPUTS = (observations.FILE,)
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Percent of the inputs at sparse positions, over all layers of the blocks by their parameters; `of` names one
     matrix of each block, such as `q_proj`. On the windows of `corpus` that the scale measures KL on."""  # fmt: skip
 
@@ -33,13 +33,13 @@ class Ask:
     unit: str = "%"
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job counts every matrix; none where the scale measures no KL."""
     protocol = target.scale.protocols["perplexity"]
     if protocol is None or not protocol.kl_windows:
         return None
     rule = {"length": protocol.length, "windows": protocol.kl_windows}
-    text, options = target.scale.text(ask.corpus), rule | {"label": protocol.label}
+    text, options = target.scale.text(params.corpus), rule | {"label": protocol.label}
     return {"zeros": on_text.job("sparsity", target, text, rule, options)}
 
 
@@ -93,11 +93,11 @@ def zeros(lm: LowBitModel, windows: torch.Tensor) -> dict[str, float]:
     return {name: zero / total for name, (zero, total) in counts.items()}
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The zeros of each asked matrix, weighted by its parameters, and the parameters."""
     held = found["zeros"].series
     kinds = [name.partition("/")[2] for name in held if name.startswith("zeros/")]
-    kinds = [kind for kind in kinds if ask.of in ("", kind)]
+    kinds = [kind for kind in kinds if params.of in ("", kind)]
     if not kinds:
         return {}
     sizes = np.concatenate([held[f"parameters/{kind}"].values for kind in kinds])
@@ -106,6 +106,6 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     return {"zeros": Series(shares * sizes, "layers", group), "parameters": Series(sizes, "layers", group)}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Percent."""
     return 100 * mean["zeros"] / mean["parameters"]

@@ -17,7 +17,7 @@ QUANTIZER = ("codes", "scales", "zeros", "indices", "unquantized")  # kinds of b
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """`bpw`: bits per block weight. `megabytes`: the whole model. `compensation`: megabytes beside the weights.
     `share`: the same in percent of the block weights at 4 bits."""  # fmt: skip
 
@@ -25,28 +25,28 @@ class Ask:
     unit: str = "bits"
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """The job that compresses the model counts its bits."""
     return {"bits": compress.job(target)}
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The bits by kind, and the totals."""
     return {name: one for name, one in found["bits"].series.items() if name.startswith("bits/")}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The count that was asked for."""
-    if ask.count == "bpw":
+    if params.count == "bpw":
         return mean["bits/bpw"]
-    if ask.count == "megabytes":
+    if params.count == "megabytes":
         return mean["bits/bytes"] / 1e6
     known = {f"bits/{kind}" for kind in (*QUANTIZER, "bpw", "bytes", "block_weights")}
     extra = sum((bits for name, bits in mean.items() if name not in known), 0 * mean["bits/bytes"])
-    return extra / 8e6 if ask.count == "compensation" else 100 * extra / (4 * mean["bits/block_weights"])
+    return extra / 8e6 if params.count == "compensation" else 100 * extra / (4 * mean["bits/block_weights"])
 
 
-def exact(ask: Ask, steps: Sequence[Any], shape: Any) -> float | None:
+def exact(params: Params, steps: Sequence[Any], shape: Any) -> float | None:
     """The count at a paper's own shape by arithmetic; None where the recipe alone does not fix what is stored.
 
     Known are grids, with half-precision scales for all groups, and corrections of a given rank in every layer.
@@ -68,8 +68,10 @@ def exact(ask: Ask, steps: Sequence[Any], shape: Any) -> float | None:
             found[f"bits/{step.name}"] = 8 * sum(stored)
         else:
             return None
-    if ask.count in ("compensation", "share") and not any(isinstance(step.config, low_rank.Config) for step in steps):
+    if params.count in ("compensation", "share") and not any(
+        isinstance(step.config, low_rank.Config) for step in steps
+    ):
         return None
     bits = sum(found.values())
     totals = {"bits/bpw": bits / weights, "bits/bytes": bits / 8 + 2 * shape.others, "bits/block_weights": weights}
-    return float(value(ask, found | totals))
+    return float(value(params, found | totals))

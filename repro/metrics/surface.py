@@ -45,7 +45,7 @@ Direction = dict[str, Tensor]  # by the layer's name, each of its weight's shape
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """`roughness`: in nats; `surface`: the losses, row by row of α, for a figure. Weights at `bits`, in groups."""
 
     bits: int
@@ -82,14 +82,14 @@ class Protocol:
         at_least(self, sequences=2, tokens=2, seed=0)
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores one surface; None where the scale says null."""
     protocol = target.scale.protocols["surface"]
     if protocol is None:
         return None
-    rule = asdict(protocol) | {"bits": ask.bits} | ({"group": ask.group} if ask.bits != FULL else {})
+    rule = asdict(protocol) | {"bits": params.bits} | ({"group": params.group} if params.bits != FULL else {})
     options = rule | {"seed": target.seed, "directions": protocol.seed}  # `seed` of a job's options is the recipe's
-    return {"surface": on_text.job("surface", target, target.scale.text(ask.corpus), {"surface": rule}, options)}
+    return {"surface": on_text.job("surface", target, target.scale.text(params.corpus), {"surface": rule}, options)}
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -189,28 +189,28 @@ def roughness(losses: np.ndarray) -> Any:
     return sum(one.sum((0, 1)) for one in both) / sum(one.shape[0] * one.shape[1] for one in both)
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The sequences at every point, or for a figure the means."""
     held = found["surface"].series
-    if ask.show == "surface":
+    if params.show == "surface":
         return {"loss": held["loss"]}
     return {name: one for name, one in held.items() if name != "loss"}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The roughness of the mean losses, or their mean."""
-    if ask.show == "surface":
+    if params.show == "surface":
         return mean["loss"]
     side = round(len(mean) ** 0.5)
     flat = np.stack([mean[f"at {i} {j}"] for i in range(side) for j in range(side)])
     return roughness(flat.reshape(side, side, *flat.shape[1:]))
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """A surface compares with nothing, though it has many series."""
     return False
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A roughness is 0 or more."""
     return (0.0, np.inf)

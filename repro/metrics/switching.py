@@ -54,7 +54,7 @@ TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """A number of texts under a schedule.
 
     Attributes:
@@ -147,31 +147,31 @@ class Protocol:
         return min(self.new_tokens, self.short) if prompts in STOPS else self.new_tokens
 
 
-def lacking(ask: Ask) -> str:
+def lacking(params: Params) -> str:
     """Why it cannot be measured here; empty if it can."""
-    return text_scores.lacking("rougeL") or text_scores.lacking(ask.show) or sets.lacking(ask.prompts)
+    return text_scores.lacking("rougeL") or text_scores.lacking(params.show) or sets.lacking(params.prompts)
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
     if target.scale.protocols["switching"] is None:
         return None
-    if ask.control == "learned" and target.recipe.steps and not _scheduler(ask, target).is_file():
+    if params.control == "learned" and target.recipe.steps and not _scheduler(params, target).is_file():
         return None
-    return {"texts": _job(ask, target)}
+    return {"texts": _job(params, target)}
 
 
-def _scheduler(ask: Ask, target: Target) -> Path:
+def _scheduler(params: Params, target: Target) -> Path:
     """The file of the trained scheduler of a model between two widths."""
-    return pmpd.path_of(target.model, *precision.read(ask.schedule).path)
+    return pmpd.path_of(target.model, *precision.read(params.schedule).path)
 
 
-def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
+def _job(params: Params, target: Target, validating: bool = False) -> Job:
     protocol, calibration = target.scale.protocols["switching"], {}
     plain = not target.recipe.steps
-    schedule = "" if plain else ask.schedule
+    schedule = "" if plain else params.schedule
     config = precision.read(schedule) if schedule else None
-    needs = {} if plain else {"full": _job(ask, target.under("fp16"))}
+    needs = {} if plain else {"full": _job(params, target.under("fp16"))}
     widths = config.path if config else [16 if plain else target.recipe.steps[0].config.bits]
     for bits in (bits for bits in widths if bits < 16):
         made = compress.job(target.under(precision.recipe_at(target.text, bits)))
@@ -179,22 +179,22 @@ def _job(ask: Ask, target: Target, validating: bool = False) -> Job:
         calibration = made.declared().get("calibration")
     rule: dict[str, Any] = asdict(protocol) | {"validating": validating}
     if config:
-        rule |= {"quantile": ask.quantile, "control": ask.control}
-        if ask.quantile:
-            needs["validation"] = _job(ask, target.under("fp16"), validating=True)
-        if ask.control and ask.control != "learned":
-            needs["signal"] = _job(replace(ask, control="", schedule=_in_the_papers_order(ask.schedule)), target)
+        rule |= {"quantile": params.quantile, "control": params.control}
+        if params.quantile:
+            needs["validation"] = _job(params, target.under("fp16"), validating=True)
+        if params.control and params.control != "learned":
+            needs["signal"] = _job(replace(params, control="", schedule=_in_the_papers_order(params.schedule)), target)
             rule["seed"] = target.seed
-    rule["new_tokens"] = protocol.tokens_of(ask.prompts)
+    rule["new_tokens"] = protocol.tokens_of(params.prompts)
     for name in ("together", "short"):  # the first decides no number, but for the order of sums
         del rule[name]
-    inputs = target.inputs() | rule | {"prompts": sets.identifier(ask.prompts)}
+    inputs = target.inputs() | rule | {"prompts": sets.identifier(params.prompts)}
     inputs |= {"calibration": calibration, "schedule": _declared(config) if config else None}
     learned = {}
-    if config and ask.control == "learned":
-        path = _scheduler(ask, target)
+    if config and params.control == "learned":
+        path = _scheduler(params, target)
         inputs["scheduler"], learned = head_files.identity(path), {"scheduler": str(path)}
-    options = target.options() | rule | {"set": ask.prompts, "schedule": schedule, "together": protocol.together}
+    options = target.options() | rule | {"set": params.prompts, "schedule": schedule, "together": protocol.together}
     options |= learned
     return make("switching", target.label, inputs, options, needs, target.steps)
 
@@ -435,14 +435,14 @@ def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The prompts' numbers; none of the references where the set has none."""
     held = found["texts"].series
-    if ask.show in CURVES:
-        name, _, what = ask.show.partition(" ")
-        return {ask.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
-    names = [ask.show] if ask.show in held else []
-    if ask.show == "bleu":
+    if params.show in CURVES:
+        name, _, what = params.show.partition(" ")
+        return {params.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
+    names = [params.show] if params.show in held else []
+    if params.show == "bleu":
         names = [name for name in held if name.startswith("bleu ")]
     return {name: Series(held[name].values, RESAMPLED, held[name].group) for name in names}
 
@@ -464,39 +464,39 @@ def _curve(held: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
     return np.nanstd(table, axis=0, ddof=1) if spread else np.nanmean(table, axis=0)
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The mean over prompts; BLEU of all of them together."""
-    if ask.show == "bleu":
+    if params.show == "bleu":
         return text_scores.bleu({name.removeprefix("bleu "): count for name, count in mean.items()})
-    return mean[ask.show]
+    return mean[params.show]
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """Agreement and divergence compare with full precision by themselves."""
-    return ask.show in COMPARED
+    return params.show in COMPARED
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """Full precision agrees with itself."""
-    return {"agreement": 100.0, "prefix": 100.0, "KL": 0.0}.get(ask.show)
+    return {"agreement": 100.0, "prefix": 100.0, "KL": 0.0}.get(params.show)
 
 
 def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
     """Of the cells of other rows that without a schedule of the fewest bits, which a task has to tell from full
     precision; None of what is compared with full precision by itself."""  # fmt: skip
-    if cell.ask.show not in TASK:
+    if cell.params.show not in TASK:
         return None
-    static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.ask.schedule]
+    static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.params.schedule]
     quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
     return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """Scores of texts are read as a difference to full precision."""
-    return "q - f" if ask.show in TASK else ""
+    return "q - f" if params.show in TASK else ""
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A score is 0 to 100, all else 0 or more."""
     shares = ("agreement", "prefix", "repeated", "repeated by token", *TASK)
-    return (0.0, 100.0) if ask.show in shares else (0.0, np.inf)
+    return (0.0, 100.0) if params.show in shares else (0.0, np.inf)

@@ -36,7 +36,7 @@ Spans = dict[str, list[tuple[float, float]]]  # lane to (begin, end) in millisec
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Milliseconds: when the spans of a lane `begin`, counted from the iteration's own beginning, or their `length`.
 
     Attributes:
@@ -72,12 +72,15 @@ class Protocol:
         at_least(self, context=64, warm=1)
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """One job a configuration, whatever the target."""
-    rule = vars(target.scale.protocols["timeline"]) | {"shape": ask.shape, "memory": budget.parse_bytes(ask.memory)}
-    rule |= {"prefetch": ask.prefetch, "draft": vars(subspec.Config()) if ask.draft == "subspec" else None}
+    rule = vars(target.scale.protocols["timeline"]) | {
+        "shape": params.shape,
+        "memory": budget.parse_bytes(params.memory),
+    }
+    rule |= {"prefetch": params.prefetch, "draft": vars(subspec.Config()) if params.draft == "subspec" else None}
     rule |= {"device": target.scale.device}
-    label = f"{ask.shape}/{ask.draft}{'' if ask.prefetch else '-sync'}"
+    label = f"{params.shape}/{params.draft}{'' if params.prefetch else '-sync'}"
     return {"spans": make("timeline", label, rule, rule, {}, ())}
 
 
@@ -144,18 +147,18 @@ def spans_of(lanes: Mapping[str, Sequence[Copy]], draft: subspec.Config | None, 
     return found
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The spans of a lane; none of a lane that a configuration does not have."""
-    name = f"{ask.lane} {ask.show}"
+    name = f"{params.lane} {params.show}"
     kept = found["spans"].series
     return {name: kept[name]} if name in kept else {}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The mean of what is drawn."""
-    return mean[f"{ask.lane} {ask.show}"]
+    return mean[f"{params.lane} {params.show}"]
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A span has a length; one that reaches into the iteration begins before it."""
-    return (0.0 if ask.show == "length" else -math.inf, math.inf)
+    return (0.0 if params.show == "length" else -math.inf, math.inf)

@@ -30,7 +30,7 @@ CLASSES = ("breaks", "punctuation", "digits", "starts", "inside")
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """`breaks` are line breaks, `punctuation` is without a letter or digit, blanks too; `starts` begin a word, `inside`
     goes on with one. On the windows of `corpus` that the scale measures KL on."""  # fmt: skip
 
@@ -40,11 +40,11 @@ class Ask:
     unit: str = "nats"
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores all classes of a text; none where the scale measures no perplexity."""
     if (protocol := target.scale.protocols["perplexity"]) is None:
         return None
-    text = target.scale.text(ask.corpus)
+    text = target.scale.text(params.corpus)
     needs = {"text": tokens.job(target, text)}
     if target.recipe.steps:
         needs["weights"] = compress.job(target)
@@ -111,28 +111,28 @@ def by_class(full: nn.Module, low: nn.Module | None, ids: torch.Tensor, of: Sequ
     return found
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The windows of one class."""
-    name = f"{ask.of}/{ask.show}"
+    name = f"{params.of}/{params.show}"
     held = found["classes"].series
     return {name: held[name]} if name in held else {}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """Nats per token of the text."""
-    return mean[f"{ask.of}/{ask.show}"]
+    return mean[f"{params.of}/{params.show}"]
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """KL compares with full precision by itself."""
-    return ask.show == "kl"
+    return params.show == "kl"
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A loss or KL is 0 or more."""
     return (0.0, np.inf)
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """KL of full precision with itself."""
-    return 0.0 if ask.show == "kl" else None
+    return 0.0 if params.show == "kl" else None

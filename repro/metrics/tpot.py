@@ -38,7 +38,7 @@ HIGH = 16
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """A time of a text of a number of tokens.
 
     Attributes:
@@ -65,21 +65,21 @@ class Ask:
             raise UserError(f"tpot: {odd[0]} bits have no step that is timed; choose from 16, 8, 4")
 
 
-def quantity(ask: Ask) -> Quantity | None:
+def quantity(params: Params) -> Quantity | None:
     """The number; None where a step that it takes was not measured."""
-    value = _value(ask, *_folder())
+    value = _value(params, *_folder())
     if value is None:
         return None
     known = Interval(value, value, value, 0, None, "", (value,))
     return Quantity([{}], lambda mean: mean["x"], known={"x": known})
 
 
-def several(ask: Ask) -> bool:
+def several(params: Params) -> bool:
     """One number a cell."""
     return False
 
 
-def origin(asks: Sequence[Ask]) -> dict[str, str]:
+def origin(all_params: Sequence[Params]) -> dict[str, str]:
     """Where the steps come from, as fields of a measurement."""
     folder, files = _folder()
     facts = [json.loads((folder / name).read_text()) for name, _ in files if name.startswith("step-")]
@@ -147,11 +147,11 @@ def _sizes(shape: str) -> dict[str, int]:
 
 
 @cache
-def _value(ask: Ask, folder: Path, files: Stamps) -> float | None:
-    measured, count = _measured(folder, files), int(ask.tokens)
-    config = precision.read(ask.schedule) if ask.schedule else None
-    path = config.path if config else [int(ask.bits)]
-    widths = {*path, HIGH} if ask.show == "times" else set(path)
+def _value(params: Params, folder: Path, files: Stamps) -> float | None:
+    measured, count = _measured(folder, files), int(params.tokens)
+    config = precision.read(params.schedule) if params.schedule else None
+    path = config.path if config else [int(params.bits)]
+    widths = {*path, HIGH} if params.show == "times" else set(path)
     contexts = PROMPT + np.arange(1, count + 1)
     if measured.lacks(sorted(widths), contexts[-1], config.layers if config else 0):
         return None
@@ -161,19 +161,19 @@ def _value(ask: Ask, folder: Path, files: Stamps) -> float | None:
         log = at_best(config, sizes, count)
         share, switches = along.shares(log, path, sizes, count), sorted({switch.step for switch in log})
     lost = len(switches) * measured.lost_by(config.layers) / count if switches else 0.0
-    if ask.show == "switching":
+    if params.show == "switching":
         return lost
-    if ask.show == "PPLE":
+    if params.show == "PPLE":
         return _signal(folder) if config else 0.0
-    if ask.show in ("ms", "times"):
+    if params.show in ("ms", "times"):
         mean = float(measured.tokens(path, share, contexts).mean()) + lost
-        return mean if ask.show == "ms" else float(measured.static([HIGH], contexts).mean()) / mean
+        return mean if params.show == "ms" else float(measured.static([HIGH], contexts).mean()) / mean
     last = contexts[-1:]
-    if ask.show == "mixing":
+    if params.show == "mixing":
         return float((measured.tokens(path, share[-1:], last) - (share[-1:] * measured.static(path, last)).sum())[0])
     signal = (_signal(folder) or 0.0) if config else 0.0
     short = [measured.steps[bits][1][0] - signal for bits in path]
-    return _part(ask.show, path, share[-1], measured.static(path, last)[0] - signal, short)
+    return _part(params.show, path, share[-1], measured.static(path, last)[0] - signal, short)
 
 
 def _signal(folder: Path) -> float | None:

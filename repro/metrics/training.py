@@ -18,7 +18,7 @@ LAST = 1 / 16  # the share of a loss curve whose mean is where it ended
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """`tokens`: all that the model was trained on, a sequence once an epoch; a pass that trains a half of the blocks
     counts a half; 0 where nothing was trained. `loss`: the mean of the last sixteenth of the last step's curve, that of
     the last blocks where blocks are trained one by one."""  # fmt: skip
@@ -27,7 +27,7 @@ class Ask:
     unit: str = "tokens"
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """The jobs that compress the model train it: one for each step of the recipe, `step 0` the last."""
     found, job = {}, compress.job(target)
     while job:
@@ -36,9 +36,9 @@ def jobs(ask: Ask, target: Target) -> dict[str, Job]:
     return found
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The count of all steps, or the end of the last one's curve; none where it is asked for and there is none."""
-    if ask.show == "tokens":
+    if params.show == "tokens":
         counts = [step.series[TOKENS].values.sum() for step in found.values() if TOKENS in step.series]
         return {TOKENS: Series(np.asarray([sum(counts)], dtype=float), "model")}
     if (curve := found["step 0"].series.get(LOSS)) is None:
@@ -46,6 +46,6 @@ def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[
     return {LOSS: Series(curve.values[-math.ceil(len(curve.values) * LAST) :], curve.units)}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The count, or the mean of what `series` kept of the curve."""
-    return mean[TOKENS] if ask.show == "tokens" else mean[LOSS]
+    return mean[TOKENS] if params.show == "tokens" else mean[LOSS]

@@ -25,7 +25,7 @@ OUTPUTS = (observations.FILE,)
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Nats: of every layer, for a figure (`layers`); their `mean`; the largest over the smallest (`spread`)."""
 
     show: Literal["layers", "mean", "spread"] = "mean"
@@ -33,11 +33,11 @@ class Ask:
     unit: str = ""
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job]:
+def jobs(params: Params, target: Target) -> dict[str, Job]:
     """One job compares all layers; full precision has none."""
     if not target.recipe.steps:
         return {}
-    made, config = compress.job(target), Config(direction=ask.direction)
+    made, config = compress.job(target), Config(direction=params.direction)
     rule = {name: asdict(config)[name] for name in ("direction", "bins", "pseudocount")}
     inputs = target.inputs() | rule | {"calibration": made.declared().get("calibration")}
     job = make("weight_divergence", target.label, inputs, target.options() | rule, {"weights": made}, target.steps)
@@ -59,27 +59,27 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     observations.save(folder / OUTPUTS[0], {"layers": Series(np.asarray(values), "layers")}, origin)
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The layers for a figure, else one number."""
     if "layers" not in found:
         return {}
     held = found["layers"].series["layers"]
-    if ask.show == "layers":
+    if params.show == "layers":
         return {"layers": held}
-    number = held.values.mean() if ask.show == "mean" else held.values.max() / held.values.min()
-    return {ask.show: Series(np.asarray([number]), "model")}
+    number = held.values.mean() if params.show == "mean" else held.values.max() / held.values.min()
+    return {params.show: Series(np.asarray([number]), "model")}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The number, or the mean of what is drawn."""
-    return mean[ask.show]
+    return mean[params.show]
 
 
-def reference(ask: Ask) -> bool:
+def reference(params: Params) -> bool:
     """It compares with full precision by itself."""
     return True
 
 
-def itself(ask: Ask) -> float | None:
+def itself(params: Params) -> float | None:
     """Full precision does not diverge from itself, and has no spread."""
-    return None if ask.show == "spread" else 0.0
+    return None if params.show == "spread" else 0.0

@@ -26,7 +26,7 @@ TASKS = ("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "b
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """Which tasks; none is all of the scale's. `percent`: the paper prints percent, not a fraction.
 
     Attributes:
@@ -72,10 +72,10 @@ class Protocol:
         drawn = {entries.TASKS[task].shipped: task for task in self.tasks if entries.TASKS[task].draw}
         return drawn.get(entries.TASKS[name].shipped, name)
 
-    def answered(self, ask: Ask) -> list[str]:
-        """The tasks that an `Ask` means here."""
-        names = [name for name in ask.tasks or map(self.draw, self.tasks) if name not in ask.without]
-        return list(dict.fromkeys(names if ask.whole else map(self.draw, names)))
+    def answered(self, params: Params) -> list[str]:
+        """The tasks that `Params` mean here."""
+        names = [name for name in params.tasks or map(self.draw, self.tasks) if name not in params.without]
+        return list(dict.fromkeys(names if params.whole else map(self.draw, names)))
 
 
 def brief(protocol: Protocol, least: Any) -> Protocol:
@@ -84,19 +84,19 @@ def brief(protocol: Protocol, least: Any) -> Protocol:
     return replace(protocol, limit=min(protocol.limit or least.items, least.items), absent=absent)
 
 
-def jobs(ask: Ask, target: Target) -> dict[str, Job] | None:
+def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job scores all tasks of a scale, so that a model is loaded once; None where it measures no such task."""
-    return scoring_job("zeroshot", ask, target)
+    return scoring_job("zeroshot", params, target)
 
 
-def scoring_job(kind: str, ask: Ask, target: Target) -> dict[str, Job] | None:
+def scoring_job(kind: str, params: Params, target: Target) -> dict[str, Job] | None:
     """The job of a kind that scores tasks, under the scale's protocol for that kind."""
     protocol = target.scale.protocols[kind]
     if protocol is None:
         return None
     tasks = [task for task in protocol.tasks if not target.recipe.steps or protocol.draw(task) == task]
     tasks = [task for task in tasks if task not in protocol.absent]
-    if set(protocol.answered(ask)) - set(tasks):
+    if set(protocol.answered(params)) - set(tasks):
         return None
     return {"items": target.once(kind, lambda: _job(kind, target, tasks))}
 
@@ -146,28 +146,28 @@ def score(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, s
     observations.save(folder / OUTPUTS[0], series, origin)
 
 
-def series(ask: Ask, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
     """The items of the tasks that were asked for."""
     held = found["items"].series
-    return {f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(ask)}
+    return {f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(params)}
 
 
-def value(ask: Ask, mean: Mapping[str, Any]) -> Any:
+def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """The plain mean of the tasks' accuracies."""
-    return (100 if ask.percent else 1) * np.mean(list(mean.values()), axis=0)
+    return (100 if params.percent else 1) * np.mean(list(mean.values()), axis=0)
 
 
-def limits(ask: Ask) -> tuple[float, float]:
+def limits(params: Params) -> tuple[float, float]:
     """A share, or a percentage."""
-    return (0.0, 100.0 if ask.percent else 1.0)
+    return (0.0, 100.0 if params.percent else 1.0)
 
 
-def status(ask: Ask, full: Mapping[str, Series]) -> str:
+def status(params: Params, full: Mapping[str, Series]) -> str:
     """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
     correct = {name.partition("/")[0]: one.values for name, one in full.items()}
     return "floor" if scoring.at_chance(correct) else "ok"
 
 
-def against(ask: Ask) -> str:
+def against(params: Params) -> str:
     """Accuracy is read as a difference to full precision."""
     return "q - f"

@@ -21,7 +21,7 @@ class Cell:
         number: the printed number, or the name of a spec of our own.
         printed: the paper's digits; empty where it printed nothing.
         measure: the kind of cell that measures it; empty where the spec names none.
-        ask: what that kind is asked for, a frozen dataclass of its own.
+        params: what that kind is asked for, a frozen dataclass of its own.
         recipe: canonical recipe text with the spec's variables filled in.
         seeds: the draws of calibration text, initialization and order that are averaged.
         calibration: the paper's calibration text where the cell names one; empty is the scale's own.
@@ -39,7 +39,7 @@ class Cell:
     printed: str = ""
     unit: str = ""
     measure: str = ""
-    ask: Any = None
+    params: Any = None
     recipe: str = ""
     seeds: tuple[int, ...] = (0,)
     calibration: str = ""
@@ -59,8 +59,8 @@ class Cell:
     @cached_property
     def key(self) -> tuple[str, ...]:
         """What tells it from every other cell of a scale, those that a spec derives from it included."""
-        asked = (self.measure, repr(self.ask), self.recipe, str(self.seeds), self.calibration, self.stand_in)
-        return (self.table, *self.place, *asked, repr(self.variables))
+        what = (self.measure, repr(self.params), self.recipe, str(self.seeds), self.calibration, self.stand_in)
+        return (self.table, *self.place, *what, repr(self.variables))
 
     @property
     def table(self) -> str:

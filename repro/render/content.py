@@ -218,7 +218,7 @@ def _with_targets(
 
 def _compares(cell: Cell) -> bool:
     """Whether it compares with full precision by itself, as KL does: it settles with little text, and leads."""
-    return bool(metric_of(cell.measure).reference(cell.ask))
+    return bool(metric_of(cell.measure).reference(cell.params))
 
 
 def _pair(every: Sequence[Measured], bare: bool = False, without_nats: bool = False) -> Pair:
@@ -251,7 +251,7 @@ def _first(one: Measured) -> str:
     if _is_folded(m):
         return MARKS["floor"]
     if m.status == "not_run" and cell.is_full_precision and _compares(cell):
-        itself = metric_of(cell.measure).itself(cell.ask)
+        itself = metric_of(cell.measure).itself(cell.params)
         return here(m) if itself is None else f"{itself:g}"
     return here(m, one.against)
 
@@ -340,7 +340,7 @@ def remarks(results: TableResults) -> list[str]:
     absent = {one.lacking for one in results.found.values()} - {""}
     out += [f"Not run: {why}." for why in sorted(absent)]
     out += _at_chance(cells)
-    out += [MEANS] * any(getattr(cell.ask, "without", ()) == ("boolq",) for cell in results.cells)
+    out += [MEANS] * any(getattr(cell.params, "without", ()) == ("boolq",) for cell in results.cells)
     words = {m.live for m in cells} | {m.status for m in cells}
     marks = {MARKS[word] for word in words if word in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]

@@ -167,8 +167,8 @@ def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
 
 def _column(flow: Workflow, cell: Cell) -> str:
     """A measure by its own name: the text behind a corpus, or the metric's label."""
-    corpus = getattr(cell.ask, "corpus", "")
-    shown = getattr(cell.ask, "show", "") or getattr(cell.ask, "count", "")
+    corpus = getattr(cell.params, "corpus", "")
+    shown = getattr(cell.params, "show", "") or getattr(cell.params, "count", "")
     return " ".join(filter(None, [flow.scale.text(corpus) if corpus else "", shown, cell.unit * (not shown)]))
 
 

@@ -46,7 +46,7 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
 def _with_full(flow: Workflow, cell: Cell, found: Measured) -> Measured:
     """A cell with full precision, where its metric compares with it and both are measured on the same units."""
     m = found.measurement
-    if m.status not in MEASURED or not metric_of(cell.measure).against(cell.ask):
+    if m.status not in MEASURED or not metric_of(cell.measure).against(cell.params):
         return found
     full = _full_precision(flow, cell)
     if cell.recipe == full.recipe:
@@ -151,7 +151,7 @@ def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
     shape = scale.shape(cell.model)
     if not (cell.recipe and shape):
         return None
-    value = metric_of(cell.measure).exact(cell.ask, recipe.parse(cell.recipe).steps, shape)
+    value = metric_of(cell.measure).exact(cell.params, recipe.parse(cell.recipe).steps, shape)
     facts = {"status": "ok", "grade": "D", "live": "arithmetic", "recipe": cell.recipe, "stand_in": ""}
     return None if value is None else replace(blank, value=value, **facts)
 
@@ -162,10 +162,10 @@ def external(flow: Workflow, cell: Cell) -> Measured:
     first = next(iter(operands.values()), cell)
     metric = metric_of(first.measure)
     if own is None:
-        note = metric.absent(first.ask) or "no such time is accepted or built here"
+        note = metric.absent(first.params) or "no such time is accepted or built here"
         return Measured(cell, replace(_blank(flow, cell), note=note), external=True)
-    shown = compose("geomean(x)", {"x": own}) if not operands and metric.several(cell.ask) else own
-    facts = metric.origin([operand.ask for operand in operands.values()] or [cell.ask])
+    shown = compose("geomean(x)", {"x": own}) if not operands and metric.several(cell.params) else own
+    facts = metric.origin([operand.params for operand in operands.values()] or [cell.params])
     m = replace(_blank(flow, cell), grade="B", **recorded.numbers(shown.interval()) | facts)
     return Measured(cell, m, lambda: own, external=True)
 
@@ -304,7 +304,7 @@ def _status(flow: Workflow, cell: Cell) -> str:
     """`ok`, or what the kind says where full precision decides it."""
     decides = metric_of(cell.measure).status
     full = flow.quantity(flow.full_precision(cell)) if decides else None
-    return decides(cell.ask, full.seeds[0]) if full else "ok"
+    return decides(cell.params, full.seeds[0]) if full else "ok"
 
 
 def _joined(origins: Collection[Mapping[str, str]]) -> dict[str, str]:

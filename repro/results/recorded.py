@@ -117,7 +117,7 @@ def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measured]) -> Meas
     facts |= {"live": "stored", "versions": _joined_versions(cell, held)}
     facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in held)}
     inner = {name: part.source() for name, part in parts.items()}
-    composed = None if None in inner.values() else compose(cell.ask.quantity, inner)  # type: ignore[arg-type]
+    composed = None if None in inner.values() else compose(cell.params.quantity, inner)  # type: ignore[arg-type]
     numbers = values(composed) if composed else {}
     shown = Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
     return Measured(cell, shown, lambda: composed)

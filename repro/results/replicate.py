@@ -115,7 +115,7 @@ def compare(cell: Cell, stored: dict[str, Series], here: dict[str, Series]) -> R
     values = []
     for side in (stored, here):
         means = {name: side[name].values[: len(here[name].values)].mean() for name in names}
-        values.append(float(metric_of(cell.measure).value(cell.ask, means)))
+        values.append(float(metric_of(cell.measure).value(cell.params, means)))
     units = sum(len(here[name].values) for name in names)
     return Replica(units, apart[worst], bound(worst, cell.recipe), same, *values)
 
@@ -209,7 +209,7 @@ def _never_timed(made: Sequence[Job]) -> bool:
 
 def _named(flow: Workflow, cell: Cell) -> bool:
     """Whether the scale names a cell's recipe or row, and stand-in: bits, and the texts that are scored together."""
-    corpus = getattr(cell.ask, "corpus", None)
+    corpus = getattr(cell.params, "corpus", None)
     texts = {*flow.scale.corpora, *flow.scale.corpora.values()}
     if cell.measure == "zeroshot" or (corpus is not None and corpus not in texts):
         return False

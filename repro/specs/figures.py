@@ -118,7 +118,7 @@ def cells(paper: str, number: str) -> list[Cell]:
         if values is None:
             return bare
         made = fill_in(bare, spec.recipe, values, measure, spec.seeds, where)
-        return replace(made, unit=made.ask.unit)
+        return replace(made, unit=made.params.unit)
 
     found = []
     name, steps = next(iter(spec.over.items()), ("", ("",)))

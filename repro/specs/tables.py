@@ -34,7 +34,6 @@ from repro.specs.templates import (
     Labels,
     Value,
     Variables,
-    ask,
     bind,
     bound,
     check_pattern,
@@ -42,6 +41,7 @@ from repro.specs.templates import (
     filled,
     log_probabilities,
     measures,
+    params_of,
     plain,
     variables,
 )
@@ -208,7 +208,7 @@ def cells(paper: str, number: str) -> list[Cell]:
     """Every cell of a table: the printed ones in the paper's order, rows of your own, then the columns beside them.
 
     Raises:
-        UserError: as `table`, `ask` and `parse` say.
+        UserError: as `table`, `params_of` and `parse` say.
     """
     spec = table(paper, number)
     if not number.isdecimal():
@@ -292,9 +292,9 @@ def _number(paper: str, place: str, where: str) -> float:
 def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
     for label, measure in spec.beside.items():
         seeds = tuple(measure.get("seeds", made.seeds))
-        kind, asked = ask({k: v for k, v in measure.items() if k != "seeds"}, dict(made.variables), where)
+        kind, params = params_of({k: v for k, v in measure.items() if k != "seeds"}, dict(made.variables), where)
         col = f"{label}, {made.col}" if spec.over else label
-        facts = {"unit": asked.unit, "measure": kind, "ask": asked, "seeds": seeds}
+        facts = {"unit": params.unit, "measure": kind, "params": params, "seeds": seeds}
         yield replace(made, col=col, metric=label, printed="", **facts)
 
 
@@ -305,7 +305,7 @@ def _log_probability(accuracy: Cell) -> Iterator[Cell]:
     """What is read next to an accuracy, with the first of its seeds; nothing for other cells."""
     measure = log_probabilities(accuracy.paper).get(accuracy.metric)
     if measure and accuracy.measure:
-        kind, asked = ask(measure, dict(accuracy.variables), f"{accuracy.table}: {accuracy.metric}")
+        kind, params = params_of(measure, dict(accuracy.variables), f"{accuracy.table}: {accuracy.metric}")
         metric = accuracy.metric + LOG_PROBABILITY
-        facts = {"printed": "", "unit": asked.unit, "measure": kind, "ask": asked, "seeds": accuracy.seeds[:1]}
+        facts = {"printed": "", "unit": params.unit, "measure": kind, "params": params, "seeds": accuracy.seeds[:1]}
         yield replace(accuracy, metric=metric, **facts)

@@ -123,8 +123,8 @@ def log_probabilities(paper: str) -> dict[str, dict[str, Any]]:
     return convert(dict[str, dict[str, Any]], found, str(path.relative_to(ROOT)))
 
 
-def ask(measure: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[str, Any]:
-    """The kind of a measure and its `Ask`, variables filled in.
+def params_of(measure: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[str, Any]:
+    """The kind of a measure and its `Params`, variables filled in.
 
     Raises:
         UserError: unknown kind, or a key or value that it does not have.
@@ -135,7 +135,7 @@ def ask(measure: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tu
     kind = given.pop("kind", None)
     if kind not in KINDS:
         raise UserError(f"{where}: {unknown('kind of cell', kind, KINDS)}")
-    return kind, build(KINDS[kind].Ask, given, f"{where}: {kind}")
+    return kind, build(KINDS[kind].Params, given, f"{where}: {kind}")
 
 
 def fill_in(
@@ -144,11 +144,11 @@ def fill_in(
     """A cell with its recipe and what measures it; the template of one without variables is of no recipe.
 
     Raises:
-        UserError: as `fill`, `ask` and `recipe.parse`.
+        UserError: as `fill`, `params_of` and `recipe.parse`.
     """
     values = {key: fill(value, values, where) if isinstance(value, str) else value for key, value in values.items()}
     text = parse(fill(template, values, where)).name if template and ("{" not in template or values) else ""
     values = values | {"recipe": text, "model": bare.model}
-    kind, asked = ask(measure, values, where)
+    kind, params = params_of(measure, values, where)
     drawn = {"seeds": seeds, "calibration": str(values.get("calibration", ""))}
-    return replace(bare, measure=kind, ask=asked, recipe=text, variables=tuple(sorted(values.items())), **drawn)
+    return replace(bare, measure=kind, params=params, recipe=text, variables=tuple(sorted(values.items())), **drawn)

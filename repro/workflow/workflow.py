@@ -103,7 +103,7 @@ class Workflow:
         for part in self.parts(cell).values():
             if why := self.lacking(part):
                 return why
-        return metric_of(cell.measure).lacking(cell.ask)
+        return metric_of(cell.measure).lacking(cell.params)
 
     def is_measured(self, cell: Cell) -> bool:
         """Whether this scale measures a cell anywhere."""
@@ -127,16 +127,16 @@ class Workflow:
             found = self.quantity(full)
         except UserError:  # damaged, or refused
             found = None
-        return found is None or measured.status(cell.ask, found.seeds[0]) == "floor"
+        return found is None or measured.status(cell.params, found.seeds[0]) == "floor"
 
     def parts(self, cell: Cell) -> dict[str, Cell]:
         """The cells that a derived one is arithmetic over, `NAME` in the place `METRIC: NAME`; empty for all others."""
         found = {}
-        for name, (text, measure) in metric_of(cell.measure).parts(cell.ask).items():
-            kind, asked = tables.ask(measure, dict(cell.variables), f"{cell.table}: {name}")
+        for name, (text, measure) in metric_of(cell.measure).parts(cell.params).items():
+            kind, params = tables.params_of(measure, dict(cell.variables), f"{cell.table}: {name}")
             place = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
             text = recipe.parse(text).name if text else ""
-            found[name] = replace(cell, measure=kind, ask=asked, recipe=text, **place)
+            found[name] = replace(cell, measure=kind, params=params, recipe=text, **place)
         return found
 
     def is_external(self, cell: Cell) -> bool:
@@ -165,7 +165,7 @@ class Workflow:
         Raises:
             UserError: the spec names a corpus, model or recipe that is unknown.
         """
-        facts = (cell.measure, cell.ask, cell.recipe, cell.stand_in, cell.seeds, cell.variables, cell.number)
+        facts = (cell.measure, cell.params, cell.recipe, cell.stand_in, cell.seeds, cell.variables, cell.number)
         if (key := repr(facts)) not in self._jobs:
             self._jobs[key] = self._make_jobs(cell)
         return self._jobs[key]
@@ -183,7 +183,7 @@ class Workflow:
                     roles |= {f"{name}:{role}": job for role, job in each[min(i, len(each) - 1)].items()}
             return seeds
         measured = KINDS[cell.measure]
-        found = [measured.jobs(cell.ask, target) for target in self.targets(cell)]
+        found = [measured.jobs(cell.params, target) for target in self.targets(cell)]
         return [] if None in found else found
 
     def inputs(self, cell: Cell) -> dict[str, Any]:
@@ -192,13 +192,14 @@ class Workflow:
         The device is none of it: the scale says which ones it may be, and a result names its own.
         """
         later = KINDS[cell.measure].LATER
-        asked = {}
-        for key, value in asdict(cell.ask).items():
+        params = {}
+        for key, value in asdict(cell.params).items():
             if key != "unit" and not (key in later and value == later[key]):
-                asked[key] = value
+                params[key] = value
         jobs = [{role: _without_device(job.declared()) for role, job in each.items()} for each in self.jobs(cell)]
         config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
-        return {"measure": cell.measure, "ask": asked, "recipe": config, "jobs": jobs}
+        # "ask" is what accepted rows were hashed with: another name would lose them all
+        return {"measure": cell.measure, "ask": params, "recipe": config, "jobs": jobs}
 
     def inputs_hash(self, cell: Cell) -> str:
         """The hash of what decides a cell's value, by which accepted rows are found."""
@@ -232,16 +233,16 @@ class Workflow:
     def _quantity(self, cell: Cell) -> Quantity | None:
         if parts := self.parts(cell):
             found = {name: self.quantity(part) for name, part in parts.items()}
-            return None if None in found.values() else compose(cell.ask.quantity, found)  # type: ignore[arg-type]
+            return None if None in found.values() else compose(cell.params.quantity, found)  # type: ignore[arg-type]
         measured, seeds = KINDS[cell.measure], []
         if self.is_external(cell):
-            return measured.quantity(cell.ask)
+            return measured.quantity(cell.params)
         for target, jobs in zip(self.targets(cell), self.jobs(cell)):
             held = {role: job.folder / observations.FILE for role, job in jobs.items()}
             if not all(path.is_file() for path in held.values()):
                 return None
             read = {role: observations.once(path, path.stat().st_mtime_ns) for role, path in held.items()}
-            series = measured.series(cell.ask, read, target)
+            series = measured.series(cell.params, read, target)
             if not series:
                 return None
             seeds.append(series)
@@ -255,11 +256,11 @@ class Workflow:
                 mine = [{k.removeprefix(f"{name}:"): one for k, one in seed.items() if k.startswith(f"{name}:")}
                         for seed in seeds]  # fmt: skip
                 inner[name] = self.of_series(part, mine)
-            return compose(cell.ask.quantity, inner)
-        measured, asked = KINDS[cell.measure], cell.ask
-        compares, limits = measured.reference(asked), measured.limits(asked)
+            return compose(cell.params.quantity, inner)
+        measured, params = KINDS[cell.measure], cell.params
+        compares, limits = measured.reference(params), measured.limits(params)
         once = draws.of(self, cell, seeds)
-        return Quantity(seeds, partial(measured.value, asked), compares, limits=limits, draws=once)
+        return Quantity(seeds, partial(measured.value, params), compares, limits=limits, draws=once)
 
     # --- what a target needs ------------------------------------------------------------------------------------------
 

@@ -94,15 +94,15 @@ def test_a_scale_that_the_environment_names_is_refused_at_once(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("kind", sorted(cli.kinds()))
-def test_a_kinds_options_are_the_fields_of_its_ask(kind):
+def test_a_kinds_options_are_the_fields_of_its_params(kind):
     """They are read from its source, where the types of fields are plain."""
-    ask = KINDS[kind].Ask
-    hints = get_type_hints(ask)
+    params = KINDS[kind].Params
+    hints = get_type_hints(params)
     known = [
         measure.Field(field.name, hints[field.name], field.default is dataclasses.MISSING)
-        for field in dataclasses.fields(ask)
+        for field in dataclasses.fields(params)
     ]
-    assert measure.asked_fields(cli.kinds()[kind]) == known
+    assert measure.params_fields(cli.kinds()[kind]) == known
 
 
 @pytest.mark.parametrize("verb", sorted(cli.verbs()))

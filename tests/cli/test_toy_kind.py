@@ -26,7 +26,7 @@ DEFAULT = {}
 
 
 @dataclass(frozen=True)
-class Ask:
+class Params:
     """In `thousands`, or not."""
 
     thousands: bool = False
@@ -40,7 +40,7 @@ class Protocol:
     least: int = 1
 
 
-def jobs(ask, target):
+def jobs(params, target):
     """One job a target."""
     least = target.scale.protocols["toy"].least
     needs = {"weights": compress.job(target)} if target.recipe.steps else {}
@@ -61,14 +61,14 @@ def run(job, found, folder, origin):
     observations.save(folder / OUTPUTS[0], series, origin)
 
 
-def series(ask, found, target):
+def series(params, found, target):
     """The sizes."""
     return found["sizes"].series
 
 
-def value(ask, mean):
+def value(params, mean):
     """The mean size."""
-    return mean["sizes"] / (1000 if ask.thousands else 1)
+    return mean["sizes"] / (1000 if params.thousands else 1)
 '''
 SPEC = """\
 title: bytes of a stored tensor

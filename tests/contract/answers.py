@@ -236,12 +236,12 @@ def metric(name: str, at: scales.Scale) -> Numbers:
     module, (text, asked) = MODULES[name], ASKED[name]
     target, answer = Target(at, at.models["Llama-3.2-1B"], text), {}
     for words in asked:
-        ask = module.Ask(**words)
-        jobs = module.jobs(ask, target)
+        params = module.Params(**words)
+        jobs = module.jobs(params, target)
         run(jobs.values())
         found = {role: observations.load(job.folder / observations.FILE) for role, job in jobs.items()}
-        series = module.series(ask, found, target)
-        measured = Quantity([series], lambda mean, ask=ask: module.value(ask, mean))
+        series = module.series(params, found, target)
+        measured = Quantity([series], lambda mean, params=params: module.value(params, mean))
         answer[" ".join(map(str, words.values()))] = float(np.mean(measured.interval().value))
     return answer
 
@@ -249,16 +249,16 @@ def metric(name: str, at: scales.Scale) -> Numbers:
 def memory() -> Numbers:
     """Gigabytes of a public shape."""
     steps = recipe.parse("bitbybit-w2").steps
-    return {"Llama-3.2-1B": MODULES["memory"].exact(MODULES["memory"].Ask(), steps, scales.shape("Llama-3.2-1B"))}
+    return {"Llama-3.2-1B": MODULES["memory"].exact(MODULES["memory"].Params(), steps, scales.shape("Llama-3.2-1B"))}
 
 
 def offload_time() -> Numbers:
     """What is shown of known times; a GPU measures them."""
     module = MODULES["offload_time"]
     mean = {"iteration": 0.4, "draft": 0.1, "verify": 0.3, "streamed": 11e9, "block": 1e9, "bus": 50e9, "peak": 8e9}
-    asks = [module.Ask("Qwen2.5-7B", "8GiB", show=show) for show in (*module.SHOWN, "share drafting")]
-    asks.append(module.Ask("Qwen2.5-7B", "8GiB", bus=20))
-    return {f"{ask.show} {ask.bus:g}": float(module.value(ask, mean)) for ask in asks}
+    all_params = [module.Params("Qwen2.5-7B", "8GiB", show=show) for show in (*module.SHOWN, "share drafting")]
+    all_params.append(module.Params("Qwen2.5-7B", "8GiB", bus=20))
+    return {f"{params.show} {params.bus:g}": float(module.value(params, mean)) for params in all_params}
 
 
 def timeline() -> Numbers:
@@ -278,8 +278,8 @@ def timeline() -> Numbers:
 def shape_decode() -> Numbers:
     """What is shown of a known step; a GPU measures it."""
     module = MODULES["shape_decode"]
-    asks = [module.Ask("Llama-2-7B", "s50", show=show) for show in ("tokens/s", "ms")]
-    return {ask.show: float(module.value(ask, {"ms": 4.0})) for ask in asks}
+    all_params = [module.Params("Llama-2-7B", "s50", show=show) for show in ("tokens/s", "ms")]
+    return {params.show: float(module.value(params, {"ms": 4.0})) for params in all_params}
 
 
 def kernel_time() -> Numbers:
@@ -312,8 +312,8 @@ def tpot() -> Numbers:
         signal = facts | {"listening ms": 2.02, "plain ms": 2.0}
         write_text(Path(folder) / "signal.json", json.dumps(signal))
         shows = ("ms", "times", "16 bits", "8 bits", "cache", "mixing", "PPLE", "switching")
-        asked = [module.Ask(show, "900", "flexquant(layers=8)") for show in shows]
-        return {ask.show: module.quantity(ask).interval().value for ask in asked}
+        asked = [module.Params(show, "900", "flexquant(layers=8)") for show in shows]
+        return {params.show: module.quantity(params).interval().value for params in asked}
 
 
 def bench() -> Numbers:
@@ -323,16 +323,16 @@ def bench() -> Numbers:
         patch.setattr(module, "BUILT", Path(folder))
         (Path(folder) / "offload").mkdir()
         write_text(Path(folder) / "offload" / "limit.json", json.dumps({"growth_bytes": 3.5}))
-        return {"growth": module.quantity(module.Ask("offload", "limit", "growth_bytes")).interval().value}
+        return {"growth": module.quantity(module.Params("offload", "limit", "growth_bytes")).interval().value}
 
 
 def derived() -> Numbers:
     """Arithmetic over operands."""
-    ask = MODULES["derived"].Ask(
+    params = MODULES["derived"].Params(
         "100 * (b - s) / (b - f)", {"s": "{recipe}", "b": RTN, "f": "fp16"}, {"kind": "perplexity"}
     )
-    values = dict(zip(MODULES["derived"].parts(ask), (3.0, 5.0, 1.0)))
-    return {"share": compose(ask.quantity, {key: constant(value) for key, value in values.items()}).interval().value}
+    values = dict(zip(MODULES["derived"].parts(params), (3.0, 5.0, 1.0)))
+    return {"share": compose(params.quantity, {key: constant(value) for key, value in values.items()}).interval().value}
 
 
 def shared(name: str, at: scales.Scale) -> Numbers:

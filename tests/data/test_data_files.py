@@ -56,5 +56,5 @@ def test_a_build_measures_the_tasks_whose_files_are_here(flow):
 
 def test_a_mean_over_tasks_is_not_measured_without_one_of_them(flow):
     cell = next(cell for cell in flow.cells("spear", "24") if cell.col == "PIQA" and cell.recipe != "fp16")
-    mean = dataclasses.replace(cell, ask=dataclasses.replace(cell.ask, tasks=()))
+    mean = dataclasses.replace(cell, params=dataclasses.replace(cell.params, tasks=()))
     assert flow.brief.jobs(cell) and not flow.brief.jobs(mean) and flow.jobs(mean)

@@ -15,7 +15,7 @@ from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.schedule import Controller
 from repro.metrics import switching
-from repro.metrics.switching import Ask
+from repro.metrics.switching import Params
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.store import observations
@@ -105,11 +105,11 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
     at = scales.load(name="pocket").on("cpu")
     small = switching.Protocol(prompts=3, new_tokens=20, context=120, validation=1, together=3)
     target = Target(replace(at, protocols=at.protocols | {"switching": small}), "pocket-3m", RECIPE)
-    ask = Ask("agreement", schedule=SCHEDULE, control="learned")
+    params = Params("agreement", schedule=SCHEDULE, control="learned")
     monkeypatch.setattr(pmpd, "HEADS", tmp_path)
-    assert switching.jobs(ask, target) is None
+    assert switching.jobs(params, target) is None
     monkeypatch.setattr(pmpd, "HEADS", trained.parent)
-    job = switching.jobs(ask, target)["texts"]
+    job = switching.jobs(params, target)["texts"]
     assert json.loads(job.inputs)["scheduler"] == head_files.identity(trained) and "signal" not in dict(job.needs)
     asked = []
 
@@ -119,7 +119,7 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
 
     monkeypatch.setattr(pmpd, "chosen", chosen)
     with built_under(tmp_path):
-        (job,) = switching.jobs(ask, target).values()
+        (job,) = switching.jobs(params, target).values()
         for each in distinct([job]):
             if not runner.done(each):
                 runner.run(each)
@@ -134,12 +134,12 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
 def test_learned_takes_two_widths_and_no_window():
     for schedule in ("flexquant(path=[4, 3])", "flexquant(window=0)", "flexquant(path=[4, 3], window=0, interval=9)"):
         with pytest.raises(UserError, match="learned takes two widths"):
-            Ask("KL", schedule=schedule, control="learned")
+            Params("KL", schedule=schedule, control="learned")
 
 
 def test_table_1_has_the_learned_row():
     cells = {(c.row, c.col, c.model): c for c in tables.cells("flexquant", "1")}
     learned = cells["PMPD-Learned", "CNN/DM Rouge-L", "Vicuna-7B"]
-    assert learned.ask.control == "learned" and "path=[3, 2]" in learned.ask.schedule
-    assert cells["PMPD-Learned", "KL, CNN/DM", "Vicuna-7B"].ask.control == "learned"
-    assert cells["FlexQuant", "CNN/DM Rouge-L", "Vicuna-7B"].ask.control == ""
+    assert learned.params.control == "learned" and "path=[3, 2]" in learned.params.schedule
+    assert cells["PMPD-Learned", "KL, CNN/DM", "Vicuna-7B"].params.control == "learned"
+    assert cells["FlexQuant", "CNN/DM Rouge-L", "Vicuna-7B"].params.control == ""

@@ -15,7 +15,7 @@ DRAWS = {"draws": 12, "sampled": 6, "passages": 3, "length": 96}
 
 @pytest.mark.parametrize("recipe", ["fp16", "rtn-w4-pc", "gptq-w4-pc"])
 @pytest.mark.parametrize(
-    ("kind", "ask", "inputs", "options"),
+    ("kind", "params", "inputs", "options"),
     [
         ("sparsity", {"corpus": "wikitext2"}, WINDOWS, WINDOWS | {"label": "gptq-2048-v1"}),
         ("token_class", {"corpus": "wikitext2", "of": "digits"}, WINDOWS, WINDOWS | {"label": "gptq-2048-v1"}),
@@ -23,9 +23,9 @@ DRAWS = {"draws": 12, "sampled": 6, "passages": 3, "length": 96}
         ("llamacpp", {"corpus": "wikitext2"}, CHUNKS | {"version": 1}, CHUNKS | {"label": "llamacpp-v1 first 3"}),
     ],
 )
-def test_what_the_jobs_of_a_text_declare(kind, ask, inputs, options, recipe):
+def test_what_the_jobs_of_a_text_declare(kind, params, inputs, options, recipe):
     target = Target(scale.load({"llamacpp": {"chunks": 3}}, "pocket"), "pocket-3m", recipe)
-    (job,) = KINDS[kind].jobs(KINDS[kind].Ask(**ask), target).values()
+    (job,) = KINDS[kind].jobs(KINDS[kind].Params(**params), target).values()
     made = compress.job(target)
     text = {"text": corpora.identifier("wikitext2", target.scale.hub)}
     assert job.declared() == target.inputs() | text | {"calibration": made.declared().get("calibration")} | inputs

@@ -33,7 +33,7 @@ def job(tmp_path_factory):
     name = engines.save("llama", tmp_path_factory.mktemp("tiny"))
     given = {"acceptance": {"prompts": 2, "tokens": 12}}
     target = Target(scales.load(given, name="pocket").on("cpu"), name, "fp16")
-    made = acceptance.jobs(acceptance.Ask("mt-bench", depth=6, top_k=2), target)["prompts"]
+    made = acceptance.jobs(acceptance.Params("mt-bench", depth=6, top_k=2), target)["prompts"]
     folder = tmp_path_factory.mktemp("job")
     origin = observations.origin(made, {})
     acceptance.run(made, {}, folder, origin)
@@ -45,13 +45,15 @@ def test_the_job_counts_what_every_prompt_accepts(job):
     tokens, iterations, repeated = (found.series[name].values for name in ("tokens", "iterations", "repeated"))
     median = found.series["median"].values
     assert len(tokens) == len(iterations) == len(median) == len(repeated) == 2
-    ask = acceptance.Ask("mt-bench", show="median iteration")
-    assert acceptance.series(ask, {"prompts": found}, None).keys() == {"median"}
-    assert acceptance.value(ask, {"median": 3.5}) == 3.5
+    params = acceptance.Params("mt-bench", show="median iteration")
+    assert acceptance.series(params, {"prompts": found}, None).keys() == {"median"}
+    assert acceptance.value(params, {"median": 3.5}) == 3.5
     for count, many, typical in zip(tokens, iterations, median):
         assert 1 <= typical <= 7 and (many > 2 or typical == count - 1), "without the prefill's token"
     assert (tokens >= 12).all() and (iterations >= 2).all() and (tokens <= 1 + (iterations - 1) * 7).all()
-    assert acceptance.value(acceptance.Ask("mt-bench"), {"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
+    assert (
+        acceptance.value(acceptance.Params("mt-bench"), {"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
+    )
     declared = json.loads(made.inputs)
     assert declared["draft"] == vars(subspec.Config(depth=6, top_k=2)) and declared["prompts"] != "mt-bench"
 
@@ -64,24 +66,24 @@ def test_prompts_are_the_authors_draw_and_hash_into_the_job(job):
 
 def test_other_drafts_temperatures_and_sets_are_other_jobs():
     target = Target(scales.load(name="pocket"), "pocket-3m", "fp16")
-    asks = [
-        acceptance.Ask("mt-bench"),
-        acceptance.Ask("gsm8k"),
-        acceptance.Ask("mt-bench", temperature=0.6),
-        acceptance.Ask("mt-bench", bits=3),
-        acceptance.Ask("mt-bench", depth=32),
-        acceptance.Ask("mt-bench", top_k=4),
-        acceptance.Ask("mt-bench", draft_temperature=1.0),
-        acceptance.Ask("mt-bench", draft="self"),
-        acceptance.Ask("mt-bench", draft="small", draft_model="Qwen2.5-1.5B"),
-        acceptance.Ask("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=64),
-        acceptance.Ask("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=128),
+    all_params = [
+        acceptance.Params("mt-bench"),
+        acceptance.Params("gsm8k"),
+        acceptance.Params("mt-bench", temperature=0.6),
+        acceptance.Params("mt-bench", bits=3),
+        acceptance.Params("mt-bench", depth=32),
+        acceptance.Params("mt-bench", top_k=4),
+        acceptance.Params("mt-bench", draft_temperature=1.0),
+        acceptance.Params("mt-bench", draft="self"),
+        acceptance.Params("mt-bench", draft="small", draft_model="Qwen2.5-1.5B"),
+        acceptance.Params("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=64),
+        acceptance.Params("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=128),
     ]
-    assert len({acceptance.jobs(ask, target)["prompts"].id for ask in asks}) == len(asks)
-    named = acceptance.Ask("mt-bench", draft_temperature=0.2)  # the default, in words
-    assert acceptance.jobs(named, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
-    shown = acceptance.Ask("mt-bench", show="repeated 4-grams", unit="fraction")
-    assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(asks[0], target)["prompts"].id
+    assert len({acceptance.jobs(params, target)["prompts"].id for params in all_params}) == len(all_params)
+    named = acceptance.Params("mt-bench", draft_temperature=0.2)  # the default, in words
+    assert acceptance.jobs(named, target)["prompts"].id == acceptance.jobs(all_params[0], target)["prompts"].id
+    shown = acceptance.Params("mt-bench", show="repeated 4-grams", unit="fraction")
+    assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(all_params[0], target)["prompts"].id
 
 
 def test_a_build_measures_the_beginnings_of_the_first_prompts():
@@ -102,11 +104,11 @@ def test_a_repeated_text_is_counted():
 def test_the_less_repetitive_half_leaves_out_what_repeats_most():
     values = {"tokens": [10.0, 20, 30, 40, 50], "iterations": [5.0, 4, 3, 2, 1], "repeated": [0.1, 0.9, 0.2, 0.8, 0.3]}
     found = {"prompts": Observations({k: Series(np.array(v), "items", "g") for k, v in values.items()}, {})}
-    half = acceptance.series(acceptance.Ask("gsm8k", show="less repetitive half"), found, None)
+    half = acceptance.series(acceptance.Params("gsm8k", show="less repetitive half"), found, None)
     assert half["tokens"].values.tolist() == [10, 30, 50] and half["iterations"].values.tolist() == [5, 3, 1]
-    whole = acceptance.series(acceptance.Ask("gsm8k"), found, None)
+    whole = acceptance.series(acceptance.Params("gsm8k"), found, None)
     mean = {name: one.values.mean() for name, one in whole.items()}
-    assert acceptance.value(acceptance.Ask("gsm8k"), mean) == 150 / 15
+    assert acceptance.value(acceptance.Params("gsm8k"), mean) == 150 / 15
 
 
 @pytest.mark.parametrize(
@@ -125,13 +127,13 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
 )
 def test_bad_asks_are_one_sentence(given, said):
     with pytest.raises(UserError, match=said):
-        acceptance.Ask(**given)
+        acceptance.Params(**given)
 
 
 def test_a_set_that_is_not_here_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("REPRO_DATA", raising=False)
-    assert "REPRO_DATA" in acceptance.lacking(acceptance.Ask("alpaca")) and not acceptance.lacking(
-        acceptance.Ask("gsm8k")
+    assert "REPRO_DATA" in acceptance.lacking(acceptance.Params("alpaca")) and not acceptance.lacking(
+        acceptance.Params("gsm8k")
     )
 
 
@@ -147,7 +149,7 @@ def test_the_draft_leaves_the_target_as_it_is(tmp_path):
 
 def test_the_declared_inputs_of_a_subspec_draft_are_those_of_the_stored_results():
     target = Target(scales.load(name="pocket"), "pocket-10m", "fp16")
-    declared = json.loads(acceptance.jobs(acceptance.Ask("gsm8k"), target)["prompts"].inputs)
+    declared = json.loads(acceptance.jobs(acceptance.Params("gsm8k"), target)["prompts"].inputs)
     assert "draft_model" not in declared and declared["draft"] == vars(subspec.Config())
 
 
@@ -179,8 +181,10 @@ def test_a_set_that_is_not_here_is_no_job(monkeypatch):
 def test_table_1_asks_for_the_papers_draft_in_every_row():
     cells = [c for c in tables.cells("subspec", "1") if c.measure == "acceptance" and c.metric == "accept_length"]
     drafted = [c for c in cells if not c.row.startswith("None")]
-    asked = {(c.row.split()[0], c.ask.temperature, c.ask.draft, c.ask.draft_model, c.ask.config) for c in drafted}
-    assert {c.ask.draft for c in cells if c not in drafted} == {"none"}
+    asked = {
+        (c.row.split()[0], c.params.temperature, c.params.draft, c.params.draft_model, c.params.config) for c in drafted
+    }
+    assert {c.params.draft for c in cells if c not in drafted} == {"none"}
     small = {
         (name, t, "small", name, drafts.Small(6, 32, 1.0))
         for name in ("Qwen2.5-1.5B", "Llama-3.2-1B", "Qwen2.5-7B")
@@ -188,29 +192,29 @@ def test_table_1_asks_for_the_papers_draft_in_every_row():
     }
     ours = {("SubSpec", t, "subspec", "", subspec.Config()) for t in (0.0, 0.6)}
     assert asked == small | ours | {("EAGLE-2", t, "eagle2", "", eagle.Eagle2(60, 6, 10)) for t in (0.0, 0.6)}
-    assert {c.ask.prompts for c in cells} == {"mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"}
+    assert {c.params.prompts for c in cells} == {"mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"}
 
 
 def test_table_4_sweeps_the_budget_and_table_7_the_target():
     four = [c for c in tables.cells("subspec", "4") if c.metric == "accept_length"]
-    assert [c.ask.config.budget for c in four] == [64, 128, 256, 512, 1024]
-    assert {c.ask.draft for c in four} == {"specexec"}
+    assert [c.params.config.budget for c in four] == [64, 128, 256, 512, 1024]
+    assert {c.params.draft for c in four} == {"specexec"}
     seven = [c for c in tables.cells("subspec", "7") if c.metric == "accept_length"]
     assert [c.recipe for c in seven] == ["fp16", "rtn-w8-g128"]
     six = [c for c in tables.cells("subspec", "6") if c.metric == "accept_length" and c.measure]
-    assert {c.ask.prompts for c in six} == {"aime24", "math500"}
+    assert {c.params.prompts for c in six} == {"aime24", "math500"}
 
 
 def test_a_scale_without_the_draft_model_has_no_job():
     target = Target(scales.load(name="pocket"), "pocket-10m", "fp16")
-    assert acceptance.jobs(acceptance.Ask("gsm8k", draft="small", draft_model="Qwen2.5-3B"), target) is None
+    assert acceptance.jobs(acceptance.Params("gsm8k", draft="small", draft_model="Qwen2.5-3B"), target) is None
 
 
 @pytest.mark.parametrize("draft", [{"draft": "small"}, {"draft": "specexec", "budget": 12}])
 def test_a_job_drafts_with_a_model_of_its_own(tmp_path, draft):
     given = {"acceptance": {"prompts": 1, "tokens": 6}}
     target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-5m", "fp16")
-    made = acceptance.jobs(acceptance.Ask("gsm8k", draft_model="Llama-3.2-1B", **draft), target)["prompts"]
+    made = acceptance.jobs(acceptance.Params("gsm8k", draft_model="Llama-3.2-1B", **draft), target)["prompts"]
     assert made.given()["draft_model"] == "pocket-3m"
     acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
     kept = observations.load(tmp_path / observations.FILE).series
@@ -232,7 +236,7 @@ def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
     )
     lengths = {}
     for draft in ("self", "subspec"):
-        job = acceptance.jobs(acceptance.Ask("mt-bench", draft=draft, depth=6, top_k=1, bits=2), target)["prompts"]
+        job = acceptance.jobs(acceptance.Params("mt-bench", draft=draft, depth=6, top_k=1, bits=2), target)["prompts"]
         (tmp_path / draft).mkdir()
         acceptance.run(job, {}, tmp_path / draft, observations.origin(job, {}))
         kept = observations.load(tmp_path / draft / observations.FILE).series
@@ -242,11 +246,11 @@ def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
 
 def test_table_5_asks_for_six_draft_temperatures_of_four_drafts():
     cells = [c for c in tables.cells("subspec", "5") if c.measure == "acceptance"]
-    asked = {(c.ask.draft, c.ask.config.temperature) for c in cells}
+    asked = {(c.params.draft, c.params.config.temperature) for c in cells}
     assert asked == {
         (draft, t) for draft in ("self", "subspec", "small", "eagle2") for t in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
     }
-    assert {c.ask.prompts for c in cells} == {"mt-bench"}
+    assert {c.params.prompts for c in cells} == {"mt-bench"}
 
 
 def test_the_command_reads_numbers(capsys, monkeypatch, tmp_path):
@@ -260,6 +264,6 @@ def test_the_command_reads_numbers(capsys, monkeypatch, tmp_path):
 
 
 def test_intervals_end_at_one_token_and_at_a_whole_path():
-    assert acceptance.limits(acceptance.Ask("mt-bench")) == (1, 49)
-    assert acceptance.limits(acceptance.Ask("mt-bench", depth=32)) == (1, 33)
-    assert acceptance.limits(acceptance.Ask("mt-bench", show="repeated 4-grams")) == (0, 1)
+    assert acceptance.limits(acceptance.Params("mt-bench")) == (1, 49)
+    assert acceptance.limits(acceptance.Params("mt-bench", depth=32)) == (1, 33)
+    assert acceptance.limits(acceptance.Params("mt-bench", show="repeated 4-grams")) == (0, 1)

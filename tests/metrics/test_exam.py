@@ -169,15 +169,15 @@ def test_ifeval_without_nltks_data_is_not_run(monkeypatch):
     monkeypatch.setattr(generated.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(generated, "_splits_sentences", lambda: False)
     why = "ifeval: lm-eval's checkers need nltk's punkt_tab, not here (python -m nltk.downloader punkt_tab)"
-    assert exam.lacking(exam.Ask("ifeval")) == why and not exam.lacking(exam.Ask("gsm8k"))
+    assert exam.lacking(exam.Params("ifeval")) == why and not exam.lacking(exam.Params("gsm8k"))
     monkeypatch.setattr(generated, "_splits_sentences", lambda: True)
-    assert exam.lacking(exam.Ask("ifeval")) == ""
+    assert exam.lacking(exam.Params("ifeval")) == ""
 
 
 def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     monkeypatch.setattr(generated.importlib.util, "find_spec", lambda name: None if name == "langdetect" else object())
     why = "ifeval: lm-eval's checkers need langdetect, not installed here"
-    assert exam.lacking(exam.Ask("ifeval")) == why and not exam.lacking(exam.Ask("gsm8k"))
+    assert exam.lacking(exam.Params("ifeval")) == why and not exam.lacking(exam.Params("gsm8k"))
     with pytest.raises(UserError, match=why):
         generated.build("ifeval", small, models.tokenizer("pocket-3m", False))
     at = Workflow(scales.load(name="pocket"), recorded=False)
@@ -255,13 +255,13 @@ def test_a_model_with_attachments_is_decoded_by_transformers(monkeypatch):
 def test_chance_is_what_dealt_answers_get(right, dealt, want):
     both = {"gsm8k/correct": right, "gsm8k/chance": dealt}
     full = {name: Series((np.arange(200) < count).astype(float), "items") for name, count in both.items()}
-    assert exam.status(exam.Ask("gsm8k"), full) == want
+    assert exam.status(exam.Params("gsm8k"), full) == want
 
 
 @pytest.mark.parametrize(("share", "want"), [(0.25, "floor"), (0.33, "floor"), (0.4, "ok")])
 def test_chance_of_given_answers_is_the_tasks(share, want):
     full = {"mathqa-4/correct": Series((np.arange(200) < 200 * share).astype(float), "items")}
-    assert exam.status(exam.Ask("mathqa-4"), full) == want
+    assert exam.status(exam.Params("mathqa-4"), full) == want
 
 
 def score(shares):
@@ -278,7 +278,7 @@ def score(shares):
 
 def cells():
     bare = Cell("bitbybit", "table", "5", "", "Gsm8k", "Llama-3.2-1B", "acc_gsm8k", measure="exam",
-                ask=exam.Ask("gsm8k"), stand_in="pocket-3m")  # fmt: skip
+                params=exam.Params("gsm8k"), stand_in="pocket-3m")  # fmt: skip
     return replace(bare, row="FP16", recipe="fp16"), replace(bare, row="low", recipe="rtn-w4-pc")
 
 
@@ -324,7 +324,7 @@ def test_table_5_asks_for_200_items_of_four_tasks():
     mine = [c for c in at.cells("bitbybit", "5") if c.model == "Qwen2.5-7B"]
     assert {c.stand_in for c in mine} == {"pocket-10m"} and len(mine) == 12
     full = [c for c in mine if c.row == "FP16"]
-    assert [c.ask.task for c in full] == ["gsm8k", "mathqa-4", "mmlu", "ifeval"]
+    assert [c.params.task for c in full] == ["gsm8k", "mathqa-4", "mmlu", "ifeval"]
     assert all(j["items"].given()["items"] == 200 for c in full for j in at.jobs(c))
     others = [c for c in at.cells("bitbybit", "5") if c.model != "Qwen2.5-7B"]
     assert {measure.one(at, c).status for c in others} == {"no_stand_in"} and len(others) == 24
@@ -332,17 +332,19 @@ def test_table_5_asks_for_200_items_of_four_tasks():
 
 def test_one_job_a_task_and_none_without_a_protocol():
     at = scales.load({"exam": {"items": 5}}, "pocket")
-    ids = {t: exam.jobs(exam.Ask(t), Target(at, "pocket-3m", "fp16"))["items"] for t in ("gsm8k", "mathqa-4", "mmlu")}
+    ids = {
+        t: exam.jobs(exam.Params(t), Target(at, "pocket-3m", "fp16"))["items"] for t in ("gsm8k", "mathqa-4", "mmlu")
+    }
     assert len({job.id for job in ids.values()}) == 3
     assert [[need.kind for _, need in job.needs] for job in ids.values()] == [["questions"], ["requests"], ["requests"]]
-    assert exam.jobs(exam.Ask("mmlu"), Target(scales.load({"exam": None}, "pocket"), "pocket-3m", "fp16")) is None
+    assert exam.jobs(exam.Params("mmlu"), Target(scales.load({"exam": None}, "pocket"), "pocket-3m", "fp16")) is None
     assert KINDS["exam"].module is exam and rtn is not None
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: exam.Ask("gsm9k"), "unknown task of an exam 'gsm9k'; did you mean 'gsm8k'"),
+        (lambda: exam.Params("gsm9k"), "unknown task of an exam 'gsm9k'; did you mean 'gsm8k'"),
         (lambda: exam.Protocol(items=1), "items is 1; it is 2 to 1,000,000"),
         (lambda: exam.Protocol(together=65), "together is 65; it is 1 to 64"),
         (lambda: generated.build("piqa", None, None), "unknown task with generated answers 'piqa'"),

@@ -79,24 +79,26 @@ HELD = {"counts": Observations({
      ("values", [2 * 2**0.5]), ("groups", [3.5])],
 )  # fmt: skip
 def test_what_is_shown(show, values):
-    (only,) = histogram.series(histogram.Ask(show), HELD, None).values()
+    (only,) = histogram.series(histogram.Params(show), HELD, None).values()
     assert only.values.tolist() == pytest.approx(values)
-    assert histogram.value(histogram.Ask(show), {show: only.values.mean()}) == only.values.mean()
+    assert histogram.value(histogram.Params(show), {show: only.values.mean()}) == only.values.mean()
 
 
 def test_full_precision_has_no_codes():
     bare = {"counts": Observations({"weights": HELD["counts"].series["weights"]}, {})}
-    assert histogram.series(histogram.Ask("codes"), bare, None) == {}
-    assert histogram.series(histogram.Ask("values"), bare, None)["values"].values == pytest.approx(2 * 2**0.5)
+    assert histogram.series(histogram.Params("codes"), bare, None) == {}
+    assert histogram.series(histogram.Params("values"), bare, None)["values"].values == pytest.approx(2 * 2**0.5)
 
 
 def test_its_jobs():
     at = scales.load(name="pocket")
-    full, low = (histogram.jobs(histogram.Ask(), Target(at, "pocket-3m", t))["counts"] for t in ("fp16", "rtn-w4-pc"))
+    full, low = (
+        histogram.jobs(histogram.Params(), Target(at, "pocket-3m", t))["counts"] for t in ("fp16", "rtn-w4-pc")
+    )
     assert dict(full.needs) == {} and [job.kind for job in dict(low.needs).values()] == ["compress"]
     assert full.given()["bins"] == 101
     off = scales.load({"histogram": None}, "pocket")
-    assert histogram.jobs(histogram.Ask(), Target(off, "pocket-3m", "fp16")) is None
+    assert histogram.jobs(histogram.Params(), Target(off, "pocket-3m", "fp16")) is None
 
 
 def test_bad_input_is_one_sentence():

@@ -10,7 +10,7 @@ from repro.bench import kernel_list, peers, recorded
 from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.metrics import kernel_time
-from repro.metrics.kernel_time import Ask
+from repro.metrics.kernel_time import Params
 from repro.render import content
 from repro.render import figures as drawn
 from repro.render import tables as written
@@ -81,12 +81,12 @@ def flow():
     return Workflow(scale.load(name="pocket"))
 
 
-def number(expression, **asks):
-    parts = {name: kernel_time.quantity(ask) for name, ask in asks.items()}
+def number(expression, **all_params):
+    parts = {name: kernel_time.quantity(params) for name, params in all_params.items()}
     return None if None in parts.values() else compose(expression, parts).interval()
 
 
-OURS, AWQ = Ask("w4-g128/fp16/wna16_gemv"), Ask("w4-g128/fp16/awq_gemv")
+OURS, AWQ = Params("w4-g128/fp16/wna16_gemv"), Params("w4-g128/fp16/awq_gemv")
 LARGE = dataclasses.replace(OURS, layers="large", show="fraction")
 
 
@@ -115,7 +115,7 @@ def test_the_interval_is_that_of_the_medians_and_a_rescaled_time_has_none(accept
 
 
 def test_the_fastest_of_those_asked_counts(accepted):
-    everybody = Ask("bf16/bf16/torch.* w4-g128/*/awq_gemv", layers="4096x4096")
+    everybody = Params("bf16/bf16/torch.* w4-g128/*/awq_gemv", layers="4096x4096")
     assert number("t", t=everybody).value == 15.0
     assert number("t", t=dataclasses.replace(everybody, who="*/torch.*")).value == 26.0
     assert number("t", t=dataclasses.replace(everybody, who="w4-g128/bf16/*")) is None
@@ -134,7 +134,7 @@ def test_warm_rows_and_failures_do_not_count(accepted):
     accepted(some)
     assert number("min(o)", o=LARGE).value == pytest.approx(0.8, rel=1e-4)
     assert number("geomean(o)", o=dataclasses.replace(OURS, mode="warm")).value == pytest.approx(1.0)
-    assert number("geomean(o)", o=Ask("w4-g128/fp16/linear", "64")) is None
+    assert number("geomean(o)", o=Params("w4-g128/fp16/linear", "64")) is None
 
 
 def test_a_time_as_it_was_recorded(accepted):
@@ -186,15 +186,15 @@ def test_a_build_of_another_device_shows_that_device(tmp_path, monkeypatch, flow
 
 
 @pytest.mark.parametrize(
-    "ask, said",
+    "params, said",
     [
-        (Ask("x", layers="most"), "unknown layers 'most'"),
-        (Ask("x", tokens="many"), "tokens is 'many', not a number"),
+        (Params("x", layers="most"), "unknown layers 'most'"),
+        (Params("x", tokens="many"), "tokens is 'many', not a number"),
     ],
 )
-def test_bad_asks_are_sentences(ask, said):
+def test_bad_params_are_sentences(params, said):
     with pytest.raises(UserError, match=said):
-        kernel_time.chosen(ask)
+        kernel_time.chosen(params)
 
 
 def test_a_damaged_file_is_a_sentence(accepted, flow):
@@ -247,7 +247,7 @@ def test_the_specs_of_kernels_are_tables_and_figures_like_others():
 def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
     """What rescaling by the library's ratio is worth: tinygemm, recorded and measured."""
     for m, mean in (("1", 1.03), ("16", 1.03)):  # of one token the library is of a later run on 12 layers
-        library, here = (kernel_time.chosen(Ask(who, m)) for who in ("bf16/bf16/torch.matmul", "w4-g128/*/tinygemm"))
+        library, here = (kernel_time.chosen(Params(who, m)) for who in ("bf16/bf16/torch.matmul", "w4-g128/*/tinygemm"))
         times = {(r.N, r.K, r.M, r.mode): r.us for r in library.values()}
         moved = {f"{r.N}x{r.K}": us for r, _, us in recorded.bridge(times, recorded.recorded(), ["tinygemm_g128"])}
         ratios = [moved[layer] / row.us for layer, row in here.items() if layer in moved]

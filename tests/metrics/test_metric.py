@@ -17,7 +17,7 @@ def made(**parts):
 
 
 def test_what_a_module_leaves_out_is_the_default():
-    metric = made(VERSION=3, Ask=dict, value=lambda ask, mean: mean["x"])
+    metric = made(VERSION=3, Params=dict, value=lambda params, mean: mean["x"])
     assert metric.VERSION == 3 and metric.value(None, {"x": 2.0}) == 2.0
     assert metric.jobs(None, None) == {} and metric.parts(None) == {} and metric.brief("whole", None) == "whole"
     assert (metric.against(None), metric.lacking(None), metric.absent(None)) == ("", "", "")
@@ -27,7 +27,7 @@ def test_what_a_module_leaves_out_is_the_default():
 
 
 def test_what_a_module_names_replaces_the_default():
-    metric = made(against=lambda ask: "q / f", JOBLESS=True, run=print, limits=lambda ask: (0.0, 1.0))
+    metric = made(against=lambda params: "q / f", JOBLESS=True, run=print, limits=lambda params: (0.0, 1.0))
     assert metric.against(None) == "q / f" and metric.JOBLESS and metric.run is print
     assert metric.limits(None) == (0.0, 1.0) and made().against(None) == "", "another metric is none the wiser"
 
@@ -40,7 +40,7 @@ def test_a_cell_that_nothing_measures_has_a_metric_that_says_nothing():
 @pytest.mark.parametrize("name", KINDS)
 def test_every_metric_says_its_version_and_what_it_can_be_asked(name):
     metric = KINDS[name]
-    assert metric.VERSION >= 1 and metric.Ask.__dataclass_params__.frozen
+    assert metric.VERSION >= 1 and metric.Params.__dataclass_params__.frozen
     assert bool(metric.run) <= bool(metric.OUTPUTS), "a job of its own leaves files"
     assert bool(metric.origin) == bool(metric.quantity)
     assert set(vars(metric)) - {"module"} <= set(PARTS)

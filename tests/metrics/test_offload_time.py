@@ -14,7 +14,7 @@ from repro.engine import budget, drafts, eagle, shapes
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.metrics import KINDS, acceptance, offload_time
-from repro.metrics.offload_time import Ask
+from repro.metrics.offload_time import Params
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.stats.quantity import Quantity, evaluate
@@ -45,35 +45,39 @@ def target(**protocol):
 
 
 def test_a_job_declares_what_is_timed_and_no_model():
-    asks = [
-        Ask("Qwen2.5-7B", "8GiB"),
-        Ask("Llama-3.1-8B", "8GiB"),
-        Ask("Qwen2.5-7B", "9GiB"),
-        Ask("Qwen2.5-7B", "8GiB", depth=32),
-        Ask("Qwen2.5-7B", "8GiB", prefetch=False),
-        Ask("Qwen2.5-7B", "8GiB", draft="none"),
-        Ask("Qwen2.5-7B", "8GiB", draft="alone"),
+    all_params = [
+        Params("Qwen2.5-7B", "8GiB"),
+        Params("Llama-3.1-8B", "8GiB"),
+        Params("Qwen2.5-7B", "9GiB"),
+        Params("Qwen2.5-7B", "8GiB", depth=32),
+        Params("Qwen2.5-7B", "8GiB", prefetch=False),
+        Params("Qwen2.5-7B", "8GiB", draft="none"),
+        Params("Qwen2.5-7B", "8GiB", draft="alone"),
     ]
-    jobs = [offload_time.jobs(ask, target())["times"] for ask in asks]
-    assert len({job.id for job in jobs}) == len(asks)
+    jobs = [offload_time.jobs(params, target())["times"] for params in all_params]
+    assert len({job.id for job in jobs}) == len(all_params)
     declared = json.loads(jobs[0].inputs)
     assert declared["draft"] == vars(subspec.Config()) and declared["memory"] == 2**33 and "model" not in declared
-    for same in (Ask("Qwen2.5-7B", "8192MiB"), Ask("Qwen2.5-7B", "8GiB", show="GB"), Ask("Qwen2.5-7B", "8GiB", bus=22)):
+    for same in (
+        Params("Qwen2.5-7B", "8192MiB"),
+        Params("Qwen2.5-7B", "8GiB", show="GB"),
+        Params("Qwen2.5-7B", "8GiB", bus=22),
+    ):
         assert offload_time.jobs(same, target())["times"].id == jobs[0].id
-    own = [Ask("Qwen2.5-7B", "8GiB", draft="small", draft_model=name) for name in ("Qwen2.5-1.5B", "Llama-3.2-1B")]
-    own.append(Ask("Qwen2.5-7B", "8GiB", draft="eagle2"))
-    made = [json.loads(offload_time.jobs(ask, target())["times"].inputs) for ask in own]
+    own = [Params("Qwen2.5-7B", "8GiB", draft="small", draft_model=name) for name in ("Qwen2.5-1.5B", "Llama-3.2-1B")]
+    own.append(Params("Qwen2.5-7B", "8GiB", draft="eagle2"))
+    made = [json.loads(offload_time.jobs(params, target())["times"].inputs) for params in own]
     assert [one["draft_model"] for one in made] == ["Qwen2.5-1.5B", "Llama-3.2-1B", ""]
     assert made[0]["draft"] == vars(drafts.Small()) and made[2]["draft"] == vars(eagle.Eagle2())
-    assert offload_time.jobs(Ask("Qwen2.5-7B", "8GiB", draft="specexec"), target()) is None
+    assert offload_time.jobs(Params("Qwen2.5-7B", "8GiB", draft="specexec"), target()) is None
 
 
 def test_a_job_has_its_gpu_to_itself():
     at = target()
     on_gpu = replace(at, scale=at.scale.on("cuda"))
-    ask = Ask("Qwen2.5-7B", "8GiB")
-    assert runner.alone(offload_time.jobs(ask, on_gpu)["times"])
-    assert not runner.alone(offload_time.jobs(ask, at)["times"])
+    params = Params("Qwen2.5-7B", "8GiB")
+    assert runner.alone(offload_time.jobs(params, on_gpu)["times"])
+    assert not runner.alone(offload_time.jobs(params, at)["times"])
     assert {name for name, kind in KINDS.items() if kind.TIMES} == {
         "decode",
         "offload_time",
@@ -83,15 +87,15 @@ def test_a_job_has_its_gpu_to_itself():
 
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
-    job = offload_time.jobs(Ask("Qwen2.5-7B", "8GiB"), target())["times"]
+    job = offload_time.jobs(Params("Qwen2.5-7B", "8GiB"), target())["times"]
     with pytest.raises(NotMeasurable, match="need a GPU") as caught:
         offload_time.run(job, {}, tmp_path, observations.origin(job, {}))
     assert caught.value.status == "unsupported"
 
 
-def given(ask):
+def given(params):
     """The options of a small job."""
-    return offload_time.jobs(ask, target(context=96, warm=1, timed=3))["times"].given()
+    return offload_time.jobs(params, target(context=96, warm=1, timed=3))["times"].given()
 
 
 def least(draft):
@@ -114,8 +118,8 @@ DRAFTS = [("subspec", True), ("none", False), ("alone", False), ("small", True),
 @pytest.mark.parametrize("draft, phases", DRAFTS)
 def test_iterations_and_phases_are_timed(tiny, draft, phases):
     torch.manual_seed(0)  # no draft is accepted, so that a token is an iteration
-    ask = Ask("tiny", least(draft), draft=draft, draft_model="tiny" if draft == "small" else "", depth=4)
-    found = offload_time.times(given(ask), CPU, torch.float32)
+    params = Params("tiny", least(draft), draft=draft, draft_model="tiny" if draft == "small" else "", depth=4)
+    found = offload_time.times(given(params), CPU, torch.float32)
     assert len(found["iteration"]) == 3 and min(found["iteration"]) > 0
     if draft == "alone":
         assert set(found) == {"iteration"}
@@ -129,10 +133,10 @@ def test_where_nothing_streams_subspec_has_no_draft(tiny):
     with pytest.raises(
         NotMeasurable, match="hold all of tiny: no block has a substitute, so that SubSpec's draft is the"
     ):
-        offload_time.times(given(Ask("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
+        offload_time.times(given(Params("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
     torch.manual_seed(0)
-    ask = Ask("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
-    found = offload_time.times(given(ask), CPU, torch.float32)
+    params = Params("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
+    found = offload_time.times(given(params), CPU, torch.float32)
     assert found["streamed"] == [0.0] and len(found["iteration"]) == 3
 
 
@@ -142,10 +146,10 @@ def kept(**values):
     return {"times": observations.Observations(series, {})}
 
 
-def value(ask, **values):
+def value(params, **values):
     """The value of an ask from observations."""
-    found = offload_time.series(ask, kept(**values), target())
-    return offload_time.value(ask, {name: one.values.mean() for name, one in found.items()})
+    found = offload_time.series(params, kept(**values), target())
+    return offload_time.value(params, {name: one.values.mean() for name, one in found.items()})
 
 
 MEASURED = {
@@ -156,7 +160,7 @@ MEASURED = {
 
 def test_what_is_shown_of_known_times():
     def shown(show, **more):
-        return value(Ask("Qwen2.5-7B", "8GiB", show=show, **more), **MEASURED)
+        return value(Params("Qwen2.5-7B", "8GiB", show=show, **more), **MEASURED)
 
     assert shown("ms an iteration") == pytest.approx(400)
     assert shown("ms drafting") == pytest.approx(100) and shown("ms verifying") == pytest.approx(300)
@@ -165,9 +169,9 @@ def test_what_is_shown_of_known_times():
 
 def test_another_rate_of_the_bus_moves_what_is_waited_for():
     """10 of 11 GB are waited for: 0.2 s at 50 GB/s, 0.5 s at 20."""
-    assert value(Ask("Qwen2.5-7B", "8GiB", bus=50), **MEASURED) == pytest.approx(400)
-    assert value(Ask("Qwen2.5-7B", "8GiB", bus=20), **MEASURED) == pytest.approx(700)
-    plain = value(Ask("Qwen2.5-7B", "8GiB", draft="none", bus=20), **MEASURED)  # and all 11 without a draft
+    assert value(Params("Qwen2.5-7B", "8GiB", bus=50), **MEASURED) == pytest.approx(400)
+    assert value(Params("Qwen2.5-7B", "8GiB", bus=20), **MEASURED) == pytest.approx(700)
+    plain = value(Params("Qwen2.5-7B", "8GiB", draft="none", bus=20), **MEASURED)  # and all 11 without a draft
     assert plain == pytest.approx(400 + 11 / 20 * 1e3 - 11 / 50 * 1e3)
 
 
@@ -176,8 +180,10 @@ def test_another_rate_of_the_bus_moves_what_is_waited_for():
 )
 def test_what_a_run_says_once_has_no_spread(how, ends):
     """The interval is that of the iterations; peak memory has none."""
-    found = offload_time.series(Ask("Qwen2.5-7B", "8GiB", **how), kept(**MEASURED | {"verify": [0.3, 0.4]}), target())
-    interval = Quantity([found], lambda mean: offload_time.value(Ask("Qwen2.5-7B", "8GiB", **how), mean)).interval()
+    found = offload_time.series(
+        Params("Qwen2.5-7B", "8GiB", **how), kept(**MEASURED | {"verify": [0.3, 0.4]}), target()
+    )
+    interval = Quantity([found], lambda mean: offload_time.value(Params("Qwen2.5-7B", "8GiB", **how), mean)).interval()
     assert math.isfinite(interval.value) and (interval.lo is not None and interval.lo < interval.value) is ends
 
 
@@ -221,10 +227,10 @@ def test_the_time_model_is_the_least_squares_line_of_three_depths(slope, off):
     for depth in (8, 32, 64):
         took = line(depth) * (1 + off)
         cell = ratios[f"depth {depth}"]
-        found = evaluate(cell.ask.quantity, {"a": ms[4], "b": ms[16], "c": ms[48], "t": took})
+        found = evaluate(cell.params.quantity, {"a": ms[4], "b": ms[16], "c": ms[48], "t": took})
         assert found == pytest.approx(1 / (1 + off))
         parts = flow.parts(cell)
-        assert [parts[name].ask.config.depth for name in "abct"] == [4, 16, 48, depth]
+        assert [parts[name].params.config.depth for name in "abct"] == [4, 16, 48, depth]
 
 
 def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations():
@@ -237,16 +243,16 @@ def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations()
         for c in printed
         if (c.row, c.col, c.model) == ("SubSpec [T=0.6, 12GB]", "GSM8K tau", "Qwen2.5-14B-Instruct")
     ]
-    assert evaluate(cell.ask.quantity, {"t": 800.0}) == pytest.approx(1000 * tau / 800)
+    assert evaluate(cell.params.quantity, {"t": 800.0}) == pytest.approx(1000 * tau / 800)
     greedy = {}
     for target in ("Llama-3.1-8B-Instruct", "Qwen2.5-7B-Instruct"):  # rows of one label in the paper
         one = cells[f"SubSpec, {target}", "T 0, set MT-Bench", "tokens/s"]
-        greedy[target] = evaluate(one.ask.quantity, {"t": 1000.0})
+        greedy[target] = evaluate(one.params.quantity, {"t": 1000.0})
     assert greedy == pytest.approx({"Llama-3.1-8B-Instruct": 28.35, "Qwen2.5-7B-Instruct": 27.08})
-    timed = {name: part.ask for name, part in flow.parts(cell).items()}
-    assert timed == {"t": Ask("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
-    over = flow.parts(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].ask
-    assert over == Ask("Qwen2.5-32B", "24GiB", draft="none", prefetch=False)
+    timed = {name: part.params for name, part in flow.parts(cell).items()}
+    assert timed == {"t": Params("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
+    over = flow.parts(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].params
+    assert over == Params("Qwen2.5-32B", "24GiB", draft="none", prefetch=False)
 
 
 def test_a_number_that_was_not_printed_is_one_sentence():
@@ -274,9 +280,9 @@ def _value(quantity):
 )
 def test_bad_asks_are_one_sentence(words, said):
     with pytest.raises(UserError, match=said):
-        Ask(**{"shape": "Qwen2.5-7B", "memory": "8GiB"} | words)
+        Params(**{"shape": "Qwen2.5-7B", "memory": "8GiB"} | words)
 
 
 def test_intervals_end_where_values_can():
-    assert offload_time.limits(Ask("Qwen2.5-7B", "8GiB")) == (0, math.inf)
-    assert offload_time.limits(Ask("Qwen2.5-7B", "8GiB", show="share drafting")) == (0, 1)
+    assert offload_time.limits(Params("Qwen2.5-7B", "8GiB")) == (0, math.inf)
+    assert offload_time.limits(Params("Qwen2.5-7B", "8GiB", show="share drafting")) == (0, 1)

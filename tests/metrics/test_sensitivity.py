@@ -9,7 +9,7 @@ from repro.core.errors import UserError
 from repro.jobs.target import Target
 from repro.methods.spear import selection
 from repro.metrics import sensitivity
-from repro.metrics.sensitivity import Ask, Protocol, each_alone, jobs, last_hidden, series, value
+from repro.metrics.sensitivity import Params, Protocol, each_alone, jobs, last_hidden, series, value
 from repro.models.lowbit import LowBitModel, block_linears
 from repro.recipes.recipe import parse
 from repro.render import figures, plot
@@ -96,16 +96,16 @@ def target(recipe, **changes):
 
 
 def test_a_quantizer_that_rescales_is_applied_anew_and_full_precision_needs_nothing():
-    (plain,), (rescaling,) = (jobs(Ask("damage"), target(text)).values() for text in ("gptq-w4-pc", "awq-w4-pc"))
-    assert [role for role, _ in plain.needs] == ["text", "weights"] and not jobs(Ask("damage"), target("fp16"))
+    (plain,), (rescaling,) = (jobs(Params("damage"), target(text)).values() for text in ("gptq-w4-pc", "awq-w4-pc"))
+    assert [role for role, _ in plain.needs] == ["text", "weights"] and not jobs(Params("damage"), target("fp16"))
     assert [role for role, _ in rescaling.needs] == ["text", "calibration"]
     assert rescaling.declared()["calibration"] == plain.declared()["calibration"] is not None
-    (smaller,) = jobs(Ask("damage"), target("gptq-w4-pc", sensitivity={"sequences": 2})).values()
+    (smaller,) = jobs(Params("damage"), target("gptq-w4-pc", sensitivity={"sequences": 2})).values()
     assert smaller.id != plain.id and smaller.given()["sequences"] == 2
     with pytest.raises(UserError, match="calibrated on wikitext2-train-part, and perplexity is measured on"):
-        jobs(Ask("damage", corpus="wikitext2-train-part"), target("gptq-w4-pc"))
+        jobs(Params("damage", corpus="wikitext2-train-part"), target("gptq-w4-pc"))
     with pytest.raises(UserError, match="spear attaches a compensator; name a quantizer alone"):
-        jobs(Ask("damage"), target("rtn-w4-pc + spear"))
+        jobs(Params("damage"), target("rtn-w4-pc + spear"))
     with pytest.raises(UserError, match="tokens is 1; it is 2 or more"):
         Protocol(tokens=1)
 
@@ -180,17 +180,17 @@ def held():
     ],
 )
 def test_known_answers(show, expected):
-    found = series(Ask(show), {"layers": Observations(held(), {})}, None)
-    assert float(value(Ask(show), {k: one.values.mean() for k, one in found.items()})) == pytest.approx(expected)
+    found = series(Params(show), {"layers": Observations(held(), {})}, None)
+    assert float(value(Params(show), {k: one.values.mean() for k, one in found.items()})) == pytest.approx(expected)
     if show in ("damage", "loss"):
         (only,) = found.values()
         assert only.units == "layers" and only.values == pytest.approx(DAMAGE if show == "damage" else LOSS)
-    assert series(Ask(show), {}, None) == {}, "full precision"
+    assert series(Params(show), {}, None) == {}, "full precision"
 
 
 def test_numbers_are_of_arrays_too():
     means = {k: np.array([one.values.mean(), -one.values.mean()]) for k, one in held().items()}
-    rho = value(Ask("rho"), means)
+    rho = value(Params("rho"), means)
     assert rho.shape == (2,) and rho[0] == pytest.approx(rho[1])
 
 

@@ -14,7 +14,7 @@ from repro.engine import q4_k, random_shape, two_bit, weights  # noqa: E402
 from repro.generation import engine  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.metrics import shape_decode  # noqa: E402
-from repro.metrics.shape_decode import AT_LENGTHS, HOW, Ask  # noqa: E402
+from repro.metrics.shape_decode import AT_LENGTHS, HOW, Params  # noqa: E402
 from repro.recipes.recipe import parse  # noqa: E402
 from repro.specs import figures, tables  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
@@ -33,19 +33,19 @@ def target(device="cpu"):
 
 
 def test_a_job_is_of_the_shape_and_the_way_alone():
-    (made,) = shape_decode.jobs(Ask("Llama-2-7B", "s50-masked"), target("cuda")).values()
+    (made,) = shape_decode.jobs(Params("Llama-2-7B", "s50-masked"), target("cuda")).values()
     rule = json.loads(made.inputs)
     assert rule == {
         "shape": "Llama-2-7B", "recipe": "q4_k(layout=zigzag) + spqt(sparsity=0.5)", "method": "masked",
         "device": "cuda", "prompt": 128, "new": 64, "rounds": 5,
     }  # fmt: skip
-    (other,) = shape_decode.jobs(Ask("Llama-2-7B", "s50", show="ms"), target("cuda")).values()
-    (same,) = shape_decode.jobs(Ask("Llama-2-7B", "s50"), target("cuda")).values()
+    (other,) = shape_decode.jobs(Params("Llama-2-7B", "s50", show="ms"), target("cuda")).values()
+    (same,) = shape_decode.jobs(Params("Llama-2-7B", "s50"), target("cuda")).values()
     assert other.id == same.id != made.id
 
 
 def test_a_cpu_has_no_such_times(tmp_path):
-    (made,) = shape_decode.jobs(Ask("Llama-2-7B", "rows"), target()).values()
+    (made,) = shape_decode.jobs(Params("Llama-2-7B", "rows"), target()).values()
     with pytest.raises(NotMeasurable, match="need a GPU"):
         shape_decode.run(made, {}, tmp_path, {})
 
@@ -53,7 +53,7 @@ def test_a_cpu_has_no_such_times(tmp_path):
 @pytest.mark.parametrize(("shape", "how", "said"), [("Llama-9", "rows", "shape"), ("Llama-2-7B", "s51", "s50")])
 def test_what_there_is_not_is_refused(shape, how, said):
     with pytest.raises(UserError, match=said):
-        Ask(shape, how)
+        Params(shape, how)
 
 
 @pytest.mark.parametrize("how", ["s50", "s50-masked", "s50-naive"])
@@ -69,27 +69,27 @@ def test_a_way_skips_inputs_by_its_kernel(monkeypatch, how):
 
 def test_values_are_of_the_mean_step():
     kept = {"rounds": type("Kept", (), {"series": {"ms": Series(np.array([4.0, 4.0]), "items", "g")}})()}
-    assert list(shape_decode.series(Ask("Llama-2-7B", "rows"), kept, target())) == ["ms"]
-    assert shape_decode.value(Ask("Llama-2-7B", "rows"), {"ms": 4.0}) == 250
-    assert shape_decode.value(Ask("Llama-2-7B", "rows", show="ms"), {"ms": 4.0}) == 4
+    assert list(shape_decode.series(Params("Llama-2-7B", "rows"), kept, target())) == ["ms"]
+    assert shape_decode.value(Params("Llama-2-7B", "rows"), {"ms": 4.0}) == 250
+    assert shape_decode.value(Params("Llama-2-7B", "rows", show="ms"), {"ms": 4.0}) == 4
 
 
 def test_ways_behind_several_prompts_are_one_job_of_all_lengths():
-    (made,) = shape_decode.jobs(Ask("Llama-3-8B", "w2a2", length=64), target("cuda")).values()
-    (same,) = shape_decode.jobs(Ask("Llama-3-8B", "w2a2", length=512, show="ms"), target("cuda")).values()
+    (made,) = shape_decode.jobs(Params("Llama-3-8B", "w2a2", length=64), target("cuda")).values()
+    (same,) = shape_decode.jobs(Params("Llama-3-8B", "w2a2", length=512, show="ms"), target("cuda")).values()
     rule = json.loads(made.inputs)
     assert made.id == same.id and rule["lengths"] == [64, 128, 256, 512]
     assert rule["recipe"] == "bitbybit(w2a2, split=none)"
     for how, length in (("w2a2", 0), ("w2a2", 100), ("rows", 64)):
         with pytest.raises(UserError, match="unknown prompt of"):
-            Ask("Llama-3-8B", how, length=length)
+            Params("Llama-3-8B", how, length=length)
     kept = {
         "rounds": type(
             "Kept", (), {"series": {f"ms {n}": Series(np.array([n / 8.0]), "items", "g") for n in (64, 512)}}
         )()
     }
-    ask = Ask("Llama-3-8B", "w2a2", length=512)
-    assert shape_decode.value(ask, {"ms": shape_decode.series(ask, kept, target())["ms"].values[0]}) == 1000 / 64
+    params = Params("Llama-3-8B", "w2a2", length=512)
+    assert shape_decode.value(params, {"ms": shape_decode.series(params, kept, target())["ms"].values[0]}) == 1000 / 64
 
 
 @pytest.mark.parametrize("how", ["w2a2", "w2a2-split", "w2a16"])
@@ -128,7 +128,7 @@ def test_transformers_steps_are_timed_between_tokens(monkeypatch):
 
 
 def test_table_8_has_its_own_device_and_ours():
-    asked = {(cell.ask.how, cell.ask.length) for cell in tables.cells("bitbybit", "decode")}
+    asked = {(cell.params.how, cell.params.length) for cell in tables.cells("bitbybit", "decode")}
     assert asked == {(how, length) for how in AT_LENGTHS for length in shape_decode.LENGTHS}
     (claim,) = tables.table("bitbybit", "table8"[5:]).claims
     judged = claims.judge(Workflow(replace(scales.load(name="pocket"), models={}), recorded=True), claim)
@@ -140,7 +140,7 @@ def test_table_8_has_its_own_device_and_ours():
 
 
 def test_table_and_figure_ask_for_every_way_and_shape():
-    asked = {(cell.ask.shape, cell.ask.how) for cell in tables.cells("spqt", "decode")}
+    asked = {(cell.params.shape, cell.params.how) for cell in tables.cells("spqt", "decode")}
     assert {how for _, how in asked} == set(HOW) and len(asked) == 4 * len(HOW)
     assert len(figures.cells("spqt", "7")) == 12
     flow = Workflow(scales.load(name="pocket").on("cuda"), recorded=False)

@@ -20,9 +20,9 @@ ALIKE = np.full((9, 4), 0.8)
 HELD = {"traces": Observations(similarity.summary(np.stack([COSINES, ALIKE]), "two draws"), {})}
 
 
-def shown(ask: similarity.Ask) -> float:
-    found = similarity.series(ask, HELD, None)
-    return float(similarity.value(ask, {name: one.values.mean() for name, one in found.items()}))
+def shown(params: similarity.Params) -> float:
+    found = similarity.series(params, HELD, None)
+    return float(similarity.value(params, {name: one.values.mean() for name, one in found.items()}))
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,17 @@ def shown(ask: similarity.Ask) -> float:
     ],
 )
 def test_known_answers(show, expected):
-    assert shown(similarity.Ask(show)) == pytest.approx(expected)
+    assert shown(similarity.Params(show)) == pytest.approx(expected)
 
 
 def test_a_trace_of_the_first_draw_is_drawn_by_position():
-    (only,) = similarity.series(similarity.Ask("trace", sequence=7), HELD, None).values()
+    (only,) = similarity.series(similarity.Params("trace", sequence=7), HELD, None).values()
     assert only.values.tolist() == COSINES[7].tolist()
 
 
 def test_a_number_has_the_t_interval_of_its_draws():
-    found = similarity.series(similarity.Ask("sigma_max"), HELD, None)
-    got = Quantity([found], lambda mean: similarity.value(similarity.Ask("sigma_max"), mean), True).interval()
+    found = similarity.series(similarity.Params("sigma_max"), HELD, None)
+    got = Quantity([found], lambda mean: similarity.value(similarity.Params("sigma_max"), mean), True).interval()
     half = stats.t.ppf(0.975, 1) * np.std([0.45, 0], ddof=1) / np.sqrt(2)
     assert (got.lo, got.hi, got.n) == pytest.approx((0.225 - half, 0.225 + half, 2)) and got.covers == "draws only"
 
@@ -56,7 +56,7 @@ def test_a_number_has_the_t_interval_of_its_draws():
 @pytest.mark.parametrize("sequence", [-1, 9])
 def test_there_are_nine_sequences(sequence):
     with pytest.raises(UserError, match=f"sequence is {sequence}; there are 9"):
-        similarity.Ask("trace", sequence=sequence)
+        similarity.Params("trace", sequence=sequence)
 
 
 def test_traces_are_cosines_of_last_hidden_states():
@@ -99,7 +99,9 @@ def test_nine_sequences_of_96_tokens_twelve_times_six_of_them_sampled(monkeypatc
 
 
 def test_a_spec_names_the_sequence_by_a_variable():
-    kind, asked = templates.ask({"kind": "similarity", "show": "{s}", "sequence": "{i}"}, {"s": "trace", "i": 3}, "x")
+    kind, asked = templates.params_of(
+        {"kind": "similarity", "show": "{s}", "sequence": "{i}"}, {"s": "trace", "i": 3}, "x"
+    )
     assert (kind, asked.show, asked.sequence) == ("similarity", "trace", 3), "a value alone keeps its type"
     nested = {
         "kind": "derived",
@@ -107,4 +109,4 @@ def test_a_spec_names_the_sequence_by_a_variable():
         "cells": {"a": "{s}"},
         "of": {"kind": "similarity", "sequence": "{i}"},
     }
-    assert templates.ask(nested, {"s": "rtn-w4-pc", "i": 3}, "x")[1].of["sequence"] == 3, "also deeper down"
+    assert templates.params_of(nested, {"s": "rtn-w4-pc", "i": 3}, "x")[1].of["sequence"] == 3, "also deeper down"

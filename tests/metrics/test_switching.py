@@ -15,7 +15,7 @@ from repro.engine import weights
 from repro.jobs.target import Target
 from repro.methods.flexquant import schedule as plan
 from repro.metrics import KINDS, switching
-from repro.metrics.switching import Ask, Protocol
+from repro.metrics.switching import Params, Protocol
 from repro.models.lowbit import LowBitModel
 from repro.recipes import precision
 from repro.results import measure
@@ -46,9 +46,9 @@ def built(target, tmp_path_factory):
     """From a question to the observations of its job, which is run where it was not yet."""
     folder = tmp_path_factory.mktemp("build")
 
-    def observed(ask, at=target, need=""):
+    def observed(params, at=target, need=""):
         with built_under(folder):
-            (job,) = switching.jobs(ask, at).values()
+            (job,) = switching.jobs(params, at).values()
             job = dict(job.needs)[need] if need else job
             for each in distinct([job]):
                 if not runner.done(each):
@@ -64,22 +64,22 @@ def times(series, prompt):
     return series[name].values.tolist() if name in series else []
 
 
-def shown(series, ask):
+def shown(series, params):
     """The value of a cell from its observations."""
-    kept = switching.series(ask, {"texts": observations.Observations(series, {})}, None)
-    return switching.value(ask, {name: one.values.mean() for name, one in kept.items()})
+    kept = switching.series(params, {"texts": observations.Observations(series, {})}, None)
+    return switching.value(params, {name: one.values.mean() for name, one in kept.items()})
 
 
 def test_full_precision_agrees_with_itself(built, target):
-    held = built(Ask("agreement"), target.under("fp16"))
+    held = built(Params("agreement"), target.under("fp16"))
     for show, value in {"agreement": 100, "prefix": 100, "KL": 0, "bits": 16, "bits with prefill": 16}.items():
         assert held[show].values.tolist() == [value] * 4, show
-    assert switching.itself(Ask("agreement")) == 100 and switching.reference(Ask("KL"))
+    assert switching.itself(Params("agreement")) == 100 and switching.reference(Params("KL"))
     assert {len(held[f"tokens {i}"].values) for i in range(4)} == {40}
 
 
 def test_a_static_width_has_its_bits_and_differs(built):
-    held, full = built(Ask("agreement")), built(Ask("agreement", schedule=QUICK))
+    held, full = built(Params("agreement")), built(Params("agreement", schedule=QUICK))
     assert held["bits"].values.tolist() == [4] * 4 and held["switches"].values.tolist() == [0] * 4
     assert (held["KL"].values > 0).all() and (held["prefix"].values < 100).all()
     assert (full["KL"].values < held["KL"].values).all()
@@ -92,14 +92,16 @@ def test_repetitions_are_counted_and_drawn_by_token():
     held = {f"tokens {i}": Series(np.asarray(one, float), "tokens") for i, one in enumerate((text, list(range(30))))}
     share = switching._curve(held, "repeated", spread=False)
     assert len(share) == 10 and share[0] == 0 and share[-1] == pytest.approx(100 * 5 / 20 / 2)
-    ask = Ask("repeated by token")
-    assert switching.series(ask, {"texts": Observations(held, {})}, None)[ask.show].values.tolist() == share.tolist()
+    params = Params("repeated by token")
+    assert (
+        switching.series(params, {"texts": Observations(held, {})}, None)[params.show].values.tolist() == share.tolist()
+    )
 
 
 def test_what_is_stored_beside_the_codes_counts_as_bits(built, target):
     """One in fifty weights in 16 bits with 16 more for its column, and where each row begins."""
     at = target.under("dns(w4, g64, share=0.02)")
-    held, full = built(Ask("bits"), at), built(Ask("bits"), target.under("rtn-w4-g64"))
+    held, full = built(Params("bits"), at), built(Params("bits"), target.under("rtn-w4-g64"))
     beside = held["bits"].values[0] - full["bits"].values[0]
     assert full["bits"].values.tolist() == [4] * 4 and 0.02 * 32 < beside < 0.02 * 32 + 1
     assert held["bits along"].values[0] == held["bits with prefill"].values[0] == held["bits"].values[0]
@@ -107,14 +109,14 @@ def test_what_is_stored_beside_the_codes_counts_as_bits(built, target):
 
 
 def test_a_schedule_that_never_switches_is_full_precision(built):
-    held = built(Ask("agreement", schedule="flexquant(threshold=1.0)"))
+    held = built(Params("agreement", schedule="flexquant(threshold=1.0)"))
     assert held["agreement"].values.tolist() == [100] * 4 and held["KL"].values == pytest.approx([0] * 4, abs=1e-9)
     assert held["bits"].values.tolist() == [16] * 4 and "log 0" not in held
 
 
 def test_scores_and_bits_are_those_of_the_tokens_and_the_log(built, target):
-    ask = Ask("agreement", schedule=QUICK)
-    held, full = built(ask), built(ask, target.under("fp16"))
+    params = Params("agreement", schedule=QUICK)
+    held, full = built(params), built(params, target.under("fp16"))
     tokenizer = models.tokenizer(target.model)
     for i in range(4):
         ours, theirs = (list(map(int, one[f"tokens {i}"].values)) for one in (held, full))
@@ -131,10 +133,10 @@ def test_scores_and_bits_are_those_of_the_tokens_and_the_log(built, target):
 
 @pytest.mark.parametrize("control", ["uniform", "random_times", "reversed", "oracle"])
 def test_a_control_has_the_mean_bits_of_what_it_stands_against(built, control):
-    ask, other = Ask("bits", schedule=QUICK), QUICK
+    params, other = Params("bits", schedule=QUICK), QUICK
     if control in ("reversed", "oracle"):
         other, control = f"flexquant(window=3, layers=2, prompt_tokens=4, order={control})", "other_order"
-    held, controlled = built(ask), built(replace(ask, control=control, schedule=other))
+    held, controlled = built(params), built(replace(params, control=control, schedule=other))
     for name in ("bits", "bits along"):
         assert controlled[name].values == pytest.approx(held[name].values, abs=0.35), name
     made = [times(controlled, i) for i in range(4)]
@@ -143,27 +145,29 @@ def test_a_control_has_the_mean_bits_of_what_it_stands_against(built, control):
 
 
 def test_a_quantile_of_the_window_means_on_other_prompts_is_the_threshold(built, target):
-    ask = Ask("threshold", schedule=QUICK, quantile=0.6)
-    held = built(ask)
-    job = dict(switching.jobs(ask, target)["texts"].needs)["validation"]
+    params = Params("threshold", schedule=QUICK, quantile=0.6)
+    held = built(params)
+    job = dict(switching.jobs(params, target)["texts"].needs)["validation"]
     tested, validated = (switching._prompts(one) for one in (job.given() | {"validating": False}, job.given()))
     assert len(tested) == 4 and len(validated) == 3 and not {p.id for p in tested} & {p.id for p in validated}
     every = prompts.load("longwriter-en", 7)
     assert [p.id for p in tested + validated] == [p.id for p in every]
     means = []
-    for name, one in built(ask, need="validation").items():
+    for name, one in built(params, need="validation").items():
         if name.startswith("PPLE "):
             means += [one.values[i : i + 3].mean() for i in range(1, len(one.values) - 2)]
     assert held["threshold"].values == pytest.approx([np.quantile(means, 0.6)] * 4, rel=1e-6)
 
 
 def test_references_are_scored_where_a_set_has_them(built, target):
-    held = built(Ask("rougeL", prompts="gsm8k", schedule=QUICK))
-    assert len(held["rougeL"].values) == 4 and 0 <= shown(held, Ask("bleu")) <= 100
-    assert shown(held, Ask("rougeL")) == pytest.approx(held["rougeL"].values.mean())
-    assert shown(held, Ask("similarity")) == pytest.approx(held["similarity"].values.mean())
-    assert 0 < shown(held, Ask("similarity")) < 100
-    assert not switching.series(Ask("rougeL"), {"texts": observations.Observations(built(Ask("agreement")), {})}, None)
+    held = built(Params("rougeL", prompts="gsm8k", schedule=QUICK))
+    assert len(held["rougeL"].values) == 4 and 0 <= shown(held, Params("bleu")) <= 100
+    assert shown(held, Params("rougeL")) == pytest.approx(held["rougeL"].values.mean())
+    assert shown(held, Params("similarity")) == pytest.approx(held["similarity"].values.mean())
+    assert 0 < shown(held, Params("similarity")) < 100
+    assert not switching.series(
+        Params("rougeL"), {"texts": observations.Observations(built(Params("agreement")), {})}, None
+    )
 
 
 def test_similarity_is_that_of_full_precisions_hidden_states(target):
@@ -185,16 +189,16 @@ def test_similarity_is_that_of_full_precisions_hidden_states(target):
 def test_jobs_declare_what_decides_them(target):
     """Another schedule, quantile, control or prompt set is another job; full precision has one for all schedules."""
     asked = [
-        Ask("bits", schedule=QUICK),
-        Ask("bits", schedule="flexquant"),
-        Ask("bits", schedule=QUICK, quantile=0.5),
-        Ask("bits", schedule=QUICK, control="uniform"),
-        Ask("bits", prompts="gsm8k", schedule=QUICK),
-        Ask("bits"),
+        Params("bits", schedule=QUICK),
+        Params("bits", schedule="flexquant"),
+        Params("bits", schedule=QUICK, quantile=0.5),
+        Params("bits", schedule=QUICK, control="uniform"),
+        Params("bits", prompts="gsm8k", schedule=QUICK),
+        Params("bits"),
     ]
-    made = [switching.jobs(ask, target)["texts"] for ask in asked]
+    made = [switching.jobs(params, target)["texts"] for params in asked]
     assert len({job.id for job in made}) == len(asked)
-    full = {switching.jobs(ask, target.under("fp16"))["texts"].id for ask in asked}
+    full = {switching.jobs(params, target.under("fp16"))["texts"].id for params in asked}
     assert len(full) == 2  # a prompt set each
     assert set(dict(made[3].needs)) == {"full", "w8", "w4", "signal"} and set(dict(made[5].needs)) == {"full", "w4"}
     assert switching.jobs(asked[0], replace_protocol(target, None)) is None
@@ -209,12 +213,15 @@ def replace_protocol(target, protocol):
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: Ask("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
-        (lambda: Ask("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
-        (lambda: Ask("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it is a share"),
-        (lambda: Ask("bits", schedule="flexquant(threshold=2.0)", quantile=0.5), "leave threshold out of the schedule"),
-        (lambda: Ask("bits", prompts="longwrite"), "unknown prompt set 'longwrite'; did you mean 'longwriter'?"),
-        (lambda: Ask("bits", schedule="pmpd"), "write flexquant"),
+        (lambda: Params("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
+        (lambda: Params("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
+        (lambda: Params("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it is a share"),
+        (
+            lambda: Params("bits", schedule="flexquant(threshold=2.0)", quantile=0.5),
+            "leave threshold out of the schedule",
+        ),
+        (lambda: Params("bits", prompts="longwrite"), "unknown prompt set 'longwrite'; did you mean 'longwriter'?"),
+        (lambda: Params("bits", schedule="pmpd"), "write flexquant"),
         (lambda: Protocol(new_tokens=2048), "a context of 2048 has room for fewer"),
         (lambda: Protocol(together=65), "at most 64 are decoded together"),
     ],
@@ -227,7 +234,7 @@ def test_what_means_nothing_is_a_sentence(make, said):
 
 def test_a_window_longer_than_the_texts_is_a_sentence(built):
     with pytest.raises(UserError, match="a window of 50 tokens is longer than every validation text"):
-        built(Ask("bits", schedule="flexquant(window=50)", quantile=0.5))
+        built(Params("bits", schedule="flexquant(window=50)", quantile=0.5))
 
 
 def test_a_schedule_is_written_as_it_is_read():
@@ -260,7 +267,7 @@ def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_
         return Measured(cell, replace(blank, status="ok", value=1.0, live="fresh"), lambda: quantity(cell))
 
     def quantity(cell):
-        assert not cell.ask.schedule or cell.recipe == "fp16"
+        assert not cell.params.schedule or cell.recipe == "fp16"
         return Quantity([{"s": observations.Series(of[cell.recipe], "sequences", "g")}], lambda mean: mean["s"])
 
     monkeypatch.setattr(measure, "_by_itself", made)
@@ -287,9 +294,9 @@ def test_numbers_of_prompts_have_a_paired_interval(built, target):
     """Of a cell, of BLEU over all texts together, and of a difference of two schedules on the same prompts."""
     quantities = {}
     for name, schedule in (("a", QUICK), ("b", "")):
-        held = {"texts": observations.Observations(built(Ask("KL", schedule=schedule)), {})}
-        ask = Ask("KL", schedule=schedule)
-        quantities[name] = Quantity([switching.series(ask, held, target)], lambda mean: mean["KL"], compares=True)
+        held = {"texts": observations.Observations(built(Params("KL", schedule=schedule)), {})}
+        params = Params("KL", schedule=schedule)
+        quantities[name] = Quantity([switching.series(params, held, target)], lambda mean: mean["KL"], compares=True)
         alone = quantities[name].interval()
         assert alone.lo < alone.value < alone.hi and alone.n == 4
     gap = compose("b - a", quantities).interval()

@@ -13,7 +13,7 @@ from repro.engine.traffic import Copy
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.metrics import timeline
-from repro.metrics.timeline import Ask, spans_of
+from repro.metrics.timeline import Params, spans_of
 from repro.render import figures
 from repro.specs import scale as scales
 from repro.store import observations
@@ -29,9 +29,9 @@ def tiny(monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
 
 
-def job_of(ask, **protocol):
+def job_of(params, **protocol):
     at = scales.load({"timeline": protocol} if protocol else {}, name="pocket").on("cpu")
-    return timeline.jobs(ask, Target(at, "pocket-3m", "fp16"))["spans"]
+    return timeline.jobs(params, Target(at, "pocket-3m", "fp16"))["spans"]
 
 
 def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
@@ -51,8 +51,8 @@ def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
 
 @pytest.mark.parametrize("draft, prefetch", [("subspec", True), ("subspec", False), ("none", False)])
 def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
-    ask = Ask("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
-    given = job_of(ask, context=96, warm=1).given()
+    params = Params("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
+    given = job_of(params, context=96, warm=1).given()
     found = timeline.measured(given | {"draft": given["draft"] and vars(DRAFT)}, CPU, torch.float32)
     passes, ((begin, end),) = found["draft passes"], found["verification"]
     assert len(passes) == (2 if draft == "subspec" else 0)
@@ -66,14 +66,14 @@ def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
 
 
 def test_a_job_declares_a_configuration_and_no_lane():
-    asks = [
-        Ask("Qwen2.5-7B", "8GiB", "copies"),
-        Ask("Qwen2.5-7B", "8GiB", "copies", prefetch=False),
-        Ask("Qwen2.5-7B", "8GiB", "copies", draft="none", prefetch=False),
+    all_params = [
+        Params("Qwen2.5-7B", "8GiB", "copies"),
+        Params("Qwen2.5-7B", "8GiB", "copies", prefetch=False),
+        Params("Qwen2.5-7B", "8GiB", "copies", draft="none", prefetch=False),
     ]
-    assert len({job_of(ask).id for ask in asks}) == 3
-    assert job_of(Ask("Qwen2.5-7B", "8192MiB", "verification", show="begin")).id == job_of(asks[0]).id
-    assert json.loads(job_of(asks[0]).inputs)["draft"] == vars(subspec.Config())
+    assert len({job_of(params).id for params in all_params}) == 3
+    assert job_of(Params("Qwen2.5-7B", "8192MiB", "verification", show="begin")).id == job_of(all_params[0]).id
+    assert json.loads(job_of(all_params[0]).inputs)["draft"] == vars(subspec.Config())
 
 
 def test_what_is_shown_of_known_spans():
@@ -82,18 +82,18 @@ def test_what_is_shown_of_known_spans():
         "copies length": Series(np.array([1.0, 3]), "spans"),
     }
     found = {"spans": Observations(series, {})}
-    ask = Ask("Qwen2.5-7B", "8GiB", "copies")
-    assert timeline.series(ask, found, None)["copies length"].values.tolist() == [1, 3]
-    assert timeline.value(ask, {"copies length": 2.0}) == 2 and timeline.limits(ask)[0] == 0
-    assert timeline.series(Ask("Qwen2.5-7B", "8GiB", "draft passes"), found, None) == {}
+    params = Params("Qwen2.5-7B", "8GiB", "copies")
+    assert timeline.series(params, found, None)["copies length"].values.tolist() == [1, 3]
+    assert timeline.value(params, {"copies length": 2.0}) == 2 and timeline.limits(params)[0] == 0
+    assert timeline.series(Params("Qwen2.5-7B", "8GiB", "draft passes"), found, None) == {}
 
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
-    job = job_of(Ask("Qwen2.5-7B", "8GiB", "copies"))
+    job = job_of(Params("Qwen2.5-7B", "8GiB", "copies"))
     with pytest.raises(NotMeasurable, match="need a GPU"):
         timeline.run(job, {}, tmp_path, observations.origin(job, {}))
     with pytest.raises(UserError, match="unknown shape"):
-        Ask("Qwen-9B", "8GiB", "copies")
+        Params("Qwen-9B", "8GiB", "copies")
 
 
 def test_the_figure_has_a_lane_for_each_stream_of_three_ways(tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def test_an_accuracy_and_its_log_probability_are_of_one_job(at):
     flow, mean = at(), "zeroshot_avg"
     for number, col in (("2", "Avg"), ("3", "Task avg"), ("4", "Task avg")):
         found = [c for c in flow.cells("bitbybit", number) if c.col == col and c.stand_in and c.recipe]
-        kinds = {c.metric: (c.unit, c.ask.show, c.ask.percent) for c in found}
+        kinds = {c.metric: (c.unit, c.params.show, c.params.percent) for c in found}
         assert kinds == {mean: ("%", "correct", True), f"{mean}{tables.LOG_PROBABILITY}": ("nats", "choice", False)}
         for right, log in zip(*([c for c in found if c.unit == unit] for unit in ("%", "nats"))):
             assert right.row == log.row and log.seeds == right.seeds[:1]
@@ -134,8 +134,8 @@ def test_an_accuracy_and_its_log_probability_are_of_one_job(at):
 def test_the_rule_of_spikes_is_written_in_the_spec(at):
     (metric,) = [m for m in tables.table("bitbybit", "spikes").measure.values() if m.get("show") == "spikes"]
     assert (metric["factor"], metric["window"]) == (1.25, 8)
-    asks = {c.row: c.ask for c in at().cells("bitbybit", "spikes") if c.metric == "spikes"}
-    assert {row: ask.merged for row, ask in asks.items()} == {"at 2 bits at once": 1, "8, 4, 2 bits": 3}
+    all_params = {c.row: c.params for c in at().cells("bitbybit", "spikes") if c.metric == "spikes"}
+    assert {row: params.merged for row, params in all_params.items()} == {"at 2 bits at once": 1, "8, 4, 2 bits": 3}
 
 
 def test_figures_1_and_3_are_of_the_smallest_model(at):

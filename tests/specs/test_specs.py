@@ -157,7 +157,7 @@ def test_what_is_read_next_to_an_accuracy_has_its_place_and_its_first_seed(write
     assert {c.col for c in found} == {"ZS"} and {c.printed for c in found} == {""}
     (gptq,) = (c for c in found if c.row == "GPTQ pc" and c.model == ONE)
     assert (gptq.seeds, gptq.metric, gptq.unit) == ((3,), "zeroshot_avg, log probability", "nats")
-    tasks = {text["tasks"][0] for text in gptq.ask.cells.values()}
+    tasks = {text["tasks"][0] for text in gptq.params.cells.values()}
     assert tasks == {"piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande"}, "no BoolQ"
 
 
@@ -424,7 +424,7 @@ def test_patterns_in_labels_give_variables(write):
     assert asked["4-bit pc K%/r"] == asked["4-bit pc BPW"] == "rtn-w4-pc + spear"
     assert asked["3-bit g128 BPW"] == "rtn-w3-g128 + spear"
     several = [c for c in cells if (c.row, c.col, c.model) == ("RTN", "4-bit pc K%/r", ONE)]
-    assert [(c.metric, c.measure, c.ask.show) for c in several] == [
+    assert [(c.metric, c.measure, c.params.show) for c in several] == [
         ("k_percent", "placement", "share"), ("rank", "placement", "rank"),
     ]  # fmt: skip
     assert not [c for c in cells if c.row == "GPTQ" and c.recipe]
@@ -561,7 +561,7 @@ def test_accuracy_tables_have_a_recipe_in_every_printed_cell(number):
         bare = f"{steps[base]}-w{bits}-{group}" if base in steps else "fp16"
         assert c.recipe == bare + (" + spear" if c.row.startswith("+SPEAR") else "")
         assert (c.measure, at.is_measured(c)) == ("zeroshot", True) and at.jobs(c)
-    assert len({c.recipe for c in cells}) == 17 and {len(c.ask.tasks) for c in cells} == {0, 1}
+    assert len({c.recipe for c in cells}) == 17 and {len(c.params.tasks) for c in cells} == {0, 1}
 
 
 def test_a_row_may_name_what_the_column_or_the_model_gives(write):
