@@ -59,6 +59,7 @@ class Drafted(Decoding):
     Attributes:
         lengths: tokens of every iteration, the bonus included; the prefill is one of one token (the paper's counting).
             What the last iteration accepted beyond the tokens that were asked for counts too.
+        passes: of the draft in every iteration.
         draft_s, verify_s: seconds of its two phases in every iteration. Between the phases the host waits for the
             device only where `phases` is set.
         verified: when each verification began and ended, seconds of `time.perf_counter`.
@@ -73,6 +74,7 @@ class Drafted(Decoding):
         super().__init__(plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored)
         self.drafter, self.phases = drafter, phases
         self.lengths, self.draft_s, self.verify_s = [1], [], []
+        self.passes: list[int] = []
         self.verified: list[tuple[float, float]] = []
         self.verify: Verifier | None = None
         self.path: list[int] = []
@@ -133,6 +135,7 @@ class Drafted(Decoding):
         self.seconds.append(ended - began)
         self.slots += tree.depth * length + length
         self.lengths.append(len(path))
+        self.passes.append(tree.depth)
         return [(said[node], logprobs[node]) for node in path]
 
     def _accepted(self, said: list[int]) -> list[int]:

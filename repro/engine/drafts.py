@@ -49,6 +49,11 @@ class Small:
         """Slots that the draft's cache needs behind the text."""
         return self.nodes
 
+    @property
+    def width(self) -> int:
+        """Nodes of the widest draft pass."""
+        return self.top_k
+
 
 @dataclass(frozen=True)
 class SpecExec:
@@ -94,6 +99,11 @@ class SpecExec:
     def slots(self) -> int:
         """Slots that the draft's cache needs behind the text: of every node that can be expanded."""
         return self.rounds * self.batch + 1
+
+    @property
+    def width(self) -> int:
+        """Nodes of the widest draft pass."""
+        return min(self.batch, self.budget)
 
 
 class OwnDrafter(Drafter):

@@ -57,6 +57,11 @@ class Eagle2:
         """Slots behind the text: of the tree, and of the nodes that are expanded, in tables that both models share."""
         return max(self.size, 1 + self.top_k * (self.depth - 1))
 
+    @property
+    def width(self) -> int:
+        """Nodes of the widest draft pass."""
+        return self.top_k
+
 
 class EagleHead(nn.Module):
     """The head as it is trained: `fc` `[H, 2 H]` and a block of the target's kind without its first norm."""

@@ -17,7 +17,7 @@ from repro.core.strict import load_yaml
 from repro.engine import budget, limits, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
-from repro.engine.drafts import Small
+from repro.engine.drafts import Small, SpecExec
 from repro.engine.eagle import Eagle2, EagleHead, FittedHead
 from repro.engine.step import Decoder
 from repro.engine.substitute import decoders
@@ -120,7 +120,7 @@ def with_own_draft(
     name: str,
     config: Any,
     amount: int,
-    draft: Small | Eagle2,
+    draft: Small | SpecExec | Eagle2,
     small: Any,
     context: int,
     device: torch.device,
@@ -166,7 +166,7 @@ def own_draft_bytes(config: Any, draft: Small | Eagle2, small: Any, context: int
     """
     slots = context + draft.room
     verifying = budget.working_bytes(config, slots, dtype, draft) - budget.working_bytes(config, slots, dtype, None)
-    logits = draft.top_k * config.vocab_size * (dtype.itemsize + 12)
+    logits = draft.width * config.vocab_size * (dtype.itemsize + 12)
     if small is None:
         one = copy.deepcopy(config)
         one.num_hidden_layers = 1

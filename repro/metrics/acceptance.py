@@ -36,7 +36,8 @@ VERSION = 1
 OUTPUTS = (observations.FILE,)
 DEFAULT = None  # a scale that says nothing of it does not measure it
 GRAM = 4
-ALONE = {"repeated 4-grams": "repeated", "median iteration": "median"}  # what is shown to the one series that it takes
+# What is shown to the one series that it takes.
+ALONE = {"repeated 4-grams": "repeated", "median iteration": "median", "draft passes": "passes"}
 CONFIGS = {  # of each draft, and the options that `Params` may set
     "subspec": (subspec.Config, ("bits", "top_k", "depth")),
     "self": (subspec.Config, ("bits", "top_k", "depth")),
@@ -54,7 +55,8 @@ FEW, SHORT = 3, 64  # prompts and new tokens of a build's own measurement: a dra
 class Params:
     """Tokens of an iteration, all new tokens over all iterations; or the share of repeated 4-grams, as a fraction.
 
-    `median iteration` is the mean over prompts of the median tokens of an iteration, without the prefill.
+    `median iteration` is the mean over prompts of the median tokens of an iteration, without the prefill, and `draft
+    passes` the mean over prompts of an iteration's draft passes, which a dynamic tree decides.
 
     `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth`,
     `budget` and `draft_temperature` are the draft's, 0 being the default of its configuration. `self` is the target as
@@ -63,7 +65,7 @@ class Params:
     """
 
     prompts: str
-    show: Literal["length", "median iteration", "repeated 4-grams", "less repetitive half"] = "length"
+    show: Literal["length", "median iteration", "draft passes", "repeated 4-grams", "less repetitive half"] = "length"
     temperature: float = 0.0
     draft: Literal["subspec", "self", "small", "specexec", "eagle2", "none"] = "subspec"
     draft_model: str = ""
@@ -154,7 +156,7 @@ def jobs(params: Params, target: Target) -> dict[str, Job] | None:
 
 
 def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Decode every prompt; a value a prompt: new tokens, iterations, the median one's, share of repeated 4-grams.
+    """Decode every prompt; a value a prompt: new tokens, iterations, the median one's, draft passes, repeated 4-grams.
 
     Raises:
         UserError: damaged inputs, or a model that the engine does not run; `NotMeasurable` for a prompt beyond the
@@ -162,7 +164,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """
     given = job.given()
     core = speculating(given, found.get("weights"))
-    columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "repeated": []}
+    columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
     for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
         how = {"temperature": given["temperature"], "seed": number}
         text = next(core.generate([prompt.text], given["tokens"], **how))
@@ -170,6 +172,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
         columns["tokens"].append(sum(lengths))
         columns["iterations"].append(len(lengths))
         columns["median"].append(statistics.median(lengths[1:] or lengths))
+        columns["passes"].append(statistics.mean(core.batch.passes or [0]))
         columns["repeated"].append(repeated(text.tokens))
         print(f"{given['prompts']} {prompt.id}: {sum(lengths) / len(lengths):.2f} tokens an iteration", flush=True)
     group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
@@ -215,7 +218,7 @@ def series(params: Params, found: Mapping[str, Observations], target: Target) ->
     kept = found["prompts"].series
     if params.show in ALONE:
         name = ALONE[params.show]
-        return {name: kept[name]} if name in kept else {}  # observations of before lack the median
+        return {name: kept[name]} if name in kept else {}  # older observations lack some
     both = {name: kept[name] for name in ("tokens", "iterations")}
     if params.show == "length":
         return both
@@ -233,5 +236,9 @@ def value(params: Params, mean: Mapping[str, Any]) -> Any:
 
 
 def limits(params: Params) -> tuple[float, float]:
-    """An iteration gives its bonus token at least, and a whole path with it at most; or a share."""
-    return (0.0, 1.0) if params.show == "repeated 4-grams" else (1.0, params.config.depth + 1.0)
+    """An iteration gives its bonus token at least, and a whole path with it at most; or a share, or passes."""
+    if params.show == "repeated 4-grams":
+        return 0.0, 1.0
+    if params.show == "draft passes":
+        return 0.0, float(params.config.depth)
+    return 1.0, params.config.depth + 1.0

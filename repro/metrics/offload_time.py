@@ -4,10 +4,11 @@ The weights are random: times and bytes are real, texts and acceptance are not, 
 accepted tokens of a stand-in (`acceptance`) over these seconds. The verification of random weights accepts about one
 token, which changes no time but that of moving accepted slots.
 A model without a draft is `none`: its iteration is a step. `alone` is a step of the draft's own format with all blocks
-on the device, which is what a standalone 4-bit model takes here, whatever its quantizer. `small` is a smaller shape in
-16 bits with the target's vocabulary and `eagle2` a head of one block, both on the device as a whole; where more than
-the root is accepted, EAGLE-2 takes one pass of its head more, which these times leave out. SpecExec is not timed: how
-many passes its tree takes follows from the text. Times need a GPU; elsewhere a result is `unsupported`.
+on the device, which is what a standalone 4-bit model takes here, whatever its quantizer. `small` and `specexec` draft
+with a smaller shape in 16 bits with the target's vocabulary, `eagle2` with a head of one block, all on the device as a
+whole; where more than the root is accepted, EAGLE-2 takes one pass of its head more, which these times leave out. How
+many passes SpecExec's tree takes follows from the text, and random weights have none: a pass and the verification are
+shown apart, and `acceptance` counts the passes of a stand-in. Times need a GPU; elsewhere a result is `unsupported`.
 """
 
 import math
@@ -22,7 +23,7 @@ import torch
 from repro.core.errors import NotMeasurable, UserError, at_least, unknown
 from repro.engine import budget
 from repro.engine.core import Core
-from repro.engine.drafts import Small
+from repro.engine.drafts import Small, SpecExec
 from repro.engine.eagle import Eagle2
 from repro.engine.limits import bound
 from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed, with_own_draft
@@ -38,8 +39,9 @@ VERSION = 1
 OUTPUTS = (observations.FILE,)
 TIMES = True
 DEFAULT: dict[str, Any] = {}
-TIMED = ("subspec", "none", "alone", "small", "eagle2")  # drafts
-OWN = {"small": Small, "eagle2": Eagle2}  # drafts that are models of their own, and their configurations
+LATER = {"budget": 0}
+OWN = {"small": Small, "specexec": SpecExec, "eagle2": Eagle2}  # drafts that are models of their own
+MODELS = ("small", "specexec")  # those whose model is named
 SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying": "verify", "GB": "peak"}
 
 
@@ -50,11 +52,12 @@ class Params:
     Attributes:
         shape: of `repro/engine/shapes.yaml`.
         memory: the budget, such as `8GiB`.
-        draft: SpecExec's is not timed.
-        draft_model: the shape of a `small` draft.
+        draft: what drafts.
+        draft_model: the shape of a `small` draft, or of SpecExec's.
         group: of the codes of `alone` and `subspec`.
         prefetch: whether weights are copied before they are needed.
         depth: of the draft's tree; 0 is the paper's.
+        budget: nodes that SpecExec verifies behind the root; 0 is its default.
         bus: another rate of the bus in GB/s, for which the time of the streamed bytes is calculated; 0 is the measured.
         show: what.
     """
@@ -66,27 +69,36 @@ class Params:
     group: int = 64
     prefetch: bool = True
     depth: int = 0
+    budget: int = 0
     bus: float = 0.0
-    show: Literal["ms an iteration", "ms drafting", "ms verifying", "share drafting", "GB"] = "ms an iteration"
+    show: Literal["ms an iteration", "ms drafting", "ms verifying", "ms a draft pass", "share drafting", "GB"] = (
+        "ms an iteration"
+    )
     unit: str = "ms"
 
     def __post_init__(self) -> None:
         for shape in (self.shape, self.draft_model or self.shape):
             if shape not in SHAPES:
                 raise unknown("shape", shape, SHAPES)
-        if self.draft == "small" and not self.draft_model:
-            raise UserError("offload_time: draft small needs a draft_model, such as Qwen2.5-1.5B")
+        if self.draft in MODELS and not self.draft_model:
+            raise UserError(f"offload_time: draft {self.draft} needs a draft_model, such as Qwen2.5-1.5B")
+        if self.draft == "specexec" and self.depth:
+            raise UserError("offload_time: draft specexec has no depth; give its budget of nodes")
+        if self.draft != "specexec" and self.budget:
+            raise UserError(f"offload_time: draft {self.draft} has no budget of nodes; leave budget out")
         budget.parse_bytes(self.memory)
         if self.bus < 0:
             raise UserError(f"bus is {self.bus}; give GB/s above 0, or 0 for the measured rate")
-        self.config  # noqa: B018  checks the depth
+        self.config  # noqa: B018  checks depth and budget
 
     @property
-    def config(self) -> subspec.Config | Small | Eagle2 | None:
+    def config(self) -> subspec.Config | Small | SpecExec | Eagle2 | None:
         """The draft's configuration."""
         depth = {"depth": self.depth} if self.depth else {}
         if self.draft == "none":
             return None
+        if self.draft == "specexec":
+            return SpecExec(budget=self.budget) if self.budget else SpecExec()
         if self.draft in OWN:
             return OWN[self.draft](**depth)
         return subspec.Config(group=self.group, **depth)
@@ -107,7 +119,7 @@ class Protocol:
 def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     """One job times a configuration, whatever the target."""
     protocol = target.scale.protocols["offload_time"]
-    if protocol is None or params.draft not in TIMED:
+    if protocol is None:
         return None
     rule = vars(protocol) | {
         "shape": params.shape,
@@ -116,7 +128,7 @@ def jobs(params: Params, target: Target) -> dict[str, Job] | None:
     }
     rule |= {"draft": vars(params.config) if params.config else None, "alone": params.draft == "alone"}
     if params.draft in OWN:
-        rule |= {"of": params.draft, "draft_model": params.draft_model if params.draft == "small" else ""}
+        rule |= {"of": params.draft, "draft_model": params.draft_model if params.draft in MODELS else ""}
     where = {"device": target.scale.device}
     depth = params.config.depth if params.config else 0
     label = f"{params.shape}/{params.draft}{'' if params.prefetch else '-sync'}-{depth}"
@@ -171,7 +183,7 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
         if engine.draft:
             engine.phases = True
             batch = timed(engine, count)
-            found |= {"draft": batch.draft_s[warm:], "verify": batch.verify_s[warm:]}
+            found |= {"draft": batch.draft_s[warm:], "verify": batch.verify_s[warm:], "passes": batch.passes[warm:]}
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else math.nan
         return found | {"peak": [float(peak)]}
     finally:
@@ -214,6 +226,8 @@ def series(params: Params, found: Mapping[str, Observations], target: Target) ->
         names = ("iteration", "streamed", "block", "bus", "draft")
     elif params.show == "share drafting":
         names = ("draft", "verify")
+    elif params.show == "ms a draft pass":
+        names = ("draft", "passes")
     else:
         names = (SHOWN[params.show],)
     return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], units="runs") for name in names}
@@ -227,6 +241,8 @@ def value(params: Params, mean: Mapping[str, Any]) -> Any:
     """
     if params.show == "share drafting":
         return mean["draft"] / (mean["draft"] + mean["verify"])
+    if params.show == "ms a draft pass":
+        return 1e3 * mean["draft"] / mean["passes"]
     if params.bus:
         waiting = mean["streamed"] - (mean["block"] if params.draft != "none" else 0.0)
         return 1e3 * (mean["iteration"] + waiting * (1e-9 / params.bus - 1 / mean["bus"]))

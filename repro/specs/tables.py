@@ -67,7 +67,7 @@ class Spec:
         claims: what the paper says about this table, judged under it; their `table` is this one.
         models: of a question of our own: the papers' models whose stand-ins are measured.
         over: of a question of our own: variable to values; a column is one combination of them.
-        measure: of a question of our own: metric to what is measured.
+        measure: metric to what is measured: of a question of our own, or where one printed table has its own.
         printed: of a question of our own: variable to `table | row | column | model`, whose printed number it is.
         scales: of a question of our own: the scales that measure it; none is every scale.
         chosen: of a question of our own: the row that is the answer, once it is known, or several of other variables.
@@ -137,9 +137,11 @@ def table(paper: str, number: str) -> Spec:
             split(name)
     if number.isdecimal():
         cells = papers.printed(paper, number)
-        for name in ("models", "over", "measure", "printed", "scales", "chosen"):
+        for name in ("models", "over", "printed", "scales", "chosen"):
             if getattr(spec, name):
                 raise UserError(f"{where}: {name} belongs to a spec of our own, not to a printed table")
+        if odd := spec.measure.keys() - {cell.metric for cell in cells}:
+            raise UserError(f"{where}: measure: {unknown('printed metric', min(odd), {cell.metric for cell in cells})}")
         for kind, labels, known in (
             ("row", spec.rows, {cell.row for cell in cells}),
             ("column", spec.columns, {cell.col for cell in cells}),
@@ -219,7 +221,7 @@ def cells(paper: str, number: str) -> list[Cell]:
 
 def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
     where = str(path_of(paper, number).relative_to(HOME))
-    printed, kinds = papers.printed(paper, number), measures(paper)
+    printed, kinds = papers.printed(paper, number), measures(paper) | spec.measure
     ours = ((model, c) for model in spec.also_on for c in printed if c.col == printed[0].col)
     printed = [*printed, *(replace(c, col=f"{model} (ours)", model=model, value="") for model, c in ours)]
     columns = {c.col: variables(spec.columns, c.col) if spec.columns else {} for c in printed}

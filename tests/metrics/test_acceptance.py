@@ -48,6 +48,9 @@ def test_the_job_counts_what_every_prompt_accepts(job):
     params = acceptance.Params("mt-bench", show="median iteration")
     assert acceptance.series(params, {"prompts": found}, None).keys() == {"median"}
     assert acceptance.value(params, {"median": 3.5}) == 3.5
+    passes = acceptance.Params("mt-bench", show="draft passes")
+    shown = acceptance.series(passes, {"prompts": found}, None)
+    assert shown["passes"].values.tolist() == [6.0, 6.0] and acceptance.limits(passes) == (0.0, 48.0)
     for count, many, typical in zip(tokens, iterations, median):
         assert 1 <= typical <= 7 and (many > 2 or typical == count - 1), "without the prefill's token"
     assert (tokens >= 12).all() and (iterations >= 2).all() and (tokens <= 1 + (iterations - 1) * 7).all()

@@ -69,7 +69,14 @@ def test_a_job_declares_what_is_timed_and_no_model():
     made = [json.loads(offload_time.jobs(params, target())["times"].inputs) for params in own]
     assert [one["draft_model"] for one in made] == ["Qwen2.5-1.5B", "Llama-3.2-1B", ""]
     assert made[0]["draft"] == vars(drafts.Small()) and made[2]["draft"] == vars(eagle.Eagle2())
-    assert offload_time.jobs(Params("Qwen2.5-7B", "8GiB", draft="specexec"), target()) is None
+    own = [
+        Params("Qwen2.5-7B", "8GiB", draft="specexec", draft_model="Llama-3.2-1B", budget=nodes)
+        for nodes in (0, 64, 512)
+    ]
+    made = [offload_time.jobs(params, target())["times"] for params in own]
+    assert made[0].id == made[2].id != made[1].id
+    assert json.loads(made[1].inputs)["draft"] == vars(drafts.SpecExec(budget=64))
+    assert json.loads(made[1].inputs)["draft_model"] == "Llama-3.2-1B"
 
 
 def test_a_job_has_its_gpu_to_itself():
@@ -104,21 +111,24 @@ def least(draft):
 
     config = AutoConfig.for_model(**SHAPE)
     if draft in offload_time.OWN:
-        own = offload_time.OWN[draft](depth=4)
-        beside = shapes.own_draft_bytes(config, own, config if draft == "small" else None, 96, torch.float32)
+        own = drafts.SpecExec(budget=9) if draft == "specexec" else offload_time.OWN[draft](depth=4)
+        beside = shapes.own_draft_bytes(config, own, None if draft == "eagle2" else config, 96, torch.float32)
         slots = 96 + own.room
         return str(beside + sum(budget.parts_of(config, slots, torch.float32, 1, None).values()))
     parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4))
     return str(sum(parts.values()))
 
 
-DRAFTS = [("subspec", True), ("none", False), ("alone", False), ("small", True), ("eagle2", True)]
+DRAFTS = [("subspec", True), ("none", False), ("alone", False), ("small", True), ("specexec", True), ("eagle2", True)]
 
 
 @pytest.mark.parametrize("draft, phases", DRAFTS)
 def test_iterations_and_phases_are_timed(tiny, draft, phases):
     torch.manual_seed(0)  # no draft is accepted, so that a token is an iteration
-    params = Params("tiny", least(draft), draft=draft, draft_model="tiny" if draft == "small" else "", depth=4)
+    tree = {"budget": 9} if draft == "specexec" else {"depth": 4}
+    params = Params(
+        "tiny", least(draft), draft=draft, draft_model="tiny" if draft in offload_time.MODELS else "", **tree
+    )
     found = offload_time.times(given(params), CPU, torch.float32)
     assert len(found["iteration"]) == 3 and min(found["iteration"]) > 0
     if draft == "alone":
@@ -126,6 +136,10 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
         return
     assert len(found["verify"]) == 3 and found["streamed"][0] > 0 and found["streamed"][0] % found["block"][0] == 0
     assert (len(found["draft"]) == 3 and min(found["draft"]) > 0) if phases else found["draft"] == [0.0]
+    if draft == "specexec":
+        assert found["passes"] == [2, 2, 2]  # the root, then the best of its children, which have no better ones
+    elif phases:
+        assert found["passes"] == [4, 4, 4]
 
 
 def test_where_nothing_streams_subspec_has_no_draft(tiny):
@@ -154,7 +168,7 @@ def value(params, **values):
 
 MEASURED = {
     "iteration": [0.3, 0.5], "draft": [0.1, 0.1], "verify": [0.3, 0.3], "streamed": [11e9], "block": [1e9],
-    "bus": [50e9], "peak": [8e9],
+    "bus": [50e9], "peak": [8e9], "passes": [4, 6],
 }  # fmt: skip
 
 
@@ -165,6 +179,7 @@ def test_what_is_shown_of_known_times():
     assert shown("ms an iteration") == pytest.approx(400)
     assert shown("ms drafting") == pytest.approx(100) and shown("ms verifying") == pytest.approx(300)
     assert shown("share drafting") == pytest.approx(0.25) and shown("GB") == pytest.approx(8)
+    assert shown("ms a draft pass") == pytest.approx(100 / 5)
 
 
 def test_another_rate_of_the_bus_moves_what_is_waited_for():
@@ -214,6 +229,22 @@ def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(ti
     lengths = _value(found["accept_length"])
     assert _value(found["tokens_per_s"]) == pytest.approx(lengths / 0.4)
     assert _value(found["speedup"]) == pytest.approx(lengths * 0.1 / 0.4)
+
+
+def test_specexec_takes_a_verification_and_the_passes_of_the_stand_in():
+    """Table 4's arithmetic, and where its operands come from."""
+    flow = Workflow(scales.load(name="pocket").on("cpu"))
+    cells = {(c.row, c.col): c for c in flow.cells("subspec", "4")}
+    cell = cells["SpecExec budget 256", "tokens/s"]
+    assert evaluate(cell.params.quantity, {"a": 6.0, "n": 10.0, "v": 200.0, "p": 4.0}) == pytest.approx(6 / 0.24)
+    parts = {name: part.params for name, part in flow.parts(cell).items()}
+    assert parts["a"].config == parts["n"].config == drafts.SpecExec(budget=256)
+    timed = Params(
+        "Llama-3.1-8B", "8GiB", draft="specexec", draft_model="Llama-3.2-1B", budget=256, show="ms verifying"
+    )
+    assert parts["v"] == timed and parts["p"] == replace(timed, show="ms a draft pass")
+    assert parts["n"].show == "draft passes"
+    assert cells["SpecExec budget 256", "VRAM (GB)"].params == replace(timed, show="GB", unit="GB")
 
 
 @pytest.mark.parametrize("slope, off", [(3.0, 0.0), (2.0, 0.1)])
@@ -275,6 +306,9 @@ def _value(quantity):
         ({"bus": -1.0}, "bus is -1"),
         ({"depth": -2}, "depth is -2"),
         ({"draft": "small"}, "draft small needs a draft_model"),
+        ({"draft": "specexec"}, "draft specexec needs a draft_model"),
+        ({"draft": "specexec", "draft_model": "Llama-3.2-1B", "depth": 4}, "draft specexec has no depth"),
+        ({"budget": 64}, "draft subspec has no budget"),
         ({"draft": "small", "draft_model": "Qwen"}, "unknown shape .Qwen."),
     ],
 )
