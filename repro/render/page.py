@@ -16,8 +16,9 @@ from repro.render import content, figures, own_numbers
 from repro.render.sheet import Sheet, markdown
 from repro.specs import figures as drawn
 from repro.specs import tables
+from repro.specs.claims import ClaimSpec
 from repro.stats.quantity import compose
-from repro.store.measurement import MEASURED
+from repro.store.measurement import MEASURED, SHOWN
 from repro.verdicts import claims
 from repro.verdicts.claims import Judged
 from repro.verdicts.table_results import table_results
@@ -36,6 +37,8 @@ WORDS = """## Words
 - here: what was measured by this project; stand-in: the small model that stands in for one of the paper's
 - one seed: a cell rests on a single draw of calibration text or initialization; an interval over pooled seeds adds what
   three seeds of SPEAR and its quantizers vary (repro/workflow/draws.py), one of accuracy covers items alone"""
+OF_CAUSES = """
+- changed by: what was exchanged so that the claim no longer fails; cause not found: nothing that was tried does that"""
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
@@ -66,8 +69,8 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         *_picture(flow, paper, out),
         *_measured_grids(paper, grids),
         *_notes(paper),
-        WORDS,
-        *_verdicts(paper, judged, grids),
+        WORDS + OF_CAUSES * any(one.spec.ablations for one in judged),
+        *_verdicts(flow, paper, judged, grids),
         *_own_numbers(paper, judged),
         *_summary(paper, judged),
         *_folded("Every claim of the paper in its order, with its verdicts", _every(paper, judged)),
@@ -222,7 +225,7 @@ def _numbers(one: Judged) -> list[str]:
     return [tables.split(name)[1] for name in (one.spec.table, *one.spec.more)]
 
 
-def _verdicts(paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Iterator[str]:
+def _verdicts(flow: Workflow, paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Iterator[str]:
     """Every verdict by table with a link to its grid, the audit's findings on the table as footnotes at its title."""
     with_verdict = [one for one in judged if one.verdict]
     about: dict[str, set[str]] = {}  # by table all that its claims are about
@@ -242,7 +245,8 @@ def _verdicts(paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Ite
         word = "; ".join(filter(None, [one.said, "one seed" * one.one_seed, *content.also(one)]))
         word += f"; {one.why}" * bool(one.why)
         word += f"; predicate changed after the runs: {one.spec.changed}" * bool(one.spec.changed)
-        word += f"; run to find the cause: {', '.join(map(_cause, one.spec.causes))}" * bool(one.spec.causes)
+        if one.verdict in claims.DIRECTIONS:
+            word += _why_it_fails(flow, one.spec)
         rows.append([one.spec.claim, one.spec.says, one.spec.printed, here, word, one.grade or "–"])
     yield "## Verdicts"
     yield markdown(Sheet("One line a claim; 95 % intervals", HEAD, rows, left=len(HEAD)))
@@ -255,6 +259,28 @@ def _own_numbers(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         yield "## The paper's own numbers"
         head = own_numbers.HEAD
         yield markdown(Sheet("Arithmetic on printed cells, each within its rounding", head, rows, left=len(head)))
+
+
+def _why_it_fails(flow: Workflow, claim: ClaimSpec) -> str:
+    """The ablations that change the verdict of a claim that fails, or that no cause was found; then what else was run.
+
+    Empty where the spec names neither ablations nor causes.
+    """
+    changed, tried, left = [], [], []
+    for name in claim.ablations:
+        one = claims.judge(flow, claim.ablated(name))
+        if not one.measured:
+            left.append(name)
+        elif one.verdict in claims.DIRECTIONS:
+            tried.append(f"{name} (holds in {one.count}: {content.measured(one)})")
+        else:
+            changed.append(f"{name} ({one.said}: {content.measured(one)})")
+    tried += map(_cause, claim.causes)
+    if not claim.ablations and not claim.causes:
+        return ""
+    word = f"; changed by: {', '.join(changed)}" if changed else "; cause not found"
+    word += f"; tried: {', '.join(tried)}" * bool(tried)
+    return word + f"; not run yet: {', '.join(left)}" * bool(left)
 
 
 def _cause(text: str) -> str:
@@ -354,7 +380,7 @@ def _questions(flow: Workflow, paper: str) -> Iterator[str]:
             continue
         results = table_results(flow, paper, name)
         yield f"## {name[0].upper()}{name[1:]}"
-        measured = {m.row for m in results.measurements if m.status in MEASURED}
+        measured = {m.row for m in results.measurements if m.status in SHOWN}
         if measured:
             yield markdown(content.sheet(results, only=measured))
         if rows := "; ".join(dict.fromkeys(cell.row for cell in results.cells if cell.row not in measured)):

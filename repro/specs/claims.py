@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
-from repro.core.errors import UserError, shortened
+from repro.core.errors import UserError, shortened, unknown
 from repro.specs.templates import Value, filled
 
 LARGEST = 10_000  # cases of a claim
@@ -39,6 +39,9 @@ class ClaimSpec:
         judged_on_printed: why it is about the paper's own numbers alone and has no verdict; else empty.
         changed: why the predicate was changed after the runs that it judges; empty for those written before.
         causes: cells that were run to find out why it is not seen, `table | row`; the paper's page names them.
+        ablations: what was exchanged for the same reason, by name: cells in place of those of `cells`, judged by the
+            same predicate, and under `table` the table that has them where it is another. The page names one that the
+            claim does not fail with as what changes its verdict.
     """
 
     claim: str
@@ -60,6 +63,7 @@ class ClaimSpec:
     judged_on_printed: str = ""
     changed: str = ""
     causes: tuple[str, ...] = ()
+    ablations: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         places = self.places()
@@ -70,6 +74,9 @@ class ClaimSpec:
                 raise UserError(f"claim {self.claim!r}: `cells` needs a cell, such as {{f: FP16 | Wiki}}")
         if not places:
             raise UserError(f"claim {self.claim!r}: `cases` needs a case, such as a model")
+        for name, instead in self.ablations.items():
+            if strange := sorted(instead.keys() - self.cells.keys() - {"table"}):
+                raise UserError(f"claim {self.claim!r}: ablations: {name}: {unknown('cell', strange[0], self.cells)}")
 
     def places(self) -> list[tuple[dict[str, Value], dict[str, tuple[str, str, str, str]]]]:
         """Per case its keys, and the (row, column, model, metric) of every named cell; metric empty for the first."""
@@ -89,6 +96,13 @@ class ClaimSpec:
                     named[name] = (row, col, model or str(keys["model"]), metric)
                 found.append((keys, named))
         return found
+
+    def ablated(self, name: str) -> "ClaimSpec":
+        """The claim with the cells of one of `ablations` in place of its own."""
+        instead = dict(self.ablations[name])
+        table = instead.pop("table", "")
+        more = (*self.more, table) if table else self.more
+        return replace(self, cells=self.cells | instead, more=more, also={}, causes=(), ablations={})
 
     def filled(self, text: str, keys: Mapping[str, Value]) -> str:
         try:

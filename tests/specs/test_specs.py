@@ -366,6 +366,16 @@ def test_a_cell_names_its_calibration_text(write):
 # --- what the headline needs ------------------------------------------------------------------------------------------
 
 
+def test_a_row_that_ran_with_less_effort_says_so_in_its_name():
+    found = []
+    for place in [*tables.specified(), *tables.own()]:
+        found += [cell for cell in tables.cells(*place) if "effort=" in cell.recipe]
+    assert {"memory", "choices", "seeds"} <= {cell.number for cell in found}
+    for cell in found:
+        efforts = {float(value) for value in re.findall(r"effort=([0-9.]+)", cell.recipe)}
+        assert efforts == {0.25} and cell.row.endswith(", effort .25"), f"{cell.table}: {cell.row}"
+
+
 def test_the_headline_needs_the_cells_of_the_table_beneath_it_alone():
     """Claims on other tables are judged on what is stored; those on printed cells need none."""
     needed = {c.table for c in Workflow(scales.load(None, "pocket"), recorded=True).table_cells("table1")}
