@@ -28,6 +28,7 @@ class Fit:
 
     Attributes:
         plan: what lies where.
+        plain: the same without a draft, which leaves room for more blocks.
         bus: bytes per second from the host to the device; NaN where it was not measured.
         read: bytes per second that a decode step reads on the device; NaN likewise.
         draft_bytes: weights that a draft pass reads.
@@ -36,6 +37,7 @@ class Fit:
     """
 
     plan: budget.Plan
+    plain: budget.Plan
     bus: float
     read: float
     draft_bytes: int
@@ -45,13 +47,17 @@ class Fit:
     @property
     def step_s(self) -> float:
         """Seconds of a step without speculation."""
-        here = self.plan.parts["resident blocks"] + self.plan.parts["embedding and head"]
-        return max(self.plan.streamed_bytes / self.bus, 0.0) + here / self.read
+        return self._pass_s(self.plain)
 
     @property
     def iteration_s(self) -> float:
         """Seconds of an iteration with speculation."""
-        return self.depth * self.draft_bytes / self.read + self.step_s
+        return self.depth * self.draft_bytes / self.read + self._pass_s(self.plan)
+
+    def _pass_s(self, plan: budget.Plan) -> float:
+        """Seconds of a pass of the target."""
+        here = plan.parts["resident blocks"] + plan.parts["embedding and head"]
+        return plan.streamed_bytes / self.bus + here / self.read
 
     def __str__(self) -> str:
         plan = self.plan
@@ -62,8 +68,13 @@ class Fit:
         if math.isnan(self.bus + self.read):
             lines.append("no GPU here: give --bus and --read in GB/s for the expected tokens/s")
             return "\n".join(lines)
-        lines.append(f"bus {self.bus / 1e9:.1f} GB/s: {1 / self.step_s:.2f} tokens/s without speculation (calculated)")
-        if self.draft_bytes:
+        speed = f"{1 / self.step_s:.2f} tokens/s without speculation"
+        more = len(self.plain.resident) - len(plan.resident)
+        room = f" and its draft, with {more} more resident" if more else ""
+        lines.append(f"bus {self.bus / 1e9:.1f} GB/s: {speed}{room} (calculated)")
+        if self.draft_bytes and not plan.streamed_bytes:
+            lines.append("it fits whole: SubSpec's draft would be the model itself; leave out --draft")
+        elif self.draft_bytes:
             speed = self.acceptance / self.iteration_s
             said = f"{speed:.2f} tokens/s at an acceptance length of {self.acceptance:g}"
             lines.append(f"with speculation {said}, {1e3 * self.iteration_s:.0f} ms an iteration (calculated)")
@@ -103,13 +114,14 @@ def of(
     )
     amount = budget.parse_bytes(memory) if isinstance(memory, str) else memory
     packed = at.type == "cpu" or kind != torch.float32
-    plan = budget.plan(model, config, slots, kind, amount, draft, limits.reserved(at), packed, at.type == "cuda")
+    given, where = (model, config, slots, kind, amount), (limits.reserved(at), packed, at.type == "cuda")
+    plan, plain = budget.plan(*given, draft, *where), budget.plan(*given, None, *where)
     draft_bytes = 0
     if draft:
         tables = plan.parts["embedding and head"] // (1 if config.tie_word_embeddings else 2)
         draft_bytes = plan.parts["draft"] + plan.parts["resident blocks"] + tables
     rates = bus or bus_rate(at), read or read_rate(at)
-    return Fit(plan, *rates, draft_bytes, draft.depth if draft else 0, acceptance)
+    return Fit(plan, plain, *rates, draft_bytes, draft.depth if draft else 0, acceptance)
 
 
 def read_rate(device: torch.device) -> float:

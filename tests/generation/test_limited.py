@@ -572,7 +572,7 @@ def test_fit_predicts_the_times_measured_on_an_h200_within_a_tenth(shape):
         )
         draft_bytes = run["parts"].get("draft", 0) + run["parts"]["resident blocks"]
         draft_bytes += run["parts"]["embedding and head"] // 2  # a pass reads the head
-        said = fit.Fit(plan, run["bus_bytes_per_s"], fit.STEP_SHARE * 1e6 / fastest, draft_bytes, depth, 1.0)
+        said = fit.Fit(plan, plan, run["bus_bytes_per_s"], fit.STEP_SHARE * 1e6 / fastest, draft_bytes, depth, 1.0)
         expected = said.iteration_s if depth else said.step_s
         assert expected == pytest.approx(run[measured], rel=0.1), name
 
@@ -585,7 +585,21 @@ def test_fit_says_what_a_budget_gives_before_anything_is_loaded(capsys):
     out = capsys.readouterr().out
     one = fit.of("shape/Llama-3.1-8B", "8GiB", subspec.Config(), 1024, bus=50e9, read=2e12)
     assert f"{len(one.plan.resident)} of 32 blocks resident" in out
-    here = one.plan.parts["resident blocks"] + one.plan.parts["embedding and head"]
-    seconds = one.plan.streamed_bytes / 50e9 + here / 2e12
-    assert f"{1 / seconds:.2f} tokens/s without speculation" in out
-    assert f"{25 / (seconds + 48 * one.draft_bytes / 2e12):.2f} tokens/s at an acceptance length of 25" in out
+    plain = fit.of("shape/Llama-3.1-8B", "8GiB", None, 1024, bus=50e9, read=2e12)
+    seconds = {}
+    for name, plan in {"draft": one.plan, "plain": plain.plan}.items():
+        here = plan.parts["resident blocks"] + plan.parts["embedding and head"]
+        seconds[name] = plan.streamed_bytes / 50e9 + here / 2e12
+    more = len(plain.plan.resident) - len(one.plan.resident)
+    assert more > 0
+    said = f"{1 / seconds['plain']:.2f} tokens/s without speculation and its draft, with {more} more resident"
+    assert said in out
+    iteration_s = seconds["draft"] + 48 * one.draft_bytes / 2e12
+    assert f"{25 / iteration_s:.2f} tokens/s at an acceptance length of 25" in out
+
+
+def test_fit_says_that_a_model_that_fits_whole_needs_no_draft(capsys):
+    words = ["fit", "--model", "shape/Llama-3.1-8B", "--memory", "40GiB", "--bus", "50", "--read", "2000"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "it fits whole" in out and "acceptance length" not in out
