@@ -89,6 +89,7 @@ def plan(
     packed: bool = True,
     segments: bool = False,
     own_draft: int = 0,
+    target: subspec.Config | None = None,
 ) -> Plan:
     """Keep as many blocks as a budget holds, spread evenly over the depth.
 
@@ -106,6 +107,7 @@ def plan(
             they count as packed, so that a plan there is that of a GPU.
         segments: whether to plan for what PyTorch's allocator on a GPU takes beyond the tensors (`overhead_bytes`).
         own_draft: bytes of a draft that is a model of its own.
+        target: the grid of a quantized target's codes; None is the target in `dtype`.
 
     Raises:
         NotMeasurable: not even an empty set of blocks fits; the sentence names the least budget that works.
@@ -117,12 +119,12 @@ def plan(
     least = None
     for count in range(blocks, -1, -1):
         resident = spread(count, blocks)
-        parts = parts_of(config, context, dtype, len(resident), draft, packed) | {"device context": reserve}
+        parts = parts_of(config, context, dtype, len(resident), draft, packed, target) | {"device context": reserve}
         if segments:
-            parts["allocator"] = overhead_bytes(config, context, dtype, len(resident), draft, packed)
+            parts["allocator"] = overhead_bytes(config, context, dtype, len(resident), draft, packed, target)
         if own_draft:
             parts["draft"] = own_draft
-        found = Plan(budget, parts, resident, blocks, block_bytes(config, dtype))
+        found = Plan(budget, parts, resident, blocks, block_bytes(config, dtype, target))
         if found.used <= budget:
             return found
         least = found.used if least is None else min(least, found.used)
@@ -149,8 +151,10 @@ def products(config: Any) -> dict[str, tuple[int, int]]:
     return {product: (sum(rows), columns) for product, (rows, columns) in layer_sizes(config).items()}
 
 
-def block_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the products of a block, without biases."""
+def block_bytes(config: Any, dtype: torch.dtype, target: subspec.Config | None = None) -> int:
+    """Bytes of the products of a block, without biases; `target` as of `plan`."""
+    if target is not None:
+        return substitute_bytes(config, target)
     return sum(rows * columns for rows, columns in products(config).values()) * dtype.itemsize
 
 
@@ -170,7 +174,13 @@ def substitute_bytes(config: Any, draft: subspec.Config) -> int:
 
 
 def parts_of(
-    config: Any, context: int, dtype: torch.dtype, resident: int, draft: subspec.Config | None, packed: bool = True
+    config: Any,
+    context: int,
+    dtype: torch.dtype,
+    resident: int,
+    draft: subspec.Config | None,
+    packed: bool = True,
+    target: subspec.Config | None = None,
 ) -> dict[str, int]:
     """Bytes on the device by what they are for, with so many resident blocks."""
     blocks, size = config.num_hidden_layers, head_size(config)
@@ -180,14 +190,15 @@ def parts_of(
     tables = 1 if config.tie_word_embeddings else 2
     shapes = products(config)
     biases = sum(rows for rows, _ in shapes.values())  # at most
+    largest = max(rows * columns for rows, columns in shapes.values()) * item  # of a target's weights, dequantized
     small = (2 * blocks + 1) * hidden * item + blocks * biases * item + 2 * slots * size * 4
     parts = {
         "embedding and head": tables * vocabulary * hidden * item,
         "norms, biases, rotary tables": small,
         "cache": 2 * blocks * config.num_key_value_heads * slots * size * item,
-        "working memory": working_bytes(config, slots, dtype, draft),
-        "resident blocks": resident * block_bytes(config, dtype),
-        "buffers": block_bytes(config, dtype) if streamed else 0,
+        "working memory": working_bytes(config, slots, dtype, draft) + (largest if target else 0),
+        "resident blocks": resident * block_bytes(config, dtype, target),
+        "buffers": block_bytes(config, dtype, target) if streamed else 0,
     }
     if draft:
         own = substitute_bytes(config, draft) if packed else block_bytes(config, dtype)
@@ -209,18 +220,28 @@ def working_bytes(config: Any, slots: int, dtype: torch.dtype, draft: subspec.Co
 
 
 def lasting_sizes(
-    config: Any, context: int, dtype: torch.dtype, resident: int, draft: subspec.Config | None, packed: bool = True
+    config: Any,
+    context: int,
+    dtype: torch.dtype,
+    resident: int,
+    draft: subspec.Config | None,
+    packed: bool = True,
+    target: subspec.Config | None = None,
 ) -> list[int]:
     """Bytes of the tensors that stay on the device as long as the engine, in the order in which they are made."""
     streamed, item = config.num_hidden_layers - resident, dtype.itemsize
     block = [rows * columns * item for rows, columns in products(config).values()]
+    own_block, buffers = block, block
+    if target is not None:
+        own_block = substitute_sizes(config, target)
+        buffers = [codes + scales for codes, scales in zip(own_block[::2], own_block[1::2])]
     sizes = []
     if draft:
         own = substitute_sizes(config, draft) if packed else block
         sizes += streamed * own
-    sizes += resident * block
+    sizes += resident * own_block
     if streamed:
-        sizes += block  # the buffers
+        sizes += buffers
     tables = 1 if config.tie_word_embeddings else 2
     sizes += tables * [config.vocab_size * config.hidden_size * item]
     slots = context + (draft.nodes if draft else 0)
@@ -251,7 +272,13 @@ def segment_bytes(sizes: Sequence[int]) -> int:
 
 
 def overhead_bytes(
-    config: Any, context: int, dtype: torch.dtype, resident: int, draft: subspec.Config | None, packed: bool = True
+    config: Any,
+    context: int,
+    dtype: torch.dtype,
+    resident: int,
+    draft: subspec.Config | None,
+    packed: bool = True,
+    target: subspec.Config | None = None,
 ) -> int:
     """Bytes that the allocator takes beyond the tensors.
 
@@ -260,7 +287,7 @@ def overhead_bytes(
     (`top_k` x vocabulary: in their dtype, and three times in float32 while they become probabilities) no other pass
     can use. The pool is one for all graphs of an engine (`Drafter.capture`).
     """
-    sizes = lasting_sizes(config, context, dtype, resident, draft, packed)
+    sizes = lasting_sizes(config, context, dtype, resident, draft, packed, target)
     total = segment_bytes(sizes) - sum(sizes) + 2 * SEGMENT
     if draft:
         logits = draft.top_k * config.vocab_size * (dtype.itemsize + 12)

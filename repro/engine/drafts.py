@@ -1,6 +1,7 @@
 """Drafts that are models of their own, with a cache of their own: what SubSpec is compared with.
 
     small     a smaller model of the same family and SubSpec's fixed tree (the paper: depth 32, temperature 1)
+    apart     SubSpec's draft with a cache of its own, the first row of its ablation (Table 2)
     specexec  the same model and SpecExec's tree, the most probable nodes first, up to a budget
 
 A draft's cache follows the text: after every iteration the accepted nodes move behind the tokens before them.
@@ -18,6 +19,7 @@ from repro.engine.prefill import together
 from repro.engine.ranked import RankedTree, best_first
 from repro.engine.speculate import Drafter, Tree
 from repro.engine.step import Cache, Decoder, Tokens, run_of, step
+from repro.methods import subspec
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Small:
     def width(self) -> int:
         """Nodes of the widest draft pass."""
         return self.top_k
+
+
+@dataclass(frozen=True)
+class Apart(subspec.Config):
+    """SubSpec's draft and tree with the draft's own keys and values, which the target does not overwrite."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +160,9 @@ class RankedDrafter(OwnDrafter):
         return self.tree.slots[path]
 
 
-def drafter_of(config: Small | SpecExec, draft: Decoder, temperature: float) -> OwnDrafter:
+def drafter_of(config: Small | Apart | SpecExec, draft: Decoder, temperature: float) -> OwnDrafter:
     """The drafter of a configuration at a temperature."""
-    if isinstance(config, Small):
+    if isinstance(config, Small | Apart):
         return OwnDrafter(draft, Tree(config.top_k, config.depth, temperature, draft.device))
     policy = best_first(config.budget, config.batch, config.rounds)
     tree = RankedTree(config.nodes, config.children, policy, temperature, config.decay, draft.device)

@@ -392,7 +392,8 @@ class Switching:
         for log, bits, threshold in zip(self.logs, self.bits, self.thresholds):
             steps = sorted({switch.step for switch in log})
             when = f", the first before token {steps[0]}, the last before {steps[-1]}" if steps else ""
-            lines.append(f"{bits:.3f} bits a weight | {len(log)} layers switched{when} | threshold {threshold:.3f}")
+            layers = "1 layer" if len(log) == 1 else f"{len(log)} layers"
+            lines.append(f"{bits:.3f} bits a weight | {layers} switched{when} | threshold {threshold:.3f}")
         return "\n".join(lines)
 
 

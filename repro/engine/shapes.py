@@ -17,8 +17,9 @@ from repro.core.strict import load_yaml
 from repro.engine import budget, limits, weights
 from repro.engine.core import Core
 from repro.engine.decoding import Sampling
-from repro.engine.drafts import Small, SpecExec
+from repro.engine.drafts import Apart, Small, SpecExec
 from repro.engine.eagle import Eagle2, EagleHead, FittedHead
+from repro.engine.offload import Codes
 from repro.engine.step import Decoder
 from repro.engine.substitute import decoders
 from repro.engine.traffic import Traffic
@@ -49,8 +50,11 @@ def random_weight(rows: int, columns: int, grid: Any, device: torch.device) -> P
 class Random:
     """The products of a shape with random weights, made on the device."""
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        self.model, self.device, self.dtype = model, device, dtype
+    def __init__(
+        self, model: nn.Module, device: torch.device, dtype: torch.dtype, target: subspec.Config | None = None
+    ) -> None:
+        """`target` is the grid of a quantized target."""
+        self.model, self.device, self.dtype, self.target = model, device, dtype, target
 
     def dense(self, weight: Tensor) -> Tensor:
         """An embedding, head or norm."""
@@ -71,14 +75,22 @@ class Random:
 
     def resident(self, names: Sequence[str]) -> nn.Module:
         """A product on the device."""
-        return weights.Dense(*self.streamed(names))
+        if self.target is not None:
+            return self.substitute(names, self.target)
+        return weights.Dense(self._random(self._shape(names)), self._bias(names))
 
-    def streamed(self, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    def streamed(self, names: Sequence[str]) -> tuple[Tensor | Codes, Tensor | None]:
         """Weight and bias of a product."""
-        return self._random(self._shape(names)), self._bias(names)
+        if self.target is None:
+            return self._random(self._shape(names)), self._bias(names)
+        rows, columns = self._shape(names)
+        codes = torch.randint(256, (rows, columns), dtype=torch.uint8, device=self.device)
+        zeros = torch.full((rows, columns // self.target.group), 127.5, dtype=self.dtype, device=self.device)
+        scales = torch.full_like(zeros, (12 / columns) ** 0.5 / 2**8)
+        return Codes(codes, scales, zeros), self._bias(names)
 
     def substitute(self, names: Sequence[str], draft: subspec.Config) -> nn.Module:
-        """A product of the draft."""
+        """A product of packed codes."""
         packed = random_weight(*self._shape(names), Format(draft), self.device)
         return weights.made(packed, self._bias(names), self.dtype)
 
@@ -98,8 +110,11 @@ def offloaded(
     context: int,
     device: torch.device,
     dtype: torch.dtype,
+    grid: subspec.Config | None = None,
 ) -> tuple[Decoder, Decoder | None, budget.Plan]:
     """A shape under a budget of `amount` bytes, which is enforced on a GPU: target, draft, and what lies where.
+
+    `grid` is that of a target in 8 bits; None is one in `dtype`.
 
     Raises:
         NotMeasurable: the budget is below the least that works, or the host has too little memory.
@@ -108,12 +123,13 @@ def offloaded(
 
     packed = device.type == "cpu" or dtype != torch.float32
     own = limits.reserved(device), packed, device.type == "cuda"
-    plan = budget.plan(name, config, context, dtype, amount, draft, *own)
+    second = budget.parts_of(config, context, dtype, 0, draft)["cache"] if isinstance(draft, Apart) else 0
+    plan = budget.plan(name, config, context, dtype, amount - second, draft, *own, target=grid)
     limits.check_host(name, plan.streamed_bytes)
     limits.limit(device, amount)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return *decoders(model, Random(model, device, dtype), plan, context, draft), plan
+    return *decoders(model, Random(model, device, dtype, grid), plan, context, draft), plan
 
 
 def with_own_draft(

@@ -11,7 +11,7 @@ from repro.core.errors import UserError
 from repro.engine.core import Core
 from repro.engine.decoding import Decoding, Sampling
 from repro.engine.drafted import Drafted
-from repro.engine.drafts import drafter_of
+from repro.engine.drafts import Apart, drafter_of
 from repro.engine.eagle import Eagle2, EagleDrafter
 from repro.engine.output import Stats, Text
 from repro.engine.speculate import Drafter, Tree
@@ -69,7 +69,7 @@ class Speculating(Core):
     def _drafter(self, temperature: float) -> Drafter:
         if isinstance(self.draft, Eagle2):
             return EagleDrafter(self._drafting, self.draft, temperature)
-        if not isinstance(self.draft, subspec.Config):
+        if not isinstance(self.draft, subspec.Config) or isinstance(self.draft, Apart):
             return drafter_of(self.draft, self._drafting, temperature)
         tree = Tree(self.draft.top_k, self.draft.depth, temperature, self.model.device)
         return Drafter(self._drafting, self.cache, tree)

@@ -40,6 +40,7 @@ GRAM = 4
 ALONE = {"repeated 4-grams": "repeated", "median iteration": "median", "draft passes": "passes"}
 CONFIGS = {  # of each draft, and the options that `Params` may set
     "subspec": (subspec.Config, ("bits", "top_k", "depth")),
+    "apart": (drafts.Apart, ("bits", "top_k", "depth")),
     "self": (subspec.Config, ("bits", "top_k", "depth")),
     "small": (drafts.Small, ("top_k", "depth")),
     "specexec": (drafts.SpecExec, ("budget",)),
@@ -59,15 +60,15 @@ class Params:
     passes` the mean over prompts of an iteration's draft passes, which a dynamic tree decides.
 
     `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth`,
-    `budget` and `draft_temperature` are the draft's, 0 being the default of its configuration. `self` is the target as
-    draft; `small` and `specexec` draft with the stand-in of `draft_model`, a paper's name; `eagle2` with a head that
-    was trained for the target.
+    `budget` and `draft_temperature` are the draft's, 0 being the default of its configuration. `apart` is SubSpec's
+    draft with a cache of its own, `self` the target as draft; `small` and `specexec` draft with the stand-in of
+    `draft_model`, a paper's name; `eagle2` with a head that was trained for the target.
     """
 
     prompts: str
     show: Literal["length", "median iteration", "draft passes", "repeated 4-grams", "less repetitive half"] = "length"
     temperature: float = 0.0
-    draft: Literal["subspec", "self", "small", "specexec", "eagle2", "none"] = "subspec"
+    draft: Literal["subspec", "apart", "self", "small", "specexec", "eagle2", "none"] = "subspec"
     draft_model: str = ""
     bits: int = 0
     top_k: int = 0
@@ -193,7 +194,7 @@ def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Specul
     target = weights.decoder(lm, context + config.room, device, dtype)
     if given["of"] == "self":
         drafting = target
-    elif given["of"] == "subspec":
+    elif given["of"] in ("subspec", "apart"):
         drafting = draft_of(lm, target, config)
     elif given["of"] == "eagle2":
         head = eagle.load(Path(given["draft_head"]), lm.model, models.fingerprint(given["model"]))

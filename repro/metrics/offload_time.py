@@ -23,7 +23,7 @@ import torch
 from repro.core.errors import NotMeasurable, UserError, at_least, unknown
 from repro.engine import budget
 from repro.engine.core import Core
-from repro.engine.drafts import Small, SpecExec
+from repro.engine.drafts import Apart, Small, SpecExec
 from repro.engine.eagle import Eagle2
 from repro.engine.limits import bound
 from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed, with_own_draft
@@ -39,8 +39,10 @@ VERSION = 1
 OUTPUTS = (observations.FILE,)
 TIMES = True
 DEFAULT: dict[str, Any] = {}
-LATER = {"budget": 0}
+LATER = {"budget": 0, "target_bits": 16}
 OWN = {"small": Small, "specexec": SpecExec, "eagle2": Eagle2}  # drafts that are models of their own
+NAMED = OWN | {"apart": Apart}  # drafts that a job names
+EIGHT = subspec.Config(bits=8, group=128)  # the grid of an 8-bit target, as of SubSpec's Table 7 here
 MODELS = ("small", "specexec")  # those whose model is named
 SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying": "verify", "GB": "peak"}
 
@@ -52,11 +54,12 @@ class Params:
     Attributes:
         shape: of `repro/engine/shapes.yaml`.
         memory: the budget, such as `8GiB`.
-        draft: what drafts.
+        draft: what drafts; `apart` is SubSpec's with a cache of its own.
         draft_model: the shape of a `small` draft, or of SpecExec's.
         group: of the codes of `alone` and `subspec`.
         prefetch: whether weights are copied before they are needed.
         depth: of the draft's tree; 0 is the paper's.
+        target_bits: of the target's blocks; 8 are codes in groups of 128, of `subspec` and `none` alone.
         budget: nodes that SpecExec verifies behind the root; 0 is its default.
         bus: another rate of the bus in GB/s, for which the time of the streamed bytes is calculated; 0 is the measured.
         show: what.
@@ -64,12 +67,13 @@ class Params:
 
     shape: str
     memory: str
-    draft: Literal["subspec", "none", "alone", "small", "specexec", "eagle2"] = "subspec"
+    draft: Literal["subspec", "apart", "none", "alone", "small", "specexec", "eagle2"] = "subspec"
     draft_model: str = ""
     group: int = 64
     prefetch: bool = True
     depth: int = 0
     budget: int = 0
+    target_bits: Literal[16, 8] = 16
     bus: float = 0.0
     show: Literal["ms an iteration", "ms drafting", "ms verifying", "ms a draft pass", "share drafting", "GB"] = (
         "ms an iteration"
@@ -84,6 +88,8 @@ class Params:
             raise UserError(f"offload_time: draft {self.draft} needs a draft_model, such as Qwen2.5-1.5B")
         if self.draft == "specexec" and self.depth:
             raise UserError("offload_time: draft specexec has no depth; give its budget of nodes")
+        if self.target_bits == 8 and self.draft not in ("subspec", "none"):
+            raise UserError(f"offload_time: draft {self.draft} is timed with a target of 16 bits alone")
         if self.draft != "specexec" and self.budget:
             raise UserError(f"offload_time: draft {self.draft} has no budget of nodes; leave budget out")
         budget.parse_bytes(self.memory)
@@ -101,7 +107,7 @@ class Params:
             return SpecExec(budget=self.budget) if self.budget else SpecExec()
         if self.draft in OWN:
             return OWN[self.draft](**depth)
-        return subspec.Config(group=self.group, **depth)
+        return (Apart if self.draft == "apart" else subspec.Config)(group=self.group, **depth)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,9 @@ def jobs(params: Params, target: Target) -> dict[str, Job] | None:
         "prefetch": params.prefetch,
     }
     rule |= {"draft": vars(params.config) if params.config else None, "alone": params.draft == "alone"}
-    if params.draft in OWN:
+    if params.target_bits != 16:
+        rule["target_bits"] = params.target_bits
+    if params.draft in NAMED:
         rule |= {"of": params.draft, "draft_model": params.draft_model if params.draft in MODELS else ""}
     where = {"device": target.scale.device}
     depth = params.config.depth if params.config else 0
@@ -198,14 +206,14 @@ def engine_of(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
     """
     from transformers import AutoConfig  # takes seconds
 
-    draft = OWN.get(given.get("of"), subspec.Config)(**given["draft"]) if given["draft"] else None
+    draft = NAMED.get(given.get("of"), subspec.Config)(**given["draft"]) if given["draft"] else None
     name, config = f"shape/{given['shape']}", AutoConfig.for_model(**SHAPES[given["shape"]])
     budgeted, where = (name, config, given["memory"], draft), (given["context"], device, dtype)
     if given.get("of") in OWN:
         small = AutoConfig.for_model(**SHAPES[given["draft_model"]]) if given["draft_model"] else None
         *models, plan = with_own_draft(*budgeted, small, *where)
     else:
-        *models, plan = offloaded(*budgeted, *where)
+        *models, plan = offloaded(*budgeted, *where, EIGHT if given.get("target_bits") == 8 else None)
     engine = Speculating(name, *models, draft)
     set_prefetch(engine, given["prefetch"])
     return engine, plan

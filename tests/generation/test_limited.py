@@ -268,6 +268,22 @@ def test_host_memory_is_what_the_weights_take(mixed):
     assert torch.equal(copy, weight) and copy.data_ptr() % 4096 == 0 and host.bytes == 60
 
 
+def test_a_streamed_weight_of_8_bits_is_dequantized_where_it_is_used():
+    torch.manual_seed(0)
+    made, wanted, x = [], [], torch.randn(3, 256)
+    streams = offload.Offload(torch.device("cpu"))
+    for _ in range(2):
+        codes = torch.randint(256, (24, 256), dtype=torch.uint8)
+        scales, zeros = torch.rand(24, 2), torch.randint(256, (24, 2)).float()
+        weight = (codes.view(24, 2, 128) - zeros[..., None]) * scales[..., None]
+        wanted.append(x @ weight.view(24, 256).T)
+        made.append(streams.streamed("out", offload.Codes(codes, scales, zeros), None))
+    for product, y in [*zip(made, wanted), *zip(made, wanted)]:
+        assert torch.allclose(product(x), y, rtol=1e-4, atol=1e-2)
+        assert torch.allclose(product.expanded(3, torch.float32)(x), y, rtol=1e-4, atol=1e-2)
+    assert streams.host.bytes == 2 * (24 * 256 + 2 * 24 * 2 * 4)
+
+
 def test_an_interrupt_frees_the_pinned_memory(monkeypatch):
     """As on a GPU, whose driver is told of every page that is not needed any more."""
     pinned, freed = [], []

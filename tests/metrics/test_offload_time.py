@@ -105,7 +105,7 @@ def given(params):
     return offload_time.jobs(params, target(context=96, warm=1, timed=3))["times"].given()
 
 
-def least(draft):
+def least(draft, grid=None):
     """A budget that leaves blocks of the tiny shape on the host."""
     from transformers import AutoConfig
 
@@ -115,11 +115,19 @@ def least(draft):
         beside = shapes.own_draft_bytes(config, own, None if draft == "eagle2" else config, 96, torch.float32)
         slots = 96 + own.room
         return str(beside + sum(budget.parts_of(config, slots, torch.float32, 1, None).values()))
-    parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4))
-    return str(sum(parts.values()))
+    parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4), target=grid)
+    return str(sum(parts.values()) + (parts["cache"] if draft == "apart" else 0))
 
 
-DRAFTS = [("subspec", True), ("none", False), ("alone", False), ("small", True), ("specexec", True), ("eagle2", True)]
+DRAFTS = [
+    ("subspec", True),
+    ("apart", True),
+    ("none", False),
+    ("alone", False),
+    ("small", True),
+    ("specexec", True),
+    ("eagle2", True),
+]
 
 
 @pytest.mark.parametrize("draft, phases", DRAFTS)
@@ -140,6 +148,19 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
         assert found["passes"] == [2, 2, 2]  # the root, then the best of its children, which have no better ones
     elif phases:
         assert found["passes"] == [4, 4, 4]
+
+
+def test_an_8_bit_target_streams_fewer_bytes(tiny):
+    """Codes of a byte, and a scale and a zero point of 16 bits for 128 of them; float32 has four bytes a weight."""
+    torch.manual_seed(0)
+    found = {}
+    for bits in (16, 8):
+        memory = least("subspec", offload_time.EIGHT if bits == 8 else None)
+        params = Params("tiny", memory, depth=4, target_bits=bits)
+        found[bits] = offload_time.times(given(params), CPU, torch.float32)
+        assert len(found[bits]["iteration"]) == 3
+    assert found[8]["block"][0] == pytest.approx(found[16]["block"][0] / 4 * (1 + 4 / 128))
+    assert 0 < found[8]["streamed"][0] < found[16]["streamed"][0] / 2
 
 
 def test_where_nothing_streams_subspec_has_no_draft(tiny):
@@ -309,6 +330,7 @@ def _value(quantity):
         ({"draft": "specexec"}, "draft specexec needs a draft_model"),
         ({"draft": "specexec", "draft_model": "Llama-3.2-1B", "depth": 4}, "draft specexec has no depth"),
         ({"budget": 64}, "draft subspec has no budget"),
+        ({"draft": "eagle2", "target_bits": 8}, "draft eagle2 is timed with a target of 16 bits alone"),
         ({"draft": "small", "draft_model": "Qwen"}, "unknown shape .Qwen."),
     ],
 )
