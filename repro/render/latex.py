@@ -254,8 +254,8 @@ def _cell(cell: str, made: Layout, text_column: int | None) -> str:
 
 
 def _number(text: str) -> str:
-    """The leading number of a measured value with its unit, empty for a word."""
-    found = re.match(rf"[-−+×]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?({GHOSTS.pattern})?", text)
+    """The leading number of a measured value with its unit, also behind the mark of chance; empty for a word."""
+    found = re.match(rf"(‡; )?[-−+×]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?({GHOSTS.pattern})?", text)
     return found[0] if found else ""
 
 

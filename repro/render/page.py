@@ -109,12 +109,13 @@ def _measured_grids(paper: str, grids: Sequence[str]) -> Iterator[str]:
 
 
 def _notes(paper: str) -> Iterator[str]:
-    """What the specs of printed tables note of them, such as what is trained on."""
-    lines = []
+    """What the specs of printed tables note of them, such as what is trained on; once what several note."""
+    about: dict[str, list[str]] = {}
     for number in papers.tables(paper):
-        lines += [f"- {own_numbers.title(number)}: {note}" for note in tables.table(paper, number).notes]
-    if lines:
-        yield "\n".join(lines)
+        for note in tables.table(paper, number).notes:
+            about.setdefault(note, []).append(own_numbers.title(number))
+    if about:
+        yield "\n".join(f"- {', '.join(titles)}: {note}" for note, titles in about.items())
 
 
 def _link(paper: str, number: str) -> str:

@@ -153,6 +153,11 @@ def test_an_ablation_that_the_claim_does_not_fail_with_is_what_changes_it(stored
         dataclasses.replace(claim, ablations={"itself": {"q": "bfloat16 | C4 ppl"}})
 
 
+def test_a_note_of_several_tables_stands_on_the_page_once(bitbybit):
+    (line,) = [line for line in bitbybit[0].splitlines() if "counted on one training of it" in line]
+    assert line.startswith("- Table 1, Table 3, Table 4, Table 6: Tokens and BPW of a trained row")
+
+
 def test_an_ablation_may_lie_in_another_table(stored):
     claim = next(c for c in tables.table("bitbybit", "4").claims if c.claim == "bitbybit B11")
     elsewhere = claims.judge(stored, claim.ablated("a model of 2 bits alone"))

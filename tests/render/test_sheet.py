@@ -204,6 +204,11 @@ def test_a_ratio_is_bold():
     )
 
 
+def test_what_stands_behind_the_mark_of_chance_is_bold():
+    text = latex(Sheet("t", ["", "a"], [["x", Pair("0.477", "‡; -0.402 [-0.444, -0.361] nats")]]))
+    assert re.search(r"\\textbf\{[^{}]*0\.402", text) and r"\textbf{0.477" not in text
+
+
 def test_values_of_a_column_align_at_their_points():
     here = ["9.5*", "113.25", "×1.114 [1.109, 1.118]; 20.16*", "×1.2 [-0.109, 11.118]; 2.5*", "not run", "[1, 2]"]
     sheet = Sheet("t", ["", "a"], [["x", Pair("", text)] for text in here])
