@@ -5,7 +5,7 @@ A verb is a module with
     options(parser)     adds its options
     run(args)           does it; the exit code, or None for 0
 
-A kind of cell that has jobs of its own is a verb too (`measure.py`): its options are the fields of its `Params`.
+A kind of cell that has jobs of its own is a verb too (`measure.py`): its options are the fields of its metric.
 
 `--help`, a typo and `show` start at once. So a verb imports what takes time (torch, Transformers, pandas) in `run`.
 """
@@ -18,7 +18,7 @@ VERBS = (
     "make", "show", "list", "coverage", "plan", "verify", "accept", "run", "choose", "table", "generate", "fit",
     "export", "compress", "pretrain", "card", "bench", "tune", "regress",
 )  # fmt: skip
-RUNS = re.compile(r"^def run\(", re.MULTILINE)
+RUNS = re.compile(r"^    def run\(", re.MULTILINE)
 
 
 def summary(path: Path) -> str:

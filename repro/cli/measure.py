@@ -34,7 +34,7 @@ def options(parser: argparse.ArgumentParser, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of a kind's `Params`; its type is str, int, float, bool, a Literal or a tuple."""
+    """A field of a metric; its type is str, int, float, bool, a Literal or a tuple."""
 
     name: str
     type: Any
@@ -42,11 +42,12 @@ class Field:
 
 
 def params_fields(path: Path) -> list[Field]:
-    """The fields of the dataclass `Params` in a kind's module, read from its source, as importing it imports torch."""
+    """The fields of the metric in a kind's module, read from its source: importing it would import torch."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Params"]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    (metric,) = [node for node in classes if [ast.unparse(base) for base in node.bases] == ["Metric"]]
     fields = []
-    for statement in found.body:
+    for statement in metric.body:
         if isinstance(statement, ast.AnnAssign):
             annotation = compile(ast.Expression(statement.annotation), str(path), "eval")
             kind = eval(annotation, {"Literal": typing.Literal})  # noqa: S307  # our own source
@@ -62,15 +63,15 @@ def run(args: argparse.Namespace, kind: str) -> None:
     """
     from repro.metrics import KINDS
 
-    module = KINDS[kind]
+    metric = KINDS[kind]
     flow = common.workflow(args, recorded=False)
     target = common.target(args, flow)
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(module.Params)}
-    params = module.Params(**{name: value for name, value in given.items() if value is not None})
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(metric)}
+    params = metric(**{name: value for name, value in given.items() if value is not None})
     nowhere = Cell(paper="", kind="", number="", row="", col="", model=target.model, metric="")
     facts = {"measure": kind, "params": params, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
     cell = dataclasses.replace(nowhere, **facts)
-    if why := module.lacking(params):
+    if why := params.lacking():
         raise UserError(why)
     if not flow.jobs(cell):
         raise UserError(
@@ -100,16 +101,15 @@ def _observed_on(quantity: Any, n: int) -> list[str]:
 
 def _against_full(flow: Any, cell: Cell, quantity: Any) -> list[str]:
     """A compressed model's perplexity over that of full precision, on the same windows, which is measured as well."""
-    from repro.metrics import KINDS
     from repro.stats.quantity import compose
 
     full = flow.full_precision(cell)
-    if cell.measure != "perplexity" or cell.recipe == full.recipe or not KINDS["perplexity"].against(cell.params):
+    if cell.measure != "perplexity" or cell.recipe == full.recipe or not cell.params.against:
         return []
     common.run_now([job for each in flow.jobs(full) for job in each.values()])
     reference = flow.quantity(full)
     if reference is None:
         return []
-    ratio = compose(KINDS["perplexity"].against(cell.params), {"q": quantity, "f": reference}).interval()
+    ratio = compose(cell.params.against, {"q": quantity, "f": reference}).interval()
     ends = f" [{ratio.lo:.3f}, {ratio.hi:.3f}]" if ratio.lo is not None else ""
     return [f"×{ratio.value:.3f}{ends} of full precision's {reference.interval().value:.7g}"]

@@ -72,6 +72,6 @@ def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
     if device and flow.scale.device == "any":
         flow.scale = flow.scale.on(device)
     cells = flow.table_cells(target)
-    for why in sorted({metric_of(cell.measure).lacking(cell.params) for cell in cells} - {""}):
+    for why in sorted({metric_of(cell).lacking() for cell in cells} - {""}):
         print(f"{target}: not run: {why}", file=sys.stderr)
     return measure.missing(flow, cells) if args.missing else flow.every_job(cells)

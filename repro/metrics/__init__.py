@@ -1,84 +1,79 @@
-"""Kinds of cell: one file each, one line here. What a file has to name, and what it may, says `metric.Metric`.
+"""Metrics: one file each, one line here. What a metric has to say, and what it may, says `metric.Metric`.
 
-A kind says what a spec may ask, which jobs it needs, how one runs, and what its observations give.
+A metric says what a spec may ask, which jobs it needs, how one runs, and what its observations give.
 """
 
-from types import ModuleType
+from typing import Any
 
-from repro.metrics import (
-    acceptance,
-    agreement,
-    bench,
-    block_error,
-    by_error,
-    curve,
-    decode,
-    derived,
-    exam,
-    histogram,
-    kernel_time,
-    likelihood,
-    llamacpp,
-    memory,
-    offload_time,
-    perplexity,
-    placement,
-    sensitivity,
-    setting,
-    shape_decode,
-    similarity,
-    sparsity,
-    storage,
-    surface,
-    switching,
-    timeline,
-    token_class,
-    tpot,
-    training,
-    weight_divergence,
-    zeroshot,
-)
+from repro.metrics.acceptance import Acceptance
+from repro.metrics.agreement import Agreement
+from repro.metrics.bench import Bench
+from repro.metrics.block_error import BlockError
+from repro.metrics.by_error import ByError
+from repro.metrics.curve import Curve
+from repro.metrics.decode import Decode
+from repro.metrics.derived import Derived
+from repro.metrics.exam import Exam
+from repro.metrics.histogram import Histogram
+from repro.metrics.kernel_time import KernelTime
+from repro.metrics.likelihood import Likelihood
+from repro.metrics.llamacpp import LlamaCpp
+from repro.metrics.memory import Memory
 from repro.metrics.metric import Metric
+from repro.metrics.offload_time import OffloadTime
+from repro.metrics.perplexity import Perplexity
+from repro.metrics.placement import Placement
+from repro.metrics.sensitivity import Sensitivity
+from repro.metrics.setting import Setting
+from repro.metrics.shape_decode import ShapeDecode
+from repro.metrics.similarity import Similarity
+from repro.metrics.sparsity import Sparsity
+from repro.metrics.storage import Storage
+from repro.metrics.surface import Surface
+from repro.metrics.switching import Switching
+from repro.metrics.timeline import Timeline
+from repro.metrics.token_class import TokenClass
+from repro.metrics.tpot import TimePerToken
+from repro.metrics.training import Training
+from repro.metrics.weight_divergence import WeightDivergence
+from repro.metrics.zeroshot import ZeroShot
 
-MODULES: dict[str, ModuleType] = {
-    "perplexity": perplexity,
-    "llamacpp": llamacpp,
-    "zeroshot": zeroshot,
-    "likelihood": likelihood,
-    "exam": exam,
-    "storage": storage,
-    "memory": memory,
-    "placement": placement,
-    "sensitivity": sensitivity,
-    "agreement": agreement,
-    "similarity": similarity,
-    "sparsity": sparsity,
-    "by_error": by_error,
-    "token_class": token_class,
-    "training": training,
-    "curve": curve,
-    "block_error": block_error,
-    "histogram": histogram,
-    "surface": surface,
-    "setting": setting,
-    "derived": derived,
-    "kernel_time": kernel_time,
-    "decode": decode,
-    "acceptance": acceptance,
-    "offload_time": offload_time,
-    "timeline": timeline,
-    "shape_decode": shape_decode,
-    "switching": switching,
-    "weight_divergence": weight_divergence,
-    "tpot": tpot,
-    "bench": bench,
+KINDS: dict[str, type[Metric]] = {
+    "perplexity": Perplexity,
+    "llamacpp": LlamaCpp,
+    "zeroshot": ZeroShot,
+    "likelihood": Likelihood,
+    "exam": Exam,
+    "storage": Storage,
+    "memory": Memory,
+    "placement": Placement,
+    "sensitivity": Sensitivity,
+    "agreement": Agreement,
+    "similarity": Similarity,
+    "sparsity": Sparsity,
+    "by_error": ByError,
+    "token_class": TokenClass,
+    "training": Training,
+    "curve": Curve,
+    "block_error": BlockError,
+    "histogram": Histogram,
+    "surface": Surface,
+    "setting": Setting,
+    "derived": Derived,
+    "kernel_time": KernelTime,
+    "decode": Decode,
+    "acceptance": Acceptance,
+    "offload_time": OffloadTime,
+    "timeline": Timeline,
+    "shape_decode": ShapeDecode,
+    "switching": Switching,
+    "weight_divergence": WeightDivergence,
+    "tpot": TimePerToken,
+    "bench": Bench,
 }
-
-
-KINDS: dict[str, Metric] = {name: Metric(module) for name, module in MODULES.items()}
 NONE = Metric()
 
 
-def metric_of(kind: str) -> Metric:
-    """The metric of a cell; one without jobs or values for a cell that nothing measures."""
-    return KINDS.get(kind, NONE)
+def metric_of(cell: Any) -> Metric:
+    """The metric of a cell with its parameters; one without jobs or values for a cell that nothing measures."""
+    return NONE if cell.params is None else cell.params

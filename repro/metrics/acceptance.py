@@ -28,17 +28,15 @@ from repro.engine.substitute import draft_of
 from repro.jobs import compress
 from repro.jobs.target import Target
 from repro.methods import subspec
+from repro.metrics.metric import Metric
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT = None  # a scale that says nothing of it does not measure it
 GRAM = 4
 # What is shown to the one series that it takes.
 ALONE = {"repeated 4-grams": "repeated", "median iteration": "median", "draft passes": "passes"}
-CONFIGS = {  # of each draft, and the options that `Params` may set
+CONFIGS = {  # of each draft, and the options that `Acceptance` may set
     "subspec": (subspec.Config, ("bits", "top_k", "depth")),
     "apart": (drafts.Apart, ("bits", "top_k", "depth")),
     "self": (subspec.Config, ("bits", "top_k", "depth")),
@@ -48,12 +46,23 @@ CONFIGS = {  # of each draft, and the options that `Params` may set
     "none": (subspec.Config, ()),  # every iteration is a token: nothing is measured
 }
 OWN = ("small", "specexec")  # drafts that are models of their own
-LATER = {"draft_model": "", "budget": 0}  # fields that stored results do not declare, and what they mean there
+
 FEW, SHORT = 3, 64  # prompts and new tokens of a build's own measurement: a drawn text of 256 takes a minute on a core
 
 
 @dataclass(frozen=True)
-class Params:
+class Protocol:
+    """The first `prompts` of a shuffle of the set by seed 0, as the authors draw them; at most `tokens` new ones."""
+
+    prompts: int = 40
+    tokens: int = 256
+
+    def __post_init__(self) -> None:
+        at_least(self, prompts=1, tokens=2)
+
+
+@dataclass(frozen=True)
+class Acceptance(Metric):
     """Tokens of an iteration, all new tokens over all iterations; or the share of repeated 4-grams, as a fraction.
 
     `median iteration` is the mean over prompts of the median tokens of an iteration, without the prefill, and `draft
@@ -64,6 +73,10 @@ class Params:
     draft with a cache of its own, `self` the target as draft; `small` and `specexec` draft with the stand-in of
     `draft_model`, a paper's name; `eagle2` with a head that was trained for the target.
     """
+
+    VERSION = 1
+    LATER = {"draft_model": "", "budget": 0}  # fields that stored results do not declare, and what they mean there
+    PROTOCOL = Protocol
 
     prompts: str
     show: Literal["length", "median iteration", "draft passes", "repeated 4-grams", "less repetitive half"] = "length"
@@ -105,80 +118,96 @@ class Params:
             given["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
         return made(**given)
 
+    @staticmethod
+    def brief(protocol: Protocol, least: Any) -> Protocol:
+        """The protocol of a build's own measurement: the first prompts, and the beginnings of their texts."""
+        return replace(protocol, prompts=min(protocol.prompts, FEW), tokens=min(protocol.tokens, SHORT))
 
-@dataclass(frozen=True)
-class Protocol:
-    """The first `prompts` of a shuffle of the set by seed 0, as the authors draw them; at most `tokens` new ones."""
+    def lacking(self) -> str:
+        """Why the prompts are not here; empty if they are."""
+        try:
+            prompts.rows(self.prompts)
+        except UserError as error:
+            return str(error)
+        return ""
 
-    prompts: int = 40
-    tokens: int = 256
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job decodes the prompts; None where the scale has no protocol or no draft."""
+        protocol = target.scale.protocols["acceptance"]
+        small = target.scale.models.get(self.draft_model, "")
+        head = eagle.path_of(target.model)
+        if protocol is None or (self.draft in OWN and not small):
+            return None
+        if self.draft == "none" or (self.draft == "eagle2" and not head.is_file()):
+            return None
+        count = min(protocol.prompts, prompts.SETS[self.prompts].prompts)
+        rule = {"tokens": protocol.tokens, "count": count, "temperature": self.temperature}
+        rule |= {"draft": vars(self.config), "of": self.draft}
+        inputs = target.inputs() | rule | {"prompts": prompts.identifier(self.prompts), "seed": target.seed}
+        inputs["calibration"] = compress.job(target).declared().get("calibration")
+        needs = {"weights": compress.job(target)} if target.recipe.steps else {}
+        options = target.options() | rule | {"prompts": self.prompts}
+        if small:
+            inputs["draft_model"] = models.fingerprint(small)
+            options["draft_model"] = small
+        if self.draft == "eagle2":
+            inputs["draft_head"] = head_files.identity(head)
+            options["draft_head"] = str(head)
+        return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
 
-    def __post_init__(self) -> None:
-        at_least(self, prompts=1, tokens=2)
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Decode every prompt; a value a prompt: new tokens, iterations, their median, draft passes, repeated 4-grams.
 
+        Raises:
+            UserError: damaged inputs, or a model that the engine does not run; `NotMeasurable` for a prompt beyond the
+                context.
+        """
+        given = job.given()
+        core = speculating(given, found.get("weights"))
+        columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
+        for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
+            how = {"temperature": given["temperature"], "seed": number}
+            text = next(core.generate([prompt.text], given["tokens"], **how))
+            lengths = core.batch.lengths
+            columns["tokens"].append(sum(lengths))
+            columns["iterations"].append(len(lengths))
+            columns["median"].append(statistics.median(lengths[1:] or lengths))
+            columns["passes"].append(statistics.mean(core.batch.passes or [0]))
+            columns["repeated"].append(repeated(text.tokens))
+            print(f"{given['prompts']} {prompt.id}: {sum(lengths) / len(lengths):.2f} tokens an iteration", flush=True)
+        group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
+        series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
+        observations.save(folder / observations.FILE, series, origin)
 
-def brief(protocol: Protocol, least: Any) -> Protocol:
-    """The protocol of a build's own measurement: the first prompts, and the beginnings of their texts."""
-    return replace(protocol, prompts=min(protocol.prompts, FEW), tokens=min(protocol.tokens, SHORT))
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
+        kept = found["prompts"].series
+        if self.show in ALONE:
+            name = ALONE[self.show]
+            return {name: kept[name]} if name in kept else {}  # older observations lack some
+        both = {name: kept[name] for name in ("tokens", "iterations")}
+        if self.show == "length":
+            return both
+        share = kept["repeated"].values
+        chosen = np.sort(np.argsort(share, kind="stable")[: -(-len(share) // 2)])
+        half = {}
+        for name, one in both.items():
+            half[name] = Series(one.values[chosen], one.units, f"{one.group}, less repetitive half")
+        return half
 
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Tokens over iterations, or the mean of what the prompts have by themselves."""
+        return mean[ALONE[self.show]] if self.show in ALONE else mean["tokens"] / mean["iterations"]
 
-def lacking(params: Params) -> str:
-    """Why the prompts are not here; empty if they are."""
-    try:
-        prompts.rows(params.prompts)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job decodes the prompts; None where the scale has no protocol or no draft."""
-    protocol = target.scale.protocols["acceptance"]
-    small = target.scale.models.get(params.draft_model, "")
-    head = eagle.path_of(target.model)
-    if protocol is None or (params.draft in OWN and not small):
-        return None
-    if params.draft == "none" or (params.draft == "eagle2" and not head.is_file()):
-        return None
-    count = min(protocol.prompts, prompts.SETS[params.prompts].prompts)
-    rule = {"tokens": protocol.tokens, "count": count, "temperature": params.temperature}
-    rule |= {"draft": vars(params.config), "of": params.draft}
-    inputs = target.inputs() | rule | {"prompts": prompts.identifier(params.prompts), "seed": target.seed}
-    inputs["calibration"] = compress.job(target).declared().get("calibration")
-    needs = {"weights": compress.job(target)} if target.recipe.steps else {}
-    options = target.options() | rule | {"prompts": params.prompts}
-    if small:
-        inputs["draft_model"] = models.fingerprint(small)
-        options["draft_model"] = small
-    if params.draft == "eagle2":
-        inputs["draft_head"] = head_files.identity(head)
-        options["draft_head"] = str(head)
-    return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
-
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Decode every prompt; a value a prompt: new tokens, iterations, the median one's, draft passes, repeated 4-grams.
-
-    Raises:
-        UserError: damaged inputs, or a model that the engine does not run; `NotMeasurable` for a prompt beyond the
-            context.
-    """
-    given = job.given()
-    core = speculating(given, found.get("weights"))
-    columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
-    for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
-        how = {"temperature": given["temperature"], "seed": number}
-        text = next(core.generate([prompt.text], given["tokens"], **how))
-        lengths = core.batch.lengths
-        columns["tokens"].append(sum(lengths))
-        columns["iterations"].append(len(lengths))
-        columns["median"].append(statistics.median(lengths[1:] or lengths))
-        columns["passes"].append(statistics.mean(core.batch.passes or [0]))
-        columns["repeated"].append(repeated(text.tokens))
-        print(f"{given['prompts']} {prompt.id}: {sum(lengths) / len(lengths):.2f} tokens an iteration", flush=True)
-    group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
-    series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    @property
+    def limits(self) -> tuple[float, float]:
+        """An iteration gives its bonus token at least, and a whole path with it at most; or a share, or passes."""
+        if self.show == "repeated 4-grams":
+            return 0.0, 1.0
+        if self.show == "draft passes":
+            return 0.0, float(self.config.depth)
+        return 1.0, self.config.depth + 1.0
 
 
 def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Speculating:
@@ -212,34 +241,3 @@ def repeated(tokens: list[int]) -> float:
     """The share of a text's 4-grams that it had before; 0 of a shorter text."""
     grams = list(zip(*(tokens[start:] for start in range(GRAM))))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
-    kept = found["prompts"].series
-    if params.show in ALONE:
-        name = ALONE[params.show]
-        return {name: kept[name]} if name in kept else {}  # older observations lack some
-    both = {name: kept[name] for name in ("tokens", "iterations")}
-    if params.show == "length":
-        return both
-    share = kept["repeated"].values
-    chosen = np.sort(np.argsort(share, kind="stable")[: -(-len(share) // 2)])
-    half = {}
-    for name, one in both.items():
-        half[name] = Series(one.values[chosen], one.units, f"{one.group}, less repetitive half")
-    return half
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Tokens over iterations, or the mean of what the prompts have by themselves."""
-    return mean[ALONE[params.show]] if params.show in ALONE else mean["tokens"] / mean["iterations"]
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """An iteration gives its bonus token at least, and a whole path with it at most; or a share, or passes."""
-    if params.show == "repeated 4-grams":
-        return 0.0, 1.0
-    if params.show == "draft passes":
-        return 0.0, float(params.config.depth)
-    return 1.0, params.config.depth + 1.0

@@ -9,18 +9,19 @@ import numpy as np
 from repro.core.errors import UserError
 from repro.jobs.target import Target
 from repro.metrics import sensitivity
+from repro.metrics.metric import Metric
 from repro.metrics.sensitivity import TOP, by_layer
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-
 
 @dataclass(frozen=True)
-class Params:
+class Agreement(Metric):
     """Against the recipe `other`: Spearman's `rho` over all layers; `jaccard` of the two sets of the most damaged `top`
     layers; `mismatch`, percent of one set that is not in the other, (1 - J) / (1 + J); `moved`, how far
     in model order, in percent of the layers, the most damaged layer is from the other's."""  # fmt: skip
+
+    VERSION = 1
 
     show: Literal["rho", "jaccard", "mismatch", "moved"]
     other: str
@@ -31,46 +32,43 @@ class Params:
         if not 0 < self.top <= 1:
             raise UserError(f"agreement: top is {self.top}; it is a share of the layers above 0, 1 at most")
 
+    def jobs(self, target: Target) -> dict[str, Job]:
+        """The two jobs that quantize layer after layer."""
+        damage = sensitivity.Sensitivity("damage")
+        both = {"one": target, "other": target.under(self.other)}
+        return {role: job for role, at in both.items() for job in damage.jobs(at).values()}
 
-def jobs(params: Params, target: Target) -> dict[str, Job]:
-    """The two jobs that quantize layer after layer."""
-    damage = sensitivity.Params("damage")
-    both = {"one": target, "other": target.under(params.other)}
-    return {role: job for role, at in both.items() for job in sensitivity.jobs(damage, at).values()}
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The damage of every layer by sequence, under both recipes; none in full precision."""
+        if len(found) < 2:
+            return {}
+        held = {role: by_layer(found[role].series, "damage") for role in ("one", "other")}
+        return {f"{role} {i}": one for role, layers in held.items() for i, one in enumerate(layers)}
 
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The agreement of two mean damages `[layers]`; of equal damages the earlier layer counts as worse."""
+        one, other = (np.stack(by_layer(mean, role)) for role in ("one", "other"))
+        if self.show == "rho":
+            return sensitivity.spearman(one, other)
+        orders = [np.argsort(-damage, axis=0, kind="stable") for damage in (one, other)]
+        if self.show == "moved":
+            return 100 * np.abs(orders[0][0] - orders[1][0]) / len(one)
+        count = sensitivity.top(len(one), self.top)
+        both = sum((orders[0][i] == orders[1][:count]).sum(0) for i in range(count))
+        jaccard = both / (2 * count - both)
+        return jaccard if self.show == "jaccard" else 100 * (1 - jaccard) / (1 + jaccard)
 
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The damage of every layer by sequence, under both recipes; none in full precision."""
-    if len(found) < 2:
-        return {}
-    held = {role: by_layer(found[role].series, "damage") for role in ("one", "other")}
-    return {f"{role} {i}": one for role, layers in held.items() for i, one in enumerate(layers)}
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of a correlation, an overlap, or percent."""
+        return {"rho": (-1.0, 1.0), "jaccard": (0.0, 1.0)}.get(self.show, (0.0, 100.0))
 
+    @property
+    def reference(self) -> bool:
+        """It compares two recipes by itself."""
+        return True
 
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The agreement of two mean damages `[layers]`; of equal damages the earlier layer counts as worse."""
-    one, other = (np.stack(by_layer(mean, role)) for role in ("one", "other"))
-    if params.show == "rho":
-        return sensitivity.spearman(one, other)
-    orders = [np.argsort(-damage, axis=0, kind="stable") for damage in (one, other)]
-    if params.show == "moved":
-        return 100 * np.abs(orders[0][0] - orders[1][0]) / len(one)
-    count = sensitivity.top(len(one), params.top)
-    both = sum((orders[0][i] == orders[1][:count]).sum(0) for i in range(count))
-    jaccard = both / (2 * count - both)
-    return jaccard if params.show == "jaccard" else 100 * (1 - jaccard) / (1 + jaccard)
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """Of a correlation, an overlap, or percent."""
-    return {"rho": (-1.0, 1.0), "jaccard": (0.0, 1.0)}.get(params.show, (0.0, 100.0))
-
-
-def reference(params: Params) -> bool:
-    """It compares two recipes by itself."""
-    return True
-
-
-def itself(params: Params) -> float | None:
-    """Full precision damages nothing."""
-    return None
+    @property
+    def itself(self) -> float | None:
+        """Full precision damages nothing."""
+        return None

@@ -13,66 +13,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from repro.metrics.metric import External
 from repro.stats.quantity import Quantity, constant
 from repro.store.measurement import RESULTS
 
-VERSION = 1
 BUILT = Path("build")
 STORED = RESULTS / "nvidia-h200"
 
 
 @dataclass(frozen=True)
-class Params:
+class Bench(External):
     """Field `show` of the measurement `name` of a bench."""
+
+    VERSION = 1
 
     bench: Literal["offload", "precision", "sparse"]
     name: str
     show: str
     unit: str = ""
 
+    def read(self) -> Quantity | None:
+        """The number; None where it was not measured."""
+        found = _read(self).get(self.show)
+        return None if found is None else constant(float(found))
 
-def quantity(params: Params) -> Quantity | None:
-    """The number; None where it was not measured."""
-    found = _read(params).get(params.show)
-    return None if found is None else constant(float(found))
+    def absent(self) -> str:
+        """Why there is no number."""
+        return _read(self).get("why", "") or f"{self.bench} has no measurement {self.name} here"
 
-
-def several(params: Params) -> bool:
-    """One number a cell."""
-    return False
-
-
-def absent(params: Params) -> str:
-    """Why there is no number."""
-    return _read(params).get("why", "") or f"{params.bench} has no measurement {params.name} here"
-
-
-def origin(all_params: Sequence[Params]) -> dict[str, str]:
-    """Where numbers come from, as fields of a measurement."""
-    facts = [_read(params) for params in all_params]
-    joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit")}
-    built = any(_path(params).is_relative_to(BUILT) for params in all_params)
-    calculated = any(one.get("status") == "calculated" for one in facts)
-    return joined | {
-        "device_class": "cuda",
-        "protocol": " + ".join(sorted(set(map(_protocol, all_params)))),
-        "live": "fresh" if built else "stored",
-        "status": "ok",
-        "note": "calculated" if calculated else "",
-    }
+    @staticmethod
+    def origin(all_params: Sequence["Bench"]) -> dict[str, str]:
+        """Where numbers come from, as fields of a measurement."""
+        facts = [_read(params) for params in all_params]
+        joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit")}
+        built = any(_path(params).is_relative_to(BUILT) for params in all_params)
+        calculated = any(one.get("status") == "calculated" for one in facts)
+        return joined | {
+            "device_class": "cuda",
+            "protocol": " + ".join(sorted(set(map(_protocol, all_params)))),
+            "live": "fresh" if built else "stored",
+            "status": "ok",
+            "note": "calculated" if calculated else "",
+        }
 
 
-def _protocol(params: Params) -> str:
+def _protocol(params: Bench) -> str:
     """What was measured; of the many sparse products without layer and sparsity."""
     name = params.name.partition("-")[0] if params.bench == "sparse" else params.name
     return f"{params.bench}/{name}"
 
 
-def _path(params: Params) -> Path:
+def _path(params: Bench) -> Path:
     built = BUILT / params.bench / f"{params.name}.json"
     return built if built.is_file() else STORED / params.bench / f"{params.name}.json"
 
 
-def _read(params: Params) -> dict[str, Any]:
+def _read(params: Bench) -> dict[str, Any]:
     path = _path(params)
     return json.loads(path.read_text()) if path.is_file() else {}

@@ -21,57 +21,93 @@ from repro.core.errors import UserError
 from repro.data import corpora
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.models import perplexity as scoring
 from repro.models.lowbit import blocks
 from repro.store import observations
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
 INPUTS = ("quantized", "full")
 
 
 @dataclass(frozen=True)
-class Params:
+class BlockError(Metric):
     """On the windows of `corpus` that the scale measures KL on: the `mean` over blocks; the mean of the `later` half
     over that of the earlier one, a block in the middle being left out; `blocks` in order, for a figure."""  # fmt: skip
+
+    VERSION = 1
 
     corpus: str = "wikitext2"
     show: Literal["mean", "later", "blocks"] = "mean"
     inputs: Literal["quantized", "full"] = "quantized"
     unit: str = ""
 
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job measures every block with both inputs; None where the scale measures no KL."""
+        protocol = target.scale.protocols["perplexity"]
+        if protocol is None or not protocol.kl_windows:
+            return None
+        rule = {"length": protocol.length, "windows": protocol.kl_windows}
+        options = rule | {"label": protocol.label}
+        return {"errors": on_text.job("block_error", target, target.scale.text(self.corpus), rule, options)}
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job measures every block with both inputs; None where the scale measures no KL."""
-    protocol = target.scale.protocols["perplexity"]
-    if protocol is None or not protocol.kl_windows:
-        return None
-    rule = {"length": protocol.length, "windows": protocol.kl_windows}
-    options = rule | {"label": protocol.label}
-    return {"errors": on_text.job("block_error", target, target.scale.text(params.corpus), rule, options)}
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Measure every window: per kind of inputs a series a block, and one of the blocks' means.
 
+        Raises:
+            UserError: damaged inputs, a corpus without a full window, windows beyond the context, or states that are
+                not finite.
+        """
+        given = job.given()
+        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
+        quantized = compress.load(given, found.get("weights")).model
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        cut = scoring.windows(ids, given["length"], given["windows"])
+        scoring.check_context(full, cut.shape[1])
+        group, series = f"{given['label']} on {identity['label']}, first {len(cut)}, blocks", {}
+        for inputs in INPUTS:
+            values = errors(full, quantized, cut.to(full.device), inputs == "full")
+            series[f"{inputs}/blocks"] = Series(values.mean(0), "layers", group)
+            series |= {f"{inputs}/{number}": Series(one, "windows", group) for number, one in enumerate(values.T)}
+        observations.save(folder / observations.FILE, series, origin)
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Measure every window: per kind of inputs a series a block, and one of the blocks' means.
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The windows of every block, or for a figure the blocks' means."""
+        held = {
+            name.partition("/")[2]: one
+            for name, one in found["errors"].series.items()
+            if name.startswith(f"{self.inputs}/")
+        }
+        if self.show == "blocks":
+            return {"blocks": held["blocks"]}
+        return {name: one for name, one in held.items() if name != "blocks"}
 
-    Raises:
-        UserError: damaged inputs, a corpus without a full window, windows beyond the context, or states that are not
-            finite.
-    """
-    given = job.given()
-    full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-    quantized = compress.load(given, found.get("weights")).model
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    cut = scoring.windows(ids, given["length"], given["windows"])
-    scoring.check_context(full, cut.shape[1])
-    group, series = f"{given['label']} on {identity['label']}, first {len(cut)}, blocks", {}
-    for inputs in INPUTS:
-        values = errors(full, quantized, cut.to(full.device), inputs == "full")
-        series[f"{inputs}/blocks"] = Series(values.mean(0), "layers", group)
-        series |= {f"{inputs}/{number}": Series(one, "windows", group) for number, one in enumerate(values.T)}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The mean over blocks, or that of the later ones over that of the earlier ones."""
+        if self.show == "blocks":
+            return mean["blocks"]
+        each = np.stack([mean[str(number)] for number in range(len(mean))])
+        half = len(each) // 2
+        if self.show == "mean" or not half:
+            return each.mean(0)
+        return each[-half:].mean(0) / each[:half].mean(0)
+
+    @property
+    def reference(self) -> bool:
+        """Every number compares with full precision on the same windows by itself."""
+        return True
+
+    @property
+    def itself(self) -> float | None:
+        """Full precision against itself has no error, and no half of it is larger."""
+        return None if self.show == "later" else 0.0
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """An error is 0 or more."""
+        return (0.0, np.inf)
 
 
 @torch.no_grad()
@@ -130,41 +166,3 @@ def errors(full: nn.Module, quantized: nn.Module, windows: Tensor, alone: bool) 
 def _states(out: Any) -> Tensor:
     """The hidden states among what a block returns."""
     return out[0] if isinstance(out, tuple) else out
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The windows of every block, or for a figure the blocks' means."""
-    held = {
-        name.partition("/")[2]: one
-        for name, one in found["errors"].series.items()
-        if name.startswith(f"{params.inputs}/")
-    }
-    if params.show == "blocks":
-        return {"blocks": held["blocks"]}
-    return {name: one for name, one in held.items() if name != "blocks"}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The mean over blocks, or that of the later ones over that of the earlier ones."""
-    if params.show == "blocks":
-        return mean["blocks"]
-    each = np.stack([mean[str(number)] for number in range(len(mean))])
-    half = len(each) // 2
-    if params.show == "mean" or not half:
-        return each.mean(0)
-    return each[-half:].mean(0) / each[:half].mean(0)
-
-
-def reference(params: Params) -> bool:
-    """Every number compares with full precision on the same windows by itself."""
-    return True
-
-
-def itself(params: Params) -> float | None:
-    """Full precision against itself has no error, and no half of it is larger."""
-    return None if params.show == "later" else 0.0
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """An error is 0 or more."""
-    return (0.0, np.inf)

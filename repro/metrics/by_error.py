@@ -18,6 +18,7 @@ from repro.data import corpora
 from repro.jobs import compress, tokens
 from repro.jobs.target import Target
 from repro.metrics import perplexity
+from repro.metrics.metric import Metric
 from repro.metrics.sensitivity import token_nll
 from repro.metrics.similarity import traces
 from repro.models.perplexity import check_context, windows
@@ -25,16 +26,16 @@ from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
 QUARTILES = (1, 2, 3, 4)
 TOGETHER = 4  # windows in one forward pass
 
 
 @dataclass(frozen=True)
-class Params:
+class ByError(Metric):
     """Mean negative log likelihood, in nats, of the tokens in a `quartile` (1 to 4, the largest error) of the error
     that the recipe `base` makes; windows are those of perplexity."""  # fmt: skip
+
+    VERSION = 1
 
     base: str
     quartile: int
@@ -45,43 +46,60 @@ class Params:
         if self.quartile not in QUARTILES:
             raise UserError(f"by_error: quartile is {self.quartile}; it is 1, 2, 3 or 4, the largest error")
 
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores the tokens of all quartiles; None where this scale does not measure perplexity."""
+        if perplexity.Perplexity(self.corpus).jobs(target) is None:  # refuses a text that the recipe is calibrated on
+            return None
+        protocol, text = target.scale.protocols["perplexity"], target.scale.text(self.corpus)
+        base = compress.job(target.under(self.base))
+        needs = {"text": tokens.job(target, text), "base": base}
+        rule = {"length": protocol.length, "windows": protocol.windows}
+        inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub), "base": base.declared()}
+        if target.recipe.steps:
+            needs["weights"] = compress.job(target)
+            inputs["calibration"] = needs["weights"].declared().get("calibration")
+        options = target.options() | rule | {"label": protocol.label}
+        return {"tokens": make("by_error", target.label, inputs, options, needs, target.steps)}
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores the tokens of all quartiles; None where this scale does not measure perplexity."""
-    if (
-        perplexity.jobs(perplexity.Params(params.corpus), target) is None
-    ):  # refuses a text that the recipe is calibrated on
-        return None
-    protocol, text = target.scale.protocols["perplexity"], target.scale.text(params.corpus)
-    base = compress.job(target.under(params.base))
-    needs = {"text": tokens.job(target, text), "base": base}
-    rule = {"length": protocol.length, "windows": protocol.windows}
-    inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub), "base": base.declared()}
-    if target.recipe.steps:
-        needs["weights"] = compress.job(target)
-        inputs["calibration"] = needs["weights"].declared().get("calibration")
-    options = target.options() | rule | {"label": protocol.label}
-    return {"tokens": make("by_error", target.label, inputs, options, needs, target.steps)}
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score every window: sums and counts of each quartile.
 
+        Raises:
+            UserError: damaged inputs, a corpus without a full window, windows beyond the context.
+        """
+        given = job.given()
+        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
+        base, model = (compress.load(given, found.get(role)).model for role in ("base", "weights"))
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        check_context(model, given["length"])
+        errors, nll = [], []
+        for some in windows(ids, given["length"], given["windows"]).to(full.device).split(TOGETHER):
+            errors.append(1 - traces(full, base, some)[:, :-1])
+            with torch.no_grad():
+                nll.append(token_nll(model, model.base_model(some, use_cache=False).last_hidden_state, some))
+        group = f"{given['label']} on {identity['label']}"
+        observations.save(
+            folder / observations.FILE, quartiles(np.concatenate(errors), np.concatenate(nll), group), origin
+        )
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score every window: sums and counts of each quartile.
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """Sum and count of the quartile, by window."""
+        return {name: found["tokens"].series[f"{name} {self.quartile}"] for name in ("nll", "count")}
 
-    Raises:
-        UserError: damaged inputs, a corpus without a full window, windows beyond the context.
-    """
-    given = job.given()
-    full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-    base, model = (compress.load(given, found.get(role)).model for role in ("base", "weights"))
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    check_context(model, given["length"])
-    errors, nll = [], []
-    for some in windows(ids, given["length"], given["windows"]).to(full.device).split(TOGETHER):
-        errors.append(1 - traces(full, base, some)[:, :-1])
-        with torch.no_grad():
-            nll.append(token_nll(model, model.base_model(some, use_cache=False).last_hidden_state, some))
-    group = f"{given['label']} on {identity['label']}"
-    observations.save(folder / OUTPUTS[0], quartiles(np.concatenate(errors), np.concatenate(nll), group), origin)
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The mean over the tokens of the quartile."""
+        return mean["nll"] / mean["count"]
+
+    @property
+    def reference(self) -> bool:
+        """One recipe's loss compares with nothing, though it has two series."""
+        return False
+
+    @property
+    def against(self) -> str:
+        """Losses are read as a difference to full precision."""
+        return "q - f"
 
 
 def quartiles(errors: np.ndarray, nll: np.ndarray, group: str) -> dict[str, Series]:
@@ -93,23 +111,3 @@ def quartiles(errors: np.ndarray, nll: np.ndarray, group: str) -> dict[str, Seri
         for name, values in (("nll", inside * nll), ("count", inside)):
             found[f"{name} {quartile}"] = Series(values.sum(1), "windows", group)
     return found
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """Sum and count of the quartile, by window."""
-    return {name: found["tokens"].series[f"{name} {params.quartile}"] for name in ("nll", "count")}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The mean over the tokens of the quartile."""
-    return mean["nll"] / mean["count"]
-
-
-def reference(params: Params) -> bool:
-    """One recipe's loss compares with nothing, though it has two series."""
-    return False
-
-
-def against(params: Params) -> str:
-    """Losses are read as a difference to full precision."""
-    return "q - f"

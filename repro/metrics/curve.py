@@ -17,18 +17,19 @@ import numpy as np
 
 from repro.core.errors import UserError
 from repro.jobs.target import Target
-from repro.metrics.training import LOSS, jobs
+from repro.metrics.metric import Metric
+from repro.metrics.training import LOSS, Training
 from repro.store.observations import Observations, Series
 from repro.train.blocks import POINTS
 
-VERSION = 1
-__all__ = ["Params", "jobs", "series", "value"]
-
 
 @dataclass(frozen=True)
-class Params:
+class Curve(Metric):
     """Of the last step's curve: the number of `spikes`; for a figure its `loss` and the `place` of each point in
     percent of the training. `factor` and `window` are the rule's."""  # fmt: skip
+
+    VERSION = 1
+    jobs = Training.jobs
 
     show: Literal["spikes", "loss", "place"] = "spikes"
     merged: int = 1
@@ -43,24 +44,27 @@ class Params:
         if not 1 < self.factor < math.inf:
             raise UserError(f"curve: factor is {self.factor}; a spike rises, so it is above 1")
 
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """What is shown of the last step's curve; none where nothing was trained.
 
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """What is shown of the last step's curve; none where nothing was trained.
+        Raises:
+            UserError: a curve that is not made of whole blocks.
+        """
+        curve = found["step 0"].series.get(LOSS)
+        if curve is None or not len(curve.values):
+            return {}
+        blocks = [merged(block, self.merged) for block in pieces(curve.values, stretches(target))]
+        if self.show == "spikes":
+            return {
+                "spikes": Series(np.asarray([sum(spikes(b, self.factor, self.window) for b in blocks)], float), "model")
+            }
+        loss = np.concatenate(blocks)
+        place = 100 * (np.arange(len(loss)) + 0.5) / len(loss)
+        return {self.show: Series(loss if self.show == "loss" else place, "points")}
 
-    Raises:
-        UserError: a curve that is not made of whole blocks.
-    """
-    curve = found["step 0"].series.get(LOSS)
-    if curve is None or not len(curve.values):
-        return {}
-    blocks = [merged(block, params.merged) for block in pieces(curve.values, stretches(target))]
-    if params.show == "spikes":
-        return {
-            "spikes": Series(np.asarray([sum(spikes(b, params.factor, params.window) for b in blocks)], float), "model")
-        }
-    loss = np.concatenate(blocks)
-    place = 100 * (np.arange(len(loss)) + 0.5) / len(loss)
-    return {params.show: Series(loss if params.show == "loss" else place, "points")}
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The count, or the mean of what is drawn."""
+        return mean[self.show]
 
 
 def stretches(target: Target) -> int:
@@ -94,8 +98,3 @@ def spikes(points: np.ndarray, factor: float, window: int) -> int:
     """How many of the points are more than `factor` times the median of the `window` before them."""
     before = [float(np.median(points[i - window : i])) for i in range(window, len(points))]
     return sum(bool(point > factor * median) for point, median in zip(points[window:], before))
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The count, or the mean of what is drawn."""
-    return mean[params.show]

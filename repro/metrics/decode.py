@@ -13,14 +13,11 @@ from repro.engine import weights
 from repro.engine.core import Core
 from repro.jobs import compress
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 2  # MBU is a share of the read rate; it was one of a copy timed on the host (0.97 for a true 0.75)
-OUTPUTS = (observations.FILE,)
-TIMES = True
-DEFAULT: dict[str, Any] = {}
 SHOWN = {
     "tokens/s": "tokens_per_s",
     "ms": "ms_p50",
@@ -29,14 +26,6 @@ SHOWN = {
     "stored MB": "stored_bytes",
     "read MB": "read_bytes",
 }  # to the field of `Stats`
-
-
-@dataclass(frozen=True)
-class Params:
-    """A number of `repro.engine.output.Stats`, the mean over rounds; milliseconds are those of a step."""
-
-    show: Literal["tokens/s", "ms", "ms at p99", "MBU", "stored MB", "read MB"]
-    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,41 +41,52 @@ class Protocol:
         at_least(self, prompt=1, new=2, batch=1, rounds=1)
 
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job times a model under a recipe."""
-    protocol = target.scale.protocols["decode"]
-    if protocol is None:
-        return None
-    rule = vars(protocol)
-    needs = {"weights": compress.job(target)} if target.recipe.steps else {}
-    inputs = target.inputs() | {"calibration": compress.job(target).declared().get("calibration")} | rule
-    return {"rounds": make("decode", target.label, inputs, target.options() | rule, needs, target.steps)}
+@dataclass(frozen=True)
+class Decode(Metric):
+    """A number of `repro.engine.output.Stats`, the mean over rounds; milliseconds are those of a step."""
 
+    VERSION = 2  # MBU is a share of the read rate; it was one of a copy timed on the host (0.97 for a true 0.75)
+    TIMES = True
+    DEFAULT = {}
+    PROTOCOL = Protocol
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Time the rounds; a series a number, one value a round.
+    show: Literal["tokens/s", "ms", "ms at p99", "MBU", "stored MB", "read MB"]
+    unit: str = ""
 
-    Raises:
-        UserError: damaged inputs, a model or format that the engine does not run; `NotMeasurable` beyond the context.
-    """
-    given = job.given()
-    lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
-    context = weights.check(given["model"], lm.model.config, given["prompt"] + given["new"])
-    dtype, device = getattr(torch, given["dtype"]), torch.device(given["device"])
-    core = Core(given["model"], weights.decoder(lm, context, device, dtype))
-    size = given["prompt"], given["new"], given["batch"]
-    rounds = [core.time(*size) for _ in range(1 + given["rounds"])][1:]
-    group = f"decode {size[0]}+{size[1]} x{size[2]}, {given['dtype']}"
-    values = {shown: np.asarray([getattr(one, name) for one in rounds], float) for shown, name in SHOWN.items()}
-    series = {shown: Series(one, "items", group) for shown, one in values.items()}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job times a model under a recipe."""
+        protocol = target.scale.protocols["decode"]
+        if protocol is None:
+            return None
+        rule = vars(protocol)
+        needs = {"weights": compress.job(target)} if target.recipe.steps else {}
+        inputs = target.inputs() | {"calibration": compress.job(target).declared().get("calibration")} | rule
+        return {"rounds": make("decode", target.label, inputs, target.options() | rule, needs, target.steps)}
 
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Time the rounds; a series a number, one value a round.
 
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The rounds of one number."""
-    return {params.show: found["rounds"].series[params.show]}
+        Raises:
+            UserError: damaged inputs, a model or format that the engine does not run; `NotMeasurable` beyond the
+                context.
+        """
+        given = job.given()
+        lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
+        context = weights.check(given["model"], lm.model.config, given["prompt"] + given["new"])
+        dtype, device = getattr(torch, given["dtype"]), torch.device(given["device"])
+        core = Core(given["model"], weights.decoder(lm, context, device, dtype))
+        size = given["prompt"], given["new"], given["batch"]
+        rounds = [core.time(*size) for _ in range(1 + given["rounds"])][1:]
+        group = f"decode {size[0]}+{size[1]} x{size[2]}, {given['dtype']}"
+        values = {shown: np.asarray([getattr(one, name) for one in rounds], float) for shown, name in SHOWN.items()}
+        series = {shown: Series(one, "items", group) for shown, one in values.items()}
+        observations.save(folder / observations.FILE, series, origin)
 
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The rounds of one number."""
+        return {self.show: found["rounds"].series[self.show]}
 
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The mean round."""
-    return mean[params.show] / (1e6 if params.show.endswith("MB") else 1)
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The mean round."""
+        return mean[self.show] / (1e6 if self.show.endswith("MB") else 1)

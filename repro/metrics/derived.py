@@ -4,19 +4,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from repro.core.errors import UserError, shortened
-
-VERSION = 1
-LATER = {"against": ""}
+from repro.metrics.metric import Metric
 
 
 @dataclass(frozen=True)
-class Params:
+class Derived(Metric):
     """`quantity` over names; each name is a recipe, or a mapping: `recipe`, `measure`, other keys that go over `of`.
 
     `against`: how it is read against full precision, such as `q - f`.
 
     Example: `quantity: (b - s) / (b - f)`, `cells: {s: "{recipe}", b: rtn-w4-pc, f: fp16}`.
     """
+
+    VERSION = 1
+    LATER = {"against": ""}
 
     quantity: str
     cells: dict[str, str | dict[str, Any]]
@@ -28,19 +29,13 @@ class Params:
         if odd := [name for name in self.cells if not name.isidentifier()]:
             raise UserError(f"cells: {shortened(odd[0])!r} is no name; use letters, digits and underscores")
 
-
-def parts(params: Params) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name to the recipe and the measure of the cell that it stands for."""
-    whole = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in params.cells.items()}
-    return {
-        name: (
-            cell.get("recipe", ""),
-            cell.get("measure", params.of | {k: v for k, v in cell.items() if k != "recipe"}),
-        )
-        for name, cell in whole.items()
-    }
-
-
-def against(params: Params) -> str:
-    """As its spec says."""
-    return params.against
+    def parts(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Name to the recipe and the measure of the cell that it stands for."""
+        whole = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in self.cells.items()}
+        return {
+            name: (
+                cell.get("recipe", ""),
+                cell.get("measure", self.of | {k: v for k, v in cell.items() if k != "recipe"}),
+            )
+            for name, cell in whole.items()
+        }

@@ -27,30 +27,15 @@ from repro.engine import weights
 from repro.engine.core import MOST, Core
 from repro.jobs import compress, questions, requests
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.models.lowbit import LowBitModel
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT = None  # a scale that says nothing of it does not measure it
-FULL_FIRST = True  # other recipes are run only where full precision is above chance
 CHOSEN = ("mathqa-4", "mmlu")  # tasks with given answers
 CONTEXT = 2048  # the most that a prompt and its answer take
 LOOKED_AT = 16  # tokens between two looks for the end of all answers
-
-
-@dataclass(frozen=True)
-class Params:
-    """Which task; a fraction."""
-
-    task: str
-    unit: str = "fraction"
-
-    def __post_init__(self) -> None:
-        if self.task not in (known := (*CHOSEN, *generated.GENERATED)):
-            raise unknown("task of an exam", self.task, known)
 
 
 @dataclass(frozen=True)
@@ -67,55 +52,101 @@ class Protocol:
                 raise UserError(f"{name} is {getattr(self, name)}; it is {least} to {most:,}")
 
 
-def brief(protocol: Protocol, least: Any) -> Protocol:
-    """The protocol of a build's own measurement: the first items."""
-    return replace(protocol, items=min(protocol.items, least.items))
+@dataclass(frozen=True)
+class Exam(Metric):
+    """Which task; a fraction."""
 
+    VERSION = 1
+    FULL_FIRST = True  # other recipes are run only where full precision is above chance
+    PROTOCOL = Protocol
 
-def lacking(params: Params) -> str:
-    """Why the task cannot be scored here; empty if it can."""
-    return "" if params.task in CHOSEN else generated.lacking(params.task)
+    task: str
+    unit: str = "fraction"
 
+    def __post_init__(self) -> None:
+        if self.task not in (known := (*CHOSEN, *generated.GENERATED)):
+            raise unknown("task of an exam", self.task, known)
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores one task; None where the scale has no protocol."""
-    protocol = target.scale.protocols["exam"]
-    if protocol is None:
-        return None
-    rule = vars(protocol) | {"task": params.task}
-    if params.task in CHOSEN:
-        identifier = tasks.identifier(params.task)
-        needs = {"requests": requests.job(target, params.task, protocol.items)}
-    else:
-        identifier = generated.GENERATED[params.task].identifier
-        needs = {"questions": questions.job(target, params.task, protocol.items)}
-    inputs = target.inputs() | rule | {"task": identifier}
-    inputs["calibration"] = compress.job(target).declared().get("calibration")
-    if target.recipe.steps:
-        needs["weights"] = compress.job(target)
-    return {"items": make("exam", target.label, inputs, target.options() | rule, needs, target.steps)}
+    @staticmethod
+    def brief(protocol: Protocol, least: Any) -> Protocol:
+        """The protocol of a build's own measurement: the first items."""
+        return replace(protocol, items=min(protocol.items, least.items))
 
+    def lacking(self) -> str:
+        """Why the task cannot be scored here; empty if it can."""
+        return "" if self.task in CHOSEN else generated.lacking(self.task)
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score the items: 1 where one is answered correctly; of generated answers also what chance gives.
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores one task; None where the scale has no protocol."""
+        protocol = target.scale.protocols["exam"]
+        if protocol is None:
+            return None
+        rule = vars(protocol) | {"task": self.task}
+        if self.task in CHOSEN:
+            identifier = tasks.identifier(self.task)
+            needs = {"requests": requests.job(target, self.task, protocol.items)}
+        else:
+            identifier = generated.GENERATED[self.task].identifier
+            needs = {"questions": questions.job(target, self.task, protocol.items)}
+        inputs = target.inputs() | rule | {"task": identifier}
+        inputs["calibration"] = compress.job(target).declared().get("calibration")
+        if target.recipe.steps:
+            needs["weights"] = compress.job(target)
+        return {"items": make("exam", target.label, inputs, target.options() | rule, needs, target.steps)}
 
-    Raises:
-        UserError: damaged inputs, an answer beyond the context, NaN in the logits, or a model that cannot be decoded.
-    """
-    given = job.given()
-    if "requests" in found:
-        lm = compress.load(given, found.get("weights"))
-        one = stored.load(found["requests"] / requests.OUTPUTS[0])
-        right = scoring.run(lm.model, [one], given["tokens"])["correct"].to_numpy(dtype=float)
-        held = {"correct": right}
-    else:
-        one = generated.load(found["questions"] / questions.OUTPUTS[0])
-        lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
-        texts = list(answers(lm, one, given))
-        held = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
-    label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
-    series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in held.items()}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score the items: 1 where one is answered correctly; of generated answers also what chance gives.
+
+        Raises:
+            UserError: damaged inputs, an answer beyond the context, NaN in the logits, or a model that cannot be
+                decoded.
+        """
+        given = job.given()
+        if "requests" in found:
+            lm = compress.load(given, found.get("weights"))
+            one = stored.load(found["requests"] / requests.OUTPUTS[0])
+            right = scoring.run(lm.model, [one], given["tokens"])["correct"].to_numpy(dtype=float)
+            held = {"correct": right}
+        else:
+            one = generated.load(found["questions"] / questions.OUTPUTS[0])
+            lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
+            texts = list(answers(lm, one, given))
+            held = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
+        label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
+        series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in held.items()}
+        observations.save(folder / observations.FILE, series, origin)
+
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The items, and what chance gives where it was measured."""
+        return dict(found["items"].series)
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The share of the items that are right."""
+        return mean[f"{self.task}/correct"]
+
+    def status(self, full: Mapping[str, Series]) -> str:
+        """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
+        right = full[f"{self.task}/correct"].values
+        if (dealt := full.get(f"{self.task}/chance")) is None:
+            return "floor" if scoring.at_chance({self.task: right}) else "ok"
+        error = np.sqrt(max(share * (1 - share) for share in (right.mean(), dealt.values.mean())) / len(right))
+        return "ok" if right.mean() - dealt.values.mean() > 3 * error else "floor"
+
+    @property
+    def reference(self) -> bool:
+        """One recipe's accuracy compares with nothing, though it may have two series."""
+        return False
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A share."""
+        return (0.0, 1.0)
+
+    @property
+    def against(self) -> str:
+        """Accuracy is read as a difference to full precision."""
+        return "q - f"
 
 
 def answers(lm: LowBitModel, one: generated.Questions, given: Mapping[str, Any]) -> Iterator[str]:
@@ -201,37 +232,3 @@ def context_of(lm: LowBitModel) -> int:
 def before(text: str, stop: Sequence[str]) -> str:
     """A text up to the first stop string in it."""
     return text[: min((text.find(one) for one in stop if one in text), default=len(text))]
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The items, and what chance gives where it was measured."""
-    return dict(found["items"].series)
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The share of the items that are right."""
-    return mean[f"{params.task}/correct"]
-
-
-def status(params: Params, full: Mapping[str, Series]) -> str:
-    """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
-    right = full[f"{params.task}/correct"].values
-    if (dealt := full.get(f"{params.task}/chance")) is None:
-        return "floor" if scoring.at_chance({params.task: right}) else "ok"
-    error = np.sqrt(max(share * (1 - share) for share in (right.mean(), dealt.values.mean())) / len(right))
-    return "ok" if right.mean() - dealt.values.mean() > 3 * error else "floor"
-
-
-def reference(params: Params) -> bool:
-    """One recipe's accuracy compares with nothing, though it may have two series."""
-    return False
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A share."""
-    return (0.0, 1.0)
-
-
-def against(params: Params) -> str:
-    """Accuracy is read as a difference to full precision."""
-    return "q - f"

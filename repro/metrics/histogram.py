@@ -18,6 +18,7 @@ from repro import models
 from repro.core.errors import UserError
 from repro.jobs import compress
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.models.groups import quantizer
 from repro.models.lowbit import block_linears
 from repro.models.quantized import QuantizedWeight
@@ -25,26 +26,9 @@ from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT: dict[str, Any] = {}
 GROUP = 32  # columns of a group of weights that have no scales
 PAIRS = 2**24  # of values of groups that are compared at a time
 BEYOND = 1e-3  # share of full precision's weights that are larger than the last bin's middle
-
-
-@dataclass(frozen=True)
-class Params:
-    """`values`: in how many bins as many weights each would be as uneven, exp of the histogram's entropy; `groups`: the
-    same of the different values in one group, the mean over groups of as many columns as share a scale (32 of a model
-    without scales).
-
-    For a figure: the share of `weights` in each bin, or of `codes`, in percent; where the bins (`bins`), or what the
-    codes stand for in steps of their master (`levels`), lie.
-    """
-
-    show: Literal["values", "groups", "weights", "bins", "codes", "levels"] = "values"
-    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,38 +42,72 @@ class Protocol:
             raise UserError(f"bins is {self.bins}; an odd number, 3 or more, has 0 in the middle of one")
 
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job counts both; None where the scale says null."""
-    protocol = target.scale.protocols["histogram"]
-    if protocol is None:
-        return None
-    rule, needs, inputs = asdict(protocol), {}, target.inputs()
-    if target.recipe.steps:
-        needs["weights"] = compress.job(target)
-        inputs["calibration"] = needs["weights"].declared().get("calibration")
-    job = make("histogram", target.label, inputs | rule, target.options() | rule, needs, target.steps)
-    return {"counts": job}
+@dataclass(frozen=True)
+class Histogram(Metric):
+    """`values`: in how many bins as many weights each would be as uneven, exp of the histogram's entropy; `groups`: the
+    same of the different values in one group, the mean over groups of as many columns as share a scale (32 of a model
+    without scales).
 
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Count weights, and codes where there are some.
-
-    Raises:
-        UserError: damaged inputs, layers whose codes have different widths, or weights that are not finite.
+    For a figure: the share of `weights` in each bin, or of `codes`, in percent; where the bins (`bins`), or what the
+    codes stand for in steps of their master (`levels`), lie.
     """
-    given = job.given()
-    full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-    lm = compress.load(given, found.get("weights"))
-    reach = largest([linear.weight for linear in block_linears(full).values()])
-    middles, shares = of_weights([linear.weight for linear in linears(lm.model)], reach, given["bins"])
-    series = {"bins": Series(middles, "bins"), "weights": Series(shares, "bins")}
-    stored = [one.codes for one in lm.weights.values()] or [linear.weight for linear in linears(lm.model)]
-    widths = [getattr(one, "group", 0) or one.codes.shape[1] for one in lm.weights.values()] or [GROUP] * len(stored)
-    series["groups"] = Series(np.asarray([of_groups(stored, widths)]), "model")
-    if lm.weights:
-        levels, shares = of_codes(lm.weights)
-        series |= {"levels": Series(levels, "codes"), "codes": Series(shares, "codes")}
-    observations.save(folder / OUTPUTS[0], series, origin)
+
+    VERSION = 1
+    DEFAULT = {}
+    PROTOCOL = Protocol
+
+    show: Literal["values", "groups", "weights", "bins", "codes", "levels"] = "values"
+    unit: str = ""
+
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job counts both; None where the scale says null."""
+        protocol = target.scale.protocols["histogram"]
+        if protocol is None:
+            return None
+        rule, needs, inputs = asdict(protocol), {}, target.inputs()
+        if target.recipe.steps:
+            needs["weights"] = compress.job(target)
+            inputs["calibration"] = needs["weights"].declared().get("calibration")
+        job = make("histogram", target.label, inputs | rule, target.options() | rule, needs, target.steps)
+        return {"counts": job}
+
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Count weights, and codes where there are some.
+
+        Raises:
+            UserError: damaged inputs, layers whose codes have different widths, or weights that are not finite.
+        """
+        given = job.given()
+        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
+        lm = compress.load(given, found.get("weights"))
+        reach = largest([linear.weight for linear in block_linears(full).values()])
+        middles, shares = of_weights([linear.weight for linear in linears(lm.model)], reach, given["bins"])
+        series = {"bins": Series(middles, "bins"), "weights": Series(shares, "bins")}
+        stored = [one.codes for one in lm.weights.values()] or [linear.weight for linear in linears(lm.model)]
+        widths = [getattr(one, "group", 0) or one.codes.shape[1] for one in lm.weights.values()] or [GROUP] * len(
+            stored
+        )
+        series["groups"] = Series(np.asarray([of_groups(stored, widths)]), "model")
+        if lm.weights:
+            levels, shares = of_codes(lm.weights)
+            series |= {"levels": Series(levels, "codes"), "codes": Series(shares, "codes")}
+        observations.save(folder / observations.FILE, series, origin)
+
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """What is shown; no codes of full precision."""
+        held, name = found["counts"].series, "weights" if self.show == "values" else self.show
+        if self.show == "values":
+            return {"values": Series(np.asarray([effective(held[name].values)]), "model")}
+        if name not in held:
+            return {}
+        scaled = 100 if name in ("weights", "codes") else 1
+        return {name: Series(scaled * held[name].values, held[name].units)}
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The number, or the mean of what is drawn."""
+        (only,) = mean.values()
+        return only
 
 
 def linears(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -156,24 +174,7 @@ def of_groups(values: Sequence[Tensor], groups: Sequence[int]) -> float:
     return total / count
 
 
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """What is shown; no codes of full precision."""
-    held, name = found["counts"].series, "weights" if params.show == "values" else params.show
-    if params.show == "values":
-        return {"values": Series(np.asarray([effective(held[name].values)]), "model")}
-    if name not in held:
-        return {}
-    scaled = 100 if name in ("weights", "codes") else 1
-    return {name: Series(scaled * held[name].values, held[name].units)}
-
-
 def effective(shares: np.ndarray) -> float:
     """exp of the entropy of shares that add up to 1."""
     there = shares[shares > 0]
     return float(np.exp(-(there * np.log(there)).sum()))
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The number, or the mean of what is drawn."""
-    (only,) = mean.values()
-    return only

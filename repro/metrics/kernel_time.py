@@ -16,12 +16,12 @@ from scipy.special import stdtrit
 
 from repro.bench import recorded
 from repro.core.errors import UserError, unknown
+from repro.metrics.metric import External
 from repro.stats.quantity import Quantity
 from repro.stats.statistics import LEVEL, Interval
 from repro.store import kernel_rows
 from repro.store.kernel_rows import Row
 
-VERSION = 1
 LARGE = 2**24  # weights of a layer of 4096 x 4096
 LAYERS = {"all": (0, math.inf), "large": (LARGE, math.inf), "small": (0, LARGE - 1)}  # by number of weights
 RESCALED = "recorded, rescaled"  # by the ratio of the library's times in this run and then
@@ -41,7 +41,7 @@ TIMED = ("us", "fraction", "rate", "bandwidth")  # those whose interval is that 
 
 
 @dataclass(frozen=True)
-class Params:
+class KernelTime(External):
     """Whose time, on which layers.
 
     Attributes:
@@ -55,6 +55,8 @@ class Params:
         partial: leave out layers without a time; else one such layer leaves no value.
     """
 
+    VERSION = 1
+
     who: str
     tokens: str = "1"
     layers: str = "all"
@@ -64,24 +66,52 @@ class Params:
     device: str = ""
     unit: str = "us"
 
+    def read(self) -> Quantity | None:
+        """The number of one layer, or one a layer; None where a time is missing."""
+        rows = chosen(self)
+        known = {name: _interval(row, self.show) for name, row in rows.items()}
 
-def quantity(params: Params) -> Quantity | None:
-    """The number of one layer, or one a layer; None where a time is missing."""
-    rows = chosen(params)
-    known = {name: _interval(row, params.show) for name, row in rows.items()}
+        def value(mean: Mapping[str, Any]) -> Any:
+            return np.stack([mean[name] for name in rows]) if self.several() else mean[self.layers]
 
-    def value(mean: Mapping[str, Any]) -> Any:
-        return np.stack([mean[name] for name in rows]) if several(params) else mean[params.layers]
+        return Quantity([{}], value, known=known) if rows else None
 
-    return Quantity([{}], value, known=known) if rows else None
+    def several(self) -> bool:
+        """Whether there is a number a layer, which a cell by itself shows as their geometric mean."""
+        return self.layers in LAYERS
+
+    @staticmethod
+    def origin(all_params: Sequence["KernelTime"]) -> dict[str, str]:
+        """Where the rows of a cell come from, as fields of a measurement.
+
+        `unattested`: a row was timed before versions were kept, and stands until it is timed anew.
+        """
+        rows = [row for params in all_params for row in chosen(params).values()]
+        measured = [row for row in rows if row.status == "ok"]
+        here, old = all(row.built for row in rows), any(not row.versions for row in measured)
+        changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
+        rescaled = any(
+            row.status == "bridged"
+            for params in all_params
+            if params.show != "recorded"
+            for row in chosen(params).values()
+        )
+        facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
+        facts["environment"] = {f"{row.environment}, {row.date}" for row in rows}
+        joined = {name: " + ".join(sorted(filter(None, found))) for name, found in facts.items()}
+        return {
+            **joined,
+            "device_class": "cuda",
+            "protocol": f"CUDA graphs, {' and '.join(sorted({params.mode for params in all_params}))} weights",
+            "covers": "rounds of one run",
+            "versions": " ".join(sorted({word for row in measured for word in row.versions.split()})),
+            "live": "fresh" if here else "unattested" if old else "stored",
+            "status": "stale" if changed else "ok",
+            "note": CHANGED if changed else RESCALED if rescaled else "",
+        }
 
 
-def several(params: Params) -> bool:
-    """Whether there is a number a layer, which a cell by itself shows as their geometric mean."""
-    return params.layers in LAYERS
-
-
-def chosen(params: Params) -> dict[str, Row]:
+def chosen(params: KernelTime) -> dict[str, Row]:
     """The fastest row on each layer; empty where one is missing.
 
     Raises:
@@ -91,7 +121,7 @@ def chosen(params: Params) -> dict[str, Row]:
 
 
 @cache
-def _chosen(params: Params, stamps: kernel_rows.Stamps) -> dict[str, Row]:
+def _chosen(params: KernelTime, stamps: kernel_rows.Stamps) -> dict[str, Row]:
     if not params.tokens.isdecimal():
         raise UserError(f"kernel_time: tokens is {params.tokens!r:.40}, not a number of activation rows")
     wanted, show, found = _names(params), SHOWN[params.show], {}
@@ -105,35 +135,8 @@ def _chosen(params: Params, stamps: kernel_rows.Stamps) -> dict[str, Row]:
     return found if params.partial or len(found) == len(wanted) else {}
 
 
-def origin(all_params: Sequence[Params]) -> dict[str, str]:
-    """Where the rows of a cell come from, as fields of a measurement.
-
-    `unattested`: a row was timed before versions were kept, and stands until it is timed anew.
-    """
-    rows = [row for params in all_params for row in chosen(params).values()]
-    measured = [row for row in rows if row.status == "ok"]
-    here, old = all(row.built for row in rows), any(not row.versions for row in measured)
-    changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
-    rescaled = any(
-        row.status == "bridged" for params in all_params if params.show != "recorded" for row in chosen(params).values()
-    )
-    facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
-    facts["environment"] = {f"{row.environment}, {row.date}" for row in rows}
-    joined = {name: " + ".join(sorted(filter(None, found))) for name, found in facts.items()}
-    return {
-        **joined,
-        "device_class": "cuda",
-        "protocol": f"CUDA graphs, {' and '.join(sorted({params.mode for params in all_params}))} weights",
-        "covers": "rounds of one run",
-        "versions": " ".join(sorted({word for row in measured for word in row.versions.split()})),
-        "live": "fresh" if here else "unattested" if old else "stored",
-        "status": "stale" if changed else "ok",
-        "note": CHANGED if changed else RESCALED if rescaled else "",
-    }
-
-
-def _names(params: Params) -> list[str]:
-    if not several(params):
+def _names(params: KernelTime) -> list[str]:
+    if not params.several():
         n, _, k = params.layers.partition("x")
         if not (n.isdecimal() and k.isdecimal()):
             raise UserError(f"kernel_time: {unknown('layers', params.layers, [*LAYERS, '4096x14336'])}")

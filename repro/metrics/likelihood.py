@@ -17,13 +17,10 @@ from repro.core.errors import UserError
 from repro.data import tasks as entries
 from repro.jobs.target import Target
 from repro.metrics import zeroshot
+from repro.metrics.metric import Metric
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = zeroshot.OUTPUTS
-DEFAULT = None  # a scale that says nothing of it does not measure it
-LATER = {"percent": False}
 KEPT = ("correct", "choice", "nll")
 # Stored are means of so many neighbouring items, a quarter of the bytes. Where items are independent, the interval is
 # theirs (0.93 to 1.04 of it); where neighbours are alike, it is wider, as it has to be (BLiMP 1.46, clozes 1.07, 1.12).
@@ -36,12 +33,24 @@ TASKS = (
 
 
 @dataclass(frozen=True)
-class Params:
+class Protocol(zeroshot.Protocol):
+    """As that of `zeroshot`; its tasks are those with something above chance, or whose log probability moves."""
+
+    tasks: tuple[str, ...] = TASKS
+
+
+@dataclass(frozen=True)
+class Likelihood(Metric):
     """The mean over the items of a task, or the plain mean over several, of the log probability of the right `choice`,
     of the right answer's `nll`, or of whether it is `correct`, a share.
 
     `percent`: the paper prints percent of right answers, not a fraction.
     """  # fmt: skip
+
+    VERSION = 1
+    LATER = {"percent": False}
+    PROTOCOL = Protocol
+    brief = staticmethod(zeroshot.ZeroShot.brief)
 
     tasks: tuple[str, ...]
     show: Literal["choice", "nll", "correct"] = "choice"
@@ -58,37 +67,44 @@ class Params:
         if self.percent and self.show != "correct":
             raise UserError(f"likelihood: percent is of right answers; show them, not the {self.show}")
 
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores all tasks of a scale; None where it has not all of these."""
+        return zeroshot.scoring_job("likelihood", zeroshot.ZeroShot(self.tasks), target)
 
-@dataclass(frozen=True)
-class Protocol(zeroshot.Protocol):
-    """As that of `zeroshot`; its tasks are those with something above chance, or whose log probability moves."""
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score the tasks: three series a task, but no choice where there is one answer.
 
-    tasks: tuple[str, ...] = TASKS
+        Raises:
+            UserError: as of `zeroshot`.
+        """
+        zeroshot.score(job, found, folder, origin, KEPT)
 
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """Whether each item is right; of a log probability one value for `NEIGHBOURS` items, in steps of `STEP`."""
+        named = {f"{task}/{self.show}": found["items"].series[f"{task}/{self.show}"] for task in self.tasks}
+        if self.show == "correct":
+            return named
+        return {name: replace(one, values=of_neighbours(one.values)) for name, one in named.items()}
 
-brief = zeroshot.brief
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The plain mean of the tasks, in nats, a share or percent."""
+        return (100 if self.percent else 1) * np.mean(list(mean.values()), axis=0)
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A log probability is 0 at most, an nll at least; or a share or percentage."""
+        share = (0.0, 100.0 if self.percent else 1.0)
+        return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(self.show, share)
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores all tasks of a scale; None where it has not all of these."""
-    return zeroshot.scoring_job("likelihood", zeroshot.Params(params.tasks), target)
+    def status(self, full: Mapping[str, Series]) -> str:
+        """`floor` where it is whether answers are right, and full precision is at chance; else `ok`."""
+        return zeroshot.ZeroShot(self.tasks).status(full) if self.show == "correct" else "ok"
 
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score the tasks: three series a task, but no choice where there is one answer.
-
-    Raises:
-        UserError: as of `zeroshot`.
-    """
-    zeroshot.score(job, found, folder, origin, KEPT)
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """Whether each item is right; of a log probability one value for `NEIGHBOURS` items, in steps of `STEP` nats."""
-    named = {f"{task}/{params.show}": found["items"].series[f"{task}/{params.show}"] for task in params.tasks}
-    if params.show == "correct":
-        return named
-    return {name: replace(one, values=of_neighbours(one.values)) for name, one in named.items()}
+    @property
+    def against(self) -> str:
+        """It is read as the paired change against full precision."""
+        return "q - f"
 
 
 def of_neighbours(items: np.ndarray) -> np.ndarray:
@@ -97,24 +113,3 @@ def of_neighbours(items: np.ndarray) -> np.ndarray:
     starts = np.arange(parts) * len(items) // parts
     means = np.add.reduceat(items, starts) * parts / len(items)
     return np.round(means / STEP) * STEP
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The plain mean of the tasks, in nats, a share or percent."""
-    return (100 if params.percent else 1) * np.mean(list(mean.values()), axis=0)
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A log probability is 0 at most, an nll at least; or a share or percentage."""
-    share = (0.0, 100.0 if params.percent else 1.0)
-    return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(params.show, share)
-
-
-def status(params: Params, full: Mapping[str, Series]) -> str:
-    """`floor` where it is whether answers are right, and full precision is at chance, as of `zeroshot`; else `ok`."""
-    return zeroshot.status(zeroshot.Params(params.tasks), full) if params.show == "correct" else "ok"
-
-
-def against(params: Params) -> str:
-    """It is read as the paired change against full precision."""
-    return "q - f"

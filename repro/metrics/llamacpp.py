@@ -25,25 +25,14 @@ from repro.data import corpora
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
 from repro.metrics import perplexity
+from repro.metrics.metric import Metric
 from repro.metrics.sensitivity import token_nll
 from repro.models.perplexity import check_context, windows
 from repro.store import observations
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
-OUTPUTS = (observations.FILE,)
-DEFAULT: dict[str, Any] = {}
 TOGETHER = 4  # chunks in one forward pass
-VERSION = 1  # goes up whenever the numbers may change
-
-
-@dataclass(frozen=True)
-class Params:
-    """The paper's corpus, which the scale maps to a text, or a corpus by its own name; `wikitext2-raw` is the file that
-    llama.cpp's numbers are quoted on."""  # fmt: skip
-
-    corpus: str
-    unit: str = "ppl"
 
 
 @dataclass(frozen=True)
@@ -60,34 +49,60 @@ class Protocol:
     def label(self) -> str:
         """The name that stands in results: `llamacpp-v1`, and what differs from that program's defaults."""
         context = "" if self.context == 512 else f" c{self.context}"
-        return f"llamacpp-v{VERSION}{context}" + (f" first {self.chunks}" if self.chunks else "")
+        return f"llamacpp-v{LlamaCpp.VERSION}{context}" + (f" first {self.chunks}" if self.chunks else "")
 
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores a text; None where the scale has no such protocol."""
-    scale, protocol = target.scale, target.scale.protocols["llamacpp"]
-    if protocol is None:
-        return None
-    text = scale.text(params.corpus)
-    perplexity.job(target, [text], perplexity.Protocol())  # refuses a text that the recipe is calibrated on
-    rule = {"context": protocol.context, "chunks": protocol.chunks}
-    inputs, options = rule | {"version": VERSION}, rule | {"label": protocol.label}
-    return {"scores": on_text.job("llamacpp", target, text, inputs, options)}
+@dataclass(frozen=True)
+class LlamaCpp(Metric):
+    """The paper's corpus, which the scale maps to a text, or a corpus by its own name; `wikitext2-raw` is the file that
+    llama.cpp's numbers are quoted on."""  # fmt: skip
 
+    DEFAULT = {}
+    VERSION = 1  # goes up whenever the numbers may change
+    PROTOCOL = Protocol
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score the text.
+    corpus: str
+    unit: str = "ppl"
 
-    Raises:
-        UserError: damaged inputs, a text without a full chunk, chunks beyond the context, a value that is not finite.
-    """
-    given = job.given()
-    lm = compress.load(given, found.get("weights"))
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    cut = windows(ids, given["context"], given["chunks"])
-    nll = score(lm.model, cut, added_bos(models.tokenizer(given["model"], given["hub"])))
-    series = {"nll": Series(nll, "windows", f"{given['label']} on {identity['label']}")}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores a text; None where the scale has no such protocol."""
+        scale, protocol = target.scale, target.scale.protocols["llamacpp"]
+        if protocol is None:
+            return None
+        text = scale.text(self.corpus)
+        perplexity.job(target, [text], perplexity.Protocol())  # refuses a text that the recipe is calibrated on
+        rule = {"context": protocol.context, "chunks": protocol.chunks}
+        inputs, options = rule | {"version": self.VERSION}, rule | {"label": protocol.label}
+        return {"scores": on_text.job("llamacpp", target, text, inputs, options)}
+
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score the text.
+
+        Raises:
+            UserError: damaged inputs, a text without a full chunk, chunks beyond the context, a value that is not
+                finite.
+        """
+        given = job.given()
+        lm = compress.load(given, found.get("weights"))
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        cut = windows(ids, given["context"], given["chunks"])
+        nll = score(lm.model, cut, added_bos(models.tokenizer(given["model"], given["hub"])))
+        series = {"nll": Series(nll, "windows", f"{given['label']} on {identity['label']}")}
+        observations.save(folder / observations.FILE, series, origin)
+
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The chunks."""
+        return {"nll": found["scores"].series["nll"]}
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Perplexity."""
+        return np.exp(mean["nll"])
+
+    @property
+    def against(self) -> str:
+        """Read as a ratio to full precision."""
+        return "q / f"
 
 
 def added_bos(tokenizer: Any) -> int | None:
@@ -116,18 +131,3 @@ def score(model: nn.Module, chunks: Tensor, bos: int | None) -> np.ndarray:
         hidden = model.eval().base_model(input_ids=some, use_cache=False).last_hidden_state
         nll.append(token_nll(model, hidden, some)[:, length // 2 :].mean(1))
     return np.concatenate(nll)
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The chunks."""
-    return {"nll": found["scores"].series["nll"]}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Perplexity."""
-    return np.exp(mean["nll"])
-
-
-def against(params: Params) -> str:
-    """Read as a ratio to full precision."""
-    return "q / f"

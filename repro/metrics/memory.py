@@ -5,62 +5,46 @@ scales, the index list of split channels. Embedding, head and norms are not coun
 alone take 0.53 GB, more than all that Table 3 of Bit-by-Bit prints. 10^9 bytes are a GB.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repro.jobs.target import Target
 from repro.methods.bitbybit import splitting
+from repro.metrics.metric import Metric
 from repro.models.groups.quantizer import GroupGrid
-from repro.store.job import Job
-from repro.store.observations import Observations, Series
 
-VERSION = 1
-PUBLIC = True
 SCALE_BITS = {"e4m3": 8, "float16": 16, "float32": 32}
 
 
 @dataclass(frozen=True)
-class Params:
+class Memory(Metric):
     """Nothing but the unit."""
+
+    VERSION = 1
+    PUBLIC = True
 
     unit: str = "GB"
 
+    def exact(self, steps: Sequence[Any], shape: Any) -> float | None:
+        """Gigabytes at a public shape; None where the last step's config has no `stored_grid`, as Bit-by-Bit's has.
 
-def jobs(params: Params, target: Target) -> dict[str, Job]:
-    """None: recipe and shape say it."""
-    return {}
+        A zero point takes the bits of a code. Weights decide that: a layer with a group on one side of 0 stores 16
+        bits.
 
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """None."""
-    return {}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Never asked: `exact` is."""
-    return None
-
-
-def exact(params: Params, steps: Sequence[Any], shape: Any) -> float | None:
-    """Gigabytes at a public shape; None where the last step's config has no `stored_grid`, as Bit-by-Bit's has.
-
-    A zero point takes the bits of a code. Weights decide that: a layer with a group on one side of 0 stores 16 bits.
-
-    Args:
-        steps: those of a parsed recipe.
-        shape: the `PublicShape`.
-    """
-    config = steps[-1].config if steps else None
-    grid = getattr(config, "stored_grid", None)
-    if grid is None:
-        return None
-    is_split, found = getattr(config, "split", "none") != "none", 0
-    for number, (n, k) in enumerate(shape.linears):
-        block = number * shape.layers // len(shape.linears)
-        share = splitting.ratio(block, shape.layers, config.split_first, config.split_last) if is_split else 0.0
-        found += layer_bits(n, k, splitting.count(share, k), grid)
-    return found / 8e9
+        Args:
+            steps: those of a parsed recipe.
+            shape: the `PublicShape`.
+        """
+        config = steps[-1].config if steps else None
+        grid = getattr(config, "stored_grid", None)
+        if grid is None:
+            return None
+        is_split, found = getattr(config, "split", "none") != "none", 0
+        for number, (n, k) in enumerate(shape.linears):
+            block = number * shape.layers // len(shape.linears)
+            share = splitting.ratio(block, shape.layers, config.split_first, config.split_last) if is_split else 0.0
+            found += layer_bits(n, k, splitting.count(share, k), grid)
+        return found / 8e9
 
 
 def layer_bits(n: int, k: int, split: int, grid: GroupGrid) -> int:

@@ -31,15 +31,11 @@ from repro.engine.speculating import Speculating
 from repro.engine.traffic import bus_rate
 from repro.jobs.target import Target
 from repro.methods import subspec
+from repro.metrics.metric import Metric
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-TIMES = True
-DEFAULT: dict[str, Any] = {}
-LATER = {"budget": 0, "target_bits": 16}
 OWN = {"small": Small, "specexec": SpecExec, "eagle2": Eagle2}  # drafts that are models of their own
 NAMED = OWN | {"apart": Apart}  # drafts that a job names
 EIGHT = subspec.Config(bits=8, group=128)  # the grid of an 8-bit target, as of SubSpec's Table 7 here
@@ -48,7 +44,19 @@ SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying":
 
 
 @dataclass(frozen=True)
-class Params:
+class Protocol:
+    """`timed` iterations after `warm` ones, behind a random prompt that fills most of a context."""
+
+    context: int = 1024
+    warm: int = 3
+    timed: int = 20
+
+    def __post_init__(self) -> None:
+        at_least(self, context=64, warm=1, timed=2)
+
+
+@dataclass(frozen=True)
+class OffloadTime(Metric):
     """Milliseconds or gigabytes of one configuration.
 
     Attributes:
@@ -64,6 +72,12 @@ class Params:
         bus: another rate of the bus in GB/s, for which the time of the streamed bytes is calculated; 0 is the measured.
         show: what.
     """
+
+    VERSION = 1
+    TIMES = True
+    DEFAULT = {}
+    LATER = {"budget": 0, "target_bits": 16}
+    PROTOCOL = Protocol
 
     shape: str
     memory: str
@@ -109,53 +123,73 @@ class Params:
             return OWN[self.draft](**depth)
         return (Apart if self.draft == "apart" else subspec.Config)(group=self.group, **depth)
 
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job times a configuration, whatever the target."""
+        protocol = target.scale.protocols["offload_time"]
+        if protocol is None:
+            return None
+        rule = vars(protocol) | {
+            "shape": self.shape,
+            "memory": budget.parse_bytes(self.memory),
+            "prefetch": self.prefetch,
+        }
+        rule |= {"draft": vars(self.config) if self.config else None, "alone": self.draft == "alone"}
+        if self.target_bits != 16:
+            rule["target_bits"] = self.target_bits
+        if self.draft in NAMED:
+            rule |= {"of": self.draft, "draft_model": self.draft_model if self.draft in MODELS else ""}
+        where = {"device": target.scale.device}
+        depth = self.config.depth if self.config else 0
+        label = f"{self.shape}/{self.draft}{'' if self.prefetch else '-sync'}-{depth}"
+        return {"times": make("offload_time", label, rule | where, rule | where, {}, ())}
 
-@dataclass(frozen=True)
-class Protocol:
-    """`timed` iterations after `warm` ones, behind a random prompt that fills most of a context."""
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Time the iterations; a value each, in seconds.
 
-    context: int = 1024
-    warm: int = 3
-    timed: int = 20
+        Raises:
+            NotMeasurable: there is no GPU, or the budget is below the least that works.
+        """
+        given = job.given()
+        device = torch.device(given["device"])
+        refuse_without_gpu(device)
+        measured = times(given, device, torch.bfloat16)
+        group = f"{given['shape']}, {budget.shown(given['memory'])}, {given['timed']} iterations"
+        series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
+        observations.save(folder / observations.FILE, series, origin)
 
-    def __post_init__(self) -> None:
-        at_least(self, context=64, warm=1, timed=2)
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """What the value is computed from; what a run says once, such as the rate of its bus, has no spread."""
+        kept = found["times"].series
+        if self.bus:
+            names = ("iteration", "streamed", "block", "bus", "draft")
+        elif self.show == "share drafting":
+            names = ("draft", "verify")
+        elif self.show == "ms a draft pass":
+            names = ("draft", "passes")
+        else:
+            names = (SHOWN[self.show],)
+        return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], units="runs") for name in names}
 
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Milliseconds, gigabytes or a share.
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job times a configuration, whatever the target."""
-    protocol = target.scale.protocols["offload_time"]
-    if protocol is None:
-        return None
-    rule = vars(protocol) | {
-        "shape": params.shape,
-        "memory": budget.parse_bytes(params.memory),
-        "prefetch": params.prefetch,
-    }
-    rule |= {"draft": vars(params.config) if params.config else None, "alone": params.draft == "alone"}
-    if params.target_bits != 16:
-        rule["target_bits"] = params.target_bits
-    if params.draft in NAMED:
-        rule |= {"of": params.draft, "draft_model": params.draft_model if params.draft in MODELS else ""}
-    where = {"device": target.scale.device}
-    depth = params.config.depth if params.config else 0
-    label = f"{params.shape}/{params.draft}{'' if params.prefetch else '-sync'}-{depth}"
-    return {"times": make("offload_time", label, rule | where, rule | where, {}, ())}
+        At another rate of the bus a verification takes as much longer as its streamed bytes, less the block that comes
+        while the draft computes, take on that bus than on the measured one: it was bound by the bus.
+        """
+        if self.show == "share drafting":
+            return mean["draft"] / (mean["draft"] + mean["verify"])
+        if self.show == "ms a draft pass":
+            return 1e3 * mean["draft"] / mean["passes"]
+        if self.bus:
+            waiting = mean["streamed"] - (mean["block"] if self.draft != "none" else 0.0)
+            return 1e3 * (mean["iteration"] + waiting * (1e-9 / self.bus - 1 / mean["bus"]))
+        return mean[SHOWN[self.show]] * (1e-9 if self.show == "GB" else 1e3)
 
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Time the iterations; a value each, in seconds.
-
-    Raises:
-        NotMeasurable: there is no GPU, or the budget is below the least that works.
-    """
-    given = job.given()
-    device = torch.device(given["device"])
-    refuse_without_gpu(device)
-    measured = times(given, device, torch.bfloat16)
-    group = f"{given['shape']}, {budget.shown(given['memory'])}, {given['timed']} iterations"
-    series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Times are positive, a share is one."""
+        return (0.0, 1.0) if self.show == "share drafting" else (0.0, math.inf)
 
 
 def refuse_without_gpu(device: torch.device) -> None:
@@ -225,38 +259,3 @@ def alone(engine: Speculating, given: Mapping[str, Any], device: torch.device) -
     core = Core(engine.name, engine._drafting)
     core.RATED = False
     return timed(core, given["warm"] + given["timed"]).seconds[given["warm"] :]
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """What the value is computed from; what a run says once, such as the rate of its bus, has no spread."""
-    kept = found["times"].series
-    if params.bus:
-        names = ("iteration", "streamed", "block", "bus", "draft")
-    elif params.show == "share drafting":
-        names = ("draft", "verify")
-    elif params.show == "ms a draft pass":
-        names = ("draft", "passes")
-    else:
-        names = (SHOWN[params.show],)
-    return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], units="runs") for name in names}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Milliseconds, gigabytes or a share.
-
-    At another rate of the bus a verification takes as much longer as its streamed bytes, less the block that comes
-    while the draft computes, take on that bus than on the measured one: it was bound by the bus.
-    """
-    if params.show == "share drafting":
-        return mean["draft"] / (mean["draft"] + mean["verify"])
-    if params.show == "ms a draft pass":
-        return 1e3 * mean["draft"] / mean["passes"]
-    if params.bus:
-        waiting = mean["streamed"] - (mean["block"] if params.draft != "none" else 0.0)
-        return 1e3 * (mean["iteration"] + waiting * (1e-9 / params.bus - 1 / mean["bus"]))
-    return mean[SHOWN[params.show]] * (1e-9 if params.show == "GB" else 1e3)
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """Times are positive, a share is one."""
-    return (0.0, 1.0) if params.show == "share drafting" else (0.0, math.inf)

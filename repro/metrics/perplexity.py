@@ -12,24 +12,13 @@ from repro.core.errors import UserError, at_least
 from repro.data import corpora
 from repro.jobs import compress, tokens
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.models import perplexity as scoring
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
 COMPARED = {"kl": 0.0, "top1": 100.0}  # what full precision gives against itself
-DEFAULT: dict[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class Params:
-    """The paper's corpus, which the scale maps to a text, or a corpus by its own name; and what is shown of it."""
-
-    corpus: str
-    show: Literal["perplexity", "kl", "top1"] = "perplexity"
-    unit: str = "ppl"
 
 
 @dataclass(frozen=True)
@@ -50,20 +39,89 @@ class Protocol:
         return f"gptq-{self.length}-v{version}" + (f" w{self.windows}" if self.windows else "")
 
 
-def brief(protocol: Protocol, least: Any) -> Protocol:
-    """The protocol of a build's own measurement: the first windows."""
-    windows = min(protocol.windows or least.windows, least.windows)
-    return replace(protocol, windows=windows, kl_windows=min(protocol.kl_windows, windows))
+@dataclass(frozen=True)
+class Perplexity(Metric):
+    """The paper's corpus, which the scale maps to a text, or a corpus by its own name; and what is shown of it."""
 
+    VERSION = 1
+    DEFAULT = {}
+    PROTOCOL = Protocol
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores all corpora of a scale, so that a model is loaded once; any other corpus is one of its own."""
-    scale = target.scale
-    if scale.protocols["perplexity"] is None:
-        return None
-    text = scale.text(params.corpus)
-    together = sorted(set(scale.corpora.values()))
-    return {"scores": job(target, together if text in together else [text], scale.protocols["perplexity"])}
+    corpus: str
+    show: Literal["perplexity", "kl", "top1"] = "perplexity"
+    unit: str = "ppl"
+
+    @staticmethod
+    def brief(protocol: Protocol, least: Any) -> Protocol:
+        """The protocol of a build's own measurement: the first windows."""
+        windows = min(protocol.windows or least.windows, least.windows)
+        return replace(protocol, windows=windows, kl_windows=min(protocol.kl_windows, windows))
+
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores all corpora of a scale, so that a model is loaded once; any other corpus is one of its own."""
+        scale = target.scale
+        if scale.protocols["perplexity"] is None:
+            return None
+        text = scale.text(self.corpus)
+        together = sorted(set(scale.corpora.values()))
+        return {"scores": job(target, together if text in together else [text], scale.protocols["perplexity"])}
+
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score every corpus; one series per corpus of nll, and of kl and top1 where compared.
+
+        Raises:
+            UserError: damaged inputs, a corpus without a full window, windows beyond the context, NaN in the logits.
+        """
+        given = job.given()
+        lm = compress.load(given, found.get("weights"))
+        compared = given["kl_windows"] if "weights" in found else 0
+        full = [models.load(given["model"], given["device"], given["dtype"], given["hub"])] if compared else [None]
+        series: dict[str, Series] = {}
+        for text in given["texts"]:
+            ids, identity = corpora.load_tokens(found[f"text {text}"] / tokens.OUTPUTS[0])
+            cut = scoring.windows(ids, given["length"], given["windows"])
+            frame = scoring.score(lm.model, cut, full[0], compared)
+            group = f"{given['label']} on {identity['label']}"
+            for name in ("nll", "kl", "top1"):
+                values = frame[name].dropna().to_numpy(dtype=float)
+                if len(values):
+                    same = group if len(values) == len(frame) else f"{group}, first {len(values)}"
+                    series[f"{text}/{name}"] = Series(values, "windows", same)
+        observations.save(folder / observations.FILE, series, origin)
+
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The windows of one corpus: nll, kl or top1."""
+        name = "nll" if self.show == "perplexity" else self.show
+        key = f"{target.scale.text(self.corpus)}/{name}"
+        held = found["scores"].series
+        return {name: held[key]} if key in held else {}
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Perplexity, KL in nats, or agreement in percent."""
+        if self.show == "perplexity":
+            return np.exp(mean["nll"])
+        return mean["kl"] if self.show == "kl" else 100 * mean["top1"]
+
+    @property
+    def reference(self) -> bool:
+        """KL and agreement compare with full precision on the same windows by themselves."""
+        return self.show in COMPARED
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A perplexity is 1 or more, KL 0 or more, agreement a percentage."""
+        return {"perplexity": (1.0, np.inf), "kl": (0.0, np.inf)}.get(self.show, (0.0, 100.0))
+
+    @property
+    def itself(self) -> float | None:
+        """KL and agreement of full precision with itself."""
+        return COMPARED.get(self.show)
+
+    @property
+    def against(self) -> str:
+        """Perplexity is read as a ratio to full precision; KL and agreement compare already."""
+        return "q / f" if self.show == "perplexity" else ""
 
 
 def job(target: Target, texts: list[str], protocol: Protocol) -> Job:
@@ -94,62 +152,3 @@ def _keep_apart(target: Target, ids: Mapping[str, str], drawn: Mapping[str, Any]
                 f"scale {target.scale.name}: {target.recipe.name} is calibrated on {name}, and perplexity is measured "
                 f"on {text}, the same text or one that holds it; name another corpus for either"
             )
-
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score every corpus; one series per corpus of nll, and of kl and top1 where compared.
-
-    Raises:
-        UserError: damaged inputs, a corpus without a full window, windows beyond the context, NaN in the logits.
-    """
-    given = job.given()
-    lm = compress.load(given, found.get("weights"))
-    compared = given["kl_windows"] if "weights" in found else 0
-    full = [models.load(given["model"], given["device"], given["dtype"], given["hub"])] if compared else [None]
-    series: dict[str, Series] = {}
-    for text in given["texts"]:
-        ids, identity = corpora.load_tokens(found[f"text {text}"] / tokens.OUTPUTS[0])
-        cut = scoring.windows(ids, given["length"], given["windows"])
-        frame = scoring.score(lm.model, cut, full[0], compared)
-        group = f"{given['label']} on {identity['label']}"
-        for name in ("nll", "kl", "top1"):
-            values = frame[name].dropna().to_numpy(dtype=float)
-            if len(values):
-                same = group if len(values) == len(frame) else f"{group}, first {len(values)}"
-                series[f"{text}/{name}"] = Series(values, "windows", same)
-    observations.save(folder / OUTPUTS[0], series, origin)
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The windows of one corpus: nll, kl or top1."""
-    name = "nll" if params.show == "perplexity" else params.show
-    key = f"{target.scale.text(params.corpus)}/{name}"
-    held = found["scores"].series
-    return {name: held[key]} if key in held else {}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Perplexity, KL in nats, or agreement in percent."""
-    if params.show == "perplexity":
-        return np.exp(mean["nll"])
-    return mean["kl"] if params.show == "kl" else 100 * mean["top1"]
-
-
-def reference(params: Params) -> bool:
-    """KL and agreement compare with full precision on the same windows by themselves."""
-    return params.show in COMPARED
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A perplexity is 1 or more, KL 0 or more, agreement a percentage."""
-    return {"perplexity": (1.0, np.inf), "kl": (0.0, np.inf)}.get(params.show, (0.0, 100.0))
-
-
-def itself(params: Params) -> float | None:
-    """KL and agreement of full precision with itself."""
-    return COMPARED.get(params.show)
-
-
-def against(params: Params) -> str:
-    """Perplexity is read as a ratio to full precision; KL and agreement compare already."""
-    return "q / f" if params.show == "perplexity" else ""

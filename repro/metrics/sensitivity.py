@@ -32,6 +32,7 @@ from repro.data import corpora
 from repro.jobs import compress, tokens
 from repro.jobs.target import Target
 from repro.metrics import perplexity
+from repro.metrics.metric import Metric
 from repro.metrics.similarity import passages
 from repro.models.lowbit import LowBitModel, blocks
 from repro.models.perplexity import check_context
@@ -41,24 +42,8 @@ from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT: dict[str, Any] = {}
 TOGETHER, SCORED = 16, 4  # sequences in one forward pass, and those whose logits are held at a time
 TOP = 0.3  # share of the layers that are called the most damaged (appendix C.3)
-
-
-@dataclass(frozen=True)
-class Params:
-    """What is shown of the layers.
-
-    `damage`, `loss`: of every layer, for a figure; as a number their mean. `rho`: Spearman's rank correlation of the
-    two. `tail`: percent of all loss that the 30 % of layers with the most loss have.
-    """
-
-    show: Literal["damage", "loss", "rho", "tail"]
-    corpus: str = "wikitext2"
-    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,55 +59,109 @@ class Protocol:
                 raise UserError(f"{name} is {getattr(self, name)}; it is 2 or more")
 
 
-def jobs(params: Params, target: Target) -> dict[str, Job]:
-    """One job quantizes layer after layer; full precision has none.
+@dataclass(frozen=True)
+class Sensitivity(Metric):
+    """What is shown of the layers.
 
-    What was quantized after a step that rescales the model (AWQ) does not fit the model's own weights, so that such a
-    recipe is applied anew.
-
-    Raises:
-        UserError: a recipe that attaches something to layers, or one that is calibrated on the text of the loss.
+    `damage`, `loss`: of every layer, for a figure; as a number their mean. `rho`: Spearman's rank correlation of the
+    two. `tail`: percent of all loss that the 30 % of layers with the most loss have.
     """
-    if not target.recipe.steps:
-        return {}
-    if any(step.attaches for step in target.recipe.steps):
-        raise UserError(f"sensitivity: {target.recipe.name} attaches a compensator; name a quantizer alone")
-    perplexity.jobs(perplexity.Params(params.corpus), target)  # refuses a text that the recipe is calibrated on
-    text, protocol, made = target.scale.text(params.corpus), target.scale.protocols["sensitivity"], compress.job(target)
-    rule = {"sequences": protocol.sequences, "tokens": protocol.tokens}
-    rescaled = any(step.rescales for step in target.recipe.steps)
-    needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
-    inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub)}
-    inputs |= {"calibration": made.declared().get("calibration")}
-    options = target.options() | rule | {"calibration": made.given().get("calibration")}
-    return {"layers": make("sensitivity", target.label, inputs, options, needs, target.steps)}
 
+    VERSION = 1
+    DEFAULT = {}
+    PROTOCOL = Protocol
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Measure damage and loss of every quantized layer, by sequence and by passage.
+    show: Literal["damage", "loss", "rho", "tail"]
+    corpus: str = "wikitext2"
+    unit: str = ""
 
-    Raises:
-        UserError: damaged inputs, or a corpus without enough tokens.
-    """
-    given = job.given()
-    count, length = given["sequences"], given["tokens"]
-    lm = _quantized(given, found)
-    check_context(lm.model, length)
-    full = lm.full_precision()
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    text = passages(ids, count, length, identity["label"])
-    source = models.load(given["model"], given["device"], given["dtype"], given["hub"])  # AWQ's rounds differently
-    sampled = sample(source, count, length, seed=0)
-    groups = (
-        f"{count} sampled sequences of {length} tokens",
-        f"{count} passages of {length} tokens of {identity['label']}",
-    )
-    weights = {name: lm.model.get_submodule(name).weight.data for name in lm.weights}
-    kept = zip(("damage", "loss"), each_alone(full, weights, sampled, text.to(sampled)), groups, strict=True)
-    series = {}
-    for name, layers, group in kept:
-        series |= {f"{name} {i}": Series(values, "sequences", group) for i, values in enumerate(layers)}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    def jobs(self, target: Target) -> dict[str, Job]:
+        """One job quantizes layer after layer; full precision has none.
+
+        What was quantized after a step that rescales the model (AWQ) does not fit the model's own weights, so that such
+        a recipe is applied anew.
+
+        Raises:
+            UserError: a recipe that attaches something to layers, or one that is calibrated on the text of the loss.
+        """
+        if not target.recipe.steps:
+            return {}
+        if any(step.attaches for step in target.recipe.steps):
+            raise UserError(f"sensitivity: {target.recipe.name} attaches a compensator; name a quantizer alone")
+        perplexity.Perplexity(self.corpus).jobs(target)  # refuses a text that the recipe is calibrated on
+        text, protocol, made = (
+            target.scale.text(self.corpus),
+            target.scale.protocols["sensitivity"],
+            compress.job(target),
+        )
+        rule = {"sequences": protocol.sequences, "tokens": protocol.tokens}
+        rescaled = any(step.rescales for step in target.recipe.steps)
+        needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
+        inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub)}
+        inputs |= {"calibration": made.declared().get("calibration")}
+        options = target.options() | rule | {"calibration": made.given().get("calibration")}
+        return {"layers": make("sensitivity", target.label, inputs, options, needs, target.steps)}
+
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Measure damage and loss of every quantized layer, by sequence and by passage.
+
+        Raises:
+            UserError: damaged inputs, or a corpus without enough tokens.
+        """
+        given = job.given()
+        count, length = given["sequences"], given["tokens"]
+        lm = _quantized(given, found)
+        check_context(lm.model, length)
+        full = lm.full_precision()
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        text = passages(ids, count, length, identity["label"])
+        source = models.load(given["model"], given["device"], given["dtype"], given["hub"])  # AWQ's rounds differently
+        sampled = sample(source, count, length, seed=0)
+        groups = (
+            f"{count} sampled sequences of {length} tokens",
+            f"{count} passages of {length} tokens of {identity['label']}",
+        )
+        weights = {name: lm.model.get_submodule(name).weight.data for name in lm.weights}
+        kept = zip(("damage", "loss"), each_alone(full, weights, sampled, text.to(sampled)), groups, strict=True)
+        series = {}
+        for name, layers, group in kept:
+            series |= {f"{name} {i}": Series(values, "sequences", group) for i, values in enumerate(layers)}
+        observations.save(folder / observations.FILE, series, origin)
+
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The mean of every layer for a figure; for a number every layer by sequence."""
+        if "layers" not in found:
+            return {}
+        held = found["layers"].series
+        if self.show in ("damage", "loss"):
+            return {self.show: Series(np.asarray([one.values.mean() for one in by_layer(held, self.show)]), "layers")}
+        return {key: one for key, one in held.items() if self.show == "rho" or key.startswith("loss ")}
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The mean over layers, the rank correlation, or the tail's share in percent."""
+        if self.show in ("damage", "loss"):
+            return mean[self.show]
+        loss = np.stack(by_layer(mean, "loss"))
+        if self.show == "rho":
+            return spearman(np.stack(by_layer(mean, "damage")), loss)
+        worst = np.sort(loss, axis=0)[-top(len(loss), TOP) :]
+        return 100 * worst.sum(0) / loss.sum(0)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of a correlation; the tail may be all of the loss and more, where other layers lower it."""
+        return (-1.0, 1.0) if self.show == "rho" else (-math.inf, math.inf)
+
+    @property
+    def reference(self) -> bool:
+        """It compares with full precision by itself."""
+        return True
+
+    @property
+    def itself(self) -> float | None:
+        """Full precision damages nothing."""
+        return None if self.show in ("rho", "tail") else 0.0
 
 
 def _quantized(given: Mapping[str, Any], found: Mapping[str, Path]) -> LowBitModel:
@@ -239,27 +278,6 @@ def by_layer(series: Mapping[str, Any], name: str) -> list[Any]:
     return [one for key, one in series.items() if key.rpartition(" ")[0] == name]
 
 
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The mean of every layer for a figure; for a number every layer by sequence."""
-    if "layers" not in found:
-        return {}
-    held = found["layers"].series
-    if params.show in ("damage", "loss"):
-        return {params.show: Series(np.asarray([one.values.mean() for one in by_layer(held, params.show)]), "layers")}
-    return {key: one for key, one in held.items() if params.show == "rho" or key.startswith("loss ")}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The mean over layers, the rank correlation, or the tail's share in percent."""
-    if params.show in ("damage", "loss"):
-        return mean[params.show]
-    loss = np.stack(by_layer(mean, "loss"))
-    if params.show == "rho":
-        return spearman(np.stack(by_layer(mean, "damage")), loss)
-    worst = np.sort(loss, axis=0)[-top(len(loss), TOP) :]
-    return 100 * worst.sum(0) / loss.sum(0)
-
-
 def top(layers: int, share: float) -> int:
     """How many of the layers a share of them is, rounded, at least 1."""
     return max(1, math.floor(share * layers + 0.5))
@@ -274,18 +292,3 @@ def spearman(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     )
     a, b = a - a.mean(0), b - b.mean(0)
     return (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """Of a correlation; the tail may be all of the loss and more, where other layers lower it."""
-    return (-1.0, 1.0) if params.show == "rho" else (-math.inf, math.inf)
-
-
-def reference(params: Params) -> bool:
-    """It compares with full precision by itself."""
-    return True
-
-
-def itself(params: Params) -> float | None:
-    """Full precision damages nothing."""
-    return None if params.show in ("rho", "tail") else 0.0

@@ -27,14 +27,11 @@ from repro.engine.random_shape import random_decoder
 from repro.engine.shapes import SHAPES
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-TIMES = True
-DEFAULT: dict[str, Any] = {}
 ZIGZAG = "q4_k(layout=zigzag)"
 SPARSITIES = (25, 40, 50, 65)  # percent, as printed
 HOW = {  # a recipe, and how inputs are skipped (`q4_k.Q4K.method`)
@@ -57,12 +54,26 @@ EVERY = HOW | AT_LENGTHS
 
 
 @dataclass(frozen=True)
-class Params:
+class Protocol:
+    """`new` greedy tokens after `prompt` random ones; a round before the first of `rounds` is dropped."""
+
+    prompt: int = 128
+    new: int = 64
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class ShapeDecode(Metric):
     """Milliseconds of a step, or tokens a second, of one shape in one of `EVERY` ways.
 
     Attributes:
         length: tokens of the prompt, one of `LENGTHS`, of a way of `AT_LENGTHS`; 0 is the protocol's.
     """
+
+    VERSION = 1
+    TIMES = True
+    DEFAULT = {}
+    PROTOCOL = Protocol
 
     shape: str
     how: str
@@ -80,54 +91,57 @@ class Params:
             raise unknown(f"prompt of {self.how}, in tokens", str(self.length), map(str, lengths))
 
     @property
-    def series(self) -> str:
+    def column(self) -> str:
         """The name of the times behind its prompt."""
         return f"ms {self.length}" if self.length else "ms"
 
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job times a shape, whatever the target."""
+        protocol = target.scale.protocols["shape_decode"]
+        if protocol is None:
+            return None
+        recipe, method = EVERY[self.how]
+        rule = vars(protocol) | {"shape": self.shape, "recipe": recipe, "method": method, "device": target.scale.device}
+        if self.length:
+            rule |= {"lengths": list(LENGTHS)}
+        return {"rounds": make("shape_decode", f"{self.shape}/{self.how}", rule, rule, {}, ())}
 
-@dataclass(frozen=True)
-class Protocol:
-    """`new` greedy tokens after `prompt` random ones; a round before the first of `rounds` is dropped."""
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Time the rounds.
 
-    prompt: int = 128
-    new: int = 64
-    rounds: int = 5
+        Raises:
+            NotMeasurable: there is no GPU, or it has too little memory.
+        """
+        given = job.given()
+        if given["device"] != "cuda":
+            raise NotMeasurable("unsupported", "times of shapes need a GPU; set the scale's device to cuda")
+        lengths, new, device = given.get("lengths", [given["prompt"]]), given["new"], torch.device("cuda")
+        if given["method"] == "transformers":
+            timed = transformers_steps(given["shape"], device)
+        else:
+            engine = loaded(given["shape"], given["recipe"], given["method"], max(lengths) + new + 1, device)
+            timed = lambda prompt, new: engine.time(prompt, new).ms_p50  # noqa: E731
+        found = {}
+        for prompt in lengths:
+            rounds = [timed(prompt, new) for _ in range(1 + given["rounds"])][1:]
+            name = f"ms {prompt}" if "lengths" in given else "ms"
+            group = f"{given['shape']}, {new} tokens after {prompt}"
+            found[name] = Series(np.asarray(rounds, dtype=float), "items", group)
+        observations.save(folder / observations.FILE, found, origin)
 
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The rounds."""
+        return {"ms": found["rounds"].series[self.column]}
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job times a shape, whatever the target."""
-    protocol = target.scale.protocols["shape_decode"]
-    if protocol is None:
-        return None
-    recipe, method = EVERY[params.how]
-    rule = vars(protocol) | {"shape": params.shape, "recipe": recipe, "method": method, "device": target.scale.device}
-    if params.length:
-        rule |= {"lengths": list(LENGTHS)}
-    return {"rounds": make("shape_decode", f"{params.shape}/{params.how}", rule, rule, {}, ())}
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Tokens a second of the mean step, or its milliseconds."""
+        return 1e3 / mean["ms"] if self.show == "tokens/s" else mean["ms"]
 
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Time the rounds.
-
-    Raises:
-        NotMeasurable: there is no GPU, or it has too little memory.
-    """
-    given = job.given()
-    if given["device"] != "cuda":
-        raise NotMeasurable("unsupported", "times of shapes need a GPU; set the scale's device to cuda")
-    lengths, new, device = given.get("lengths", [given["prompt"]]), given["new"], torch.device("cuda")
-    if given["method"] == "transformers":
-        timed = transformers_steps(given["shape"], device)
-    else:
-        engine = loaded(given["shape"], given["recipe"], given["method"], max(lengths) + new + 1, device)
-        timed = lambda prompt, new: engine.time(prompt, new).ms_p50  # noqa: E731
-    found = {}
-    for prompt in lengths:
-        rounds = [timed(prompt, new) for _ in range(1 + given["rounds"])][1:]
-        name = f"ms {prompt}" if "lengths" in given else "ms"
-        group = f"{given['shape']}, {new} tokens after {prompt}"
-        found[name] = Series(np.asarray(rounds, dtype=float), "items", group)
-    observations.save(folder / OUTPUTS[0], found, origin)
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Both are positive."""
+        return (0.0, math.inf)
 
 
 def transformers_steps(shape: str, device: torch.device) -> Callable[[int, int], float]:
@@ -182,18 +196,3 @@ def loaded(shape: str, recipe: str, method: str, context: int, device: torch.dev
             if isinstance(product, SparseInputs) and isinstance(product.dense, q4_k.Q4K):
                 product.dense.method = method
     return engine
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The rounds."""
-    return {"ms": found["rounds"].series[params.series]}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Tokens a second of the mean step, or its milliseconds."""
-    return 1e3 / mean["ms"] if params.show == "tokens/s" else mean["ms"]
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """Both are positive."""
-    return (0.0, math.inf)

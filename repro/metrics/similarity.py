@@ -22,24 +22,25 @@ from repro.core.errors import UserError
 from repro.data import corpora
 from repro.jobs import compress, tokens
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.models import sampling
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
 DRAWS, SAMPLED, PASSAGES, LENGTH, WIDE = 12, 6, 3, 96, 0.2
 
 
 @dataclass(frozen=True)
-class Params:
+class Similarity(Metric):
     """What is shown of nine traces.
 
     `cos_min`, `cos_max`: least and greatest mean cosine of a sequence; `sigma_avg`, `sigma_max`: mean and greatest
     spread of a position; `wide`: percent of positions with a spread above 0.2. Of the first nine `trace`: the cosines
     of one `sequence` (0 to 5 sampled, 6 to 8 passages); `lowest`, `highest`: over the nine, by position.
     """
+
+    VERSION = 1
 
     show: Literal["cos_min", "cos_max", "sigma_avg", "sigma_max", "wide", "trace", "lowest", "highest"]
     corpus: str = "wikitext2"
@@ -50,35 +51,61 @@ class Params:
         if not 0 <= self.sequence < SAMPLED + PASSAGES:
             raise UserError(f"similarity: sequence is {self.sequence}; there are {SAMPLED + PASSAGES}, the first is 0")
 
+    def jobs(self, target: Target) -> dict[str, Job]:
+        """One job makes all traces of the target."""
+        text = target.scale.text(self.corpus)
+        needs = {"text": tokens.job(target, text)}
+        if target.recipe.steps:
+            needs["weights"] = compress.job(target)
+        rule = {"draws": DRAWS, "sampled": SAMPLED, "passages": PASSAGES, "length": LENGTH}
+        calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
+        inputs = (
+            target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
+        )
+        return {"traces": make("similarity", target.label, inputs, target.options(), needs, target.steps)}
 
-def jobs(params: Params, target: Target) -> dict[str, Job]:
-    """One job makes all traces of the target."""
-    text = target.scale.text(params.corpus)
-    needs = {"text": tokens.job(target, text)}
-    if target.recipe.steps:
-        needs["weights"] = compress.job(target)
-    rule = {"draws": DRAWS, "sampled": SAMPLED, "passages": PASSAGES, "length": LENGTH}
-    calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
-    inputs = target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
-    return {"traces": make("similarity", target.label, inputs, target.options(), needs, target.steps)}
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Trace nine sequences through both models, for every draw of them.
 
+        Raises:
+            UserError: damaged inputs, or a corpus without enough passages.
+        """
+        given = job.given()
+        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        text = passages(ids, DRAWS * PASSAGES, LENGTH, identity["label"])
+        drawn = sampling.sample(full, DRAWS * SAMPLED, LENGTH, seed=0)
+        quantized = compress.load(given, found.get("weights")).model
+        nines = [torch.cat([drawn[i::DRAWS], text[i::DRAWS].to(drawn)]) for i in range(DRAWS)]
+        cosines = np.stack([traces(full, quantized, nine) for nine in nines])
+        group = f"{DRAWS} draws of {SAMPLED} sampled sequences and {PASSAGES} passages of {identity['label']}"
+        observations.save(folder / observations.FILE, summary(cosines, group), origin)
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Trace nine sequences through both models, for every draw of them.
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The number of every draw; for a figure the series that is drawn."""
+        name = f"trace {self.sequence}" if self.show == "trace" else self.show
+        return {name: found["traces"].series[name]}
 
-    Raises:
-        UserError: damaged inputs, or a corpus without enough passages.
-    """
-    given = job.given()
-    full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    text = passages(ids, DRAWS * PASSAGES, LENGTH, identity["label"])
-    drawn = sampling.sample(full, DRAWS * SAMPLED, LENGTH, seed=0)
-    quantized = compress.load(given, found.get("weights")).model
-    nines = [torch.cat([drawn[i::DRAWS], text[i::DRAWS].to(drawn)]) for i in range(DRAWS)]
-    cosines = np.stack([traces(full, quantized, nine) for nine in nines])
-    group = f"{DRAWS} draws of {SAMPLED} sampled sequences and {PASSAGES} passages of {identity['label']}"
-    observations.save(folder / OUTPUTS[0], summary(cosines, group), origin)
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The mean of what is shown, or percent of positions."""
+        (only,) = mean.values()
+        return 100 * only if self.show == "wide" else only
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of a cosine, of the distance of two, or percent."""
+        return {"wide": (0.0, 100.0), "sigma_avg": (0.0, 2.0), "sigma_max": (0.0, 2.0)}.get(self.show, (-1.0, 1.0))
+
+    @property
+    def reference(self) -> bool:
+        """Every number compares with full precision by itself."""
+        return True
+
+    @property
+    def itself(self) -> float | None:
+        """Full precision with itself: cosines of 1, no spread."""
+        return 0.0 if self.show in ("sigma_avg", "sigma_max", "wide") else 1.0
 
 
 def passages(ids: np.ndarray, count: int, length: int, label: str) -> Tensor:
@@ -109,30 +136,3 @@ def summary(cosines: np.ndarray, group: str) -> dict[str, Series]:
     drawn = {f"trace {i}": trace for i, trace in enumerate(cosines[0])} | {"lowest": low[0], "highest": high[0]}
     found = {name: Series(values, "draws", group) for name, values in numbers.items()}
     return found | {name: Series(values, "positions") for name, values in drawn.items()}
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The number of every draw; for a figure the series that is drawn."""
-    name = f"trace {params.sequence}" if params.show == "trace" else params.show
-    return {name: found["traces"].series[name]}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The mean of what is shown, or percent of positions."""
-    (only,) = mean.values()
-    return 100 * only if params.show == "wide" else only
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """Of a cosine, of the distance of two, or percent."""
-    return {"wide": (0.0, 100.0), "sigma_avg": (0.0, 2.0), "sigma_max": (0.0, 2.0)}.get(params.show, (-1.0, 1.0))
-
-
-def reference(params: Params) -> bool:
-    """Every number compares with full precision by itself."""
-    return True
-
-
-def itself(params: Params) -> float | None:
-    """Full precision with itself: cosines of 1, no spread."""
-    return 0.0 if params.show in ("sigma_avg", "sigma_max", "wide") else 1.0

@@ -12,6 +12,7 @@ from repro.data import corpora
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
 from repro.methods.spqt.sparsity import Sparse
+from repro.metrics.metric import Metric
 from repro.models import perplexity as scoring
 from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, block_linears
@@ -19,50 +20,64 @@ from repro.store import observations
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-
 
 @dataclass(frozen=True)
-class Params:
+class Sparsity(Metric):
     """Percent of the inputs at sparse positions, over all layers of the blocks by their parameters; `of` names one
     matrix of each block, such as `q_proj`. On the windows of `corpus` that the scale measures KL on."""  # fmt: skip
+
+    VERSION = 1
 
     corpus: str
     of: str = ""
     unit: str = "%"
 
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job counts every matrix; none where the scale measures no KL."""
+        protocol = target.scale.protocols["perplexity"]
+        if protocol is None or not protocol.kl_windows:
+            return None
+        rule = {"length": protocol.length, "windows": protocol.kl_windows}
+        text, options = target.scale.text(self.corpus), rule | {"label": protocol.label}
+        return {"zeros": on_text.job("sparsity", target, text, rule, options)}
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job counts every matrix; none where the scale measures no KL."""
-    protocol = target.scale.protocols["perplexity"]
-    if protocol is None or not protocol.kl_windows:
-        return None
-    rule = {"length": protocol.length, "windows": protocol.kl_windows}
-    text, options = target.scale.text(params.corpus), rule | {"label": protocol.label}
-    return {"zeros": on_text.job("sparsity", target, text, rule, options)}
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Count on every window; two series a kind of matrix, its blocks in order: share of zeros, and parameters.
 
+        Raises:
+            UserError: damaged inputs, or a corpus without a full window.
+        """
+        given = job.given()
+        lm = compress.load(given, found.get("weights"))
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        cut = scoring.windows(ids, given["length"], given["windows"])
+        group = f"{given['label']} on {identity['label']}, first {len(cut)}, zeros"
+        by_kind: dict[str, list[tuple[float, int]]] = {}
+        for name, share in zeros(lm, cut).items():
+            size = lm.model.get_submodule(name).weight.numel()
+            by_kind.setdefault(name.rpartition(".")[2], []).append((share, size))
+        series = {}
+        for kind, values in by_kind.items():
+            for what, column in zip(("zeros", "parameters"), np.asarray(values, dtype=float).T):
+                series[f"{what}/{kind}"] = Series(column, "layers", group)
+        observations.save(folder / observations.FILE, series, origin)
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Count on every window; two series a kind of matrix, its blocks in order: share of zeros, and parameters.
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The zeros of each asked matrix, weighted by its parameters, and the parameters."""
+        held = found["zeros"].series
+        kinds = [name.partition("/")[2] for name in held if name.startswith("zeros/")]
+        kinds = [kind for kind in kinds if self.of in ("", kind)]
+        if not kinds:
+            return {}
+        sizes = np.concatenate([held[f"parameters/{kind}"].values for kind in kinds])
+        shares = np.concatenate([held[f"zeros/{kind}"].values for kind in kinds])
+        group = held[f"zeros/{kinds[0]}"].group
+        return {"zeros": Series(shares * sizes, "layers", group), "parameters": Series(sizes, "layers", group)}
 
-    Raises:
-        UserError: damaged inputs, or a corpus without a full window.
-    """
-    given = job.given()
-    lm = compress.load(given, found.get("weights"))
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    cut = scoring.windows(ids, given["length"], given["windows"])
-    group = f"{given['label']} on {identity['label']}, first {len(cut)}, zeros"
-    by_kind: dict[str, list[tuple[float, int]]] = {}
-    for name, share in zeros(lm, cut).items():
-        size = lm.model.get_submodule(name).weight.numel()
-        by_kind.setdefault(name.rpartition(".")[2], []).append((share, size))
-    series = {}
-    for kind, values in by_kind.items():
-        for what, column in zip(("zeros", "parameters"), np.asarray(values, dtype=float).T):
-            series[f"{what}/{kind}"] = Series(column, "layers", group)
-    observations.save(folder / OUTPUTS[0], series, origin)
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Percent."""
+        return 100 * mean["zeros"] / mean["parameters"]
 
 
 @torch.inference_mode()
@@ -91,21 +106,3 @@ def zeros(lm: LowBitModel, windows: torch.Tensor) -> dict[str, float]:
         for window in windows.to(lm.model.device):
             lm.model.base_model(window[None], use_cache=False)
     return {name: zero / total for name, (zero, total) in counts.items()}
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The zeros of each asked matrix, weighted by its parameters, and the parameters."""
-    held = found["zeros"].series
-    kinds = [name.partition("/")[2] for name in held if name.startswith("zeros/")]
-    kinds = [kind for kind in kinds if params.of in ("", kind)]
-    if not kinds:
-        return {}
-    sizes = np.concatenate([held[f"parameters/{kind}"].values for kind in kinds])
-    shares = np.concatenate([held[f"zeros/{kind}"].values for kind in kinds])
-    group = held[f"zeros/{kinds[0]}"].group
-    return {"zeros": Series(shares * sizes, "layers", group), "parameters": Series(sizes, "layers", group)}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Percent."""
-    return 100 * mean["zeros"] / mean["parameters"]

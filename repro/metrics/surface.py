@@ -27,6 +27,7 @@ from repro.core.errors import UserError, at_least
 from repro.data import corpora
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.metrics.sensitivity import token_nll
 from repro.metrics.similarity import passages
 from repro.models.groups.quantizer import GroupGrid, fake_quantize
@@ -36,32 +37,9 @@ from repro.store import observations
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT: dict[str, Any] = {}
 FULL = 16  # bits of weights that are left alone
 TOGETHER = 8  # sequences in one forward pass
 Direction = dict[str, Tensor]  # by the layer's name, each of its weight's shape
-
-
-@dataclass(frozen=True)
-class Params:
-    """`roughness`: in nats; `surface`: the losses, row by row of α, for a figure. Weights at `bits`, in groups."""
-
-    bits: int
-    show: Literal["roughness", "surface"] = "roughness"
-    group: int = 32
-    corpus: str = "wikitext2"
-    unit: str = "nats"
-
-    def __post_init__(self) -> None:
-        if self.bits != FULL:
-            self.grid  # noqa: B018  # refuses other widths and groups
-
-    @property
-    def grid(self) -> GroupGrid:
-        """The grid of the weights."""
-        return GroupGrid(self.bits, self.group)
 
 
 @dataclass(frozen=True)
@@ -82,38 +60,88 @@ class Protocol:
         at_least(self, sequences=2, tokens=2, seed=0)
 
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores one surface; None where the scale says null."""
-    protocol = target.scale.protocols["surface"]
-    if protocol is None:
-        return None
-    rule = asdict(protocol) | {"bits": params.bits} | ({"group": params.group} if params.bits != FULL else {})
-    options = rule | {"seed": target.seed, "directions": protocol.seed}  # `seed` of a job's options is the recipe's
-    return {"surface": on_text.job("surface", target, target.scale.text(params.corpus), {"surface": rule}, options)}
+@dataclass(frozen=True)
+class Surface(Metric):
+    """`roughness`: in nats; `surface`: the losses, row by row of α, for a figure. Weights at `bits`, in groups."""
 
+    VERSION = 1
+    DEFAULT = {}
+    PROTOCOL = Protocol
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score every point: a series of the losses of the sequences at each, and one of their means.
+    bits: int
+    show: Literal["roughness", "surface"] = "roughness"
+    group: int = 32
+    corpus: str = "wikitext2"
+    unit: str = "nats"
 
-    Raises:
-        UserError: damaged inputs, a text without enough passages, sequences beyond the context, or a loss that is not
-            finite.
-    """
-    given = job.given()
-    model = compress.load(given, found.get("weights")).model
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    check_context(model, given["tokens"])
-    text = passages(ids, given["sequences"], given["tokens"], identity["label"]).to(model.device)
-    grid = None if given["bits"] == FULL else GroupGrid(given["bits"], given["group"])
-    pair = directions(model, given["directions"])
-    losses = surface(model, pair, text, grid, steps(given["points"], given["reach"]))
-    if not np.isfinite(losses).all():
-        raise UserError("the loss is not finite at some point of the surface; choose a smaller reach")
-    group = f"surface {given['points']}x{given['points']} to {given['reach']:g}, {len(text)} x {given['tokens']} tokens"
-    group += f" of {identity['label']}"
-    series = {"loss": Series(losses.mean(2).ravel(), "points", group)}
-    series |= {f"at {i} {j}": Series(one, "sequences", group) for (i, j), one in cells_of(losses)}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    def __post_init__(self) -> None:
+        if self.bits != FULL:
+            self.grid  # noqa: B018  # refuses other widths and groups
+
+    @property
+    def grid(self) -> GroupGrid:
+        """The grid of the weights."""
+        return GroupGrid(self.bits, self.group)
+
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores one surface; None where the scale says null."""
+        protocol = target.scale.protocols["surface"]
+        if protocol is None:
+            return None
+        rule = asdict(protocol) | {"bits": self.bits} | ({"group": self.group} if self.bits != FULL else {})
+        options = rule | {"seed": target.seed, "directions": protocol.seed}  # `seed` of a job's options is the recipe's
+        return {"surface": on_text.job("surface", target, target.scale.text(self.corpus), {"surface": rule}, options)}
+
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score every point: a series of the losses of the sequences at each, and one of their means.
+
+        Raises:
+            UserError: damaged inputs, a text without enough passages, sequences beyond the context, or a loss that is
+                not finite.
+        """
+        given = job.given()
+        model = compress.load(given, found.get("weights")).model
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        check_context(model, given["tokens"])
+        text = passages(ids, given["sequences"], given["tokens"], identity["label"]).to(model.device)
+        grid = None if given["bits"] == FULL else GroupGrid(given["bits"], given["group"])
+        pair = directions(model, given["directions"])
+        losses = surface(model, pair, text, grid, steps(given["points"], given["reach"]))
+        if not np.isfinite(losses).all():
+            raise UserError("the loss is not finite at some point of the surface; choose a smaller reach")
+        group = (
+            f"surface {given['points']}x{given['points']} to {given['reach']:g}, {len(text)} x {given['tokens']} tokens"
+        )
+        group += f" of {identity['label']}"
+        series = {"loss": Series(losses.mean(2).ravel(), "points", group)}
+        series |= {f"at {i} {j}": Series(one, "sequences", group) for (i, j), one in cells_of(losses)}
+        observations.save(folder / observations.FILE, series, origin)
+
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The sequences at every point, or for a figure the means."""
+        held = found["surface"].series
+        if self.show == "surface":
+            return {"loss": held["loss"]}
+        return {name: one for name, one in held.items() if name != "loss"}
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The roughness of the mean losses, or their mean."""
+        if self.show == "surface":
+            return mean["loss"]
+        side = round(len(mean) ** 0.5)
+        flat = np.stack([mean[f"at {i} {j}"] for i in range(side) for j in range(side)])
+        return roughness(flat.reshape(side, side, *flat.shape[1:]))
+
+    @property
+    def reference(self) -> bool:
+        """A surface compares with nothing, though it has many series."""
+        return False
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A roughness is 0 or more."""
+        return (0.0, np.inf)
 
 
 def cells_of(losses: np.ndarray) -> list[tuple[tuple[int, int], np.ndarray]]:
@@ -187,30 +215,3 @@ def roughness(losses: np.ndarray) -> Any:
     """Mean absolute second difference of `[P, P, …]` along both axes."""
     both = [np.abs(np.diff(losses, 2, axis=axis)) for axis in (0, 1)]
     return sum(one.sum((0, 1)) for one in both) / sum(one.shape[0] * one.shape[1] for one in both)
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The sequences at every point, or for a figure the means."""
-    held = found["surface"].series
-    if params.show == "surface":
-        return {"loss": held["loss"]}
-    return {name: one for name, one in held.items() if name != "loss"}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The roughness of the mean losses, or their mean."""
-    if params.show == "surface":
-        return mean["loss"]
-    side = round(len(mean) ** 0.5)
-    flat = np.stack([mean[f"at {i} {j}"] for i in range(side) for j in range(side)])
-    return roughness(flat.reshape(side, side, *flat.shape[1:]))
-
-
-def reference(params: Params) -> bool:
-    """A surface compares with nothing, though it has many series."""
-    return False
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A roughness is 0 or more."""
-    return (0.0, np.inf)

@@ -34,6 +34,7 @@ from repro.jobs.target import Target
 from repro.methods.flexquant import schedule as plan
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.schedule import Rule, Switch
+from repro.metrics.metric import Metric
 from repro.models.lowbit import LowBitModel
 from repro.papers.cell import Cell
 from repro.recipes import precision, recipe
@@ -41,9 +42,6 @@ from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT = None  # a scale that says nothing of it does not measure it
 STOPS = {"cnn-dm": "\n\n", "dialogsum": "\n", "iwslt": "\n"}  # what ends an answer of a base model
 WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
 REPEATED = 8  # tokens of a repetition
@@ -54,7 +52,38 @@ TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
 
 
 @dataclass(frozen=True)
-class Params:
+class Protocol:
+    """`prompts` of a set (all that it has where these are fewer), up to `new_tokens` each within `context`.
+
+    Attributes:
+        short: at most so many tokens of a summary or translation (PMPD: 255).
+        validation: further prompts of the set, on which thresholds are chosen.
+        together: prompts that are decoded together.
+    """
+
+    prompts: int = 50
+    new_tokens: int = 1900
+    context: int = 2048
+    validation: int = 10
+    together: int = MOST
+    short: int = 256
+
+    def __post_init__(self) -> None:
+        at_least(self, prompts=2, new_tokens=2, context=4, validation=1, together=1)
+        if self.together > MOST:
+            raise UserError(f"together is {self.together}; at most {MOST} are decoded together")
+        if self.new_tokens >= self.context:
+            raise UserError(f"new_tokens is {self.new_tokens}; a context of {self.context} has room for fewer")
+        if self.short < 2:
+            raise UserError(f"short is {self.short}; it is 2 or more")
+
+    def tokens_of(self, prompts: str) -> int:
+        """The most new tokens of a set's texts."""
+        return min(self.new_tokens, self.short) if prompts in STOPS else self.new_tokens
+
+
+@dataclass(frozen=True)
+class Switching(Metric):
     """A number of texts under a schedule.
 
     Attributes:
@@ -72,6 +101,9 @@ class Params:
         quantile: the threshold is this quantile of full precision's window means on validation prompts; 0 is off.
         control: a schedule of the same mean bits that does not listen to the signal, or PMPD's `learned` one.
     """
+
+    VERSION = 1
+    PROTOCOL = Protocol
 
     show: Literal[
         "agreement",
@@ -115,58 +147,112 @@ class Params:
         if self.prompts not in sets.SETS:
             raise UserError(f"switching: {sets.unknown('prompt set', self.prompts, sets.SETS)}")
 
+    def lacking(self) -> str:
+        """Why it cannot be measured here; empty if it can."""
+        return text_scores.lacking("rougeL") or text_scores.lacking(self.show) or sets.lacking(self.prompts)
 
-@dataclass(frozen=True)
-class Protocol:
-    """`prompts` of a set (all that it has where these are fewer), up to `new_tokens` each within `context`.
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
+        if target.scale.protocols["switching"] is None:
+            return None
+        if self.control == "learned" and target.recipe.steps and not _scheduler(self, target).is_file():
+            return None
+        return {"texts": _job(self, target)}
 
-    Attributes:
-        short: at most so many tokens of a summary or translation (PMPD: 255).
-        validation: further prompts of the set, on which thresholds are chosen.
-        together: prompts that are decoded together.
-    """
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Generate every prompt's text, and score it.
 
-    prompts: int = 50
-    new_tokens: int = 1900
-    context: int = 2048
-    validation: int = 10
-    together: int = MOST
-    short: int = 256
+        Raises:
+            UserError: damaged inputs, a prompt set that is not here, logits that are not finite; `NotMeasurable` for a
+                context that the model does not have.
+        """
+        given = job.given()
+        tokenizer = models.tokenizer(given["model"], given["hub"])
+        prompts = _prompts(given)
+        ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
+        engine, full, beside = _engine(given, found)
+        held = {
+            role: observations.load(found[role] / observations.FILE).series
+            for role in ("full", "signal")
+            if role in found
+        }
+        group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
+        rows = []
+        for start in range(0, len(ids), given["together"]):
+            numbers = range(start, min(start + given["together"], len(ids)))
+            rows += _together(engine, full, given, numbers, ids, held)
+        series = _logged(rows)
+        for row, prompt in zip(rows, prompts):
+            text, reference = (_text(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
+            row["agreement"] = text_scores.rouge_l(text, [reference])
+            row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
+            row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
+            for name in ("bits", "bits along", "bits with prefill"):
+                row[name] += beside
+            if prompt.references:
+                row["rougeL"] = text_scores.rouge_l(text, prompt.references)
+                row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
+                row["similarity"] = _similarity(full, tokenizer, text, prompt.references)
+        numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
+        series |= {name: Series(np.asarray([row[name] for row in rows]), RESAMPLED, group) for name in numbers}
+        observations.save(folder / observations.FILE, series, origin)
 
-    def __post_init__(self) -> None:
-        at_least(self, prompts=2, new_tokens=2, context=4, validation=1, together=1)
-        if self.together > MOST:
-            raise UserError(f"together is {self.together}; at most {MOST} are decoded together")
-        if self.new_tokens >= self.context:
-            raise UserError(f"new_tokens is {self.new_tokens}; a context of {self.context} has room for fewer")
-        if self.short < 2:
-            raise UserError(f"short is {self.short}; it is 2 or more")
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The prompts' numbers; none of the references where the set has none."""
+        held = found["texts"].series
+        if self.show in CURVES:
+            name, _, what = self.show.partition(" ")
+            return {self.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
+        names = [self.show] if self.show in held else []
+        if self.show == "bleu":
+            names = [name for name in held if name.startswith("bleu ")]
+        return {name: Series(held[name].values, RESAMPLED, held[name].group) for name in names}
 
-    def tokens_of(self, prompts: str) -> int:
-        """The most new tokens of a set's texts."""
-        return min(self.new_tokens, self.short) if prompts in STOPS else self.new_tokens
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The mean over prompts; BLEU of all of them together."""
+        if self.show == "bleu":
+            return text_scores.bleu({name.removeprefix("bleu "): count for name, count in mean.items()})
+        return mean[self.show]
+
+    @property
+    def reference(self) -> bool:
+        """Agreement and divergence compare with full precision by themselves."""
+        return self.show in COMPARED
+
+    @property
+    def itself(self) -> float | None:
+        """Full precision agrees with itself."""
+        return {"agreement": 100.0, "prefix": 100.0, "KL": 0.0}.get(self.show)
+
+    @staticmethod
+    def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
+        """Of the cells of other rows that without a schedule of the fewest bits, which a task has to tell from full
+        precision; None of what is compared with full precision by itself."""  # fmt: skip
+        if cell.params.show not in TASK:
+            return None
+        static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.params.schedule]
+        quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
+        return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
+
+    @property
+    def against(self) -> str:
+        """Scores of texts are read as a difference to full precision."""
+        return "q - f" if self.show in TASK else ""
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A score is 0 to 100, all else 0 or more."""
+        shares = ("agreement", "prefix", "repeated", "repeated by token", *TASK)
+        return (0.0, 100.0) if self.show in shares else (0.0, np.inf)
 
 
-def lacking(params: Params) -> str:
-    """Why it cannot be measured here; empty if it can."""
-    return text_scores.lacking("rougeL") or text_scores.lacking(params.show) or sets.lacking(params.prompts)
-
-
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
-    if target.scale.protocols["switching"] is None:
-        return None
-    if params.control == "learned" and target.recipe.steps and not _scheduler(params, target).is_file():
-        return None
-    return {"texts": _job(params, target)}
-
-
-def _scheduler(params: Params, target: Target) -> Path:
+def _scheduler(params: Switching, target: Target) -> Path:
     """The file of the trained scheduler of a model between two widths."""
     return pmpd.path_of(target.model, *precision.read(params.schedule).path)
 
 
-def _job(params: Params, target: Target, validating: bool = False) -> Job:
+def _job(params: Switching, target: Target, validating: bool = False) -> Job:
     protocol, calibration = target.scale.protocols["switching"], {}
     plain = not target.recipe.steps
     schedule = "" if plain else params.schedule
@@ -212,41 +298,6 @@ def _in_the_papers_order(schedule: str) -> str:
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
-
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Generate every prompt's text, and score it.
-
-    Raises:
-        UserError: damaged inputs, a prompt set that is not here, logits that are not finite; `NotMeasurable` for a
-            context that the model does not have.
-    """
-    given = job.given()
-    tokenizer = models.tokenizer(given["model"], given["hub"])
-    prompts = _prompts(given)
-    ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
-    engine, full, beside = _engine(given, found)
-    held = {role: observations.load(found[role] / OUTPUTS[0]).series for role in ("full", "signal") if role in found}
-    group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
-    rows = []
-    for start in range(0, len(ids), given["together"]):
-        numbers = range(start, min(start + given["together"], len(ids)))
-        rows += _together(engine, full, given, numbers, ids, held)
-    series = _logged(rows)
-    for row, prompt in zip(rows, prompts):
-        text, reference = (_text(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
-        row["agreement"] = text_scores.rouge_l(text, [reference])
-        row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
-        row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
-        for name in ("bits", "bits along", "bits with prefill"):
-            row[name] += beside
-        if prompt.references:
-            row["rougeL"] = text_scores.rouge_l(text, prompt.references)
-            row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
-            row["similarity"] = _similarity(full, tokenizer, text, prompt.references)
-    numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
-    series |= {name: Series(np.asarray([row[name] for row in rows]), RESAMPLED, group) for name in numbers}
-    observations.save(folder / OUTPUTS[0], series, origin)
 
 
 def _prompts(given: Mapping[str, Any]) -> list[sets.Prompt]:
@@ -318,7 +369,7 @@ def _threshold(folder: Path, config: Config, quantile: float) -> float:
     Raises:
         UserError: no prompt's text is as long as a window.
     """
-    held = observations.load(folder / OUTPUTS[0]).series
+    held = observations.load(folder / observations.FILE).series
     means = []
     for name, one in held.items():
         signal = one.values[1:]  # token 0 is the prefill's
@@ -435,18 +486,6 @@ def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The prompts' numbers; none of the references where the set has none."""
-    held = found["texts"].series
-    if params.show in CURVES:
-        name, _, what = params.show.partition(" ")
-        return {params.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
-    names = [params.show] if params.show in held else []
-    if params.show == "bleu":
-        names = [name for name in held if name.startswith("bleu ")]
-    return {name: Series(held[name].values, RESAMPLED, held[name].group) for name in names}
-
-
 def _curve(held: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
     """By token, the mean over prompts of a window's mean, or its standard deviation, over the texts that go on."""
     means, of = [], "tokens" if name == "repeated" else name
@@ -462,41 +501,3 @@ def _curve(held: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
     enough = np.isfinite(table).sum(0) > 1  # a spread takes two
     table = table[:, enough]
     return np.nanstd(table, axis=0, ddof=1) if spread else np.nanmean(table, axis=0)
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The mean over prompts; BLEU of all of them together."""
-    if params.show == "bleu":
-        return text_scores.bleu({name.removeprefix("bleu "): count for name, count in mean.items()})
-    return mean[params.show]
-
-
-def reference(params: Params) -> bool:
-    """Agreement and divergence compare with full precision by themselves."""
-    return params.show in COMPARED
-
-
-def itself(params: Params) -> float | None:
-    """Full precision agrees with itself."""
-    return {"agreement": 100.0, "prefix": 100.0, "KL": 0.0}.get(params.show)
-
-
-def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
-    """Of the cells of other rows that without a schedule of the fewest bits, which a task has to tell from full
-    precision; None of what is compared with full precision by itself."""  # fmt: skip
-    if cell.params.show not in TASK:
-        return None
-    static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.params.schedule]
-    quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
-    return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
-
-
-def against(params: Params) -> str:
-    """Scores of texts are read as a difference to full precision."""
-    return "q - f" if params.show in TASK else ""
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A score is 0 to 100, all else 0 or more."""
-    shares = ("agreement", "prefix", "repeated", "repeated by token", *TASK)
-    return (0.0, 100.0) if params.show in shares else (0.0, np.inf)

@@ -22,21 +22,29 @@ from repro.engine.speculating import Speculating
 from repro.engine.traffic import Copy, Traffic
 from repro.jobs.target import Target
 from repro.methods import subspec
+from repro.metrics.metric import Metric
 from repro.metrics.offload_time import engine_of, refuse_without_gpu
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-TIMES = True
-DEFAULT: dict[str, Any] = {}
 LANES = ("copies", "draft passes", "verification")
 Spans = dict[str, list[tuple[float, float]]]  # lane to (begin, end) in milliseconds
 
 
 @dataclass(frozen=True)
-class Params:
+class Protocol:
+    """The iteration behind `warm` ones, after a random prompt that fills most of a context."""
+
+    context: int = 1024
+    warm: int = 3
+
+    def __post_init__(self) -> None:
+        at_least(self, context=64, warm=1)
+
+
+@dataclass(frozen=True)
+class Timeline(Metric):
     """Milliseconds: when the spans of a lane `begin`, counted from the iteration's own beginning, or their `length`.
 
     Attributes:
@@ -46,6 +54,11 @@ class Params:
         draft: `subspec`, or `none`.
         prefetch: whether weights are copied before they are needed.
     """
+
+    VERSION = 1
+    TIMES = True
+    DEFAULT = {}
+    PROTOCOL = Protocol
 
     shape: str
     memory: str
@@ -60,45 +73,48 @@ class Params:
             raise unknown("shape", self.shape, SHAPES)
         budget.parse_bytes(self.memory)
 
+    def jobs(self, target: Target) -> dict[str, Job]:
+        """One job a configuration, whatever the target."""
+        rule = vars(target.scale.protocols["timeline"]) | {
+            "shape": self.shape,
+            "memory": budget.parse_bytes(self.memory),
+        }
+        rule |= {"prefetch": self.prefetch, "draft": vars(subspec.Config()) if self.draft == "subspec" else None}
+        rule |= {"device": target.scale.device}
+        label = f"{self.shape}/{self.draft}{'' if self.prefetch else '-sync'}"
+        return {"spans": make("timeline", label, rule, rule, {}, ())}
 
-@dataclass(frozen=True)
-class Protocol:
-    """The iteration behind `warm` ones, after a random prompt that fills most of a context."""
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Note the spans of one iteration.
 
-    context: int = 1024
-    warm: int = 3
+        Raises:
+            NotMeasurable: there is no GPU, or the budget is below the least that works.
+        """
+        given = job.given()
+        device = torch.device(given["device"])
+        refuse_without_gpu(device)
+        group = f"{given['shape']}, {budget.shown(given['memory'])}, iteration {given['warm'] + 1}"
+        series = {}
+        for lane, spans in measured(given, device, torch.bfloat16).items():
+            series[f"{lane} begin"] = Series(np.asarray([begin for begin, _ in spans]), "spans", group)
+            series[f"{lane} length"] = Series(np.asarray([end - begin for begin, end in spans]), "spans", group)
+        observations.save(folder / observations.FILE, series, origin)
 
-    def __post_init__(self) -> None:
-        at_least(self, context=64, warm=1)
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The spans of a lane; none of a lane that a configuration does not have."""
+        name = f"{self.lane} {self.show}"
+        kept = found["spans"].series
+        return {name: kept[name]} if name in kept else {}
 
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The mean of what is drawn."""
+        return mean[f"{self.lane} {self.show}"]
 
-def jobs(params: Params, target: Target) -> dict[str, Job]:
-    """One job a configuration, whatever the target."""
-    rule = vars(target.scale.protocols["timeline"]) | {
-        "shape": params.shape,
-        "memory": budget.parse_bytes(params.memory),
-    }
-    rule |= {"prefetch": params.prefetch, "draft": vars(subspec.Config()) if params.draft == "subspec" else None}
-    rule |= {"device": target.scale.device}
-    label = f"{params.shape}/{params.draft}{'' if params.prefetch else '-sync'}"
-    return {"spans": make("timeline", label, rule, rule, {}, ())}
-
-
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Note the spans of one iteration.
-
-    Raises:
-        NotMeasurable: there is no GPU, or the budget is below the least that works.
-    """
-    given = job.given()
-    device = torch.device(given["device"])
-    refuse_without_gpu(device)
-    group = f"{given['shape']}, {budget.shown(given['memory'])}, iteration {given['warm'] + 1}"
-    series = {}
-    for lane, spans in measured(given, device, torch.bfloat16).items():
-        series[f"{lane} begin"] = Series(np.asarray([begin for begin, _ in spans]), "spans", group)
-        series[f"{lane} length"] = Series(np.asarray([end - begin for begin, end in spans]), "spans", group)
-    observations.save(folder / OUTPUTS[0], series, origin)
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A span has a length; one that reaches into the iteration begins before it."""
+        return (0.0 if self.show == "length" else -math.inf, math.inf)
 
 
 def measured(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Spans:
@@ -145,20 +161,3 @@ def spans_of(lanes: Mapping[str, Sequence[Copy]], draft: subspec.Config | None, 
     for lane, spans in zip(LANES, (copies, passes, [verification])):
         found[lane] = [(1e3 * (span.begin - begin), 1e3 * (span.end - begin)) for span in spans]
     return found
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The spans of a lane; none of a lane that a configuration does not have."""
-    name = f"{params.lane} {params.show}"
-    kept = found["spans"].series
-    return {name: kept[name]} if name in kept else {}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The mean of what is drawn."""
-    return mean[f"{params.lane} {params.show}"]
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A span has a length; one that reaches into the iteration begins before it."""
-    return (0.0 if params.show == "length" else -math.inf, math.inf)

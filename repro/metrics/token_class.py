@@ -19,59 +19,86 @@ from repro import models
 from repro.data import corpora
 from repro.jobs import compress, tokens
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.models import perplexity as scoring
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
 CLASSES = ("breaks", "punctuation", "digits", "starts", "inside")
 
 
 @dataclass(frozen=True)
-class Params:
+class TokenClass(Metric):
     """`breaks` are line breaks, `punctuation` is without a letter or digit, blanks too; `starts` begin a word, `inside`
     goes on with one. On the windows of `corpus` that the scale measures KL on."""  # fmt: skip
+
+    VERSION = 1
 
     corpus: str
     of: Literal["breaks", "punctuation", "digits", "starts", "inside"]
     show: Literal["nll", "kl"] = "nll"
     unit: str = "nats"
 
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores all classes of a text; none where the scale measures no perplexity."""
+        if (protocol := target.scale.protocols["perplexity"]) is None:
+            return None
+        text = target.scale.text(self.corpus)
+        needs = {"text": tokens.job(target, text)}
+        if target.recipe.steps:
+            needs["weights"] = compress.job(target)
+        rule = {"length": protocol.length, "windows": protocol.kl_windows}
+        calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
+        inputs = (
+            target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
+        )
+        options = target.options() | rule | {"label": protocol.label}
+        return {"classes": make("token_class", target.label, inputs, options, needs, target.steps)}
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores all classes of a text; none where the scale measures no perplexity."""
-    if (protocol := target.scale.protocols["perplexity"]) is None:
-        return None
-    text = target.scale.text(params.corpus)
-    needs = {"text": tokens.job(target, text)}
-    if target.recipe.steps:
-        needs["weights"] = compress.job(target)
-    rule = {"length": protocol.length, "windows": protocol.kl_windows}
-    calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
-    inputs = target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
-    options = target.options() | rule | {"label": protocol.label}
-    return {"classes": make("token_class", target.label, inputs, options, needs, target.steps)}
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score the windows with the recipe and in full precision.
 
+        Raises:
+            UserError: damaged inputs, a corpus without a full window, a value that is not finite.
+        """
+        given = job.given()
+        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
+        low = compress.load(given, found["weights"]).model if "weights" in found else None
+        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        tokenizer = models.tokenizer(given["model"], given["hub"])
+        of = np.asarray([class_of(tokenizer.decode([i])) for i in range(len(tokenizer))])
+        cut = scoring.windows(ids, given["length"], given["windows"])
+        rows = [by_class(full, low, window, of) for window in cut]
+        group = f"{given['label']} on {identity['label']}, first {len(cut)}, by token class"
+        series = {name: Series(np.asarray([row[name] for row in rows]), "windows", group) for name in rows[0]}
+        observations.save(folder / observations.FILE, series, origin)
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score the windows with the recipe and in full precision.
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The windows of one class."""
+        name = f"{self.of}/{self.show}"
+        held = found["classes"].series
+        return {name: held[name]} if name in held else {}
 
-    Raises:
-        UserError: damaged inputs, a corpus without a full window, a value that is not finite.
-    """
-    given = job.given()
-    full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-    low = compress.load(given, found["weights"]).model if "weights" in found else None
-    ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
-    tokenizer = models.tokenizer(given["model"], given["hub"])
-    of = np.asarray([class_of(tokenizer.decode([i])) for i in range(len(tokenizer))])
-    cut = scoring.windows(ids, given["length"], given["windows"])
-    rows = [by_class(full, low, window, of) for window in cut]
-    group = f"{given['label']} on {identity['label']}, first {len(cut)}, by token class"
-    series = {name: Series(np.asarray([row[name] for row in rows]), "windows", group) for name in rows[0]}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Nats per token of the text."""
+        return mean[f"{self.of}/{self.show}"]
+
+    @property
+    def reference(self) -> bool:
+        """KL compares with full precision by itself."""
+        return self.show == "kl"
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A loss or KL is 0 or more."""
+        return (0.0, np.inf)
+
+    @property
+    def itself(self) -> float | None:
+        """KL of full precision with itself."""
+        return 0.0 if self.show == "kl" else None
 
 
 def class_of(text: str) -> int:
@@ -109,30 +136,3 @@ def by_class(full: nn.Module, low: nn.Module | None, ids: torch.Tensor, of: Sequ
         sums = np.bincount(place, one.double().cpu().numpy(), minlength=len(CLASSES)) / len(place)
         found |= {f"{name}/{show}": float(x) for name, x in zip(CLASSES, sums)}
     return found
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The windows of one class."""
-    name = f"{params.of}/{params.show}"
-    held = found["classes"].series
-    return {name: held[name]} if name in held else {}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """Nats per token of the text."""
-    return mean[f"{params.of}/{params.show}"]
-
-
-def reference(params: Params) -> bool:
-    """KL compares with full precision by itself."""
-    return params.show == "kl"
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A loss or KL is 0 or more."""
-    return (0.0, np.inf)
-
-
-def itself(params: Params) -> float | None:
-    """KL of full precision with itself."""
-    return 0.0 if params.show == "kl" else None

@@ -25,12 +25,12 @@ from repro.engine import weights
 from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.schedule import Controller, Switch
+from repro.metrics.metric import External
 from repro.recipes import precision
 from repro.stats.quantity import Quantity
 from repro.stats.statistics import Interval
 from repro.store.measurement import RESULTS
 
-VERSION = 3  # the parts of a step add up: the signal is not in the layers' any more
 BUILT = Path("build") / "precision"
 STORED = RESULTS / "nvidia-h200" / "precision"
 PROMPT = 128  # tokens before the text
@@ -38,7 +38,7 @@ HIGH = 16
 
 
 @dataclass(frozen=True)
-class Params:
+class TimePerToken(External):
     """A time of a text of a number of tokens.
 
     Attributes:
@@ -48,6 +48,8 @@ class Params:
             measured steps listen: it is taken out of the layers'), `switching` what switches delay a token in the mean.
         schedule: such as `flexquant(layers=4)`; empty is `bits` from the first token to the last.
     """
+
+    VERSION = 3  # the parts of a step add up: the signal is not in the layers' any more
 
     show: Literal["ms", "times", "16 bits", "8 bits", "4 bits", "mixing", "cache", "PPLE", "switching"]
     tokens: str
@@ -64,36 +66,30 @@ class Params:
         if odd := [bits for bits in widths if str(bits) not in ("16", "8", "4")]:
             raise UserError(f"tpot: {odd[0]} bits have no step that is timed; choose from 16, 8, 4")
 
+    def read(self) -> Quantity | None:
+        """The number; None where a step that it takes was not measured."""
+        value = _value(self, *_folder())
+        if value is None:
+            return None
+        known = Interval(value, value, value, 0, None, "", (value,))
+        return Quantity([{}], lambda mean: mean["x"], known={"x": known})
 
-def quantity(params: Params) -> Quantity | None:
-    """The number; None where a step that it takes was not measured."""
-    value = _value(params, *_folder())
-    if value is None:
-        return None
-    known = Interval(value, value, value, 0, None, "", (value,))
-    return Quantity([{}], lambda mean: mean["x"], known={"x": known})
-
-
-def several(params: Params) -> bool:
-    """One number a cell."""
-    return False
-
-
-def origin(all_params: Sequence[Params]) -> dict[str, str]:
-    """Where the steps come from, as fields of a measurement."""
-    folder, files = _folder()
-    facts = [json.loads((folder / name).read_text()) for name, _ in files if name.startswith("step-")]
-    joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit", "shape")}
-    return {
-        "device": joined["device"],
-        "stand_in": joined["shape"],
-        "commit": joined["commit"],
-        "device_class": "cuda",
-        "protocol": f"sum of measured steps after {PROMPT} tokens",
-        "live": "fresh" if folder == BUILT else "stored",
-        "status": "ok",
-        "note": "calculated",
-    }
+    @staticmethod
+    def origin(all_params: Sequence["TimePerToken"]) -> dict[str, str]:
+        """Where the steps come from, as fields of a measurement."""
+        folder, files = _folder()
+        facts = [json.loads((folder / name).read_text()) for name, _ in files if name.startswith("step-")]
+        joined = {key: " + ".join(sorted({one[key] for one in facts})) for key in ("device", "commit", "shape")}
+        return {
+            "device": joined["device"],
+            "stand_in": joined["shape"],
+            "commit": joined["commit"],
+            "device_class": "cuda",
+            "protocol": f"sum of measured steps after {PROMPT} tokens",
+            "live": "fresh" if folder == BUILT else "stored",
+            "status": "ok",
+            "note": "calculated",
+        }
 
 
 def at_best(config: Config, sizes: dict[str, int], steps: int) -> list[Switch]:
@@ -147,7 +143,7 @@ def _sizes(shape: str) -> dict[str, int]:
 
 
 @cache
-def _value(params: Params, folder: Path, files: Stamps) -> float | None:
+def _value(params: TimePerToken, folder: Path, files: Stamps) -> float | None:
     measured, count = _measured(folder, files), int(params.tokens)
     config = precision.read(params.schedule) if params.schedule else None
     path = config.path if config else [int(params.bits)]

@@ -9,43 +9,42 @@ import numpy as np
 
 from repro.jobs import compress
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
-VERSION = 1
 TOKENS, LOSS = "training/tokens", "training/loss"
 LAST = 1 / 16  # the share of a loss curve whose mean is where it ended
 
 
 @dataclass(frozen=True)
-class Params:
+class Training(Metric):
     """`tokens`: all that the model was trained on, a sequence once an epoch; a pass that trains a half of the blocks
     counts a half; 0 where nothing was trained. `loss`: the mean of the last sixteenth of the last step's curve, that of
     the last blocks where blocks are trained one by one."""  # fmt: skip
 
+    VERSION = 1
+
     show: Literal["tokens", "loss"] = "tokens"
     unit: str = "tokens"
 
+    def jobs(self, target: Target) -> dict[str, Job]:
+        """The jobs that compress the model train it: one for each step of the recipe, `step 0` the last."""
+        found, job = {}, compress.job(target)
+        while job:
+            found[f"step {len(found)}"] = job
+            job = dict(job.needs).get("start")
+        return found
 
-def jobs(params: Params, target: Target) -> dict[str, Job]:
-    """The jobs that compress the model train it: one for each step of the recipe, `step 0` the last."""
-    found, job = {}, compress.job(target)
-    while job:
-        found[f"step {len(found)}"] = job
-        job = dict(job.needs).get("start")
-    return found
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The count of all steps, or the end of the last one's curve; none where it is asked for and there is none."""
+        if self.show == "tokens":
+            counts = [step.series[TOKENS].values.sum() for step in found.values() if TOKENS in step.series]
+            return {TOKENS: Series(np.asarray([sum(counts)], dtype=float), "model")}
+        if (curve := found["step 0"].series.get(LOSS)) is None:
+            return {}
+        return {LOSS: Series(curve.values[-math.ceil(len(curve.values) * LAST) :], curve.units)}
 
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The count of all steps, or the end of the last one's curve; none where it is asked for and there is none."""
-    if params.show == "tokens":
-        counts = [step.series[TOKENS].values.sum() for step in found.values() if TOKENS in step.series]
-        return {TOKENS: Series(np.asarray([sum(counts)], dtype=float), "model")}
-    if (curve := found["step 0"].series.get(LOSS)) is None:
-        return {}
-    return {LOSS: Series(curve.values[-math.ceil(len(curve.values) * LAST) :], curve.units)}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The count, or the mean of what `series` kept of the curve."""
-    return mean[TOKENS] if params.show == "tokens" else mean[LOSS]
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The count, or the mean of what `series` kept of the curve."""
+        return mean[TOKENS] if self.show == "tokens" else mean[LOSS]

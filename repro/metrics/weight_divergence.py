@@ -15,71 +15,68 @@ from repro.jobs import compress
 from repro.jobs.target import Target
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import weight_divergence
+from repro.metrics.metric import Metric
 from repro.models.lowbit import block_linears
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-
 
 @dataclass(frozen=True)
-class Params:
+class WeightDivergence(Metric):
     """Nats: of every layer, for a figure (`layers`); their `mean`; the largest over the smallest (`spread`)."""
+
+    VERSION = 1
 
     show: Literal["layers", "mean", "spread"] = "mean"
     direction: Literal["quantized", "full"] = "quantized"
     unit: str = ""
 
+    def jobs(self, target: Target) -> dict[str, Job]:
+        """One job compares all layers; full precision has none."""
+        if not target.recipe.steps:
+            return {}
+        made, config = compress.job(target), Config(direction=self.direction)
+        rule = {name: asdict(config)[name] for name in ("direction", "bins", "pseudocount")}
+        inputs = target.inputs() | rule | {"calibration": made.declared().get("calibration")}
+        job = make("weight_divergence", target.label, inputs, target.options() | rule, {"weights": made}, target.steps)
+        return {"layers": job}
 
-def jobs(params: Params, target: Target) -> dict[str, Job]:
-    """One job compares all layers; full precision has none."""
-    if not target.recipe.steps:
-        return {}
-    made, config = compress.job(target), Config(direction=params.direction)
-    rule = {name: asdict(config)[name] for name in ("direction", "bins", "pseudocount")}
-    inputs = target.inputs() | rule | {"calibration": made.declared().get("calibration")}
-    job = make("weight_divergence", target.label, inputs, target.options() | rule, {"weights": made}, target.steps)
-    return {"layers": job}
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Compare every linear layer of the blocks, in model order.
 
+        Raises:
+            UserError: damaged inputs.
+        """
+        given = job.given()
+        full, quantized = compress.load(given, None), compress.load(given, found["weights"])
+        config = Config(direction=given["direction"], bins=given["bins"], pseudocount=given["pseudocount"])
+        other, values = block_linears(quantized.model), []
+        for name, linear in block_linears(full.model).items():
+            values.append(weight_divergence(linear.weight.detach(), other[name].weight.detach(), config))
+        observations.save(folder / observations.FILE, {"layers": Series(np.asarray(values), "layers")}, origin)
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Compare every linear layer of the blocks, in model order.
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The layers for a figure, else one number."""
+        if "layers" not in found:
+            return {}
+        held = found["layers"].series["layers"]
+        if self.show == "layers":
+            return {"layers": held}
+        number = held.values.mean() if self.show == "mean" else held.values.max() / held.values.min()
+        return {self.show: Series(np.asarray([number]), "model")}
 
-    Raises:
-        UserError: damaged inputs.
-    """
-    given = job.given()
-    full, quantized = compress.load(given, None), compress.load(given, found["weights"])
-    config = Config(direction=given["direction"], bins=given["bins"], pseudocount=given["pseudocount"])
-    other, values = block_linears(quantized.model), []
-    for name, linear in block_linears(full.model).items():
-        values.append(weight_divergence(linear.weight.detach(), other[name].weight.detach(), config))
-    observations.save(folder / OUTPUTS[0], {"layers": Series(np.asarray(values), "layers")}, origin)
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The number, or the mean of what is drawn."""
+        return mean[self.show]
 
+    @property
+    def reference(self) -> bool:
+        """It compares with full precision by itself."""
+        return True
 
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The layers for a figure, else one number."""
-    if "layers" not in found:
-        return {}
-    held = found["layers"].series["layers"]
-    if params.show == "layers":
-        return {"layers": held}
-    number = held.values.mean() if params.show == "mean" else held.values.max() / held.values.min()
-    return {params.show: Series(np.asarray([number]), "model")}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The number, or the mean of what is drawn."""
-    return mean[params.show]
-
-
-def reference(params: Params) -> bool:
-    """It compares with full precision by itself."""
-    return True
-
-
-def itself(params: Params) -> float | None:
-    """Full precision does not diverge from itself, and has no spread."""
-    return None if params.show == "spread" else 0.0
+    @property
+    def itself(self) -> float | None:
+        """Full precision does not diverge from itself, and has no spread."""
+        return None if self.show == "spread" else 0.0

@@ -13,36 +13,13 @@ from repro.data import tasks as entries
 from repro.data import zeroshot as scoring
 from repro.jobs import compress, requests
 from repro.jobs.target import Target
+from repro.metrics.metric import Metric
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT = None  # a scale that says nothing of it does not measure it
-LATER = {"without": ()}
 # SPEAR, appendix D.4. Not all of tasks.yaml: a new entry there changes no protocol and no mean.
 TASKS = ("piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande", "boolq", "lambada_openai", "mmlu")
-
-
-@dataclass(frozen=True)
-class Params:
-    """Which tasks; none is all of the scale's. `percent`: the paper prints percent, not a fraction.
-
-    Attributes:
-        whole: all items of a task of which the scale draws some; full precision alone answers them.
-        without: tasks that are left out of a mean.
-    """
-
-    tasks: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    percent: bool = False
-    whole: bool = False
-    unit: str = "fraction"
-
-    def __post_init__(self) -> None:
-        entries.chosen(self.tasks)
-        entries.chosen(self.without)
 
 
 @dataclass(frozen=True)
@@ -72,24 +49,82 @@ class Protocol:
         drawn = {entries.TASKS[task].shipped: task for task in self.tasks if entries.TASKS[task].draw}
         return drawn.get(entries.TASKS[name].shipped, name)
 
-    def answered(self, params: Params) -> list[str]:
-        """The tasks that `Params` mean here."""
+    def answered(self, params: "ZeroShot") -> list[str]:
+        """The tasks that a metric means here."""
         names = [name for name in params.tasks or map(self.draw, self.tasks) if name not in params.without]
         return list(dict.fromkeys(names if params.whole else map(self.draw, names)))
 
 
-def brief(protocol: Protocol, least: Any) -> Protocol:
-    """The protocol of a build's own measurement: the first items, of the tasks whose files are here."""
-    absent = tuple(task for task in protocol.tasks if not entries.available(task))
-    return replace(protocol, limit=min(protocol.limit or least.items, least.items), absent=absent)
+@dataclass(frozen=True)
+class ZeroShot(Metric):
+    """Which tasks; none is all of the scale's. `percent`: the paper prints percent, not a fraction.
+
+    Attributes:
+        whole: all items of a task of which the scale draws some; full precision alone answers them.
+        without: tasks that are left out of a mean.
+    """
+
+    VERSION = 1
+    LATER = {"without": ()}
+    PROTOCOL = Protocol
+
+    tasks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    percent: bool = False
+    whole: bool = False
+    unit: str = "fraction"
+
+    def __post_init__(self) -> None:
+        entries.chosen(self.tasks)
+        entries.chosen(self.without)
+
+    @staticmethod
+    def brief(protocol: Protocol, least: Any) -> Protocol:
+        """The protocol of a build's own measurement: the first items, of the tasks whose files are here."""
+        absent = tuple(task for task in protocol.tasks if not entries.available(task))
+        return replace(protocol, limit=min(protocol.limit or least.items, least.items), absent=absent)
+
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job scores all tasks of a scale, so that a model is loaded once; None where it measures no such task."""
+        return scoring_job("zeroshot", self, target)
+
+    @staticmethod
+    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Score the tasks: one series a task, 1 where an item is answered correctly.
+
+        Raises:
+            UserError: damaged inputs, an answer beyond the context, NaN in the logits.
+        """
+        score(job, found, folder, origin, ("correct",))
+
+    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The items of the tasks that were asked for."""
+        held = found["items"].series
+        return {
+            f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(self)
+        }
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The plain mean of the tasks' accuracies."""
+        return (100 if self.percent else 1) * np.mean(list(mean.values()), axis=0)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """A share, or a percentage."""
+        return (0.0, 100.0 if self.percent else 1.0)
+
+    def status(self, full: Mapping[str, Series]) -> str:
+        """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
+        correct = {name.partition("/")[0]: one.values for name, one in full.items()}
+        return "floor" if scoring.at_chance(correct) else "ok"
+
+    @property
+    def against(self) -> str:
+        """Accuracy is read as a difference to full precision."""
+        return "q - f"
 
 
-def jobs(params: Params, target: Target) -> dict[str, Job] | None:
-    """One job scores all tasks of a scale, so that a model is loaded once; None where it measures no such task."""
-    return scoring_job("zeroshot", params, target)
-
-
-def scoring_job(kind: str, params: Params, target: Target) -> dict[str, Job] | None:
+def scoring_job(kind: str, params: "ZeroShot", target: Target) -> dict[str, Job] | None:
     """The job of a kind that scores tasks, under the scale's protocol for that kind."""
     protocol = target.scale.protocols[kind]
     if protocol is None:
@@ -118,15 +153,6 @@ def _job(kind: str, target: Target, tasks: list[str]) -> Job:
     return make(kind, target.label, inputs, target.options() | rule, needs, target.steps)
 
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
-    """Score the tasks: one series a task, 1 where an item is answered correctly.
-
-    Raises:
-        UserError: damaged inputs, an answer beyond the context, NaN in the logits.
-    """
-    score(job, found, folder, origin, ("correct",))
-
-
 def score(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str], columns: Sequence[str]) -> None:
     """Score the tasks of a job and keep columns of `scoring.run`, a series a task each; what has no value is left out.
 
@@ -143,31 +169,4 @@ def score(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, s
         for name in columns:
             values = frame[name].dropna().to_numpy(dtype=float)
             series[f"{task}/{name}"] = Series(values, "items", f"{label}: {task}")
-    observations.save(folder / OUTPUTS[0], series, origin)
-
-
-def series(params: Params, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
-    """The items of the tasks that were asked for."""
-    held = found["items"].series
-    return {f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(params)}
-
-
-def value(params: Params, mean: Mapping[str, Any]) -> Any:
-    """The plain mean of the tasks' accuracies."""
-    return (100 if params.percent else 1) * np.mean(list(mean.values()), axis=0)
-
-
-def limits(params: Params) -> tuple[float, float]:
-    """A share, or a percentage."""
-    return (0.0, 100.0 if params.percent else 1.0)
-
-
-def status(params: Params, full: Mapping[str, Series]) -> str:
-    """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
-    correct = {name.partition("/")[0]: one.values for name, one in full.items()}
-    return "floor" if scoring.at_chance(correct) else "ok"
-
-
-def against(params: Params) -> str:
-    """Accuracy is read as a difference to full precision."""
-    return "q - f"
+    observations.save(folder / observations.FILE, series, origin)

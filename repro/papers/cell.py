@@ -21,7 +21,7 @@ class Cell:
         number: the printed number, or the name of a spec of our own.
         printed: the paper's digits; empty where it printed nothing.
         measure: the kind of cell that measures it; empty where the spec names none.
-        params: what that kind is asked for, a frozen dataclass of its own.
+        params: that metric with what the spec asks of it (`repro.metrics.metric.Metric`).
         recipe: canonical recipe text with the spec's variables filled in.
         seeds: the draws of calibration text, initialization and order that are averaged.
         calibration: the paper's calibration text where the cell names one; empty is the scale's own.

@@ -218,7 +218,7 @@ def _with_targets(
 
 def _compares(cell: Cell) -> bool:
     """Whether it compares with full precision by itself, as KL does: it settles with little text, and leads."""
-    return bool(metric_of(cell.measure).reference(cell.params))
+    return bool(metric_of(cell).reference)
 
 
 def _pair(every: Sequence[Measured], bare: bool = False, without_nats: bool = False) -> Pair:
@@ -251,7 +251,7 @@ def _first(one: Measured) -> str:
     if _is_folded(m):
         return MARKS["floor"]
     if m.status == "not_run" and cell.is_full_precision and _compares(cell):
-        itself = metric_of(cell.measure).itself(cell.params)
+        itself = metric_of(cell).itself
         return here(m) if itself is None else f"{itself:g}"
     return here(m, one.against)
 

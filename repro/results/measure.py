@@ -46,7 +46,7 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
 def _with_full(flow: Workflow, cell: Cell, found: Measured) -> Measured:
     """A cell with full precision, where its metric compares with it and both are measured on the same units."""
     m = found.measurement
-    if m.status not in MEASURED or not metric_of(cell.measure).against(cell.params):
+    if m.status not in MEASURED or not metric_of(cell).against:
         return found
     full = _full_precision(flow, cell)
     if cell.recipe == full.recipe:
@@ -77,7 +77,7 @@ def _judged_by_table(flow: Workflow, cell: Cell) -> Measured:
 
 def _at_chance(flow: Workflow, cell: Cell) -> bool:
     """Whether the task of a cell does not tell full precision from the fewest bits of its table."""
-    fewest_bits = metric_of(cell.measure).fewest_bits
+    fewest_bits = metric_of(cell).fewest_bits
     if fewest_bits is None:
         return False
     fewest = fewest_bits(cell, flow.peers(cell))
@@ -103,7 +103,7 @@ def _computed(flow: Workflow, cell: Cell) -> Measured:
     blank = _blank(flow, cell)
     if flow.is_external(cell):
         return external(flow, cell)
-    if cell.model and (not cell.stand_in or metric_of(cell.measure).PUBLIC):
+    if cell.model and (not cell.stand_in or metric_of(cell).PUBLIC):
         status = blank.status if cell.stand_in else "no_stand_in"
         return Measured(cell, arithmetic(cell, blank) or replace(blank, status=status))
     if not flow.is_measured(cell):
@@ -112,7 +112,7 @@ def _computed(flow: Workflow, cell: Cell) -> Measured:
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
         facts |= {"status": "floor", "recipe": cell.recipe, "note": "full precision is at chance; not run"}
         return Measured(cell, replace(blank, **facts))
-    if metric_of(cell.measure).JOBLESS:
+    if metric_of(cell).JOBLESS:
         return _fresh(flow, cell)
     if not flow.jobs(cell):
         return Measured(cell, replace(blank, note=f"scale {flow.scale.name} does not measure it"))
@@ -151,7 +151,7 @@ def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
     shape = scale.shape(cell.model)
     if not (cell.recipe and shape):
         return None
-    value = metric_of(cell.measure).exact(cell.params, recipe.parse(cell.recipe).steps, shape)
+    value = metric_of(cell).exact(recipe.parse(cell.recipe).steps, shape)
     facts = {"status": "ok", "grade": "D", "live": "arithmetic", "recipe": cell.recipe, "stand_in": ""}
     return None if value is None else replace(blank, value=value, **facts)
 
@@ -160,11 +160,11 @@ def external(flow: Workflow, cell: Cell) -> Measured:
     """A cell from results of its metric's own, such as kernel times; the geometric mean of several numbers."""
     own, operands = flow.quantity(cell), flow.parts(cell)
     first = next(iter(operands.values()), cell)
-    metric = metric_of(first.measure)
+    metric = metric_of(first)
     if own is None:
-        note = metric.absent(first.params) or "no such time is accepted or built here"
+        note = metric.absent() or "no such time is accepted or built here"
         return Measured(cell, replace(_blank(flow, cell), note=note), external=True)
-    shown = compose("geomean(x)", {"x": own}) if not operands and metric.several(cell.params) else own
+    shown = compose("geomean(x)", {"x": own}) if not operands and metric.several() else own
     facts = metric.origin([operand.params for operand in operands.values()] or [cell.params])
     m = replace(_blank(flow, cell), grade="B", **recorded.numbers(shown.interval()) | facts)
     return Measured(cell, m, lambda: own, external=True)
@@ -197,7 +197,7 @@ def asked(flow: Workflow, row: Measurement) -> Cell | None:
 
 def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:
     """The jobs of a cell; where full precision decides its status (`floor`), the jobs of that too."""
-    more = recorded.jobs(flow, flow.full_precision(cell)) if metric_of(cell.measure).status else []
+    more = recorded.jobs(flow, flow.full_precision(cell)) if metric_of(cell).status else []
     return recorded.jobs(flow, cell) + more
 
 
@@ -302,9 +302,9 @@ def made_by(flow: Workflow, cell: Cell, origins: Iterable[Mapping[str, str]]) ->
 
 def _status(flow: Workflow, cell: Cell) -> str:
     """`ok`, or what the kind says where full precision decides it."""
-    decides = metric_of(cell.measure).status
+    decides = metric_of(cell).status
     full = flow.quantity(flow.full_precision(cell)) if decides else None
-    return decides(cell.params, full.seeds[0]) if full else "ok"
+    return decides(full.seeds[0]) if full else "ok"
 
 
 def _joined(origins: Collection[Mapping[str, str]]) -> dict[str, str]:

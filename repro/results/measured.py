@@ -53,7 +53,7 @@ class Measured:
         """The cell against full precision: the ratio or difference that its metric names; None without `full`."""
         if self.full is None or self.quantity is None or self.full.quantity is None:
             return None
-        expression = metric_of(self.cell.measure).against(self.cell.params)
+        expression = metric_of(self.cell).against
         return compose(expression, {"q": self.quantity, "f": self.full.quantity}).interval()
 
 

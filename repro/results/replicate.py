@@ -115,7 +115,7 @@ def compare(cell: Cell, stored: dict[str, Series], here: dict[str, Series]) -> R
     values = []
     for side in (stored, here):
         means = {name: side[name].values[: len(here[name].values)].mean() for name in names}
-        values.append(float(metric_of(cell.measure).value(cell.params, means)))
+        values.append(float(metric_of(cell).value(means)))
     units = sum(len(here[name].values) for name in names)
     return Replica(units, apart[worst], bound(worst, cell.recipe), same, *values)
 

@@ -297,9 +297,9 @@ def _build(data: Mapping[str, Any], where: str) -> Scale:
     merged = _over_base(data, where)
     protocols = {}
     for kind, metric in KINDS.items():
-        if metric.Protocol:
+        if metric.PROTOCOL:
             given = merged.pop(kind, metric.DEFAULT)
-            protocols[kind] = None if given is None else build(metric.Protocol, given, f"{where}: {kind}")
+            protocols[kind] = None if given is None else build(metric.PROTOCOL, given, f"{where}: {kind}")
     if "protocols" in merged:
         raise UserError(f"{where}: {unknown('key', 'protocols', {*merged, *protocols} - {'protocols'})}")
     return replace(build(Scale, merged, where), protocols=protocols)

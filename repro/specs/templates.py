@@ -124,7 +124,7 @@ def log_probabilities(paper: str) -> dict[str, dict[str, Any]]:
 
 
 def params_of(measure: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[str, Any]:
-    """The kind of a measure and its `Params`, variables filled in.
+    """The kind of a measure and its metric, variables filled in.
 
     Raises:
         UserError: unknown kind, or a key or value that it does not have.
@@ -135,7 +135,7 @@ def params_of(measure: Mapping[str, Any], values: Mapping[str, Any], where: str)
     kind = given.pop("kind", None)
     if kind not in KINDS:
         raise UserError(f"{where}: {unknown('kind of cell', kind, KINDS)}")
-    return kind, build(KINDS[kind].Params, given, f"{where}: {kind}")
+    return kind, build(KINDS[kind], given, f"{where}: {kind}")
 
 
 def fill_in(

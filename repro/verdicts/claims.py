@@ -447,7 +447,7 @@ def _readings(
             other = next((other for other in same if other.cell.col in (column, f"{column}, {cell.col}")), None)
             if other is None:  # a row without a recipe
                 continue
-            itself = metric_of(other.cell.measure).itself(other.cell.params)
+            itself = metric_of(other.cell).itself
             if itself is not None and other.cell.is_full_precision:
                 parts[part] = constant(itself)
             elif other.measurement.status in MEASURED:

@@ -8,18 +8,18 @@ edit that changes no result (a name, a comment, another file) changes no version
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from repro.core.errors import UserError
 from repro.core.files import write_text
 from repro.jobs import compress, questions, requests, tokens
-from repro.metrics import MODULES
+from repro.metrics import KINDS
 from repro.papers.cell import Cell
 from repro.recipes.recipe import STEPS
 from repro.store.job import Job
 from repro.workflow.workflow import Workflow
 
-SHARED: dict[str, ModuleType] = {
+SHARED: dict[str, Any] = {
     "tokens": tokens,
     "requests": requests,
     "questions": questions,
@@ -30,14 +30,14 @@ FOLDER = Path("build/versions")
 Versions = Mapping[str, int]  # name of a step, metric or shared job to its version
 
 
-def module(name: str) -> ModuleType:
-    """The module of a step, metric or shared job."""
-    return SHARED.get(name) or MODULES.get(name) or STEPS[name]
+def written(name: str) -> Any:
+    """What has the version: the module of a step, metric or shared job."""
+    return SHARED.get(name) or KINDS.get(name) or STEPS[name]
 
 
 def of(name: str) -> int:
     """The version of a step, metric or shared job today."""
-    return module(name).VERSION
+    return written(name).VERSION
 
 
 def own(job: Job) -> dict[str, int]:

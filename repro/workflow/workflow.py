@@ -5,13 +5,14 @@ Paths of what is built are relative to the working directory, sources are those 
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from repro import papers
 from repro.core.errors import UserError
 from repro.jobs.target import Target
-from repro.metrics import KINDS, metric_of
+from repro.metrics import metric_of
+from repro.metrics.metric import External
 from repro.papers.cell import Cell
 from repro.recipes import recipe
 from repro.specs import figures, scale, tables
@@ -103,7 +104,7 @@ class Workflow:
         for part in self.parts(cell).values():
             if why := self.lacking(part):
                 return why
-        return metric_of(cell.measure).lacking(cell.params)
+        return metric_of(cell).lacking()
 
     def is_measured(self, cell: Cell) -> bool:
         """Whether this scale measures a cell anywhere."""
@@ -120,19 +121,19 @@ class Workflow:
 
     def waits_for_baseline(self, cell: Cell) -> bool:
         """Whether a cell is not run before full precision of the same measure is built here, above chance."""
-        measured, full = metric_of(cell.measure), self.full_precision(cell)
+        measured, full = metric_of(cell), self.full_precision(cell)
         if not measured.FULL_FIRST or cell.recipe == full.recipe or not self.is_measured(cell):
             return False
         try:
             found = self.quantity(full)
         except UserError:  # damaged, or refused
             found = None
-        return found is None or measured.status(cell.params, found.seeds[0]) == "floor"
+        return found is None or measured.status(found.seeds[0]) == "floor"
 
     def parts(self, cell: Cell) -> dict[str, Cell]:
         """The cells that a derived one is arithmetic over, `NAME` in the place `METRIC: NAME`; empty for all others."""
         found = {}
-        for name, (text, measure) in metric_of(cell.measure).parts(cell.params).items():
+        for name, (text, measure) in metric_of(cell).parts().items():
             kind, params = tables.params_of(measure, dict(cell.variables), f"{cell.table}: {name}")
             place = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
             text = recipe.parse(text).name if text else ""
@@ -141,8 +142,8 @@ class Workflow:
 
     def is_external(self, cell: Cell) -> bool:
         """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""
-        kinds = [part.measure for part in self.parts(cell).values()] or [cell.measure]
-        return all(metric_of(kind).origin for kind in kinds)
+        operands = list(self.parts(cell).values()) or [cell]
+        return all(isinstance(metric_of(one), External) for one in operands)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -182,8 +183,7 @@ class Workflow:
                 for name, each in found.items():
                     roles |= {f"{name}:{role}": job for role, job in each[min(i, len(each) - 1)].items()}
             return seeds
-        measured = KINDS[cell.measure]
-        found = [measured.jobs(cell.params, target) for target in self.targets(cell)]
+        found = [metric_of(cell).jobs(target) for target in self.targets(cell)]
         return [] if None in found else found
 
     def inputs(self, cell: Cell) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Workflow:
 
         The device is none of it: the scale says which ones it may be, and a result names its own.
         """
-        later = KINDS[cell.measure].LATER
+        later = metric_of(cell).LATER
         params = {}
         for key, value in asdict(cell.params).items():
             if key != "unit" and not (key in later and value == later[key]):
@@ -234,15 +234,15 @@ class Workflow:
         if parts := self.parts(cell):
             found = {name: self.quantity(part) for name, part in parts.items()}
             return None if None in found.values() else compose(cell.params.quantity, found)  # type: ignore[arg-type]
-        measured, seeds = KINDS[cell.measure], []
-        if self.is_external(cell):
-            return measured.quantity(cell.params)
+        metric, seeds = metric_of(cell), []
+        if isinstance(metric, External):
+            return metric.read()
         for target, jobs in zip(self.targets(cell), self.jobs(cell)):
             held = {role: job.folder / observations.FILE for role, job in jobs.items()}
             if not all(path.is_file() for path in held.values()):
                 return None
             read = {role: observations.once(path, path.stat().st_mtime_ns) for role, path in held.items()}
-            series = measured.series(cell.params, read, target)
+            series = metric.series(read, target)
             if not series:
                 return None
             seeds.append(series)
@@ -257,10 +257,9 @@ class Workflow:
                         for seed in seeds]  # fmt: skip
                 inner[name] = self.of_series(part, mine)
             return compose(cell.params.quantity, inner)
-        measured, params = KINDS[cell.measure], cell.params
-        compares, limits = measured.reference(params), measured.limits(params)
+        metric = metric_of(cell)
         once = draws.of(self, cell, seeds)
-        return Quantity(seeds, partial(measured.value, params), compares, limits=limits, draws=once)
+        return Quantity(seeds, metric.value, metric.reference, limits=metric.limits, draws=once)
 
     # --- what a target needs ------------------------------------------------------------------------------------------
 

@@ -138,7 +138,10 @@ def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(dev
     assert [row for row in rows if row.commit == ORIGIN["commit"]] == [row for row in old if row.N == 128]
     kept = sum(row.status == "ok" for row in rows if row.N == 128)
     monkeypatch.setattr(kernel_rows, "files", lambda: [results / "nvidia-h200" / "kernels.csv.xz"])
-    stands = {n: kernel_time.origin([kernel_time.Params("*/mine", "1", f"{n}x64")])["status"] for n, _ in shapes}
+    stands = {
+        n: kernel_time.KernelTime.origin([kernel_time.KernelTime("*/mine", "1", f"{n}x64")])["status"]
+        for n, _ in shapes
+    }
     assert kept == 5 and stands == {32: "ok", 64: "ok", 96: "ok", 128: "stale"}
 
 

@@ -16,21 +16,10 @@ from safetensors import safe_open
 
 from repro import models
 from repro.jobs import compress
+from repro.metrics.metric import Metric
 from repro.store.job import make
 from repro.store import observations
 from repro.store.observations import Series
-
-VERSION = 1
-OUTPUTS = (observations.FILE,)
-DEFAULT = {}
-
-
-@dataclass(frozen=True)
-class Params:
-    """In `thousands`, or not."""
-
-    thousands: bool = False
-    unit: str = "bytes"
 
 
 @dataclass(frozen=True)
@@ -40,35 +29,44 @@ class Protocol:
     least: int = 1
 
 
-def jobs(params, target):
-    """One job a target."""
-    least = target.scale.protocols["toy"].least
-    needs = {"weights": compress.job(target)} if target.recipe.steps else {}
-    inputs = target.inputs() | {"least": least}
-    return {"sizes": make("toy", target.label, inputs, target.options() | {"least": least}, needs, target.steps)}
+@dataclass(frozen=True)
+class Toy(Metric):
+    """In `thousands`, or not."""
 
+    VERSION = 1
+    PROTOCOL = Protocol
+    DEFAULT = {}
 
-def run(job, found, folder, origin):
-    """Count."""
-    given = job.given()
-    files = [p for p in models.weight_files(given["model"]) if p.suffix == ".safetensors"]
-    sizes = []
-    for path in [found["weights"] / "data.safetensors"] if "weights" in found else files:
-        with safe_open(path, "pt") as file:
-            sizes += [file.get_tensor(name).nbytes for name in sorted(file.keys())]
-    kept = np.asarray([size for size in sizes if size >= given["least"]], dtype=float)
-    series = {"sizes": Series(kept, "items", given["recipe"])}
-    observations.save(folder / OUTPUTS[0], series, origin)
+    thousands: bool = False
+    unit: str = "bytes"
 
+    def jobs(self, target):
+        """One job a target."""
+        least = target.scale.protocols["toy"].least
+        needs = {"weights": compress.job(target)} if target.recipe.steps else {}
+        inputs = target.inputs() | {"least": least}
+        return {"sizes": make("toy", target.label, inputs, target.options() | {"least": least}, needs, target.steps)}
 
-def series(params, found, target):
-    """The sizes."""
-    return found["sizes"].series
+    @staticmethod
+    def run(job, found, folder, origin):
+        """Count."""
+        given = job.given()
+        files = [p for p in models.weight_files(given["model"]) if p.suffix == ".safetensors"]
+        sizes = []
+        for path in [found["weights"] / "data.safetensors"] if "weights" in found else files:
+            with safe_open(path, "pt") as file:
+                sizes += [file.get_tensor(name).nbytes for name in sorted(file.keys())]
+        kept = np.asarray([size for size in sizes if size >= given["least"]], dtype=float)
+        series = {"sizes": Series(kept, "items", given["recipe"])}
+        observations.save(folder / observations.FILE, series, origin)
 
+    def series(self, found, target):
+        """The sizes."""
+        return found["sizes"].series
 
-def value(params, mean):
-    """The mean size."""
-    return mean["sizes"] / (1000 if params.thousands else 1)
+    def value(self, mean):
+        """The mean size."""
+        return mean["sizes"] / (1000 if self.thousands else 1)
 '''
 SPEC = """\
 title: bytes of a stored tensor
@@ -103,9 +101,11 @@ def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
     place = dag.folder(dag.copy_checkout(tmp_path / "source"))
     (place / "repro" / "metrics" / "toy.py").write_text(KIND)
     registry = place / "repro" / "metrics" / "__init__.py"
-    text = registry.read_text().replace("    storage,\n", "    storage,\n    toy,\n", 1)
+    text = registry.read_text().replace(
+        "from repro.metrics.tpot import", "from repro.metrics.toy import Toy\nfrom repro.metrics.tpot import", 1
+    )
     registry.write_text(
-        text.replace('    "perplexity": perplexity,\n', '    "perplexity": perplexity,\n    "toy": toy,\n', 1)
+        text.replace('    "perplexity": Perplexity,\n', '    "perplexity": Perplexity,\n    "toy": Toy,\n', 1)
     )
     (place / "tables" / "spear" / "toys.yaml").write_text(SPEC)
     (place / "figures" / "spear" / "figure13.yaml").write_text(FIGURE)

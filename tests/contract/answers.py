@@ -36,7 +36,7 @@ from repro.engine.traffic import Copy  # noqa: E402
 from repro.jobs import compress, questions, requests, tokens  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.methods import subspec  # noqa: E402
-from repro.metrics import MODULES  # noqa: E402
+from repro.metrics import KINDS, bench, kernel_time, offload_time, similarity, timeline, tpot  # noqa: E402
 from repro.models import bits, masters  # noqa: E402
 from repro.models.lowbit import LowBitModel  # noqa: E402
 from repro.recipes import recipe  # noqa: E402
@@ -219,8 +219,8 @@ def workplace() -> Iterator[scales.Scale]:
         weights(small_models.llama(**shape), 0.25).save_pretrained(place)
         patch.chdir(folder)
         patch.setattr(corpora, "text", lambda *words: text(*words)[:20_000])  # tokenizing all takes seconds
-        patch.setattr(MODULES["similarity"], "DRAWS", 2)  # of twelve, which are sampled one token after another
-        patch.setattr(MODULES["similarity"], "LENGTH", 24)
+        patch.setattr(similarity, "DRAWS", 2)  # of twelve, which are sampled one token after another
+        patch.setattr(similarity, "LENGTH", 24)
         yield scales._build(SCALE | {"models": {"Llama-3.2-1B": str(place)}}, "the contract's scale")
 
 
@@ -233,58 +233,55 @@ def run(jobs: Iterable[Job]) -> None:
 
 def metric(name: str, at: scales.Scale) -> Numbers:
     """What a metric measures of the tiny model, through its jobs."""
-    module, (text, asked) = MODULES[name], ASKED[name]
+    text, asked = ASKED[name]
     target, answer = Target(at, at.models["Llama-3.2-1B"], text), {}
     for words in asked:
-        params = module.Params(**words)
-        jobs = module.jobs(params, target)
+        params = KINDS[name](**words)
+        jobs = params.jobs(target)
         run(jobs.values())
         found = {role: observations.load(job.folder / observations.FILE) for role, job in jobs.items()}
-        series = module.series(params, found, target)
-        measured = Quantity([series], lambda mean, params=params: module.value(params, mean))
+        series = params.series(found, target)
+        measured = Quantity([series], params.value)
         answer[" ".join(map(str, words.values()))] = float(np.mean(measured.interval().value))
     return answer
 
 
-def memory() -> Numbers:
+def of_memory() -> Numbers:
     """Gigabytes of a public shape."""
     steps = recipe.parse("bitbybit-w2").steps
-    return {"Llama-3.2-1B": MODULES["memory"].exact(MODULES["memory"].Params(), steps, scales.shape("Llama-3.2-1B"))}
+    return {"Llama-3.2-1B": KINDS["memory"]().exact(steps, scales.shape("Llama-3.2-1B"))}
 
 
-def offload_time() -> Numbers:
+def of_offload_time() -> Numbers:
     """What is shown of known times; a GPU measures them."""
-    module = MODULES["offload_time"]
     mean = {"iteration": 0.4, "draft": 0.1, "verify": 0.3, "streamed": 11e9, "block": 1e9, "bus": 50e9, "peak": 8e9}
     mean["passes"] = 5.0
-    shown = (*module.SHOWN, "share drafting", "ms a draft pass")
-    all_params = [module.Params("Qwen2.5-7B", "8GiB", show=show) for show in shown]
-    all_params.append(module.Params("Qwen2.5-7B", "8GiB", bus=20))
-    return {f"{params.show} {params.bus:g}": float(module.value(params, mean)) for params in all_params}
+    shown = (*offload_time.SHOWN, "share drafting", "ms a draft pass")
+    all_params = [KINDS["offload_time"]("Qwen2.5-7B", "8GiB", show=show) for show in shown]
+    all_params.append(KINDS["offload_time"]("Qwen2.5-7B", "8GiB", bus=20))
+    return {f"{params.show} {params.bus:g}": float(params.value(mean)) for params in all_params}
 
 
-def timeline() -> Numbers:
+def of_timeline() -> Numbers:
     """The spans of an iteration of known copies and passes; a GPU measures them."""
-    module = MODULES["timeline"]
     lanes = {
         "copies": [Copy(0.0, 1.0, 5), Copy(9.5, 11.0, 5), Copy(13.0, 14.0, 5)],
         "draft passes": [Copy(1, 2, 0), Copy(10, 12.5, 0)],
         "verification": [Copy(3, 9, 0), Copy(12.5, 15.5, 0)],
     }
     found = {}
-    for lane, spans in module.spans_of(lanes, subspec.Config(depth=1), 1).items():
+    for lane, spans in timeline.spans_of(lanes, subspec.Config(depth=1), 1).items():
         found |= {f"{lane} begin": sum(a for a, _ in spans), f"{lane} end": sum(b for _, b in spans)}
     return found
 
 
-def shape_decode() -> Numbers:
+def of_shape_decode() -> Numbers:
     """What is shown of a known step; a GPU measures it."""
-    module = MODULES["shape_decode"]
-    all_params = [module.Params("Llama-2-7B", "s50", show=show) for show in ("tokens/s", "ms")]
-    return {params.show: float(module.value(params, {"ms": 4.0})) for params in all_params}
+    all_params = [KINDS["shape_decode"]("Llama-2-7B", "s50", show=show) for show in ("tokens/s", "ms")]
+    return {params.show: float(params.value({"ms": 4.0})) for params in all_params}
 
 
-def kernel_time() -> Numbers:
+def of_kernel_time() -> Numbers:
     """What is shown of one row of kernel times."""
     row = kernel_rows.Row(
         *("w4-g128", "wna16_gemv", "fp16", 4096, 4096, 16, "cold", "ok", 4.0, 3.9, 4.2),
@@ -293,14 +290,14 @@ def kernel_time() -> Numbers:
         relerr=1e-3,
         rounds=25,
     )
-    return {name: float(show(row)) for name, show in MODULES["kernel_time"].SHOWN.items()}
+    return {name: float(show(row)) for name, show in kernel_time.SHOWN.items()}
 
 
-def tpot() -> Numbers:
+def of_tpot() -> Numbers:
     """Times of a text from made-up steps."""
-    module, facts = MODULES["tpot"], {"shape": "shape/Llama-3-8B", "device": "", "commit": "", "timed": 64}
+    facts = {"shape": "shape/Llama-3-8B", "device": "", "commit": "", "timed": 64}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BUILT", Path(folder))
+        patch.setattr(tpot, "BUILT", Path(folder))
         for bits, short, long in ((16, 4.6, 5.4), (8, 2.6, 3.4), (4, 2.0, 2.8)):
             for context, ms in ((128, short), (4096, long)):
                 write_text(
@@ -314,26 +311,25 @@ def tpot() -> Numbers:
         signal = facts | {"listening ms": 2.02, "plain ms": 2.0}
         write_text(Path(folder) / "signal.json", json.dumps(signal))
         shows = ("ms", "times", "16 bits", "8 bits", "cache", "mixing", "PPLE", "switching")
-        asked = [module.Params(show, "900", "flexquant(layers=8)") for show in shows]
-        return {params.show: module.quantity(params).interval().value for params in asked}
+        asked = [KINDS["tpot"](show, "900", "flexquant(layers=8)") for show in shows]
+        return {params.show: params.read().interval().value for params in asked}
 
 
-def bench() -> Numbers:
+def of_bench() -> Numbers:
     """A number of a file that a bench has written."""
-    module = MODULES["bench"]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BUILT", Path(folder))
+        patch.setattr(bench, "BUILT", Path(folder))
         (Path(folder) / "offload").mkdir()
         write_text(Path(folder) / "offload" / "limit.json", json.dumps({"growth_bytes": 3.5}))
-        return {"growth": module.quantity(module.Params("offload", "limit", "growth_bytes")).interval().value}
+        return {"growth": KINDS["bench"]("offload", "limit", "growth_bytes").read().interval().value}
 
 
-def derived() -> Numbers:
+def of_derived() -> Numbers:
     """Arithmetic over operands."""
-    params = MODULES["derived"].Params(
+    params = KINDS["derived"](
         "100 * (b - s) / (b - f)", {"s": "{recipe}", "b": RTN, "f": "fp16"}, {"kind": "perplexity"}
     )
-    values = dict(zip(MODULES["derived"].parts(params), (3.0, 5.0, 1.0)))
+    values = dict(zip(params.parts(), (3.0, 5.0, 1.0)))
     return {"share": compose(params.quantity, {key: constant(value) for key, value in values.items()}).interval().value}
 
 
@@ -389,7 +385,7 @@ def asked_questions(at: scales.Scale) -> Numbers:
 
 def names() -> list[str]:
     """Every step, metric and shared job."""
-    return [*STEPS, *MODULES, *versions.SHARED]
+    return [*STEPS, *KINDS, *versions.SHARED]
 
 
 def answer(name: str, at: scales.Scale) -> Numbers:
@@ -402,14 +398,14 @@ def answer(name: str, at: scales.Scale) -> Numbers:
     alone = {
         "saved": saved,
         "master": master,
-        "memory": memory,
-        "kernel_time": kernel_time,
-        "derived": derived,
-        "offload_time": offload_time,
-        "timeline": timeline,
-        "shape_decode": shape_decode,
-        "tpot": tpot,
-        "bench": bench,
+        "memory": of_memory,
+        "kernel_time": of_kernel_time,
+        "derived": of_derived,
+        "offload_time": of_offload_time,
+        "timeline": of_timeline,
+        "shape_decode": of_shape_decode,
+        "tpot": of_tpot,
+        "bench": of_bench,
     }
     with contextlib.redirect_stdout(io.StringIO()):
         if name in alone:
@@ -418,7 +414,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
             return asked_questions(at)
         if name in versions.SHARED:
             return shared(name, at)
-        return metric(name, at) if name in MODULES else step(name)
+        return metric(name, at) if name in KINDS else step(name)
 
 
 def main() -> None:

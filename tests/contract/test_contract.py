@@ -1,5 +1,6 @@
 """A result that changed without a new VERSION is red: known answers of every step, metric and shared job."""
 
+import inspect
 import json
 import math
 
@@ -67,9 +68,10 @@ def test_a_changed_result_has_a_new_version(name, at):
     known, version = KNOWN[name], versions.of(name)
     assert known["version"] == version, f"VERSION of {name} is {version}, its answer is of {known['version']}; {again}"
     found = difference(name, answers.answer(name, at), known["numbers"])
+    file = inspect.getfile(versions.written(name))
     assert not found, (
         f"{name}: {found}, and its VERSION is still {version}. If that is meant, set VERSION = {version + 1} in "
-        f"{versions.module(name).__file__}, which makes stored results of it stale, and {again}; else mend the change"
+        f"{file}, which makes stored results of it stale, and {again}; else mend the change"
     )
 
 

@@ -380,7 +380,7 @@ def scored(calibrated, evaluated, recipe="gptq-w4-pc"):
     facts = {"name": "mine", "about": "a test", "models": {}, "corpora": {"wikitext2": "held-out", "c4": evaluated}}
     given = {"calibration": {"corpus": calibrated, "sequences": 2, "length": 8}}
     target = Target(scales.load(facts | given), "pocket-3m", recipe)
-    return perplexity.jobs(perplexity.Params("wikitext2"), target)
+    return perplexity.Perplexity("wikitext2").jobs(target)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_the_parts_of_a_data_set_are_other_texts():
 @pytest.mark.parametrize("name", scales.names())
 def test_no_scale_calibrates_on_what_it_evaluates(name):
     at = scales.load(name=name)
-    assert perplexity.jobs(perplexity.Params("wikitext2"), Target(at, "pocket-3m", "gptq-w4-pc"))
+    assert perplexity.Perplexity("wikitext2").jobs(Target(at, "pocket-3m", "gptq-w4-pc"))
 
 
 # --- the data mirror --------------------------------------------------------------------------------------------------

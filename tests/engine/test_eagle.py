@@ -169,15 +169,15 @@ def test_a_file_too_large_for_the_repository_is_not_written(monkeypatch, tmp_pat
 def test_the_acceptance_cell_takes_a_head_that_is_there(written, monkeypatch, tmp_path):
     given = {"acceptance": {"prompts": 1, "tokens": 5}}
     target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-3m", "fp16")
-    params = acceptance.Params("gsm8k", draft="eagle2")
+    params = acceptance.Acceptance("gsm8k", draft="eagle2")
     monkeypatch.setattr(eagle, "HEADS", tmp_path / "nothing")
-    assert acceptance.jobs(params, target) is None
+    assert params.jobs(target) is None
     monkeypatch.setattr(eagle, "HEADS", written.parent)
-    made = acceptance.jobs(params, target)["prompts"]
+    made = params.jobs(target)["prompts"]
     assert json.loads(made.inputs)["draft_head"] == head_files.identity(written)
-    acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
+    acceptance.Acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
     assert observations.load(tmp_path / observations.FILE).series["tokens"].values[0] >= 5
-    assert acceptance.limits(params) == (1, 7)
+    assert params.limits == (1, 7)
 
 
 def test_the_command_trains_and_writes(tmp_path, monkeypatch, capsys):

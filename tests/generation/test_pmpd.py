@@ -15,7 +15,7 @@ from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.schedule import Controller
 from repro.metrics import switching
-from repro.metrics.switching import Params
+from repro.metrics.switching import Switching
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.store import observations
@@ -105,11 +105,11 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
     at = scales.load(name="pocket").on("cpu")
     small = switching.Protocol(prompts=3, new_tokens=20, context=120, validation=1, together=3)
     target = Target(replace(at, protocols=at.protocols | {"switching": small}), "pocket-3m", RECIPE)
-    params = Params("agreement", schedule=SCHEDULE, control="learned")
+    params = Switching("agreement", schedule=SCHEDULE, control="learned")
     monkeypatch.setattr(pmpd, "HEADS", tmp_path)
-    assert switching.jobs(params, target) is None
+    assert params.jobs(target) is None
     monkeypatch.setattr(pmpd, "HEADS", trained.parent)
-    job = switching.jobs(params, target)["texts"]
+    job = params.jobs(target)["texts"]
     assert json.loads(job.inputs)["scheduler"] == head_files.identity(trained) and "signal" not in dict(job.needs)
     asked = []
 
@@ -119,7 +119,7 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
 
     monkeypatch.setattr(pmpd, "chosen", chosen)
     with built_under(tmp_path):
-        (job,) = switching.jobs(params, target).values()
+        (job,) = params.jobs(target).values()
         for each in distinct([job]):
             if not runner.done(each):
                 runner.run(each)
@@ -134,7 +134,7 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
 def test_learned_takes_two_widths_and_no_window():
     for schedule in ("flexquant(path=[4, 3])", "flexquant(window=0)", "flexquant(path=[4, 3], window=0, interval=9)"):
         with pytest.raises(UserError, match="learned takes two widths"):
-            Params("KL", schedule=schedule, control="learned")
+            Switching("KL", schedule=schedule, control="learned")
 
 
 def test_table_1_has_the_learned_row():

@@ -25,7 +25,7 @@ DRAWS = {"draws": 12, "sampled": 6, "passages": 3, "length": 96}
 )
 def test_what_the_jobs_of_a_text_declare(kind, params, inputs, options, recipe):
     target = Target(scale.load({"llamacpp": {"chunks": 3}}, "pocket"), "pocket-3m", recipe)
-    (job,) = KINDS[kind].jobs(KINDS[kind].Params(**params), target).values()
+    (job,) = KINDS[kind](**params).jobs(target).values()
     made = compress.job(target)
     text = {"text": corpora.identifier("wikitext2", target.scale.hub)}
     assert job.declared() == target.inputs() | text | {"calibration": made.declared().get("calibration")} | inputs

@@ -309,17 +309,15 @@ def test_what_is_shown_is_weighted_by_parameters():
         for what, column in zip(("zeros", "parameters"), columns):
             held[f"{what}/{kind}"] = Series(np.asarray(column, dtype=float), "layers", "g")
     for of, wanted in {"": 42.5, "q_proj": 20.0, "down_proj": 50.0}.items():
-        params = reached.Params("wikitext2", of)
-        series = reached.series(params, {"zeros": Observations(held, {})}, None)
-        assert reached.value(params, {n: one.values.mean() for n, one in series.items()}) == pytest.approx(wanted)
-    assert reached.series(reached.Params("wikitext2", "k_proj"), {"zeros": Observations(held, {})}, None) == {}
+        params = reached.Sparsity("wikitext2", of)
+        series = params.series({"zeros": Observations(held, {})}, None)
+        assert params.value({n: one.values.mean() for n, one in series.items()}) == pytest.approx(wanted)
+    assert reached.Sparsity("wikitext2", "k_proj").series({"zeros": Observations(held, {})}, None) == {}
 
 
 def test_a_scale_that_compares_nothing_counts_nothing():
     for keys in ({"perplexity": None}, {"perplexity": {"kl_windows": 0}}):
-        assert (
-            reached.jobs(reached.Params("wikitext2"), Target(scales.load(keys, "pocket"), "pocket-3m", "fp16")) is None
-        )
+        assert reached.Sparsity("wikitext2").jobs(Target(scales.load(keys, "pocket"), "pocket-3m", "fp16")) is None
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ def job(tmp_path_factory):
     name = engines.save("llama", tmp_path_factory.mktemp("tiny"))
     given = {"acceptance": {"prompts": 2, "tokens": 12}}
     target = Target(scales.load(given, name="pocket").on("cpu"), name, "fp16")
-    made = acceptance.jobs(acceptance.Params("mt-bench", depth=6, top_k=2), target)["prompts"]
+    made = acceptance.Acceptance("mt-bench", depth=6, top_k=2).jobs(target)["prompts"]
     folder = tmp_path_factory.mktemp("job")
     origin = observations.origin(made, {})
-    acceptance.run(made, {}, folder, origin)
+    acceptance.Acceptance.run(made, {}, folder, origin)
     return made, observations.load(folder / observations.FILE)
 
 
@@ -45,18 +45,16 @@ def test_the_job_counts_what_every_prompt_accepts(job):
     tokens, iterations, repeated = (found.series[name].values for name in ("tokens", "iterations", "repeated"))
     median = found.series["median"].values
     assert len(tokens) == len(iterations) == len(median) == len(repeated) == 2
-    params = acceptance.Params("mt-bench", show="median iteration")
-    assert acceptance.series(params, {"prompts": found}, None).keys() == {"median"}
-    assert acceptance.value(params, {"median": 3.5}) == 3.5
-    passes = acceptance.Params("mt-bench", show="draft passes")
-    shown = acceptance.series(passes, {"prompts": found}, None)
-    assert shown["passes"].values.tolist() == [6.0, 6.0] and acceptance.limits(passes) == (0.0, 48.0)
+    params = acceptance.Acceptance("mt-bench", show="median iteration")
+    assert params.series({"prompts": found}, None).keys() == {"median"}
+    assert params.value({"median": 3.5}) == 3.5
+    passes = acceptance.Acceptance("mt-bench", show="draft passes")
+    shown = passes.series({"prompts": found}, None)
+    assert shown["passes"].values.tolist() == [6.0, 6.0] and passes.limits == (0.0, 48.0)
     for count, many, typical in zip(tokens, iterations, median):
         assert 1 <= typical <= 7 and (many > 2 or typical == count - 1), "without the prefill's token"
     assert (tokens >= 12).all() and (iterations >= 2).all() and (tokens <= 1 + (iterations - 1) * 7).all()
-    assert (
-        acceptance.value(acceptance.Params("mt-bench"), {"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
-    )
+    assert acceptance.Acceptance("mt-bench").value({"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
     declared = json.loads(made.inputs)
     assert declared["draft"] == vars(subspec.Config(depth=6, top_k=2)) and declared["prompts"] != "mt-bench"
 
@@ -70,23 +68,23 @@ def test_prompts_are_the_authors_draw_and_hash_into_the_job(job):
 def test_other_drafts_temperatures_and_sets_are_other_jobs():
     target = Target(scales.load(name="pocket"), "pocket-3m", "fp16")
     all_params = [
-        acceptance.Params("mt-bench"),
-        acceptance.Params("gsm8k"),
-        acceptance.Params("mt-bench", temperature=0.6),
-        acceptance.Params("mt-bench", bits=3),
-        acceptance.Params("mt-bench", depth=32),
-        acceptance.Params("mt-bench", top_k=4),
-        acceptance.Params("mt-bench", draft_temperature=1.0),
-        acceptance.Params("mt-bench", draft="self"),
-        acceptance.Params("mt-bench", draft="small", draft_model="Qwen2.5-1.5B"),
-        acceptance.Params("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=64),
-        acceptance.Params("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=128),
+        acceptance.Acceptance("mt-bench"),
+        acceptance.Acceptance("gsm8k"),
+        acceptance.Acceptance("mt-bench", temperature=0.6),
+        acceptance.Acceptance("mt-bench", bits=3),
+        acceptance.Acceptance("mt-bench", depth=32),
+        acceptance.Acceptance("mt-bench", top_k=4),
+        acceptance.Acceptance("mt-bench", draft_temperature=1.0),
+        acceptance.Acceptance("mt-bench", draft="self"),
+        acceptance.Acceptance("mt-bench", draft="small", draft_model="Qwen2.5-1.5B"),
+        acceptance.Acceptance("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=64),
+        acceptance.Acceptance("mt-bench", draft="specexec", draft_model="Llama-3.2-1B", budget=128),
     ]
-    assert len({acceptance.jobs(params, target)["prompts"].id for params in all_params}) == len(all_params)
-    named = acceptance.Params("mt-bench", draft_temperature=0.2)  # the default, in words
-    assert acceptance.jobs(named, target)["prompts"].id == acceptance.jobs(all_params[0], target)["prompts"].id
-    shown = acceptance.Params("mt-bench", show="repeated 4-grams", unit="fraction")
-    assert acceptance.jobs(shown, target)["prompts"].id == acceptance.jobs(all_params[0], target)["prompts"].id
+    assert len({params.jobs(target)["prompts"].id for params in all_params}) == len(all_params)
+    named = acceptance.Acceptance("mt-bench", draft_temperature=0.2)  # the default, in words
+    assert named.jobs(target)["prompts"].id == all_params[0].jobs(target)["prompts"].id
+    shown = acceptance.Acceptance("mt-bench", show="repeated 4-grams", unit="fraction")
+    assert shown.jobs(target)["prompts"].id == all_params[0].jobs(target)["prompts"].id
 
 
 def test_a_build_measures_the_beginnings_of_the_first_prompts():
@@ -107,11 +105,11 @@ def test_a_repeated_text_is_counted():
 def test_the_less_repetitive_half_leaves_out_what_repeats_most():
     values = {"tokens": [10.0, 20, 30, 40, 50], "iterations": [5.0, 4, 3, 2, 1], "repeated": [0.1, 0.9, 0.2, 0.8, 0.3]}
     found = {"prompts": Observations({k: Series(np.array(v), "items", "g") for k, v in values.items()}, {})}
-    half = acceptance.series(acceptance.Params("gsm8k", show="less repetitive half"), found, None)
+    half = acceptance.Acceptance("gsm8k", show="less repetitive half").series(found, None)
     assert half["tokens"].values.tolist() == [10, 30, 50] and half["iterations"].values.tolist() == [5, 3, 1]
-    whole = acceptance.series(acceptance.Params("gsm8k"), found, None)
+    whole = acceptance.Acceptance("gsm8k").series(found, None)
     mean = {name: one.values.mean() for name, one in whole.items()}
-    assert acceptance.value(acceptance.Params("gsm8k"), mean) == 150 / 15
+    assert acceptance.Acceptance("gsm8k").value(mean) == 150 / 15
 
 
 @pytest.mark.parametrize(
@@ -130,14 +128,12 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
 )
 def test_bad_asks_are_one_sentence(given, said):
     with pytest.raises(UserError, match=said):
-        acceptance.Params(**given)
+        acceptance.Acceptance(**given)
 
 
 def test_a_set_that_is_not_here_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("REPRO_DATA", raising=False)
-    assert "REPRO_DATA" in acceptance.lacking(acceptance.Params("alpaca")) and not acceptance.lacking(
-        acceptance.Params("gsm8k")
-    )
+    assert "REPRO_DATA" in acceptance.Acceptance("alpaca").lacking() and not acceptance.Acceptance("gsm8k").lacking()
 
 
 def test_the_draft_leaves_the_target_as_it_is(tmp_path):
@@ -152,7 +148,7 @@ def test_the_draft_leaves_the_target_as_it_is(tmp_path):
 
 def test_the_declared_inputs_of_a_subspec_draft_are_those_of_the_stored_results():
     target = Target(scales.load(name="pocket"), "pocket-10m", "fp16")
-    declared = json.loads(acceptance.jobs(acceptance.Params("gsm8k"), target)["prompts"].inputs)
+    declared = json.loads(acceptance.Acceptance("gsm8k").jobs(target)["prompts"].inputs)
     assert "draft_model" not in declared and declared["draft"] == vars(subspec.Config())
 
 
@@ -210,16 +206,16 @@ def test_table_4_sweeps_the_budget_and_table_7_the_target():
 
 def test_a_scale_without_the_draft_model_has_no_job():
     target = Target(scales.load(name="pocket"), "pocket-10m", "fp16")
-    assert acceptance.jobs(acceptance.Params("gsm8k", draft="small", draft_model="Qwen2.5-3B"), target) is None
+    assert acceptance.Acceptance("gsm8k", draft="small", draft_model="Qwen2.5-3B").jobs(target) is None
 
 
 @pytest.mark.parametrize("draft", [{"draft": "small"}, {"draft": "specexec", "budget": 12}])
 def test_a_job_drafts_with_a_model_of_its_own(tmp_path, draft):
     given = {"acceptance": {"prompts": 1, "tokens": 6}}
     target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-5m", "fp16")
-    made = acceptance.jobs(acceptance.Params("gsm8k", draft_model="Llama-3.2-1B", **draft), target)["prompts"]
+    made = acceptance.Acceptance("gsm8k", draft_model="Llama-3.2-1B", **draft).jobs(target)["prompts"]
     assert made.given()["draft_model"] == "pocket-3m"
-    acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
+    acceptance.Acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
     kept = observations.load(tmp_path / observations.FILE).series
     assert 1 < kept["tokens"].values[0] / kept["iterations"].values[0]
 
@@ -239,9 +235,9 @@ def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
     )
     lengths = {}
     for draft in ("self", "subspec"):
-        job = acceptance.jobs(acceptance.Params("mt-bench", draft=draft, depth=6, top_k=1, bits=2), target)["prompts"]
+        job = acceptance.Acceptance("mt-bench", draft=draft, depth=6, top_k=1, bits=2).jobs(target)["prompts"]
         (tmp_path / draft).mkdir()
-        acceptance.run(job, {}, tmp_path / draft, observations.origin(job, {}))
+        acceptance.Acceptance.run(job, {}, tmp_path / draft, observations.origin(job, {}))
         kept = observations.load(tmp_path / draft / observations.FILE).series
         lengths[draft] = kept["tokens"].values[0] / kept["iterations"].values[0]
     assert lengths["self"] == 15 / 3 > lengths["subspec"]  # the prefill and two whole paths of 6 with their bonus
@@ -267,6 +263,6 @@ def test_the_command_reads_numbers(capsys, monkeypatch, tmp_path):
 
 
 def test_intervals_end_at_one_token_and_at_a_whole_path():
-    assert acceptance.limits(acceptance.Params("mt-bench")) == (1, 49)
-    assert acceptance.limits(acceptance.Params("mt-bench", depth=32)) == (1, 33)
-    assert acceptance.limits(acceptance.Params("mt-bench", show="repeated 4-grams")) == (0, 1)
+    assert acceptance.Acceptance("mt-bench").limits == (1, 49)
+    assert acceptance.Acceptance("mt-bench", depth=32).limits == (1, 33)
+    assert acceptance.Acceptance("mt-bench", show="repeated 4-grams").limits == (0, 1)

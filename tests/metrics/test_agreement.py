@@ -7,7 +7,7 @@ import pytest
 
 from repro.core.errors import UserError
 from repro.jobs.target import Target
-from repro.metrics.agreement import Params, jobs, limits, series, value
+from repro.metrics.agreement import Agreement
 from repro.papers.cell import Cell
 from repro.specs import scale
 from repro.stats.quantity import Quantity, compose
@@ -19,7 +19,7 @@ ONE = np.array([9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0])
 
 def shown(params, one, other):
     means = {f"{role} {i}": x for role, damage in (("one", one), ("other", other)) for i, x in enumerate(damage)}
-    return float(value(params, means))
+    return float(params.value(means))
 
 
 @pytest.mark.parametrize(
@@ -33,29 +33,29 @@ def shown(params, one, other):
     ],
 )
 def test_known_answers(other, rho, jaccard, mismatch, moved):
-    found = [shown(Params(show, ""), ONE, other) for show in ("rho", "jaccard", "mismatch", "moved")]
+    found = [shown(Agreement(show, ""), ONE, other) for show in ("rho", "jaccard", "mismatch", "moved")]
     assert found == pytest.approx([rho, jaccard, mismatch, moved])
 
 
 def test_the_top_is_a_share_of_the_layers_rounded_and_ties_go_to_the_earlier_layer():
-    assert shown(Params("jaccard", "", top=0.1), np.ones(14), np.r_[1.0, np.zeros(13)]) == 1
-    assert shown(Params("jaccard", "", top=0.3), np.arange(14.0), np.r_[np.zeros(10), 1, 2, 3, 9]) == 1, "4 of 14"
+    assert shown(Agreement("jaccard", "", top=0.1), np.ones(14), np.r_[1.0, np.zeros(13)]) == 1
+    assert shown(Agreement("jaccard", "", top=0.3), np.arange(14.0), np.r_[np.zeros(10), 1, 2, 3, 9]) == 1, "4 of 14"
     for odd in (0, 1.1):
         with pytest.raises(UserError, match="top is"):
-            Params("rho", "", top=odd)
+            Agreement("rho", "", top=odd)
 
 
 def test_jaccard_of_14_layers_has_five_values():
     orders = [np.random.default_rng(seed).permutation(14) for seed in range(300)]
-    found = {round(shown(Params("jaccard", ""), orders[0], order), 6) for order in orders}
+    found = {round(shown(Agreement("jaccard", ""), orders[0], order), 6) for order in orders}
     assert found <= {0, round(1 / 7, 6), round(1 / 3, 6), 0.6, 1.0} and len(found) >= 4
 
 
 def test_both_recipes_are_measured_on_the_same_sequences_and_full_precision_gives_nothing():
     at = Target(scale.load(name="pocket"), "pocket-3m", "rtn-w4-pc")
-    found = jobs(Params("rho", "gptq-w4-pc"), at)
+    found = Agreement("rho", "gptq-w4-pc").jobs(at)
     assert [job.steps for job in found.values()] == [("rtn",), ("gptq",)] and list(found) == ["one", "other"]
-    assert series(Params("rho", "gptq-w4-pc"), {"other": Observations({}, {})}, at) == {}
+    assert Agreement("rho", "gptq-w4-pc").series({"other": Observations({}, {})}, at) == {}
 
 
 def quantity(show, noise):
@@ -66,9 +66,9 @@ def quantity(show, noise):
         values = ONE[:, None] + noise * random.normal(size=(10, 64))
         series_ = {f"damage {i}": Series(row, "sequences", "probe") for i, row in enumerate(values)}
         held[role] = Observations(series_ | {"loss 0": Series(ONE, "sequences", "text")}, {})
-    found = series(Params(show, ""), held, None)
+    found = Agreement(show, "").series(held, None)
     assert list(found) == [f"{role} {i}" for role in ("one", "other") for i in range(10)]
-    return Quantity([found], lambda mean: value(Params(show, ""), mean), True)
+    return Quantity([found], lambda mean: Agreement(show, "").value(mean), True)
 
 
 def test_ranks_have_the_interval_that_resampling_gives():
@@ -81,12 +81,12 @@ def test_ranks_have_the_interval_that_resampling_gives():
 
 
 def test_intervals_end_where_a_kind_has_its_limits():
-    cell = Cell(*[""] * 7, measure="agreement", params=Params("rho", ""), recipe="rtn-w4-pc")
+    cell = Cell(*[""] * 7, measure="agreement", params=Agreement("rho", ""), recipe="rtn-w4-pc")
     flow = Workflow(scale.load(name="pocket"), recorded=False)
     whole = flow.of_series(cell, quantity("rho", 2.0).seeds)
     free = quantity("rho", 2.0).interval()
     assert free.hi > 1 and whole.interval() == replace(free, hi=1.0)
     assert compose("r", {"r": whole}).interval().hi == 1 and compose("2 * r", {"r": whole}).interval().hi > 2
-    assert limits(Params("jaccard", "")) == (0, 1) and limits(Params("mismatch", "")) == limits(
-        Params("moved", "")
-    ) == (0, 100)
+    assert Agreement("jaccard", "").limits == (0, 1) and Agreement("mismatch", "").limits == Agreement(
+        "moved", ""
+    ).limits == (0, 100)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from repro.metrics import bench
-from repro.metrics.bench import Params
+from repro.metrics.bench import Bench
 from repro.results import measure
 from repro.specs import scale as scales
 from repro.specs import tables
@@ -77,11 +77,11 @@ def test_peers_have_rows_with_a_number_or_the_reason(files):
 
 
 def test_what_was_built_here_comes_before_what_is_stored(files):
-    params = Params("offload", "limit", "growth_bytes")
-    assert bench.quantity(params) is None
+    params = Bench("offload", "limit", "growth_bytes")
+    assert params.read() is None
     files("results/offload", "limit", growth_bytes=1)
     files("build/offload", "limit", growth_bytes=2)
-    assert bench.quantity(params).interval().value == 2 and bench.origin([params])["live"] == "fresh"
+    assert params.read().interval().value == 2 and Bench.origin([params])["live"] == "fresh"
 
 
 def test_the_targets_of_offloading_are_judged_by_what_the_bench_wrote(files):

@@ -67,13 +67,13 @@ def test_the_first_block_has_the_same_inputs_and_hooks_are_gone():
     assert np.array_equal(block_error.errors(full, tiny.model("llama"), ids, False), np.zeros((3, 2)))
 
 
-def shown(params: block_error.Params, values) -> float | np.ndarray:
+def shown(params: block_error.BlockError, values) -> float | np.ndarray:
     values = np.asarray(values, float)
     series = {"quantized/blocks": Series(values.mean(0), "layers")}
     series |= {f"quantized/{n}": Series(one, "windows", "g") for n, one in enumerate(values.T)}
     series |= {name.replace("quantized", "full"): Series(one.values * 10, one.units) for name, one in series.items()}
-    found = block_error.series(params, {"errors": Observations(series, {})}, None)
-    return block_error.value(params, {name: one.values.mean() for name, one in found.items()})
+    found = params.series({"errors": Observations(series, {})}, None)
+    return params.value({name: one.values.mean() for name, one in found.items()})
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def shown(params: block_error.Params, values) -> float | np.ndarray:
     ],
 )
 def test_means_and_halves(values, mean, later):
-    assert shown(block_error.Params(), values) == pytest.approx(mean)
-    assert shown(block_error.Params(show="later"), values) == pytest.approx(later)
-    assert shown(block_error.Params(inputs="full"), values) == pytest.approx(10 * mean)
+    assert shown(block_error.BlockError(), values) == pytest.approx(mean)
+    assert shown(block_error.BlockError(show="later"), values) == pytest.approx(later)
+    assert shown(block_error.BlockError(inputs="full"), values) == pytest.approx(10 * mean)
 
 
 def test_a_figure_gets_the_blocks_in_order():
@@ -96,20 +96,20 @@ def test_a_figure_gets_the_blocks_in_order():
         "quantized/blocks": Series(np.asarray([3.0, 1.0]), "layers"),
         "quantized/0": Series(np.ones(2), "windows"),
     }
-    (only,) = block_error.series(block_error.Params(show="blocks"), {"errors": Observations(series, {})}, None).values()
+    (only,) = block_error.BlockError(show="blocks").series({"errors": Observations(series, {})}, None).values()
     assert only.values.tolist() == [3.0, 1.0]
 
 
 def test_one_job_for_all_that_is_shown_and_none_without_windows():
     at = Target(scales.load(name="pocket"), "pocket-3m", "rtn-w4-pc")
     all_params = [
-        block_error.Params(),
-        block_error.Params(show="later"),
-        block_error.Params(inputs="full", show="blocks"),
+        block_error.BlockError(),
+        block_error.BlockError(show="later"),
+        block_error.BlockError(inputs="full", show="blocks"),
     ]
-    assert len({block_error.jobs(params, at)["errors"].id for params in all_params}) == 1
+    assert len({params.jobs(at)["errors"].id for params in all_params}) == 1
     bare = scales.load({"perplexity": {"kl_windows": 0}}, "pocket")
-    assert block_error.jobs(block_error.Params(), Target(bare, "pocket-3m", "rtn-w4-pc")) is None
+    assert block_error.BlockError().jobs(Target(bare, "pocket-3m", "rtn-w4-pc")) is None
 
 
 def test_bad_input_is_one_sentence():

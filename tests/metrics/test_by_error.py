@@ -8,7 +8,7 @@ import torch
 from repro.core.errors import UserError
 from repro.jobs.target import Target
 from repro.metrics import by_error
-from repro.metrics.by_error import Params, jobs, quartiles, series, value
+from repro.metrics.by_error import ByError, quartiles
 from repro.models.lowbit import block_linears
 from repro.papers.cell import Cell
 from repro.specs import scale
@@ -18,9 +18,9 @@ from repro.workflow.workflow import Workflow
 
 
 def shown(found, quartile):
-    params = Params("rtn-w4-pc", quartile)
-    held = series(params, {"tokens": Observations(found, {})}, None)
-    return float(value(params, {name: one.values.mean() for name, one in held.items()}))
+    params = ByError("rtn-w4-pc", quartile)
+    held = params.series({"tokens": Observations(found, {})}, None)
+    return float(params.value({name: one.values.mean() for name, one in held.items()}))
 
 
 def test_known_answers():
@@ -31,7 +31,7 @@ def test_known_answers():
     assert found["nll 1"].units == "windows" and found["nll 1"].group == found["count 1"].group == "two windows"
     for odd in (0, 5):
         with pytest.raises(UserError, match=f"quartile is {odd}; it is 1, 2, 3 or 4"):
-            Params("rtn-w4-pc", odd)
+            ByError("rtn-w4-pc", odd)
 
 
 def test_tokens_against_a_slow_reference(monkeypatch, tmp_path):
@@ -48,7 +48,7 @@ def test_tokens_against_a_slow_reference(monkeypatch, tmp_path):
     words = {"model": "tiny", "device": "cpu", "dtype": "float32", "hub": False}
     words |= {"length": 20, "windows": 6, "label": "gptq-20"}
     job = type("job", (), {"given": lambda self: words})()
-    by_error.run(job, {"text": tmp_path, "base": base, "weights": model}, tmp_path, {})
+    by_error.ByError.run(job, {"text": tmp_path, "base": base, "weights": model}, tmp_path, {})
 
     rows = []
     for w in range(6):
@@ -71,9 +71,9 @@ def test_tokens_against_a_slow_reference(monkeypatch, tmp_path):
 def test_eight_windows_settle_a_difference_and_no_loss_by_itself():
     random, flow = np.random.default_rng(0), Workflow(scale.load(name="pocket"), recorded=False)
     errors, nll = random.random((8, 50)), random.normal(3, 1, (8, 50))
-    cell = Cell(*[""] * 7, measure="by_error", params=Params("rtn-w4-pc", 2), recipe="rtn-w4-pc")
+    cell = Cell(*[""] * 7, measure="by_error", params=ByError("rtn-w4-pc", 2), recipe="rtn-w4-pc")
     one, other = (
-        flow.of_series(cell, [series(cell.params, {"tokens": Observations(quartiles(errors, x, "c4"), {})}, None)])
+        flow.of_series(cell, [cell.params.series({"tokens": Observations(quartiles(errors, x, "c4"), {})}, None)])
         for x in (nll, nll + 0.5)
     )
     assert one.interval().lo is None
@@ -84,13 +84,13 @@ def test_eight_windows_settle_a_difference_and_no_loss_by_itself():
 def test_one_job_for_all_quartiles_and_another_for_another_base():
     at = Target(scale.load({"perplexity": {"windows": 8}}, "pocket"), "pocket-3m", "rtn-w4-pc + spear")
     first, last, other = (
-        jobs(params, at)["tokens"]
-        for params in (Params("rtn-w4-pc", 1), Params("rtn-w4-pc", 4), Params("rtn-w3-pc", 1))
+        params.jobs(at)["tokens"]
+        for params in (ByError("rtn-w4-pc", 1), ByError("rtn-w4-pc", 4), ByError("rtn-w3-pc", 1))
     )
     assert first.id == last.id != other.id and first.given()["windows"] == 8
     assert [role for role, _ in first.needs] == ["text", "base", "weights"]
-    plain = jobs(Params("rtn-w4-pc", 1), at.under("fp16"))["tokens"]
+    plain = ByError("rtn-w4-pc", 1).jobs(at.under("fp16"))["tokens"]
     assert [role for role, _ in plain.needs] == ["text", "base"]
-    assert jobs(Params("rtn-w4-pc", 1), Target(scale.load({"perplexity": None}, "pocket"), "pocket-3m", "fp16")) is None
+    assert ByError("rtn-w4-pc", 1).jobs(Target(scale.load({"perplexity": None}, "pocket"), "pocket-3m", "fp16")) is None
     with pytest.raises(UserError, match="calibrated on wikitext2-train-part"):
-        jobs(Params("rtn-w4-pc", 1, corpus="wikitext2-train-part"), at.under("gptq-w4-pc"))
+        ByError("rtn-w4-pc", 1, corpus="wikitext2-train-part").jobs(at.under("gptq-w4-pc"))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from repro.core.errors import UserError
 from repro.jobs.target import Target
-from repro.metrics import KINDS, curve, training
+from repro.metrics import curve, training
 from repro.specs import scale as scales
 from repro.store.observations import Observations, Series
 
@@ -18,9 +18,9 @@ def target(text: str) -> Target:
     return Target(AT, "pocket-3m", text)
 
 
-def shown(params: curve.Params, points, text: str = "paretoq(tokens=1024)"):
+def shown(params: curve.Curve, points, text: str = "paretoq(tokens=1024)"):
     held = {"step 0": Observations({training.LOSS: Series(np.asarray(points, float), "layers")}, {})}
-    found = curve.series(params, held, target(text))
+    found = params.series(held, target(text))
     return next(iter(found.values())).values.tolist() if found else None
 
 
@@ -40,24 +40,24 @@ FLAT = [1.0] * 20
     ],
 )
 def test_a_spike_is_above_the_median_before_it(points, count):
-    assert shown(curve.Params(), points) == [count]
+    assert shown(curve.Curve(), points) == [count]
 
 
 def test_factor_and_window_are_the_rules():
     points = [1, 1, 1, 1, 1.5, 1, 1]
-    assert [shown(curve.Params(factor=f, window=3), points) for f in (1.4, 1.5, 1.6)] == [[1], [0], [0]]
-    assert shown(curve.Params(factor=1.4, window=5), points) == [0], "it has four points before it"
+    assert [shown(curve.Curve(factor=f, window=3), points) for f in (1.4, 1.5, 1.6)] == [[1], [0], [0]]
+    assert shown(curve.Curve(factor=1.4, window=5), points) == [0], "it has four points before it"
 
 
 def test_a_block_that_starts_higher_is_no_spike():
     """64 sequences of 16 in batches of 2, one epoch: 32 steps a block, and as many points."""
     text, blocks = "bitbybit(tokens=1024, epochs=1, schedule=[w2a16])", [1.0] * 32 + [5.0] * 32
     assert curve.stretches(target(text)) == 32
-    assert shown(curve.Params(), blocks, text) == [0] and shown(curve.Params(), blocks) == [5], (
+    assert shown(curve.Curve(), blocks, text) == [0] and shown(curve.Curve(), blocks) == [5], (
         "end to end it is one curve"
     )
     blocks[40] = 10.0
-    assert shown(curve.Params(), blocks, text) == [1]
+    assert shown(curve.Curve(), blocks, text) == [1]
 
 
 def test_points_of_a_block_are_at_most_those_that_the_trainer_keeps():
@@ -71,12 +71,12 @@ def test_points_of_a_block_are_at_most_those_that_the_trainer_keeps():
 def test_merged_points_are_means_of_equal_stretches():
     text = "bitbybit(tokens=64, epochs=3, schedule=[w2a16])"  # 4 sequences, 2 steps an epoch: 6 points a block
     assert curve.stretches(target(text)) == 6
-    assert shown(curve.Params("loss", merged=3), range(12), text) == [1, 4, 7, 10]
-    assert shown(curve.Params("loss", merged=4), range(12), text) == [2.5, 8.5], (
+    assert shown(curve.Curve("loss", merged=3), range(12), text) == [1, 4, 7, 10]
+    assert shown(curve.Curve("loss", merged=4), range(12), text) == [2.5, 8.5], (
         "a block shorter than asked is one point"
     )
-    assert shown(curve.Params("place", merged=3), range(12), text) == [12.5, 37.5, 62.5, 87.5]
-    assert shown(curve.Params("loss"), range(12), text) == list(range(12))
+    assert shown(curve.Curve("place", merged=3), range(12), text) == [12.5, 37.5, 62.5, 87.5]
+    assert shown(curve.Curve("loss"), range(12), text) == list(range(12))
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
@@ -86,18 +86,18 @@ def test_merging_keeps_the_mean_of_blocks_that_divide(blocks, count):
 
 
 def test_nothing_is_shown_where_nothing_was_trained():
-    assert shown(curve.Params(), []) is None
-    assert curve.series(curve.Params(), {"step 0": Observations({}, {})}, target("rtn-w4-pc")) == {}
-    assert KINDS["curve"].module is curve and curve.jobs is training.jobs
+    assert shown(curve.Curve(), []) is None
+    assert curve.Curve().series({"step 0": Observations({}, {})}, target("rtn-w4-pc")) == {}
+    assert curve.Curve.jobs is training.Training.jobs
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: curve.Params(factor=1.0), "factor is 1.0; a spike rises, so it is above 1"),
-        (lambda: curve.Params(window=0), "window is 0; it is 1 or more"),
-        (lambda: curve.Params(merged=0), "merged is 0; it is 1 or more"),
-        (lambda: shown(curve.Params(), range(65), "bitbybit(tokens=1024)"), "65 points is not made of blocks of 64"),
+        (lambda: curve.Curve(factor=1.0), "factor is 1.0; a spike rises, so it is above 1"),
+        (lambda: curve.Curve(window=0), "window is 0; it is 1 or more"),
+        (lambda: curve.Curve(merged=0), "merged is 0; it is 1 or more"),
+        (lambda: shown(curve.Curve(), range(65), "bitbybit(tokens=1024)"), "65 points is not made of blocks of 64"),
     ],
 )
 def test_bad_input_is_one_sentence(make, said):

@@ -22,7 +22,7 @@ from repro.engine.core import Core
 from repro.jobs import questions
 from repro.jobs import requests as stored
 from repro.jobs.target import Target
-from repro.metrics import KINDS, exam
+from repro.metrics import exam
 from repro.models.lowbit import LowBitModel
 from repro.papers.cell import Cell
 from repro.render import content
@@ -169,15 +169,15 @@ def test_ifeval_without_nltks_data_is_not_run(monkeypatch):
     monkeypatch.setattr(generated.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(generated, "_splits_sentences", lambda: False)
     why = "ifeval: lm-eval's checkers need nltk's punkt_tab, not here (python -m nltk.downloader punkt_tab)"
-    assert exam.lacking(exam.Params("ifeval")) == why and not exam.lacking(exam.Params("gsm8k"))
+    assert exam.Exam("ifeval").lacking() == why and not exam.Exam("gsm8k").lacking()
     monkeypatch.setattr(generated, "_splits_sentences", lambda: True)
-    assert exam.lacking(exam.Params("ifeval")) == ""
+    assert exam.Exam("ifeval").lacking() == ""
 
 
 def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     monkeypatch.setattr(generated.importlib.util, "find_spec", lambda name: None if name == "langdetect" else object())
     why = "ifeval: lm-eval's checkers need langdetect, not installed here"
-    assert exam.lacking(exam.Params("ifeval")) == why and not exam.lacking(exam.Params("gsm8k"))
+    assert exam.Exam("ifeval").lacking() == why and not exam.Exam("gsm8k").lacking()
     with pytest.raises(UserError, match=why):
         generated.build("ifeval", small, models.tokenizer("pocket-3m", False))
     at = Workflow(scales.load(name="pocket"), recorded=False)
@@ -255,13 +255,13 @@ def test_a_model_with_attachments_is_decoded_by_transformers(monkeypatch):
 def test_chance_is_what_dealt_answers_get(right, dealt, want):
     both = {"gsm8k/correct": right, "gsm8k/chance": dealt}
     full = {name: Series((np.arange(200) < count).astype(float), "items") for name, count in both.items()}
-    assert exam.status(exam.Params("gsm8k"), full) == want
+    assert exam.Exam("gsm8k").status(full) == want
 
 
 @pytest.mark.parametrize(("share", "want"), [(0.25, "floor"), (0.33, "floor"), (0.4, "ok")])
 def test_chance_of_given_answers_is_the_tasks(share, want):
     full = {"mathqa-4/correct": Series((np.arange(200) < 200 * share).astype(float), "items")}
-    assert exam.status(exam.Params("mathqa-4"), full) == want
+    assert exam.Exam("mathqa-4").status(full) == want
 
 
 def score(shares):
@@ -278,7 +278,7 @@ def score(shares):
 
 def cells():
     bare = Cell("bitbybit", "table", "5", "", "Gsm8k", "Llama-3.2-1B", "acc_gsm8k", measure="exam",
-                params=exam.Params("gsm8k"), stand_in="pocket-3m")  # fmt: skip
+                params=exam.Exam("gsm8k"), stand_in="pocket-3m")  # fmt: skip
     return replace(bare, row="FP16", recipe="fp16"), replace(bare, row="low", recipe="rtn-w4-pc")
 
 
@@ -332,19 +332,17 @@ def test_table_5_asks_for_200_items_of_four_tasks():
 
 def test_one_job_a_task_and_none_without_a_protocol():
     at = scales.load({"exam": {"items": 5}}, "pocket")
-    ids = {
-        t: exam.jobs(exam.Params(t), Target(at, "pocket-3m", "fp16"))["items"] for t in ("gsm8k", "mathqa-4", "mmlu")
-    }
+    ids = {t: exam.Exam(t).jobs(Target(at, "pocket-3m", "fp16"))["items"] for t in ("gsm8k", "mathqa-4", "mmlu")}
     assert len({job.id for job in ids.values()}) == 3
     assert [[need.kind for _, need in job.needs] for job in ids.values()] == [["questions"], ["requests"], ["requests"]]
-    assert exam.jobs(exam.Params("mmlu"), Target(scales.load({"exam": None}, "pocket"), "pocket-3m", "fp16")) is None
-    assert KINDS["exam"].module is exam and rtn is not None
+    assert exam.Exam("mmlu").jobs(Target(scales.load({"exam": None}, "pocket"), "pocket-3m", "fp16")) is None
+    assert rtn is not None
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: exam.Params("gsm9k"), "unknown task of an exam 'gsm9k'; did you mean 'gsm8k'"),
+        (lambda: exam.Exam("gsm9k"), "unknown task of an exam 'gsm9k'; did you mean 'gsm8k'"),
         (lambda: exam.Protocol(items=1), "items is 1; it is 2 to 1,000,000"),
         (lambda: exam.Protocol(together=65), "together is 65; it is 1 to 64"),
         (lambda: generated.build("piqa", None, None), "unknown task with generated answers 'piqa'"),

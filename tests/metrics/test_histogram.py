@@ -79,26 +79,24 @@ HELD = {"counts": Observations({
      ("values", [2 * 2**0.5]), ("groups", [3.5])],
 )  # fmt: skip
 def test_what_is_shown(show, values):
-    (only,) = histogram.series(histogram.Params(show), HELD, None).values()
+    (only,) = histogram.Histogram(show).series(HELD, None).values()
     assert only.values.tolist() == pytest.approx(values)
-    assert histogram.value(histogram.Params(show), {show: only.values.mean()}) == only.values.mean()
+    assert histogram.Histogram(show).value({show: only.values.mean()}) == only.values.mean()
 
 
 def test_full_precision_has_no_codes():
     bare = {"counts": Observations({"weights": HELD["counts"].series["weights"]}, {})}
-    assert histogram.series(histogram.Params("codes"), bare, None) == {}
-    assert histogram.series(histogram.Params("values"), bare, None)["values"].values == pytest.approx(2 * 2**0.5)
+    assert histogram.Histogram("codes").series(bare, None) == {}
+    assert histogram.Histogram("values").series(bare, None)["values"].values == pytest.approx(2 * 2**0.5)
 
 
 def test_its_jobs():
     at = scales.load(name="pocket")
-    full, low = (
-        histogram.jobs(histogram.Params(), Target(at, "pocket-3m", t))["counts"] for t in ("fp16", "rtn-w4-pc")
-    )
+    full, low = (histogram.Histogram().jobs(Target(at, "pocket-3m", t))["counts"] for t in ("fp16", "rtn-w4-pc"))
     assert dict(full.needs) == {} and [job.kind for job in dict(low.needs).values()] == ["compress"]
     assert full.given()["bins"] == 101
     off = scales.load({"histogram": None}, "pocket")
-    assert histogram.jobs(histogram.Params(), Target(off, "pocket-3m", "fp16")) is None
+    assert histogram.Histogram().jobs(Target(off, "pocket-3m", "fp16")) is None
 
 
 def test_bad_input_is_one_sentence():

@@ -10,7 +10,7 @@ from repro.bench import kernel_list, peers, recorded
 from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.metrics import kernel_time
-from repro.metrics.kernel_time import Params
+from repro.metrics.kernel_time import KernelTime
 from repro.render import content
 from repro.render import figures as drawn
 from repro.render import tables as written
@@ -82,11 +82,11 @@ def flow():
 
 
 def number(expression, **all_params):
-    parts = {name: kernel_time.quantity(params) for name, params in all_params.items()}
+    parts = {name: params.read() for name, params in all_params.items()}
     return None if None in parts.values() else compose(expression, parts).interval()
 
 
-OURS, AWQ = Params("w4-g128/fp16/wna16_gemv"), Params("w4-g128/fp16/awq_gemv")
+OURS, AWQ = KernelTime("w4-g128/fp16/wna16_gemv"), KernelTime("w4-g128/fp16/awq_gemv")
 LARGE = dataclasses.replace(OURS, layers="large", show="fraction")
 
 
@@ -115,7 +115,7 @@ def test_the_interval_is_that_of_the_medians_and_a_rescaled_time_has_none(accept
 
 
 def test_the_fastest_of_those_asked_counts(accepted):
-    everybody = Params("bf16/bf16/torch.* w4-g128/*/awq_gemv", layers="4096x4096")
+    everybody = KernelTime("bf16/bf16/torch.* w4-g128/*/awq_gemv", layers="4096x4096")
     assert number("t", t=everybody).value == 15.0
     assert number("t", t=dataclasses.replace(everybody, who="*/torch.*")).value == 26.0
     assert number("t", t=dataclasses.replace(everybody, who="w4-g128/bf16/*")) is None
@@ -134,7 +134,7 @@ def test_warm_rows_and_failures_do_not_count(accepted):
     accepted(some)
     assert number("min(o)", o=LARGE).value == pytest.approx(0.8, rel=1e-4)
     assert number("geomean(o)", o=dataclasses.replace(OURS, mode="warm")).value == pytest.approx(1.0)
-    assert number("geomean(o)", o=Params("w4-g128/fp16/linear", "64")) is None
+    assert number("geomean(o)", o=KernelTime("w4-g128/fp16/linear", "64")) is None
 
 
 def test_a_time_as_it_was_recorded(accepted):
@@ -145,7 +145,7 @@ def test_a_time_as_it_was_recorded(accepted):
 
 def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
     one = [dataclasses.replace(OURS, layers="4096x4096")]
-    found = kernel_time.origin(one)
+    found = KernelTime.origin(one)
     assert (found["live"], found["status"], found["commit"], found["device"]) == (
         *("unattested", "ok"),
         *("0123456789", "NVIDIA H200"),
@@ -154,13 +154,13 @@ def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
     today = kernel_rows.versions(label)
     timed = [dataclasses.replace(r, machine="ab", versions=today) for r in rows() if r.label == label]
     accepted(timed)
-    found = kernel_time.origin(one)
+    found = KernelTime.origin(one)
     assert (found["live"], found["status"], found["artifacts"], found["note"]) == ("stored", "ok", "ab", "")
     accepted([dataclasses.replace(r, versions="timer=0") for r in timed])
-    assert kernel_time.origin(one)["status"] == "stale"
+    assert KernelTime.origin(one)["status"] == "stale"
     monkeypatch.setattr(kernel_rows, "BUILT", kernel_rows.files()[0])
     accepted(timed)
-    assert kernel_time.origin(one)["live"] == "fresh"
+    assert KernelTime.origin(one)["live"] == "fresh"
 
 
 def test_rows_built_here_win_over_accepted_ones(tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_rows_built_here_win_over_accepted_ones(tmp_path, monkeypatch):
     kernel_rows.BUILT.parent.mkdir()
     kernel_rows.BUILT.write_text(kernel_rows.to_csv([row("w4-g128", "wna16_gemv", "fp16", (4096, 4096), 1, 3.9, 3.8)]))
     one = dataclasses.replace(OURS, layers="4096x4096")
-    assert number("o", o=one).value == 3.9 and kernel_time.origin([one])["commit"] == "0123456789"
+    assert number("o", o=one).value == 3.9 and KernelTime.origin([one])["commit"] == "0123456789"
     assert number("o", o=dataclasses.replace(one, layers="8192x8192")).value != 3.9
 
 
@@ -176,11 +176,11 @@ def test_a_build_of_another_device_shows_that_device(tmp_path, monkeypatch, flow
     """As `make tables/kernels/targets.md` after a bench on an H100; without one the accepted H200 rows are shown."""
     monkeypatch.chdir(tmp_path)
     one = dataclasses.replace(OURS, layers="4096x4096")
-    assert kernel_time.origin([one])["device"] == "NVIDIA H200"
+    assert KernelTime.origin([one])["device"] == "NVIDIA H200"
     kernel_rows.BUILT.parent.mkdir()
     here = row("w4-g128", "wna16_gemv", "fp16", (4096, 4096), 1, 5.1, 4.9, device="NVIDIA H100 80GB HBM3")
     kernel_rows.BUILT.write_text(kernel_rows.to_csv([here]))
-    assert number("o", o=one).value == 5.1 and kernel_time.origin([one])["stand_in"] == "NVIDIA H100 80GB HBM3"
+    assert number("o", o=one).value == 5.1 and KernelTime.origin([one])["stand_in"] == "NVIDIA H100 80GB HBM3"
     assert number("o", o=dataclasses.replace(one, layers="8192x8192")) is None
     assert number("o", o=dataclasses.replace(one, device="NVIDIA H200")).value != 5.1
 
@@ -188,8 +188,8 @@ def test_a_build_of_another_device_shows_that_device(tmp_path, monkeypatch, flow
 @pytest.mark.parametrize(
     "params, said",
     [
-        (Params("x", layers="most"), "unknown layers 'most'"),
-        (Params("x", tokens="many"), "tokens is 'many', not a number"),
+        (KernelTime("x", layers="most"), "unknown layers 'most'"),
+        (KernelTime("x", tokens="many"), "tokens is 'many', not a number"),
     ],
 )
 def test_bad_params_are_sentences(params, said):
@@ -247,7 +247,9 @@ def test_the_specs_of_kernels_are_tables_and_figures_like_others():
 def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
     """What rescaling by the library's ratio is worth: tinygemm, recorded and measured."""
     for m, mean in (("1", 1.03), ("16", 1.03)):  # of one token the library is of a later run on 12 layers
-        library, here = (kernel_time.chosen(Params(who, m)) for who in ("bf16/bf16/torch.matmul", "w4-g128/*/tinygemm"))
+        library, here = (
+            kernel_time.chosen(KernelTime(who, m)) for who in ("bf16/bf16/torch.matmul", "w4-g128/*/tinygemm")
+        )
         times = {(r.N, r.K, r.M, r.mode): r.us for r in library.values()}
         moved = {f"{r.N}x{r.K}": us for r, _, us in recorded.bridge(times, recorded.recorded(), ["tinygemm_g128"])}
         ratios = [moved[layer] / row.us for layer, row in here.items() if layer in moved]

@@ -13,7 +13,7 @@ from repro.core.errors import UserError
 from repro.data import corpora, requests, tasks
 from repro.data import zeroshot as scoring
 from repro.jobs.target import Target
-from repro.metrics import KINDS, likelihood, zeroshot
+from repro.metrics import likelihood, zeroshot
 from repro.specs import scale as scales
 from repro.stats.quantity import compose
 from repro.store.observations import Observations, Series
@@ -48,21 +48,21 @@ def target():
 
 def test_one_job_of_its_own_scores_all_its_tasks(target):
     """Stored accuracies keep their declared inputs: `zeroshot` does not know of it."""
-    params = likelihood.Params(("piqa",))
-    (job,) = likelihood.jobs(params, target).values()
+    params = likelihood.Likelihood(("piqa",))
+    (job,) = params.jobs(target).values()
     assert job.kind == "likelihood" and job.given()["tasks"] == ["piqa", "cloze-far"]
-    assert likelihood.jobs(likelihood.Params(("cloze-far",), "nll"), target)["items"].id == job.id
+    assert likelihood.Likelihood(("cloze-far",), "nll").jobs(target)["items"].id == job.id
     before = target.scale.protocols["zeroshot"]
-    assert job.id not in str(zeroshot.jobs(zeroshot.Params(("piqa",)), target)) and "cloze-far" not in before.tasks
+    assert job.id not in str(zeroshot.ZeroShot(("piqa",)).jobs(target)) and "cloze-far" not in before.tasks
     values = Series(np.array([-0.5, -0.7, -0.1, -1.7]), "items", "lm-eval: piqa")
     kept = {"piqa/choice": values, "piqa/correct": values}
-    series = likelihood.series(params, {"items": Observations(kept, {})}, target)
+    series = params.series({"items": Observations(kept, {})}, target)
     assert list(series) == ["piqa/choice"] and series["piqa/choice"].group == "lm-eval: piqa"
     assert series["piqa/choice"].values.tolist() == [-0.75]
-    right = likelihood.series(likelihood.Params(("piqa",), "correct"), {"items": Observations(kept, {})}, target)
+    right = likelihood.Likelihood(("piqa",), "correct").series({"items": Observations(kept, {})}, target)
     assert right["piqa/correct"].values.tolist() == values.values.tolist(), "of accuracy every item is stored"
-    assert likelihood.value(params, {"piqa/choice": -0.6}) == pytest.approx(-0.6)
-    assert likelihood.jobs(likelihood.Params(("boolq",)), target) is None, "the scale does not measure it"
+    assert params.value({"piqa/choice": -0.6}) == pytest.approx(-0.6)
+    assert likelihood.Likelihood(("boolq",)).jobs(target) is None, "the scale does not measure it"
 
 
 @pytest.mark.parametrize("count", [8, 1175, 2])
@@ -91,7 +91,7 @@ def test_what_is_kept_of_an_item(monkeypatch, tmp_path, target):
         saved = {}
         monkeypatch.setattr(zeroshot.observations, "save", lambda path, series, origin, to=saved: to.update(series))
         job = SimpleNamespace(given=lambda: {"tasks": ["piqa"], "limit": None, "tokens": 1})
-        likelihood.run(job, {"requests piqa": tmp_path}, tmp_path, {})
+        likelihood.Likelihood.run(job, {"requests piqa": tmp_path}, tmp_path, {})
         kept = [name for name, one in saved.items() if len(one.values)]
         assert kept == [f"piqa/{name}" for name in names]
 
@@ -101,11 +101,11 @@ def test_the_change_is_paired_by_item():
     items = np.random.default_rng(3).normal(-1, 0.8, 400)
     flow = Workflow(scales.load(name="pocket"), recorded=True)
     cell = next(c for c in flow.cells("spear", "19") if c.row.startswith("RTN") and c.stand_in)
-    cell = dataclasses.replace(cell, measure="likelihood", params=likelihood.Params(("arc_easy",)))
+    cell = dataclasses.replace(cell, measure="likelihood", params=likelihood.Likelihood(("arc_easy",)))
     full, low = (Series(items - shift, "items", "arc") for shift in (0.0, 0.05))
     both = {"f": flow.of_series(cell, [{"c": full}]), "q": flow.of_series(cell, [{"c": low}])}
 
-    change = compose(likelihood.against(cell.params), both).interval()
+    change = compose(cell.params.against, both).interval()
     assert (change.value, change.lo, change.hi) == pytest.approx((-0.05, -0.05, -0.05))
     assert both["q"].interval().hi - both["q"].interval().lo > 0.1 and change.covers == "items only"
 
@@ -121,20 +121,20 @@ def test_the_change_is_paired_by_item():
 )
 def test_bad_input_is_one_sentence(words, said):
     with pytest.raises(UserError) as error:
-        likelihood.Params(*words)
+        likelihood.Likelihood(*words)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_lambada_has_an_nll():
-    assert likelihood.Params(("lambada_openai",), "nll").unit == "nats" and KINDS["likelihood"].module is likelihood
-    limits = {show: likelihood.limits(likelihood.Params(("piqa",), show)) for show in ("choice", "nll", "correct")}
+    assert likelihood.Likelihood(("lambada_openai",), "nll").unit == "nats"
+    limits = {show: likelihood.Likelihood(("piqa",), show).limits for show in ("choice", "nll", "correct")}
     assert limits == {"choice": (-np.inf, 0), "nll": (0, np.inf), "correct": (0, 1)}
 
 
 def test_right_answers_in_percent():
-    params = likelihood.Params(("piqa", "winogrande"), "correct", percent=True, unit="%")
-    assert likelihood.value(params, {"piqa/correct": 0.5, "winogrande/correct": 0.25}) == pytest.approx(37.5)
-    assert likelihood.limits(params) == (0, 100)
+    params = likelihood.Likelihood(("piqa", "winogrande"), "correct", percent=True, unit="%")
+    assert params.value({"piqa/correct": 0.5, "winogrande/correct": 0.25}) == pytest.approx(37.5)
+    assert params.limits == (0, 100)
 
 
 def test_percent_is_declared_where_it_is_asked_for():

@@ -13,7 +13,7 @@ from repro.__main__ import main
 from repro.core.errors import UserError
 from repro.data import corpora
 from repro.jobs.target import Target
-from repro.metrics.llamacpp import Params, Protocol, added_bos, jobs, score, value
+from repro.metrics.llamacpp import LlamaCpp, Protocol, added_bos, score
 from repro.specs import scale
 
 IDS = np.arange(200) * 7 % 90 + 2
@@ -42,7 +42,7 @@ def test_perplexity_is_the_definition(length, bos):
     found = score(model, cut, bos)
     assert found.shape == (200 // length,) and found.dtype == np.float64 and (cut == before).all()
     want = plain(tiny.model("llama"), IDS, length, bos)
-    assert value(Params("c4"), {"nll": found.mean()}) == pytest.approx(want, rel=1e-5)
+    assert LlamaCpp("c4").value({"nll": found.mean()}) == pytest.approx(want, rel=1e-5)
 
 
 def test_chunks_beyond_the_context_are_refused():
@@ -70,16 +70,17 @@ def test_a_protocol_says_what_differs_from_llamacpps_defaults():
 
 def test_one_job_for_a_text_and_none_without_a_protocol():
     at = Target(scale.load(name="pocket"), "pocket-3m", "rtn-w4-pc")
-    job = jobs(Params("wikitext2"), at)["scores"]
+    job = LlamaCpp("wikitext2").jobs(at)["scores"]
     assert [role for role, _ in job.needs] == ["text", "weights"] and job.given()["label"] == "llamacpp-v1"
-    assert [role for role, _ in jobs(Params("wikitext2"), at.under("fp16"))["scores"].needs] == ["text"]
+    assert [role for role, _ in LlamaCpp("wikitext2").jobs(at.under("fp16"))["scores"].needs] == ["text"]
     other = Target(scale.load({"llamacpp": {"chunks": 3}}, "pocket"), "pocket-3m", "rtn-w4-pc")
     assert (
-        len({jobs(params, t)["scores"].id for params in (Params("wikitext2"), Params("c4")) for t in (at, other)}) == 4
+        len({params.jobs(t)["scores"].id for params in (LlamaCpp("wikitext2"), LlamaCpp("c4")) for t in (at, other)})
+        == 4
     )
-    assert jobs(Params("wikitext2"), Target(scale.load({"llamacpp": None}, "pocket"), "pocket-3m", "fp16")) is None
+    assert LlamaCpp("wikitext2").jobs(Target(scale.load({"llamacpp": None}, "pocket"), "pocket-3m", "fp16")) is None
     with pytest.raises(UserError, match="calibrated on wikitext2-train-part"):
-        jobs(Params("wikitext2-train-part"), at.under("gptq-w4-pc"))
+        LlamaCpp("wikitext2-train-part").jobs(at.under("gptq-w4-pc"))
 
 
 def test_the_command_measures(tmp_path, monkeypatch, capsys):

@@ -32,7 +32,7 @@ def test_a_layer_counts_what_is_stored(columns, split, group, scale_dtype, level
 
 
 def gigabytes(text, shape=None):
-    return memory.exact(memory.Params(), recipe.parse(text).steps, shape or scale.shape("LLaMA-3.2-1B"))
+    return memory.Memory().exact(recipe.parse(text).steps, shape or scale.shape("LLaMA-3.2-1B"))
 
 
 def test_llama_1b_by_hand():

@@ -1,46 +1,65 @@
-"""A metric is a module and the defaults of what it leaves out: whoever asks it never looks whether a part is there."""
+"""A metric is a subclass and the defaults of what it leaves out: nobody looks whether a part of it is there."""
 
-from types import ModuleType
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from repro.metrics import KINDS, NONE, metric_of
-from repro.metrics.metric import PARTS, Metric
+from repro.metrics.metric import External, Metric
 from repro.stats.quantity import Quantity
 
 
-def made(**parts):
-    """The metric of a module with these parts."""
-    module = ModuleType("toy")
-    vars(module).update(parts)
-    return Metric(module)
+@dataclasses.dataclass(frozen=True)
+class Mean(Metric):
+    VERSION = 3
+
+    unit: str = ""
+
+    def value(self, mean):
+        return mean["x"]
 
 
-def test_what_a_module_leaves_out_is_the_default():
-    metric = made(VERSION=3, Params=dict, value=lambda params, mean: mean["x"])
-    assert metric.VERSION == 3 and metric.value(None, {"x": 2.0}) == 2.0
-    assert metric.jobs(None, None) == {} and metric.parts(None) == {} and metric.brief("whole", None) == "whole"
-    assert (metric.against(None), metric.lacking(None), metric.absent(None)) == ("", "", "")
-    assert metric.limits(None) == Quantity.limits and metric.reference(None) is None and metric.itself(None) is None
-    nothing = (metric.run, metric.status, metric.origin, metric.quantity, metric.fewest_bits, metric.Protocol)
+@dataclasses.dataclass(frozen=True)
+class Ratio(Mean):
+    JOBLESS = True
+
+    @property
+    def against(self):
+        return "q / f"
+
+    @property
+    def limits(self):
+        return 0.0, 1.0
+
+
+def test_what_a_metric_leaves_out_is_the_default():
+    metric = Mean()
+    assert metric.VERSION == 3 and metric.value({"x": 2.0}) == 2.0
+    assert metric.jobs(None) == {} and metric.parts() == {} and metric.brief("whole", None) == "whole"
+    assert (metric.against, metric.lacking()) == ("", "")
+    assert metric.limits == Quantity.limits and metric.reference is None and metric.itself is None
+    nothing = (metric.run, metric.status, metric.fewest_bits, metric.PROTOCOL)
     assert nothing == (None,) * len(nothing) and not (metric.JOBLESS or metric.PUBLIC or metric.FULL_FIRST)
 
 
-def test_what_a_module_names_replaces_the_default():
-    metric = made(against=lambda params: "q / f", JOBLESS=True, run=print, limits=lambda params: (0.0, 1.0))
-    assert metric.against(None) == "q / f" and metric.JOBLESS and metric.run is print
-    assert metric.limits(None) == (0.0, 1.0) and made().against(None) == "", "another metric is none the wiser"
+def test_what_a_metric_names_replaces_the_default():
+    metric = Ratio()
+    assert (metric.against, metric.limits) == ("q / f", (0.0, 1.0)) and metric.JOBLESS
+    assert Mean().against == "" and not Mean.JOBLESS, "another metric is none the wiser"
 
 
-def test_a_cell_that_nothing_measures_has_a_metric_that_says_nothing():
-    assert metric_of("") is NONE and metric_of("perplexity") is KINDS["perplexity"]
-    assert NONE.run is None and NONE.jobs(None, None) == {}
+def test_a_cell_has_the_metric_of_its_parameters_and_one_that_nothing_measures_says_nothing():
+    metric = KINDS["perplexity"]("wikitext2")
+    assert metric_of(SimpleNamespace(params=metric)) is metric and metric_of(SimpleNamespace(params=None)) is NONE
+    assert NONE.run is None and NONE.jobs(None) == {}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_metric_says_its_version_and_what_it_can_be_asked(name):
+def test_every_metric_says_its_version_and_its_parameters(name):
     metric = KINDS[name]
-    assert metric.VERSION >= 1 and metric.Params.__dataclass_params__.frozen
-    assert bool(metric.run) <= bool(metric.OUTPUTS), "a job of its own leaves files"
-    assert bool(metric.origin) == bool(metric.quantity)
-    assert set(vars(metric)) - {"module"} <= set(PARTS)
+    assert metric.VERSION >= 1 and metric.__dataclass_params__.frozen and issubclass(metric, Metric)
+    assert "unit" in {field.name for field in dataclasses.fields(metric)}
+    assert {part for part in vars(metric) if part.isupper()} <= set(dir(Metric)) | {"VERSION"}, "no such part"
+    if issubclass(metric, External):
+        assert {"read", "origin"} <= set(vars(metric)) and metric.run is None

@@ -14,7 +14,7 @@ from repro.engine import budget, drafts, eagle, shapes
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.metrics import KINDS, acceptance, offload_time
-from repro.metrics.offload_time import Params
+from repro.metrics.offload_time import OffloadTime
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.stats.quantity import Quantity, evaluate
@@ -46,34 +46,36 @@ def target(**protocol):
 
 def test_a_job_declares_what_is_timed_and_no_model():
     all_params = [
-        Params("Qwen2.5-7B", "8GiB"),
-        Params("Llama-3.1-8B", "8GiB"),
-        Params("Qwen2.5-7B", "9GiB"),
-        Params("Qwen2.5-7B", "8GiB", depth=32),
-        Params("Qwen2.5-7B", "8GiB", prefetch=False),
-        Params("Qwen2.5-7B", "8GiB", draft="none"),
-        Params("Qwen2.5-7B", "8GiB", draft="alone"),
+        OffloadTime("Qwen2.5-7B", "8GiB"),
+        OffloadTime("Llama-3.1-8B", "8GiB"),
+        OffloadTime("Qwen2.5-7B", "9GiB"),
+        OffloadTime("Qwen2.5-7B", "8GiB", depth=32),
+        OffloadTime("Qwen2.5-7B", "8GiB", prefetch=False),
+        OffloadTime("Qwen2.5-7B", "8GiB", draft="none"),
+        OffloadTime("Qwen2.5-7B", "8GiB", draft="alone"),
     ]
-    jobs = [offload_time.jobs(params, target())["times"] for params in all_params]
+    jobs = [params.jobs(target())["times"] for params in all_params]
     assert len({job.id for job in jobs}) == len(all_params)
     declared = json.loads(jobs[0].inputs)
     assert declared["draft"] == vars(subspec.Config()) and declared["memory"] == 2**33 and "model" not in declared
     for same in (
-        Params("Qwen2.5-7B", "8192MiB"),
-        Params("Qwen2.5-7B", "8GiB", show="GB"),
-        Params("Qwen2.5-7B", "8GiB", bus=22),
+        OffloadTime("Qwen2.5-7B", "8192MiB"),
+        OffloadTime("Qwen2.5-7B", "8GiB", show="GB"),
+        OffloadTime("Qwen2.5-7B", "8GiB", bus=22),
     ):
-        assert offload_time.jobs(same, target())["times"].id == jobs[0].id
-    own = [Params("Qwen2.5-7B", "8GiB", draft="small", draft_model=name) for name in ("Qwen2.5-1.5B", "Llama-3.2-1B")]
-    own.append(Params("Qwen2.5-7B", "8GiB", draft="eagle2"))
-    made = [json.loads(offload_time.jobs(params, target())["times"].inputs) for params in own]
+        assert same.jobs(target())["times"].id == jobs[0].id
+    own = [
+        OffloadTime("Qwen2.5-7B", "8GiB", draft="small", draft_model=name) for name in ("Qwen2.5-1.5B", "Llama-3.2-1B")
+    ]
+    own.append(OffloadTime("Qwen2.5-7B", "8GiB", draft="eagle2"))
+    made = [json.loads(params.jobs(target())["times"].inputs) for params in own]
     assert [one["draft_model"] for one in made] == ["Qwen2.5-1.5B", "Llama-3.2-1B", ""]
     assert made[0]["draft"] == vars(drafts.Small()) and made[2]["draft"] == vars(eagle.Eagle2())
     own = [
-        Params("Qwen2.5-7B", "8GiB", draft="specexec", draft_model="Llama-3.2-1B", budget=nodes)
+        OffloadTime("Qwen2.5-7B", "8GiB", draft="specexec", draft_model="Llama-3.2-1B", budget=nodes)
         for nodes in (0, 64, 512)
     ]
-    made = [offload_time.jobs(params, target())["times"] for params in own]
+    made = [params.jobs(target())["times"] for params in own]
     assert made[0].id == made[2].id != made[1].id
     assert json.loads(made[1].inputs)["draft"] == vars(drafts.SpecExec(budget=64))
     assert json.loads(made[1].inputs)["draft_model"] == "Llama-3.2-1B"
@@ -82,9 +84,9 @@ def test_a_job_declares_what_is_timed_and_no_model():
 def test_a_job_has_its_gpu_to_itself():
     at = target()
     on_gpu = replace(at, scale=at.scale.on("cuda"))
-    params = Params("Qwen2.5-7B", "8GiB")
-    assert runner.alone(offload_time.jobs(params, on_gpu)["times"])
-    assert not runner.alone(offload_time.jobs(params, at)["times"])
+    params = OffloadTime("Qwen2.5-7B", "8GiB")
+    assert runner.alone(params.jobs(on_gpu)["times"])
+    assert not runner.alone(params.jobs(at)["times"])
     assert {name for name, kind in KINDS.items() if kind.TIMES} == {
         "decode",
         "offload_time",
@@ -94,15 +96,15 @@ def test_a_job_has_its_gpu_to_itself():
 
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
-    job = offload_time.jobs(Params("Qwen2.5-7B", "8GiB"), target())["times"]
+    job = OffloadTime("Qwen2.5-7B", "8GiB").jobs(target())["times"]
     with pytest.raises(NotMeasurable, match="need a GPU") as caught:
-        offload_time.run(job, {}, tmp_path, observations.origin(job, {}))
+        offload_time.OffloadTime.run(job, {}, tmp_path, observations.origin(job, {}))
     assert caught.value.status == "unsupported"
 
 
 def given(params):
     """The options of a small job."""
-    return offload_time.jobs(params, target(context=96, warm=1, timed=3))["times"].given()
+    return params.jobs(target(context=96, warm=1, timed=3))["times"].given()
 
 
 def least(draft, grid=None):
@@ -134,7 +136,7 @@ DRAFTS = [
 def test_iterations_and_phases_are_timed(tiny, draft, phases):
     torch.manual_seed(0)  # no draft is accepted, so that a token is an iteration
     tree = {"budget": 9} if draft == "specexec" else {"depth": 4}
-    params = Params(
+    params = OffloadTime(
         "tiny", least(draft), draft=draft, draft_model="tiny" if draft in offload_time.MODELS else "", **tree
     )
     found = offload_time.times(given(params), CPU, torch.float32)
@@ -156,7 +158,7 @@ def test_an_8_bit_target_streams_fewer_bytes(tiny):
     found = {}
     for bits in (16, 8):
         memory = least("subspec", offload_time.EIGHT if bits == 8 else None)
-        params = Params("tiny", memory, depth=4, target_bits=bits)
+        params = OffloadTime("tiny", memory, depth=4, target_bits=bits)
         found[bits] = offload_time.times(given(params), CPU, torch.float32)
         assert len(found[bits]["iteration"]) == 3
     assert found[8]["block"][0] == pytest.approx(found[16]["block"][0] / 4 * (1 + 4 / 128))
@@ -168,9 +170,9 @@ def test_where_nothing_streams_subspec_has_no_draft(tiny):
     with pytest.raises(
         NotMeasurable, match="hold all of tiny: no block has a substitute, so that SubSpec's draft is the"
     ):
-        offload_time.times(given(Params("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
+        offload_time.times(given(OffloadTime("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
     torch.manual_seed(0)
-    params = Params("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
+    params = OffloadTime("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
     found = offload_time.times(given(params), CPU, torch.float32)
     assert found["streamed"] == [0.0] and len(found["iteration"]) == 3
 
@@ -183,8 +185,8 @@ def kept(**values):
 
 def value(params, **values):
     """The value of an ask from observations."""
-    found = offload_time.series(params, kept(**values), target())
-    return offload_time.value(params, {name: one.values.mean() for name, one in found.items()})
+    found = params.series(kept(**values), target())
+    return params.value({name: one.values.mean() for name, one in found.items()})
 
 
 MEASURED = {
@@ -195,7 +197,7 @@ MEASURED = {
 
 def test_what_is_shown_of_known_times():
     def shown(show, **more):
-        return value(Params("Qwen2.5-7B", "8GiB", show=show, **more), **MEASURED)
+        return value(OffloadTime("Qwen2.5-7B", "8GiB", show=show, **more), **MEASURED)
 
     assert shown("ms an iteration") == pytest.approx(400)
     assert shown("ms drafting") == pytest.approx(100) and shown("ms verifying") == pytest.approx(300)
@@ -205,9 +207,9 @@ def test_what_is_shown_of_known_times():
 
 def test_another_rate_of_the_bus_moves_what_is_waited_for():
     """10 of 11 GB are waited for: 0.2 s at 50 GB/s, 0.5 s at 20."""
-    assert value(Params("Qwen2.5-7B", "8GiB", bus=50), **MEASURED) == pytest.approx(400)
-    assert value(Params("Qwen2.5-7B", "8GiB", bus=20), **MEASURED) == pytest.approx(700)
-    plain = value(Params("Qwen2.5-7B", "8GiB", draft="none", bus=20), **MEASURED)  # and all 11 without a draft
+    assert value(OffloadTime("Qwen2.5-7B", "8GiB", bus=50), **MEASURED) == pytest.approx(400)
+    assert value(OffloadTime("Qwen2.5-7B", "8GiB", bus=20), **MEASURED) == pytest.approx(700)
+    plain = value(OffloadTime("Qwen2.5-7B", "8GiB", draft="none", bus=20), **MEASURED)  # and all 11 without a draft
     assert plain == pytest.approx(400 + 11 / 20 * 1e3 - 11 / 50 * 1e3)
 
 
@@ -216,10 +218,8 @@ def test_another_rate_of_the_bus_moves_what_is_waited_for():
 )
 def test_what_a_run_says_once_has_no_spread(how, ends):
     """The interval is that of the iterations; peak memory has none."""
-    found = offload_time.series(
-        Params("Qwen2.5-7B", "8GiB", **how), kept(**MEASURED | {"verify": [0.3, 0.4]}), target()
-    )
-    interval = Quantity([found], lambda mean: offload_time.value(Params("Qwen2.5-7B", "8GiB", **how), mean)).interval()
+    found = OffloadTime("Qwen2.5-7B", "8GiB", **how).series(kept(**MEASURED | {"verify": [0.3, 0.4]}), target())
+    interval = Quantity([found], lambda mean: OffloadTime("Qwen2.5-7B", "8GiB", **how).value(mean)).interval()
     assert math.isfinite(interval.value) and (interval.lo is not None and interval.lo < interval.value) is ends
 
 
@@ -242,9 +242,8 @@ def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(ti
     monkeypatch.setattr(offload_time, "refuse_without_gpu", lambda device: None)
     for job in flow.every_job(cells):
         job.folder.mkdir(parents=True, exist_ok=True)
-        module = {"acceptance": acceptance, "offload_time": offload_time}.get(job.kind)
-        if module:
-            module.run(job, {}, job.folder, observations.origin(job, {}))
+        if job.kind in ("acceptance", "offload_time"):
+            KINDS[job.kind].run(job, {}, job.folder, observations.origin(job, {}))
     found = {c.metric: flow.quantity(c) for c in cells}
     assert None not in found.values() and set(found) == {"accept_length", "tokens_per_s", "speedup"}
     lengths = _value(found["accept_length"])
@@ -260,7 +259,7 @@ def test_specexec_takes_a_verification_and_the_passes_of_the_stand_in():
     assert evaluate(cell.params.quantity, {"a": 6.0, "n": 10.0, "v": 200.0, "p": 4.0}) == pytest.approx(6 / 0.24)
     parts = {name: part.params for name, part in flow.parts(cell).items()}
     assert parts["a"].config == parts["n"].config == drafts.SpecExec(budget=256)
-    timed = Params(
+    timed = OffloadTime(
         "Llama-3.1-8B", "8GiB", draft="specexec", draft_model="Llama-3.2-1B", budget=256, show="ms verifying"
     )
     assert parts["v"] == timed and parts["p"] == replace(timed, show="ms a draft pass")
@@ -302,9 +301,9 @@ def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations()
         greedy[target] = evaluate(one.params.quantity, {"t": 1000.0})
     assert greedy == pytest.approx({"Llama-3.1-8B-Instruct": 28.35, "Qwen2.5-7B-Instruct": 27.08})
     timed = {name: part.params for name, part in flow.parts(cell).items()}
-    assert timed == {"t": Params("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
+    assert timed == {"t": OffloadTime("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
     over = flow.parts(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].params
-    assert over == Params("Qwen2.5-32B", "24GiB", draft="none", prefetch=False)
+    assert over == OffloadTime("Qwen2.5-32B", "24GiB", draft="none", prefetch=False)
 
 
 def test_a_number_that_was_not_printed_is_one_sentence():
@@ -336,9 +335,9 @@ def _value(quantity):
 )
 def test_bad_asks_are_one_sentence(words, said):
     with pytest.raises(UserError, match=said):
-        Params(**{"shape": "Qwen2.5-7B", "memory": "8GiB"} | words)
+        OffloadTime(**{"shape": "Qwen2.5-7B", "memory": "8GiB"} | words)
 
 
 def test_intervals_end_where_values_can():
-    assert offload_time.limits(Params("Qwen2.5-7B", "8GiB")) == (0, math.inf)
-    assert offload_time.limits(Params("Qwen2.5-7B", "8GiB", show="share drafting")) == (0, 1)
+    assert OffloadTime("Qwen2.5-7B", "8GiB").limits == (0, math.inf)
+    assert OffloadTime("Qwen2.5-7B", "8GiB", show="share drafting").limits == (0, 1)

@@ -9,7 +9,7 @@ from repro.core.errors import UserError
 from repro.jobs.target import Target
 from repro.methods.spear import selection
 from repro.metrics import sensitivity
-from repro.metrics.sensitivity import Params, Protocol, each_alone, jobs, last_hidden, series, value
+from repro.metrics.sensitivity import Protocol, Sensitivity, each_alone, last_hidden
 from repro.models.lowbit import LowBitModel, block_linears
 from repro.recipes.recipe import parse
 from repro.render import figures, plot
@@ -96,16 +96,16 @@ def target(recipe, **changes):
 
 
 def test_a_quantizer_that_rescales_is_applied_anew_and_full_precision_needs_nothing():
-    (plain,), (rescaling,) = (jobs(Params("damage"), target(text)).values() for text in ("gptq-w4-pc", "awq-w4-pc"))
-    assert [role for role, _ in plain.needs] == ["text", "weights"] and not jobs(Params("damage"), target("fp16"))
+    (plain,), (rescaling,) = (Sensitivity("damage").jobs(target(text)).values() for text in ("gptq-w4-pc", "awq-w4-pc"))
+    assert [role for role, _ in plain.needs] == ["text", "weights"] and not Sensitivity("damage").jobs(target("fp16"))
     assert [role for role, _ in rescaling.needs] == ["text", "calibration"]
     assert rescaling.declared()["calibration"] == plain.declared()["calibration"] is not None
-    (smaller,) = jobs(Params("damage"), target("gptq-w4-pc", sensitivity={"sequences": 2})).values()
+    (smaller,) = Sensitivity("damage").jobs(target("gptq-w4-pc", sensitivity={"sequences": 2})).values()
     assert smaller.id != plain.id and smaller.given()["sequences"] == 2
     with pytest.raises(UserError, match="calibrated on wikitext2-train-part, and perplexity is measured on"):
-        jobs(Params("damage", corpus="wikitext2-train-part"), target("gptq-w4-pc"))
+        Sensitivity("damage", corpus="wikitext2-train-part").jobs(target("gptq-w4-pc"))
     with pytest.raises(UserError, match="spear attaches a compensator; name a quantizer alone"):
-        jobs(Params("damage"), target("rtn-w4-pc + spear"))
+        Sensitivity("damage").jobs(target("rtn-w4-pc + spear"))
     with pytest.raises(UserError, match="tokens is 1; it is 2 or more"):
         Protocol(tokens=1)
 
@@ -141,7 +141,7 @@ def test_every_layer_by_sequence_and_by_passage(small, monkeypatch, tmp_path):
     monkeypatch.setattr(sensitivity.compress, "load", lambda *_, keep_full: rounded)
     monkeypatch.setattr(sensitivity.observations, "save", lambda path, series, origin: kept.update(series))
     job = type("job", (), {"given": lambda self: words})()
-    sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
+    sensitivity.Sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
     layers = len(rounded.weights)
     assert list(kept) == [f"{name} {i}" for name in ("damage", "loss") for i in range(layers)]
     assert {(one.units, len(one.values)) for one in kept.values()} == {("sequences", 6)}
@@ -150,10 +150,10 @@ def test_every_layer_by_sequence_and_by_passage(small, monkeypatch, tmp_path):
     assert kept["damage 0"].values.mean() > 0
     words["tokens"] = 60
     with pytest.raises(UserError, match="counting has 400 tokens, too few for 6 passages of 60"):
-        sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
+        sensitivity.Sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
     words["tokens"] = 65
     with pytest.raises(UserError, match="windows of 65 tokens are longer than the context"):
-        sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
+        sensitivity.Sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -180,17 +180,17 @@ def held():
     ],
 )
 def test_known_answers(show, expected):
-    found = series(Params(show), {"layers": Observations(held(), {})}, None)
-    assert float(value(Params(show), {k: one.values.mean() for k, one in found.items()})) == pytest.approx(expected)
+    found = Sensitivity(show).series({"layers": Observations(held(), {})}, None)
+    assert float(Sensitivity(show).value({k: one.values.mean() for k, one in found.items()})) == pytest.approx(expected)
     if show in ("damage", "loss"):
         (only,) = found.values()
         assert only.units == "layers" and only.values == pytest.approx(DAMAGE if show == "damage" else LOSS)
-    assert series(Params(show), {}, None) == {}, "full precision"
+    assert Sensitivity(show).series({}, None) == {}, "full precision"
 
 
 def test_numbers_are_of_arrays_too():
     means = {k: np.array([one.values.mean(), -one.values.mean()]) for k, one in held().items()}
-    rho = value(Params("rho"), means)
+    rho = Sensitivity("rho").value(means)
     assert rho.shape == (2,) and rho[0] == pytest.approx(rho[1])
 
 

@@ -14,7 +14,7 @@ from repro.engine import q4_k, random_shape, two_bit, weights  # noqa: E402
 from repro.generation import engine  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.metrics import shape_decode  # noqa: E402
-from repro.metrics.shape_decode import AT_LENGTHS, HOW, Params  # noqa: E402
+from repro.metrics.shape_decode import AT_LENGTHS, HOW, ShapeDecode  # noqa: E402
 from repro.recipes.recipe import parse  # noqa: E402
 from repro.specs import figures, tables  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
@@ -33,27 +33,27 @@ def target(device="cpu"):
 
 
 def test_a_job_is_of_the_shape_and_the_way_alone():
-    (made,) = shape_decode.jobs(Params("Llama-2-7B", "s50-masked"), target("cuda")).values()
+    (made,) = ShapeDecode("Llama-2-7B", "s50-masked").jobs(target("cuda")).values()
     rule = json.loads(made.inputs)
     assert rule == {
         "shape": "Llama-2-7B", "recipe": "q4_k(layout=zigzag) + spqt(sparsity=0.5)", "method": "masked",
         "device": "cuda", "prompt": 128, "new": 64, "rounds": 5,
     }  # fmt: skip
-    (other,) = shape_decode.jobs(Params("Llama-2-7B", "s50", show="ms"), target("cuda")).values()
-    (same,) = shape_decode.jobs(Params("Llama-2-7B", "s50"), target("cuda")).values()
+    (other,) = ShapeDecode("Llama-2-7B", "s50", show="ms").jobs(target("cuda")).values()
+    (same,) = ShapeDecode("Llama-2-7B", "s50").jobs(target("cuda")).values()
     assert other.id == same.id != made.id
 
 
 def test_a_cpu_has_no_such_times(tmp_path):
-    (made,) = shape_decode.jobs(Params("Llama-2-7B", "rows"), target()).values()
+    (made,) = ShapeDecode("Llama-2-7B", "rows").jobs(target()).values()
     with pytest.raises(NotMeasurable, match="need a GPU"):
-        shape_decode.run(made, {}, tmp_path, {})
+        shape_decode.ShapeDecode.run(made, {}, tmp_path, {})
 
 
 @pytest.mark.parametrize(("shape", "how", "said"), [("Llama-9", "rows", "shape"), ("Llama-2-7B", "s51", "s50")])
 def test_what_there_is_not_is_refused(shape, how, said):
     with pytest.raises(UserError, match=said):
-        Params(shape, how)
+        ShapeDecode(shape, how)
 
 
 @pytest.mark.parametrize("how", ["s50", "s50-masked", "s50-naive"])
@@ -69,27 +69,27 @@ def test_a_way_skips_inputs_by_its_kernel(monkeypatch, how):
 
 def test_values_are_of_the_mean_step():
     kept = {"rounds": type("Kept", (), {"series": {"ms": Series(np.array([4.0, 4.0]), "items", "g")}})()}
-    assert list(shape_decode.series(Params("Llama-2-7B", "rows"), kept, target())) == ["ms"]
-    assert shape_decode.value(Params("Llama-2-7B", "rows"), {"ms": 4.0}) == 250
-    assert shape_decode.value(Params("Llama-2-7B", "rows", show="ms"), {"ms": 4.0}) == 4
+    assert list(ShapeDecode("Llama-2-7B", "rows").series(kept, target())) == ["ms"]
+    assert ShapeDecode("Llama-2-7B", "rows").value({"ms": 4.0}) == 250
+    assert ShapeDecode("Llama-2-7B", "rows", show="ms").value({"ms": 4.0}) == 4
 
 
 def test_ways_behind_several_prompts_are_one_job_of_all_lengths():
-    (made,) = shape_decode.jobs(Params("Llama-3-8B", "w2a2", length=64), target("cuda")).values()
-    (same,) = shape_decode.jobs(Params("Llama-3-8B", "w2a2", length=512, show="ms"), target("cuda")).values()
+    (made,) = ShapeDecode("Llama-3-8B", "w2a2", length=64).jobs(target("cuda")).values()
+    (same,) = ShapeDecode("Llama-3-8B", "w2a2", length=512, show="ms").jobs(target("cuda")).values()
     rule = json.loads(made.inputs)
     assert made.id == same.id and rule["lengths"] == [64, 128, 256, 512]
     assert rule["recipe"] == "bitbybit(w2a2, split=none)"
     for how, length in (("w2a2", 0), ("w2a2", 100), ("rows", 64)):
         with pytest.raises(UserError, match="unknown prompt of"):
-            Params("Llama-3-8B", how, length=length)
+            ShapeDecode("Llama-3-8B", how, length=length)
     kept = {
         "rounds": type(
             "Kept", (), {"series": {f"ms {n}": Series(np.array([n / 8.0]), "items", "g") for n in (64, 512)}}
         )()
     }
-    params = Params("Llama-3-8B", "w2a2", length=512)
-    assert shape_decode.value(params, {"ms": shape_decode.series(params, kept, target())["ms"].values[0]}) == 1000 / 64
+    params = ShapeDecode("Llama-3-8B", "w2a2", length=512)
+    assert params.value({"ms": params.series(kept, target())["ms"].values[0]}) == 1000 / 64
 
 
 @pytest.mark.parametrize("how", ["w2a2", "w2a2-split", "w2a16"])

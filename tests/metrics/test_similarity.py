@@ -20,9 +20,9 @@ ALIKE = np.full((9, 4), 0.8)
 HELD = {"traces": Observations(similarity.summary(np.stack([COSINES, ALIKE]), "two draws"), {})}
 
 
-def shown(params: similarity.Params) -> float:
-    found = similarity.series(params, HELD, None)
-    return float(similarity.value(params, {name: one.values.mean() for name, one in found.items()}))
+def shown(params: similarity.Similarity) -> float:
+    found = params.series(HELD, None)
+    return float(params.value({name: one.values.mean() for name, one in found.items()}))
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,17 @@ def shown(params: similarity.Params) -> float:
     ],
 )
 def test_known_answers(show, expected):
-    assert shown(similarity.Params(show)) == pytest.approx(expected)
+    assert shown(similarity.Similarity(show)) == pytest.approx(expected)
 
 
 def test_a_trace_of_the_first_draw_is_drawn_by_position():
-    (only,) = similarity.series(similarity.Params("trace", sequence=7), HELD, None).values()
+    (only,) = similarity.Similarity("trace", sequence=7).series(HELD, None).values()
     assert only.values.tolist() == COSINES[7].tolist()
 
 
 def test_a_number_has_the_t_interval_of_its_draws():
-    found = similarity.series(similarity.Params("sigma_max"), HELD, None)
-    got = Quantity([found], lambda mean: similarity.value(similarity.Params("sigma_max"), mean), True).interval()
+    found = similarity.Similarity("sigma_max").series(HELD, None)
+    got = Quantity([found], lambda mean: similarity.Similarity("sigma_max").value(mean), True).interval()
     half = stats.t.ppf(0.975, 1) * np.std([0.45, 0], ddof=1) / np.sqrt(2)
     assert (got.lo, got.hi, got.n) == pytest.approx((0.225 - half, 0.225 + half, 2)) and got.covers == "draws only"
 
@@ -56,7 +56,7 @@ def test_a_number_has_the_t_interval_of_its_draws():
 @pytest.mark.parametrize("sequence", [-1, 9])
 def test_there_are_nine_sequences(sequence):
     with pytest.raises(UserError, match=f"sequence is {sequence}; there are 9"):
-        similarity.Params("trace", sequence=sequence)
+        similarity.Similarity("trace", sequence=sequence)
 
 
 def test_traces_are_cosines_of_last_hidden_states():
@@ -86,7 +86,7 @@ def test_nine_sequences_of_96_tokens_twelve_times_six_of_them_sampled(monkeypatc
     monkeypatch.setattr(similarity.compress, "load", lambda *_: type("lm", (), {"model": full}))
     monkeypatch.setattr(similarity, "traces", lambda a, b, c: seen.append(c) or np.ones(c.shape))
     monkeypatch.setattr(similarity.observations, "save", lambda path, series, origin: kept.update(series))
-    similarity.run(GivenJob(), {"text": tmp_path}, tmp_path, {})
+    similarity.Similarity.run(GivenJob(), {"text": tmp_path}, tmp_path, {})
     assert [nine.shape for nine in seen] == [(9, 96)] * 12
     assert all((nine[:6, 0] == 0).all() for nine in seen), "sampled ones start with BOS"
     assert len({tuple(row) for nine in seen for row in nine[:6].tolist()}) == 72
@@ -95,7 +95,7 @@ def test_nine_sequences_of_96_tokens_twelve_times_six_of_them_sampled(monkeypatc
     assert len(kept["sigma_avg"].values) == 12 and len(kept["trace 8"].values) == 96
     monkeypatch.setattr(similarity.corpora, "load_tokens", lambda _: (ids[:3551], {"label": "counting"}))
     with pytest.raises(UserError, match="counting has 3551 tokens, too few for 36 passages of 96"):
-        similarity.run(GivenJob(), {"text": tmp_path}, tmp_path, {})
+        similarity.Similarity.run(GivenJob(), {"text": tmp_path}, tmp_path, {})
 
 
 def test_a_spec_names_the_sequence_by_a_variable():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from repro.core.errors import UserError
 from repro.jobs.target import Target
-from repro.metrics import KINDS, surface
+from repro.metrics import surface
 from repro.models.groups.quantizer import GroupGrid, fake_quantize
 from repro.models.lowbit import block_linears
 from repro.specs import scale as scales
@@ -100,36 +100,34 @@ def test_fewer_bits_are_rougher():
 
 def test_a_table_shows_the_roughness_of_mean_losses_and_a_figure_the_losses():
     losses = np.random.default_rng(0).normal(size=(3, 3, 4))
-    rough, drawn = surface.Params(4), surface.Params(4, "surface")
-    found = surface.series(rough, held(losses), None)
+    rough, drawn = surface.Surface(4), surface.Surface(4, "surface")
+    found = rough.series(held(losses), None)
     means = {name: one.values.mean() for name, one in found.items()}
-    assert surface.value(rough, means) == pytest.approx(surface.roughness(losses.mean(2)))
+    assert rough.value(means) == pytest.approx(surface.roughness(losses.mean(2)))
     several = {name: np.asarray([mean, 2 * mean]) for name, mean in means.items()}
-    assert surface.value(rough, several) == pytest.approx(surface.roughness(losses.mean(2)) * np.asarray([1, 2]))
-    (only,) = surface.series(drawn, held(losses), None).values()
+    assert rough.value(several) == pytest.approx(surface.roughness(losses.mean(2)) * np.asarray([1, 2]))
+    (only,) = drawn.series(held(losses), None).values()
     assert only.values == pytest.approx(losses.mean(2).ravel())
 
 
 def test_one_pair_of_directions_and_a_job_for_each_width():
     at = Target(scales.load(name="pocket"), "pocket-3m", "fp16")
-    jobs = {bits: surface.jobs(surface.Params(bits), at)["surface"] for bits in (16, 8, 2)}
+    jobs = {bits: surface.Surface(bits).jobs(at)["surface"] for bits in (16, 8, 2)}
     assert len({job.id for job in jobs.values()}) == 3
     assert {job.given()["directions"] for job in jobs.values()} == {0}
     assert {(job.given()["points"], job.given()["reach"]) for job in jobs.values()} == {(11, 0.1)}
-    other = surface.jobs(surface.Params(8, group=64), at)["surface"].id
-    assert other != jobs[8].id and surface.jobs(surface.Params(16, group=64), at)["surface"].id == jobs[16].id
-    assert surface.jobs(surface.Params(2, "surface"), at)["surface"].id == jobs[2].id, "both shows share it"
+    other = surface.Surface(8, group=64).jobs(at)["surface"].id
+    assert other != jobs[8].id and surface.Surface(16, group=64).jobs(at)["surface"].id == jobs[16].id
+    assert surface.Surface(2, "surface").jobs(at)["surface"].id == jobs[2].id, "both shows share it"
     off = scales.load({"surface": None}, "pocket")
-    assert (
-        surface.jobs(surface.Params(2), Target(off, "pocket-3m", "fp16")) is None and KINDS["surface"].module is surface
-    )
+    assert surface.Surface(2).jobs(Target(off, "pocket-3m", "fp16")) is None
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: surface.Params(1), "bits is 1; a group quantizer has 2 to 8"),
-        (lambda: surface.Params(4, group=0), "group is 0; it is 1 or more"),
+        (lambda: surface.Surface(1), "bits is 1; a group quantizer has 2 to 8"),
+        (lambda: surface.Surface(4, group=0), "group is 0; it is 1 or more"),
         (lambda: params_of({"kind": "surface", "bits": 4, "show": "height"}, {}, "a spec"), "show"),
         (lambda: surface.Protocol(points=10), "points is 10; an odd number, 3 or more"),
         (lambda: surface.Protocol(reach=0.0), "reach is 0.0; it is above 0"),

@@ -14,8 +14,8 @@ from repro.data import prompts, text_scores
 from repro.engine import weights
 from repro.jobs.target import Target
 from repro.methods.flexquant import schedule as plan
-from repro.metrics import KINDS, switching
-from repro.metrics.switching import Params, Protocol
+from repro.metrics import switching
+from repro.metrics.switching import Protocol, Switching
 from repro.models.lowbit import LowBitModel
 from repro.recipes import precision
 from repro.results import measure
@@ -48,7 +48,7 @@ def built(target, tmp_path_factory):
 
     def observed(params, at=target, need=""):
         with built_under(folder):
-            (job,) = switching.jobs(params, at).values()
+            (job,) = params.jobs(at).values()
             job = dict(job.needs)[need] if need else job
             for each in distinct([job]):
                 if not runner.done(each):
@@ -66,20 +66,20 @@ def times(series, prompt):
 
 def shown(series, params):
     """The value of a cell from its observations."""
-    kept = switching.series(params, {"texts": observations.Observations(series, {})}, None)
-    return switching.value(params, {name: one.values.mean() for name, one in kept.items()})
+    kept = params.series({"texts": observations.Observations(series, {})}, None)
+    return params.value({name: one.values.mean() for name, one in kept.items()})
 
 
 def test_full_precision_agrees_with_itself(built, target):
-    held = built(Params("agreement"), target.under("fp16"))
+    held = built(Switching("agreement"), target.under("fp16"))
     for show, value in {"agreement": 100, "prefix": 100, "KL": 0, "bits": 16, "bits with prefill": 16}.items():
         assert held[show].values.tolist() == [value] * 4, show
-    assert switching.itself(Params("agreement")) == 100 and switching.reference(Params("KL"))
+    assert Switching("agreement").itself == 100 and Switching("KL").reference
     assert {len(held[f"tokens {i}"].values) for i in range(4)} == {40}
 
 
 def test_a_static_width_has_its_bits_and_differs(built):
-    held, full = built(Params("agreement")), built(Params("agreement", schedule=QUICK))
+    held, full = built(Switching("agreement")), built(Switching("agreement", schedule=QUICK))
     assert held["bits"].values.tolist() == [4] * 4 and held["switches"].values.tolist() == [0] * 4
     assert (held["KL"].values > 0).all() and (held["prefix"].values < 100).all()
     assert (full["KL"].values < held["KL"].values).all()
@@ -92,16 +92,14 @@ def test_repetitions_are_counted_and_drawn_by_token():
     held = {f"tokens {i}": Series(np.asarray(one, float), "tokens") for i, one in enumerate((text, list(range(30))))}
     share = switching._curve(held, "repeated", spread=False)
     assert len(share) == 10 and share[0] == 0 and share[-1] == pytest.approx(100 * 5 / 20 / 2)
-    params = Params("repeated by token")
-    assert (
-        switching.series(params, {"texts": Observations(held, {})}, None)[params.show].values.tolist() == share.tolist()
-    )
+    params = Switching("repeated by token")
+    assert params.series({"texts": Observations(held, {})}, None)[params.show].values.tolist() == share.tolist()
 
 
 def test_what_is_stored_beside_the_codes_counts_as_bits(built, target):
     """One in fifty weights in 16 bits with 16 more for its column, and where each row begins."""
     at = target.under("dns(w4, g64, share=0.02)")
-    held, full = built(Params("bits"), at), built(Params("bits"), target.under("rtn-w4-g64"))
+    held, full = built(Switching("bits"), at), built(Switching("bits"), target.under("rtn-w4-g64"))
     beside = held["bits"].values[0] - full["bits"].values[0]
     assert full["bits"].values.tolist() == [4] * 4 and 0.02 * 32 < beside < 0.02 * 32 + 1
     assert held["bits along"].values[0] == held["bits with prefill"].values[0] == held["bits"].values[0]
@@ -109,13 +107,13 @@ def test_what_is_stored_beside_the_codes_counts_as_bits(built, target):
 
 
 def test_a_schedule_that_never_switches_is_full_precision(built):
-    held = built(Params("agreement", schedule="flexquant(threshold=1.0)"))
+    held = built(Switching("agreement", schedule="flexquant(threshold=1.0)"))
     assert held["agreement"].values.tolist() == [100] * 4 and held["KL"].values == pytest.approx([0] * 4, abs=1e-9)
     assert held["bits"].values.tolist() == [16] * 4 and "log 0" not in held
 
 
 def test_scores_and_bits_are_those_of_the_tokens_and_the_log(built, target):
-    params = Params("agreement", schedule=QUICK)
+    params = Switching("agreement", schedule=QUICK)
     held, full = built(params), built(params, target.under("fp16"))
     tokenizer = models.tokenizer(target.model)
     for i in range(4):
@@ -133,7 +131,7 @@ def test_scores_and_bits_are_those_of_the_tokens_and_the_log(built, target):
 
 @pytest.mark.parametrize("control", ["uniform", "random_times", "reversed", "oracle"])
 def test_a_control_has_the_mean_bits_of_what_it_stands_against(built, control):
-    params, other = Params("bits", schedule=QUICK), QUICK
+    params, other = Switching("bits", schedule=QUICK), QUICK
     if control in ("reversed", "oracle"):
         other, control = f"flexquant(window=3, layers=2, prompt_tokens=4, order={control})", "other_order"
     held, controlled = built(params), built(replace(params, control=control, schedule=other))
@@ -145,9 +143,9 @@ def test_a_control_has_the_mean_bits_of_what_it_stands_against(built, control):
 
 
 def test_a_quantile_of_the_window_means_on_other_prompts_is_the_threshold(built, target):
-    params = Params("threshold", schedule=QUICK, quantile=0.6)
+    params = Switching("threshold", schedule=QUICK, quantile=0.6)
     held = built(params)
-    job = dict(switching.jobs(params, target)["texts"].needs)["validation"]
+    job = dict(params.jobs(target)["texts"].needs)["validation"]
     tested, validated = (switching._prompts(one) for one in (job.given() | {"validating": False}, job.given()))
     assert len(tested) == 4 and len(validated) == 3 and not {p.id for p in tested} & {p.id for p in validated}
     every = prompts.load("longwriter-en", 7)
@@ -160,14 +158,12 @@ def test_a_quantile_of_the_window_means_on_other_prompts_is_the_threshold(built,
 
 
 def test_references_are_scored_where_a_set_has_them(built, target):
-    held = built(Params("rougeL", prompts="gsm8k", schedule=QUICK))
-    assert len(held["rougeL"].values) == 4 and 0 <= shown(held, Params("bleu")) <= 100
-    assert shown(held, Params("rougeL")) == pytest.approx(held["rougeL"].values.mean())
-    assert shown(held, Params("similarity")) == pytest.approx(held["similarity"].values.mean())
-    assert 0 < shown(held, Params("similarity")) < 100
-    assert not switching.series(
-        Params("rougeL"), {"texts": observations.Observations(built(Params("agreement")), {})}, None
-    )
+    held = built(Switching("rougeL", prompts="gsm8k", schedule=QUICK))
+    assert len(held["rougeL"].values) == 4 and 0 <= shown(held, Switching("bleu")) <= 100
+    assert shown(held, Switching("rougeL")) == pytest.approx(held["rougeL"].values.mean())
+    assert shown(held, Switching("similarity")) == pytest.approx(held["similarity"].values.mean())
+    assert 0 < shown(held, Switching("similarity")) < 100
+    assert not Switching("rougeL").series({"texts": observations.Observations(built(Switching("agreement")), {})}, None)
 
 
 def test_similarity_is_that_of_full_precisions_hidden_states(target):
@@ -189,20 +185,20 @@ def test_similarity_is_that_of_full_precisions_hidden_states(target):
 def test_jobs_declare_what_decides_them(target):
     """Another schedule, quantile, control or prompt set is another job; full precision has one for all schedules."""
     asked = [
-        Params("bits", schedule=QUICK),
-        Params("bits", schedule="flexquant"),
-        Params("bits", schedule=QUICK, quantile=0.5),
-        Params("bits", schedule=QUICK, control="uniform"),
-        Params("bits", prompts="gsm8k", schedule=QUICK),
-        Params("bits"),
+        Switching("bits", schedule=QUICK),
+        Switching("bits", schedule="flexquant"),
+        Switching("bits", schedule=QUICK, quantile=0.5),
+        Switching("bits", schedule=QUICK, control="uniform"),
+        Switching("bits", prompts="gsm8k", schedule=QUICK),
+        Switching("bits"),
     ]
-    made = [switching.jobs(params, target)["texts"] for params in asked]
+    made = [params.jobs(target)["texts"] for params in asked]
     assert len({job.id for job in made}) == len(asked)
-    full = {switching.jobs(params, target.under("fp16"))["texts"].id for params in asked}
+    full = {params.jobs(target.under("fp16"))["texts"].id for params in asked}
     assert len(full) == 2  # a prompt set each
     assert set(dict(made[3].needs)) == {"full", "w8", "w4", "signal"} and set(dict(made[5].needs)) == {"full", "w4"}
-    assert switching.jobs(asked[0], replace_protocol(target, None)) is None
-    assert KINDS["switching"].module is switching and asdict(SMALL)["prompts"] == 4
+    assert asked[0].jobs(replace_protocol(target, None)) is None
+    assert asdict(SMALL)["prompts"] == 4
 
 
 def replace_protocol(target, protocol):
@@ -213,15 +209,15 @@ def replace_protocol(target, protocol):
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: Params("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
-        (lambda: Params("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
-        (lambda: Params("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it is a share"),
+        (lambda: Switching("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
+        (lambda: Switching("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
+        (lambda: Switching("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it is a share"),
         (
-            lambda: Params("bits", schedule="flexquant(threshold=2.0)", quantile=0.5),
+            lambda: Switching("bits", schedule="flexquant(threshold=2.0)", quantile=0.5),
             "leave threshold out of the schedule",
         ),
-        (lambda: Params("bits", prompts="longwrite"), "unknown prompt set 'longwrite'; did you mean 'longwriter'?"),
-        (lambda: Params("bits", schedule="pmpd"), "write flexquant"),
+        (lambda: Switching("bits", prompts="longwrite"), "unknown prompt set 'longwrite'; did you mean 'longwriter'?"),
+        (lambda: Switching("bits", schedule="pmpd"), "write flexquant"),
         (lambda: Protocol(new_tokens=2048), "a context of 2048 has room for fewer"),
         (lambda: Protocol(together=65), "at most 64 are decoded together"),
     ],
@@ -234,7 +230,7 @@ def test_what_means_nothing_is_a_sentence(make, said):
 
 def test_a_window_longer_than_the_texts_is_a_sentence(built):
     with pytest.raises(UserError, match="a window of 50 tokens is longer than every validation text"):
-        built(Params("bits", schedule="flexquant(window=50)", quantile=0.5))
+        built(Switching("bits", schedule="flexquant(window=50)", quantile=0.5))
 
 
 def test_a_schedule_is_written_as_it_is_read():
@@ -285,18 +281,18 @@ def test_the_fewest_bits_are_those_of_a_static_row():
     cells = Workflow(scales.load(name="pocket")).cells("flexquant", "1")
     high = next(c for c in cells if (c.row, c.col, c.model) == ("Baseline-h", "CNN/DM Rouge-L", "Vicuna-7B"))
     peers = [c for c in cells if c.place[1:] == high.place[1:]]
-    assert switching.fewest_bits(high, peers).row == "Baseline-l"
+    assert Switching.fewest_bits(high, peers).row == "Baseline-l"
     beside = next(c for c in cells if c.col == "KL, CNN/DM")
-    assert switching.fewest_bits(beside, cells) is None
+    assert Switching.fewest_bits(beside, cells) is None
 
 
 def test_numbers_of_prompts_have_a_paired_interval(built, target):
     """Of a cell, of BLEU over all texts together, and of a difference of two schedules on the same prompts."""
     quantities = {}
     for name, schedule in (("a", QUICK), ("b", "")):
-        held = {"texts": observations.Observations(built(Params("KL", schedule=schedule)), {})}
-        params = Params("KL", schedule=schedule)
-        quantities[name] = Quantity([switching.series(params, held, target)], lambda mean: mean["KL"], compares=True)
+        held = {"texts": observations.Observations(built(Switching("KL", schedule=schedule)), {})}
+        params = Switching("KL", schedule=schedule)
+        quantities[name] = Quantity([params.series(held, target)], lambda mean: mean["KL"], compares=True)
         alone = quantities[name].interval()
         assert alone.lo < alone.value < alone.hi and alone.n == 4
     gap = compose("b - a", quantities).interval()

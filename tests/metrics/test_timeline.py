@@ -13,7 +13,7 @@ from repro.engine.traffic import Copy
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.metrics import timeline
-from repro.metrics.timeline import Params, spans_of
+from repro.metrics.timeline import Timeline, spans_of
 from repro.render import figures
 from repro.specs import scale as scales
 from repro.store import observations
@@ -31,7 +31,7 @@ def tiny(monkeypatch):
 
 def job_of(params, **protocol):
     at = scales.load({"timeline": protocol} if protocol else {}, name="pocket").on("cpu")
-    return timeline.jobs(params, Target(at, "pocket-3m", "fp16"))["spans"]
+    return params.jobs(Target(at, "pocket-3m", "fp16"))["spans"]
 
 
 def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
@@ -51,7 +51,7 @@ def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
 
 @pytest.mark.parametrize("draft, prefetch", [("subspec", True), ("subspec", False), ("none", False)])
 def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
-    params = Params("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
+    params = Timeline("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
     given = job_of(params, context=96, warm=1).given()
     found = timeline.measured(given | {"draft": given["draft"] and vars(DRAFT)}, CPU, torch.float32)
     passes, ((begin, end),) = found["draft passes"], found["verification"]
@@ -67,12 +67,12 @@ def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
 
 def test_a_job_declares_a_configuration_and_no_lane():
     all_params = [
-        Params("Qwen2.5-7B", "8GiB", "copies"),
-        Params("Qwen2.5-7B", "8GiB", "copies", prefetch=False),
-        Params("Qwen2.5-7B", "8GiB", "copies", draft="none", prefetch=False),
+        Timeline("Qwen2.5-7B", "8GiB", "copies"),
+        Timeline("Qwen2.5-7B", "8GiB", "copies", prefetch=False),
+        Timeline("Qwen2.5-7B", "8GiB", "copies", draft="none", prefetch=False),
     ]
     assert len({job_of(params).id for params in all_params}) == 3
-    assert job_of(Params("Qwen2.5-7B", "8192MiB", "verification", show="begin")).id == job_of(all_params[0]).id
+    assert job_of(Timeline("Qwen2.5-7B", "8192MiB", "verification", show="begin")).id == job_of(all_params[0]).id
     assert json.loads(job_of(all_params[0]).inputs)["draft"] == vars(subspec.Config())
 
 
@@ -82,18 +82,18 @@ def test_what_is_shown_of_known_spans():
         "copies length": Series(np.array([1.0, 3]), "spans"),
     }
     found = {"spans": Observations(series, {})}
-    params = Params("Qwen2.5-7B", "8GiB", "copies")
-    assert timeline.series(params, found, None)["copies length"].values.tolist() == [1, 3]
-    assert timeline.value(params, {"copies length": 2.0}) == 2 and timeline.limits(params)[0] == 0
-    assert timeline.series(Params("Qwen2.5-7B", "8GiB", "draft passes"), found, None) == {}
+    params = Timeline("Qwen2.5-7B", "8GiB", "copies")
+    assert params.series(found, None)["copies length"].values.tolist() == [1, 3]
+    assert params.value({"copies length": 2.0}) == 2 and params.limits[0] == 0
+    assert Timeline("Qwen2.5-7B", "8GiB", "draft passes").series(found, None) == {}
 
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):
-    job = job_of(Params("Qwen2.5-7B", "8GiB", "copies"))
+    job = job_of(Timeline("Qwen2.5-7B", "8GiB", "copies"))
     with pytest.raises(NotMeasurable, match="need a GPU"):
-        timeline.run(job, {}, tmp_path, observations.origin(job, {}))
+        timeline.Timeline.run(job, {}, tmp_path, observations.origin(job, {}))
     with pytest.raises(UserError, match="unknown shape"):
-        Params("Qwen-9B", "8GiB", "copies")
+        Timeline("Qwen-9B", "8GiB", "copies")
 
 
 def test_the_figure_has_a_lane_for_each_stream_of_three_ways(tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_the_figure_has_a_lane_for_each_stream_of_three_ways(tmp_path, monkeypat
     monkeypatch.setattr(timeline, "refuse_without_gpu", lambda device: None)
     for job in flow.every_job(flow.cells("subspec", "timeline", "figure")):
         job.folder.mkdir(parents=True)
-        timeline.run(job, {}, job.folder, observations.origin(job, {}))
+        timeline.Timeline.run(job, {}, job.folder, observations.origin(job, {}))
     panels = figures.build(flow, "subspec/timeline")
     (lanes,) = panels.values()
     assert len(lanes) == 8 and [point[:2] for point in lanes["asynchronous: copies"]] == [(-1.0, 3.0), (2.0, 2.0)]

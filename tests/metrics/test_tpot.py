@@ -9,7 +9,7 @@ from repro.bench import along
 from repro.core.errors import UserError
 from repro.methods.flexquant.config import Config
 from repro.metrics import tpot
-from repro.metrics.tpot import Params
+from repro.metrics.tpot import TimePerToken
 from repro.results import measure
 from repro.specs import scale as scales
 from repro.specs import tables
@@ -51,7 +51,7 @@ def around(lost):
 
 def shown(params):
     """The value of a cell, or None."""
-    found = tpot.quantity(params)
+    found = params.read()
     return found and found.interval().value
 
 
@@ -64,10 +64,10 @@ def step(bits, context):
 
 def test_a_static_text_is_the_mean_of_its_steps(measured):
     by_hand = np.mean([step(8, 128 + token) for token in range(1, 2001)])
-    assert shown(Params("ms", "2000", bits="8")) == pytest.approx(by_hand)
+    assert shown(TimePerToken("ms", "2000", bits="8")) == pytest.approx(by_hand)
     static = np.mean([step(16, 128 + token) for token in range(1, 2001)])
-    assert shown(Params("times", "2000", bits="8")) == pytest.approx(static / by_hand)
-    assert shown(Params("times", "2000", bits="16")) == pytest.approx(1.0)
+    assert shown(TimePerToken("times", "2000", bits="8")) == pytest.approx(static / by_hand)
+    assert shown(TimePerToken("times", "2000", bits="16")) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("layers", [1, 16])
@@ -88,10 +88,10 @@ def test_a_schedule_takes_each_layers_share_of_the_step_of_its_width(measured, l
         total = sum(sizes.values())
         mixed = np.interp((held[8] + 2 * held[4]) / total, [0, 0.5, 1, 1.5, 2], [0, 0.2, 0, 0.1, 0])
         seconds.append(mixed + sum(held[width] / total * step(width, 128 + token) for width in MS))
-    params = Params("ms", "1500", f"flexquant(layers={layers})")
+    params = TimePerToken("ms", "1500", f"flexquant(layers={layers})")
     assert shown(params) == pytest.approx(np.mean(seconds) + switches * LOST[layers] / 1500)
     every = ("16 bits", "8 bits", "4 bits", "cache", "mixing", "PPLE")
-    parts = [shown(Params(part, "1500", params.schedule)) for part in every]
+    parts = [shown(TimePerToken(part, "1500", params.schedule)) for part in every]
     assert sum(parts) == pytest.approx(seconds[-1]) and (parts[4] > 0) == (layers == 1) and parts[5] > 0
     grown = sum(held[width] / total * (step(width, 1628) - MS[width][0]) for width in MS)
     assert parts[3] == pytest.approx(grown), (
@@ -109,11 +109,13 @@ def test_a_number_of_results_of_its_own_takes_no_job_where_a_table_also_has_a_mo
 
 
 def test_parts_that_are_measured_by_themselves(measured):
-    assert shown(Params("PPLE", "1000", "flexquant(layers=4)")) == pytest.approx(0.02)
+    assert shown(TimePerToken("PPLE", "1000", "flexquant(layers=4)")) == pytest.approx(0.02)
     switches = 1 + (999 - 22) // 21
-    assert shown(Params("switching", "1000", "flexquant(layers=4)")) == pytest.approx(0.6 * switches / 1000, rel=0.03)
-    between = shown(Params("switching", "1000", "flexquant(layers=8)"))  # of 4 and 16 layers
-    assert between == pytest.approx(1.4 * switches / 1000, rel=0.03) and shown(Params("PPLE", "9", bits="8")) == 0
+    assert shown(TimePerToken("switching", "1000", "flexquant(layers=4)")) == pytest.approx(
+        0.6 * switches / 1000, rel=0.03
+    )
+    between = shown(TimePerToken("switching", "1000", "flexquant(layers=8)"))  # of 4 and 16 layers
+    assert between == pytest.approx(1.4 * switches / 1000, rel=0.03) and shown(TimePerToken("PPLE", "9", bits="8")) == 0
 
 
 def test_a_switch_loses_what_its_tokens_take_beyond_the_settled_ones():
@@ -133,26 +135,29 @@ def test_a_schedule_needs_mixtures_and_switches(measured, absent):
     for path in measured.glob(f"{absent}-*.json"):
         path.unlink()
     assert (
-        shown(Params("ms", "1000", "flexquant(layers=4)")) is None and shown(Params("ms", "1000", bits="4")) is not None
+        shown(TimePerToken("ms", "1000", "flexquant(layers=4)")) is None
+        and shown(TimePerToken("ms", "1000", bits="4")) is not None
     )
 
 
 def test_what_was_not_measured_has_no_value(measured, monkeypatch, tmp_path):
-    assert shown(Params("ms", "4000", bits="8")) is not None
-    assert shown(Params("ms", "4001", bits="8")) is None  # beyond the longest context
+    assert shown(TimePerToken("ms", "4000", bits="8")) is not None
+    assert shown(TimePerToken("ms", "4001", bits="8")) is None  # beyond the longest context
     most = max(LOST)
-    assert shown(Params("ms", "1000", f"flexquant(layers={most})")) is not None
-    assert shown(Params("ms", "1000", f"flexquant(layers={most + 1})")) is None  # more than any measured switch
+    assert shown(TimePerToken("ms", "1000", f"flexquant(layers={most})")) is not None
+    assert shown(TimePerToken("ms", "1000", f"flexquant(layers={most + 1})")) is None  # more than any measured switch
     (measured / "step-4-128.json").unlink()
     (measured / "step-4-4096.json").unlink()
-    assert shown(Params("ms", "100", "flexquant")) is None and shown(Params("ms", "100", bits="8")) is not None
+    assert (
+        shown(TimePerToken("ms", "100", "flexquant")) is None and shown(TimePerToken("ms", "100", bits="8")) is not None
+    )
     monkeypatch.setattr(tpot, "BUILT", tmp_path / "none")
     monkeypatch.setattr(tpot, "STORED", tmp_path / "none")
-    assert shown(Params("ms", "100", bits="8")) is None
+    assert shown(TimePerToken("ms", "100", bits="8")) is None
 
 
 def test_where_times_come_from(measured):
-    found = tpot.origin([Params("ms", "100", bits="8")])
+    found = TimePerToken.origin([TimePerToken("ms", "100", bits="8")])
     assert found["device"] == "NVIDIA H200" and found["note"] == "calculated" and found["live"] == "fresh"
 
 
@@ -177,7 +182,7 @@ def test_no_threshold_switches_earlier():
 )
 def test_what_cannot_be_timed_is_a_sentence(how, said):
     with pytest.raises(UserError, match=said):
-        Params("ms", **how)
+        TimePerToken("ms", **how)
 
 
 def test_the_table_and_the_figures_ask_for_what_there_is(measured):

@@ -9,7 +9,7 @@ from repro import papers
 from repro.core.errors import UserError
 from repro.jobs.target import Target
 from repro.make.snake import SnakemakeAdapter
-from repro.metrics import KINDS, training
+from repro.metrics import training
 from repro.recipes import recipe
 from repro.results import replicate
 from repro.specs import scale as scales
@@ -21,12 +21,12 @@ from repro.store.observations import Observations, Series
 
 def value(show, *before, **facts):
     """Of a recipe whose last step left `facts`, and the steps before it those in `before`."""
-    params, steps = training.Params(show), {}
+    params, steps = training.Training(show), {}
     for i, one in enumerate((facts, *before)):
         held = {name: Series(np.asarray(values, dtype=float), "layers") for name, values in one.items()}
         steps[f"step {i}"] = Observations(held, {})
-    found = training.series(params, steps, None)
-    return training.value(params, {name: one.values.mean() for name, one in found.items()}) if found else None
+    found = params.series(steps, None)
+    return params.value({name: one.values.mean() for name, one in found.items()}) if found else None
 
 
 def test_tokens_are_those_that_the_trainer_counted_and_none_without_training():
@@ -47,18 +47,17 @@ def test_the_end_of_a_loss_curve_is_its_last_sixteenth(curve, end):
 def test_a_loss_is_not_shown_where_nothing_was_trained():
     assert value("loss", **{"bits/bpw": [2.5]}) is None
     with pytest.raises(UserError, match="show"):
-        build(training.Params, {"show": "seconds"}, "a spec")
+        build(training.Training, {"show": "seconds"}, "a spec")
 
 
 def test_its_jobs_are_those_that_compress_step_by_step():
     text = "efficientqat(tokens=64) + e2e_qp(tokens=64)"
     target = Target(scales.load(name="pocket"), "pocket-3m", recipe.parse(text).name)
-    jobs = training.jobs(training.Params(), target)
+    jobs = training.Training().jobs(target)
     assert [(role, job.kind, job.steps[-1]) for role, job in jobs.items()] == [
         ("step 0", "compress", "e2e_qp"),
         ("step 1", "compress", "efficientqat"),
     ]
-    assert KINDS["training"].module is training
 
 
 def test_the_headline_makes_its_papers_table_and_those_that_take_no_job():

@@ -6,8 +6,7 @@ from repro.jobs import compress
 from repro.jobs.target import Target
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.order import weight_divergence as divergence
-from repro.metrics import weight_divergence
-from repro.metrics.weight_divergence import Params
+from repro.metrics.weight_divergence import WeightDivergence
 from repro.models.lowbit import block_linears
 from repro.specs import scale as scales
 from repro.store import observations
@@ -20,9 +19,9 @@ def test_every_layer_in_model_order(direction, tmp_path):
     found = {}
     for bits in (8, 4):
         target = Target(scales.load(name="pocket").on("cpu"), "pocket-3m", f"rtn-w{bits}-g64")
-        params = Params("layers", direction)
+        params = WeightDivergence("layers", direction)
         with built_under(tmp_path):
-            (job,) = weight_divergence.jobs(params, target).values()
+            (job,) = params.jobs(target).values()
             for each in distinct([job]):
                 if not runner.done(each):
                     runner.run(each)
@@ -33,15 +32,15 @@ def test_every_layer_in_model_order(direction, tmp_path):
             divergence(linear.weight.detach(), block_linears(made)[name].weight.detach(), Config(direction=direction))
             for name, linear in block_linears(full).items()
         ]
-        found[bits] = weight_divergence.series(params, held, target)["layers"].values
+        found[bits] = params.series(held, target)["layers"].values
         assert found[bits].tolist() == pytest.approx(wanted) and min(wanted) > 0
-        spread = weight_divergence.series(Params("spread", direction), held, target)["spread"].values
+        spread = WeightDivergence("spread", direction).series(held, target)["spread"].values
         assert spread.tolist() == pytest.approx([max(wanted) / min(wanted)])
-        assert weight_divergence.value(Params("mean"), {"mean": 2.0}) == 2.0
+        assert WeightDivergence("mean").value({"mean": 2.0}) == 2.0
     assert (found[4] > found[8]).all()
 
 
 def test_full_precision_has_no_job_and_no_divergence():
     target = Target(scales.load(name="pocket").on("cpu"), "pocket-3m", "fp16")
-    assert weight_divergence.jobs(Params(), target) == {} and weight_divergence.itself(Params()) == 0.0
-    assert weight_divergence.series(Params(), {}, target) == {} and weight_divergence.itself(Params("spread")) is None
+    assert WeightDivergence().jobs(target) == {} and WeightDivergence().itself == 0.0
+    assert WeightDivergence().series({}, target) == {} and WeightDivergence("spread").itself is None

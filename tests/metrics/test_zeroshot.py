@@ -730,29 +730,29 @@ def target(recipe: str, names: list[str]) -> Target:
 def test_a_draw_is_what_recipes_answer_and_full_precision_answers_the_whole_set_too():
     names = ["piqa", "mmlu-10", "mmlu"]
     full, low = (target(recipe, names) for recipe in ("fp16", "rtn-w4-pc"))
-    assert [kind.jobs(kind.Params(), at)["items"].given()["tasks"] for at in (full, low)] == [names, names[:2]]
+    assert [kind.ZeroShot().jobs(at)["items"].given()["tasks"] for at in (full, low)] == [names, names[:2]]
     held = {"items": Observations({f"{name}/correct": Series(answers(1, 2), "items") for name in names}, {})}
     for params, wanted in {
-        kind.Params(): ["piqa", "mmlu-10"],
-        kind.Params(("mmlu",)): ["mmlu-10"],
-        kind.Params(("mmlu-10",)): ["mmlu-10"],
-        kind.Params(("mmlu",), whole=True): ["mmlu"],
+        kind.ZeroShot(): ["piqa", "mmlu-10"],
+        kind.ZeroShot(("mmlu",)): ["mmlu-10"],
+        kind.ZeroShot(("mmlu-10",)): ["mmlu-10"],
+        kind.ZeroShot(("mmlu",), whole=True): ["mmlu"],
     }.items():
-        assert list(kind.series(params, held, full)) == [f"{name}/correct" for name in wanted]
-    assert kind.jobs(kind.Params(("mmlu",), whole=True), low) is None, "full precision alone"
-    assert kind.jobs(kind.Params(("mmlu",), whole=True), full) is not None
+        assert list(params.series(held, full)) == [f"{name}/correct" for name in wanted]
+    assert kind.ZeroShot(("mmlu",), whole=True).jobs(low) is None, "full precision alone"
+    assert kind.ZeroShot(("mmlu",), whole=True).jobs(full) is not None
     alone = target("rtn-w4-pc", ["piqa", "mmlu"])
-    assert kind.jobs(kind.Params(), alone)["items"].given()["tasks"] == ["piqa", "mmlu"]
-    assert kind.jobs(kind.Params(("boolq",)), alone) is None, "the scale does not measure it"
+    assert kind.ZeroShot().jobs(alone)["items"].given()["tasks"] == ["piqa", "mmlu"]
+    assert kind.ZeroShot(("boolq",)).jobs(alone) is None, "the scale does not measure it"
 
 
 def test_a_mean_leaves_tasks_out():
     """Of a draw the whole set's name counts, too; stored results that leave nothing out declare what they did."""
     protocol = kind.Protocol(tasks=("piqa", "boolq", "mmlu-10", "mmlu"))
-    assert protocol.answered(kind.Params(without=("boolq",))) == ["piqa", "mmlu-10"]
-    assert protocol.answered(kind.Params()) == ["piqa", "boolq", "mmlu-10"] and kind.LATER == {"without": ()}
+    assert protocol.answered(kind.ZeroShot(without=("boolq",))) == ["piqa", "mmlu-10"]
+    assert protocol.answered(kind.ZeroShot()) == ["piqa", "boolq", "mmlu-10"] and kind.ZeroShot.LATER == {"without": ()}
     with pytest.raises(UserError, match="unknown zero-shot task 'boolk'"):
-        kind.Params(without=("boolk",))
+        kind.ZeroShot(without=("boolk",))
 
 
 def test_no_stored_mean_of_spear_has_boolq():
@@ -767,7 +767,7 @@ def test_no_stored_mean_of_spear_has_boolq():
 def test_whole_sets_at_pocket_full():
     protocol = scales.load(None, "pocket").protocols["zeroshot"]
     assert protocol.limit is None and set(protocol.tasks) == {*kind.TASKS, "mmlu-10"}
-    assert protocol.answered(kind.Params()) == [*kind.TASKS[:-1], "mmlu-10"]
+    assert protocol.answered(kind.ZeroShot()) == [*kind.TASKS[:-1], "mmlu-10"]
 
 
 def test_requests_are_shared_by_models_of_one_tokenizer_and_told_apart_by_what_decides_them(monkeypatch):

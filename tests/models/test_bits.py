@@ -194,28 +194,26 @@ def test_arithmetic_on_a_shape_is_what_a_model_of_that_shape_stores(text, count)
     got = bits.report(lm, float_bits=16)
     totals = {key: got[key] for key in ("bpw", "bytes", "block_weights")}
     mean = {f"bits/{kind}": n for kind, n in (got["block"] | totals).items()}
-    params = storage.Params(count)
+    params = storage.Storage(count)
     if count in ("compensation", "share") and " + " not in text:
-        assert storage.exact(params, recipe.parse(text).steps, TINY) is None  # nothing compensates
+        assert params.exact(recipe.parse(text).steps, TINY) is None  # nothing compensates
         return
-    assert storage.exact(params, recipe.parse(text).steps, TINY) == pytest.approx(
-        storage.value(params, mean), rel=1e-12
-    )
+    assert params.exact(recipe.parse(text).steps, TINY) == pytest.approx(params.value(mean), rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "text", ["rtn-w4-pc + spear", "rtn-w4-pc + lqer(budget=0.02)", "gptq-w4-g32-act_order", "spinquant"]
 )
 def test_what_a_recipe_alone_does_not_fix_is_not_computed(text):
-    assert storage.exact(storage.Params(), recipe.parse(text).steps, TINY) is None
+    assert storage.Storage().exact(recipe.parse(text).steps, TINY) is None
 
 
 def test_public_shapes_give_the_printed_megabytes_of_rank_16_and_the_weights_that_the_headline_counts():
     printed = {"Llama-3.2-1B": "22.5", "Llama-3.2-3B": "48.6", "Llama-2-7B": "80.0", "Llama-2-13B": "125"}
-    steps, params = recipe.parse("rtn-w4-pc + loftq(rank=16)").steps, storage.Params("compensation", "MB")
+    steps, params = recipe.parse("rtn-w4-pc + loftq(rank=16)").steps, storage.Storage("compensation", "MB")
     for model, digits in (printed | {"Llama-2-70B": "414"}).items():
         decimals = len(digits.partition(".")[2])
-        assert f"{storage.exact(params, steps, scale.shape(model)):.{decimals}f}" == digits
+        assert f"{params.exact(steps, scale.shape(model)):.{decimals}f}" == digits
     (claim,) = [claim for claim in tables.headline().claims if claim.claim == "spear C002"]
     for case in claim.cases:
         shape = scale.shape(case["model"])

@@ -48,9 +48,9 @@ class Asked:
     measure = "perplexity"
 
     def __init__(self, text: str) -> None:
-        from repro.metrics.perplexity import Params
+        from repro.metrics.perplexity import Perplexity
 
-        self.recipe, self.params = text, Params("wikitext2")
+        self.recipe, self.params = text, Perplexity("wikitext2")
 
 
 def nll(values) -> dict[str, Series]:
