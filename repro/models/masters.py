@@ -33,7 +33,8 @@ title: The committed master at 8, 4 and 2 bits
 rows:
 {widths}models: [Llama-3.2-1B]
 measure:
-  perplexity: {{kind: perplexity, corpus: wikitext2, unit: ppl}}
+  WikiText-2: {{kind: perplexity, corpus: wikitext2, unit: ppl}}
+  C4: {{kind: perplexity, corpus: c4, unit: ppl}}
 beside:
   BPW: {{kind: storage}}
 scales: [pocket]
