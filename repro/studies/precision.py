@@ -258,7 +258,7 @@ class Bench:
         if (recorder := engine.steps.recorder) is not None:
             worst["capture ms, median"] = 1e3 * statistics.median(recorder.captured)
             worst["waited ms, worst"] = 1e3 * max(recorder.waited, default=0.0)
-        return {"layers": layers, "switches": len(every), "quiet ms": quiet, **worst, "ms": seconds, "steps": every}
+        return {"layers": layers, "switches": len(every), "quiet ms": quiet, **worst, "ms": rounded(seconds), "steps": every}
 
     def timed(self, engine: SwitchingCore, prompt: int, new: int) -> tuple[list[float], list[Any]]:
         """Milliseconds of every step after a random prompt, and the log of switches; a first run warms up."""
@@ -311,10 +311,15 @@ class Bench:
             "16 bits after, ms": after,
             "mean bits": statistics.mean(bits_by_step(log, sizes, max(RECIPES), len(seconds)).tolist()),
             "tokens": len(seconds),
-            "ms": seconds,
+            "ms": rounded(seconds),
             "log": [[switch.step, switch.layer, switch.bits] for switch in log],
             "replayed": str(self.log or "a first run's"),
         }
+
+
+def rounded(milliseconds: Sequence[float]) -> list[float]:
+    """Every step's time to a tenth of a microsecond, for a file: a clock says no more."""
+    return [round(one, 4) for one in milliseconds]
 
 
 def switch_steps(path: Path, layers: int) -> list[int]:
