@@ -258,7 +258,8 @@ class Bench:
         if (recorder := engine.steps.recorder) is not None:
             worst["capture ms, median"] = 1e3 * statistics.median(recorder.captured)
             worst["waited ms, worst"] = 1e3 * max(recorder.waited, default=0.0)
-        return {"layers": layers, "switches": len(every), "quiet ms": quiet, **worst, "ms": rounded(seconds), "steps": every}
+        facts = {"layers": layers, "switches": len(every), "quiet ms": quiet}
+        return facts | worst | {"ms": rounded(seconds), "steps": every}
 
     def timed(self, engine: SwitchingCore, prompt: int, new: int) -> tuple[list[float], list[Any]]:
         """Milliseconds of every step after a random prompt, and the log of switches; a first run warms up."""
