@@ -27,6 +27,8 @@ from torch import Tensor
 
 FIXED_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+PORTABLE_CLUSTER = 8  # blocks
 
 
 @cache
@@ -133,6 +135,9 @@ class Function:
             config = dict(defines or {})
             raise ValueError(f"{name} with {config} takes {asked} bytes of shared memory, a block here has {most}")
         _checked(driver.cuFuncSetAttribute(self._function, dynamic, shared_bytes))
+        if (defines or {}).get("CLUSTER", 1) > PORTABLE_CLUSTER:
+            large = driver.CUfunction_attribute(LARGE_CLUSTERS)
+            _checked(driver.cuFuncSetAttribute(self._function, large, 1))
 
     def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
         """Launch on torch's current stream of the kernel's device. Tensors become pointers, ints become C ints."""

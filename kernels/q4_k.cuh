@@ -27,6 +27,34 @@ INLINE float byte_to_float(u32 bytes, u32 which, u32 exponent = EXPONENT) { // a
     return __uint_as_float(__byte_perm(bytes, exponent, 0x7440 | which)) - (1 << 23);
 }
 
+#if CLUSTER > 1
+// Sums of N rows over the thread blocks of a cluster, in the order of the blocks, each of which adds up a share of them.
+// It lies in shared memory.
+template <u32 N> struct Joined {
+    static constexpr u32 SHARE = (N + CLUSTER - 1) / CLUSTER;
+    float received[CLUSTER][SHARE];
+    u64 arrived;
+
+    INLINE u32 rows(u32 part) const { return min(SHARE, N - min(N, part * SHARE)); } // that block `part` adds up
+    INLINE void begin(u32 part) { // by all threads
+        if (threadIdx.x == 0) expect_bytes(shared_address(&arrived), CLUSTER * rows(part) * 4);
+        cluster_arrive();
+    }
+    // sum_of(row): the block's own sum; write(row, sum): takes that of all blocks. All threads of the block call it.
+    template <class S, class W> INLINE void end(u32 part, u32 threads, S sum_of, W write) {
+        cluster_wait(); // all blocks have started
+        for (u32 row = threadIdx.x; row < N; row += threads)
+            send(shared_address(&received[part][row % SHARE]), sum_of(row), shared_address(&arrived), row / SHARE);
+        for (u32 i = threadIdx.x; i < rows(part); i += threads) {
+            wait_for_bytes(shared_address(&arrived));
+            float sum = 0;
+            UNROLL for (int block = 0; block < CLUSTER; block++) sum += received[block][i];
+            write(part * SHARE + i, sum);
+        }
+    }
+};
+#endif
+
 INLINE u32 high_nibbles(u32 v) { return v & 0x00F000F0; } // of the lower bytes
 INLINE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 

@@ -2,7 +2,8 @@
 //
 // Compile-time constants (-D). BF16 0 1 (else float16). Launch: WARPS of a thread block, which take its super-blocks in
 // turn; TILES of 16 rows; STAGES super-blocks of all its rows that a warp has in flight; BLOCKS of an SM,
-// which caps the registers.
+// which caps the registers; CLUSTER 1, or thread blocks that divide the super-blocks of rows and send each other their
+// sums (compute capability 9.0 and later).
 //
 // Column n of operand B is nonzero for the inputs of sub-block n, so that one product has the sums of 16 rows for eight
 // sub-blocks: nothing is wasted, and scales act once a sub-block. Lane 4 g + t holds sub-blocks 2 t (low nibbles) and
@@ -10,7 +11,7 @@
 
 #include "q4_k.cuh"
 
-constexpr u32 SUPER = 256, ROWS = 16 * TILES;
+constexpr u32 SUPER = 256, ROWS = 16 * TILES, STEP = WARPS * CLUSTER;
 constexpr u32 X_AT = TILES * BATCH, SLOT = X_AT + SUPER * 2;
 
 // Converts a super-block of inputs to float16, in place, four neighbours as 0 2 1 3, which is the order of masked codes.
@@ -45,14 +46,22 @@ INLINE float arrange(char *x, u32 lane, float sums[2]) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
 q4_k_rows(const char *__restrict__ codes, const char *__restrict__ headers, const u16 *__restrict__ x,
           u16 *__restrict__ y, u32 N, u32 SUPERS) {
     extern __shared__ __align__(128) char shared[]; // sums of all warps, then their rings
     auto sums = (float (*)[ROWS])shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const u32 row = blockIdx.x * ROWS, rows = N - 1 - row; // beyond the last row it is repeated, and dropped
+    const u32 part = blockIdx.x % CLUSTER, first = part * WARPS + warp; // super-block of the warp
+    const u32 row = blockIdx.x / CLUSTER * ROWS, rows = N - 1 - row; // beyond the last row it is repeated, and dropped
     char *ring = shared + WARPS * ROWS * 4 + warp * STAGES * SLOT;
     const u64 policy = evict_first();
+#if CLUSTER > 1
+    __shared__ Joined<ROWS> joined;
+    joined.begin(part);
+#endif
 
     auto load = [&](u32 slot, u32 super) {
         const bool more = super < SUPERS;
@@ -108,11 +117,11 @@ q4_k_rows(const char *__restrict__ codes, const char *__restrict__ headers, cons
         }
     };
 
-    UNROLL for (u32 i = 0; i < STAGES; i++) load(shared_address(ring + i * SLOT), warp + i * WARPS);
-    for (u32 super = warp, at = 0; super < SUPERS; super += WARPS) {
+    UNROLL for (u32 i = 0; i < STAGES; i++) load(shared_address(ring + i * SLOT), first + i * STEP);
+    for (u32 super = first, at = 0; super < SUPERS; super += STEP) {
         compute(ring + at);
         __syncwarp();
-        load(shared_address(ring + at), super + STAGES * WARPS);
+        load(shared_address(ring + at), super + STAGES * STEP);
         at = at == (STAGES - 1) * SLOT ? 0 : at + SLOT;
     }
 
@@ -124,9 +133,17 @@ q4_k_rows(const char *__restrict__ codes, const char *__restrict__ headers, cons
             if (t == 0) sums[warp][tile * 16 + half * 8 + g] = sum;
         }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < ROWS; i += 32 * WARPS) {
+    auto sum_of = [&](u32 i) {
         float sum = 0;
         UNROLL for (int w = 0; w < WARPS; w++) sum += sums[w][i];
+        return sum;
+    };
+    auto write = [&](u32 i, float sum) {
         if (i <= rows) y[row + i] = to_half<BF16>(sum);
-    }
+    };
+#if CLUSTER > 1
+    joined.end(part, 32 * WARPS, sum_of, write);
+#else
+    for (u32 i = threadIdx.x; i < ROWS; i += 32 * WARPS) write(i, sum_of(i));
+#endif
 }

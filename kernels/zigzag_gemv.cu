@@ -15,7 +15,6 @@ constexpr int LISTED = 1, MASKED = 2; // modes
 constexpr u32 BAND = 256, NONE = ~0u; // NONE: no column
 constexpr u32 X_AT = BATCH, SLOT = X_AT + LINES * 4, STEP = N2 * LINES;
 constexpr u32 OPERAND = 8 * LINES * 2, OWN = OPERAND + STAGES * SLOT; // bytes of a warp: operand B and its ring
-constexpr u32 SHARE = (BAND + CLUSTER - 1) / CLUSTER;                 // rows that a block of a cluster adds up
 
 extern "C" __global__ void __launch_bounds__(32 * N2, BLOCKS)
 #if CLUSTER > 1
@@ -39,11 +38,8 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
     const u32 count = MODE == LISTED ? __ldg(active) : K;
     const u32 first = count * part / n1 + warp * LINES, end = count * (part + 1) / n1;
 #if CLUSTER > 1
-    __shared__ float received[CLUSTER][SHARE];
-    __shared__ u64 arrived;
-    const u32 own_rows = min(SHARE, BAND - part * SHARE);
-    if (threadIdx.x == 0) expect_bytes(shared_address(&arrived), CLUSTER * own_rows * 4);
-    cluster_arrive();
+    __shared__ Joined<BAND> joined;
+    joined.begin(part);
 #endif
 
     // The column that is the lane's (lanes 16 to 31 as lanes 0 to 15) of the batch at a position, or NONE.
@@ -150,19 +146,15 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
     __syncthreads();
 
 #if CLUSTER > 1
-    cluster_wait(); // all blocks have started
-    for (u32 row = threadIdx.x; row < BAND; row += 32 * N2) {
+    auto sum_of = [&](u32 row) {
         float sum = 0;
         UNROLL for (int w = 0; w < N2; w++) sum += sums[w][row];
-        send(shared_address(&received[part][row % SHARE]), sum, shared_address(&arrived), row / SHARE);
-    }
-    for (u32 i = threadIdx.x; i < own_rows; i += 32 * N2) {
-        wait_for_bytes(shared_address(&arrived));
-        float sum = 0;
-        UNROLL for (int block = 0; block < CLUSTER; block++) sum += received[block][i];
-        const u32 row = band * BAND + part * SHARE + i;
+        return sum;
+    };
+    joined.end(part, 32 * N2, sum_of, [&](u32 i, float sum) {
+        const u32 row = band * BAND + i;
         if (row < N) y[row] = to_half<BF16>(sum);
-    }
+    });
     return;
 #endif
 

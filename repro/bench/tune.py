@@ -30,6 +30,10 @@ from repro.kernels.launch_config import FOLDER, device_slug
 DONE = Path("build") / "tune"  # a file a device and kernel: keys that were swept, with the hash of their space
 TIE = 0.01  # within so much of the fastest, the configuration that comes first in SPACE wins: no churn from noise
 AT_ONCE = 12  # configurations that are measured together; each has its copies of the weights
+Q4_K_STEP = (  # products of layers that share an input, of Llama 3 8B, Llama 2 7B, 13B and 70B: q, k, v; gate, up
+    *((6144, 4096), (28672, 4096), (12288, 4096), (22016, 4096)),
+    *((15360, 5120), (27648, 5120), (10240, 8192), (57344, 8192)),
+)
 
 Config = Mapping[str, Any]
 Case = Mapping[str, Any]
@@ -107,7 +111,7 @@ def _w4a16_gemm() -> list[Place]:
 
 
 def _q4_k(name: str) -> list[Place]:
-    """Products with Q4_K on the layers of the papers' models, half of the inputs listed where some are skipped."""
+    """Products with Q4_K on the layers of the papers' models and those of a step, half of the inputs listed or all."""
     module = load(name)
 
     def prepare(case: Case) -> Callable[[Config], Task]:
@@ -122,7 +126,7 @@ def _q4_k(name: str) -> list[Place]:
         return task
 
     places = []
-    for n, k in shapes():
+    for n, k in sorted({*shapes(), *Q4_K_STEP}, key=lambda shape: (shape[0] * shape[1], shape)):
         case = {"N": n, "K": k, "seed": 0, "dtype": "bfloat16", "ordered": True, "share": 0.5}
         bands = -(-n // q4_k_planes.SUPER)
         space = module.SPACE

@@ -20,11 +20,14 @@ CASES = [  # operator, shape, what differs from the configurations above
     ("q4_k_gemv", {"N": 19, "K": 1280, "dtype": "bfloat16"}, {}),  # a ragged tile; a warp has one super-block more
     ("q4_k_gemv", {"N": 33, "K": 512, "dtype": "float16"}, {"tiles": 2, "stages": 1}),  # a tile without rows
     ("q4_k_gemv", {"N": 5, "K": 256, "dtype": "bfloat16"}, {"warps": 4, "stages": 3}),  # warps without super-blocks
+    ("q4_k_gemv", {"N": 33, "K": 1792, "dtype": "bfloat16"}, {"cluster": 3}),  # rows that three do not divide
+    ("q4_k_gemv", {"N": 19, "K": 512, "dtype": "float16"}, {"cluster": 4, "tiles": 2}),  # a block without super-blocks
     ("zigzag_gemv", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),  # an odd number of columns
     ("zigzag_gemv", {"N": 256, "K": 97, "dtype": "float16", "ordered": True}, {"n1": 1, "n2": 1, "stages": 1}),
     ("zigzag_gemv", {"N": 20, "K": 30, "dtype": "bfloat16", "ordered": False}, {"n1": 2, "stages": 3}),
     ("zigzag_gemv", {"N": 300, "K": 133, "dtype": "bfloat16", "ordered": False}, {"n1": 7, "n2": 1, "cluster": True}),
     ("zigzag_sparse", {"N": 512, "K": 97, "dtype": "float16", "ordered": False}, {"n1": 2, "cluster": True}),
+    ("zigzag_sparse", {"N": 20, "K": 200, "dtype": "bfloat16"}, {"n1": 13, "n2": 1, "cluster": True}),  # more than 8
     ("zigzag_sparse", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),
     ("zigzag_sparse", {"N": 512, "K": 97, "dtype": "float16", "ordered": False}, {"stages": 3}),
     ("zigzag_masked", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),

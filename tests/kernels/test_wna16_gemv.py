@@ -292,6 +292,9 @@ def test_more_shared_memory_than_a_block_has(monkeypatch):
     with pytest.raises(ValueError, match=r"gemv with {'WARPS': 4} takes 1001 bytes .* a block here has 1000"):
         nvrtc.Function(b"", "gemv", 0, 977, {"WARPS": 4})
     assert asked == [(nvrtc.MAX_DYNAMIC_SHARED, 976)]
+    for blocks in (8, 9):  # more than 8 in a cluster need the driver's leave
+        nvrtc.Function(b"", "gemv", 0, 976, {"CLUSTER": blocks})
+    assert asked[1:] == [(nvrtc.MAX_DYNAMIC_SHARED, 976)] * 2 + [(nvrtc.LARGE_CLUSTERS, 1)]
 
 
 @pytest.mark.gpu
