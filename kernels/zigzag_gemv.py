@@ -50,6 +50,7 @@ FORMS = [  # warps of a program, batches that each has in flight, programs of an
     {"n2": n2, "stages": stages, "blocks": blocks}
     for n2, stages, blocks in (
         (8, 2, 2), (8, 3, 2), (4, 2, 4), (4, 3, 4), (4, 3, 3), (4, 4, 3), (2, 3, 8), (2, 2, 8), (2, 3, 6), (1, 3, 12),
+        (16, 2, 1), (16, 3, 1),
     )
 ]  # fmt: skip
 PROGRAMS = (*range(1, 17), 19, 20, 22, 24, 26, 28, 32, 33, 40, 49, 66, 82, 99)  # of a band
@@ -102,9 +103,9 @@ def fill(config: dict, bands: int, processors: int = 132) -> float:
 
 
 def worth_trying(config: dict, bands: int, processors: int = 132) -> bool:
-    """Whether a configuration of SPACE fills the SMs once or twice, nearly, or as far as SPACE goes."""
+    """Whether a configuration of SPACE fills the SMs once or twice, about, or as far as SPACE goes."""
     fits = bands * config["n1"] <= 2 * processors * config["blocks"]
-    return fits and (fill(config, bands, processors) >= 0.8 or config["n1"] >= 66)
+    return fits and (fill(config, bands, processors) >= 0.72 or config["n1"] >= 66)
 
 
 def configuration(kernel: str, bands: int, rows: int, columns: int, device: torch.device) -> dict:
