@@ -126,6 +126,7 @@ def test_the_drafts_cache_holds_the_text_and_nothing_else(speculating, name):
     engine = speculating[name]
     text = next(engine.generate([PROMPT], 30)).tokens
     drafter = engine.batch.drafter
+    assert drafter.cache is not engine.cache
     before = len(PROMPT) + sum(engine.batch.lengths) - 1  # tokens in the cache: all but the last bonus
     length = len(PROMPT) + 29
     assert before >= length
