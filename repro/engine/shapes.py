@@ -123,7 +123,9 @@ def offloaded(
 
     packed = device.type == "cpu" or dtype != torch.float32
     own = limits.reserved(device), packed, device.type == "cuda"
-    second = budget.parts_of(config, context, dtype, 0, draft)["cache"] if isinstance(draft, Apart) else 0
+    second = 0  # of the draft's own prefill: its cache, and a block that is dequantized
+    if isinstance(draft, Apart):
+        second = budget.parts_of(config, context, dtype, 0, draft)["cache"] + budget.block_bytes(config, dtype)
     plan = budget.plan(name, config, context, dtype, amount - second, draft, *own, target=grid)
     limits.check_host(name, plan.streamed_bytes)
     limits.limit(device, amount)

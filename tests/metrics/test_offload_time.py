@@ -118,7 +118,8 @@ def least(draft, grid=None):
         slots = 96 + own.room
         return str(beside + sum(budget.parts_of(config, slots, torch.float32, 1, None).values()))
     parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4), target=grid)
-    return str(sum(parts.values()) + (parts["cache"] if draft == "apart" else 0))
+    second = parts["cache"] + budget.block_bytes(config, torch.float32) if draft == "apart" else 0
+    return str(sum(parts.values()) + second)
 
 
 DRAFTS = [
