@@ -147,5 +147,5 @@ def _markdown(title: str, spec: FigureSpec, found: Sequence[Measurement]) -> str
         place = ", ".join(filter(None, (m.row, m.model, m.col)))
         unit = m.unit if m.value is not None else ""
         lines.append(f"- {place}: {content.here(m)} {unit}".rstrip())
-    origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in found if m.live)
+    origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in found if m.live and m.device)
     return "\n".join([*lines, "", f"Measured on {'; '.join(origin) or 'nothing yet'}.", ""])

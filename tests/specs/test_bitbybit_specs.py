@@ -65,6 +65,24 @@ def test_every_budget_has_the_same_epochs_and_a_share_of_the_tokens(at):
         assert epochs in (0, 6), "Bit-by-Bit's are two of three stages"
 
 
+def test_the_axis_of_figure_2c_is_what_the_recipe_trains_on_and_needs_no_run(at):
+    """All tokens have no count of those that trained, so that an axis of counts had two of its three shares."""
+    flow = at()
+    asked = {(c.row, c.col): c for c in flow.cells("bitbybit", "2c", "figure") if c.metric == "six epochs"}
+    assert len(asked) == 12
+    for (method, share), cell in asked.items():
+        divisor = {"1": 1, "1/16": 16, "1/64": 64}[share.removeprefix("share ")]
+        found = measure.one(flow, cell)
+        assert (found.status, found.value) == ("ok", 6 * 8388608 / divisor), (method, share)
+
+
+def test_a_figure_names_no_device_for_what_no_device_measured(at):
+    cells = at().cells("bitbybit", "2c", "figure")
+    found = [measure.one(at(), cell) for cell in cells if cell.metric == "six epochs"]
+    said = rendered._markdown("t", figures.figure("bitbybit", "2c"), found)
+    assert said.endswith("Measured on nothing yet.\n")
+
+
 def epochs_of(text):
     """Passes over the tokens that a recipe's steps train in."""
     total = 0
