@@ -91,6 +91,8 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
         columns, rows = _without_empty_columns(columns, rows)
     scaled = any(cell.model and scale.stand_in(cell.model) and not found[cell.place].external for cell in cells)
     notes = [f"Scale {scale.name}: {scale.about}."] if scaled and paper not in tables.FOLDERS else []
+    if len(spec.measure) > 1:
+        notes.append(f"In a cell: {' / '.join(spec.measure)}.")
     notes += _said_of_bare(bare, set(label.values()))
     values = [cell.here for cell in chain(*rows) if isinstance(cell, Pair)]
     if any(re.match(r"[-+][\d.]+ .*; ", value) for value in values):
