@@ -91,7 +91,7 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
         columns, rows = _without_empty_columns(columns, rows)
     scaled = any(cell.model and scale.stand_in(cell.model) and not found[cell.place].external for cell in cells)
     notes = [f"Scale {scale.name}: {scale.about}."] if scaled and paper not in tables.FOLDERS else []
-    if len(spec.measure) > 1:
+    if len(spec.measure) > 1 and not number.isdecimal() and paper not in tables.FOLDERS:
         notes.append(f"In a cell: {' / '.join(spec.measure)}.")
     notes += _said_of_bare(bare, set(label.values()))
     values = [cell.here for cell in chain(*rows) if isinstance(cell, Pair)]
