@@ -1,4 +1,4 @@
-"""What the papers compare with, one file each: `Config`, `CALIBRATED`, `apply(lm, calibration, config)`.
+"""Baselines that the papers compare with, one file each: `Config`, `CALIBRATED`, `apply(lm, calibration, config)`.
 
 `CALIBRATED` says whether `apply` needs calibration tokens, unless a property `calibrated` of the config does;
 `RESCALES`, if defined, that it changes weights before it quantizes them, and `PREPARES` that it only changes them, so

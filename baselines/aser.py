@@ -45,9 +45,9 @@ class Config(low_rank.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.outlier_share <= 1:
-            raise UserError(f"outlier_share is {self.outlier_share}; it is a share of the rank, 0 to 1")
+            raise UserError(f"outlier_share is {self.outlier_share}; it must be a share of the rank, 0 to 1")
         if self.damping < 0:
-            raise UserError(f"damping is {self.damping}; it is a share of the mean of the diagonal, 0 or more")
+            raise UserError(f"damping is {self.damping}; it must be a share of the mean of the diagonal, 0 or more")
 
 
 def outliers(mean_abs: Tensor, W: Tensor, f: int) -> Tensor:
@@ -78,8 +78,8 @@ def remove(lm: LowBitModel, name: str, channels: Tensor) -> None:
     """
     full, weight = lm.full[name], lm.weights[name]
     moved = {key: t.to(full.device) for key in weight.TENSORS if (t := getattr(weight, key)) is not None}
-    found = low_rank.rtn_grid(replace(weight, **moved), full)  # what a file held is on the CPU
-    if found is None:
+    own_grid = low_rank.rtn_grid(replace(weight, **moved), full)  # what a file held is on the CPU
+    if own_grid is None:
         raise NotMeasurable(
             "unsupported",
             f"{name}: aser quantizes anew without the outlier channels, which would undo any quantizer but rtn; "
@@ -87,4 +87,4 @@ def remove(lm: LowBitModel, name: str, channels: Tensor) -> None:
         )
     kept = full.clone()
     kept[:, channels] = 0
-    lm.set_weight(name, grid.rtn(kept, found))
+    lm.set_weight(name, grid.rtn(kept, own_grid))

@@ -1,4 +1,4 @@
-"""BitDistiller's asymmetric clipping (Du et al. 2024, section 3.1): both ends of a group's range, searched apart.
+"""BitDistiller's asymmetric clipping (Du et al. 2024, section 3.1): search both ends of a group's range separately.
 
 Per row and group the largest and the smallest weight are shrunk independently, each to one of ten shares 1, 0.95 …
 0.55, so that the layer's output on calibration inputs changes least under rounding. Query and key are not clipped. All

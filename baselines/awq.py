@@ -69,9 +69,9 @@ class Config(grid.Grid):
         super().__post_init__()
         for name in ("n_grid", "n_clip", "clip_tokens"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it is a number of trials or tokens, 1 or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be a number of trials or tokens, 1 or more")
         if not 0 < self.max_shrink <= 1:
-            raise UserError(f"max_shrink is {self.max_shrink}; it is a share of max|w|, above 0 and at most 1")
+            raise UserError(f"max_shrink is {self.max_shrink}; it must be a share of max|w|, above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def search_scale(
         raise UserError("its inputs hold NaN or Inf: an activation overflowed on the calibration tokens")
     weights = {name: module.get_parameter(name) for name in names}
     wants = [_output(module(*args, **kwargs)) for args, kwargs in calls]
-    best, found = torch.inf, None
+    best, best_scale = torch.inf, None
     for i in range(config.n_grid):
         s = scale(s_x, i / config.n_grid)
         rounded = {name: (grid.rtn(W * s, config).dequantize() / s).to(W.dtype) for name, W in weights.items()}
@@ -150,10 +150,10 @@ def search_scale(
             got = _output(torch.func.functional_call(module, rounded, args, kwargs))
             loss += (got - want).float().square().sum()
         if loss.item() < best:
-            best, found = loss.item(), (s, i / config.n_grid)
-    if found is None:
+            best, best_scale = loss.item(), (s, i / config.n_grid)
+    if best_scale is None:
         raise UserError("its outputs hold NaN or Inf: an activation overflowed on the calibration tokens")
-    return found
+    return best_scale
 
 
 @torch.no_grad()
@@ -202,9 +202,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
                 grid.check(linear.weight.data, config)
         folds = [fold for fold in FOLDS[kind] if fold.fits(block)]
         first = {fold.linears[0]: linears[fold.linears[0]] for fold in folds}
-        with watching(first, len(calibration)) as found:
+        with watching(first, len(calibration)) as stats:
             hidden, calls = record(block, [*linears, *(fold.inspect for fold in folds)], hidden, kw)
-        s_x = [found[name].mean_abs.mean(0).float() for name in first]
+        s_x = [stats[name].mean_abs.mean(0).float() for name in first]
         scales = [_scale_of(fold, block, s, calls, prefix, config) for fold, s in zip(folds, s_x, strict=True)]
         divisor = {}
         for fold, s in zip(folds, scales, strict=True):

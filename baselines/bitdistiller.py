@@ -1,4 +1,4 @@
-"""BitDistiller (Du et al. 2024, arXiv 2402.10631): a low-bit model taught by itself in full precision.
+"""BitDistiller (Du et al. 2024, arXiv 2402.10631): self-distillation of a low-bit model from its original.
 
 1. The range of each row and group is cut at both ends (`asymmetric_clip`, section 3.1).
 2. The cut weights are trained as the grid rounds them: it is fitted anew to every step's weights. As in the authors'
@@ -28,7 +28,7 @@ from repro.core.errors import UserError
 from repro.methods.spear.calibration import self_sampled
 from repro.models.groups.quantizer import StraightThrough
 from repro.models.lowbit import LowBitModel, in_layer
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import checkpoint_folder, steps_per_epoch, training_ids
 from repro.train.end_to_end import Validation, fitting, train
 from repro.train.streams import Dtype, computing
@@ -107,11 +107,11 @@ def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) ->
 @torch.no_grad()
 def confidence(teacher: nn.Module, ids: Tensor, kind: str) -> float:
     """β: the mean over tokens of the teacher's largest probability, or of that of the next token."""
-    found = []
+    confidences = []
     for rows in ids.split(fitting(teacher, ids.shape[1])):
         p = teacher(rows, use_cache=False).logits.float().softmax(-1)
-        found.append(p.amax(-1) if kind == "maximum" else p[:, :-1].gather(-1, rows[:, 1:, None]).squeeze(-1))
-    return torch.cat(found).mean().item()
+        confidences.append(p.amax(-1) if kind == "maximum" else p[:, :-1].gather(-1, rows[:, 1:, None]).squeeze(-1))
+    return torch.cat(confidences).mean().item()
 
 
 def cakld(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -148,8 +148,11 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     weights = clipped(model, weights, calibration.to(model.device), config.clip_tokens, config)
     taken = qat.input_grid("bitdistiller", config.act_bits, config.group)
     beta = confidence(teacher, ids[: config.batch * config.confidence_batches], config.confidence)
-    held = math.ceil(config.held_out * len(ids))
-    ids, validation = ids[: len(ids) - held], Validation(ids[len(ids) - held :], config.every) if held else None
+    held_out = math.ceil(config.held_out * len(ids))
+    ids, validation = (
+        ids[: len(ids) - held_out],
+        Validation(ids[len(ids) - held_out :], config.every) if held_out else None,
+    )
 
     student = qat.student(model, config.compute, taken)
 
@@ -168,7 +171,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     lm.facts["training/beta"] = [beta]
 
 
-def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+def work(config: Config, sequences: int, quantized: bool, count: int) -> training_cost.Work:
     """What its training takes: a teacher's pass in each step, and a copy of the best weights."""
-    alone = estimate.end_to_end(config, sequences, quantized, count)
-    return replace(alone, passes=config.epochs * (estimate.TRAINED + 1), latent=2, models=2)
+    alone = training_cost.end_to_end(config, sequences, quantized, count)
+    return replace(alone, passes=config.epochs * (training_cost.TRAINED + 1), latent=2, models=2)

@@ -27,7 +27,7 @@ ITERATIONS = 5
 QR_ODDS = 101  # X is made orthogonal in one of so many steps
 
 
-class Settings(Batches, Protocol):
+class CayleySettings(Batches, Protocol):
     """How rotations are trained: `batch` and `seed`, the first rate, whose cosine ends at 0, and passes."""
 
     lr: float
@@ -59,7 +59,7 @@ def train(
     gradients: Callable[[Tensor], Tensor],
     rotations: Sequence[Tensor],
     ids: Tensor | None,
-    settings: Settings,
+    settings: CayleySettings,
     who: str,
 ) -> list[float]:
     """Train `rotations`, each `[L, n, n]`, in place; returns the loss of every step.

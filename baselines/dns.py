@@ -37,7 +37,7 @@ class Config(gptq.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.share < 1:
-            raise UserError(f"share is {self.share}; it is a share of the weights, above 0 and below 1")
+            raise UserError(f"share is {self.share}; it must be a share of the weights, above 0 and below 1")
 
 
 def outliers(weight: Tensor, share: float) -> Tensor:
@@ -78,15 +78,15 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 
 def _without_outliers(lm: LowBitModel, names: list[str], config: Config) -> dict[str, Tensor]:
     """Leave their dense parts in layers; the sparse parts by name."""
-    found = {}
+    sparse = {}
     for name in names:
         linear = lm.model.get_submodule(name)
         with in_layer(name):
             grid.check(linear.weight.data, config)  # NaN and Inf would be outliers
         lm.full.setdefault(name, linear.weight.data)
-        found[name] = outliers(linear.weight.data, config.share)
-        linear.weight.data = torch.where(found[name] == 0, linear.weight.data, 0)
-    return found
+        sparse[name] = outliers(linear.weight.data, config.share)
+        linear.weight.data = torch.where(sparse[name] == 0, linear.weight.data, 0)
+    return sparse
 
 
 # --- the sparse part --------------------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ def stored(sparse: Tensor) -> dict[str, Tensor]:
 
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
     """`linear` with the sparse part beside it."""
-    return Beside(linear, Sparse(linear, tensors))
+    return Beside(linear, SparsePart(linear, tensors))
 
 
-class Sparse(nn.Module):
+class SparsePart(nn.Module):
     """The product with a sparse part, which is computed with zeros in place: its speed is that of no sparse kernel."""
 
     def __init__(self, linear: nn.Linear, tensors: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""EfficientQAT's second phase, E2E-QP (Chen et al. 2024, arXiv 2407.11062): the scales alone, end to end.
+"""EfficientQAT's second phase, E2E-QP (Chen et al. 2024, arXiv 2407.11062): train only the scales, end to end.
 
 Runs after a step that quantizes to a uniform grid, as in `efficientqat + e2e_qp`. Codes and zero points stay; the
 scales of all layers are trained to predict the next token of the training text, and rounded as they are stored at the
@@ -12,14 +12,14 @@ from torch import Tensor
 from repro.core.errors import UserError
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import EndToEndSettings, fitting, logits, next_token_loss, train, trained_tokens
 from repro.train.streams import Dtype, computing
 
 VERSION = 1
 CALIBRATED = True
-work = estimate.end_to_end  # what its training takes
+work = training_cost.end_to_end  # what its training takes
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 
@@ -52,7 +52,7 @@ class Config:
         if min(self.lr, self.epochs, self.clip, self.seed) < 0 or min(self.batch, self.tokens) < 1:
             raise UserError("e2e_qp: lr, epochs, clip and seed are 0 or more, batch and tokens 1 or more")
         if not 0 <= self.warmup < 1:
-            raise UserError(f"e2e_qp: warmup is {self.warmup}; it is a share, 0 or more and below 1")
+            raise UserError(f"e2e_qp: warmup is {self.warmup}; it must be a share, 0 or more and below 1")
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:

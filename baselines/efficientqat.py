@@ -29,13 +29,13 @@ from repro.core.errors import UserError
 from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid
 from repro.models.lowbit import LowBitModel, blocks, in_layer
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import BlockSettings, BlockTask, BlockTrainer, checkpoint_folder, training_ids
 from repro.train.streams import Dtype, Forward, Place, computing
 
 VERSION = 1
 CALIBRATED = True
-work = estimate.by_blocks  # what its training takes
+work = training_cost.by_blocks  # what its training takes
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 FULL = 16  # bits of activations that are left alone

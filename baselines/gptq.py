@@ -62,9 +62,9 @@ class Config(grid.Grid):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.percdamp < 0:
-            raise UserError(f"percdamp is {self.percdamp}; it is a share of the mean of diag(H), 0 or more")
+            raise UserError(f"percdamp is {self.percdamp}; it must be a share of the mean of diag(H), 0 or more")
         if self.blocksize < 1:
-            raise UserError(f"blocksize is {self.blocksize}; it is a number of columns, 1 or more")
+            raise UserError(f"blocksize is {self.blocksize}; it must be a number of columns, 1 or more")
 
 
 def inverse_factor(H: Tensor, percdamp: float) -> Tensor:
@@ -170,12 +170,12 @@ def same_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[str]
         UserError: a linear of the block did not run, so that it cannot be calibrated.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    with watching(linears, 1) as found:
+    with watching(linears, 1) as stats:
         block(hidden, **kwargs)
-    if idle := sorted(set(linears) - set(found)):
+    if idle := sorted(set(linears) - set(stats)):
         raise UserError(f"no calibration token reached {', '.join(idle)}; calibrate on more text")
     readers: dict[int, list[str]] = {}
-    for name, inputs in found.items():
+    for name, inputs in stats.items():
         readers.setdefault(id(inputs), []).append(name)
     return list(readers.values())
 
@@ -183,10 +183,10 @@ def same_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[str]
 def hessians(block: nn.Module, families: list[list[str]], hidden: list[Tensor], kwargs: dict) -> list[Tensor]:
     """H = (2/N) Σ x xᵀ of each family of linears, float32 `[K, K]`; N counts calibration sequences, not tokens."""
     names = [family[0] for family in families]
-    with watching({name: block.get_submodule(name) for name in names}, len(hidden), ["second_moment"]) as found:
+    with watching({name: block.get_submodule(name) for name in names}, len(hidden), ["second_moment"]) as stats:
         for h in hidden:
             block(h, **kwargs)
-    return [found.pop(name).second_moment.mul_(2 * hidden[0].shape[1]).float() for name in names]
+    return [stats.pop(name).second_moment.mul_(2 * hidden[0].shape[1]).float() for name in names]
 
 
 def quantize_family(lm: LowBitModel, names: list[str], H: Tensor, config: Config) -> None:

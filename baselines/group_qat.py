@@ -1,4 +1,4 @@
-"""Next-token loss on groups: Bit-by-Bit's weights (arXiv 2604.07888, section 3.1) without blocks, stages and teachers.
+"""Next-token training of Bit-by-Bit's grouped weights (arXiv 2604.07888, 3.1) without blocks, stages or teachers.
 
 The rows "none" of its Tables 3 and 6. All block linears are trained at once and at the last precision from the first
 step, on the group quantizer in closed form with straight-through gradients,
@@ -21,14 +21,14 @@ from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, Levels, Scale, fake_quantize
 from repro.models.groups.weight import pack
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
 from repro.train.streams import Dtype, computing
 
 VERSION = 1
 CALIBRATED = True
-work = estimate.end_to_end  # what its training takes
+work = training_cost.end_to_end  # what its training takes
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 attached = inputs.attached

@@ -1,4 +1,4 @@
-"""Hadamard matrices, their rotations x H/√n, and a layer whose inputs are rotated as it runs.
+"""Hadamard matrices, their rotations x H/√n, and a layer that rotates its inputs at run time.
 
 Sylvester's construction doubles an order, H_2n = H_2 ⊗ H_n. What it doubles are orders of other constructions (Hall
 1986, Combinatorial Theory, chapter 14): 12 = 11 + 1 and 20 = 19 + 1 by Paley's first, 28 = 2 (13 + 1) by his second,
@@ -79,12 +79,12 @@ def factors(n: int) -> tuple[Tensor, ...]:
     if not fits:
         listed = ", ".join(f"{order}·2^k" for order in ORDERS if order > 1)
         raise UserError(f"no Hadamard matrix of order {n} is known here; sizes are 2^k, {listed}")
-    found, rest = [ORDERS[fits[0]]() / fits[0] ** 0.5], n // fits[0]
+    matrices, rest = [ORDERS[fits[0]]() / fits[0] ** 0.5], n // fits[0]
     while rest > 1:
         width = min(rest, WIDEST)
-        found.append(_sylvester(width) / width**0.5)
+        matrices.append(_sylvester(width) / width**0.5)
         rest //= width
-    return tuple(found[1:] if fits[0] == 1 < n else found)
+    return tuple(matrices[1:] if fits[0] == 1 < n else matrices)
 
 
 def _sylvester(n: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""LoftQ (Li et al. 2023, arXiv 2310.08659, Algorithm 1): quantize and correct in turns, without data.
+"""LoftQ (Li et al. 2023, arXiv 2310.08659, Algorithm 1): alternate quantization and correction, without data.
 
 From B₀A₀ = 0, for t = 1 … T:
 
@@ -40,7 +40,7 @@ class Config(low_rank.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.iterations < 1:
-            raise UserError(f"iterations is {self.iterations}; it is 1 or more")
+            raise UserError(f"iterations is {self.iterations}; it must be 1 or more")
 
 
 def alternate(
@@ -89,11 +89,11 @@ def quantizer(lm: LowBitModel, name: str, config: Config) -> Callable[[Tensor], 
     weight = replace(stored, **moved)  # what a file held is on the CPU
     if config.iterations == 1:
         return lambda rest: weight
-    found = low_rank.rtn_grid(weight, full)
-    if found is None:
+    own_grid = low_rank.rtn_grid(weight, full)
+    if own_grid is None:
         raise NotMeasurable(
             "unsupported",
             f"{name}: loftq rounds weights anew from its second iteration on, which would undo any quantizer but rtn; "
             "put rtn before it, or give iterations=1",
         )
-    return lambda rest: grid.rtn(rest, found)
+    return lambda rest: grid.rtn(rest, own_grid)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from repro.baselines import grid
 from repro.core.errors import NotMeasurable, UserError
-from repro.models.activations import Extra, Inputs, statistics
+from repro.models.activations import Extra, InputStatistics, statistics
 from repro.models.attachments import Attachment, Beside
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
@@ -54,7 +54,9 @@ class Config:
         if self.rank < 1:
             raise UserError(f"rank is {self.rank}; a correction has rank 1 or more")
         if not 0 <= self.budget <= 1:
-            raise UserError(f"budget is {self.budget}; it is a share of the 4-bit weights, 0 to 1, and 0 uses the rank")
+            raise UserError(
+                f"budget is {self.budget}; it must be a share of the 4-bit weights, 0 to 1, and 0 uses the rank"
+            )
 
 
 # --- the correction ---------------------------------------------------------------------------------------------------
@@ -146,13 +148,13 @@ def ranks(lm: LowBitModel, config: Config, step: str) -> dict[str, int]:
             f"rank 1 in {len(shapes)} layers takes {sum(cost.values())} bytes, the budget is {budget}; "
             f"raise {step}'s budget",
         )
-    found, left = dict.fromkeys(shapes, rank), budget - rank * sum(cost.values())
+    ranks_by_name, left = dict.fromkeys(shapes, rank), budget - rank * sum(cost.values())
     if config.remainder == "layers" and rank < highest and left >= min(cost.values()):
         gain = {name: float(torch.linalg.svdvals(error(lm, name))[rank] ** 2) / cost[name] for name in shapes}
         for name in sorted(gain, key=lambda name: -gain[name]):
             if cost[name] <= left:
-                found[name], left = rank + 1, left - cost[name]
-    return found
+                ranks_by_name[name], left = rank + 1, left - cost[name]
+    return ranks_by_name
 
 
 # --- attaching --------------------------------------------------------------------------------------------------------
@@ -187,16 +189,16 @@ def measured(
     step: str,
     extras: Sequence[Extra] = (),
     weights: Tensor | None = None,
-) -> Iterator[tuple[str, int, Inputs]]:
+) -> Iterator[tuple[str, int, InputStatistics]]:
     """Name and rank of each quantized layer, and statistics of its inputs in the full-precision model.
 
     Raises:
         UserError: no quantizer came before, no tokens, or a rank above a layer's.
         NotMeasurable: the budget does not buy rank 1.
     """
-    ids, found = tokens(calibration, step), ranks(lm, config, step)
-    inputs = statistics(lm.full_precision(), list(found), ids, extras, weights)
-    yield from ((name, rank, inputs[name]) for name, rank in found.items())
+    ids, rank_of = tokens(calibration, step), ranks(lm, config, step)
+    inputs = statistics(lm.full_precision(), list(rank_of), ids, extras, weights)
+    yield from ((name, rank, inputs[name]) for name, rank in rank_of.items())
 
 
 def compensate(
@@ -285,7 +287,7 @@ def rtn_grid(weight: QuantizedWeight, full: Tensor) -> grid.Grid | None:
         "scale_dtype": f"float{weight.scale_bits}",
     }
     for clip in ("none", "mse") if weight.group_index is None else ():
-        made = grid.rtn(full, found := grid.Grid(clip=clip, **options))
+        made = grid.rtn(full, candidate := grid.Grid(clip=clip, **options))
         if torch.equal(made.codes, weight.codes) and torch.equal(made.scales, weight.scales):
-            return found
+            return candidate
     return None

@@ -36,7 +36,7 @@ class Config(low_rank.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch < 1:
-            raise UserError(f"batch is {self.batch}; it is a number of sequences, 1 or more")
+            raise UserError(f"batch is {self.batch}; it must be a number of sequences, 1 or more")
 
 
 def scale(mean_abs: Tensor, batch: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""`master`: the committed once-for-any-precision master of a pocket model, read without training.
+"""`master`: load the committed any-precision master of a pocket model, without training.
 
 See `repro/models/masters.py`, which writes it.
 
@@ -33,7 +33,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.digest and (len(self.digest) < 8 or not set(self.digest) <= set("0123456789abcdef")):
-            raise UserError(f"master: digest is {self.digest!r}; it is 8 or more hex digits of the file's SHA-256")
+            raise UserError(f"master: digest is {self.digest!r}; it must be 8 or more hex digits of the file's SHA-256")
 
 
 def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""MatQuant (Nair et al. 2025, arXiv 2502.06786), weight-only: one 8-bit master whose highest bits are models, too.
+"""MatQuant (Nair et al. 2025, arXiv 2502.06786), weight-only: one 8-bit master whose leading bits are models, too.
 
 The loss is a sum over widths r of the next-token loss under weights whose 8-bit codes q are cut to r bits:
 
@@ -25,7 +25,7 @@ from repro.models.groups.quantizer import GroupGrid, Scale
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import FORMATS
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
 from repro.train.streams import Dtype
@@ -153,8 +153,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     qat.finish(lm, "matquant", None, losses, ids, settings)
 
 
-def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+def work(config: Config, sequences: int, quantized: bool, count: int) -> training_cost.Work:
     """What its training takes: a forward pass and a loss of every width that counts, in each step."""
     students = sum(share > 0 for share in config.lambdas.values())
-    of_one = estimate.end_to_end(config, sequences, quantized, count)
+    of_one = training_cost.end_to_end(config, sequences, quantized, count)
     return replace(of_one, passes=of_one.passes * students, students=students)

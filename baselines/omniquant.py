@@ -55,7 +55,7 @@ class Config(grid.Grid):
         if self.lwc_lr <= 0:
             raise UserError(f"lwc_lr is {self.lwc_lr}; a learning rate is above 0")
         if self.epochs is not None and self.epochs < 0:
-            raise UserError(f"epochs is {self.epochs}; it is 0 or more, or none for the paper's")
+            raise UserError(f"epochs is {self.epochs}; it must be 0 or more, or none for the paper's")
 
     @property
     def passes(self) -> int:
@@ -173,11 +173,11 @@ def learn(
 
 def same_columns(block: nn.Module) -> list[tuple[str, ...]]:
     """Names of the linears of a block, grouped by their number of inputs: one clipping serves a group."""
-    found: dict[int, list[str]] = {}
+    by_columns: dict[int, list[str]] = {}
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear):
-            found.setdefault(module.in_features, []).append(name)
-    return [tuple(names) for names in found.values()]
+            by_columns.setdefault(module.in_features, []).append(name)
+    return [tuple(names) for names in by_columns.values()]
 
 
 @torch.no_grad()

@@ -28,14 +28,14 @@ from repro.models.groups.quantizer import SEQ_CLIP, Levels, StraightThrough
 from repro.models.groups.weight import GroupWeight
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import checkpoint_folder, training_ids
 from repro.train.end_to_end import next_token_loss, train
 from repro.train.streams import Dtype
 
 VERSION = 1
 CALIBRATED = True
-work = estimate.end_to_end  # what its training takes
+work = training_cost.end_to_end  # what its training takes
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 50.0  # relative to RTN, for scheduling alone
 attached = qat.attached
@@ -75,7 +75,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 4:
-            raise UserError(f"paretoq: bits is {self.bits}; it is 2 (SEQ), or 3 or 4 (LSQ)")
+            raise UserError(f"paretoq: bits is {self.bits}; it must be 2 (SEQ), or 3 or 4 (LSQ)")
         qat.check("paretoq", self)
         qat.input_grid("paretoq", self.act_bits, self.act_group)
 

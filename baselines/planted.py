@@ -1,4 +1,4 @@
-"""`planted`: outlier channels in a model that computes the same function, as in `planted + bitbybit-w2-g32`.
+"""`planted`: add outlier channels to a model without changing its function, as in `planted + bitbybit-w2-g32`.
 
 The pocket models have no outliers in their weights, which channel splitting is for. Here some channels between two
 neighbouring layers are made larger on one side and smaller on the other, by a power of two, so that every product stays
@@ -52,7 +52,7 @@ class Config:
         if self.factor < 2 or self.factor & (self.factor - 1):
             raise UserError(f"planted: factor is {self.factor}; a power of two from 2 on leaves the function exact")
         if self.draw < 0:
-            raise UserError(f"planted: draw is {self.draw}; it is 0 or more")
+            raise UserError(f"planted: draw is {self.draw}; it must be 0 or more")
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def outliers(model: nn.Module, ids: Tensor | None) -> dict[str, list[float]]:
         `layers/KIND_kurtosis`: E(v - μ)⁴ / σ⁴ over all entries, 3 for a normal distribution; `layers/KIND_ratio`: the
         largest |v| of an input channel, the largest of them over their median; KIND is `weight` or `input`.
     """
-    found: dict[str, list[float]] = {}
+    statistics_of: dict[str, list[float]] = {}
     linears = block_linears(model)
     seen = {} if ids is None else statistics(model, list(linears), ids, ("kurtosis",))
     for name, linear in linears.items():
@@ -128,6 +128,6 @@ def outliers(model: nn.Module, ids: Tensor | None) -> dict[str, list[float]]:
             pooled = replace(seen[name], powers=seen[name].powers.mean(1, keepdim=True))
             both["input"] = (pooled.kurtosis().item() + 3, seen[name].max_abs.amax(0))
         for kind, (kurtosis, largest) in both.items():
-            found.setdefault(f"layers/{kind}_kurtosis", []).append(kurtosis)
-            found.setdefault(f"layers/{kind}_ratio", []).append((largest.max() / largest.median()).item())
-    return found
+            statistics_of.setdefault(f"layers/{kind}_kurtosis", []).append(kurtosis)
+            statistics_of.setdefault(f"layers/{kind}_ratio", []).append((largest.max() / largest.median()).item())
+    return statistics_of

@@ -62,8 +62,8 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
                 "q4_k with importance=mean_square needs calibration tokens, there are none; "
                 "name a calibration corpus in the recipe, or give importance=none"
             )
-        found = statistics(lm.model, list(linears), calibration)
-        importances = {name: inputs.mean_square.mean(0).float() for name, inputs in found.items()}
+        stats = statistics(lm.model, list(linears), calibration)
+        importances = {name: inputs.mean_square.mean(0).float() for name, inputs in stats.items()}
     elif config.importance != "none":
         importances = {name: torch.ones(linear.in_features) for name, linear in linears.items()}
     for names in groups:

@@ -1,4 +1,4 @@
-"""What baselines share that train the weights of a whole decoder: where they start, low-bit inputs, what they note."""
+"""Shared parts of the baselines that train a whole decoder: initialization, low-bit inputs, training facts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ from repro.train.streams import Dtype, computing
 FULL = 16  # bits of activations that are left alone
 
 
-class Training(Protocol):
+class TrainingConfig(Protocol):
     """Settings that all of them have; `max_norm` is the largest norm of the gradient, 0 does not clip it."""
 
     lr: float
@@ -29,7 +29,7 @@ class Training(Protocol):
     seed: int
 
 
-def check(step: str, config: Training, *counts: str) -> None:
+def check(step: str, config: TrainingConfig, *counts: str) -> None:
     """Raise unless the settings are possible; `counts` names further ones that are 1 or more.
 
     Raises:
@@ -37,13 +37,13 @@ def check(step: str, config: Training, *counts: str) -> None:
     """
     for name in ("lr", "epochs", "max_norm", "seed"):
         if not getattr(config, name) >= 0:
-            raise UserError(f"{step}: {name} is {getattr(config, name)}; it is 0 or more")
+            raise UserError(f"{step}: {name} is {getattr(config, name)}; it must be 0 or more")
     for name in ("batch", "tokens", *counts):
         if getattr(config, name) < 1:
-            raise UserError(f"{step}: {name} is {getattr(config, name)}; it is 1 or more")
+            raise UserError(f"{step}: {name} is {getattr(config, name)}; it must be 1 or more")
 
 
-def settings(config: Training, final: float, model: nn.Module, length: int) -> EndToEndSettings:
+def settings(config: TrainingConfig, final: float, model: nn.Module, length: int) -> EndToEndSettings:
     """The trainer's settings: no warm-up, no weight decay, a cosine to `final` times the rate (1: a constant rate)."""
     together = fitting(model, length)
     return EndToEndSettings(
@@ -57,11 +57,11 @@ def start(model: nn.Module, group: int) -> dict[str, Tensor]:
     Raises:
         UserError: the group does not divide a layer's inputs, or a weight holds NaN or Inf; the layer is named.
     """
-    found = {}
+    copies = {}
     for name, linear in block_linears(model).items():
         with in_layer(name):
-            found[name] = grid.check(linear.weight.detach(), grid.Grid(group=group)).clone()
-    return found
+            copies[name] = grid.check(linear.weight.detach(), grid.Grid(group=group)).clone()
+    return copies
 
 
 def input_grid(step: str, bits: int, group: int, levels: Levels = "asymmetric") -> GroupGrid | None:
@@ -73,7 +73,7 @@ def input_grid(step: str, bits: int, group: int, levels: Levels = "asymmetric") 
     if bits == FULL:
         return None
     if not 2 <= bits <= 8 or group < 1:
-        raise UserError(f"{step}: act_bits is {bits}; it is 16, or 2 to 8 with a group above 0")
+        raise UserError(f"{step}: act_bits is {bits}; it must be 16, or 2 to 8 with a group above 0")
     return GroupGrid(bits, group, levels)
 
 

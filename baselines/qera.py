@@ -1,4 +1,4 @@
-"""QERA (Zhang et al. 2025, arXiv 2410.06040): the correction with the least error of the layer's output, closed form.
+"""QERA (Zhang et al. 2025, arXiv 2410.06040): the closed-form correction with the least error of a layer's output.
 
 Exact (Theorem 1): S = R^½ with R = E[x xᵀ], the symmetric root. Approximate (Theorem 2): inputs are taken as
 uncorrelated, so that S is diagonal with √E[x²]. Both are measured on the full-precision model.

@@ -121,7 +121,7 @@ def _rows(value: Tensor, r2: Tensor) -> Tensor:
 
 
 def learn(
-    model: Any, ids: Tensor | None, settings: cayley.Settings, grid: Grid | None
+    model: Any, ids: Tensor | None, settings: cayley.CayleySettings, grid: Grid | None
 ) -> tuple[Tensor, Tensor, list[float]]:
     """R1 `[H, H]` and R2 `[L, D, D]`, float64, that make a folded model predict best, and the loss of every step.
 

@@ -1,4 +1,4 @@
-"""A model that `python -m repro compress MODEL --text FILE --out FOLDER` left: its stored weights, nothing is computed.
+"""`saved`: load what `python -m repro compress MODEL --text FILE --out FOLDER` stored; nothing is computed.
 
 `python -m repro perplexity FOLDER` and `generate --model FOLDER` are this step on the model that was compressed; with a
 recipe as well they go on from it: `--recipe sliced-w4` reads a master at fewer bits.

@@ -56,9 +56,9 @@ class Config(grid.Grid):
         if not self.symmetric or self.clip != "none":
             raise UserError("smoothquant rounds on a symmetric grid up to the largest weight; it takes no asym or clip")
         if self.act_bits != FULL and not 2 <= self.act_bits <= 8:
-            raise UserError(f"act_bits is {self.act_bits}; it is 16, or 2 to 8")
+            raise UserError(f"act_bits is {self.act_bits}; it must be 16, or 2 to 8")
         if not 0 <= self.alpha <= 1:
-            raise UserError(f"alpha is {self.alpha}; it is 0 to 1")
+            raise UserError(f"alpha is {self.alpha}; it must be 0 to 1")
 
 
 def scale(x: Tensor, weights: list[Tensor], alpha: float) -> Tensor:
@@ -87,7 +87,7 @@ def fake_quantize(x: Tensor, bits: int, group: int) -> Tensor:
     return ((groups / s).round() * s).flatten(-2).to(x.dtype)
 
 
-class QuantizedInputs(nn.Linear):
+class TokenQuantizedInputs(nn.Linear):
     """A linear layer on symmetrically quantized inputs; `weight` and `bias` are the layer's."""
 
     def __init__(self, linear: nn.Linear, bits: int, group: int) -> None:
@@ -106,7 +106,7 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
         UserError: the numbers belong to another layer; or the decode engine asks for what is added to its output.
     """
     check_layer(linear, "quantized", numbers["columns"], "leave act_bits at 16")
-    return QuantizedInputs(linear, int(numbers["bits"]), int(numbers["group"]))
+    return TokenQuantizedInputs(linear, int(numbers["bits"]), int(numbers["group"]))
 
 
 @torch.no_grad()
@@ -118,9 +118,9 @@ def smooth(lm: LowBitModel, calibration: Tensor, alpha: float) -> None:
     folds = []
     for prefix, block in blocks(lm.model).items():
         folds += [(prefix, block, fold) for fold in awq.FOLDS[kind] if "norm" in fold.source]
-    found = statistics(lm.model, [f"{prefix}.{fold.linears[0]}" for prefix, _, fold in folds], calibration)
+    stats = statistics(lm.model, [f"{prefix}.{fold.linears[0]}" for prefix, _, fold in folds], calibration)
     for prefix, block, fold in folds:
-        x = found[f"{prefix}.{fold.linears[0]}"].max_abs.amax(0)
+        x = stats[f"{prefix}.{fold.linears[0]}"].max_abs.amax(0)
         fold.apply(block, scale(x, [block.get_submodule(name).weight for name in fold.linears], alpha).float())
         for name, parameter in block.get_submodule(fold.source).named_parameters():
             lm.set_dense(f"{prefix}.{fold.source}.{name}", parameter.data)

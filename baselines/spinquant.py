@@ -26,12 +26,12 @@ from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, fake_quantize
 from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import training_ids
 
 VERSION = 1
 CALIBRATED = True
-work = estimate.end_to_end  # what its training takes
+work = training_cost.end_to_end  # what its training takes
 COST = 50.0  # relative to RTN, for scheduling alone
 RESCALES = True
 FULL = 16  # bits of activations that are left alone
@@ -71,7 +71,7 @@ class Config:
     def __post_init__(self) -> None:
         self.weights()
         if self.act_bits != FULL and not 2 <= self.act_bits <= 8:
-            raise UserError(f"act_bits is {self.act_bits}; it is 16, or 2 to 8")
+            raise UserError(f"act_bits is {self.act_bits}; it must be 16, or 2 to 8")
         if min(self.lr, self.epochs, self.seed) < 0 or min(self.batch, self.tokens, self.sequences) < 1:
             raise UserError("spinquant: lr, epochs and seed are 0 or more, batch, tokens and sequences 1 or more")
         if self.epochs and self.act_bits == FULL and self.solver == "gptq":

@@ -14,7 +14,7 @@ from torch import Tensor
 from repro.baselines import efficientqat
 from repro.core.errors import UserError
 from repro.models.lowbit import LowBitModel
-from repro.train import estimate
+from repro.train import training_cost
 
 VERSION = 1
 CALIBRATED = True
@@ -58,7 +58,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     efficientqat.train(lm, calibration, config.stages, "staged_ap")
 
 
-def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+def work(config: Config, sequences: int, quantized: bool, count: int) -> training_cost.Work:
     """What its training takes: one pass of EfficientQAT a stage."""
-    stages, each = len(config.stages), estimate.by_blocks(config, sequences, quantized, count)
+    stages, each = len(config.stages), training_cost.by_blocks(config, sequences, quantized, count)
     return replace(each, passes=stages * each.passes, trained=stages)

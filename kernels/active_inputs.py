@@ -50,10 +50,10 @@ def reference(x: Tensor, threshold: float, ordered: bool = True) -> Tensor:
 def in_order(active: Tensor) -> Tensor:
     """A list int32 [K + 1] with its indices sorted and zeros after them, as an ordered one has them."""
     count = int(active[0])
-    found = torch.zeros_like(active)
-    found[0] = count
-    found[1 : 1 + count] = active[1 : 1 + count].sort().values
-    return found
+    ordered = torch.zeros_like(active)
+    ordered[0] = count
+    ordered[1 : 1 + count] = active[1 : 1 + count].sort().values
+    return ordered
 
 
 def unsupported(device: torch.device | str) -> str | None:

@@ -1,4 +1,4 @@
-"""Greedy choice: the first of the largest logits of every row, in one launch that reads them once.
+"""Greedy decoding: the first of the largest logits of every row, in one launch that reads them once.
 
     token[t] = the lowest i with logits[t, i] = max_i logits[t, i]
 

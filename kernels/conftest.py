@@ -1,7 +1,7 @@
 """pytest-benchmark for kernels: `pytest kernels --benchmark-only`, and `--every-shape` for all layer shapes.
 
-`gpu_benchmark` times a `repro.bench.task.Task` in rounds of one graph replay. The time that pytest-benchmark stores is
-device time per launch, so its tables and its `compare` are correct for kernels.
+`gpu_benchmark` times a `repro.bench.task.Task` in rounds of one graph replay. The time that pytest-benchmark
+stores is device time per launch, so its tables and its `compare` are correct for kernels.
 """
 
 import statistics
@@ -30,7 +30,7 @@ torch.set_num_threads(1)  # CPU times do not depend on the number of cores
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--every-shape`."""
-    parser.addoption("--every-shape", action="store_true", help="all layer shapes of the recorded peers, not a few")
+    parser.addoption("--every-shape", action="store_true", help="all layer shapes of the stored peers, not a few")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,8 +66,8 @@ def gpu_benchmark(benchmark, backend) -> Callable[..., timing.Timing]:  # noqa: 
     """A function that times a task, cold or warm, interleaved with its read floor, and returns the `Timing`."""
 
     def run(task: timing.Task, mode: str = timing.COLD, rounds: int = timing.ROUNDS) -> timing.Timing:
-        kernel = timing.Run(task, backend, mode)
-        floors = [timing.Run(one, backend, mode) for one in timing.read_floors(kernel.nbytes)]
+        kernel = timing.GraphRun(task, backend, mode)
+        floors = [timing.GraphRun(one, backend, mode) for one in timing.read_floors(kernel.nbytes)]
         benchmark.group = "{N} x {K}, M = {M}".format(**task.facts) if "N" in task.facts else task.name
         last = timing.WARMUP + rounds if benchmark.enabled else 1
         done = 0
@@ -90,21 +90,21 @@ def gpu_benchmark(benchmark, backend) -> Callable[..., timing.Timing]:  # noqa: 
         benchmark.pedantic(one_round, setup=start, rounds=rounds, warmup_rounds=timing.WARMUP)
         kernel.check_unchanged()
         kernel.state = backend.state(kernel.graph)
-        found = kernel.timing(min(statistics.median(floor.samples) for floor in floors))
+        timing_of_task = kernel.timing(min(statistics.median(floor.samples) for floor in floors))
         benchmark.extra_info |= {
-            **found.facts,
+            **timing_of_task.facts,
             "mode": mode,
-            "bytes": found.nbytes,
-            "floor_us": found.floor_us,
-            "fraction": found.fraction,
-            "gb_per_s": found.gb_per_s,
-            "relerr": found.relerr,
-            "copies": found.copies,
-            "launches": found.launches,
-            "clock_mhz": found.clock_mhz,
-            "throttle": found.throttle,
+            "bytes": timing_of_task.nbytes,
+            "floor_us": timing_of_task.floor_us,
+            "fraction": timing_of_task.fraction,
+            "gb_per_s": timing_of_task.gb_per_s,
+            "relerr": timing_of_task.relerr,
+            "copies": timing_of_task.copies,
+            "launches": timing_of_task.launches,
+            "clock_mhz": timing_of_task.clock_mhz,
+            "throttle": timing_of_task.throttle,
             "device": torch.cuda.get_device_name(),
         }
-        return found
+        return timing_of_task
 
     return run

@@ -1,4 +1,4 @@
-"""y [1, N] = x [1, K] W^T in 16 bits: what a product with one token costs when nothing is compressed.
+"""y [1, N] = x [1, K] W^T in 16 bits: the uncompressed baseline of a product with one token.
 
 x: fp16 or bf16 [1, K]; W: the same dtype [N, K], row-major; y: the same dtype, summed in float32. Bytes moved:
 2 N K + 2 K + 2 N; operations: 2 N K. It is a comparison: the library's product of one token is far from the read floor
@@ -68,7 +68,7 @@ def dense_gemv_kernel(  # noqa: ANN201
 
 
 def configuration(rows: int, columns: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape, or one for small and one for large layers."""
+    """The configuration tuned for the shape, or one for small and one for large layers."""
     plain = SMALL if rows * columns < 1 << 24 else LARGE
     return launch_config("dense_gemv", f"{rows}x{columns}", device) or plain
 
@@ -85,7 +85,7 @@ def launch(x: Tensor, w: Tensor, config: dict | None = None) -> Tensor:
 
 
 def on_cuda(x: Tensor, w: Tensor) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x, w)
 
 

@@ -1,4 +1,4 @@
-"""Which devices can run a kernel, and recorded launch configurations.
+"""Tuned launch configurations, and which devices can run a kernel.
 
 Configurations are in `kernels/configs/<device>.json`, which `python -m repro tune` writes and this module reads.
 
@@ -80,5 +80,5 @@ def twins(slug: str) -> list[str]:
 
 
 def launch_config(kernel: str, key: str, device: torch.device | str) -> dict | None:
-    """The recorded configuration of `kernel` for the shape `key` on `device`, or None."""
+    """The tuned configuration of `kernel` for the shape `key` on `device`, or None."""
     return configurations(device_slug(device)).get(kernel, {}).get(key)

@@ -1,4 +1,4 @@
-"""Random numbers and exponentials that every device computes alike: in torch, and in Triton for kernels.
+"""Random numbers and exponentials that are identical on every device: in torch, and in Triton for kernels.
 
 All are float32 operations that IEEE 754 rounds, or integers, in one order; a kernel that uses them is launched with
 enable_fp_fusion=False, since a fused multiply-add rounds once. The torch functions are the reference of the others.

@@ -1,4 +1,4 @@
-"""The one way to register an operator `lowbit::<name>`: a kernel on a GPU, its reference on a CPU, one check in front.
+"""Register operators `lowbit::<name>`: a kernel on a GPU, its reference on a CPU, one argument check for both.
 
 The check runs before the kernel, before the reference, and before tracing, where one tensor on `meta` beside others
 elsewhere would otherwise return memory that nobody wrote. It looks at every tensor: dtype, sizes, device, layout,
@@ -36,11 +36,11 @@ LIBRARY = torch.library.Library("lowbit", "FRAGMENT")  # its registrations live 
 
 def _ordinary() -> tuple[int, int]:
     """A thread's dispatch keys where no mode, tracing or transform is on: outside of inference mode and in it."""
-    found = []
+    keys = []
     for inference in (False, True):
         with torch.inference_mode(inference):
-            found.append(torch._C._dispatch_tls_local_include_set().raw_repr())
-    return tuple(found)
+            keys.append(torch._C._dispatch_tls_local_include_set().raw_repr())
+    return tuple(keys)
 
 
 ORDINARY = _ordinary()
@@ -241,7 +241,7 @@ def first_in_capture(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """An argument at its position, with what its check compares.
 
     Attributes:
@@ -271,42 +271,42 @@ def checker(
 
     The dispatcher leaves out arguments at the end that have their default, so a tuple may be short.
     """
-    places = placed(list(signature.parameters), arguments)
-    first = places[0].position
+    slots = slots_of(list(signature.parameters), arguments)
+    first = slots[0].position
 
     def check(values: Sequence[Any], traced: bool = False) -> None:
         device, count = values[first].device, len(values)
-        for place in places:
-            if place.position >= count:
+        for slot in slots:
+            if slot.position >= count:
                 break
-            tensor = values[place.position]
+            tensor = values[slot.position]
             if tensor is None:
                 continue
             dtype, shape = tensor.dtype, tensor.shape
             fits = (
-                (dtype in place.dtypes if place.shares < 0 else dtype is values[place.shares].dtype)
-                and (place.rank < 0 or len(shape) == place.rank)
+                (dtype in slot.dtypes if slot.shares < 0 else dtype is values[slot.shares].dtype)
+                and (slot.rank < 0 or len(shape) == slot.rank)
                 and tensor.device == device
                 and tensor.is_contiguous()
             )
             if fits:
-                for dimension, other, there in place.equal:
+                for dimension, other, there in slot.equal:
                     if shape[dimension] != values[other].shape[there]:
                         fits = False
-                for dimension, size in place.fixed:
+                for dimension, size in slot.fixed:
                     if shape[dimension] != size:
                         fits = False
-            if not fits or 0 in shape or (not traced and tensor.data_ptr() % place.aligned):
-                raise ValueError(f"{name}: {wrong(tensor, place, arguments, places, values)}")
+            if not fits or 0 in shape or (not traced and tensor.data_ptr() % slot.aligned):
+                raise ValueError(f"{name}: {wrong(tensor, slot, arguments, slots, values)}")
         if limit is not None and (sentence := limit(*values)):
             raise ValueError(f"{name}: {sentence}")
 
     return check
 
 
-def placed(parameters: list[str], arguments: Mapping[str, Argument]) -> list[Place]:
+def slots_of(parameters: list[str], arguments: Mapping[str, Argument]) -> list[Slot]:
     """Arguments in the order of a signature, each with where its sizes appeared before."""
-    places: list[Place] = []
+    slots: list[Slot] = []
     seen: dict[str, tuple[int, int]] = {}  # the position and dimension where a size is named first
     for name in sorted(arguments, key=parameters.index):
         argument, position = arguments[name], parameters.index(name)
@@ -321,7 +321,7 @@ def placed(parameters: list[str], arguments: Mapping[str, Argument]) -> list[Pla
             else:
                 seen.setdefault(size, (position, dimension))
         shared = isinstance(argument.dtypes, str)
-        place = Place(
+        slot = Slot(
             position=position,
             name=name,
             dtypes=() if shared else argument.dtypes,
@@ -331,34 +331,34 @@ def placed(parameters: list[str], arguments: Mapping[str, Argument]) -> list[Pla
             fixed=tuple(fixed),
             aligned=argument.aligned,
         )
-        places.append(place)
-    return places
+        slots.append(slot)
+    return slots
 
 
 def wrong(
     tensor: Tensor,
-    place: Place,
+    slot: Slot,
     arguments: Mapping[str, Argument],
-    places: Sequence[Place],
+    slots: Sequence[Slot],
     values: Sequence[Any],
 ) -> str:
     """The sentence about a tensor that does not fit."""
-    shape, device = list(tensor.shape), values[places[0].position].device
+    shape, device = list(tensor.shape), values[slots[0].position].device
     if tensor.numel() == 0:
-        return f"{place.name} of shape {shape} is empty"
-    allowed = place.dtypes or (values[place.shares].dtype,)
+        return f"{slot.name} of shape {shape} is empty"
+    allowed = slot.dtypes or (values[slot.shares].dtype,)
     types = " or ".join(map(plain, allowed))
-    required = {dimension: size for dimension, size in place.fixed}
-    required |= {dimension: values[other].shape[there] for dimension, other, there in place.equal}
+    required = {dimension: size for dimension, size in slot.fixed}
+    required |= {dimension: values[other].shape[there] for dimension, other, there in slot.equal}
     names = [
         name if name.isdecimal() or dimension not in required else f"{name} = {required[dimension]}"
-        for dimension, name in enumerate(arguments[place.name].sizes.split())
+        for dimension, name in enumerate(arguments[slot.name].sizes.split())
     ]
     layout = "" if tensor.is_contiguous() else "strided "
-    wanted = f"{place.name} must be a contiguous {types} tensor [{', '.join(names)}] on {device}"
+    wanted = f"{slot.name} must be a contiguous {types} tensor [{', '.join(names)}] on {device}"
     given = f"a {layout}{plain(tensor.dtype)} tensor {shape} on {tensor.device}"
-    if place.aligned > 1 and tensor.device.type != "meta" and tensor.data_ptr() % place.aligned:
-        return f"{wanted} at a multiple of {place.aligned} bytes, not {given} {tensor.data_ptr() % place.aligned} off"
+    if slot.aligned > 1 and tensor.device.type != "meta" and tensor.data_ptr() % slot.aligned:
+        return f"{wanted} at a multiple of {slot.aligned} bytes, not {given} {tensor.data_ptr() % slot.aligned} off"
     return f"{wanted}, not {given}"
 
 

@@ -1,4 +1,4 @@
-"""Perplexity entropy and greedy choice of every row of logits, in one launch that reads them once.
+"""Perplexity entropy and greedy token of every row of logits, in one launch that reads them once.
 
     pple[t] = exp(log S - (sum_i e[i] (x[i] - m)) / S),    e[i] = exp(x[i] - m),  S = sum_i e[i],  m = max_i x[i]
     token[t] = the lowest i with x[i] = m

@@ -1,4 +1,4 @@
-"""A Triton kernel that is launched again and again with arguments of the same kind, without binding them each time.
+"""Launch a Triton kernel repeatedly on arguments of the same kind, without binding them each time.
 
 Triton binds, specializes and hashes all arguments of a launch in Python, 5 to 10 us of the host; a call with the same
 dtypes, alignments and numbers always finds the same compiled kernel. `blank` makes outputs as fast.

@@ -86,7 +86,7 @@ def shared_bytes(config: dict) -> int:
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x, codes, headers)
 
 

@@ -94,7 +94,7 @@ def launch(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor, config: di
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, active: Tensor) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x, codes, headers, active)
 
 

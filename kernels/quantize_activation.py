@@ -60,7 +60,7 @@ def magnitude_bits(x):  # noqa: ANN001, ANN201
 
 @triton.jit
 def activation_scale(largest):  # noqa: ANN001, ANN201
-    """largest / 127; NaN where that is no number."""
+    """largest / 127; NaN where that is not a number."""
     return tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
 
 

@@ -73,15 +73,15 @@ def read_floor_kernel(x, out, words, BLOCK: tl.constexpr):  # noqa: ANN001, ANN2
 
 
 def configuration(nbytes: int, device: torch.device | str) -> dict:
-    """A configuration of SPACE: the one recorded for the size that is nearest to `nbytes` by ratio, or a heuristic."""
-    recorded = configurations(device_slug(device)).get("read_floor", {})
-    if recorded:
-        return recorded[min(recorded, key=lambda size: abs(math.log(int(size) / max(nbytes, 1))))]
+    """A configuration of SPACE: the one tuned for the size that is nearest to `nbytes` by ratio, or a heuristic."""
+    tuned = configurations(device_slug(device)).get("read_floor", {})
+    if tuned:
+        return tuned[min(tuned, key=lambda size: abs(math.log(int(size) / max(nbytes, 1))))]
     return {"block": 1024, "warps": 1} if nbytes < 2**25 else {"block": 4096, "warps": 16}
 
 
 def readers(nbytes: int, device: torch.device | str) -> list[dict]:
-    """The configurations whose best is the floor of `nbytes` bytes: the recorded one, and plain CUDA's."""
+    """The configurations whose best is the floor of `nbytes` bytes: the tuned one, and plain CUDA's."""
     plain = [] if nvrtc.unavailable() else PLAIN
     first = configuration(nbytes, device)
     return [first, *(config for config in plain if config != first)]
@@ -156,7 +156,7 @@ def on_cpu(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def on_cuda(x: torch.Tensor, out: torch.Tensor) -> None:
-    """The operator by one reader, with its recorded configuration."""
+    """The operator by one reader, with its tuned configuration."""
     launch(x, out, configuration(x.numel() * x.element_size(), x.device))
 
 

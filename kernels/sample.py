@@ -1,4 +1,4 @@
-"""Draw one token a row of logits: temperature, top-k, top-p, and noise that is a function of (seed, position, token).
+"""Sample one token per row of logits: temperature, top-k, top-p, and noise from (seed, position, token).
 
     x[i] = logits[i] / temperature      w[i] = exp(x[i] - max x)      E[i] = -log(1 - uniform(seed, position, i))
     top-k keeps i if fewer than k tokens have larger logits; top-p then keeps i if the kept tokens with larger logits

@@ -14,13 +14,13 @@ from repro.baselines import grid
 from repro.bench import timing
 from repro.bench.kernel_list import KERNELS, OURS, load
 from repro.bench.peers import PEERS
-from repro.bench.recorded import shapes
+from repro.bench.stored_peers import shapes
 from repro.bench.task import Layer
 
 FEW = [(2048, 2048), (4096, 4096), (14336, 4096), (8192, 8192)]
 COUNTS = (1, 8, 64)
 WATCHED = (16, 128, 256)  # timed of this project's kernels and the library alone, where other kernels are chosen
-UNTUNED = (3584, 3584)  # a layer for which no launch configuration is recorded, so that the heuristic chooses
+UNTUNED = (3584, 3584)  # a layer for which no launch configuration is tuned, so that the heuristic chooses
 LIBRARY = "bf16/bf16/torch.matmul"
 HOST_CALLS = 100  # launched without waiting
 
@@ -62,8 +62,8 @@ def test_linear(gpu_benchmark, benchmark, rows, columns, count, provider, mode) 
         if provider.label in OURS:
             raise
         pytest.skip(str(error))
-    found = gpu_benchmark(task, mode)
-    assert found.relerr <= provider.tolerance
+    timed = gpu_benchmark(task, mode)
+    assert timed.relerr <= provider.tolerance
 
 
 @pytest.mark.gpu
@@ -72,8 +72,8 @@ def test_this_suite_and_the_timer_agree(gpu_benchmark, backend, name) -> None:  
     """Within 3 %: both are medians of the same launches."""
     task = dataclasses.replace(PEERS[name].task(layer(4096, 4096), 1), facts={})  # not a recorded cell
     alone = timing.measure([task], backend, floor=timing.read_floors)[0]
-    found = gpu_benchmark(task)
-    assert found.us == pytest.approx(alone.us, rel=0.03)
+    timed = gpu_benchmark(task)
+    assert timed.us == pytest.approx(alone.us, rel=0.03)
 
 
 # ---- time of the host, and of a whole prefill

@@ -10,15 +10,12 @@ from repro.bench.kernel_list import load  # noqa: E402
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize with the cases of every operator, and with its providers in the inner loop."""
-    metafunc.parametrize(
-        "name, case, provider",
-        [
-            pytest.param(name, case, provider, id=f"{name}-{number}-{provider}")
-            for name, peers in operators.OPERATORS.items()
-            for number, case in enumerate(load(name).CASES)
-            for provider in (name, *peers)
-        ],
-    )
+    cases = []
+    for name, peers in operators.OPERATORS.items():
+        for number, case in enumerate(load(name).CASES):
+            for provider in (name, *peers):
+                cases.append(pytest.param(name, case, provider, id=f"{name}-{number}-{provider}"))
+    metafunc.parametrize("name, case, provider", cases)
 
 
 @pytest.mark.gpu
@@ -31,5 +28,5 @@ def test_operator(gpu_benchmark, benchmark, name, case, provider) -> None:  # no
         task = operators.task(name, case, provider)
     except ValueError as error:
         pytest.skip(str(error))
-    found = gpu_benchmark(task)
-    assert found.relerr <= task.tolerance
+    timed = gpu_benchmark(task)
+    assert timed.relerr <= task.tolerance

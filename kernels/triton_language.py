@@ -1,4 +1,4 @@
-"""Triton, its language and its descriptors, as `triton`, `tl` and `TensorDescriptor`; without it names that do not run.
+"""Triton as `triton`, `tl` and `TensorDescriptor`; placeholders where it is not installed.
 
 The operators of a decode step are imported wherever the engine is, also where only their references run: on macOS, on
 Arm, with PyTorch for CPUs alone. `launch_config.lacks` says what is missing before anything is launched.

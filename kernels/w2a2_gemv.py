@@ -95,10 +95,10 @@ def unsupported(device: torch.device | str) -> str | None:
 
 
 def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape, or that of `heuristic`."""
-    recorded = launch_config(kernel, f"{m}x{rows}x{columns}", device)
-    if recorded:
-        return recorded
+    """The configuration tuned for the shape, or that of `heuristic`."""
+    tuned = launch_config(kernel, f"{m}x{rows}x{columns}", device)
+    if tuned:
+        return tuned
     streams = streamed_unsupported(device) is None
     return heuristic(kernel == "w2a2_ready", m, rows, columns, streams, processors(torch.device(device)))
 
@@ -144,7 +144,7 @@ def streamed(m: int, rows: int, groups: int, processors: int = 132) -> dict:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """One launch of the streamed kernel: thread blocks and macros, bytes of shared memory among them."""
 
     grid: int
@@ -155,7 +155,7 @@ class Plan:
 def plan(
     tokens: int, rows: int, groups: int, real: bool, x: torch.dtype | None, gather: bool, warps: int, tiles: int,
     processors: int, most: int,
-) -> Plan:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """How the streamed kernel partitions a shape: as many stages as shared memory holds, or as a thread block needs.
 
     Args:
@@ -186,7 +186,7 @@ def plan(
     macros = {"G": groups, "TOKENS": tokens, "WARPS": warps, "TILES": tiles, "STAGES": stages, "REAL": int(real)}
     macros |= {"READY": int(x is None), "GATHER": int(gather), "FLOAT": int(x in (None, torch.float32))}
     macros |= {"BF16": int(x == torch.bfloat16), "SHARED": stages * (stage + sums) + quantized}
-    return Plan(grid, macros)
+    return LaunchPlan(grid, macros)
 
 
 def run(y: Tensor, given: tuple[Tensor | None, ...], weight: tuple[Tensor, ...], config: dict) -> Tensor:
@@ -282,7 +282,7 @@ def into(
 def on_cuda(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor, index: Tensor | None = None
 ) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x, codes, scales, zeros, factors, index)
 
 

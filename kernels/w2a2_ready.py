@@ -1,4 +1,4 @@
-"""W2A2 for decoding with activations that `quantize_2bit` has quantized beforehand; else as `w2a2_gemv.py`.
+"""W2A2 for decoding on activations that `quantize_2bit` has already quantized; otherwise as `w2a2_gemv.py`.
 
 x_codes: int32 [M, 2, G]; x_scales: float32 [M, G]; x_zeros: int32 [M, G]; y: float32 [M, N].
 """
@@ -49,7 +49,7 @@ def launch(
 def on_cuda(
     x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor
 ) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x_codes, x_scales, x_zeros, codes, scales, zeros, factors)
 
 

@@ -1,4 +1,4 @@
-"""Low-bit GEMM for small batches, verification and short prompts, on the packed weights of `packing.py` as they are.
+"""Low-bit GEMM for small batches, verification and short prompts, directly on the packed weights of `packing.py`.
 
     y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
 
@@ -115,32 +115,32 @@ TOKENS = (16, 32, 64, 128, 256)  # numbers of tokens with their own configuratio
 
 
 def tuning_key(case: dict) -> str:
-    """The key of a case in the device's file: bits, the next recorded number of tokens, and shape."""
+    """The key of a case in the device's file: bits, the next tuned number of tokens, and shape."""
     tokens = next((t for t in TOKENS if case["M"] <= t), TOKENS[-1])
     return f"w{case['bits']} m{tokens} {case['N']}x{case['K']}"
 
 
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str) -> dict:
-    """The recorded configuration or the heuristic's.
+    """The tuned configuration or the heuristic's.
 
-    Between recorded numbers of tokens and above the last one, the recorded configuration may be for tiles that m tokens
+    Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
     do not fill: the heuristic's is taken where its estimate for them is lower.
     """
-    recorded = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
+    tuned = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
     tokens = whole(m) if m <= 64 else -(-m // 16) * 16
-    if recorded and tokens in TOKENS:
-        return recorded
+    if tuned and tokens in TOKENS:
+        return tuned
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     sms = processors(device)
     chosen = heuristic(tokens, n, k, bits, sms, capability)
-    if recorded and estimate(recorded, tokens, n, k, bits, sms) <= estimate(chosen, tokens, n, k, bits, sms):
-        return recorded
+    if tuned and estimate(tuned, tokens, n, k, bits, sms) <= estimate(chosen, tokens, n, k, bits, sms):
+        return tuned
     return chosen
 
 
 def whole(m: int) -> int:
-    """So many tokens or the next recorded number up to 64, then the next multiple of 64: tiles are at most as large."""
+    """So many tokens or the next tuned number up to 64, then the next multiple of 64: tiles are at most as large."""
     return next((t for t in TOKENS if m <= t <= 64), -(-m // 64) * 64)
 
 
@@ -174,8 +174,8 @@ def trimmed(config: dict, m: int) -> int:
 
 
 # What an SM of an H200 does in a microsecond, and what its launches take, fitted to the configurations that are
-# recorded for 19 shapes (5120 x 13824 left out) and to the times that are accepted of them: the error of a time is 5 %
-# in the mean, and by these estimates a recorded configuration is 2 % slower than the best one.
+# tuned for 19 shapes (5120 x 13824 left out) and to the times that are accepted of them: the error of a time is 5 %
+# in the mean, and by these estimates a tuned configuration is 2 % slower than the best one.
 START = 3.2  # us of a launch, of a further wave too
 READ = 32_900  # bytes of weights
 LATENCY = 0.77  # us of a trip to memory: so many bytes must be on their way
@@ -343,14 +343,14 @@ def on_cpu(
 def on_cuda(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Tensor:
-    """y [M, N] of the operator by the kernel, with its recorded configuration."""
+    """y [M, N] of the operator by the kernel, with its tuned configuration."""
     return prepare(x, codes, scale_zero, bits, group, rows, columns, symmetric)(x, codes, scale_zero)
 
 
 def prepare(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Callable[..., Tensor]:
-    """The launch of the operator for calls like this one, with its recorded configuration."""
+    """The launch of the operator for calls like this one, with its tuned configuration."""
     config = configuration(x.shape[0], rows, columns, bits, x.device)
     return prepared(x, bits, group, rows, columns, symmetric, config)
 

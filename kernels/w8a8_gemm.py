@@ -139,7 +139,7 @@ def add_partial_sums_kernel(partial, s_x, s_w, y, M, N, SPLIT: tl.constexpr, BLO
 
 
 def heuristic(m: int, n: int, k: int) -> dict:
-    """A configuration for a shape without a recorded one: tiles that hold m, split until about 128 programs run."""
+    """A configuration for a shape without a tuned one: tiles that hold m, split until about 128 programs run."""
     tile = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 256 else 128
     config = next(c for c in SPACE if c["m"] == tile and (tile < 128 or c["n"] == 128)) | {"split": 1}
     tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
@@ -149,13 +149,13 @@ def heuristic(m: int, n: int, k: int) -> dict:
 
 
 def tuning_key(case: dict) -> str:
-    """The key of a case's shape in the recorded configurations: M rounded up to 16, 32, ... 2048, then N and K."""
+    """The key of a case's shape in the tuned configurations: M rounded up to 16, 32, ... 2048, then N and K."""
     bucket = min(max(16, triton.next_power_of_2(case["M"])), 2048)
     return f"{bucket}x{case['N']}x{case['K']}"
 
 
 def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape, or a heuristic."""
+    """The configuration tuned for the shape, or a heuristic."""
     return launch_config("w8a8_gemm", tuning_key({"M": m, "N": n, "K": k}), device) or heuristic(m, n, k)
 
 
@@ -221,14 +221,14 @@ def on_cpu(
 def on_cuda(
     x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """y [M, N] of the operator by the kernel, with its recorded configuration."""
+    """y [M, N] of the operator by the kernel, with its tuned configuration."""
     return prepare(x_q, s_x, w_q, s_w, dtype)(x_q, s_x, w_q, s_w)
 
 
 def prepare(
     x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, dtype: torch.dtype
 ) -> Callable[..., torch.Tensor]:
-    """The launches of the operator for calls like this one, with its recorded configuration."""
+    """The launches of the operator for calls like this one, with its tuned configuration."""
     return prepared(x_q, w_q, configuration(x_q.shape[0], *w_q.shape, x_q.device), dtype)
 
 

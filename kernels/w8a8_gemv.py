@@ -130,12 +130,12 @@ def w8a8_gemv_kernel(  # noqa: ANN201
 
 
 def tuning_key(case: dict) -> str:
-    """The key of a case's shape in the recorded configurations: M rounded up to 1, 2, 4, 8, then N and K."""
+    """The key of a case's shape in the tuned configurations: M rounded up to 1, 2, 4, 8, then N and K."""
     return f"{1 << (case['M'] - 1).bit_length()}x{case['N']}x{case['K']}"
 
 
 def heuristic(m: int, k: int) -> dict:
-    """A configuration for a shape without a recorded one: similar to those recorded for this K on an H200."""
+    """A configuration for a shape without a tuned one: similar to those tuned for this K on an H200."""
     if m == 1 and k <= 12288:
         return {"rows": 4, "chunk": 512, "warps": 4} if k <= 4096 else {"rows": 4, "chunk": 1024, "warps": 8}
     cluster = 1
@@ -145,7 +145,7 @@ def heuristic(m: int, k: int) -> dict:
 
 
 def configuration(m: int, n: int, k: int, device: torch.device | str) -> dict:
-    """The configuration recorded for the shape, or a heuristic."""
+    """The configuration tuned for the shape, or a heuristic."""
     return launch_config("w8a8_gemv", tuning_key({"M": m, "N": n, "K": k}), device) or heuristic(m, k)
 
 
@@ -192,7 +192,7 @@ def prepare_one(x: torch.Tensor, w_q: torch.Tensor, config: dict) -> Callable[..
 
 
 @dataclass(frozen=True)
-class Plan:
+class GemvPlan:
     """One launch of the CUDA kernel: grid, macros, the last two arguments, bytes of shared memory."""
 
     grid: int
@@ -202,7 +202,7 @@ class Plan:
     shared: int
 
 
-def plan(m: int, n: int, k: int, dtype: torch.dtype, config: dict, sms: int) -> Plan:
+def plan(m: int, n: int, k: int, dtype: torch.dtype, config: dict, sms: int) -> GemvPlan:
     """How a configuration of STREAMED partitions a shape: one thread block per SM, rows as evenly as possible.
 
     A thread block's columns are a multiple of 128; `rows`, a multiple of 8, is the largest number of a cluster.
@@ -216,10 +216,10 @@ def plan(m: int, n: int, k: int, dtype: torch.dtype, config: dict, sms: int) -> 
     shared = ring + m * (columns + 64) + 4 * rows * (2 * m + 1 if cluster > 1 else m + 1)
     macros = {name.upper(): config[name] for name in ("warps", "segment", "stages", "cluster")}
     macros |= {"BF16": int(dtype == torch.bfloat16), "TOKENS": m, "PARTS": ceil(columns / (256 * warps))}
-    return Plan(clusters * cluster, macros, columns, rows, shared)
+    return GemvPlan(clusters * cluster, macros, columns, rows, shared)
 
 
-def fits(how: Plan, device: torch.device | str) -> bool:
+def fits(how: GemvPlan, device: torch.device | str) -> bool:
     """Whether a device has the shared memory, the registers and clusters for a plan."""
     properties = torch.cuda.get_device_properties(device)
     tokens = how.macros["TOKENS"] * how.macros["PARTS"] * 4 * 32 * how.macros["WARPS"]  # registers of all threads
@@ -256,12 +256,12 @@ def on_cpu(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tenso
 
 
 def on_cuda(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
-    """y [M, N] of the operator by the kernel, with its recorded configuration."""
+    """y [M, N] of the operator by the kernel, with its tuned configuration."""
     return prepare(x, w_q, s_w)(x, w_q, s_w)
 
 
 def prepare(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The launch of the operator for calls like this one, with its recorded configuration."""
+    """The launch of the operator for calls like this one, with its tuned configuration."""
     return prepared(x, w_q, s_w, configuration(x.shape[0], *w_q.shape, x.device))
 
 

@@ -1,4 +1,4 @@
-"""Compile and load what products with packed weights launch, before their first call is in a CUDA graph capture."""
+"""Compile and load the kernels behind packed weights before their first call is in a CUDA graph capture."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ import torch
 from repro.kernels import linear
 from repro.kernels.packing import PackedWeight
 
-COUNTS = (1, 8, 16, 32, 64, 128, 256)  # tokens: every one that a launch configuration is recorded for
+COUNTS = (1, 8, 16, 32, 64, 128, 256)  # tokens: every one that a launch configuration is tuned for
 
 
 def warm(

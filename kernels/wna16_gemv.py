@@ -114,7 +114,7 @@ def unsupported(device: torch.device | str) -> str | None:
 
 
 def configuration(rows: int, columns: int, bits: int, m: int, device: torch.device | str) -> dict[str, int]:
-    """The launch configuration: recorded for this device and shape, or a heuristic.
+    """The launch configuration: tuned for this device and shape, or a heuristic.
 
     Returns:
         warps per thread block, tiles of 16 rows per warp, chunk (columns of a load), stages (chunks in flight), splits
@@ -202,7 +202,7 @@ def _form(packed: PackedWeight) -> tuple:
 
 @cache
 def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, **config: int) -> tuple:
-    """(loaded kernel, grid, block, rows, padded columns) for calls of one shape, with `config` or the recorded one."""
+    """(loaded kernel, grid, block, rows, padded columns) for calls of one shape, with `config` or the tuned one."""
     if sentence := unsupported(device):
         raise RuntimeError(sentence)
     bits, group, rows, columns, symmetric = form
@@ -227,7 +227,7 @@ def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:
 def prepare(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Callable[..., Tensor]:
-    """The launch of the operator for calls like this one, with its recorded configuration."""
+    """The launch of the operator for calls like this one, with its tuned configuration."""
     count = x.shape[0]
     plan = _plan((bits, group, rows, columns, symmetric), x.dtype, count, x.device)
     function, grid, block, _, padded = plan
@@ -264,7 +264,7 @@ def on_cpu(
 def on_cuda(
     x: Tensor, codes: Tensor, scale_zero: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Tensor:
-    """y [M, N] of the operator by the kernel, with its recorded configuration."""
+    """y [M, N] of the operator by the kernel, with its tuned configuration."""
     return _run(x, codes, scale_zero, _plan((bits, group, rows, columns, symmetric), x.dtype, x.shape[0], x.device))
 
 

@@ -109,9 +109,9 @@ def worth_trying(config: dict, bands: int, processors: int = 132) -> bool:
 
 
 def configuration(kernel: str, bands: int, rows: int, columns: int, device: torch.device) -> dict:
-    """The configuration recorded for the shape, or that of `heuristic`."""
-    recorded = launch_config(kernel, f"{rows}x{columns}", device)
-    return recorded or heuristic(bands, columns, processors(device), lacks(kernel, device, (9, 0)) is None)
+    """The configuration tuned for the shape, or that of `heuristic`."""
+    tuned = launch_config(kernel, f"{rows}x{columns}", device)
+    return tuned or heuristic(bands, columns, processors(device), lacks(kernel, device, (9, 0)) is None)
 
 
 def run(
@@ -162,7 +162,7 @@ def launch(
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, ordered: bool = True) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x, codes, headers, rows, ordered)
 
 

@@ -47,7 +47,7 @@ def launch(
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, threshold: float, ordered: bool = True) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x, codes, headers, rows, threshold, ordered)
 
 

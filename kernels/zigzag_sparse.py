@@ -46,7 +46,7 @@ def launch(
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor, rows: int, active: Tensor, ordered: bool = True) -> Tensor:
-    """y of the operator by the kernel, with its recorded configuration."""
+    """y of the operator by the kernel, with its tuned configuration."""
     return launch(x, codes, headers, rows, active, ordered)
 
 

@@ -1,4 +1,4 @@
-"""The five papers' own ideas: one file per method, one line here. Methods expose the same interface as baselines."""
+"""The five papers' methods: one file each, one line here. They expose the same interface as baselines."""
 
 from types import ModuleType
 

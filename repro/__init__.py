@@ -1,3 +1,3 @@
-"""lowbit-repro: rebuild the tables and figures of low-bit LLM papers, beside what they printed."""
+"""lowbit-repro: rebuild the tables and figures of low-bit LLM papers and compare them with the printed numbers."""
 
 __version__ = "0.1.0"

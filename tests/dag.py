@@ -47,7 +47,7 @@ rows:
   RTN pc: rtn-w4-pc
   +SPEAR pc on RTN: rtn-w4-pc + spear(budget=1e-06, samples=4, tokens=16, cka_samples=4)
   GPTQ g128: gptq-w4-g128
-beside:
+extra_columns:
   KL: {kind: perplexity, corpus: wikitext2, show: kl, unit: nats}
   BPW: {kind: storage}
 claims:
@@ -65,7 +65,7 @@ series: {pc: {group: pc}}
 recipe: "rtn-w{bits}-{group}"
 models: [Llama-3.2-1B]
 measure: {kind: storage}
-over: {bits: [4, 3]}
+sweep: {bits: [4, 3]}
 x: bits
 y: bits a block weight
 """
@@ -233,8 +233,9 @@ def listing(*places: Path) -> dict[str, str]:
 
 def outputs(place: Path) -> dict[str, bytes]:
     """Every built file of tables and figures under `place`, by its path."""
-    found = [p for top, kinds in (("tables", BUILT), ("figures", DRAWN))
-             for p in sorted((place / top).rglob("*")) if p.suffix in kinds]  # fmt: skip
+    found = []
+    for top, kinds in (("tables", BUILT), ("figures", DRAWN)):
+        found += [path for path in sorted((place / top).rglob("*")) if path.suffix in kinds]
     return {str(p.relative_to(place)): p.read_bytes() for p in found}
 
 
@@ -324,7 +325,7 @@ class Built:
     `twin` is a second copy of the same moment, for builds elsewhere with sources that no test edits.
     """
 
-    place: Path
+    folder: Path
     twin: Path
     done: Done
     tables: dict[str, bytes]

@@ -4,6 +4,7 @@ python tests/every_kernel.py [kernel ...]     on a GPU; `.ci/sanitize` runs it u
 """
 
 import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ def runs(name: str) -> list[tuple[str, float]]:
     types = (
         [{"dtype": torch.float16}, {"dtype": torch.bfloat16}] if name == "wna16_gemv" else [{}]
     )  # else the case's own
-    for case, more in ((case, more) for case in module.CASES if size(case) <= SMALL for more in types):
+    small = [case for case in module.CASES if size(case) <= SMALL]
+    for case, more in itertools.product(small, types):
         inputs = module.make_inputs(case, "cuda", **more)
         if isinstance(inputs, dict):
             want_inputs = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}

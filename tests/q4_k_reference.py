@@ -1,6 +1,7 @@
 """Q4_K of one super-block, one number after the other in float32, with nothing of the project's own codec in it."""
 
 import struct
+from itertools import product
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def _quantize(x, importance):
         step, offset = F(d) * F(scale), F(dmin) * F(low)
         if step != 0:
             codes[j][:] = [min(15, max(0, nearest((v + offset) / step))) for v in parts[j]]
-    body = [codes[j][l] | codes[j + 1][l] << 4 for j in (0, 2, 4, 6) for l in range(32)]  # noqa: E741
+    body = [codes[j][l] | codes[j + 1][l] << 4 for j, l in product((0, 2, 4, 6), range(32))]  # noqa: E741
     return struct.pack("<2s2s", d.tobytes(), dmin.tobytes()) + bytes(head) + bytes(body)
 
 

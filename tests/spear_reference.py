@@ -5,6 +5,7 @@ Nothing of `repro.methods.spear` is used here. A matrix is a list of rows.
 
 import math
 from fractions import Fraction
+from itertools import product
 
 Matrix = list[list[float]]
 
@@ -41,7 +42,7 @@ def cka(X: Matrix, Y: Matrix) -> float:
     def norm(P: Matrix, Q: Matrix) -> float:  # ‖PᵀCQ‖_F
         CQ = [[sum(C[i][k] * Q[k][b] for k in range(n)) for b in range(len(Q[0]))] for i in range(n)]
         return math.sqrt(
-            sum(sum(P[i][a] * CQ[i][b] for i in range(n)) ** 2 for a in range(len(P[0])) for b in range(len(Q[0])))
+            sum(sum(P[i][a] * CQ[i][b] for i in range(n)) ** 2 for a, b in product(range(len(P[0])), range(len(Q[0]))))
         )
 
     def constant(P: Matrix) -> bool:

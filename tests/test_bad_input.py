@@ -178,7 +178,7 @@ def test_version_and_list(here, capfd):
 
 CONFIG = [
     ("threads=abc", "threads: expected int, got str 'abc'"),
-    ("threads=-1", "threads is -1; it is 1 or more"),
+    ("threads=-1", "threads is -1; it must be 1 or more"),
     ("device=$(touch x)", "device: unknown value '$(touch x)'; choose from: any, cpu, cuda"),
     ("=2", "unknown key ''"),
     ("name=other", "unknown scale 'other'"),
@@ -192,13 +192,13 @@ CONFIG = [
     (f"threads={5000 * '9'}", "is no int that can be read"),
     (f"threads=0x{5000 * 'f'}", "is no int that can be read"),
     ("threads=!!int ''", "'' is no int that can be read"),
-    ("perplexity={windows: 0}", "perplexity: windows is 0; it is 1 or more"),
+    ("perplexity={windows: 0}", "perplexity: windows is 0; it must be 1 or more"),
     ("perplexity={window: 3}", "perplexity: unknown key 'window'; did you mean 'windows'"),
     ("zeroshot={tasks: [piq]}", "zeroshot: unknown zero-shot task 'piq'; did you mean 'piqa'"),
     ("calibration={corpus: c5}", "calibration: corpus: unknown corpus 'c5'"),
-    ("calibration={sequences: 0}", "calibration: sequences is 0; it is 1 or more"),
+    ("calibration={sequences: 0}", "calibration: sequences is 0; it must be 1 or more"),
     ("corpora={wikitext2: wikitext3}", "corpora: wikitext2: unknown corpus 'wikitext3'; did you mean 'wikitext2'"),
-    ("replicate={windows: 0}", "replicate: windows is 0; it is 1 or more"),
+    ("replicate={windows: 0}", "replicate: windows is 0; it must be 1 or more"),
     ("replicate={seconds: .nan}", "replicate: seconds"),
     (
         "replicate={recipes: {spaer: [pocket-3m]}}",
@@ -229,7 +229,7 @@ SCALES: list[tuple[str | bytes, str]] = [
     ("name: mine\nbase: pocket\nabuot: x\n", "mine.yaml: unknown key 'abuot'; did you mean 'about'"),
     ("name: mine\nbase: pocket\nprotocols: {}\n", "mine.yaml: unknown key 'protocols'; choose from"),
     ("name: mine\nbase: pocket\nmodels: {Llama-3.2-1B: nowhere}\n", "unknown model 'nowhere'"),
-    ("name: mine\nbase: pocket\nmodels: {Llama-3.2-1B: a/b@main}\n", "'main' is no pinned revision"),
+    ("name: mine\nbase: pocket\nmodels: {Llama-3.2-1B: a/b@main}\n", "'main' is not a pinned revision"),
 ]
 
 
@@ -303,7 +303,7 @@ def test_recipes(place, capfd, recipe):
 NO_MODELS = {
     "pocket-33m": ("unknown model 'pocket-33m'", "did you mean 'pocket-3m'", "hub-id@revision"),
     "a/b": ("unknown model 'a/b'", "hub-id@revision"),
-    "a/b@main": ("'main' is no pinned revision", "7 to 40 hex digits"),
+    "a/b@main": ("'main' is not a pinned revision", "7 to 40 hex digits"),
     "a/b@0123456789": ("a/b@0123456789", "hub: true"),
     ".": ("no config.json",),
     LONG: ("5,000 characters", "at most 1,000"),
@@ -362,8 +362,8 @@ def absent(name: str) -> Callable[[Path], object]:
 
 INDEX = "model.safetensors.index.json"
 DAMAGE: list[tuple[Callable[[Path], object], tuple[str, ...]]] = [
-    (cut("model.safetensors"), ("model.safetensors", "not a whole safetensors file", "copy it again")),
-    (holds("model.safetensors", ""), ("model.safetensors", "not a whole safetensors file")),
+    (cut("model.safetensors"), ("model.safetensors", "an incomplete or damaged safetensors file", "copy it again")),
+    (holds("model.safetensors", ""), ("model.safetensors", "an incomplete or damaged safetensors file")),
     (changed(None), ("layers.1.mlp.down_proj.weight", "not in its files")),
     (changed(lambda tensor: tensor.to(torch.int8)), ("layers.1.mlp.down_proj.weight", "I8", "float32")),
     (changed(lambda tensor: tensor * torch.nan), ("layers.1.mlp.down_proj.weight", "NaN or Inf")),
@@ -561,7 +561,7 @@ def test_data_folders_without_the_data(place, capfd, monkeypatch):
     refused(capfd, text, rows, "not in REPRO_DATA=")
     refused(capfd, items, task, "no such file", "REPRO_DATA")
     write(rows, '{"text": "another"}\n')(place)
-    refused(capfd, text, "wikitext2-valid", "holds another text than this name stands for", "copy it again")
+    refused(capfd, text, "wikitext2-valid", "is not the text that this name stands for", "copy it again")
     write(rows, 10 * DEEP)(place)
     refused(capfd, text, "not readable as corpus 'wikitext2-valid'", "copy it again")
     write(task, '{"goal": 1}\n')(place)
@@ -636,13 +636,13 @@ SPECS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     (TABLE, SHORT + "recipe: '{tau}'\n", (TABLE, "'{tau}' names 'tau', which is no variable", "recipe")),
     (TABLE, SHORT + "recipe: '{recipe:>9999999999}'\n", (TABLE, "which is no variable there")),
     (TABLE, SHORT + "recipe: '{recipe.__class__}'\n", (TABLE, "which is no variable there")),
-    (TABLE, SHORT + "beside: {X: {kind: storrage}}\n", (TABLE, "unknown kind of cell 'storrage'", "'storage'")),
-    (TABLE, SHORT + "beside: {X: {kind: storage, cuont: 1}}\n", (TABLE, "storage: unknown key 'cuont'", "'count'")),
-    (TABLE, SHORT + "beside: {X: {kind: perplexity, corpus: c5}}\n", ("corpus 'c5'", "choose from: alpaca")),
-    (TABLE, SHORT + "beside: {X: storage}\n", (TABLE, "beside.X: expected a mapping")),
+    (TABLE, SHORT + "extra_columns: {X: {kind: storrage}}\n", (TABLE, "unknown kind of cell 'storrage'", "'storage'")),
+    (TABLE, SHORT + "extra_columns: {X: {kind: storage, cuont: 1}}\n", (TABLE, "unknown key 'cuont'", "'count'")),
+    (TABLE, SHORT + "extra_columns: {X: {kind: perplexity, corpus: c5}}\n", ("corpus 'c5'", "choose from: alpaca")),
+    (TABLE, SHORT + "extra_columns: {X: storage}\n", (TABLE, "extra_columns.X: expected a mapping")),
     (TABLE, SHORT + "seeds: []\n", (TABLE, "seeds: []", "at least one")),
     (TABLE, SHORT + "seeds: [1, 1]\n", (TABLE, "seeds: [1, 1]", "each once")),
-    (TABLE, SHORT + "extra: [nope-w3]\n", ("recipe 'nope-w3'", "unknown step")),
+    (TABLE, SHORT + "extra_rows: [nope-w3]\n", ("recipe 'nope-w3'", "unknown step")),
     (TABLE, SHORT + "claims: nothing\n", (TABLE, "claims: expected a list")),
     (TABLE, SHORT + "claims: [nothing]\n", (TABLE, "claims[0]: expected a mapping")),
     (TABLE, claim(claim="spear C999"), ("unknown claim of spear 'C999'", "C001")),
@@ -667,25 +667,25 @@ SPECS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     (TABLE, claim(quantity=10_000 * "(" + "b" + 10_000 * ")"), ("predicate '(((", "not an expression")),
     (TABLE, claim(quantity="b" + 10_000 * " + b"), ("predicate 'b + b", "not an expression")),
     (TABLE, claim(quantity="9**9**9"), ("predicate '9**9**9'", "only arithmetic")),
-    (TABLE, claim(quantity="b * 1e308 * 1e308"), ("'b * 1e308 * 1e308'", "inf, no finite number")),
+    (TABLE, claim(quantity="b * 1e308 * 1e308"), ("'b * 1e308 * 1e308'", "inf, not a finite number")),
     (TABLE, claim(quantity="geomean(0 - b)"), ("predicate 'geomean(0 - b)'", "cannot be computed")),
     (TABLE, claim(holds="> y"), ("predicate 'x > y'", "unknown name 'y'")),
     (TABLE, claim(holds=""), ("predicate ''", "not a comparison", ">= 0.5")),
-    (TABLE, claim(also={"KL": "kl"}), ("also: unknown column of spear/1 'kl'",)),
+    (TABLE, claim(cross_checks={"KL": "kl"}), ("cross_checks: unknown column of spear/1 'kl'",)),
     (TABLE, claim(percent="yes"), (TABLE, "percent: expected bool, got str 'yes'")),
     (HEADLINE, "", (HEADLINE, "expected a mapping with keys of HeadlineSpec")),
     (HEADLINE, b"\xff", (HEADLINE, "not valid YAML")),
     (HEADLINE, "title: t\nclams: []\n", (HEADLINE, "unknown key 'clams'", "did you mean 'claims'")),
     (FIGURE, dag.FIGURE + "plot: pie\n", (FIGURE, "unknown plot 'pie'", "scatter")),
-    (FIGURE, dag.FIGURE + "points: untis\n", (FIGURE, "points: unknown value 'untis'", "'units'")),
+    (FIGURE, dag.FIGURE + "points: axes\n", (FIGURE, "points: unknown value 'axes'", "'axis'")),
     (FIGURE, dag.FIGURE + "seeds: []\n", (FIGURE, "seeds: []")),
     (FIGURE, dag.FIGURE + "across: {kind: nope}\n", (FIGURE, "unknown kind of cell 'nope'")),
     (FIGURE, dag.FIGURE.replace("title", "titel"), (FIGURE, "unknown key 'titel'", "did you mean 'title'")),
     (FIGURE, dag.FIGURE.replace("{group: pc}", "{gruop: pc}"), (FIGURE, "names 'group', which is no variable")),
-    (FIGURE, dag.FIGURE.replace("over: {bits: [4, 3]}\n", ""), (FIGURE, "needs one variable in `over`")),
-    (FIGURE, dag.FIGURE.replace("over: {bits: [4, 3]}", "over: {bits: [4], b: [1]}"), (FIGURE, "one variable")),
+    (FIGURE, dag.FIGURE.replace("sweep: {bits: [4, 3]}\n", ""), (FIGURE, "needs one variable in `sweep`")),
+    (FIGURE, dag.FIGURE.replace("sweep: {bits: [4, 3]}", "sweep: {bits: [4], b: [1]}"), (FIGURE, "one variable")),
     (FIGURE, dag.FIGURE.replace("[4, 3]", "[]"), (FIGURE, "at least one entry")),
-    (FIGURE, dag.FIGURE.replace("[4, 3]", "[many]"), (FIGURE, "over: 'many' is no number", "bars")),
+    (FIGURE, dag.FIGURE.replace("[4, 3]", "[many]"), (FIGURE, "sweep: 'many' is not a number", "bars")),
     (FIGURE, dag.FIGURE.replace("[Llama-3.2-1B]", "[]"), (FIGURE, "at least one entry")),
 ]  # fmt: skip
 
@@ -697,10 +697,10 @@ def test_specs(checkout, capfd, file, text, named):
 
 
 MEMORY_EDITS = [
-    ("bits: [4, 3]", "bits: []", "over: bits has no values"),
+    ("bits: [4, 3]", "bits: []", "sweep: bits has no values"),
     ("models: [Llama-3.2-1B, Llama-3.2-3B, Llama-2-7B]", "models: []", "needs rows, models and measure"),
     ("corpus: wikitext2}", "corpsu: wikitext2}", "perplexity: unknown key 'corpsu'"),
-    ('{s: "{recipe}",', '{"a b": "{recipe}",', "cells: 'a b' is no name"),
+    ('{s: "{recipe}",', '{"a b": "{recipe}",', "cells: 'a b' is not a name"),
     ("scales: [pocket]", "scales: [pokcet]", "scales: unknown scale 'pokcet'"),
 ]
 
@@ -988,8 +988,8 @@ def test_damaged_results(house, capfd):
     whole = csv.read_bytes()
     lines = lzma.decompress(whole)
     for damage, said in (
-        (whole[:-40], "not a whole file in xz"),
-        (lines, "not a whole file in xz"),
+        (whole[:-40], "an incomplete or damaged file in xz"),
+        (lines, "an incomplete or damaged file in xz"),
         (lzma.compress(lines[:-40]), "cut short"),
         (lzma.compress(lines + lines.splitlines(keepends=True)[1]), "given twice"),
         (lzma.compress(lines.replace(b",tiny,", b",\xff,")), "not a text file in UTF-8"),

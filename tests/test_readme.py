@@ -6,6 +6,7 @@ results, the pages that are built of them, or the settings, or of one of the nam
 
 import csv
 import re
+from itertools import chain
 
 import pytest
 import yaml
@@ -89,7 +90,7 @@ def of_training_and_gate():
 def of_any_card(name):
     """What is accepted of a table, of whichever device; of two rows of a cell the one of today's recipe is last."""
     paths = sorted((ROOT / "results").glob(f"*/{name}.csv.xz"), reverse=True)
-    rows = [row for path in paths for row in csv.DictReader(read_text(path).splitlines())]
+    rows = list(chain.from_iterable(csv.DictReader(read_text(path).splitlines()) for path in paths))
     return {(row["model"], row["row"], row["col"], row["metric"]): float(row["value"]) for row in rows if row["value"]}
 
 
@@ -112,7 +113,7 @@ def of_bitbybit():
 def of_flexquant():
     line = row_of("flexquant", "| flexquant F01 ")
     speed = yaml.safe_load(read_text(ROOT / "tables" / "flexquant" / "speed.yaml"))
-    longest = max(speed["over"]["tokens"])
+    longest = max(speed["sweep"]["tokens"])
     yield f"up to {longest:,} tokens at best {float(line[3].split()[0]):.1f} times as fast as 16 bits,"
     assert row_of("flexquant", "| flexquant F17 ")[4].startswith("opposite direction")
     yield "and slower than 8;"
@@ -240,7 +241,7 @@ def test_what_the_readme_says_is_what_results_say(computed):
 def test_no_number_of_the_first_screen_is_there_without_a_computation():
     text = re.sub(r"\]\([^)]*\)", "]", first_screen())
     text = re.sub(COUNTED, "", text)
-    for phrase in sorted((phrase for computed in OF for phrase in computed()), key=len, reverse=True):
+    for phrase in sorted(chain.from_iterable(computed() for computed in OF), key=len, reverse=True):
         text = text.replace(phrase, "")
     (shown,) = re.findall(r"`×[^`]*`", first_screen())
     for name in (shown, *NAMES):

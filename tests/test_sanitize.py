@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_what_is_clean(sanitize):
     done, lines = sanitize({"racecheck-w8a8_gemv": RACES}, facts=ASKED.format(python=sys.executable))
     assert done.returncode == 0, done.stderr
     tools = ("memcheck", "racecheck", "synccheck")
-    assert set(lines) == {(tool, kernel) for tool in tools for kernel in set(KERNELS) - set(DISPATCHERS)}
+    assert set(lines) == set(product(tools, set(KERNELS) - set(DISPATCHERS)))
     assert all((line["runs"], line["errors"], line["reason"]) == ("3", "0", "") for line in lines.values())
     line = lines["racecheck", "w8a8_gemv"]
     assert [line[name] for name in ("warnings", "version", "device", "commit", "date")] == [

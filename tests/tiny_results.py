@@ -27,7 +27,7 @@ SPEC = tables.Spec(
         "GPTQ g128": "gptq-w4-g128",
         "+SPEAR pc on RTN": "rtn-w4-pc + spear(budget=1e-09, epochs1=0, epochs2=0, samples=2, tokens=16)",  # refused
     },
-    beside={
+    extra_columns={
         "KL": {"kind": "perplexity", "corpus": "wikitext2", "show": "kl", "unit": "nats"},
         "BPW": {"kind": "storage"},
     },
@@ -52,22 +52,22 @@ def scale(model: Path, **changes) -> scales.Scale:
 class House:
     """A working folder with built jobs, results and a scale of its own."""
 
-    place: Path
+    folder: Path
     scale: scales.Scale
 
     @property
     def flow(self) -> Workflow:
         """A fresh workflow: nothing is remembered."""
-        return Workflow(self.scale, recorded=False)
+        return Workflow(self.scale, stored=False)
 
     @property
     def results(self) -> Path:
         """Where accepted results are."""
-        return self.place / "results"
+        return self.folder / "results"
 
     def cell(self, row="RTN pc", col="Wiki"):
         """One cell."""
-        return next(cell for cell in self.flow.cells("spear", "1") if cell.place[:3] == (row, col, MODEL))
+        return next(cell for cell in self.flow.cells("spear", "1") if cell.cell_key[:3] == (row, col, MODEL))
 
     def job(self, row="RTN pc", col="Wiki"):
         """The job of a cell's first seed."""
@@ -77,22 +77,22 @@ class House:
         """The built table as a CSV; `change` gets and returns its text."""
         found = [measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")]
         text = to_csv([m for m in found if rows is None or m.row in rows])
-        path = self.place / "table1.csv"
+        path = self.folder / "table1.csv"
         path.write_text(change(text) if change else text, encoding="utf-8")
         return path
 
     def edited(self, row, col, **changes) -> Path:
         """The built table with one row edited by hand."""
-        found = {cell.place: measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")}
-        place = self.cell(row, col).place
-        found[place] = measure.replace(found[place], **changes)
-        path = self.place / "table1.csv"
+        found = {cell.cell_key: measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")}
+        key = self.cell(row, col).cell_key
+        found[key] = measure.replace(found[key], **changes)
+        path = self.folder / "table1.csv"
         path.write_text(to_csv(found.values()), encoding="utf-8")
         return path
 
-    def recorded(self, row="RTN pc", col="Wiki"):
+    def stored_row(self, row="RTN pc", col="Wiki"):
         """A cell as a machine shows it that takes everything from results/."""
-        return measure.one(Workflow(self.scale, recorded=True), self.cell(row, col))
+        return measure.one(Workflow(self.scale, stored=True), self.cell(row, col))
 
     def files(self) -> dict[str, bytes]:
         """Everything under results/."""

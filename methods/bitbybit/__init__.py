@@ -31,7 +31,7 @@ from repro.models.groups.columns import Columns
 from repro.models.groups.quantizer import fake_quantize, split
 from repro.models.groups.weight import pack
 from repro.models.lowbit import LowBitModel, block_linears, blocks, in_layer
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.blocks import BlockTask, BlockTrainer, checkpoint_folder, training_ids
 from repro.train.streams import Forward, computing
 
@@ -65,7 +65,7 @@ class TrainedBlock:
 
     def weights(self, bits: int) -> dict[str, Tensor]:
         """Fake-quantized weights of a width, in the block's dtype, by parameter name."""
-        config, found = self.config, {}
+        config, fake = self.config, {}
         for name, latent in self.latent.items():
             if bits != FULL:
                 master = MASTER if config.any_precision else bits
@@ -74,8 +74,8 @@ class TrainedBlock:
                     latent = branches.fake_quantize(latent, *how, master - bits, config.delta)
                 else:
                     latent = fake_quantize(latent, config.grid(master), master - bits, config.delta)
-            found[f"{name}.weight"] = latent.to(self.block.get_submodule(name).weight.dtype)
-        return found
+            fake[f"{name}.weight"] = latent.to(self.block.get_submodule(name).weight.dtype)
+        return fake
 
     def input_bits(self, bits: int) -> dict[str, int]:
         """The width of every linear's inputs where the model's is `bits`."""
@@ -214,11 +214,11 @@ def split_channels(teacher: nn.Module, states: Sequence[TrainedBlock], ids: Tens
 def input_kurtosis(model: nn.Module, ids: Tensor) -> dict[str, float]:
     """κ = E(x - μ)⁴ / σ⁴ of the inputs of each down-projection, over all tokens and channels (appendix B.2)."""
     names = [name for name in block_linears(model) if name.endswith(DOWN)]
-    found = {}
+    kurtosis = {}
     for name, seen in statistics(model, names, ids, ("kurtosis",)).items():
         pooled = replace(seen, powers=seen.powers.mean(1, keepdim=True))
-        found[name] = pooled.kurtosis().item() + 3
-    return {name: found[name] for name in names}
+        kurtosis[name] = pooled.kurtosis().item() + 3
+    return {name: kurtosis[name] for name in names}
 
 
 @torch.no_grad()
@@ -244,7 +244,7 @@ def _full(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:
     return block(x, **kwargs)
 
 
-def work(config: Config, sequences: int, quantized: bool, count: int) -> estimate.Work:
+def work(config: Config, sequences: int, quantized: bool, count: int) -> training_cost.Work:
     """What its training takes: its passes over the blocks, one by one."""
     whole_batches = max(1, sequences // config.batch) * config.batch / max(1, sequences)
     passes, streams, most, trained = 0.0, 0, 1, 0.0
@@ -259,6 +259,6 @@ def work(config: Config, sequences: int, quantized: bool, count: int) -> estimat
         streams, most = max(streams, 2 + students + earlier + targets), max(most, students)
         picked = schedule.lowered_blocks(share, count) / count
         trained += picked
-        training = config.epochs * whole_batches * students * estimate.TRAINED
+        training = config.epochs * whole_batches * students * training_cost.TRAINED
         passes += 1 + students + earlier + picked * (targets + training)
-    return estimate.Work(sequences, 0, passes, streams, most, 1, 1 + int(quantized), trained=trained)
+    return training_cost.Work(sequences, 0, passes, streams, most, 1, 1 + int(quantized), trained=trained)

@@ -110,10 +110,10 @@ class Config:
         self.grid(self.outlier_bits)
         for name in ("batch", "tokens"):
             if getattr(self, name) < 1:
-                raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it is 1 or more")
+                raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("epochs", "lr", "weight_decay", "second", "alpha", "kurtosis", "seed"):
             if getattr(self, name) < 0:
-                raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it is 0 or more")
+                raise UserError(f"bitbybit: {name} is {getattr(self, name)}; it must be 0 or more")
         if not 0 < self.rho <= 1 or not 0 <= self.lr_final <= 1:
             raise UserError("bitbybit: rho is a share above 0 and at most 1, lr_final one from 0 to 1")
         for name in ("split_first", "split_last"):

@@ -1,4 +1,4 @@
-"""In which order precisions are lowered (sections 3.2 and 3.3, appendix B.1.1), and in which blocks (B.1.2)."""
+"""The order in which precisions are lowered (sections 3.2 and 3.3, appendix B.1.1), and in which blocks (B.1.2)."""
 
 import math
 import re
@@ -33,10 +33,10 @@ def read(text: str) -> Precision:
     Raises:
         UserError: another text, or a width that no group quantizer has.
     """
-    found = re.fullmatch("w([0-9]{1,2})a([0-9]{1,2})", text)
-    if found is None or not all(bits == FULL or 2 <= bits <= 8 for bits in map(int, found.groups())):
+    match = re.fullmatch("w([0-9]{1,2})a([0-9]{1,2})", text)
+    if match is None or not all(bits == FULL or 2 <= bits <= 8 for bits in map(int, match.groups())):
         raise UserError(f"schedule has {text!r}; a precision is w8a16, w2a2 and so on, each 2 to 8 or 16 bits")
-    return Precision(*map(int, found.groups()))
+    return Precision(*map(int, match.groups()))
 
 
 def lowered(bits: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which input channels are split: the most sensitive ones, more of them in later blocks (section 3.4, appendix E)."""
+"""Select the input channels to split: the most sensitive ones, more in later blocks (section 3.4, appendix E)."""
 
 import math
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from repro.models.activations import Inputs
+from repro.models.activations import InputStatistics
 from repro.models.groups.columns import Columns, paired
 
 Metric = Literal["product", "weight", "activation", "kurtosis"]
 
 
-def sensitivity(metric: Metric, weight: Tensor, seen: Inputs) -> Tensor:
+def sensitivity(metric: Metric, weight: Tensor, seen: InputStatistics) -> Tensor:
     """The outlier metric of each input channel, float64 `[K]`.
 
     "product" is O_i = ‖X_:,i‖₂ · max_j |W_ij|, "weight" the largest |W_ij| alone, "activation" the largest |X_:,i|, as
@@ -56,7 +56,7 @@ def chosen(values: Tensor, size: int, group: int) -> Columns:
 
 
 def block_columns(
-    weights: Mapping[str, Tensor], seen: Mapping[str, Inputs], share: float, metric: Metric, group: int
+    weights: Mapping[str, Tensor], seen: Mapping[str, InputStatistics], share: float, metric: Metric, group: int
 ) -> dict[str, Columns]:
     """The columns of each linear of a block, by name, on the device of its weight.
 
@@ -70,8 +70,8 @@ def block_columns(
     Raises:
         UserError: an odd group.
     """
-    found = {}
+    columns_of = {}
     for name, weight in weights.items():
         values = sensitivity(metric, weight, seen[name])
-        found[name] = chosen(values, count(share, len(values)), group).to(weight.device)
-    return found
+        columns_of[name] = chosen(values, count(share, len(values)), group).to(weight.device)
+    return columns_of

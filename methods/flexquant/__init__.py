@@ -1,4 +1,4 @@
-"""FlexQuant (arXiv 2506.12024): layers are switched to fewer bits while decoding, when a window of tokens was certain.
+"""FlexQuant (arXiv 2506.12024): switch layers to fewer bits while decoding, once a window of tokens was certain.
 
 config.py    the paper's settings, and one field with its reason for each thing that it leaves open
 pple.py      the signal: perplexity entropy of a token's distribution

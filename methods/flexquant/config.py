@@ -77,13 +77,13 @@ class Config:
             )
         for name in ("prompt_tokens", "layers", "bins"):
             if getattr(self, name) < 1:
-                raise UserError(f"flexquant: {name} is {getattr(self, name)}; it is 1 or more")
+                raise UserError(f"flexquant: {name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("multiple", "pseudocount"):
             if not getattr(self, name) > 0:
-                raise UserError(f"flexquant: {name} is {getattr(self, name)}; it is above 0")
+                raise UserError(f"flexquant: {name} is {getattr(self, name)}; it must be above 0")
         if self.copies == "host" and self.prefill == "w8a8":
             said = "prefill=w8a8 needs 8-bit weights on the device beside those of 16 bits"
             raise UserError(f"flexquant: {said}, copies=host has no memory for them; give one of the two")
         for name in ("window", "interval", "seed"):
             if getattr(self, name) < 0:
-                raise UserError(f"flexquant: {name} is {getattr(self, name)}; it is 0 or more")
+                raise UserError(f"flexquant: {name} is {getattr(self, name)}; it must be 0 or more")

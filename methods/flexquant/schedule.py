@@ -29,7 +29,7 @@ class Switch:
 
 
 @dataclass
-class State:
+class SwitchingState:
     """What a rule is given besides the signal.
 
     Attributes:
@@ -47,7 +47,9 @@ class State:
     since: int = 1
 
 
-Rule = Callable[[float, int, State], Sequence[str]]  # PPLE of a token, its number, the state; the layers to switch
+Rule = Callable[
+    [float, int, SwitchingState], Sequence[str]
+]  # PPLE of a token, its number, the state; the layers to switch
 
 
 def paper_rule(config: Config) -> Rule:
@@ -56,14 +58,14 @@ def paper_rule(config: Config) -> Rule:
     Without a window every token decides alone, from that of the prefill on.
     """
 
-    def undercut(pple: float, step: int, state: State) -> list[str]:
+    def undercut(pple: float, step: int, state: SwitchingState) -> list[str]:
         from_old_weights = 0 < step < state.since
         if len(state.window) < config.window or from_old_weights:
             return []
         mean = sum(state.window) / len(state.window) if state.window else pple
         return _next_layers(state, config.layers) if mean < state.threshold else []
 
-    def after_interval(pple: float, step: int, state: State) -> list[str]:
+    def after_interval(pple: float, step: int, state: SwitchingState) -> list[str]:
         due = step + BEHIND - state.since >= config.interval
         return _next_layers(state, config.layers) if due else []
 
@@ -76,7 +78,7 @@ def planned_rule(steps: Sequence[int], layers: int) -> Rule:
     return lambda pple, step, state: _next_layers(state, layers * due[step + BEHIND])
 
 
-def _next_layers(state: State, count: int) -> list[str]:
+def _next_layers(state: SwitchingState, count: int) -> list[str]:
     return [move.layer for move in state.ahead[:count]]
 
 
@@ -99,7 +101,7 @@ class Controller:
     def __post_init__(self) -> None:
         layers = dict.fromkeys(move.layer for move in self.ahead)
         start = dict.fromkeys(layers, self.config.path[0])
-        self.state = State(start, list(self.ahead), deque(maxlen=self.config.window), math.nan)
+        self.state = SwitchingState(start, list(self.ahead), deque(maxlen=self.config.window), math.nan)
         self.rule = self.rule or paper_rule(self.config)
 
     def start(self, prompt_pple: Sequence[float]) -> list[Switch]:
@@ -184,8 +186,8 @@ def mean_bits(
 
 def even_steps(count: int, every: float, steps: int) -> list[int]:
     """Steps of at most `count` switches, `every` steps apart; those beyond `steps` are left out."""
-    found = [max(EARLIEST, 1 + round(every * (i + 1))) for i in range(count)]
-    return [step for step in found if step <= steps]
+    whole = [max(EARLIEST, 1 + round(every * (i + 1))) for i in range(count)]
+    return [step for step in whole if step <= steps]
 
 
 def random_steps(count: int, power: float, steps: int, seed: int) -> list[int]:

@@ -117,18 +117,18 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("batch", "samples", "cka_samples", "gate_hidden"):
             if getattr(self, name) < 1:
-                raise UserError(f"spear: {name} is {getattr(self, name)}; it is 1 or more")
+                raise UserError(f"spear: {name} is {getattr(self, name)}; it must be 1 or more")
         if self.tokens < 2:
             raise UserError(f"spear: tokens is {self.tokens}; a sequence has 2 or more")
         for name in ("lr1", "lr2", "temperature", "clip", "alpha", "effort", "sampling_temperature"):
             if getattr(self, name) <= 0:
-                raise UserError(f"spear: {name} is {getattr(self, name)}; it is above 0")
+                raise UserError(f"spear: {name} is {getattr(self, name)}; it must be above 0")
         for name in ("epochs1", "epochs2", "budget", "noise_floor", "cost_weight", "rank", "teacher_cache", "seed"):
             if getattr(self, name) < 0:
-                raise UserError(f"spear: {name} is {getattr(self, name)}; it is 0 or more")
+                raise UserError(f"spear: {name} is {getattr(self, name)}; it must be 0 or more")
         for name in ("tau", "k_min", "k_max", "k_share", "tau_diffuse", "protected"):
             if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"spear: {name} is {getattr(self, name)}; it is a share, 0 to 1")
+                raise UserError(f"spear: {name} is {getattr(self, name)}; it must be a share, 0 to 1")
         if not 0 <= self.entropy_trigger < 1 or self.k_min > self.k_max:
             raise UserError("spear: entropy_trigger is 0 or more and below 1, and k_min is at most k_max")
 

@@ -1,4 +1,4 @@
-"""Initial values of the compensators. The paper only says that the gate starts close to γ = 1 (section 3.1).
+"""Initial values of the compensators; the paper only says that the gate starts close to γ = 1 (section 3.1).
 
 With E = W - Ŵ and G = E[x xᵀ] = S Sᵀ of the layer's inputs, the rank-r correction with the least E‖(E - BA)x‖² is
 

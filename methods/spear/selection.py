@@ -130,8 +130,8 @@ def raised(r: int, left: int, shapes: list[tuple[int, int]], hidden: int, remove
         removed: squared error that rank `r + 1` removes from each layer and `r` does not.
     """
     cost = [stored_bytes(r + 1, [shape], hidden) - stored_bytes(r, [shape], hidden) for shape in shapes]
-    found = [r] * len(shapes)
+    ranks = [r] * len(shapes)
     for i in sorted(range(len(shapes)), key=lambda i: -removed[i] / cost[i]):
         if cost[i] <= left and r < min(shapes[i]):
-            found[i], left = r + 1, left - cost[i]
-    return found
+            ranks[i], left = r + 1, left - cost[i]
+    return ranks

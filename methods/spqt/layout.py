@@ -48,7 +48,7 @@ def stacks(heights: Mapping[str, int]) -> list[tuple[str, ...]]:
     `heights` are the rows of every layer. Where 256 divides those of all that share their input, nothing is stacked:
     the bands, and so the bytes, would be the same.
     """
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     for name in heights:
         leaf = name.rpartition(".")[2]
         kinds = next((kinds for kinds in SHARED if leaf in kinds), (leaf,))
@@ -56,5 +56,5 @@ def stacks(heights: Mapping[str, int]) -> list[tuple[str, ...]]:
         if all(heights[reader] % BAND == 0 for reader in group):
             group = (name,)
         if group[0] == name:
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups

@@ -1,4 +1,4 @@
-"""SpQt (arXiv 2511.04477), sections 2 and 5: a layer takes small inputs as zero, so that their columns are skipped.
+"""SpQt (arXiv 2511.04477), sections 2 and 5: small inputs of a layer count as zero and their columns are skipped.
 
     y ≈ Σ W[:, i] x_i over |x_i| > θ
 
@@ -52,9 +52,11 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity < 1:
-            raise UserError(f"spqt: sparsity is {self.sparsity}; it is a share of the inputs, 0 or more and below 1")
+            raise UserError(
+                f"spqt: sparsity is {self.sparsity}; it must be a share of the inputs, 0 or more and below 1"
+            )
         if not 0 < self.step <= 0.5:
-            raise UserError(f"spqt: step is {self.step}; it is above 0 and at most 0.5")
+            raise UserError(f"spqt: step is {self.step}; it must be above 0 and at most 0.5")
         if min(self.tokens, self.search) < 4:
             raise UserError(f"spqt: tokens is {self.tokens} and search {self.search}; they are 4 or more")
 
@@ -89,7 +91,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             lm.attach(name, Attachment("spqt", {"threshold": torch.tensor(t)}, numbers))
 
 
-class Sparse(nn.Linear):
+class SparseLinear(nn.Linear):
     """A linear layer whose inputs up to `threshold` (θ) are zero; `weight` and `bias` are the layer's.
 
     With `half`, the first half of the positions stays dense.
@@ -120,4 +122,4 @@ def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, f
             f"its threshold is that of a layer with {columns} inputs, and this one has {linear.in_features}: "
             "the thresholds belong to another model"
         )
-    return Sparse(linear, tensors["threshold"].item(), bool(numbers["half"]))
+    return SparseLinear(linear, tensors["threshold"].item(), bool(numbers["half"]))

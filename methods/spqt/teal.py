@@ -70,15 +70,19 @@ def greedy(error: Callable[[Sparsities], float], sizes: Mapping[str, int], targe
         step: sparsity that a layer of q's size gets at a time; others get it divided by their size relative to q's.
     """
     total, first = sum(sizes.values()), next(iter(sizes.values()))
-    before = found = dict.fromkeys(sizes, 0.0)
+    before = sparsities = dict.fromkeys(sizes, 0.0)
     before_reached = reached = 0.0
     while reached < target:
-        tried = {name: found[name] + step * first / size for name, size in sizes.items() if found[name] < 1 - ROUNDING}
-        errors = {name: error({**found, name: s}) for name, s in tried.items()}
+        tried = {
+            name: sparsities[name] + step * first / size
+            for name, size in sizes.items()
+            if sparsities[name] < 1 - ROUNDING
+        }
+        errors = {name: error({**sparsities, name: s}) for name, s in tried.items()}
         best = min(errors, key=errors.__getitem__)
-        before, found = found, {**found, best: tried[best]}
-        before_reached, reached = reached, sum(found[name] * size for name, size in sizes.items()) / total
-    return before if target - before_reached < reached - target else found
+        before, sparsities = sparsities, {**sparsities, best: tried[best]}
+        before_reached, reached = reached, sum(sparsities[name] * size for name, size in sizes.items()) / total
+    return before if target - before_reached < reached - target else sparsities
 
 
 def zeroed(x: Tensor, threshold: float) -> Tensor:
@@ -86,7 +90,7 @@ def zeroed(x: Tensor, threshold: float) -> Tensor:
     return x.masked_fill(x.abs().float() <= threshold, 0)
 
 
-class Block(NamedTuple):
+class TealBlock(NamedTuple):
     """A block's layers by the tensor that they read, their sizes and inputs, and its error at given sparsities."""
 
     readers: list[list[str]]
@@ -96,7 +100,7 @@ class Block(NamedTuple):
 
 
 @torch.no_grad()
-def each_block(lm: LowBitModel, ids: Tensor, search: int) -> Iterator[Block]:
+def each_block(lm: LowBitModel, ids: Tensor, search: int) -> Iterator[TealBlock]:
     """Run token ids int64 `[S, L]` densely through the full-precision model (the model that is there, where a
     compensator came before); `error` is taken on `search` of the sequences. UserError for inputs that are not finite.
     """  # fmt: skip
@@ -117,7 +121,7 @@ def each_block(lm: LowBitModel, ids: Tensor, search: int) -> Iterator[Block]:
                 histograms |= dict.fromkeys(group, histogram(torch.cat(inputs[group[0]])))
         sizes = {name: linear.weight.numel() for name, linear in layers.items()}
         error = _error(block, layers, histograms, torch.cat(hidden[:search]), words)
-        yield Block(list(readers.values()), sizes, histograms, error)
+        yield TealBlock(list(readers.values()), sizes, histograms, error)
         hidden = outputs
 
 

@@ -1,4 +1,4 @@
-"""A weight stored in Q4_K, in rows or in zigzag: what a compressed model's file holds, and the weight that it means."""
+"""A weight stored in Q4_K, in rows or in zigzag: its bytes in a file, and its dequantized values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -45,8 +45,8 @@ class Q4KWeight:
     @property
     def stack(self) -> tuple[Tensor, ...]:
         """The tensors that store the stack, here or in `owner`."""
-        held = self.owner or self
-        return tuple(tensor for key in self.TENSORS if (tensor := getattr(held, key)) is not None)
+        owner = self.owner or self
+        return tuple(tensor for key in self.TENSORS if (tensor := getattr(owner, key)) is not None)
 
     @property
     def shape(self) -> torch.Size:
@@ -69,9 +69,9 @@ class Q4KWeight:
         """A copy of the output rows `start … end - 1`, with the whole bands of 256 rows that they lie in."""
         start, end, size = self.start + start, self.start + end, 1 if self.layout == "row" else zigzag.BAND
         first, last = start // size, -(-end // size)
-        held = self.owner or self
-        stored = {key: t[first:last].clone() for key in self.TENSORS if (t := getattr(held, key)) is not None}
-        return replace(held, start=start - first * size, end=end - first * size, **stored)
+        owner = self.owner or self
+        stored = {key: t[first:last].clone() for key in self.TENSORS if (t := getattr(owner, key)) is not None}
+        return replace(owner, start=start - first * size, end=end - first * size, **stored)
 
     def stored_bits(self) -> dict[str, int]:
         """Bits by kind of what is stored here, padding rows and the layers that share the stack included.
@@ -112,9 +112,9 @@ def pack(weights: Mapping[str, Tensor], layout: Layout, importance: Tensor | Non
     alike = None if importance is None else torch.ones_like(columns, dtype=torch.float32)
     blocks = q4_k.encode(columns, alike).view(*bands.shape[:2], q4_k.BYTES)
     stored = {"blocks": blocks} if layout == "zigzag" else dict(zip(("codes", "scales"), zigzag.to_planes(blocks)))
-    found, end = {}, 0
+    packed, end = {}, 0
     for name, weight in weights.items():
         start, end = end, end + len(weight)
-        found[name] = Q4KWeight(layout, start, end, **stored)
-        stored = stored if "first" in stored else {"first": name, "owner": found[name]}
-    return found
+        packed[name] = Q4KWeight(layout, start, end, **stored)
+        stored = stored if "first" in stored else {"first": name, "owner": packed[name]}
+    return packed

@@ -1,4 +1,4 @@
-"""What SubSpec's draft and its tree are made of; the defaults are the paper's (sections 4.1, 4.2 and 5.1)."""
+"""Settings of SubSpec's draft and its tree; the defaults are the paper's (sections 4.1, 4.2 and 5.1)."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("top_k", "depth"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it is 1 or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("temperature", "sampled_temperature"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}; a draft's temperature is above 0")

@@ -1,4 +1,4 @@
-"""The time of a text along a log of switches, from steps that were measured one by one (FlexQuant, Figures 6 and 7).
+"""Time of a text along a log of switches, from steps that were measured one by one (FlexQuant, Figures 6 and 7).
 
     ms(t) = sum over widths w of share_w(t) x step_w(context of t)    each layer's share of the static step of its width
             + extra(progress of t)                                    what a mixture of widths takes beyond that
@@ -24,7 +24,7 @@ Points = tuple[Sequence[float], Sequence[float]]  # rising x, and y
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """What was measured of one shape on one device.
 
     Attributes:
@@ -64,18 +64,18 @@ class Measured:
             share: of the weights at each width, `[tokens, widths]`.
             contexts: slots that each token sees, `[tokens]`.
         """
-        found = (share * self.static(widths, contexts)).sum(1)
+        times = (share * self.static(widths, contexts)).sum(1)
         if len(widths) > 1:
             progress = share @ np.array([WIDTHS.index(bits) for bits in widths])
-            found += np.interp(progress, *self.extra)
-        return found
+            times += np.interp(progress, *self.extra)
+        return times
 
     def lost_by(self, layers: int) -> float:
         """Milliseconds that a switch of so many layers loses."""
         return float(np.interp(layers, *self.lost))
 
 
-def read(folder: Path) -> Measured:
+def read(folder: Path) -> MeasuredSteps:
     """The measurements of a folder; what is not there is empty.
 
     Raises:
@@ -97,7 +97,7 @@ def read(folder: Path) -> Measured:
         extra |= dict.fromkeys((0.0, 1.0, 2.0), 0.0)  # all layers at one width are a static step
     switches = [(one["layers"], statistics.mean(lost(one["ms"], one["steps"]))) for one in of("switch-ahead-")]
     shape = next((one["shape"] for one in of("step-")), "")
-    return Measured(
+    return MeasuredSteps(
         shape, {bits: _points(each) for bits, each in steps.items()}, _points(extra.items()), _points(switches)
     )
 
@@ -117,13 +117,13 @@ def lost(ms: Sequence[float], steps: Sequence[int]) -> list[float]:
         ms: of steps 1, 2, …
         steps: at which layers are switched, at least three.
     """
-    found = []
+    losses = []
     for before, at, after in zip(steps, steps[1:], steps[2:]):
         earlier, settled = settled_ms(ms, before, at), settled_ms(ms, at, after)
         during = sum(one - earlier for one in ms[at - 1 - NEAR : at - 1])
         behind = sum(one - settled for one in ms[at - 1 : after - 1 - NEAR])
-        found.append(during + behind)
-    return found
+        losses.append(during + behind)
+    return losses
 
 
 def settled_ms(ms: Sequence[float], at: int, after: int) -> float:

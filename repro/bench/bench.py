@@ -1,4 +1,4 @@
-"""Everything once on this device: all kernels and peers on the layer shapes of real models, as tidy rows of a CSV.
+"""Time all kernels and peers once on this device, on layer shapes of real models, as tidy rows of a CSV.
 
 The file (`kernel_rows.py`) is written anew after every shape and number of activation rows, whole each time.
 """
@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from repro.bench import peers, recorded, timing
+from repro.bench import peers, stored_peers, timing
 from repro.bench.kernel_list import OURS, machine_code
 from repro.bench.task import Layer, Task, Timing, Unsound
 from repro.core.errors import UserError, unknown
 from repro.core.files import write_text
 from repro.store import provenance
-from repro.store.kernel_rows import KERNELS, LARGE, Row, broken_of_ours, from_csv, to_csv, versions
+from repro.store.kernel_rows import KERNELS, LARGE, KernelRow, broken_of_ours, from_csv, to_csv, versions
 
 CEILINGS = ("bf16/bf16/torch.matmul", "fp8/bf16/torch._scaled_mm", "int8/int32/torch._int_mm")
 JOULE_SECONDS = 0.05  # at least: one step of the driver's energy counter, which is updated every 0.1 s
@@ -57,14 +57,14 @@ def this_gpu() -> Device:
     def ceilings() -> dict[str, Timing]:
         layer = Layer(LARGE, LARGE)
         able = [peers.PEERS[name] for name in CEILINGS if not peers.PEERS[name].unavailable("cuda")]
-        found = timing.measure([provider.task(layer, LARGE) for provider in able], backend, rounds=9)
-        return timing.ceilings(backend) | {t.name: t for t in found}
+        timings = timing.measure([provider.task(layer, LARGE) for provider in able], backend, rounds=9)
+        return timing.ceilings(backend) | {t.name: t for t in timings}
 
     return Device("cuda", backend, timing.read_floors, ceilings, {**peers.PEERS, **OURS}, origin())
 
 
 def origin() -> dict[str, str]:
-    """What is recorded with a time: this GPU, the commit, the libraries and the date."""
+    """What is stored with a time: this GPU, the commit, the libraries and the date."""
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "gemlite"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -80,7 +80,7 @@ def origin() -> dict[str, str]:
 def bench(
     out: Path,
     shapes: Sequence[tuple[int, int]] = (),
-    counts: Sequence[int] = recorded.COUNTS,
+    counts: Sequence[int] = stored_peers.COUNTS,
     modes: Sequence[str] = ("cold",),
     only: Sequence[str] = (),
     rounds: int = 25,
@@ -89,12 +89,12 @@ def bench(
     workers: int = 0,
     say: Callable[[str], None] = print,
     device: Device | None = None,
-) -> list[Row]:
+) -> list[KernelRow]:
     """Measure every provider on every shape and write `out` as it goes.
 
     Args:
         out: CSV file, written anew after every shape and number of rows.
-        shapes: (N, K) of layers; those of the recorded peers when empty.
+        shapes: (N, K) of layers; those of the stored peers when empty.
         counts: numbers of activation rows M, in this order; a provider is measured at those that it takes.
         modes: cold, warm.
         only: words; a provider is measured if its label has one of them (the library always is). Empty: all.
@@ -116,11 +116,13 @@ def bench(
     about, asked = device.origin, [*only, peers.LIBRARY_LABEL]
     chosen = {n: p for n, p in device.providers.items() if not only or any(word in n for word in asked)}
     old = [row for row in from_csv(out) if row.origin == about] if resume and Path(out).exists() else []
-    rows: list[Row] = []
+    rows: list[KernelRow] = []
     for name, provider in list(chosen.items()):
         if reason := provider.unavailable(device.name):
             del chosen[name]
-            rows.append(Row(provider.format, provider.name, provider.dtype, status="unsupported", note=reason, **about))
+            rows.append(
+                KernelRow(provider.format, provider.name, provider.dtype, status="unsupported", note=reason, **about)
+            )
             say(f"{name}: {reason}")
     best = device.ceilings()
     run = _Run(device, chosen, best["copy"].gb_per_s, rounds, joule_seconds, say, tuple(only))
@@ -129,7 +131,7 @@ def bench(
         rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
         work = f"{2 * LARGE**3 / t.us / 1e6:.0f} T operations/s" if t.facts else f"{t.gb_per_s:.0f} GB/s"
         say(f"{t.name}: {work}")
-    places = [(*shape, m) for shape, m in itertools.product(shapes or recorded.shapes(), counts)]
+    places = [(*shape, m) for shape, m in itertools.product(shapes or stored_peers.shapes(), counts)]
     todo = []
     for place in places:
         taking = [name for name, one in chosen.items() if one.takes(place[2])]
@@ -198,8 +200,8 @@ class _Run:
     only: tuple[str, ...] = ()
     machine: dict[str, str] = field(default_factory=dict)
 
-    def at(self, layer: Layer, m: int, modes: Sequence[str]) -> list[Row]:
-        """Rows of everybody on one layer with so many rows of activations, failures and recorded peers among them."""
+    def at(self, layer: Layer, m: int, modes: Sequence[str]) -> list[KernelRow]:
+        """Rows of everybody on one layer with so many rows of activations, failures and stored peers among them."""
         rows, tasks, unable, device = [], [], {}, self.device
         for name, provider in self.chosen.items():
             if provider.takes(m):
@@ -214,14 +216,14 @@ class _Run:
                 (host[task.name],) = device.backend.host_us(lambda: task.launch(**task.inputs))  # noqa: B023
         for mode in modes:
             failed, where = dict(unable), f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
-            found = timing.measure(tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds, failed)
-            for t in found:
+            timings = timing.measure(tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds, failed)
+            for t in timings:
                 rows.append(replace(self.row(t, t.facts), host_us=host.get(t.name)))
                 self.say(
                     f"{where}: {t.name} {t.us:.2f} us, {t.fraction:.2f} of the floor, {t.gb_per_s:.0f} GB/s, "
                     f"error {t.relerr:.1e}" + (f", {t.watts:.0f} W" if t.watts else "")
                 )
-            library = {(layer.rows, layer.columns, m, t.mode): t.us for t in found if t.name == peers.LIBRARY_LABEL}
+            library = {(layer.rows, layer.columns, m, t.mode): t.us for t in timings if t.name == peers.LIBRARY_LABEL}
             bridged = _bridged(library, device.origin)
             # Who was not asked for keeps the ratio of the run that its rivals are of.
             rows += [row for row in bridged if not self.only or any(word in row.label for word in self.only)]
@@ -230,7 +232,7 @@ class _Run:
                 status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), "failed")
                 note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
                 place = (p.format, p.name, p.dtype, layer.rows, layer.columns, m, mode, status)
-                rows.append(Row(*place, note=note, **device.origin))
+                rows.append(KernelRow(*place, note=note, **device.origin))
                 self.say(f"{where}: {name} {status}: {note}")
         del tasks
         device.backend.release()
@@ -241,9 +243,9 @@ class _Run:
         with contextlib.suppress(Exception):
             self.machine[name] = machine_code(lambda: [task.launch(**task.inputs) for task in tasks])
 
-    def row(self, t: Timing, facts: Mapping[str, Any]) -> Row:
+    def row(self, t: Timing, facts: Mapping[str, Any]) -> KernelRow:
         """A timing as a row."""
-        return Row(
+        return KernelRow(
             **facts,
             **{name: getattr(t, name) for name in MEASURED},
             bytes=t.nbytes,
@@ -256,15 +258,15 @@ class _Run:
         )
 
 
-def _bridged(here: Mapping[tuple[int, int, int, str], float], about: Mapping[str, str]) -> list[Row]:
-    """Rows of the peers recorded on this device, rescaled by the library's times of this run by (N, K, M, mode)."""
+def _bridged(here: Mapping[tuple[int, int, int, str], float], about: Mapping[str, str]) -> list[KernelRow]:
+    """Rows of the peers stored for this device, rescaled by the library's times of this run by (N, K, M, mode)."""
     rows = []
-    records = [record for record in recorded.recorded() if record.device == about["device"]]
-    for provider, kernel, dtype, names in recorded.BRIDGED:
-        for r, ratio, us in recorded.bridge(here, records, names):
+    records = [record for record in stored_peers.times() if record.device == about["device"]]
+    for provider, kernel, dtype, names in stored_peers.BRIDGED:
+        for r, ratio, us in stored_peers.bridge(here, records, names):
             note = f"{r.peer}, recorded {r.us:.3f} us on {r.date} ({r.device}), times {ratio:.3f}, "
             note += "the library's time here to then"
             place = (r.N, r.K, r.M, r.mode)
             facts = {"bytes": r.bytes, "relerr": r.relerr, "note": note}
-            rows.append(Row(kernel, provider, dtype, *place, "bridged", us, **facts, **about))
+            rows.append(KernelRow(kernel, provider, dtype, *place, "bridged", us, **facts, **about))
     return rows

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU for the timer: it captures launches, replays them, and says what energy and clock that took.
+"""NVIDIA GPUs for the timer: capture and replay launches, read energy and clocks.
 
 The tests of the timer bring devices with the same methods: a fake one with streams, graphs and a clock, and the host.
 """
@@ -40,9 +40,9 @@ class Cuda:
         """Clock and throttle reasons while the graph runs, as far as NVML tells."""
         for _ in range(math.ceil(self.ahead / graph.replay())):
             graph.graph.replay()
-        found = self.nvml.state()
+        facts = self.nvml.state()
         torch.cuda.synchronize()
-        return found
+        return facts
 
     def joules(self, graphs: Sequence["CudaGraph"], seconds: float) -> list[float | None]:
         """Energy of one replay of each: power while it runs back to back, times a replay's time; None if unreadable."""
@@ -70,16 +70,16 @@ class Cuda:
         The calls take turns, so that a slow moment of a shared host is everybody's. A series is shorter than the queue
         of launches, behind which the host would wait.
         """
-        found: list[list[float]] = [[] for _ in calls]
+        times: list[list[float]] = [[] for _ in calls]
         for _ in range(self.series):
-            for call, seconds in zip(calls, found):
+            for call, seconds in zip(calls, times):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 for _ in range(self.calls):
                     call()
                 seconds.append((time.perf_counter() - begin) / self.calls)
         torch.cuda.synchronize()
-        return [min(seconds) * 1e6 for seconds in found]
+        return [min(seconds) * 1e6 for seconds in times]
 
     def release(self) -> None:
         """Give the memory of graphs that are gone back to the device."""
@@ -107,7 +107,7 @@ def powers(
     Returns:
         Watts of each load; None when the counter cannot be read or stands still.
     """
-    found: list[float | None] = []
+    watts: list[float | None] = []
 
     def next_update(busy: Callable[[], None], last: int | None) -> tuple[float, int | None]:
         begin = clock()
@@ -122,8 +122,8 @@ def powers(
         start = edge
         while edge[1] is not None and (edge is start or edge[0] - start[0] < seconds):
             edge = next_update(busy, edge[1])
-        found.append(None if edge[1] is None else (edge[1] - start[1]) / 1e3 / (edge[0] - start[0]))
-    return found
+        watts.append(None if edge[1] is None else (edge[1] - start[1]) / 1e3 / (edge[0] - start[0]))
+    return watts
 
 
 class CudaGraph:
@@ -168,7 +168,7 @@ THROTTLE = {  # nvmlClocksEventReasons; an idle GPU and clocks that an applicati
 
 
 class Nvml:
-    """Reads, and only reads, what NVML tells about a device; says nothing where it cannot."""
+    """Reads, and only reads, what NVML tells about a device; None where it cannot."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle = None

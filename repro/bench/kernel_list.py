@@ -1,4 +1,4 @@
-"""This project's kernels by name, and what each of them multiplies: a file appears here because somebody listed it.
+"""This project's kernels by name, and what each of them multiplies; a new kernel is listed here.
 
 `KERNELS` are the modules of `kernels/`, imported on first use; `OURS` are this project's providers.
 """
@@ -102,7 +102,7 @@ def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> C
 
 
 def linear_way(layer: Layer, count: int) -> str:
-    """Which of its ways the dispatcher takes, as the note of a row."""
+    """The path that the dispatcher takes, as the note of a row."""
     return "by " + load("linear").path_of(count, layer.rows, layer.columns, 4, layer.device)
 
 
@@ -181,12 +181,12 @@ def _w2a2(name: str) -> Callable[[Layer, int], tuple]:
             factors = weight.factor.expand(layer.rows).contiguous()
             return dict(zip(("codes", "scales", "zeros"), packed)) | {"factors": factors}
 
-        held, x = layer.once("w2a2", make), layer.activations(count, torch.bfloat16)
+        weights, x = layer.once("w2a2", make), layer.activations(count, torch.bfloat16)
         op, product = getattr(torch.ops.lowbit, name), load("w2a2_gemv").product
         if name == "w2a2_ready":
-            return dict(zip(QUANTIZED, quantizer.reference(x))) | held, op, product
-        want = lambda x, **held: product(*quantizer.reference(x), **held)  # noqa: E731
-        return {"x": x} | held, op, want
+            return dict(zip(QUANTIZED, quantizer.reference(x))) | weights, op, product
+        want = lambda x, **weights: product(*quantizer.reference(x), **weights)  # noqa: E731
+        return {"x": x} | weights, op, want
 
     return prepare
 
@@ -245,7 +245,7 @@ OURS = {
             _provider("linear", "w4-g128", _product("linear", 4, 128, False, d), d, least=2, note=linear_way)
             for d in DTYPES
         ),
-        # Two of the ways of `linear` by themselves: what its choice stands on.
+        # Two paths of `linear` by themselves, on which its choice is based.
         *(
             _provider(name, "w4-g128", _product(name, 4, 128, False, "fp16"), "fp16", least=128)
             for name in ("w4a16_gemm", "dequantize")

@@ -1,4 +1,4 @@
-"""The floor of a sparse product: a kernel that reads the listed columns of a weight in zigzag and does next to nothing.
+"""Read floor of a sparse product: a kernel that does little more than read the listed columns of a weight in zigzag.
 
 A listed column is a line of 128 bytes and a header of 16 in every band of 256 rows, so that memory delivers pieces of
 64 bytes, not one stream. Per program, the sum of all words that it reads, modulo 2^32.

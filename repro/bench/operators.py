@@ -1,4 +1,4 @@
-"""Tasks for the timer: the operators of a decode step on the cases of their files, by us and by their peers.
+"""Timer tasks for the operators of a decode step: our kernels and their peers on the cases of their files.
 
 Inputs that a model has in cache are hot; what it reads from memory (the key-value cache) is rotated. A step without
 such inputs is timed on data in L2, and the bytes that it moves are those of its inputs and outputs.
@@ -160,18 +160,18 @@ def task(name: str, case: dict[str, Any], provider: str, device: str = "cuda") -
     launch = getattr(torch.ops.lowbit, name) if provider == name else OPERATORS[name][provider](inputs)
     data = DATA if name == "rope_append" else (*DATA, *CACHE)  # rope_append writes to the cache: no input for the timer
     given = {n: value for n, value in inputs.items() if n in data}
-    held = {n: value for n, value in inputs.items() if n not in data}
-    ordered = held.get("ordered", True)
+    weights = {n: value for n, value in inputs.items() if n not in data}
+    ordered = weights.get("ordered", True)
 
     def right(**call: torch.Tensor) -> Any:  # noqa: ANN401
-        copies = {n: v.clone() if n in CACHE else v for n, v in held.items()}
+        copies = {n: v.clone() if n in CACHE else v for n, v in weights.items()}
         return module.reference(**call, **copies)
 
     def want(**call: torch.Tensor) -> Any:  # noqa: ANN401
         return comparable(name, right(**call), ordered)
 
     def timed(**call: torch.Tensor) -> Any:  # noqa: ANN401
-        return comparable(name, launch(**call, **held), ordered)
+        return comparable(name, launch(**call, **weights), ordered)
 
     label = " ".join(f"{n} = {value}" for n, value in case.items() if n not in ("dtype", "seed"))
     return Task(

@@ -1,7 +1,7 @@
-"""Who multiplies a layer's weights with activations: our kernels and their peers, behind one interface.
+"""Our kernels and their peers for the product of a layer with activations, behind one interface.
 
-A provider takes a `Layer` (a random weight and its codes) and gives the `Task` that the timer times: its own inputs,
-its launch, and the float32 result of the weights that it really holds. Every provider is optional:
+A provider takes a `Layer` (a random weight and its codes) and gives the `Task` that the timer times: its own
+inputs, its launch, and the float32 result of the weights that it really holds. Every provider is optional:
 `unavailable(device)` says in a sentence why it cannot run here. `PEERS` are other people's kernels; `OURS`, in
 `kernel_list.py`, are ours.
 """
@@ -23,7 +23,7 @@ from repro.bench.task import Layer, Task
 from repro.core.files import ROOT
 from repro.kernels.launch_config import device_slug
 
-GEMLITE = "0.6.0.post2"  # the release behind the recorded rows
+GEMLITE = "0.6.0.post2"  # the release behind the stored rows
 LIBRARY = "torch.matmul"  # the library kernel that every run has: bridges and regression checks stand on it
 LIBRARY_LABEL = f"bf16/bf16/{LIBRARY}"
 
@@ -33,7 +33,7 @@ LIBRARY_LABEL = f"bf16/bf16/{LIBRARY}"
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to multiply.
+    """One implementation of a layer's product.
 
     Attributes:
         name: who: `torch.matmul`, `wna16_gemv`, …
@@ -211,17 +211,17 @@ def gemlite_configuration(bits: int, group: int, layer: Layer, count: int) -> st
     from gemlite import core
     from gemlite.triton_kernels.utils import get_closest_m
 
-    found = _gemlite_ready(layer.device)
+    ready = _gemlite_ready(layer.device)
     kernel = gemlite_kernel(bits, count)
     shipped = core.GEMLITE_TRITON_CONFIG_CACHE.get(kernel, {})
     place = str((get_closest_m(count), layer.rows, layer.columns, group, 32 // bits, 100 + bits))  # 100: float16
-    if place in found.get(kernel, {}):
+    if place in ready.get(kernel, {}):
         return f"{kernel}, tuned by GemLite on this device"
     return f"{kernel}, as GemLite ships it for the H100" if place in shipped else None
 
 
 def gemlite_task(bits: int, group: int, layer: Layer, count: int) -> tuple[dict[str, Any], Callable, Callable]:
-    """Inputs, launch and reference of GemLite; its tuner runs at the first launch where nothing is recorded."""
+    """Inputs, launch and reference of GemLite; its tuner runs at the first launch where nothing is tuned."""
     from gemlite.core import GEMLITE_MATMUL_TYPES_MAPPING, forward_functional
     from gemlite.helper import A16Wn
 
@@ -237,7 +237,7 @@ def gemlite_task(bits: int, group: int, layer: Layer, count: int) -> tuple[dict[
 def _gemlite(bits: int, group: int, most: int) -> Provider:
     def prepare(layer: Layer, count: int) -> tuple:
         if not gemlite_configuration(bits, group, layer, count):
-            raise ValueError("no configuration of GemLite is recorded here; python -m repro tune gemlite finds one")
+            raise ValueError("no configuration of GemLite is tuned here; python -m repro tune gemlite finds one")
         return gemlite_task(bits, group, layer, count)
 
     more = {"note": partial(gemlite_configuration, bits, group), "dtype": "fp16"}

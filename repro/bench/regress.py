@@ -1,4 +1,4 @@
-"""Regression guard for CI: is a kernel slower than it was, by more than noise?
+"""Regression guard for CI: report kernels that became slower by more than noise.
 
     python -m repro regress new.json [again.json] --against results/nvidia-h200/benchmark-1.json.xz [more ...]
 
@@ -36,7 +36,7 @@ MORE = 2.97  # of nine or more
 
 
 @dataclass(frozen=True)
-class Cell:
+class KernelTime:
     """One kernel on one shape in one run: median microseconds, its relative standard error, and its read floor's."""
 
     us: float
@@ -47,14 +47,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchmarkFile:
     """One file of benchmarks; cells by their names in words."""
 
     path: Path
     device: str
-    cells: dict[str, Cell]
+    cells: dict[str, KernelTime]
 
-    def library_level(self, other: "Run") -> float:
+    def library_level(self, other: "BenchmarkFile") -> float:
         """log of how slow the library is here, over how slow it is in another run: the median of common shapes.
 
         Raises:
@@ -65,12 +65,12 @@ class Run:
             raise UserError(f"{self.path} and {other.path}: no time of {LIBRARY[2]} in common")
         return statistics.median(math.log(self.cells[name].us / other.cells[name].us) for name in common)
 
-    def floor_level(self, other: "Run") -> float:
+    def floor_level(self, other: "BenchmarkFile") -> float:
         """The same of the read floors, over all common cells."""
         common = [name for name in self.cells if name in other.cells]
         return statistics.median(math.log(self.cells[name].floor_us / other.cells[name].floor_us) for name in common)
 
-    def ratios(self, other: "Run") -> dict[str, tuple[float, float]]:
+    def ratios(self, other: "BenchmarkFile") -> dict[str, tuple[float, float]]:
         """log of each cell's time over its read floor, and over the library's level between this run and another.
 
         Raises:
@@ -79,7 +79,7 @@ class Run:
         level = self.library_level(other)
         return {name: (math.log(c.us / c.floor_us), math.log(c.us) - level) for name, c in self.cells.items()}
 
-    def references(self, other: "Run") -> slice:
+    def references(self, other: "BenchmarkFile") -> slice:
         """Which of the two ratios count between this run and another: both, or that whose reference moved less."""
         floor, library = self.floor_level(other), self.library_level(other)
         if abs(floor - library) <= APART:
@@ -100,7 +100,7 @@ class Change:
         return self.change > self.allowed
 
 
-def load(path: Path) -> Run:
+def load(path: Path) -> BenchmarkFile:
     """A file of pytest-benchmark as a run.
 
     Raises:
@@ -117,7 +117,7 @@ def load(path: Path) -> Run:
     kernels = [one for one in benchmarks if one[0].get("floor_us") and all(name in one[0] for name in PLACE)]
     if not kernels:
         raise UserError(f"{path}: no kernel with a read floor in it; run pytest kernels --benchmark-only on a GPU")
-    cells: dict[str, Cell] = {}
+    cells: dict[str, KernelTime] = {}
     for info, stats in kernels:
         name = say(info)
         if name in cells:
@@ -134,13 +134,13 @@ def load(path: Path) -> Run:
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{path}: {name} has no times that can be read; measure again") from None
         library = tuple(info[key] for key in PLACE[:3]) == LIBRARY
-        cells[name] = Cell(us, error, info["floor_us"], library, info.get("ours", True) and not library)
+        cells[name] = KernelTime(us, error, info["floor_us"], library, info.get("ours", True) and not library)
     devices = {str(info.get("device", "unknown")) for info, _ in kernels}
     if len(devices) > 1:
         raise UserError(f"{path}: measured on {', '.join(sorted(devices))}; one run is one device")
     if not any(cell.is_library for cell in cells.values()):
         raise UserError(f"{path}: no time of {LIBRARY[2]} in {LIBRARY[1]} in it; a run needs that reference")
-    return Run(Path(path), devices.pop(), cells)
+    return BenchmarkFile(Path(path), devices.pop(), cells)
 
 
 def say(place: Mapping[str, Any]) -> str:
@@ -148,7 +148,7 @@ def say(place: Mapping[str, Any]) -> str:
     return "{provider} ({kernel}, {dtype}) at {N} x {K}, M = {M}, {mode}".format_map(place)
 
 
-def compare(new: Run, baseline: Sequence[Run], threshold: float = THRESHOLD) -> dict[str, Change]:
+def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: float = THRESHOLD) -> dict[str, Change]:
     """Every judged cell of a run against the median of the baseline runs that have it, by its name."""
     here, then = new.ratios(baseline[0]), [run.ratios(baseline[0]) for run in baseline]
     olds = {name: [ratios[name] for ratios in then if name in ratios] for name, c in new.cells.items() if c.judged}
@@ -168,7 +168,7 @@ def compare(new: Run, baseline: Sequence[Run], threshold: float = THRESHOLD) -> 
     return changes
 
 
-def _check_distinct(runs: Sequence[Run]) -> None:
+def _check_distinct(runs: Sequence[BenchmarkFile]) -> None:
     """Raise where one run is given twice, also as a copy: it would confirm itself, or be compared with itself."""
     for i, run in enumerate(runs):
         for other in runs[:i]:
@@ -188,12 +188,12 @@ def _measured_once(
     new: Sequence[Path], first: Mapping[str, Change], second: Mapping[str, Change]
 ) -> list[tuple[str, Path, Path, float]]:
     """Cells that are slow in one of two runs and absent from the other: name, both files in this order, slowdown."""
-    found = []
+    names = []
     for slow, lacking, here, there in ((new[0], new[1], first, second), (new[1], new[0], second, first)):
         for name in sorted(here):
             if here[name].slower and name not in there:
-                found.append((name, slow, lacking, here[name].change))
-    return found
+                names.append((name, slow, lacking, here[name].change))
+    return names
 
 
 def regress(
@@ -205,7 +205,7 @@ def regress(
         new: the run, and the second one that confirms a suspicion.
         against: the runs of the baseline; three tell noise from change better than one.
         threshold: slowdown of a cell that is never called a regression.
-        partial: the new runs need not have every kernel of the baseline.
+        partial: allow new runs without some of the kernels of the baseline.
 
     Returns:
         0, 1 or 3 and sentences to print.

@@ -1,10 +1,11 @@
-"""What is timed: a random layer, a task (a launch with its inputs and its reference), what the timer found.
+"""Inputs and outputs of the timer: a random layer, a task (launch, inputs, reference), and its timing.
 
 And the tensors in inputs and outputs: copies that no cache holds, outputs overwritten with NaN, checked inputs.
 """
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -170,12 +171,14 @@ def tensors(value: Any) -> list[Tensor]:  # noqa: ANN401
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return [t for v in value.values() for t in tensors(v)]
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in tensors(v)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [t for f in dataclasses.fields(value) for t in tensors(getattr(value, f.name))]
-    return []
+        members = list(value.values())
+    elif isinstance(value, list | tuple):
+        members = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        members = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return []
+    return list(itertools.chain.from_iterable(map(tensors, members)))
 
 
 def copies_in_a_row(value: Any, count: int) -> list[Any]:  # noqa: ANN401
@@ -222,7 +225,9 @@ def poison(outputs: Any) -> None:  # noqa: ANN401
 
 def check_inputs(task: Task) -> None:
     """Raise `Unsound` for inputs that let a wrong kernel pass: zeros, or one value throughout."""
-    every = [(name, t) for name, value in task.inputs.items() for t in tensors(value) if t.numel() > 1]
+    every = []
+    for name, value in task.inputs.items():
+        every += [(name, tensor) for tensor in tensors(value) if tensor.numel() > 1]
     if not every:
         raise Unsound(f"{task.name}: no tensor among its inputs {', '.join(task.inputs)}")
     widest = max(t.nbytes for _, t in every)

@@ -1,4 +1,4 @@
-"""The one timer: device time of a launch, beside the bytes that it must read and the floor for reading them.
+"""The timer: device time of a launch, next to the bytes that it must read and the floor for reading them.
 
 A round replays one CUDA graph of many launches. Cold (the default) rotates over copies of the weights, more than 2.5
 times the L2 cache in all; warm uses one copy. Activations stay where a model has them: in cache, shared by all
@@ -13,6 +13,7 @@ returns early, one that changes its inputs, and inputs of zeros raise `Unsound` 
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ def bare(error: Exception) -> Exception:
 # ---- a task that is ready to be timed
 
 
-class Run:
+class GraphRun:
     """A task with its copies, its graph and its two sets of activations; `round` replays it once."""
 
     def __init__(self, task: Task, backend: Cuda, mode: str = COLD) -> None:
@@ -199,11 +200,11 @@ def measure(
         raise ValueError(f"mode is {mode!r}, expected {COLD!r} or {WARM!r}")
     if len({task.name for task in tasks}) != len(tasks):
         raise ValueError(f"tasks share a name: {', '.join(task.name for task in tasks)}")
-    runs: list[Run] = []
-    readers: list[Run] = []
-    floors: dict[int, list[Run]] = {}
+    runs: list[GraphRun] = []
+    readers: list[GraphRun] = []
+    floors: dict[int, list[GraphRun]] = {}
 
-    def guarded(run: Run | Task, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def guarded(run: GraphRun | Task, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         try:
             return work()
         except Exception as error:
@@ -215,12 +216,12 @@ def measure(
             return None
 
     for task in tasks:
-        if run := guarded(task, functools.partial(Run, task, backend, mode)):
+        if run := guarded(task, functools.partial(GraphRun, task, backend, mode)):
             runs.append(run)
     if floor:
         for nbytes in sorted({run.nbytes for run in runs if run.nbytes}):
-            floors[nbytes] = [Run(task, backend, mode) for task in floor(nbytes)]
-    readers = [run for runs_of_size in floors.values() for run in runs_of_size]
+            floors[nbytes] = [GraphRun(task, backend, mode) for task in floor(nbytes)]
+    readers = list(itertools.chain.from_iterable(floors.values()))
     for number in range(WARMUP + rounds):
         check = number < CHECKED or number >= WARMUP + rounds - CHECKED
         everyone = [*runs, *readers]

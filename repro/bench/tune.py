@@ -20,7 +20,7 @@ import torch
 
 from repro.bench import peers, timing, two_bit
 from repro.bench.kernel_list import QUANTIZED, load
-from repro.bench.recorded import COUNTS, shapes
+from repro.bench.stored_peers import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
 from repro.core.errors import UserError
 from repro.core.files import short_hash, write_text
@@ -43,7 +43,7 @@ Case = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class TuningPoint:
     """Where a kernel's launch configuration is looked up: a shape, a size.
 
     Attributes:
@@ -57,10 +57,12 @@ class Place:
     prepare: Callable[[], Callable[[Config], Task]]
 
 
-def _read_floor() -> list[Place]:
+def _read_floor() -> list[TuningPoint]:
     """Sizes from a small 2-bit layer to a large bf16 one."""
     space, sizes = load("read_floor").SPACE, [1 << n for n in range(18, 30)]
-    return [Place(str(size), space, lambda size=size: functools.partial(timing.read_floor, size)) for size in sizes]
+    return [
+        TuningPoint(str(size), space, lambda size=size: functools.partial(timing.read_floor, size)) for size in sizes
+    ]
 
 
 def _places(
@@ -69,7 +71,7 @@ def _places(
     hot: tuple[str, ...] = ("x",),
     key: Callable[[Case], str] | None = None,
     fits: Callable[[Case, Config], bool] = lambda case, config: True,
-) -> list[Place]:
+) -> list[TuningPoint]:
     """A kernel whose `launch(*inputs, config)` takes what its `make_inputs` gives and returns the output, at cases."""
     module = load(name)
 
@@ -81,7 +83,9 @@ def _places(
 
     key = key or module.tuning_key
     return [
-        Place(key(case), [config for config in module.SPACE if fits(case, config)], functools.partial(prepare, case))
+        TuningPoint(
+            key(case), [config for config in module.SPACE if fits(case, config)], functools.partial(prepare, case)
+        )
         for case in cases
     ]
 
@@ -94,7 +98,7 @@ def _cases(*counts: int, **more: Any) -> list[Case]:  # noqa: ANN401
     return cases
 
 
-def _wna16_gemv() -> list[Place]:
+def _wna16_gemv() -> list[TuningPoint]:
     cases = []
     for bits, group, symmetric in ((4, 128, False), (2, 64, False), (8, 0, True)):
         form = {"bits": bits, "group": group, "symmetric": symmetric}
@@ -103,14 +107,14 @@ def _wna16_gemv() -> list[Place]:
     return _places("wna16_gemv", cases, key=lambda c: f"w{c['bits']} m{c['m']} {c['rows']}x{c['columns']}")
 
 
-def _w4a16_gemm() -> list[Place]:
+def _w4a16_gemm() -> list[TuningPoint]:
     """A tile has at most as many tokens as there are, or 16."""
     tokens_of = load("w4a16_gemm").tokens_of
     cases = _cases(16, 32, 64, 128, 256, bits=4, group=128, symmetric=False)
     return _places("w4a16_gemm", cases, fits=lambda case, config: tokens_of(config) <= max(16, case["M"]))
 
 
-def _q4_k(name: str) -> list[Place]:
+def _q4_k(name: str) -> list[TuningPoint]:
     """Products with Q4_K on the layers of the papers' models and those of a step, half of the inputs listed or all."""
     module = load(name)
 
@@ -125,18 +129,18 @@ def _q4_k(name: str) -> list[Place]:
 
         return task
 
-    places = []
+    points = []
     for n, k in sorted({*shapes(), *Q4_K_STEP}, key=lambda shape: (shape[0] * shape[1], shape)):
         case = {"N": n, "K": k, "seed": 0, "dtype": "bfloat16", "ordered": True, "share": 0.5}
         bands = -(-n // q4_k_planes.SUPER)
         space = module.SPACE
         if name.startswith("zigzag"):
             space = [config for config in space if load("zigzag_gemv").worth_trying(config, bands)]
-        places.append(Place(f"{n}x{k}", space, functools.partial(prepare, case)))
-    return places
+        points.append(TuningPoint(f"{n}x{k}", space, functools.partial(prepare, case)))
+    return points
 
 
-def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
+def _two_bit(name: str, hot: tuple[str, ...]) -> list[TuningPoint]:
     """W2A2 on the layers of Bit-by-Bit's Table 7, one token and four; one token on those of a step and split ones."""
     module = load(name)
 
@@ -146,13 +150,13 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[Place]:
             name, functools.partial(module.launch, config=dict(config)), inputs, module.reference, 4e-3, hot
         )
 
-    places = []
+    points = []
     for n, k in (*two_bit.TABLE7, *two_bit.STEP, *two_bit.SPLIT_LAYERS):
         space = [config for config in module.SPACE if "kernel" in config or shares_evenly(config["warps"], k)]
         for m in (1, 4) if (n, k) in two_bit.TABLE7 else (1,):
             case = {"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}
-            places.append(Place(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
-    return places
+            points.append(TuningPoint(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
+    return points
 
 
 def shares_evenly(warps: int, columns: int) -> bool:
@@ -161,7 +165,7 @@ def shares_evenly(warps: int, columns: int) -> bool:
     return warps == -(-chunks // -(-chunks // warps))
 
 
-TUNABLE: dict[str, Callable[[], list[Place]]] = {
+TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
     "read_floor": _read_floor,
     "wna16_gemv": _wna16_gemv,
     "w4a16_gemm": _w4a16_gemm,
@@ -181,53 +185,53 @@ TUNABLE: dict[str, Callable[[], list[Place]]] = {
 
 
 def sweep(
-    kernel: str, places: Iterable[Place], backend: timing.Cuda, say: Callable[[str], None] = print
-) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Each place with its fastest configuration, as soon as it is known.
+    kernel: str, points: Iterable[TuningPoint], backend: timing.Cuda, say: Callable[[str], None] = print
+) -> Iterator[tuple[TuningPoint, dict[str, Any]]]:
+    """Each point with its fastest configuration, as soon as it is known.
 
     Raises:
-        UserError: nothing in the space runs at a place.
+        UserError: nothing in the space runs at a point.
     """
-    for place in places:
-        task_of, failures = place.prepare(), {}
-        configs = {json.dumps(config, sort_keys=True): dict(config) for config in place.space}
-        names, found = list(configs), []
+    for point in points:
+        task_of, failures = point.prepare(), {}
+        configs = {json.dumps(config, sort_keys=True): dict(config) for config in point.space}
+        names, timings = list(configs), []
         for i in range(0, len(names), AT_ONCE):
             tasks = [replace(task_of(configs[name]), name=name) for name in names[i : i + AT_ONCE]]
-            found += timing.measure(tasks, backend, rounds=9, failures=failures)
-        if not found:
+            timings += timing.measure(tasks, backend, rounds=9, failures=failures)
+        if not timings:
             reason = next(iter(failures.values()), "its SPACE is empty")
-            raise UserError(f"tune: no configuration of {kernel} runs at {place.key}: {reason}")
-        winner = pick(found)
-        say(f"{kernel} {place.key}: {winner.us:.2f} us, {winner.name}; {len(found)} of {len(configs)} run")
-        yield place, configs[winner.name]
+            raise UserError(f"tune: no configuration of {kernel} runs at {point.key}: {reason}")
+        winner = pick(timings)
+        say(f"{kernel} {point.key}: {winner.us:.2f} us, {winner.name}; {len(timings)} of {len(configs)} run")
+        yield point, configs[winner.name]
 
 
 def swept(
-    kernel: str, places: Sequence[Place], backend: timing.Cuda, path: Path, say: Callable[[str], None] = print
+    kernel: str, points: Sequence[TuningPoint], backend: timing.Cuda, path: Path, say: Callable[[str], None] = print
 ) -> None:
-    """Sweep the places that are not done and write each winner to `path` at once; what is done is forgotten at the end.
+    """Sweep the points that are not done and write each winner to `path` at once; what is done is forgotten at the end.
 
     Raises:
-        UserError: `path` is not a file of configurations, or nothing in the space runs at a place.
+        UserError: `path` is not a file of configurations, or nothing in the space runs at a point.
     """
     record = DONE / path.stem / f"{kernel}.json"
     done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    spaces = {place.key: short_hash(json.dumps(list(map(dict, place.space)), sort_keys=True)) for place in places}
-    todo = [place for place in places if done.get(place.key) != spaces[place.key]]
-    if len(todo) < len(places):
-        say(f"{kernel}: {len(places) - len(todo)} of {len(places)} shapes are done; remove {record} to begin anew")
-    for place, best in sweep(kernel, todo, backend, say):
-        merge(path, kernel, {place.key: best})
-        done[place.key] = spaces[place.key]
+    spaces = {point.key: short_hash(json.dumps(list(map(dict, point.space)), sort_keys=True)) for point in points}
+    todo = [point for point in points if done.get(point.key) != spaces[point.key]]
+    if len(todo) < len(points):
+        say(f"{kernel}: {len(points) - len(todo)} of {len(points)} shapes are done; remove {record} to start again")
+    for point, best in sweep(kernel, todo, backend, say):
+        merge(path, kernel, {point.key: best})
+        done[point.key] = spaces[point.key]
         write_text(record, json.dumps(done, indent=0) + "\n")
     record.unlink(missing_ok=True)
 
 
-def pick(found: Sequence[Timing]) -> Timing:
+def pick(timings: Sequence[Timing]) -> Timing:
     """The fastest; of those that tie with it, the first."""
-    least = min(t.us for t in found)
-    return next(t for t in found if t.us <= least * (1 + TIE))
+    least = min(t.us for t in timings)
+    return next(t for t in timings if t.us <= least * (1 + TIE))
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -236,7 +240,7 @@ def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     Raises:
         UserError: the file is not what `merge` writes.
     """
-    wrong = UserError(f"{path}: not a file of launch configurations; mend or remove it")
+    wrong = UserError(f"{path}: not a file of launch configurations; fix or remove it")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -261,18 +265,18 @@ def merge(path: Path, kernel: str, best: Mapping[str, Config]) -> None:
 
 
 def gemlite(
-    places: Iterable[tuple[int, int, int]],
+    points: Iterable[tuple[int, int, int]],
     forms: Sequence[tuple[int, int]] = ((4, 128), (2, 64)),
     path: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Let the peer GemLite's own tuner run on this GPU where nothing is recorded, and keep what it finds.
+    """Let the peer GemLite's own tuner run on this GPU where nothing is tuned, and keep what it finds.
 
     Args:
-        places: (N, K, M) of layers and activation rows.
+        points: (N, K, M) of layers and activation rows.
         forms: (bits, group).
         path: the file to add to; that of the device, which `bench` loads, when not given.
-        say: takes a line a place.
+        say: takes a line a point.
 
     Raises:
         UserError: no CUDA device, or GemLite is not there in the release that is compared.
@@ -282,7 +286,7 @@ def gemlite(
     from gemlite import core
 
     path, layer = path or peers.gemlite_file("cuda"), None
-    for n, k, m in places:
+    for n, k, m in points:
         if layer is None or (layer.rows, layer.columns) != (n, k):
             layer = Layer(n, k)
         for bits, group in forms:
@@ -306,13 +310,13 @@ def tune(kernel: str) -> Path:
         The file that was written.
 
     Raises:
-        UserError: no such kernel, one that is launched in one way only, no CUDA device, or one that it cannot run on.
+        UserError: no such kernel, one with a single launch configuration, no CUDA device, or one that it cannot run on.
     """
     if kernel == "gemlite":
         return gemlite((*shape, m) for shape, m in itertools.product(shapes(), COUNTS))
     module = load(kernel)
     if kernel not in TUNABLE:
-        raise UserError(f"tune: {kernel} is launched in one way only; there is {', '.join(sorted(TUNABLE))}")
+        raise UserError(f"tune: {kernel} has a single launch configuration; choose from: {', '.join(sorted(TUNABLE))}")
     if not torch.cuda.is_available():
         raise UserError("tune: this machine has no CUDA device; without a file of configurations heuristics are used")
     if reason := module.unsupported("cuda"):

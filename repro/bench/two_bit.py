@@ -49,7 +49,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the files")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="files whose name has a word")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="only files whose name contains one of these words"
+    )
     args = parser.parse_args(words)
     try:
         run(args.out, bench.this_gpu(), args.only)

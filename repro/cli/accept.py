@@ -1,4 +1,4 @@
-"""Take what was built of a table or figure into results/, recomputed and checked."""
+"""Accept a built table or figure into results/, recomputed and checked."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What is accepted."""
     parser.add_argument("file", type=Path, help="a table's .csv, kernel times, or a figure such as spear/figure13")
     parser.add_argument("--scale", help="of a figure; a table's .csv says it (default $SCALE, else pocket)")
-    about = "of a figure: what it was run on, where the scale leaves it open (default cuda)"
+    about = "of a figure: the device it was run on, where the scale leaves it open (default cuda)"
     parser.add_argument("--device", choices=["cpu", "cuda"], help=about)
 
 
@@ -33,7 +33,7 @@ def _figure(args: argparse.Namespace) -> dict[Any, int]:
     name = names.canonical(str(args.file))
     from repro.results import accept
 
-    flow = common.workflow(argparse.Namespace(config=(), scale=args.scale, configfile=None), recorded=False)
+    flow = common.workflow(argparse.Namespace(config=(), scale=args.scale, configfile=None), stored=False)
     if flow.scale.device == "any":
         flow.scale = flow.scale.on(args.device or "cuda")
     return accept.accept_figure(flow, name)

@@ -1,4 +1,4 @@
-"""Name the best rate of every method of a sweep in its spec, and go on where the best is at an end of its list."""
+"""Select the best rate of every method of a sweep in its spec; extend a list whose best is at an end."""
 
 import argparse
 
@@ -10,9 +10,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Which sweep, and whose measurements."""
     common.add_scale(parser)
     parser.add_argument("sweep", help="such as bitbybit/rates")
-    about = "with --built: what it was run on, where the scale leaves it open"
+    about = "with --built: the device it was run on, where the scale leaves it open"
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help=about)
-    parser.add_argument("--built", action="store_true", help="by what was run here, not by accepted results")
+    parser.add_argument("--built", action="store_true", help="use what was run here instead of accepted results")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,15 +21,15 @@ def run(args: argparse.Namespace) -> int:
     from repro.results import choose
     from repro.specs import tables
 
-    flow = common.workflow(args, recorded=False if args.built else None)
+    flow = common.workflow(args, stored=False if args.built else None)
     if args.built and flow.scale.device == "any":
         flow.scale = flow.scale.on(args.device)
     paper, number = tables.split(name)
-    found = choose.sweep(flow, paper, number)
-    chosen = choose.choices(found)
-    for method, values in found.items():
+    rates = choose.sweep(flow, paper, number)
+    chosen = choose.choices(rates)
+    for method, values in rates.items():
         shown = ", ".join(f"x {multiple:g}: {'-' if v is None else f'{v:.4g}'}" for multiple, v in values.items())
         print(f"{method}: {f'x {chosen[method]:g}' if method in chosen else 'no choice yet'} ({shown})")
-    new = choose.rewrite(tables.path_of(paper, number), found)
+    new = choose.rewrite(tables.path_of(paper, number), rates)
     print(*(f"new: {row}" for row in new), sep="\n")
-    return 0 if len(chosen) == len(found) else 1
+    return 0 if len(chosen) == len(rates) else 1

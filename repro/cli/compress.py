@@ -18,9 +18,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help=about)
     about = "train or calibrate on this text (UTF-8), from its start, instead of the scale's"
     parser.add_argument("--text", type=Path, metavar="FILE", help=about)
-    about = "tokens of a sequence of it; default the model's context, at most 2048"
+    about = "tokens per sequence; default the model's context, at most 2048"
     parser.add_argument("--length", type=common.number(0), default=0, metavar="N", help=about)
-    about = "go on with --out where an interrupted run stopped; starts it where there is none"
+    about = "resume an interrupted run in --out, or start it"
     parser.add_argument("--resume", action="store_true", help=about)
 
 
@@ -29,13 +29,13 @@ def run(args: argparse.Namespace) -> None:
     from repro.jobs import compress
     from repro.workflow import own_text
 
-    target = common.target(args, common.workflow(args, recorded=False))
+    target = common.target(args, common.workflow(args, stored=False))
     if why := _not_run_by_the_engine(target):
         print(f"note: {why}; it can be compressed and measured, but generate cannot run it", file=sys.stderr)
     if args.text is not None:
         if args.out is None or args.out.suffix == ".safetensors":
             raise UserError("--text: name a folder for the result as well, --out FOLDER")
-        own_text.compress(target, own_text.Text(args.text, args.length), args.out, args.resume)
+        own_text.compress(target, own_text.OwnText(args.text, args.length), args.out, args.resume)
         print(args.out)
         return
     if args.resume or args.length:

@@ -1,4 +1,4 @@
-"""Measured and printed cells of every table and data figure."""
+"""Show measured and printed cells of every table and data figure."""
 
 import argparse
 
@@ -15,5 +15,5 @@ def run(args: argparse.Namespace) -> None:
     """Print how much of the papers is measured and stored."""
     from repro.verdicts import coverage
 
-    lines = coverage.coverage(common.workflow(args, recorded=True))
+    lines = coverage.coverage(common.workflow(args, stored=True))
     print(coverage.to_csv(lines) if args.csv else coverage.to_text(lines), end="")

@@ -9,7 +9,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     parser.add_argument("--recipe", default="fp16", help="fp16 or q4_k")
     parser.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the file to write")
-    parser.add_argument("--check", action="store_true", help="write nothing: does the file hold this model?")
+    parser.add_argument("--check", action="store_true", help="write nothing; check that the file holds this model")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Say what a memory budget holds of a model, and the expected tokens/s, before anything is loaded."""
+"""Estimate what a memory budget holds of a model, and its tokens/s, before anything is loaded."""
 
 import argparse
 
@@ -15,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--scale", help="default $SCALE, else pocket")
     add("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     add("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's")
-    add("--acceptance", type=common.number(1, float), default=25.0, help="acceptance length that is assumed")
+    add("--acceptance", type=common.number(1, float), default=25.0, help="assumed acceptance length")
     add("--bus", type=common.number(1, float), metavar="GB/s", help="default: measured for a second")
     add(
         "--read",

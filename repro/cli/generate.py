@@ -1,4 +1,4 @@
-"""Stream a model's text, then one line of numbers: tokens/s, ms, MBU, memory."""
+"""Stream generated text, then one line of numbers: tokens/s, ms, MBU, memory."""
 
 import argparse
 import sys
@@ -17,31 +17,35 @@ if TYPE_CHECKING:
 def options(parser: argparse.ArgumentParser) -> None:
     """The model, the prompt, and how it goes on."""
     add = parser.add_argument
-    add("prompt", nargs="?", help="the text to go on with; without it standard input")
+    add("prompt", nargs="?", help="the text to continue (default: standard input)")
     add("--file", type=Path, help="a file with the prompt")
     add("--model", required=True, help="pocket-10m, a local folder, hub-id@revision")
-    add("--recipe", default="fp16", help="such as 'rtn-w4-g128 + spear'; built now if it is not yet")
-    about = "flexquant, or 'flexquant(threshold=2.0, layers=4)': layers go to fewer bits while it decodes"
+    add("--recipe", default="fp16", help="such as 'rtn-w4-g128 + spear'; compressed first if necessary")
+    about = "flexquant, or 'flexquant(threshold=2.0, layers=4)': switch layers to fewer bits while decoding"
     add("--precision", metavar="SCHEDULE", help=about)
-    about = "with --precision: keeps what orders the layers, made once (minutes for 8B) and read from then on"
+    about = "with --precision: file with the order of layers, computed once (minutes for 8B) and then read"
     add("--order", type=Path, metavar="FILE", help=about)
-    add("--no-build", dest="build", action="store_false", help="do not build a recipe; say the command")
+    add("--no-build", dest="build", action="store_false", help="do not compress the model; print the command that does")
     add("--scale", help="whose calibration text a recipe is built with; default $SCALE, else pocket")
     about = "tokens of prompt and answer; default the model's, at most 2048"
     add("--context", type=common.number(1), help=about)
     add("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     about = "default: the checkpoint's, float32 on a CPU without it"
     add("--dtype", choices=["float32", "float16", "bfloat16"], help=about)
-    add("--memory", metavar="BYTES", help="at most so much of the device, such as 8GiB; what does not fit is streamed")
-    add("--draft", metavar="DRAFT", help="with --memory: speculate with it; subspec, or subspec(bits=3, depth=32)")
-    add("--no-prefetch", dest="prefetch", action="store_false", help="with --memory: copy weights when they are needed")
-    add("--chat", action="store_true", help="the prompt is a user's message in the tokenizer's template")
+    add("--memory", metavar="BYTES", help="memory limit on the device, such as 8GiB; what does not fit is streamed")
+    add(
+        "--draft",
+        metavar="DRAFT",
+        help="with --memory: draft for speculative decoding; subspec, or subspec(bits=3, depth=32)",
+    )
+    add("--no-prefetch", dest="prefetch", action="store_false", help="with --memory: do not prefetch weights")
+    add("--chat", action="store_true", help="apply the tokenizer's chat template to the prompt")
     add("--max-new-tokens", type=common.number(1), metavar="N", help="default: until the context is full")
-    add("--temperature", type=common.number(0, float), default=0.0, help="0, the default, is greedy")
+    add("--temperature", type=common.number(0, float), default=0.0, help="sampling temperature; 0 (default) is greedy")
     add("--top-k", type=common.number(0), default=0)
     add("--top-p", type=common.number(0, float), default=1.0)
     add("--seed", type=common.number(0), default=0)
-    add("--stop", nargs="+", default=(), metavar="TEXT", help="texts that end the answer")
+    add("--stop", nargs="+", default=(), metavar="TEXT", help="stop at these texts")
 
 
 def run(args: argparse.Namespace) -> None:

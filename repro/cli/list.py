@@ -1,4 +1,4 @@
-"""What can be built: tables, figures, scales, steps, models, metrics."""
+"""List what can be built: tables, figures, scales, steps, models, metrics."""
 
 import argparse
 
@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> None:
         "metrics": list(KINDS),
         "papers": list(papers.PAPERS),
     }
-    for title, found in rows.items():
-        print(f"{title:14} {', '.join(found)}")
+    for title, texts in rows.items():
+        print(f"{title:14} {', '.join(texts)}")

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     names.check_targets(args.targets)
     scale = scale_files.file_of(args.scale).stem
     if args.config or args.configfile:  # what is wrong with them is said before Snakemake starts
-        scale = common.workflow(args, recorded=True).scale.name
+        scale = common.workflow(args, stored=True).scale.name
     code = build.build(args.targets, args.cores, scale, args.configfile, args.config or ())
     if code:
         return code

@@ -1,4 +1,4 @@
-"""Measure a model under a recipe: a verb for each kind of cell, its options those that a spec may say."""
+"""Measure a model under a recipe: a verb for each metric, with the options of its specs."""
 
 import argparse
 import ast
@@ -62,9 +62,10 @@ def run(args: argparse.Namespace, kind: str) -> None:
         UserError: a scale without a protocol for the kind, or a recipe that has nothing to show there.
     """
     from repro.metrics import KINDS
+    from repro.results import stored_rows
 
     metric = KINDS[kind]
-    flow = common.workflow(args, recorded=False)
+    flow = common.workflow(args, stored=False)
     target = common.target(args, flow)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(metric)}
     params = metric(**{name: value for name, value in given.items() if value is not None})
@@ -78,35 +79,38 @@ def run(args: argparse.Namespace, kind: str) -> None:
             f"scale {flow.scale.name} has no protocol for {kind}; add the key {kind!r}, "
             "or choose another scale with --scale"
         )
-    common.run_now([job for each in flow.jobs(cell) for job in each.values()])
+    common.run_now(stored_rows.jobs(flow, cell))
     quantity = flow.quantity(cell)
     if quantity is None:
-        raise UserError(f"{target.label}: its recipe has nothing to show there")
-    found = quantity.interval()
-    if facts := [*_observed_on(quantity, found.n), *_against_full(flow, cell, quantity)]:
+        raise UserError(f"{target.label}: its recipe gives no value")
+    interval = quantity.interval()
+    if facts := [*_observed_on(quantity, interval.n), *_against_full(flow, cell, quantity)]:
         print("; ".join(facts))
-    print(f"{found.value:.7g}{_ends(found)} {params.unit}")
+    print(f"{interval.value:.7g}{_ends(interval)} {params.unit}")
 
 
-def _ends(found: Any) -> str:
-    return f" [{found.lo:.7g}, {found.hi:.7g}]" if found.lo is not None else ""
+def _ends(interval: Any) -> str:
+    return f" [{interval.lo:.7g}, {interval.hi:.7g}]" if interval.lo is not None else ""
 
 
 def _observed_on(quantity: Any, n: int) -> list[str]:
     """The texts and tasks behind a value, with how many windows or items."""
-    series = [one for seed in quantity.seeds for one in seed.values() if one.group]
+    series = []
+    for seed in quantity.seeds:
+        series += [one for one in seed.values() if one.group]
     groups = dict.fromkeys(one.group for one in series)
-    return [f"{n} {series[0].units} of {', '.join(groups)}"] if series else []
+    return [f"{n} {series[0].axis} of {', '.join(groups)}"] if series else []
 
 
 def _against_full(flow: Any, cell: Cell, quantity: Any) -> list[str]:
     """A compressed model's perplexity over that of full precision, on the same windows, which is measured as well."""
+    from repro.results import stored_rows
     from repro.stats.quantity import compose
 
     full = flow.full_precision(cell)
     if cell.measure != "perplexity" or cell.recipe == full.recipe or not cell.params.against:
         return []
-    common.run_now([job for each in flow.jobs(full) for job in each.values()])
+    common.run_now(stored_rows.jobs(flow, full))
     reference = flow.quantity(full)
     if reference is None:
         return []

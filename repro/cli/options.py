@@ -1,4 +1,4 @@
-"""What several verbs share: options, how they are read, and the workflow of a scale that they name."""
+"""Options that several verbs share, how they are parsed, and the workflow of the scale that they name."""
 
 import argparse
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def add_scale(parser: argparse.ArgumentParser) -> None:
     """The options that name a scale and change keys of it."""
     parser.add_argument("--scale", help="config/<name>.yaml; default $SCALE, else pocket")
     parser.add_argument("--configfile", type=Path, help="a scale file instead of a name")
-    parser.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="single keys over the scale")
+    parser.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="override single keys of the scale")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=number(0), default=0)
 
 
-def workflow(args: argparse.Namespace, recorded: bool | None = None) -> Any:
+def workflow(args: argparse.Namespace, stored: bool | None = None) -> Any:
     """The `Workflow` of the scale that the options name.
 
     Raises:
@@ -71,7 +71,7 @@ def workflow(args: argparse.Namespace, recorded: bool | None = None) -> Any:
         if not sign:
             raise UserError(f"--config {shortened(word)}: write KEY=VALUE, such as threads=2")
         given[key] = parse_yaml(value, f"--config {shortened(key)}")
-    return Workflow(scale.load(given, args.scale, args.configfile), recorded)
+    return Workflow(scale.load(given, args.scale, args.configfile), stored)
 
 
 def target(args: argparse.Namespace, flow: Any) -> Any:

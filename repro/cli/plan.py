@@ -1,6 +1,7 @@
-"""Jobs, minutes, downloads and disk of a target, without running it."""
+"""Show jobs, minutes, downloads and disk of a target, without running it."""
 
 import argparse
+import itertools
 
 from repro.cli import options as common
 from repro.specs import names
@@ -19,7 +20,7 @@ def run(args: argparse.Namespace) -> None:
     wanted = everything if whole else [names.canonical(target) for target in args.targets]
     from repro.make import plan
 
-    flow = common.workflow(args, recorded=False)
+    flow = common.workflow(args, stored=False)
     files = [f"figures/{name}.svg" if names.is_figure(name) else f"tables/{name}.tex" for name in wanted]
-    cells = [cell for name in wanted for cell in flow.table_cells(name)]
+    cells = list(itertools.chain.from_iterable(map(flow.table_cells, wanted)))
     print(plan.plan(flow, ["all"] if whole else files, cells))

@@ -1,4 +1,4 @@
-"""Train a pocket model anew; resumes where it was stopped."""
+"""Train a pocket model from scratch; resumes after an interruption."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/pretrain"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--stop-after", type=common.number(0, float), default=float("inf"), metavar="SECONDS")
-    about = "another draw of initial weights and batches than the configured"
+    about = "seed of initial weights and batches (default: the configured one)"
     parser.add_argument("--seed", type=common.number(0), help=about)
 
 

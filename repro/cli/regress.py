@@ -1,4 +1,4 @@
-"""Is a kernel slower than it was? Exit 1: yes, in two runs; 3: in one, measure again."""
+"""Check whether a kernel became slower. Exit 1: yes, in two runs; 3: in one, measure again."""
 
 import argparse
 from pathlib import Path
@@ -10,10 +10,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     """The runs that are compared."""
     add = parser.add_argument
     add("new", type=Path, nargs="+", help="pytest --benchmark-json of a run, and of a second one")
-    add("--against", type=Path, nargs="+", required=True, help="runs of the baseline; three are better")
-    about = "slowdown that never counts; default 0.03"
+    add("--against", type=Path, nargs="+", required=True, help="runs of the baseline, preferably three")
+    about = "relative slowdown that is ignored; default 0.03"
     add("--threshold", type=common.number(0, float), default=0.03, help=about)
-    add("--partial", action="store_true", help="the new runs need not have every kernel")
+    add("--partial", action="store_true", help="allow new runs without some of the kernels")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,11 +16,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     common.add_scale(parser)
     parser.add_argument("targets", nargs="+", help="spear/table1, spear/figure13, or a file of jobs")
     parser.add_argument("--side-by-side", type=common.number(1), default=1, metavar="N", help="worker processes")
-    about = "GPUs that the workers are spread over, by MPS where allowed"
+    about = "number of GPUs for the workers, which share them by MPS where allowed"
     parser.add_argument("--gpus", type=common.number(0), default=0, help=about)
-    about = "start no job after that many; 0 is no limit"
+    about = "start no job after this many minutes; 0: no limit"
     parser.add_argument("--minutes", type=common.number(0, float), default=0.0, help=about)
-    about = "only what no accepted result of the scale stands for"
+    about = "only cells without an accepted result at this scale"
     parser.add_argument("--missing", action="store_true", help=about)
     parser.add_argument("--dry-run", action="store_true", help="print the jobs")
     about = "the device to run on, where the scale leaves it open; default this machine's, and cuda with --save"
@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
     jobs, turns = [], {}
     for turn, target in enumerate(targets):
-        found = distinct(_jobs_of(args, target))  # a file may name results alone, and their needs have its turn
-        turns = dict.fromkeys((job.id for job in found), turn) | turns
-        jobs += found
+        wanted = distinct(_jobs_of(args, target))  # a file may name results alone, and their needs have its turn
+        turns = dict.fromkeys((job.id for job in wanted), turn) | turns
+        jobs += wanted
     jobs = distinct(jobs)
     if args.save is not None:
         check_replaceable(args.save, "--save", runner.is_file_of_jobs)
@@ -67,7 +67,7 @@ def _jobs_of(args: argparse.Namespace, target: str) -> list[Any]:
 
     if _is_file(target):
         return runner.from_file(Path(target))
-    flow = common.workflow(args, recorded=False)
+    flow = common.workflow(args, stored=False)
     device = args.device or ("cuda" if args.save is not None else None)
     if device and flow.scale.device == "any":
         flow.scale = flow.scale.on(device)

@@ -61,11 +61,11 @@ def sheet_of(stem: str) -> Sheet:
     """
     if path_of(stem).is_file():
         return read(path_of(stem))
-    from repro.render import tables
+    from repro.render import table_files
     from repro.specs import scale
     from repro.workflow.workflow import Workflow
 
-    return tables.drawn(Workflow.of_results(scale.load()), stem)[0]
+    return table_files.drawn(Workflow.of_results(scale.load()), stem)[0]
 
 
 def read(path: Path) -> Sheet:

@@ -9,10 +9,12 @@ from repro.specs import names
 def options(parser: argparse.ArgumentParser) -> None:
     """Which one."""
     common.add_scale(parser)
-    about = "with --built: what it was run on, where the scale leaves it open"
+    about = "with --built: the device it was run on, where the scale leaves it open"
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help=about)
     parser.add_argument("table")
-    about = "what was run here on all windows and seeds comes first, also for a GPU that is not here; to be accepted"
+    about = (
+        "prefer what was run here on all windows and seeds, also for a GPU that is not here, so that it can be accepted"
+    )
     parser.add_argument("--built", action="store_true", help=about)
 
 
@@ -20,15 +22,15 @@ def run(args: argparse.Namespace) -> None:
     """Write a table or figure from what is built here, also for a device that is not here."""
     name = names.canonical(args.table)
     if names.is_figure(name):
-        from repro.render import figures as writer
+        from repro.render import figure_files as writer
 
         folder, endings = "figures", names.DRAWN
     else:
-        from repro.render import tables as writer
+        from repro.render import table_files as writer
 
         folder, endings = "tables", (".tex", ".csv", ".md")
 
-    flow = common.workflow(args, recorded=False if args.built else None)
+    flow = common.workflow(args, stored=False if args.built else None)
     if args.built and flow.scale.device == "any":
         flow.scale = flow.scale.on(args.device)
     writer.build(flow, name)

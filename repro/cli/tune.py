@@ -1,4 +1,4 @@
-"""Sweep a kernel's launch configurations on this machine's GPU and record the fastest."""
+"""Sweep a kernel's launch configurations on this machine's GPU and store the fastest."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Rebuild stored cells in a clean folder, all or a draw of them, and compare with results/."""
+"""Rebuild stored cells in a clean folder, all or a sample of them, and compare with results/."""
 
 import argparse
 
@@ -12,7 +12,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tables", nargs="*", help="such as spear/table1; default: everything stored at this scale")
     draw = "rebuild N stored cells that this machine can rebuild, drawn at random, and compare them window by window"
     parser.add_argument("--sample", type=common.number(1), metavar="N", help=draw)
-    parser.add_argument("--seed", type=common.number(0), default=0, metavar="S", help="of the draw (default 0)")
+    parser.add_argument("--seed", type=common.number(0), default=0, metavar="S", help="seed of the sample (default 0)")
     minutes = "draw only what takes no longer than that together, as plan estimates it"
     parser.add_argument("--minutes", type=common.number(0, float), default=0.0, metavar="M", help=minutes)
 

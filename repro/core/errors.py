@@ -51,7 +51,7 @@ def at_least(config: object, **least: float) -> None:
     for name, lowest in least.items():
         value = getattr(config, name)
         if value is not None and value < lowest:
-            raise UserError(f"{name} is {value}; it is {lowest} or more")
+            raise UserError(f"{name} is {value}; it must be {lowest} or more")
 
 
 def shortened(text: object, most: int = 60) -> str:

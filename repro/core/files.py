@@ -61,8 +61,8 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))  # safetensors gives the system's number in words alone
-        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        match = re.search(r"\(os error (\d+)\)", str(error))  # safetensors gives the system's number in words alone
+        number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
             said = f"{path}: cannot be written ({os.strerror(number)}); make {path.parent} writable"
         elif number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY):
@@ -90,7 +90,7 @@ def making(path: Path | str) -> Iterator[None]:
             yield
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise UserError(f"{shortened(path, 200)}: cannot be created ({why}); choose another place") from None
+        raise UserError(f"{shortened(path, 200)}: cannot be created ({why}); choose another path") from None
 
 
 def regular(path: Path | str, named: str = "") -> Path:
@@ -179,7 +179,7 @@ def unpacked(path: Path | str) -> bytes:
     try:
         return UNPACK[ending](data)
     except (lzma.LZMAError, OSError, ValueError):  # bz2 raises the last two
-        raise UserError(f"{path}: not a whole file in {ending[1:]}; check it out again") from None
+        raise UserError(f"{path}: an incomplete or damaged file in {ending[1:]}; check it out again") from None
 
 
 def sha256(path: Path | str) -> str:

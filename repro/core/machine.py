@@ -1,4 +1,4 @@
-"""What this machine has, asked without importing torch."""
+"""Hardware of this machine, detected without importing torch."""
 
 from pathlib import Path
 

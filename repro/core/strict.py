@@ -1,4 +1,4 @@
-"""YAML or JSON meets a frozen dataclass once, strictly: an unknown key, a missing key or a wrong type stops here."""
+"""Strict parsing of YAML and JSON into frozen dataclasses: unknown keys, missing keys and wrong types are errors."""
 
 import contextlib
 import dataclasses
@@ -198,7 +198,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where}: {value} is no finite number")
+        raise UserError(f"{where}: {value} is not a finite number")
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -1,4 +1,4 @@
-"""Named texts and their token ids. A name always means the same text: what is read from a file is checked by hash.
+"""Named texts and their token ids; files are checked by hash, so that a name always means the same text.
 
 A text is read whole, its rows or documents are joined as the corpus says, and the tokenizer sees it in one call; BOS is
 whatever that call adds (one at the very start, or none). Nothing falls back: a text that is not there is an error that
@@ -123,10 +123,10 @@ READERS: dict[str, Callable[[Corpus], list[str]]] = {
 
 def _entries() -> dict[str, Corpus]:
     """The corpora of corpora.yaml by name."""
-    found = {}
+    entries = {}
     for name, entry in load_yaml(ENTRIES).items():
-        found[name] = build(Corpus, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
-    return found
+        entries[name] = build(Corpus, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
+    return entries
 
 
 CORPORA = _entries()
@@ -152,7 +152,7 @@ def text(name: str, hub: bool = False) -> str:
         raise UserError(f"corpus {name!r} is fetched from the hub; set `hub: true` in the scale to allow that")
     joined = corpus.joining.join(READERS[corpus.reader](corpus))
     if corpus.sha256 and _sha256(joined.encode()) != corpus.sha256:
-        raise UserError(f"corpus {name!r}: {corpus.source} holds another text than this name stands for; copy it again")
+        raise UserError(f"corpus {name!r}: {corpus.source} is not the text that this name stands for; copy it again")
     return joined
 
 
@@ -203,9 +203,9 @@ def excerpt_for(name: str, sequences: int, length: int, seed: int) -> Excerpt | 
     corpus = CORPORA[name]
     if sources.available(corpus.source):
         return None
-    for held in corpus.excerpts:
-        if (length, seed) == (held.length, held.seed) and sequences <= held.sequences:
-            return held
+    for excerpt in corpus.excerpts:
+        if (length, seed) == (excerpt.length, excerpt.seed) and sequences <= excerpt.sequences:
+            return excerpt
     return None
 
 
@@ -215,12 +215,12 @@ def excerpt_ids(name: str, tokenizer: Any, file: str) -> np.ndarray:
     Raises:
         UserError: the ids are another tokenizer's; then the whole text is needed, and the sentence says how to get it.
     """
-    held = next(excerpt for excerpt in CORPORA[name].excerpts if excerpt.file == file)
-    if tokenizer_sha256(tokenizer) != held.tokenizer_sha256:
+    known = next(excerpt for excerpt in CORPORA[name].excerpts if excerpt.file == file)
+    if tokenizer_sha256(tokenizer) != known.tokenizer_sha256:
         text(name)
         raise UserError(f"corpus {name!r}: its excerpt is of another tokenizer; build again from the whole text")
-    ids = np.frombuffer(sources.read(held.file, f"corpus {name!r}"), dtype="<u2")
-    return ids.astype(np.int32).reshape(held.sequences, held.length)
+    ids = np.frombuffer(sources.read(known.file, f"corpus {name!r}"), dtype="<u2")
+    return ids.astype(np.int32).reshape(known.sequences, known.length)
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -247,7 +247,9 @@ def load_tokens(path: Path | str) -> tuple[np.ndarray, dict[str, str]]:
         with safe_open(path, "np") as file:
             ids, meta = file.get_tensor("ids"), json.loads((file.metadata() or {}).get("tokens", "{}"))
     except Exception as error:  # safetensors has its own kinds
-        raise UserError(f"{path}: not a whole file of token ids ({error}); delete it and build it again") from None
+        raise UserError(
+            f"{path}: an incomplete or damaged file of token ids ({error}); delete it and build it again"
+        ) from None
     if meta.get("ids_sha256") != _ids_sha256(ids) or meta.get("count") != str(len(ids)):
         raise UserError(f"{path}: the token ids are not those that it was saved with; delete it and build it again")
     return ids, meta

@@ -1,4 +1,4 @@
-"""Tasks that a model answers by text (GSM8K, IFEval), and MathQA's records: prompts and judges of lm-eval 0.4.
+"""Tasks with generated answers (GSM8K, IFEval), and MathQA's records: prompts and judges of lm-eval 0.4.
 
 Prompts are lm-eval's own, from its shipped task files on this project's records, as `repro.data.requests` makes
 those of tasks with given answers; GSM8K's five examples are drawn by lm-eval's own sampler with its default seed.
@@ -150,7 +150,7 @@ def build(name: str, data: Path | None, tokenizer: Callable[..., Any], limit: in
     if name not in GENERATED:
         raise unknown("task with generated answers", name, GENERATED)
     if limit is not None and limit < 1:
-        raise UserError(f"task {name}: a limit of {limit} items; it is 1 or more")
+        raise UserError(f"task {name}: a limit of {limit} items; it must be 1 or more")
     if why := lacking(name):
         raise UserError(why)
     entry = GENERATED[name]
@@ -193,16 +193,18 @@ def load(path: Path) -> Questions:
         if facts.pop("sha256") != _digest(arrays, facts):
             raise ValueError("their contents do not match their SHA-256")
     except Exception as error:  # safetensors has its own kinds
-        raise UserError(f"{path}: not a whole file of questions ({error}); delete it and build it again") from None
+        raise UserError(
+            f"{path}: an incomplete or damaged file of questions ({error}); delete it and build it again"
+        ) from None
     prompts = np.split(arrays["ids"], np.cumsum(arrays["sizes"])[:-1])
     return Questions(facts["meta"], prompts, facts["items"])
 
 
 def _digest(arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> str:
-    found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {len(array)}\0".encode() + array.tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {len(array)}\0".encode() + array.tobytes())
+    return digest.hexdigest()
 
 
 # --- judges -----------------------------------------------------------------------------------------------------------
@@ -210,8 +212,8 @@ def _digest(arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> str:
 
 def number(text: str) -> str:
     """The first number behind `####`, as it stands there; `[invalid]` without one."""
-    found = NUMBER.search(text)
-    return found[1].strip() if found else "[invalid]"
+    match = NUMBER.search(text)
+    return match[1].strip() if match else "[invalid]"
 
 
 def plain(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """A prompt as its data set has it, before any template.
 
     Attributes:
@@ -39,71 +39,71 @@ def json_lines(content: bytes) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _questions(content: bytes, also: bytes) -> Iterator[Row]:
+def _questions(content: bytes, also: bytes) -> Iterator[PromptRow]:
     """Questions of EAGLE and Spec-Bench."""
     for record in json_lines(content):
         references = tuple(map(str, record.get("reference", ())))
-        yield Row(str(record["question_id"]), tuple(record["turns"]), references)
+        yield PromptRow(str(record["question_id"]), tuple(record["turns"]), references)
 
 
-def _humaneval(content: bytes, also: bytes) -> Iterator[Row]:
+def _humaneval(content: bytes, also: bytes) -> Iterator[PromptRow]:
     for record in json_lines(gzip.decompress(content)):
-        yield Row(record["task_id"], (record["prompt"],), (record["canonical_solution"],))
+        yield PromptRow(record["task_id"], (record["prompt"],), (record["canonical_solution"],))
 
 
-def _gsm8k(content: bytes, also: bytes) -> Iterator[Row]:
+def _gsm8k(content: bytes, also: bytes) -> Iterator[PromptRow]:
     for number, record in enumerate(json_lines(content)):
-        yield Row(str(number), (record["question"],), (record["answer"],))
+        yield PromptRow(str(number), (record["question"],), (record["answer"],))
 
 
-def _math(content: bytes, also: bytes) -> Iterator[Row]:
+def _math(content: bytes, also: bytes) -> Iterator[PromptRow]:
     """Problems whose reference is the final answer; the solutions, other people's prose, are left out."""
     for number, record in enumerate(json_lines(content)):
         name = record.get("unique_id", record.get("id", number))
-        yield Row(str(name), (record["problem"],), (str(record["answer"]),))
+        yield PromptRow(str(name), (record["problem"],), (str(record["answer"]),))
 
 
-def _longwriter(content: bytes, also: bytes) -> Iterator[Row]:
+def _longwriter(content: bytes, also: bytes) -> Iterator[PromptRow]:
     for number, record in enumerate(json_lines(content)):
-        yield Row(str(number), (record["prompt"],), words=record["length"])
+        yield PromptRow(str(number), (record["prompt"],), words=record["length"])
 
 
-def _articles(content: bytes, also: bytes) -> Iterator[Row]:
+def _articles(content: bytes, also: bytes) -> Iterator[PromptRow]:
     for record in csv.DictReader(io.StringIO(content.decode(), newline="")):
-        yield Row(record["id"], (record["article"],), (record["highlights"],))
+        yield PromptRow(record["id"], (record["article"],), (record["highlights"],))
 
 
-def _dialogues(content: bytes, also: bytes) -> Iterator[Row]:
+def _dialogues(content: bytes, also: bytes) -> Iterator[PromptRow]:
     for record in json_lines(content):
         summaries = tuple(record[key] for key in sorted(record) if key.startswith("summary"))
-        yield Row(record["fname"], (record["dialogue"],), summaries)
+        yield PromptRow(record["fname"], (record["dialogue"],), summaries)
 
 
-def _segments(content: bytes, also: bytes) -> Iterator[Row]:
+def _segments(content: bytes, also: bytes) -> Iterator[PromptRow]:
     """Segments of the TED test set of 2017: French in the first archive, the English reference in the second."""
     french = _ted(content, "fr-en/IWSLT17.TED.tst2017.fr-en.fr.xml")
     english = _ted(also, "en-fr/IWSLT17.TED.tst2017.en-fr.en.xml")
     if list(french) != list(english):
         raise ValueError("the segments of the two languages differ")
     for name, text in french.items():
-        yield Row(name, (text,), (english[name],))
+        yield PromptRow(name, (text,), (english[name],))
 
 
 def _ted(archive: bytes, member: str) -> dict[str, str]:
     """Segments of a talk file by `document/segment`."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         text = files.extractfile(member).read().decode()
-    found = {}
+    segments = {}
     document = ""
     for line in text.splitlines():
         if opened := re.search(r'<doc docid="(\d+)"', line):
             document = opened[1]
         elif segment := re.search(r'<seg id="(\d+)">(.*)</seg>', line):
-            found[f"{document}/{segment[1]}"] = unescape(segment[2]).strip()
-    return found
+            segments[f"{document}/{segment[1]}"] = unescape(segment[2]).strip()
+    return segments
 
 
-READERS: dict[str, Callable[[bytes, bytes], Iterator[Row]]] = {
+READERS: dict[str, Callable[[bytes, bytes], Iterator[PromptRow]]] = {
     "questions": _questions,
     "humaneval": _humaneval,
     "gsm8k": _gsm8k,

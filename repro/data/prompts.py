@@ -1,4 +1,4 @@
-"""Named prompt sets for everything that generates text: speculation's acceptance length, precision switching, demos.
+"""Named prompt sets for everything that generates text: acceptance length, precision switching, demos.
 
     for prompt in prompts.load("gsm8k", count=40):
         engine.generate(prompt.text)
@@ -24,7 +24,7 @@ import numpy as np
 from repro.core.errors import UserError, unknown
 from repro.core.files import atomic, unpacked
 from repro.core.strict import build, load_yaml
-from repro.data.prompt_readers import READERS, Row, json_lines
+from repro.data.prompt_readers import READERS, PromptRow, json_lines
 
 ENTRIES = Path(__file__).with_name("prompts.yaml")
 FOLDER = Path(__file__).with_name("prompt_sets")
@@ -78,10 +78,10 @@ class PromptSet:
 
 
 def _entries() -> dict[str, PromptSet]:
-    found = {}
+    entries = {}
     for name, entry in load_yaml(ENTRIES).items():
-        found[name] = build(PromptSet, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
-    return found
+        entries[name] = build(PromptSet, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
+    return entries
 
 
 SETS = _entries()
@@ -103,14 +103,14 @@ def load(name: str, count: int | None = None, seed: int = 0) -> list[Prompt]:
     """
     if name not in SETS:
         raise unknown("prompt set", name, SETS)
-    entry, found = SETS[name], rows(name)
+    entry, prompts = SETS[name], rows(name)
     if count is not None:
-        if not 1 <= count <= len(found):
-            raise UserError(f"{count} prompts of {name!r}: the set has {len(found):,}; take 1 to {len(found):,}")
-        order = np.random.default_rng(seed).permutation(len(found))
-        found = tuple(found[i] for i in order[:count])
+        if not 1 <= count <= len(prompts):
+            raise UserError(f"{count} prompts of {name!r}: the set has {len(prompts):,}; take 1 to {len(prompts):,}")
+        order = np.random.default_rng(seed).permutation(len(prompts))
+        prompts = tuple(prompts[i] for i in order[:count])
     result = []
-    for row in found:
+    for row in prompts:
         text = entry.template.replace("{text}", row.turns[0])
         result.append(Prompt(row.id, text, row.turns, row.references, row.words))
     return result
@@ -137,7 +137,7 @@ def identifier(name: str) -> str:
 
 
 @cache
-def rows(name: str) -> tuple[Row, ...]:
+def rows(name: str) -> tuple[PromptRow, ...]:
     """All rows of a set, from this repository or from the folder in REPRO_DATA.
 
     Raises:
@@ -153,11 +153,11 @@ def rows(name: str) -> tuple[Row, ...]:
         where = f"prompt set {name!r}: {entry.source} gives other rows than prompts.yaml lists; copy it again"
     if hashlib.sha256(content).hexdigest() != entry.rows_sha256:
         raise UserError(where)
-    found = []
+    parsed = []
     for record in json_lines(content):
         turns, references = tuple(record["turns"]), tuple(record["references"])
-        found.append(Row(record["id"], turns, references, record["words"]))
-    return tuple(found)
+        parsed.append(PromptRow(record["id"], turns, references, record["words"]))
+    return tuple(parsed)
 
 
 def _stored(path: Path) -> bytes:
@@ -167,7 +167,7 @@ def _stored(path: Path) -> bytes:
         raise UserError(f"{path}: this file of the repository is missing; check it out again") from None
 
 
-def _source_rows(entry: PromptSet) -> list[Row]:
+def _source_rows(entry: PromptSet) -> list[PromptRow]:
     """The rows of a set from its source in REPRO_DATA."""
     content = _source(entry.name, entry.source, entry.sha256)
     also = _source(entry.name, entry.also, entry.also_sha256) if entry.also else b""
@@ -192,7 +192,7 @@ def _source(name: str, source: str, sha256: str) -> bytes:
     return content
 
 
-def _lines(found: list[Row]) -> bytes:
+def _lines(found: list[PromptRow]) -> bytes:
     """Rows as JSON Lines."""
     return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in found).encode()
 

@@ -108,9 +108,13 @@ def load_shipped(task: Task, data: Path | None, limit: int | None = None) -> dic
             share = (i + 1) * limit // len(every) - i * limit // len(every)
             splits[task.split] = splits[task.split][:share]
         if splits[task.split]:
-            held = {split: Dataset.from_list([one for _, one in records]) for split, records in splits.items()}
+            datasets = {split: Dataset.from_list([one for _, one in records]) for split, records in splits.items()}
             unused = {f"{split}_split": None for split in ("training", "validation", "test") if split != task.split}
-            source = {"custom_dataset": lambda held=held, **_: held, "dataset_kwargs": None, "process_docs": None}
+            source = {
+                "custom_dataset": lambda datasets=datasets, **_: datasets,
+                "dataset_kwargs": None,
+                "process_docs": None,
+            }
             source[f"{task.split}_split"] = task.split  # BLiMP's own is `train`
             name = f"{task.shipped}_{subject}" if subject else task.shipped
             members.append({"task": name, "num_fewshot": task.shots} | source | unused)
@@ -158,35 +162,35 @@ def build(
     """
     (task,) = chosen([name])
     if limit is not None and limit < 1:
-        raise UserError(f"task {name}: a limit of {limit} items; it is 1 or more")
+        raise UserError(f"task {name}: a limit of {limit} items; it must be 1 or more")
     bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id if add_bos is None else add_bos
     if bos and tokenizer.bos_token_id is None:
         raise UserError("add_bos is true, but the tokenizer has no BOS token")
-    held: dict[str, list[Any]] = {field: [] for field in ARRAYS}
+    arrays: dict[str, list[Any]] = {field: [] for field in ARRAYS}
     with offline():
         loaded = load_shipped(task, data, limit)
         from lm_eval.utils import env  # installed, as `load_shipped` has seen
 
         with mock.patch.object(env, "from_string", functools.cache(env.from_string)):  # else compiled for every request
             for subject, numbers, one in loaded.values():
-                _add(held, subject, numbers, one, tokenizer, [tokenizer.bos_token_id] * bool(bos))
-    subjects = sorted(set(held["subject"]))
-    held["subject"] = [subjects.index(subject) for subject in held["subject"]]
+                _add(arrays, subject, numbers, one, tokenizer, [tokenizer.bos_token_id] * bool(bos))
+    subjects = sorted(set(arrays["subject"]))
+    arrays["subject"] = [subjects.index(subject) for subject in arrays["subject"]]
     meta = {key: getattr(task, key) for key in ("metric", "version", "form", "shipped")}
     meta |= {"task": name, "shots": str(task.shots), "bos": str(bool(bos)), "subjects": json.dumps(subjects)}
     meta |= {"harness": importlib.metadata.version("lm_eval"), "tokenizer_sha256": tokenizer_sha256(tokenizer)}
     for field in ("prefix", "prompt", "answer"):
-        held[f"{field}_size"] = [len(ids) for ids in held[field]]
-        held[field] = list(itertools.chain.from_iterable(held[field]))
-    return Requests(meta, **{field: np.asarray(values, dtype=np.int32) for field, values in held.items()})
+        arrays[f"{field}_size"] = [len(ids) for ids in arrays[field]]
+        arrays[field] = list(itertools.chain.from_iterable(arrays[field]))
+    return Requests(meta, **{field: np.asarray(values, dtype=np.int32) for field, values in arrays.items()})
 
 
 def _add(
-    held: dict[str, list[Any]], subject: str, numbers: list[int], one: Any, tokenizer: Any, bos: list[int]
+    arrays: dict[str, list[Any]], subject: str, numbers: list[int], one: Any, tokenizer: Any, bos: list[int]
 ) -> None:
     """Append the requests of one of lm-eval's tasks."""
     one.build_all_requests(rank=0, world_size=1)
-    first, prompts, index = len(held["prompt"]), [], {}
+    first, prompts, index = len(arrays["prompt"]), [], {}
     pairs = [_moved(*instance.args) for instance in one.instances]
     for start in range(0, len(pairs), CHUNK):
         part = pairs[start : start + CHUNK]
@@ -199,20 +203,20 @@ def _add(
             answer = (bos + whole)[len(prompts[index[text]]) :] if text else whole
             if not answer:
                 raise UserError(f"task {one.config.task}: the tokenizer leaves nothing of an answer after its prompt")
-            held["answer"].append(answer)
-            held["answer_prompt"].append(first + index[text])
+            arrays["answer"].append(answer)
+            arrays["answer_prompt"].append(first + index[text])
     shared = _shared(prompts)
-    held["prompt_prefix"] += [len(held["prefix"]) if shared else -1] * len(prompts)
-    held["prompt"] += [ids[shared:].tolist() for ids in prompts]
+    arrays["prompt_prefix"] += [len(arrays["prefix"]) if shared else -1] * len(prompts)
+    arrays["prompt"] += [ids[shared:].tolist() for ids in prompts]
     if shared:
-        held["prefix"].append(prompts[0][:shared].tolist())
+        arrays["prefix"].append(prompts[0][:shared].tolist())
     counts = Counter(instance.doc_id for instance in one.instances)
     for doc_id, doc in {instance.doc_id: instance.doc for instance in one.instances}.items():
         gold, chars = _right(one, doc)
-        held["answer_chars"] += chars
+        arrays["answer_chars"] += chars
         of_item = {"number": numbers[doc_id], "subject": subject, "gold": gold, "answers": counts[doc_id]}
         for field, value in of_item.items():
-            held[field].append(value)
+            arrays[field].append(value)
 
 
 def _start(tokenizer: Any) -> list[int]:
@@ -274,14 +278,16 @@ def load(path: Path | str) -> Requests:
             arrays = {name: file.get_tensor(name) for name in ARRAYS}
             meta = json.loads((file.metadata() or {})["requests"])
     except Exception as error:  # safetensors has its own kinds
-        raise UserError(f"{path}: not a whole file of requests ({error}); delete it and build it again") from None
+        raise UserError(
+            f"{path}: an incomplete or damaged file of requests ({error}); delete it and build it again"
+        ) from None
     if meta.pop("ids_sha256", "") != _digest(arrays):
         raise UserError(f"{path}: the requests are not those that it was saved with; delete it and build it again")
     return Requests(meta, **arrays)
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in ARRAYS:
-        found.update(f"{name} {len(arrays[name])}\0".encode() + arrays[name].tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {len(arrays[name])}\0".encode() + arrays[name].tobytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The data files behind texts and tasks: found in this repository first, else in the folder that REPRO_DATA names.
+"""Data files behind texts and tasks: looked up in this repository, then in the folder that REPRO_DATA names.
 
 A file is known by its path in that folder, such as `zeroshot/boolq.jsonl`. What the repository carries is listed, with
 source, licence and hash, in `repro/data/texts/manifest.yaml`. Which copy is read decides nothing: both are the same
@@ -46,10 +46,10 @@ class Embedded:
 
 def _entries() -> dict[str, Embedded]:
     """The files of the manifest by name."""
-    found = {}
+    entries = {}
     for name, entry in load_yaml(MANIFEST).items():
-        found[name] = build(Embedded, {"name": name, **entry}, f"repro/data/texts/{MANIFEST.name}: {name}")
-    return found
+        entries[name] = build(Embedded, {"name": name, **entry}, f"repro/data/texts/{MANIFEST.name}: {name}")
+    return entries
 
 
 EMBEDDED = _entries()
@@ -111,7 +111,7 @@ def read(name: str, user: str, otherwise: str = "", sha256: str = "", folder: Pa
     if path is None or not path.is_file():
         looked = "REPRO_DATA is not set" if folder is None else f"not in REPRO_DATA={folder}"
         ways = f"set REPRO_DATA to a folder that has {name}" + (f", or {otherwise}" if otherwise else "")
-        raise UserError(f"{user}: no such file {name}: it is not carried by this repository and {looked}; {ways}")
+        raise UserError(f"{user}: no such file {name}: it is not part of this repository and {looked}; {ways}")
     try:
         return path.read_bytes()
     except OSError as error:

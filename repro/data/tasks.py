@@ -1,4 +1,4 @@
-"""Zero-shot tasks: lm-eval's own, on data files; what each is called, where its records are, its chance.
+"""Zero-shot tasks of lm-eval on local data files: their names, where their records are, their chance level.
 
 Entries are data (`tasks.yaml`); a converter gives a file's records in the columns that lm-eval's shipped task expects.
 A name that is not lm-eval's says what the set is: `hellaswag-1916` are the records that the mirror has, `mmlu-10` ten
@@ -203,10 +203,10 @@ def items(task: Task, data: Path | None = None) -> dict[str, dict[str, list[tupl
     contents = []
     for name, known in task.files.items():
         content = sources.read(name, f"task {task.name}", sha256=known, folder=data)
-        if (found := hashlib.sha256(content).hexdigest()) != known:
+        if (digest := hashlib.sha256(content).hexdigest()) != known:
             raise UserError(
                 f"{name}: not the file that task {task.name} stands for, but cut or of another version (SHA-256 "
-                f"{found[:12]}, not {known[:12]}); copy it again"
+                f"{digest[:12]}, not {known[:12]}); copy it again"
             )
         contents.append(content)
     subjects: dict[str, dict[str, list[tuple[int, Record]]]] = {}

@@ -1,4 +1,4 @@
-"""Scores of a text against others: ROUGE-L by `rouge-score`, BLEU by `sacrebleu`, and how far two token lists agree."""
+"""Scores of a text against references: ROUGE-L by `rouge-score`, BLEU by `sacrebleu`, agreement of token lists."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -52,10 +52,10 @@ def bleu_counts(text: str, references: Sequence[str]) -> dict[str, float]:
         raise UserError(why)
     from sacrebleu.metrics import BLEU
 
-    found = BLEU(effective_order=True).sentence_score(text, list(references))
-    counts = {"length": found.sys_len, "reference length": found.ref_len}
+    score = BLEU(effective_order=True).sentence_score(text, list(references))
+    counts = {"length": score.sys_len, "reference length": score.ref_len}
     for n in range(ORDERS):
-        counts |= {f"matches {n + 1}": found.counts[n], f"n-grams {n + 1}": found.totals[n]}
+        counts |= {f"matches {n + 1}": score.counts[n], f"n-grams {n + 1}": score.totals[n]}
     return {name: float(count) for name, count in counts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot accuracy (5-shot for MMLU): from log likelihoods of a task's answers to items that are right, and floors.
+"""Zero-shot accuracy (5-shot for MMLU): from log likelihoods of answers to correct items and chance levels.
 
 Metric and shots follow SPEAR, appendix D.4: acc_norm where a task has it (PIQA, ARC, HellaSwag), acc elsewhere, the
 average being the plain mean of the tasks. One line per item is kept, so that every interval can be paired over items.

@@ -1,4 +1,4 @@
-"""One decode engine: a model under a recipe generates text, on a CPU, or on a GPU from packed weights with CUDA graphs.
+"""The decode engine: a model under a recipe generates text, on a CPU, or on a GPU from packed weights and CUDA graphs.
 
 Proofs: in tests/engine test_engine.py and test_engine_equal.py on a CPU, test_engine_gpu.py on a GPU,
 test_engine_sparse.py on both, and the last run of every prompt, chunk and batch on both in results/engine-equal.csv.

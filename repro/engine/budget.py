@@ -1,4 +1,4 @@
-"""What a memory budget holds: the bytes of every part by arithmetic on a configuration, and which blocks stay.
+"""Memory budgets: the bytes of every part, computed from a configuration, and which blocks stay on the device.
 
 Nothing is loaded for it. What is always on the device: embedding, head, norms and biases, the cache with the slots of a
 draft tree, working memory of a pass, buffers of one block, and the draft's substitute of every block that streams.
@@ -50,7 +50,7 @@ def shown(count: float, enough: bool = False) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What lies where.
 
     Attributes:
@@ -90,7 +90,7 @@ def plan(
     segments: bool = False,
     own_draft: int = 0,
     target: subspec.Config | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """Keep as many blocks as a budget holds, spread evenly over the depth.
 
     The paper does not say which blocks stay; evenly spread ones leave the bus no longer pause than a single block.
@@ -124,10 +124,10 @@ def plan(
             parts["allocator"] = overhead_bytes(config, context, dtype, len(resident), draft, packed, target)
         if own_draft:
             parts["draft"] = own_draft
-        found = Plan(budget, parts, resident, blocks, block_bytes(config, dtype, target))
-        if found.used <= budget:
-            return found
-        least = found.used if least is None else min(least, found.used)
+        candidate = MemoryPlan(budget, parts, resident, blocks, block_bytes(config, dtype, target))
+        if candidate.used <= budget:
+            return candidate
+        least = candidate.used if least is None else min(least, candidate.used)
     what = "with its draft" if draft or own_draft else "without a draft"
     amount = shown(least, enough=True).replace(" ", "")  # one word, as an option takes it
     said = f"{name} needs at least {amount} {what} at a context of {context:,}"

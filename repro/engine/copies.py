@@ -1,4 +1,4 @@
-"""Layers with a copy of their weights at each of several widths, all in device memory; one copy of each computes.
+"""Layers with weight copies at several widths, all in device memory; one copy of each layer is active.
 
 `Copies` takes the place of a product of layers that share their input. While its layers have one width it is one
 launch, as in a static model of that width; where their widths differ, each run of neighbours of one width is a launch,
@@ -6,6 +6,7 @@ exactly as in a model that was quantized to that mixture from the start. In a ba
 states, every copy computes and each row takes the one of its own sequence.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -98,7 +99,8 @@ class Copies(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
-        return sum(tensor.nbytes for product in self.at.values() for tensor in product.buffers())
+        buffers = itertools.chain.from_iterable(product.buffers() for product in self.at.values())
+        return sum(tensor.nbytes for tensor in buffers)
 
 
 class Int8(nn.Module):
@@ -214,8 +216,8 @@ def copies_of(block: Block) -> list[Copies]:
 
 def weights_of(model: Decoder) -> dict[str, int]:
     """How many weights each layer with copies has."""
-    found = {}
+    counts = {}
     for block in model.blocks:
         for each in copies_of(block):
-            found |= {name: size * each.columns for name, size in zip(each.names, each.sizes)}
-    return found
+            counts |= {name: size * each.columns for name, size in zip(each.names, each.sizes)}
+    return counts

@@ -1,4 +1,4 @@
-"""A decoder with its cache: it generates text, scores tokens, and says how fast it was."""
+"""A decoder with its cache: generates text, scores tokens, and reports how fast it was."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from repro import models
 from repro.core.errors import NotMeasurable, UserError, shortened
 from repro.engine.decoding import Decoding, Sampling, Steps
-from repro.engine.output import Stats, Stream, Text, measured
+from repro.engine.output import Stats, TextPiece, TextStream, measured
 from repro.engine.prefill import CHUNK, together
 from repro.engine.step import Cache, Decoder, Operator, tree_of
 from repro.engine.step import step as plain_step
@@ -61,7 +61,7 @@ class Core:
         stop: str | Sequence[str] = (),
         eos: bool = True,
         logprobs: bool = False,
-    ) -> Iterator[Text]:
+    ) -> Iterator[TextPiece]:
         """Go on with a prompt, piece by piece; of several prompts the whole texts, in their order.
 
         Args:
@@ -71,7 +71,7 @@ class Core:
             seed: of the only or first sequence, the next ones being counted up; or one for each.
             stop: texts that end a sequence; they are not part of it.
             eos: whether the model's end of text ends a sequence.
-            logprobs: whether each `Text` has its tokens' log probabilities.
+            logprobs: whether each `TextPiece` has its tokens' log probabilities.
 
         Before anything runs: UserError for what means nothing, `NotMeasurable` for prompts beyond the context.
         """
@@ -101,7 +101,7 @@ class Core:
         except Exception as error:  # a template is a program: what it may raise has many kinds
             said = shortened(" ".join(str(error).split()), 150)
             why = f"the chat template of its tokenizer cannot be applied ({said})"
-            raise UserError(f"model {self.name!r}: {why}; mend it, or leave out --chat") from None
+            raise UserError(f"model {self.name!r}: {why}; fix it, or leave out --chat") from None
         return Templated(text)
 
     @cached_property
@@ -112,8 +112,8 @@ class Core:
     @cached_property
     def ends(self) -> frozenset[int]:
         """The ids that end a text, by the model's configuration."""
-        found = self.model.config.eos_token_id
-        return frozenset([found] if isinstance(found, int) else found or ())
+        ids = self.model.config.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     def logits(self, ids: Sequence[int] | Tensor) -> Tensor:
         """float32 `[T, V]`: what the model says after each of T tokens; UserError as `generate`.
@@ -186,7 +186,7 @@ class Core:
         if not 1 <= len(ids) <= MOST:
             raise UserError(f"{len(ids)} prompts; 1 to {MOST} are decoded together")
         if new is not None and new < 1:
-            raise UserError(f"max_new_tokens is {new}; it is 1 or more")
+            raise UserError(f"max_new_tokens is {new}; it must be 1 or more")
         seeds = [seed + i for i in range(len(ids))] if isinstance(seed, int) else list(seed)
         if len(seeds) != len(ids) or not all(0 <= each < 2**63 for each in seeds):
             raise UserError(f"seed: {len(seeds)} for {len(ids)} prompts; give one, or one for each, 0 or more")
@@ -203,9 +203,9 @@ class Core:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            for found in batch.run(self.steps, self.chunk):
-                given += len(found)
-                yield found
+            for step in batch.run(self.steps, self.chunk):
+                given += len(step)
+                yield step
                 if self._turn is not turn:
                     raise UserError("another generation began on this engine; finish one before the next, or load two")
         finally:
@@ -215,19 +215,19 @@ class Core:
             if self.RATED:
                 read = weights + batch.slots * self.cache.slot_bytes / max(len(times), 1)
             self.steps.rest()
-            found = measured(device, batch.prefill_s, times, max(given - count, 0), read, **counted)
+            stats = measured(device, batch.prefill_s, times, max(given - count, 0), read, **counted)
             if self._turn is turn:
-                self.stats = replace(found, stored_bytes=self.model.stored_bytes)
+                self.stats = replace(stats, stored_bytes=self.model.stored_bytes)
 
     def _texts(
         self, batch: Decoding, whole: bool, stop: tuple[str, ...], ends: frozenset[int], logprobs: bool
-    ) -> Iterator[Text]:
+    ) -> Iterator[TextPiece]:
         """Pieces of the only sequence, or whole texts in order, as soon as all before them are there."""
-        streams = [Stream(self.tokenizer, prompt, stop) for prompt in batch.prompts]
+        streams = [TextStream(self.tokenizer, prompt, stop) for prompt in batch.prompts]
         done, following = {}, 0
         texts, tokens, values = ([kind() for _ in streams] for kind in (str, list, list))
-        for given, found in enumerate(self._run(batch), start=1):
-            for i, token, logprob in found:
+        for given, piece in enumerate(self._run(batch), start=1):
+            for i, token, logprob in piece:
                 tokens[i].append(token)
                 values[i].append(logprob)
                 text, stopped = ("", False) if token in ends else streams[i].push(token)
@@ -237,7 +237,7 @@ class Core:
                     batch.end(i)
                 texts[i] += text + (streams[i].held if ended else "")
                 if ended or (text and not whole):
-                    done[i] = Text(texts[i], tokens[i], values[i] if logprobs else None, ended)
+                    done[i] = TextPiece(texts[i], tokens[i], values[i] if logprobs else None, ended)
                     texts[i], tokens[i], values[i] = "", [], []
             while following in done:
                 yield done.pop(following)

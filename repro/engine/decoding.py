@@ -1,4 +1,4 @@
-"""Sequences that are decoded together: their prefill, then steps whose tokens come back one step behind."""
+"""Decode several sequences together: prefill, then steps whose tokens arrive one step later."""
 
 import math
 import time
@@ -25,11 +25,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (0 <= self.temperature < math.inf and 0 <= self.top_k < 2**31 and 0 < self.top_p <= 1):
-            found = f"temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}"
-            raise UserError(f"{found}: a temperature and top-k of 0 or more, a top-p above 0 and up to 1")
+            given = f"temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}"
+            raise UserError(f"{given}: a temperature and top-k of 0 or more, a top-p above 0 and up to 1")
 
 
-class State:
+class DecodingState:
     """What a decode step reads and changes on the device, at fixed addresses: one entry a sequence.
 
     Attributes:
@@ -64,7 +64,7 @@ class State:
 
 
 @torch.inference_mode()
-def advance(model: Decoder, cache: Cache, state: State) -> None:
+def advance(model: Decoder, cache: Cache, state: DecodingState) -> None:
     """One decode step: every sequence's last token goes through the decoder and gives the next one."""
     live = state.rows >= 0
     rows = state.rows.clamp(min=0).long()
@@ -84,16 +84,16 @@ class Steps:
         passes: notes every step for a measurement.
     """
 
-    STATE = State
+    STATE = DecodingState
     passes: Traffic | None = None
 
     def __init__(self, model: Decoder, rows: int) -> None:
         self.model, self.cache = model, Cache(model, rows)
         self.graphed = model.device.type == "cuda" and not model.streams
-        self.states: dict[tuple[int, bool, bool], State] = {}
-        self.graphs: dict[State, torch.cuda.CUDAGraph] = {}
+        self.states: dict[tuple[int, bool, bool], DecodingState] = {}
+        self.graphs: dict[DecodingState, torch.cuda.CUDAGraph] = {}
 
-    def state(self, sequences: int, drawn: bool, scored: bool) -> State:
+    def state(self, sequences: int, drawn: bool, scored: bool) -> DecodingState:
         """The state of a number of sequences: on a GPU padded to a power of two, so that few graphs are captured."""
         size = 1 << (sequences - 1).bit_length() if self.graphed else sequences
         state = self.states.setdefault((size, drawn, scored), self.STATE(size, drawn, scored, self.model.device))
@@ -103,14 +103,14 @@ class Steps:
     def rest(self) -> None:
         """Wait until no other thread uses the device for these steps, so that something else can be measured on it."""
 
-    def __call__(self, state: State) -> None:
+    def __call__(self, state: DecodingState) -> None:
         """One step."""
         if self.graphed and state not in self.graphs:
             self.graphs[state] = self._capture(state)
         with noted(self.passes):
             self.graphs[state].replay() if self.graphed else advance(self.model, self.cache, state)
 
-    def _capture(self, state: State) -> torch.cuda.CUDAGraph:
+    def _capture(self, state: DecodingState) -> torch.cuda.CUDAGraph:
         """The step as a graph. It runs twice before, as libraries set themselves up, with all rows as padding."""
         kept = [(tensor, tensor.clone()) for tensor in (state.ids, state.rows, state.logprobs)]
         state.rows.fill_(-1)
@@ -174,10 +174,10 @@ class Decoding:
             else:
                 self.seconds.append(ready - began)
             began = ready
-            found = [(i, tokens[i], logprobs[i]) for i in sorted(self.running)]
-            if any(token < 0 for _, token, _ in found):
+            tokens_of_step = [(i, tokens[i], logprobs[i]) for i in sorted(self.running)]
+            if any(token < 0 for _, token, _ in tokens_of_step):
                 raise UserError("the logits are not finite; the model or its compression is damaged")
-            yield found
+            yield tokens_of_step
             self.running &= going
             waiting = following
 
@@ -209,8 +209,8 @@ class Decoding:
         """Start copying the last tokens to the host; the function waits for them and says when they were there."""
         tensors = self.state.ids, self.state.logprobs
         if self.state.ids.device.type != "cuda":
-            found = (*(t.tolist() for t in tensors), time.perf_counter())
-            return lambda: found
+            fetched = (*(t.tolist() for t in tensors), time.perf_counter())
+            return lambda: fetched
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
         event = torch.cuda.Event()
         event.record()

@@ -1,4 +1,4 @@
-"""Generation with a draft: the draft grows a tree, the target verifies it in one pass, and its accepted path is text.
+"""Generation with a draft: the draft grows a tree, the target verifies it in one pass and keeps the accepted path.
 
 The keys and values of the accepted prefix are always the target's: its verification overwrites what the draft wrote
 into the same slots. A token is the target's own choice after the tokens before it, greedy or by the noise of its seed
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from repro.core.errors import UserError
-from repro.engine.decoding import Decoding, Sampling, State, Steps
+from repro.engine.decoding import Decoding, DecodingState, Sampling, Steps
 from repro.engine.speculate import Drafter, Tree, accepted
 from repro.engine.step import Cache, Decoder, step
 from repro.engine.traffic import Traffic, noted
@@ -30,7 +30,7 @@ class Verifier:
         self.hidden: Tensor | None = None  # `[N, H]`, last states of the nodes of the last pass
         self.states = []
         for part in tree.ids.split(TOGETHER):
-            state = State(len(part), sampling.temperature > 0, scored, target.device)
+            state = DecodingState(len(part), sampling.temperature > 0, scored, target.device)
             for name in ("temperature", "top_k", "top_p"):
                 getattr(state, name).fill_(getattr(sampling, name))
             state.seeds.fill_(seed)

@@ -1,4 +1,4 @@
-"""Drafts that are models of their own, with a cache of their own: what SubSpec is compared with.
+"""Drafts that are separate models with their own cache, which SubSpec is compared with.
 
     small     a smaller model of the same family and SubSpec's fixed tree (the paper: depth 32, temperature 1)
     apart     SubSpec's draft with a cache of its own, the first row of its ablation (Table 2)

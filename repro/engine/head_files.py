@@ -1,4 +1,4 @@
-"""Files of what is trained beside a model's own weights: EAGLE-2's draft head, PMPD's scheduler.
+"""Files of modules that are trained for a model: EAGLE-2's draft head and PMPD's scheduler.
 
 A file has 16-bit tensors and says whose they are; a card of the same name, `.json`, says how they were trained. Those
 of pocket models lie in this repository.

@@ -1,4 +1,4 @@
-"""Copies of layers in pinned host memory: on the device each layer has its present width alone, and the next moves.
+"""Weight copies in pinned host memory; the device holds each layer at its current width and prefetches the next.
 
 A product has one piece of device memory, as large as its first width needs. Whatever its layers' widths are, their
 tensors lie in it at places that these widths alone decide, so that the step of a state can be captured before its

@@ -1,4 +1,4 @@
-"""A memory limit on a GPU and what it leaves: the allocator's bound, the driver's count, free memory of the host."""
+"""GPU memory limits: the allocator's bound, the driver's count, and free host memory."""
 
 import gc
 
@@ -7,7 +7,7 @@ import torch
 
 from repro.core.errors import Crowded, NotMeasurable
 from repro.engine import budget
-from repro.train.estimate import CONTEXT
+from repro.train.training_cost import CONTEXT
 
 MARGIN = 256 * 2**20  # bytes of a budget for kernels that the driver loads while they are first used
 

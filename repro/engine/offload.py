@@ -1,4 +1,4 @@
-"""Weights beyond the memory budget: in pinned host memory, streamed through one block's worth of reused buffers.
+"""Weights beyond the memory budget: kept in pinned host memory, streamed through reused buffers of one block.
 
 Each product of a block (`qkv`, `out`, `gate_up`, `down`) has a lane: the weights of all streamed blocks on the host and
 one buffer on the device. As soon as a weight was used, the lane starts to copy that of the next streamed block into the

@@ -1,4 +1,4 @@
-"""Divergences of a model's layers in a file: FlexQuant computes its order of layers offline (section 4.3).
+"""Files with the divergences of a model's layers: FlexQuant computes its order of layers offline (section 4.3).
 
 They follow from the weights alone, and take minutes for a model of 8B; `python -m repro generate --order FILE` makes
 them once and reads them from then on. The file says of which model, copies and histograms they are.
@@ -34,9 +34,9 @@ def read(path: Path, model: str, weights: Mapping[int, str], config: Config) -> 
     facts, where = _facts(weights, config), shortened(path, 150)
     again = "name another --order, which is made now"
     try:
-        held = json.loads(regular(path).read_text(encoding="utf-8"))
-        whose, of = held["model"], dict(held["of"])
-        found = {int(bits): dict(by_layer) for bits, by_layer in held["divergence"].items()}
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
+        whose, of = content["model"], dict(content["of"])
+        divergences = {int(bits): dict(by_layer) for bits, by_layer in content["divergence"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{where}: no order of layers; {again}") from None
     if of.get("weights") != facts["weights"]:
@@ -45,7 +45,7 @@ def read(path: Path, model: str, weights: Mapping[int, str], config: Config) -> 
     if odd := [name for name in HISTOGRAM if of.get(name) != facts[name]]:
         said = f"{odd[0]} is {of.get(odd[0])} there and {facts[odd[0]]} here"
         raise UserError(f"{where}: an order of other histograms ({said}); {again}")
-    return found
+    return divergences
 
 
 def write(path: Path, model: str, weights: Mapping[int, str], config: Config, divergence: Divergence) -> None:

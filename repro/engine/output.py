@@ -1,4 +1,4 @@
-"""What a generation gives: text in whole characters, up to a stop string, and one line of numbers."""
+"""Output of a generation: text in whole characters up to a stop string, and one line of numbers."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ BEFORE = 8  # tokens of the prompt that decide whether the first word begins wit
 READ = 1 << 26  # bytes that are read at most to rate a CPU; they show in its peak memory
 
 
-class Text(str):
+class TextPiece(str):
     """A piece of generated text, or all of it.
 
     Attributes:
@@ -27,14 +27,14 @@ class Text(str):
         ended: why the text ends here: `eos`, `stop`, `length`, or empty where it goes on.
     """
 
-    def __new__(cls, text: str, tokens: list[int], logprobs: list[float] | None, ended: str) -> "Text":
+    def __new__(cls, text: str, tokens: list[int], logprobs: list[float] | None, ended: str) -> "TextPiece":
         """The text and what is known of it."""
         made = super().__new__(cls, text)
         made.tokens, made.logprobs, made.ended = tokens, logprobs, ended
         return made
 
 
-class Stream:
+class TextStream:
     """The text of one sequence, token by token; what may be the start of a stop string is `held` back."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -54,8 +54,12 @@ class Stream:
         if ends := [text.find(stop) for stop in self.stop if stop in text]:
             self.held = ""
             return text[: min(ends)], True
-        starts = (k for stop in self.stop for k in range(1, len(stop)) if text.endswith(stop[:k]))
-        keep = len(text) - max(starts, default=0)
+        begun = 0  # characters at the end that may be the start of a stop text
+        for stop in self.stop:
+            for count in range(1, len(stop)):
+                if text.endswith(stop[:count]):
+                    begun = max(begun, count)
+        keep = len(text) - begun
         self.held = text[keep:]
         return text[:keep], False
 
@@ -123,13 +127,13 @@ def measured(
 
     Without these bytes (NaN) the device's read rate is not measured.
     """
-    found = Stats(prefill_s=prefill_s, peak_bytes=peak_bytes(device), **counted)
+    stats = Stats(prefill_s=prefill_s, peak_bytes=peak_bytes(device), **counted)
     if not steps:
-        return found
+        return stats
     p50, p99 = (float(np.percentile(steps, p)) for p in (50, 99))
     rate = math.nan if math.isnan(step_bytes) else read_rate(device, step_bytes)
     times = {"ms_p50": 1e3 * p50, "ms_p99": 1e3 * p99}
-    return replace(found, tokens_per_s=later_tokens / sum(steps), step_bytes=step_bytes, read_rate=rate, **times)
+    return replace(stats, tokens_per_s=later_tokens / sum(steps), step_bytes=step_bytes, read_rate=rate, **times)
 
 
 def peak_bytes(device: torch.device) -> int:

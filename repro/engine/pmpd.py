@@ -1,4 +1,4 @@
-"""PMPD's learned scheduler: when a prompt's text goes to the low precision (progressive mixed-precision decoding).
+"""PMPD's learned scheduler: when a text switches to the low precision (progressive mixed-precision decoding).
 
 One decision a prompt: the keys and values of the last block, averaged over heads, are pooled by learned queries, and a
 layer norm and a two-layer perceptron choose one of four points, the numbers of tokens that are decoded at the high
@@ -16,7 +16,7 @@ from repro.engine import head_files
 from repro.engine.head_files import HEADS
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder
-from repro.methods.flexquant.schedule import BEHIND, Rule, State
+from repro.methods.flexquant.schedule import BEHIND, Rule, SwitchingState
 
 POINTS = (0, 85, 170, 255)  # tokens at the high precision: 0, T/3, 2T/3 and T of T = 255
 QUERIES, HIDDEN = 4, 64  # not given; small, since 256 prompts train them
@@ -41,11 +41,11 @@ def features(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[tuple[Ten
     """Keys and values float32 `[T, D]` of the last block after each prompt's prefill: means over heads, on the CPU."""
     cache = Cache(model, len(prompts))
     together(model, cache, prompts)
-    found = []
+    extracted = []
     for row, prompt in enumerate(prompts):
         both = (part[-1, row, :, : len(prompt)].float().mean(0).cpu() for part in (cache.keys, cache.values))
-        found.append(tuple(both))
-    return found
+        extracted.append(tuple(both))
+    return extracted
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def chosen(scheduler: Scheduler, model: Decoder, prompts: Sequence[Sequence[int]
 def rule_of(point: int) -> Rule:
     """All layers go to their next width behind `point` tokens; the rule is asked after the prefill (`window=0`)."""
 
-    def rule(pple: float, step: int, state: State) -> list[str]:
+    def rule(pple: float, step: int, state: SwitchingState) -> list[str]:
         begins = step + BEHIND if step else 1
         return list(dict.fromkeys(move.layer for move in state.ahead)) if begins > point else []
 

@@ -1,4 +1,4 @@
-"""Decoding that switches layers to fewer bits as it goes on (FlexQuant): a controller a sequence, and who obeys it.
+"""Decoding that switches layers to fewer bits as it goes (FlexQuant): one controller per sequence, and its layers.
 
 The signal of a token is read while the next one is computed, so that decoding never waits (`schedule.BEHIND`). A single
 sequence runs the products of its present state; on a GPU each state has a captured step, which a thread captures while
@@ -23,7 +23,7 @@ from torch import Tensor
 from repro.core.errors import UserError
 from repro.engine import copies, hosted, weights
 from repro.engine.core import Core
-from repro.engine.decoding import Decoding, Sampling, State, Steps, advance
+from repro.engine.decoding import Decoding, DecodingState, Sampling, Steps, advance
 from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder, Tokens, step
 from repro.methods.flexquant import order, schedule
@@ -37,7 +37,7 @@ BY_WEIGHTS = ("kl", "reversed")  # orders that follow from the divergence of wei
 TURN = 1e-4  # seconds for which a thread that captures may keep the interpreter's lock from the one that decodes
 
 
-class SignalState(State):
+class SignalState(DecodingState):
     """A state whose steps also say how uncertain they were.
 
     Attributes:
@@ -82,12 +82,12 @@ class SwitchingSteps(Steps):
         self.levels: Tensor | None = None  # int8 [rows, layers] on the host, of a batch
         self._on_device: Tensor | None = None  # the same on the device; the copies' own are views of it
         self.recorder: Recorder | None = None
-        self._single: State | None = None
+        self._single: DecodingState | None = None
         self._next: dict[str, int] | None = None  # the state that may come next
         self._coming: Future | None = None  # of its weights from the host
         self._retired: list[torch.cuda.CUDAGraph] = []  # may still run
 
-    def state(self, sequences: int, drawn: bool, scored: bool) -> State:
+    def state(self, sequences: int, drawn: bool, scored: bool) -> DecodingState:
         """The state of a number of sequences, each of which begins with the first width."""
         state = super().state(sequences, drawn, scored)
         if sequences == 1:
@@ -176,7 +176,7 @@ class SwitchingSteps(Steps):
                     self.levels[sequence, number] = self.widths.index(switch.bits)
         self._on_device.copy_(self.levels)
 
-    def _capture(self, state: State) -> torch.cuda.CUDAGraph:
+    def _capture(self, state: DecodingState) -> torch.cuda.CUDAGraph:
         if self.levels is not None:
             return super()._capture(state)
         if self.recorder is not None:
@@ -226,7 +226,7 @@ class Recorder:
         """Wait until the thread has nothing to do."""
         self._thread.submit(lambda: None).result()
 
-    def begin(self, state: State, bits: Mapping[str, int]) -> None:
+    def begin(self, state: DecodingState, bits: Mapping[str, int]) -> None:
         """Begin to capture a state's step."""
         key = (id(state), *bits.values())
         if key not in self._begun:
@@ -234,7 +234,7 @@ class Recorder:
         while len(self._begun) > 2:  # of a switch that was not made
             self._begun.pop(next(iter(self._begun)))
 
-    def graph(self, state: State, bits: Mapping[str, int]) -> torch.cuda.CUDAGraph:
+    def graph(self, state: DecodingState, bits: Mapping[str, int]) -> torch.cuda.CUDAGraph:
         """The captured step of a state; waits for it where it is not there yet."""
         key = (id(state), *bits.values())
         if self._first and self._first[0] == key:
@@ -269,7 +269,7 @@ class Recorder:
                 advance(self.model, self.cache, spare)
         torch.cuda.synchronize()
 
-    def _record(self, bits: Mapping[str, int], state: State) -> torch.cuda.CUDAGraph:
+    def _record(self, bits: Mapping[str, int], state: DecodingState) -> torch.cuda.CUDAGraph:
         began = time.perf_counter()
         torch.cuda.set_device(self.model.device)
         graph = torch.cuda.CUDAGraph()
@@ -286,7 +286,7 @@ class Recorder:
 
 @contextmanager
 def quick_turns() -> Iterator[None]:
-    """Let a thread that asks for the interpreter's lock wait for `TURN` at most; it is 5 ms else, a whole step."""
+    """Let a thread that asks for the interpreter's lock wait for `TURN` at most; it must be 5 ms else, a whole step."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(TURN)
     try:
@@ -540,8 +540,8 @@ class SwitchingCore(Core):
         Args:
             prompts, outputs, full: as `forced`.
         """
-        found = output_divergences(self.model, prompts, outputs, full, self.config.path)
-        self.ahead = order.moves(found, list(self.weights), self.config)
+        effects = output_divergences(self.model, prompts, outputs, full, self.config.path)
+        self.ahead = order.moves(effects, list(self.weights), self.config)
 
     def _run(self, batch: SwitchingDecoding) -> Iterator[list[tuple[int, int, float]]]:
         try:
@@ -551,27 +551,27 @@ class SwitchingCore(Core):
 
     def _became(self, batch: SwitchingDecoding) -> Switching:
         """The record of a batch that has ended, of the switches that took effect."""
-        high, found = self.high, Switching(signal=batch.signal)
+        high, record = self.high, Switching(signal=batch.signal)
         first = 8 if self.config.prefill == "w8a8" else high
-        held = [Switch(1, layer, bits) for layer, bits in (self._held or {}).items()]
+        switched_before = [Switch(1, layer, bits) for layer, bits in (self._held or {}).items()]
         for controller, signal in zip(batch.controllers, batch.signal):
             steps = max(len(signal) - 1, 0)
             log = [switch for switch in controller.log if switch.step <= steps]
-            found.logs.append(log)
-            found.thresholds.append(controller.state.threshold)
-            found.bits.append(schedule.mean_bits(held + log, self.weights, high, steps))
-            found.bits_with_prefill.append(schedule.mean_bits(held + log, self.weights, high, steps, first))
-        return found
+            record.logs.append(log)
+            record.thresholds.append(controller.state.threshold)
+            record.bits.append(schedule.mean_bits(switched_before + log, self.weights, high, steps))
+            record.bits_with_prefill.append(schedule.mean_bits(switched_before + log, self.weights, high, steps, first))
+        return record
 
 
 def _first_logits(
     steps: Steps, prompts: Sequence[Sequence[int]], chunk: int, last: Callable[..., Tensor] | None = None
 ) -> Tensor:
     """Logits `[T, V]` of each prompt's next token; `last` runs a prefill and gives its last hidden state."""
-    found = []
+    logits = []
     for row, hidden in enumerate(together(steps.model, steps.cache, prompts, chunk)):
-        found.append(hidden[-1:] if last is None else last(steps, row, iter([hidden])))
-    return steps.model.head(torch.cat(found))
+        logits.append(hidden[-1:] if last is None else last(steps, row, iter([hidden])))
+    return steps.model.head(torch.cat(logits))
 
 
 def _next_logits(
@@ -655,14 +655,14 @@ def divergences(
     """
     first, *others = models
     full = block_linears((original or models[first]).model)
-    found: dict[int, dict[str, float]] = {}
+    by_width: dict[int, dict[str, float]] = {}
     for bits in others:
         lm = models[bits]
         quantized = block_linears(lm.model)
-        found[bits] = {
+        by_width[bits] = {
             name.partition("layers.")[2]: order.weight_divergence(
                 full[name].weight.detach(), quantized[name].weight.detach(), config
             )
             for name in full
         }
-    return found
+    return by_width

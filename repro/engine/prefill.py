@@ -1,4 +1,4 @@
-"""Prompts into empty rows of the cache: all prompts of a batch together, block by block, in chunks of many tokens.
+"""Prefill prompts into empty rows of the cache: a whole batch together, block by block, in chunks of tokens.
 
 A block runs over every chunk before the next block begins. So its packed weights are dequantized once a prefill, and
 weights that are streamed come once. What is between products holds a chunk, the hidden states all tokens. Attention is
@@ -29,13 +29,13 @@ class Span:
 
 def spans(lengths: Sequence[int], first: int) -> list[Span]:
     """Prompts of so many tokens in rows from `first` on, those of one length that are neighbours in one span."""
-    found = []
+    runs = []
     row = first
     for length, run in groupby(lengths):
         count = len(list(run))
-        found.append(Span(row, count, length))
+        runs.append(Span(row, count, length))
         row += count
-    return found
+    return runs
 
 
 def packed(prompts: Sequence[Sequence[int]], first: int, device: torch.device) -> Tokens:
@@ -82,9 +82,9 @@ def together(
             x, residuals[number] = block.norm(block.out(x), block.post_norm, eps, residuals[number])
             hidden[number] = block.down(block.product(block.gate_up(x)))
     norm = model.blocks[0].norm
-    found = [norm(x, model.norm, eps, residual)[0] for x, residual in zip(hidden, residuals)]
+    last_states = [norm(x, model.norm, eps, residual)[0] for x, residual in zip(hidden, residuals)]
     cache.lengths[first : first + len(prompts)] = torch.tensor(lengths, dtype=torch.int32, device=model.device)
-    return list(torch.cat(found).split(lengths))
+    return list(torch.cat(last_states).split(lengths))
 
 
 def causal_attention(
@@ -98,13 +98,13 @@ def causal_attention(
     heads, size = q.shape[1:]
     if q.is_cuda and q.dtype == torch.float32:
         return block.attention(q, keys, values, tokens.rows, tokens.lengths, size**-0.5)
-    found, begin = [], 0
+    outputs, begin = [], 0
     for group in groups:
         end = begin + group.rows * group.length
         mine = slice(group.row, group.row + group.rows)
         query = q[begin:end].view(group.rows, group.length, heads, size).transpose(1, 2)
         k, v = keys[mine, :, : group.length], values[mine, :, : group.length]
         y = F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=heads != k.shape[1])
-        found.append(y.transpose(1, 2).reshape(end - begin, heads, size))
+        outputs.append(y.transpose(1, 2).reshape(end - begin, heads, size))
         begin = end
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,4 +1,4 @@
-"""Products with Q4_K on a GPU: one token by the kernels, several and a prefill on the dequantized weight (SpQt).
+"""Q4_K products on a GPU: kernels for one token, the dequantized weight for several and for a prefill (SpQt).
 
 The paper keeps prefill dense and decodes one token at a time; there are no kernels for a batch, which dequantizes.
 """

@@ -1,4 +1,4 @@
-"""A public shape with random weights as a decoder, under a recipe of one weight format, for speed and memory."""
+"""Decoders of public shapes with random weights, in one weight format, for speed and memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace

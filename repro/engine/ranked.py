@@ -1,4 +1,4 @@
-"""Dynamic draft trees: nodes are proposed, some are expanded, and the best of all proposals are verified.
+"""Dynamic draft trees: propose nodes, expand some of them, and verify the best of all proposals.
 
 EAGLE-2 expands level by level and ranks again at the end (Li et al. 2024, section 4); SpecExec expands the most
 probable nodes first, wherever they are (Svirschevski et al. 2024, section 4). They differ in what they expand next

@@ -1,4 +1,4 @@
-"""Thresholds for a shape, whose weights are random: quantiles of the inputs that its own products get (SpQt).
+"""Activation thresholds for shapes with random weights: quantiles of the inputs of their own products (SpQt).
 
 Which inputs are above is uniformly random in a model of random weights, the worst case for memory: lists of trained
 models have runs. Speed and bytes are real, and nothing else is.

@@ -111,7 +111,7 @@ def offloaded(
     device: torch.device,
     dtype: torch.dtype,
     grid: subspec.Config | None = None,
-) -> tuple[Decoder, Decoder | None, budget.Plan]:
+) -> tuple[Decoder, Decoder | None, budget.MemoryPlan]:
     """A shape under a budget of `amount` bytes, which is enforced on a GPU: target, draft, and what lies where.
 
     `grid` is that of a target in 8 bits; None is one in `dtype`.
@@ -143,7 +143,7 @@ def with_own_draft(
     context: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[Decoder, Decoder | FittedHead, budget.Plan]:
+) -> tuple[Decoder, Decoder | FittedHead, budget.MemoryPlan]:
     """A shape under a budget beside a draft of its own, which lies on the device as a whole.
 
     Args:

@@ -1,4 +1,4 @@
-"""A draft tree on the device, grown level by level, and what a target accepts of it (SubSpec, section 4.2).
+"""Draft trees on the device, grown level by level, and what a target accepts of them (SubSpec, section 4.2).
 
 A draft pass gives every leaf of the last level its children's probabilities; a child's score is the product of the
 probabilities on its path, and the `top_k` best children of all leaves are the next level. Nothing is ranked again, so

@@ -1,4 +1,4 @@
-"""An engine that decodes with a draft beside its target: `Core`, one sequence at a time."""
+"""An engine that decodes with a draft: a `Core` for one sequence at a time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from repro.engine.decoding import Decoding, Sampling
 from repro.engine.drafted import Drafted
 from repro.engine.drafts import Apart, drafter_of
 from repro.engine.eagle import Eagle2, EagleDrafter
-from repro.engine.output import Stats, Text
+from repro.engine.output import Stats, TextPiece
 from repro.engine.speculate import Drafter, Tree
 from repro.engine.step import Decoder
 from repro.methods import subspec
@@ -76,7 +76,7 @@ class Speculating(Core):
 
     def generate(
         self, prompts: str | Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
-    ) -> Iterator[Text]:
+    ) -> Iterator[TextPiece]:
         """As `Core.generate`; with a draft several prompts are decoded one after another."""
         if isinstance(prompts, str) or self.draft is None or len(prompts) < 2:
             return super().generate(prompts, max_new_tokens, **options)
@@ -90,7 +90,7 @@ class Speculating(Core):
 
     def _one_by_one(
         self, prompts: Sequence[str | Sequence[int]], new: int | None, seeds: list[int], options: dict[str, Any]
-    ) -> Iterator[Text]:
+    ) -> Iterator[TextPiece]:
         for prompt, seed in zip(prompts, seeds):
             yield from super().generate([prompt], new, seed=seed, **options)
 

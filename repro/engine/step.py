@@ -43,8 +43,8 @@ class Block:
     def make(cls, input_norm: Tensor, post_norm: Tensor, **products: nn.Module) -> "Block":
         """A block with the operators of its weights' device."""
         names = {"norm": rms_norm, "rope": rope_append, "attention": attention, "product": silu_product}
-        found = {name: on(input_norm.device, kernel) for name, kernel in names.items()}
-        return cls(input_norm=input_norm, post_norm=post_norm, **products, **found)
+        operators = {name: on(input_norm.device, kernel) for name, kernel in names.items()}
+        return cls(input_norm=input_norm, post_norm=post_norm, **products, **operators)
 
     @property
     def dense(self) -> "Block":
@@ -93,10 +93,14 @@ class Decoder:
     @property
     def read_bytes(self) -> int:
         """Bytes of the tensors that a step reads whole, each once; an embedding only where it is the head as well."""
-        found = [self.norm, *self.head.buffers()]
-        for part in (part for block in self.blocks for part in vars(block).values()):
-            found += part.buffers() if isinstance(part, nn.Module) else [part] if isinstance(part, Tensor) else []
-        return sum({id(tensor): tensor.nbytes for tensor in found}.values())
+        tensors = [self.norm, *self.head.buffers()]
+        for block in self.blocks:
+            for part in vars(block).values():
+                if isinstance(part, nn.Module):
+                    tensors += part.buffers()
+                elif isinstance(part, Tensor):
+                    tensors.append(part)
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
 class Cache:

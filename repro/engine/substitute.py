@@ -1,4 +1,4 @@
-"""A target and the draft that is made of it: blocks that stream have HQQ substitutes, all else is shared.
+"""A target and the draft made from it: streamed blocks get HQQ substitutes, everything else is shared.
 
 SubSpec, section 4.1. The two decoders have the same embedding, head, norms and resident blocks, and one cache.
 """
@@ -14,7 +14,7 @@ from repro.baselines.hqq import Config as Quantizer
 from repro.baselines.hqq import hqq
 from repro.core.errors import UserError
 from repro.engine import weights
-from repro.engine.budget import Plan
+from repro.engine.budget import MemoryPlan
 from repro.engine.offload import Offload
 from repro.engine.step import Block, Decoder
 from repro.methods import subspec
@@ -69,7 +69,7 @@ class Loaded:
 def decoders(
     model: nn.Module,
     source: Any,
-    plan: Plan,
+    plan: MemoryPlan,
     context: int,
     draft: subspec.Config | None,
     prefetch: bool = True,

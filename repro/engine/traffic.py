@@ -1,4 +1,4 @@
-"""When the bus copied, and how many bytes: what a share of the bus is computed from. Passes are noted likewise.
+"""Bus traffic: when copies ran and how many bytes they moved, and when passes ran.
 
 A pass does not copy its own streamed bytes alone: the first block of a verification came while the draft computed, and
 behind its last block the first one comes again for the next pass. So a share is that of the copies which really lay

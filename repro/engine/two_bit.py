@@ -1,4 +1,4 @@
-"""Products of Bit-by-Bit's models: weights in groups with scales in E4M3, inputs in 2 bits, channels split or not.
+"""Products of Bit-by-Bit's models: grouped weights with E4M3 scales, 2-bit inputs, split or unsplit channels.
 
 On a GPU up to four tokens with both in 2 bits and groups of 32 go through `w2a2_gemv`, which quantizes them; weights
 alone in 2, 4 or 8 bits through the kernels of packed weights. More tokens, and everything that no kernel takes, are

@@ -1,4 +1,4 @@
-"""From a model in Transformers' form to a `Decoder`: its layers as products `y = x W^T + b`, one launch if possible.
+"""Convert a Transformers model to a `Decoder`: its layers as products `y = x W^T + b`, in one launch if possible.
 
 Layers that share their input are one product. A compressed weight is packed once for `kernels.linear`. Where no kernel
 takes it (a CPU, float32, a format that is no uniform grid), it is dequantized once and the library multiplies: the same
@@ -247,13 +247,13 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
         formats = list(zip(map(_format, weights), map(two_bit.key_of, weights), thresholds, keys))
         if len(set(formats)) > 1:
             return Joined(product(lm, names[first:end], device, dtype) for first, end in runs(formats))
-        found = _product(linears, weights, taken[0], device, dtype)
+        layer = _product(linears, weights, taken[0], device, dtype)
     corrections, start = [], 0
     for linear, own in zip(linears, beside):
         corrections += [(start, a.build(Nothing(linear, device))) for a in own.values()]
         start += linear.out_features
-    found = Corrected(found, corrections) if corrections else found  # on sparse inputs too: sparsity is the last step
-    return found if thresholds[0] is None else SparseInputs(found, thresholds[0])
+    layer = Corrected(layer, corrections) if corrections else layer  # on sparse inputs too: sparsity is the last step
+    return layer if thresholds[0] is None else SparseInputs(layer, thresholds[0])
 
 
 def runs(values: Sequence[Any]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Engines by name: a model under a recipe, which is built if it is not yet, or a public shape with random weights.
+"""Engines by name: a model under a recipe, compressed if it is not yet, or a public shape with random weights.
 
 Models are named as everywhere (`pocket-10m`, a folder, `hub-id@revision`), shapes like `shape/Llama-2-7B`, of
 `shapes.yaml`: their weights are made on the device and have neither text nor quality.
@@ -134,15 +134,15 @@ def activations(config: Any, device: torch.device, name: str | None) -> torch.dt
 
 def packed_bytes(lm: LowBitModel, dtype: torch.dtype) -> int:
     """About what the weights take on a GPU."""
-    held = {id(p): p.numel() * dtype.itemsize for p in lm.model.parameters()}
+    sizes = {id(p): p.numel() * dtype.itemsize for p in lm.model.parameters()}
     packed = {} if dtype == torch.float32 else {n: w for n, w in lm.weights.items() if not w.FORMAT}
     for name, weight in packed.items():  # others are dequantized
         slot = weights.SLOTS.get(weight.bits, 8)
-        held[id(lm.model.get_submodule(name).weight)] = weight.codes.numel() * slot // 8 + 4 * weight.scales.numel()
+        sizes[id(lm.model.get_submodule(name).weight)] = weight.codes.numel() * slot // 8 + 4 * weight.scales.numel()
     for name, weight in lm.weights.items():
         if weight.FORMAT == "q4_k" and dtype != torch.float32:
-            held[id(lm.model.get_submodule(name).weight)] = sum(weight.stored_bits().values()) // 8
-    return sum(held.values())
+            sizes[id(lm.model.get_submodule(name).weight)] = sum(weight.stored_bits().values()) // 8
+    return sum(sizes.values())
 
 
 def check_memory(name: str, loaded: int, config: Any, context: int, device: torch.device, dtype: torch.dtype) -> None:

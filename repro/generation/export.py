@@ -114,13 +114,13 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 
 def chat_template(tokenizer: Any) -> str | None:
     """The chat template that llama.cpp reads, of several by name the default; None where there is none."""
-    found = tokenizer.chat_template or None
-    if not isinstance(found, dict):
-        return found
-    if "default" not in found:
-        names = shortened(", ".join(sorted(found)))
+    template = tokenizer.chat_template or None
+    if not isinstance(template, dict):
+        return template
+    if "default" not in template:
+        names = shortened(", ".join(sorted(template)))
         raise UserError(f"the tokenizer has the chat templates {names} and none is the default; name one `default`")
-    return found["default"]
+    return template["default"]
 
 
 def pattern(definition: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a memory budget gives, before anything is loaded: bytes by part, and tokens/s from the rates of this machine.
+"""Estimate what a memory budget allows, before anything is loaded: bytes by part, and tokens/s at this machine's rates.
 
 A step of an offloaded model takes the time of what it copies over the bus, or of what it reads on the device, whichever
 is longer: both run at once with prefetching. An iteration with a draft takes `depth` draft passes and one such step, in
@@ -36,8 +36,8 @@ class Fit:
         acceptance: tokens of an iteration that are assumed.
     """
 
-    plan: budget.Plan
-    plain: budget.Plan
+    plan: budget.MemoryPlan
+    plain: budget.MemoryPlan
     bus: float
     read: float
     draft_bytes: int
@@ -54,7 +54,7 @@ class Fit:
         """Seconds of an iteration with speculation."""
         return self.depth * self.draft_bytes / self.read + self._pass_s(self.plan)
 
-    def _pass_s(self, plan: budget.Plan) -> float:
+    def _pass_s(self, plan: budget.MemoryPlan) -> float:
         """Seconds of a pass of the target."""
         here = plan.parts["resident blocks"] + plan.parts["embedding and head"]
         return plan.streamed_bytes / self.bus + here / self.read

@@ -1,4 +1,4 @@
-"""An engine for a model that is larger than the memory that it may use: offloaded, and with SubSpec's draft.
+"""Engines for models that are larger than the memory limit: offloaded, with SubSpec's draft.
 
 engine = Limited.load("pocket-10m", memory="8GiB", draft="subspec")
 for piece in engine.generate("Once upon", max_new_tokens=64):
@@ -69,7 +69,7 @@ class Limited(Speculating):
         target: Decoder,
         drafting: Decoder | None,
         draft: subspec.Config | None,
-        plan: budget.Plan,
+        plan: budget.MemoryPlan,
         hub: bool = False,
     ) -> None:
         super().__init__(name, target, drafting, draft, hub)

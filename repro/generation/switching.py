@@ -1,4 +1,4 @@
-"""Engines by name whose layers go to fewer bits while they decode (FlexQuant).
+"""Engines by name whose layers switch to fewer bits while they decode (FlexQuant).
 
 engine = SwitchingEngine.load("pocket-10m", precision="flexquant(threshold=4.0, layers=4)")
 for piece in engine.generate("Once upon", 200):

@@ -28,7 +28,7 @@ HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
-class Settings:
+class EagleSettings:
     """How a head is trained.
 
     Attributes:
@@ -62,11 +62,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="the head's file; by default where the acceptance cells look for it")
     parser.add_argument("--corpus", default="training-wiki-part", help="the text, a key of corpora.yaml")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    for name, default in asdict(Settings()).items():
+    for name, default in asdict(EagleSettings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = vars(parser.parse_args(words))
     try:
-        settings = Settings(**{name: args[name] for name in asdict(Settings())})
+        settings = EagleSettings(**{name: args[name] for name in asdict(EagleSettings())})
         model = models.load(args["model"], args["device"])
         tokenizer = models.tokenizer(args["model"])
         ids = corpora.token_ids(args["corpus"], tokenizer)
@@ -84,7 +84,7 @@ def said(line: str) -> None:
 
 
 def train(
-    model: nn.Module, ids: Tensor, settings: Settings, progress: Callable[[str], None]
+    model: nn.Module, ids: Tensor, settings: EagleSettings, progress: Callable[[str], None]
 ) -> tuple[eagle.EagleHead, list[float]]:
     """A head for a frozen model.
 
@@ -126,7 +126,7 @@ def train(
     return head.eval(), losses
 
 
-def factor(step: int, settings: Settings) -> float:
+def factor(step: int, settings: EagleSettings) -> float:
     """Of the learning rate: a linear warm-up, then a cosine to 0."""
     if step < settings.warm_up:
         return (step + 1) / settings.warm_up
@@ -156,7 +156,7 @@ def passes(model: nn.Module, head: eagle.EagleHead, rows: Tensor, noise: float) 
 
 
 @torch.no_grad()
-def card(model: nn.Module, head: eagle.EagleHead, rows: Tensor, settings: Settings) -> dict:
+def card(model: nn.Module, head: eagle.EagleHead, rows: Tensor, settings: EagleSettings) -> dict:
     """What a head was trained with, and how often its most likely token is the target's on held-out text."""
     _, logits, guessed = passes(model, head, rows.to(next(model.parameters()).device), 0.0)
     ours = model.get_output_embeddings()(guessed)

@@ -40,7 +40,7 @@ NEW = POINTS[-1]  # tokens along which the points are compared
 
 
 @dataclass(frozen=True)
-class Settings:
+class PmpdSettings:
     """How a scheduler is trained.
 
     Attributes:
@@ -70,11 +70,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--path", nargs=2, type=int, required=True, metavar=("HIGH", "LOW"), help="two widths")
     parser.add_argument("--out", type=Path, help="the file; by default where the switching cells look for it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    for name, default in asdict(Settings()).items():
+    for name, default in asdict(PmpdSettings()).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = vars(parser.parse_args(words))
     try:
-        settings = Settings(**{name: args[name] for name in asdict(Settings())})
+        settings = PmpdSettings(**{name: args[name] for name in asdict(PmpdSettings())})
         high, low = args["path"]
         recipes = [precision.recipe_at(args["recipe"], bits) for bits in (high, low)]
         both = decoders(args["model"], recipes, settings, args["device"])
@@ -88,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
 
 
-def decoders(model: str, recipes: Sequence[str], settings: Settings, device: str) -> list[Decoder]:
+def decoders(model: str, recipes: Sequence[str], settings: PmpdSettings, device: str) -> list[Decoder]:
     """The engine's decoders of a model under recipes; all weights are there before the first one is on the device."""
     targets = [Target(scales.load(name="pocket").on(device), model, recipe) for recipe in recipes]
     config, at = configuration(targets[0]), torch.device(device)
@@ -100,14 +100,14 @@ def decoders(model: str, recipes: Sequence[str], settings: Settings, device: str
 Example = tuple[Tensor, Tensor, int]  # keys, values, the number of the right point
 
 
-def labelled(high: Decoder, low: Decoder, rows: Sequence[Sequence[int]], settings: Settings) -> list[Example]:
+def labelled(high: Decoder, low: Decoder, rows: Sequence[Sequence[int]], settings: PmpdSettings) -> list[Example]:
     """Features and the right point of every text: token ids of a prompt and the 255 that follow."""
-    found = []
+    examples = []
     for row in rows:
         ((keys, values),) = pmpd.features(high, [row[: settings.length]])
         label = right_point(nll(high, row, settings.length), nll(low, row, settings.length), settings.tolerance)
-        found.append((keys, values, label))
-    return found
+        examples.append((keys, values, label))
+    return examples
 
 
 @torch.inference_mode()
@@ -126,13 +126,13 @@ def right_point(high: np.ndarray, low: np.ndarray, tolerance: float) -> int:
     return next(number for number, cost in enumerate(costs) if cost <= most or number == len(POINTS) - 1)
 
 
-def train(examples: Sequence[Example], settings: Settings) -> tuple[Scheduler, dict]:
+def train(examples: Sequence[Example], settings: PmpdSettings) -> tuple[Scheduler, dict]:
     """A scheduler of examples of one length, and what its card says of it."""
     torch.manual_seed(settings.seed)
     keys, values = (torch.stack([example[part] for example in examples]) for part in (0, 1))
     labels = torch.tensor([label for _, _, label in examples])
     order = torch.randperm(len(examples))
-    held, seen = order[: len(order) // 5], order[len(order) // 5 :]
+    validation, seen = order[: len(order) // 5], order[len(order) // 5 :]
     scheduler = Scheduler(keys.shape[-1])
     optimizer = torch.optim.AdamW(scheduler.parameters(), settings.rate)
     losses = []
@@ -143,12 +143,12 @@ def train(examples: Sequence[Example], settings: Settings) -> tuple[Scheduler, d
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
-        right = scheduler(keys[held], values[held]).argmax(-1) == labels[held]
+        right = scheduler(keys[validation], values[validation]).argmax(-1) == labels[validation]
     counts = Counter(labels[seen].tolist())
     most = counts.most_common(1)[0][0]
     facts = {"settings": asdict(settings), "loss": [losses[0], losses[-1]], "labels": [counts[n] for n in range(4)]}
     facts |= {"held_out_right": right.float().mean().item()}
-    return scheduler.eval(), facts | {"held_out_most_frequent": (labels[held] == most).float().mean().item()}
+    return scheduler.eval(), facts | {"held_out_most_frequent": (labels[validation] == most).float().mean().item()}
 
 
 def write(path: Path, name: str, scheduler: Scheduler, facts: dict) -> None:

@@ -77,8 +77,8 @@ def calibration_sequences(folder: Path, crops: Mapping[str, Any]) -> Tensor:
     """
     ids, meta = corpora.load_tokens(folder / tokens.OUTPUTS[0])
     if "excerpt_length" in meta:
-        held = torch.from_numpy(ids.astype(np.int64)).reshape(-1, int(meta["excerpt_length"]))
-        return held[: crops["sequences"]]
+        sequences = torch.from_numpy(ids.astype(np.int64)).reshape(-1, int(meta["excerpt_length"]))
+        return sequences[: crops["sequences"]]
     return corpora.calibration(ids, crops["sequences"], crops["length"], crops["seed"])
 
 

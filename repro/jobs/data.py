@@ -1,4 +1,4 @@
-"""Whether the data files that jobs read are here: in the repository, or in the folder that REPRO_DATA names."""
+"""Check that the data files of jobs are here: in the repository, or in the folder that REPRO_DATA names."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""A job that runs a model under a recipe over one text, such as one that scores its windows."""
+"""Jobs that run a model under a recipe over one text, such as those that score its windows."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Prompts of a task with generated answers as token ids, with what judges them: made where lm-eval and the data are."""
+"""Prompts of tasks with generated answers, as token ids with their judges; built where lm-eval and the data are."""
 
 from collections.abc import Mapping
 from pathlib import Path

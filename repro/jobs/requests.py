@@ -1,4 +1,4 @@
-"""Requests of a zero-shot task as token ids, with hashes: made where lm-eval and the data are, scored anywhere."""
+"""Zero-shot requests as token ids, with hashes: built where lm-eval and the data are, scored anywhere."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -1,4 +1,4 @@
-"""What a cell is measured on: a stand-in under a recipe with one seed, at a scale; and what every job declares."""
+"""The target of a measurement: a stand-in under a recipe with one seed, at a scale; and what every job declares."""
 
 import re
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""A build: what Snakemake asks of specs and a scale, its plan, the progress line."""
+"""Builds: what Snakemake asks of specs and a scale, the plan of a build, its progress line."""

@@ -98,12 +98,12 @@ def _follow(lines: Any, log: Any) -> bool:
     for line in lines:
         log.write(line)
         log.flush()
-        if found := re.match(r"total\s+(\d+)$", line):
-            total = total or int(found[1])
+        if match := re.match(r"total\s+(\d+)$", line):
+            total = total or int(match[1])
             if total:
                 shown = _say(0, total)
-        elif found := STEPS.search(line):
-            shown = _say(int(found[1]), int(found[2]))
+        elif match := STEPS.search(line):
+            shown = _say(int(match[1]), int(match[2]))
     return shown
 
 
@@ -117,7 +117,9 @@ def _say(done: int, total: int) -> bool:
 def _reason(text: str) -> str:
     """What Snakemake itself says of a failure, as one sentence."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["Snakemake failed without a word"]
-    marked = [i for mark in ("Exception", "Error") for i, line in enumerate(lines) if mark in line]
+    marked = []
+    for mark in ("Exception", "Error"):
+        marked += [i for i, line in enumerate(lines) if mark in line]
     return "error: " + " ".join(lines[marked[0] : marked[0] + 3] if marked else lines[-1:])[:400]
 
 
@@ -150,9 +152,10 @@ def _working(folder: Path) -> bool:
     """Whether a Snakemake that a user started directly works in a folder."""
     import psutil  # only where a lock was left
 
-    return any(
-        re.search(r"(^|/)snakemake$", word)
-        for process in psutil.process_iter(["pid", "cmdline", "cwd"])
-        if process.info["pid"] != os.getpid() and process.info["cwd"] == str(folder.resolve())
-        for word in (process.info["cmdline"] or [])[:3]
-    )
+    for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
+        if process.info["pid"] == os.getpid() or process.info["cwd"] != str(folder.resolve()):
+            continue
+        words = (process.info["cmdline"] or [])[:3]
+        if any(re.search(r"(^|/)snakemake$", word) for word in words):
+            return True
+    return False

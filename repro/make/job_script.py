@@ -1,4 +1,4 @@
-"""Snakemake's hand-over of a job to the runner: its output goes to its log, a sentence of what failed to stderr."""
+"""Snakemake script of a job: calls the runner, logs its output, prints one sentence if it fails."""
 
 from repro.workflow.fork_server import call
 

@@ -1,4 +1,4 @@
-"""What a target would cost: jobs, minutes, downloads, disk. Jobs from Snakemake's dry run, times from recorded runs."""
+"""Plan a target: jobs, minutes, downloads and disk, from Snakemake's dry run and the times of earlier runs."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from repro.make.snake import SnakemakeAdapter
 from repro.papers.cell import Cell
 from repro.store.job import Job
 from repro.workflow import runner
-from repro.workflow.estimate import estimate, parameters, recorded
+from repro.workflow.job_times import estimate, measured_times, parameters
 from repro.workflow.workflow import Workflow, has_cuda
 
 
@@ -50,7 +50,7 @@ def plan(flow: Workflow, targets: list[str], cells: Collection[Cell]) -> str:
     """The cost of targets (files that Snakemake builds, or `all`) as text; `cells` are those behind them."""
     jobs, written = to_do(flow, targets, cells)
     on_cpu = flow.scale.here().device == "cpu"
-    runs, side_by_side = recorded(), max(1, (os.cpu_count() or 1) // flow.scale.threads) if on_cpu else 1
+    runs, side_by_side = measured_times(), max(1, (os.cpu_count() or 1) // flow.scale.threads) if on_cpu else 1
     times = {job: estimate(job, runs) for job in jobs}
     minutes = sum(seconds for seconds, _ in times.values()) / 60
     least = max([minutes / side_by_side, *(seconds / 60 for seconds, _ in times.values())])

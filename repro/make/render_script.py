@@ -1,4 +1,4 @@
-"""Snakemake's hand-over of a table or figure."""
+"""Snakemake script of a table or figure."""
 
 from repro.workflow.fork_server import call
 

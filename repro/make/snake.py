@@ -93,22 +93,22 @@ class SnakemakeAdapter:
     def jobs(self) -> dict[str, Job]:
         """Every job that a build of any table or figure runs here, by id."""
         specified = [table_name(paper, "table", number) for paper, number in tables.specified()]
-        found: dict[str, Job] = {}
+        by_id: dict[str, Job] = {}
         for name in ("table1", *specified, *figures.names()):
-            found |= {job.id: job for job in self.jobs_of(name)}
-        return found
+            by_id |= {job.id: job for job in self.jobs_of(name)}
+        return by_id
 
     def jobs_behind(self, targets: Iterable[str]) -> dict[str, Job]:
         """The jobs that a build of target files runs here, by id; of `all` every job."""
-        found: dict[str, Job] = {}
+        by_id: dict[str, Job] = {}
         for target in targets:
             if not target.startswith(("tables/", "figures/")):
                 return self.jobs
             name = canonical(str(Path(target).with_suffix("").relative_to(Path(target).parts[0])))
             beside = [f"{paper}/table1" for paper in self.flow.beside_headline()] if name == "table1" else []
             for each in (name, *beside):
-                found |= {job.id: job for job in self.jobs_of(each)}
-        return found
+                by_id |= {job.id: job for job in self.jobs_of(each)}
+        return by_id
 
     def jobs_of(self, name: str) -> list[Job]:
         """The jobs that a build of a table or figure runs here."""
@@ -177,24 +177,24 @@ class SnakemakeAdapter:
         """What a table or figure is made from: specs, printed cells, results, observations, the code that draws it."""
         name = canonical(wildcards[0])
         made = [runner.outputs(job)[-1] for job in self.jobs_of(name)]
-        found = [*self._drawing(), *filter(Path.is_file, _sources(name)), *made]
+        paths = [*self._drawing(), *filter(Path.is_file, _sources(name)), *made]
         if name == "table1":
             for paper in self.flow.beside_headline():
-                found += [Path("tables") / paper / f"table1{form}" for form in FORMATS]
-        return _known_as(found)
+                paths += [Path("tables") / paper / f"table1{form}" for form in FORMATS]
+        return _known_as(paths)
 
     @plainly
     def page_inputs(self, wildcards: Any) -> list[str]:
         """What a paper's page is made from: its specs, its printed numbers and accepted results; no job."""
         if wildcards.page not in tables.pages():
             raise unknown("page", wildcards.page, tables.pages())
-        found = [
+        paths = [
             *(HOME / "tables" / wildcards.page).glob("*.yaml"),
             *(HOME / "figures" / wildcards.page).glob("*.yaml"),
         ]
-        found += (ROOT / "repro" / "papers" / wildcards.page).iterdir()
-        found += accepted.files()
-        return _known_as([*self._drawing(), *sorted([HOME / "tables" / "table1.yaml", *found])])
+        paths += (ROOT / "repro" / "papers" / wildcards.page).iterdir()
+        paths += accepted.files()
+        return _known_as([*self._drawing(), *sorted([HOME / "tables" / "table1.yaml", *paths])])
 
     def _drawing(self) -> list[Path]:
         """The file of the hash of the code that draws: drawing is cheap, so it is done again after any change of it."""
@@ -208,16 +208,16 @@ def _seconds_left(jobs: Iterable[Job]) -> dict[str, float]:
     for job in jobs:
         for _, need in job.needs:
             waiting[need.id].append(job)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def left(job: Job) -> float:
-        if job.id not in found:
-            found[job.id] = replicate.expected_seconds(job) + max(map(left, waiting[job.id]), default=0.0)
-        return found[job.id]
+        if job.id not in seconds:
+            seconds[job.id] = replicate.expected_seconds(job) + max(map(left, waiting[job.id]), default=0.0)
+        return seconds[job.id]
 
     for job in jobs:
         left(job)
-    return found
+    return seconds
 
 
 def _known_as(paths: Iterable[Path]) -> list[str]:
@@ -236,10 +236,10 @@ def _sources(name: str) -> list[Path]:
         return [*sorted((HOME / "results").glob(f"*/*{row_list.ENDING}")), HOME / "tables" / "table1.yaml"]
     drawn = figures.is_figure(name)
     paper, number = (figures if drawn else tables).split(name)
-    found = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)
+    paths = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)
     for one in [(paper, number)] if drawn else tables.behind(paper, number):
-        found += [(figures if drawn else tables).path_of(*one)]
-        found += [ROOT / "repro" / "papers" / paper / f"table{one[1]}.csv"] * (not drawn)
+        paths += [(figures if drawn else tables).path_of(*one)]
+        paths += [ROOT / "repro" / "papers" / paper / f"table{one[1]}.csv"] * (not drawn)
     if drawn and (of := figures.figure(paper, number).table):
-        found += _sources(canonical(of))
-    return found + (kernel_rows.files() if paper in tables.FOLDERS else [])
+        paths += _sources(canonical(of))
+    return paths + (kernel_rows.files() if paper in tables.FOLDERS else [])

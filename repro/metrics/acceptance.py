@@ -93,7 +93,7 @@ class Acceptance(Metric):
     def __post_init__(self) -> None:
         prompts.identifier(self.prompts)
         if self.temperature < 0:
-            raise UserError(f"temperature is {self.temperature}; it is 0 or more")
+            raise UserError(f"temperature is {self.temperature}; it must be 0 or more")
         self.config  # noqa: B018  checks the values
 
     @property
@@ -193,7 +193,7 @@ class Acceptance(Metric):
         chosen = np.sort(np.argsort(share, kind="stable")[: -(-len(share) // 2)])
         half = {}
         for name, one in both.items():
-            half[name] = Series(one.values[chosen], one.units, f"{one.group}, less repetitive half")
+            half[name] = Series(one.values[chosen], one.axis, f"{one.group}, less repetitive half")
         return half
 
     def value(self, mean: Mapping[str, Any]) -> Any:

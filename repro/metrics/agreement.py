@@ -30,7 +30,7 @@ class Agreement(Metric):
 
     def __post_init__(self) -> None:
         if not 0 < self.top <= 1:
-            raise UserError(f"agreement: top is {self.top}; it is a share of the layers above 0, 1 at most")
+            raise UserError(f"agreement: top is {self.top}; it must be a share of the layers above 0, 1 at most")
 
     def jobs(self, target: Target) -> dict[str, Job]:
         """The two jobs that quantize layer after layer."""

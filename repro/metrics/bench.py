@@ -51,7 +51,7 @@ class Bench(External):
         return joined | {
             "device_class": "cuda",
             "protocol": " + ".join(sorted(set(map(_protocol, all_params)))),
-            "live": "fresh" if built else "stored",
+            "source": "fresh" if built else "stored",
             "status": "ok",
             "note": "calculated" if calculated else "",
         }

@@ -44,7 +44,7 @@ class ByError(Metric):
 
     def __post_init__(self) -> None:
         if self.quartile not in QUARTILES:
-            raise UserError(f"by_error: quartile is {self.quartile}; it is 1, 2, 3 or 4, the largest error")
+            raise UserError(f"by_error: quartile is {self.quartile}; it must be 1, 2, 3 or 4, the largest error")
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
         """One job scores the tokens of all quartiles; None where this scale does not measure perplexity."""

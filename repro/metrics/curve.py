@@ -40,9 +40,9 @@ class Curve(Metric):
     def __post_init__(self) -> None:
         for name in ("merged", "window"):
             if getattr(self, name) < 1:
-                raise UserError(f"curve: {name} is {getattr(self, name)}; it is 1 or more")
+                raise UserError(f"curve: {name} is {getattr(self, name)}; it must be 1 or more")
         if not 1 < self.factor < math.inf:
-            raise UserError(f"curve: factor is {self.factor}; a spike rises, so it is above 1")
+            raise UserError(f"curve: factor is {self.factor}; it must be above 1, as a spike rises")
 
     def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """What is shown of the last step's curve; none where nothing was trained.

@@ -27,9 +27,9 @@ class Derived(Metric):
 
     def __post_init__(self) -> None:
         if odd := [name for name in self.cells if not name.isidentifier()]:
-            raise UserError(f"cells: {shortened(odd[0])!r} is no name; use letters, digits and underscores")
+            raise UserError(f"cells: {shortened(odd[0])!r} is not a name; use letters, digits and underscores")
 
-    def parts(self) -> dict[str, tuple[str, dict[str, Any]]]:
+    def operands(self) -> dict[str, tuple[str, dict[str, Any]]]:
         """Name to the recipe and the measure of the cell that it stands for."""
         whole = {name: {"recipe": cell} if isinstance(cell, str) else cell for name, cell in self.cells.items()}
         return {

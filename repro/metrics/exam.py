@@ -4,8 +4,8 @@ MathQA and MMLU are scored by log likelihoods, as the kind `zeroshot` does; GSM8
 gives (`repro/engine`; by Transformers where something is attached to layers, such as quantized inputs, which the engine
 does not run). All recipes answer the same items, the first of each task, of MMLU evenly from its subjects.
 
-Full precision is scored first. Where it is at chance nothing can be lost, and other recipes are `floor` without being
-run; chance is the task's, or what the answers get when each is judged by the next item's question.
+Full precision is scored first. Where it is at chance nothing can be lost, and other recipes are `at_chance` without
+being run; chance is the task's, or what the answers get when each is judged by the next item's question.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class Protocol:
     def __post_init__(self) -> None:
         for name, least, most in (("items", 2, 10**6), ("tokens", 1, 2**31), ("together", 1, MOST)):
             if not least <= getattr(self, name) <= most:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} to {most:,}")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {least} to {most:,}")
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class Exam(Metric):
         return mean[f"{self.task}/correct"]
 
     def status(self, full: Mapping[str, Series]) -> str:
-        """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
+        """`at_chance` where full precision itself is less than 3 standard errors above chance, else `ok`."""
         right = full[f"{self.task}/correct"].values
         if (dealt := full.get(f"{self.task}/chance")) is None:
-            return "floor" if scoring.at_chance({self.task: right}) else "ok"
+            return "at_chance" if scoring.at_chance({self.task: right}) else "ok"
         error = np.sqrt(max(share * (1 - share) for share in (right.mean(), dealt.values.mean())) / len(right))
-        return "ok" if right.mean() - dealt.values.mean() > 3 * error else "floor"
+        return "ok" if right.mean() - dealt.values.mean() > 3 * error else "at_chance"
 
     @property
     def reference(self) -> bool:

@@ -102,7 +102,7 @@ class Histogram(Metric):
         if name not in held:
             return {}
         scaled = 100 if name in ("weights", "codes") else 1
-        return {name: Series(scaled * held[name].values, held[name].units)}
+        return {name: Series(scaled * held[name].values, held[name].axis)}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The number, or the mean of what is drawn."""
@@ -148,7 +148,7 @@ def of_codes(weights: Mapping[str, QuantizedWeight]) -> tuple[np.ndarray, np.nda
     """
     forms = {(one.bits, getattr(one, "shift", 0), getattr(one, "delta", "zero")) for one in weights.values()}
     if len(forms) > 1:
-        raise UserError(f"codes of {', '.join(sorted({f'{b} bits' for b, *_ in forms}))} have no one histogram")
+        raise UserError(f"codes of {', '.join(sorted({f'{b} bits' for b, *_ in forms}))} have no common histogram")
     ((bits, shift, delta),) = forms
     counts = sum(np.bincount(one.codes.flatten().cpu().numpy(), minlength=2**bits) for one in weights.values())
     return np.arange(2**bits) * 2**shift + quantizer.offset(shift, delta), counts / counts.sum()

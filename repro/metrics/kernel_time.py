@@ -14,19 +14,19 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from repro.bench import recorded
+from repro.bench import stored_peers
 from repro.core.errors import UserError, unknown
 from repro.metrics.metric import External
 from repro.stats.quantity import Quantity
 from repro.stats.statistics import LEVEL, Interval
 from repro.store import kernel_rows
-from repro.store.kernel_rows import Row
+from repro.store.kernel_rows import KernelRow
 
 LARGE = 2**24  # weights of a layer of 4096 x 4096
 LAYERS = {"all": (0, math.inf), "large": (LARGE, math.inf), "small": (0, LARGE - 1)}  # by number of weights
 RESCALED = "recorded, rescaled"  # by the ratio of the library's times in this run and then
 CHANGED = "timed under other versions; time it anew with python -m repro bench"
-SHOWN: dict[str, Callable[[Row], float | None]] = {
+SHOWN: dict[str, Callable[[KernelRow], float | None]] = {
     "us": lambda row: row.us,
     "recorded": lambda row: _as_recorded(row) if row.status == "bridged" else row.us,
     "fraction": lambda row: row.fraction,
@@ -105,13 +105,13 @@ class KernelTime(External):
             "protocol": f"CUDA graphs, {' and '.join(sorted({params.mode for params in all_params}))} weights",
             "covers": "rounds of one run",
             "versions": " ".join(sorted({word for row in measured for word in row.versions.split()})),
-            "live": "fresh" if here else "unattested" if old else "stored",
+            "source": "fresh" if here else "unattested" if old else "stored",
             "status": "stale" if changed else "ok",
             "note": CHANGED if changed else RESCALED if rescaled else "",
         }
 
 
-def chosen(params: KernelTime) -> dict[str, Row]:
+def chosen(params: KernelTime) -> dict[str, KernelRow]:
     """The fastest row on each layer; empty where one is missing.
 
     Raises:
@@ -121,7 +121,7 @@ def chosen(params: KernelTime) -> dict[str, Row]:
 
 
 @cache
-def _chosen(params: KernelTime, stamps: kernel_rows.Stamps) -> dict[str, Row]:
+def _chosen(params: KernelTime, stamps: kernel_rows.Stamps) -> dict[str, KernelRow]:
     if not params.tokens.isdecimal():
         raise UserError(f"kernel_time: tokens is {params.tokens!r:.40}, not a number of activation rows")
     wanted, show, found = _names(params), SHOWN[params.show], {}
@@ -142,10 +142,10 @@ def _names(params: KernelTime) -> list[str]:
             raise UserError(f"kernel_time: {unknown('layers', params.layers, [*LAYERS, '4096x14336'])}")
         return [params.layers]
     low, high = LAYERS[params.layers]
-    return [f"{n}x{k}" for n, k in recorded.shapes() if low <= n * k <= high]
+    return [f"{n}x{k}" for n, k in stored_peers.shapes() if low <= n * k <= high]
 
 
-def _interval(row: Row, show: str) -> Interval:
+def _interval(row: KernelRow, show: str) -> Interval:
     """A row's number; its 95 % interval is that of a median of normal samples: 1.253 standard errors of a mean."""
     value, half = float(SHOWN[show](row)), 0.0
     if row.status == "ok" and show in TIMED and row.rounds:
@@ -155,8 +155,8 @@ def _interval(row: Row, show: str) -> Interval:
     return Interval(value, value - half, value + half, row.rounds or 0, free, "rounds only", (value,))
 
 
-def _as_recorded(row: Row) -> float:
+def _as_recorded(row: KernelRow) -> float:
     """The fastest recorded time behind a rescaled one."""
-    names = next(names for who, kernel, _, names in recorded.BRIDGED if (who, kernel) == (row.provider, row.kernel))
+    names = next(names for who, kernel, _, names in stored_peers.BRIDGED if (who, kernel) == (row.provider, row.kernel))
     place = (row.N, row.K, row.M, row.mode)
-    return min(r.us for r in recorded.recorded() if r.peer in names and (r.N, r.K, r.M, r.mode) == place)
+    return min(r.us for r in stored_peers.times() if r.peer in names and (r.N, r.K, r.M, r.mode) == place)

@@ -98,7 +98,7 @@ class Likelihood(Metric):
         return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(self.show, share)
 
     def status(self, full: Mapping[str, Series]) -> str:
-        """`floor` where it is whether answers are right, and full precision is at chance; else `ok`."""
+        """`at_chance` where it is whether answers are right, and full precision is at chance; else `ok`."""
         return zeroshot.ZeroShot(self.tasks).status(full) if self.show == "correct" else "ok"
 
     @property

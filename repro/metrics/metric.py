@@ -20,10 +20,10 @@ class Metric:
             jobs left.
         LATER: parameters that came after accepted results, with the value that changes nothing, which is not declared.
         TIMES: its job times what it runs, and nothing else runs on its GPU meanwhile.
-        FULL_FIRST: a recipe is run only where the status of full precision is not `floor`.
+        FULL_FIRST: a recipe is run only where the status of full precision is not `at_chance`.
         JOBLESS: it takes no job, and is fresh everywhere.
         PUBLIC: its value is `exact` also where something stands in for a model.
-        status: `floor` or `ok` from the series of full precision; None where these decide nothing.
+        status: `at_chance` or `ok` from the series of full precision; None where these decide nothing.
         fewest_bits: `fewest_bits(cell, peers)`, of the cells of other rows the one that full precision has to be better
             than, by more than its interval, for the cell not to be at chance; None where no other row decides it.
     """
@@ -83,7 +83,7 @@ class Metric:
         """The value by arithmetic on the public shape of a model that nothing stands in for."""
         return None
 
-    def parts(self) -> dict[str, tuple[str, dict[str, Any]]]:
+    def operands(self) -> dict[str, tuple[str, dict[str, Any]]]:
         """The cells that it is arithmetic over: name to recipe and measure."""
         return {}
 

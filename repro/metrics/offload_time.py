@@ -169,7 +169,7 @@ class OffloadTime(Metric):
             names = ("draft", "passes")
         else:
             names = (SHOWN[self.show],)
-        return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], units="runs") for name in names}
+        return {name: kept[name] if len(kept[name].values) > 1 else replace(kept[name], axis="runs") for name in names}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """Milliseconds, gigabytes or a share.
@@ -232,7 +232,9 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
         bound(1.0, device)
 
 
-def engine_of(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> tuple[Speculating, budget.Plan]:
+def engine_of(
+    given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> tuple[Speculating, budget.MemoryPlan]:
     """The engine of a job's shape, memory, draft and prefetching, and what lies where.
 
     Raises:

@@ -56,7 +56,7 @@ class Protocol:
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens"):
             if getattr(self, name) < 2:
-                raise UserError(f"{name} is {getattr(self, name)}; it is 2 or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 2 or more")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from repro.data import corpora
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
-from repro.methods.spqt.sparsity import Sparse
+from repro.methods.spqt.sparsity import SparseLinear
 from repro.metrics.metric import Metric
 from repro.models import perplexity as scoring
 from repro.models.hooks import each_input
@@ -93,10 +93,10 @@ def zeros(lm: LowBitModel, windows: torch.Tensor) -> dict[str, float]:
     """
     counts = {name: [0, 0] for name in (lm.weights or lm.attachments or block_linears(lm.model))}
     layers = {name: lm.model.get_submodule(name) for name in counts}
-    inner = {name: layer.linear if isinstance(layer, Sparse) else layer for name, layer in layers.items()}
+    inner = {name: layer.linear if isinstance(layer, SparseLinear) else layer for name, layer in layers.items()}
 
     def count(name: str, x: torch.Tensor) -> None:
-        first = layers[name].first(x.shape[-2]) if isinstance(layers[name], Sparse) else 0
+        first = layers[name].first(x.shape[-2]) if isinstance(layers[name], SparseLinear) else 0
         part = x[..., first:, :]
         counts[name][0] += int((part == 0).sum())
         counts[name][1] += part.numel()

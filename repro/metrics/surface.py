@@ -56,7 +56,7 @@ class Protocol:
         if self.points < 3 or self.points % 2 == 0:
             raise UserError(f"points is {self.points}; an odd number, 3 or more, has the model itself in the middle")
         if not 0 < self.reach < np.inf:
-            raise UserError(f"reach is {self.reach}; it is above 0")
+            raise UserError(f"reach is {self.reach}; it must be above 0")
         at_least(self, sequences=2, tokens=2, seed=0)
 
 

@@ -75,7 +75,7 @@ class Protocol:
         if self.new_tokens >= self.context:
             raise UserError(f"new_tokens is {self.new_tokens}; a context of {self.context} has room for fewer")
         if self.short < 2:
-            raise UserError(f"short is {self.short}; it is 2 or more")
+            raise UserError(f"short is {self.short}; it must be 2 or more")
 
     def tokens_of(self, prompts: str) -> int:
         """The most new tokens of a set's texts."""
@@ -135,7 +135,9 @@ class Switching(Metric):
         if (self.control or self.quantile) and config is None:
             raise UserError("switching: a control or a quantile belongs to a schedule, such as flexquant")
         if not 0 <= self.quantile < 1:
-            raise UserError(f"switching: quantile is {self.quantile}; it is a share above 0 and below 1, or 0 for none")
+            raise UserError(
+                f"switching: quantile is {self.quantile}; it must be a share above 0 and below 1, or 0 for none"
+            )
         if self.quantile and config and config.threshold is not None:
             raise UserError("switching: a quantile sets the threshold; leave threshold out of the schedule")
         if self.control == "learned" and (config.window or config.interval or len(config.path) > 2):

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from repro.bench import along
-from repro.bench.along import Measured
+from repro.bench.along import MeasuredSteps
 from repro.core.errors import UserError
 from repro.core.strict import load_yaml
 from repro.engine import weights
@@ -59,7 +59,7 @@ class TimePerToken(External):
 
     def __post_init__(self) -> None:
         if not self.tokens.isdecimal() or int(self.tokens) < 1:
-            raise UserError(f"tpot: tokens is {self.tokens!r:.40}; it is a number, 1 or more")
+            raise UserError(f"tpot: tokens is {self.tokens!r:.40}; it must be a number, 1 or more")
         if bool(self.schedule) == bool(self.bits):
             raise UserError("tpot: give a schedule, such as flexquant(layers=4), or bits, such as 8")
         widths = precision.read(self.schedule).path if self.schedule else [self.bits]
@@ -86,7 +86,7 @@ class TimePerToken(External):
             "commit": joined["commit"],
             "device_class": "cuda",
             "protocol": f"sum of measured steps after {PROMPT} tokens",
-            "live": "fresh" if folder == BUILT else "stored",
+            "source": "fresh" if folder == BUILT else "stored",
             "status": "ok",
             "note": "calculated",
         }
@@ -124,7 +124,7 @@ def _folder() -> tuple[Path, Stamps]:
 
 
 @cache
-def _measured(folder: Path, files: Stamps) -> Measured:
+def _measured(folder: Path, files: Stamps) -> MeasuredSteps:
     """The measurements of a folder whose files are those."""
     return along.read(folder)
 

@@ -43,7 +43,7 @@ class Training(Metric):
             return {TOKENS: Series(np.asarray([sum(counts)], dtype=float), "model")}
         if (curve := found["step 0"].series.get(LOSS)) is None:
             return {}
-        return {LOSS: Series(curve.values[-math.ceil(len(curve.values) * LAST) :], curve.units)}
+        return {LOSS: Series(curve.values[-math.ceil(len(curve.values) * LAST) :], curve.axis)}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The count, or the mean of what `series` kept of the curve."""

@@ -42,7 +42,7 @@ class Protocol:
         entries.chosen(self.tasks)
         for name in ("limit", "tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it is 1 or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 
     def draw(self, name: str) -> str:
         """The draw that this protocol has from a task, or the task itself."""
@@ -114,9 +114,9 @@ class ZeroShot(Metric):
         return (0.0, 100.0 if self.percent else 1.0)
 
     def status(self, full: Mapping[str, Series]) -> str:
-        """`floor` where full precision itself is less than 3 standard errors above chance, else `ok`."""
+        """`at_chance` where full precision itself is less than 3 standard errors above chance, else `ok`."""
         correct = {name.partition("/")[0]: one.values for name, one in full.items()}
-        return "floor" if scoring.at_chance(correct) else "ok"
+        return "at_chance" if scoring.at_chance(correct) else "ok"
 
     @property
     def against(self) -> str:

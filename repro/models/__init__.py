@@ -1,4 +1,4 @@
-"""Models by name: a pocket model of this repository, a local folder, or a hub id with its revision. One code path.
+"""Load models by name: a pocket model of this repository, a local folder, or a hub id with its revision.
 
     pocket-5m                        repro/pocket/pocket-5m, its weights checked against repro/pocket/SHA256SUMS
     some/folder  or  /abs/folder     a Hugging Face folder: config.json and *.safetensors (one file or shards)
@@ -47,7 +47,7 @@ def folder(name: str) -> Path | None:
         hub_id, _, revision = name.partition("@")
         if not hub_id or not re.fullmatch("[0-9a-f]{7,40}", revision):
             raise UserError(
-                f"model {name!r}: {revision!r} is no pinned revision; give the commit on the hub, 7 to 40 hex digits"
+                f"model {name!r}: {revision!r} is not a pinned revision; give the commit on the hub, 7 to 40 hex digits"
             )
         return None
     if (path / ADAPTER).is_file():
@@ -72,14 +72,16 @@ def weight_files(name: str) -> list[Path]:
             f"model {name!r}: {place / ADAPTER} is a LoRA adapter beside the whole model, and only some installations "
             "apply it; merge it into the weights, or move it away"
         )
-    found = sorted(path for path in place.glob("*.safetensors") if path.is_file())
-    if not found:
-        pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in place.glob(pattern)]
+    files = sorted(path for path in place.glob("*.safetensors") if path.is_file())
+    if not files:
+        pickled = []
+        for pattern in ("*.bin", "*.pt", "*.pth"):
+            pickled += [path.name for path in place.glob(pattern)]
         why = f"only pickled weights ({pickled[0]}), which are never loaded" if pickled else "no *.safetensors"
         raise UserError(f"model {name!r}: {place} has {why}; save it with safetensors")
-    if absent := sorted(set(_indexed(place)) - {path.name for path in found}):
+    if absent := sorted(set(_indexed(place)) - {path.name for path in files}):
         raise UserError(f"model {name!r}: the shard {absent[0]} that {identity.INDEX} names is missing; copy it again")
-    return identity.deciding_files(place) + found
+    return identity.deciding_files(place) + files
 
 
 def _indexed(place: Path) -> list[str]:
@@ -160,7 +162,7 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
             with safe_open(path, "pt") as file:  # reads the header only
                 dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}
         except Exception as error:  # safetensors has its own kinds
-            raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
+            raise UserError(f"{path}: an incomplete or damaged safetensors file ({error}); copy it again") from None
         for key, kind in dtypes.items():
             if kind not in DTYPES and not BUFFERS.search(key):
                 raise UserError(
@@ -236,8 +238,8 @@ def _check_unquantized(name: str, config: dict[str, Any]) -> None:
         UserError: it has a `quantization_config`.
     """
     for key in QUANTIZED:
-        if found := config.get(key):
-            method = found.get("quant_method", "") if isinstance(found, dict) else ""
+        if setting := config.get(key):
+            method = setting.get("quant_method", "") if isinstance(setting, dict) else ""
             said = f"{key} ({shortened(method)})" if method else key
             raise UserError(
                 f"model {name!r}: its config.json has a {said}; full precision is needed, so remove the key where the "

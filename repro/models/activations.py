@@ -1,4 +1,4 @@
-"""What a layer's inputs look like on calibration text: second moments, means, maxima, kurtosis, quantiles.
+"""Statistics of a layer's inputs on calibration text: second moments, means, maxima, kurtosis, quantiles.
 
 One pass over the sequences serves every statistic and every layer, and layers that read the same tensor (q, k, v; gate,
 up) share theirs. A result is kept until another model, other weights, tokens or statistics are asked for. Products are
@@ -21,11 +21,11 @@ TOGETHER, READERS = 4, 4  # sequences in one forward pass; inputs of earlier lay
 BINS, LOWEST = 64, -40  # of the histogram: bins in a factor of 2, and log2 of where they begin
 LARGEST = 2**30  # bytes of a result that is kept
 Extra = Literal["second_moment", "kurtosis", "quantiles"]
-_kept: dict[str, dict[str, "Inputs"]] = {}
+_kept: dict[str, dict[str, "InputStatistics"]] = {}
 
 
 @dataclass
-class Inputs:
+class InputStatistics:
     """Statistics of a layer's inputs of K channels, float64.
 
     Attributes:
@@ -52,8 +52,8 @@ class Inputs:
 
     def quantile(self, share: float) -> float:
         """The |x| below which a `share` of all entries lies, to the width of a bin, 1.1 %."""
-        found = min(int((self.histogram.cumsum(0) < share * self.histogram.sum()).sum()), len(self.histogram) - 1)
-        return 2.0 ** (LOWEST + (found + 0.5) / BINS) if found else 0.0
+        position = min(int((self.histogram.cumsum(0) < share * self.histogram.sum()).sum()), len(self.histogram) - 1)
+        return 2.0 ** (LOWEST + (position + 0.5) / BINS) if position else 0.0
 
     def add(self, x: Tensor, weights: Tensor) -> None:
         """Add inputs `[B, L, K]` of the next B sequences; `weights` `[S]`, on the CPU, add up to 1."""
@@ -74,10 +74,10 @@ class Inputs:
             self.histogram += torch.bincount(place.long().flatten(), minlength=len(self.histogram))
 
 
-def empty(sequences: int, channels: int, extras: Sequence[Extra], device: torch.device) -> Inputs:
+def empty(sequences: int, channels: int, extras: Sequence[Extra], device: torch.device) -> InputStatistics:
     """Statistics to add to."""
     zeros = {"dtype": torch.float64, "device": device}
-    return Inputs(
+    return InputStatistics(
         *(torch.zeros(sequences, channels, **zeros) for _ in range(3)),
         torch.zeros(channels, channels, **zeros) if "second_moment" in extras else None,
         torch.zeros(4, channels, **zeros) if "kurtosis" in extras else None,
@@ -88,42 +88,42 @@ def empty(sequences: int, channels: int, extras: Sequence[Extra], device: torch.
 @contextlib.contextmanager
 def watching(
     layers: Mapping[str, nn.Module], sequences: int, extras: Sequence[Extra] = (), weights: Tensor | None = None
-) -> Iterator[dict[str, Inputs]]:
+) -> Iterator[dict[str, InputStatistics]]:
     """Statistics of the layers' inputs by name, filled while `sequences` sequences run through them in the block.
 
     Args:
         layers: modules that are called with one tensor `[B, L, K]`.
         sequences: how many will run, in any batches.
-        extras: what is measured besides means and maxima; None in `Inputs` if not asked for.
+        extras: what is measured besides means and maxima; None in `InputStatistics` if not asked for.
         weights: `[sequences]`, how much each counts in the second moment; only their ratios matter. By default equal.
 
     NaN and Inf are not looked for: they show in every statistic of the layer but the histogram.
     """
-    found: dict[str, Inputs] = {}
-    recent: deque[tuple[Tensor, Inputs]] = deque(maxlen=READERS)
+    stats: dict[str, InputStatistics] = {}
+    recent: deque[tuple[Tensor, InputStatistics]] = deque(maxlen=READERS)
     weights = torch.ones(sequences) if weights is None else weights.cpu()
     weights = weights.double() / weights.double().sum()
 
     def read(name: str, x: Tensor) -> None:
         if shared := next((inputs for seen, inputs in recent if seen is x), None):
-            found[name] = shared
+            stats[name] = shared
             return
-        if name not in found:
-            found[name] = empty(sequences, x.shape[-1], extras, x.device)
-        found[name].add(x.detach(), weights)
-        recent.append((x, found[name]))
+        if name not in stats:
+            stats[name] = empty(sequences, x.shape[-1], extras, x.device)
+        stats[name].add(x.detach(), weights)
+        recent.append((x, stats[name]))
 
     with contextlib.ExitStack() as stack:
         for name, layer in layers.items():
             hook = layer.register_forward_pre_hook(lambda _, args, name=name: read(name, args[0]))
             stack.callback(hook.remove)
-        yield found
+        yield stats
 
 
 @torch.no_grad()
 def statistics(
     model: nn.Module, names: Sequence[str], ids: Tensor, extras: Sequence[Extra] = (), weights: Tensor | None = None
-) -> dict[str, Inputs]:
+) -> dict[str, InputStatistics]:
     """Statistics of the inputs of each named layer of a decoder on token ids int64 `[S, L]`; not to be changed.
 
     `extras` and `weights` are those of `watching`.
@@ -136,15 +136,17 @@ def statistics(
         key.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     if key.hexdigest() in _kept:
         return _kept[key.hexdigest()]
-    with watching({name: model.get_submodule(name) for name in names}, len(ids), extras, weights) as found:
+    with watching({name: model.get_submodule(name) for name in names}, len(ids), extras, weights) as stats:
         for some in ids.to(model.device).split(TOGETHER):
             model.base_model(some, use_cache=False)
-    if bad := next((name for name, inputs in found.items() if not inputs.mean_square.isfinite().all()), None):
+    if bad := next((name for name, inputs in stats.items() if not inputs.mean_square.isfinite().all()), None):
         raise UserError(f"{bad}: its inputs hold NaN or Inf: the model is damaged, or an activation overflowed")
-    if idle := sorted(set(names) - set(found)):
+    if idle := sorted(set(names) - set(stats)):
         raise UserError(f"no calibration token reached {', '.join(idle)}; calibrate on more text")
     _kept.clear()
-    tensors = {id(t): t for inputs in found.values() for t in vars(inputs).values() if isinstance(t, Tensor)}
+    tensors = {}
+    for inputs in stats.values():
+        tensors |= {id(one): one for one in vars(inputs).values() if isinstance(one, Tensor)}
     if sum(tensor.nbytes for tensor in tensors.values()) <= LARGEST:
-        _kept[key.hexdigest()] = found
-    return found
+        _kept[key.hexdigest()] = stats
+    return stats

@@ -61,7 +61,7 @@ class Beside(nn.Linear):
 
 def module_of(step: str) -> ModuleType:
     """The module of a step that attaches something."""
-    found = next((registry[step] for registry in REGISTRIES if step in registry), None)
-    if not hasattr(found, "attached"):
+    module = next((registry[step] for registry in REGISTRIES if step in registry), None)
+    if not hasattr(module, "attached"):
         raise UserError(f"no method {step!r} or baseline of that name attaches anything to a layer")
-    return found
+    return module

@@ -1,4 +1,4 @@
-"""What a model takes to store, counted bit by bit: nothing that a dequantizer reads is left out."""
+"""Stored size of a model, counted bit by bit: everything that a dequantizer reads is included."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A training step of a small model is a thousand launches of a few microseconds: on a GPU, replay it as one CUDA graph.
+"""Training steps of small models as CUDA graphs: a thousand launches of a few microseconds are replayed as one.
 
 The same kernels run in the same order, so that the numbers are those of plain calls. On a CPU a step is simply called.
 """
@@ -74,5 +74,9 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def changed(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Every tensor that a step of the optimizer changes."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [*parameters, *(t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor))]
+    tensors = []
+    for group in optimizer.param_groups:
+        tensors += group["params"]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors

@@ -1,4 +1,4 @@
-"""What identifies a model and its tokenizer: the files of a Hugging Face folder that decide numbers or token ids.
+"""Fingerprints of models and tokenizers: the files of a Hugging Face folder that decide numbers or token ids.
 
 A folder may hold its vocabulary as `tokenizer.json`, as `vocab.json` with `merges.txt`, or as `tokenizer.model`, and
 special tokens, chat templates and settings of generation in files of their own. So every text file of the folder
@@ -41,14 +41,14 @@ def deciding_files(place: Path) -> list[Path]:
     Raises:
         UserError: one of them is no regular file, such as a named pipe, which its reader would wait for.
     """
-    found = []
+    files = []
     for path in place.iterdir():
         wanted = any(fnmatch(path.name, pattern) for pattern in DECIDING)
         unread = any(fnmatch(path.name, pattern) for pattern in DECIDES_NOTHING)
         if wanted and not unread and regular(path).is_file():
-            found.append(path)
-    found += [path for path in (place / TEMPLATES).glob("*.jinja") if path.is_file()]
-    return sorted(found)
+            files.append(path)
+    files += [path for path in (place / TEMPLATES).glob("*.jinja") if path.is_file()]
+    return sorted(files)
 
 
 def model_digest(place: Path, files: Sequence[Path], indexed: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Log likelihoods of answers after prompts, in batches of like length: lm-eval's numbers without its cost per call.
+"""Log likelihoods of answers after prompts, batched by length: lm-eval's numbers with less overhead per call.
 
 For a prompt c and an answer a of n ids, sum_i log p(a_i | c, a_<i) and whether every a_i is the likeliest id there.
 What several answers share is run once: a prefix that many prompts begin with (its keys and values are reused), and a
@@ -21,6 +21,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ Row = tuple[int, np.ndarray, int]  # prefix (-1: none), ids after it, how many o
 
 
 @dataclass
-class Prompt:
+class AnsweredPrompt:
     """A prompt and its answers: `places` of the rows, and the ids of each answer."""
 
     prefix: int
@@ -105,7 +106,9 @@ def score(
             cached = _keys_and_values(model, prefixes[of])
         for found, out in zip(_answers(model, cached, 0 if of < 0 else len(prefixes[of]), batch), (log_p, same)):
             out.append(found)
-        owner += [place for one in batch for place, ids in zip(one.places, one.answers) for _ in ids]
+        for one in batch:
+            for place, ids in zip(one.places, one.answers):
+                owner += [place] * len(ids)
     loglik = np.bincount(owner, torch.cat(log_p).cpu().numpy(), len(rows)) if rows else np.zeros(0)
     if not np.isfinite(loglik).all():
         raise UserError(
@@ -115,14 +118,16 @@ def score(
     return loglik, missed == 0, cut
 
 
-def _prompts(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[Prompt], np.ndarray]:
+def _prompts(
+    prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int
+) -> tuple[list[AnsweredPrompt], np.ndarray]:
     """Each prompt once with all its answers, and which rows were cut from the left, so that `window` ids predict.
 
     A prompt with more answers than a row of `window` ids holds has several rows: the mask that keeps answers apart
     grows with the square of a row, and in BLiMP all answers follow the same empty prompt.
     """
-    every: list[Prompt] = []
-    latest: dict[tuple[int, bytes], Prompt] = {}
+    every: list[AnsweredPrompt] = []
+    latest: dict[tuple[int, bytes], AnsweredPrompt] = {}
     cut = np.zeros(len(rows), dtype=bool)
     for place, (prefix, ids, count) in enumerate(rows):
         if count > window:
@@ -134,7 +139,7 @@ def _prompts(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -
         key = (prefix, ids[:-count].tobytes())
         prompt = latest.get(key)
         if prompt is None or prompt.length + count - 1 > window:
-            prompt = latest[key] = Prompt(prefix, ids[:-count])
+            prompt = latest[key] = AnsweredPrompt(prefix, ids[:-count])
             every.append(prompt)
         prompt.places.append(place)
         prompt.answers.append(ids[-count:])
@@ -187,7 +192,7 @@ def unscaled_positions(config: Any) -> float:
     return min(limits, default=math.inf)
 
 
-def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[Prompt], np.ndarray]:
+def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[AnsweredPrompt], np.ndarray]:
     """As `_prompts`, but each row by itself, without a prefix or another answer."""
     found, cut = [], np.zeros(len(rows), dtype=bool)
     for place, (prefix, ids, count) in enumerate(rows):
@@ -198,9 +203,11 @@ def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> 
     return found, cut
 
 
-def _batches(prompts: list[Prompt], prefixes: Sequence[np.ndarray], tokens: int) -> Iterator[list[Prompt]]:
+def _batches(
+    prompts: list[AnsweredPrompt], prefixes: Sequence[np.ndarray], tokens: int
+) -> Iterator[list[AnsweredPrompt]]:
     """Prompts of one prefix and of like length, longest first, those without branches apart from the others."""
-    batch: list[Prompt] = []
+    batch: list[AnsweredPrompt] = []
     padding = 0
     for prompt in sorted(prompts, key=lambda one: (one.prefix, one.branches > 1, -one.length)):
         if batch:
@@ -222,7 +229,7 @@ def _keys_and_values(model: nn.Module, ids: np.ndarray) -> Any:
     return model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
 
 
-def _answers(model: nn.Module, cached: Any, before: int, batch: list[Prompt]) -> tuple[Tensor, Tensor]:
+def _answers(model: nn.Module, cached: Any, before: int, batch: list[AnsweredPrompt]) -> tuple[Tensor, Tensor]:
     """Of every id of a batch's answers: its log p, float64, and whether it is the likeliest."""
     width = batch[0].length
     ids, positions = np.zeros((len(batch), width), dtype=np.int64), np.tile(np.arange(width), (len(batch), 1))
@@ -242,7 +249,7 @@ def _answers(model: nn.Module, cached: Any, before: int, batch: list[Prompt]) ->
             start = stop
         if batch[0].branches > 1:
             positions[row, start:] = 0  # padding: no position beyond those of the answers
-    targets = np.concatenate([answer for prompt in batch for answer in prompt.answers])
+    targets = np.concatenate(list(chain.from_iterable(prompt.answers for prompt in batch)))
     given = [torch.from_numpy(np.asarray(array, dtype=np.int64)).to(model.device)
              for array in (ids, positions + before, branch, [at, where, targets])]  # fmt: skip
     past = copy.deepcopy(cached)  # a forward pass appends to it

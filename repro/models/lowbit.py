@@ -227,7 +227,7 @@ class LowBitModel:
             keep_full: the weights that the model has now are those that were quantized: keep them in `full`.
 
         Raises:
-            UserError: the file is not a whole safetensors file of this form, its hash does not match, or it belongs to
+            UserError: the file is incomplete, damaged or of another form, its hash does not match, or it belongs to
                 another architecture.
         """
         try:
@@ -253,7 +253,7 @@ class LowBitModel:
             raise UserError(f"{path}: {error}") from None
         except Exception as error:
             raise UserError(
-                f"{path}: no compressed model that this version reads ({error}); delete and rebuild"
+                f"{path}: not a compressed model that this version reads ({error}); delete and rebuild"
             ) from None
         self.extra_bits, self.meta = facts["extra_bits"], facts["meta"]
         return self.meta

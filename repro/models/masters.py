@@ -1,4 +1,4 @@
-"""A run's once-for-any-precision master becomes a committed file.
+"""Convert a run's any-precision master to a committed file.
 
     python -m repro.models.masters build/compress/…/FOLDER
 
@@ -35,7 +35,7 @@ rows:
 measure:
   WikiText-2: {{kind: perplexity, corpus: wikitext2, unit: ppl}}
   C4: {{kind: perplexity, corpus: c4, unit: ppl}}
-beside:
+extra_columns:
   BPW: {{kind: storage}}
 scales: [pocket]
 """
@@ -45,7 +45,7 @@ series:
 {widths}models: [Llama-3.2-1B]
 measure: {{kind: histogram, show: weights, unit: "%"}}
 across: {{kind: histogram, show: bins}}
-points: units
+points: axis
 x: weight
 y: weights in a bin, %
 printed: "no numbers; the text says that dequantized weights collapse into few coarse clusters at low bits"
@@ -72,18 +72,18 @@ def check(source: Path) -> dict[str, str]:
         with safe_open(source, "pt") as file:
             facts, keys = json.loads(file.metadata()["lowbit"]), list(file.keys())
     except Exception as error:  # a damaged file has many kinds
-        raise UserError(f"{source}: no compressed model ({error}); name the folder of a compress job") from None
+        raise UserError(f"{source}: not a compressed model ({error}); name the folder of a compress job") from None
     meta, layers = facts["meta"], facts["layers"]
     if "any_precision" not in meta.get("recipe", ""):
         raise UserError(
             f"{source}: made by {meta.get('recipe') or 'no recipe'}; a master is of bitbybit(any_precision=true)"
         )
     if not (models.POCKET / meta["model"] / "config.json").is_file():
-        raise UserError(f"{source}: {meta['model']} is no pocket model; only a pocket model's master is committed")
+        raise UserError(f"{source}: {meta['model']} is not a pocket model; only a pocket model's master is committed")
     models.check_fingerprint(meta["model"], meta["fingerprint"], source)
     narrow = [name for name, numbers in layers.items() if (numbers.get("bits"), numbers.get("shift")) != (8, 0)]
     if narrow or not layers:
-        raise UserError(f"{source}: {narrow[0] if narrow else 'no layer'} has no codes of 8 bits; it is no master")
+        raise UserError(f"{source}: {narrow[0] if narrow else 'no layer'} has no codes of 8 bits; it is not a master")
     kinds = ("codes", "scales", "factor", "zeros", "index")
     more = [key for key in keys if key.rpartition("/")[2] not in kinds]
     if more or facts["dense"] or any(facts["attachments"].values()):

@@ -1,4 +1,4 @@
-"""Perplexity as GPTQ measures it, and what settles with far less text: KL divergence and top-1 agreement.
+"""Perplexity as GPTQ measures it, and KL divergence and top-1 agreement, which need far less text.
 
 The token ids of a whole corpus are cut into windows that do not overlap, the tail is dropped, and nothing is carried
 from one window to the next. In a window of `L` ids the model predicts the last `L - 1` from those before them:
@@ -192,7 +192,9 @@ def load_frame(path: Path | str, label: str | None = None) -> "pd.DataFrame":
         table = pq.read_table(path, partitioning=None)
     except (OSError, pa.ArrowException) as error:
         first = str(error).partition("\n")[0]
-        raise UserError(f"{path}: not a whole Parquet file ({first}); delete it and build it again") from None
+        raise UserError(
+            f"{path}: an incomplete or damaged Parquet file ({first}); delete it and build it again"
+        ) from None
     if not table.schema.equals(_schema(label), check_metadata=False):
         listed = ", ".join(f"{field.name} {field.type}" for field in table.schema)
         raise UserError(f"{path}: its columns are not those of per-window scores ({listed}); build it again")

@@ -1,4 +1,4 @@
-"""A quantized weight: codes, scales and zeros, and the weight that they stand for; and formats that are no such grid.
+"""Quantized weights: codes, scales and zeros with their dequantized values, and formats that are no such grid.
 
 A format that is no uniform grid is a class of its own. It offers what `LowBitModel` needs of a weight: `FORMAT`, its
 name, `TENSORS` and `NUMBERS`, what is saved, `shape`, `dequantize`, `rows`, `stored_bits` and `restored`. Its module

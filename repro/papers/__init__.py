@@ -129,12 +129,12 @@ def claims(paper: str) -> dict[str, dict[str, str]]:
 
 def audit(paper: str) -> list[Finding]:
     """The findings of a paper's audit; an audit without ids is numbered A001, A002, … in its own order."""
-    found = []
+    findings = []
     for i, line in enumerate(_lines(paper, "audit"), start=1):
         recomputed = line["recomputed"] if "recomputed" in line else line["recomputed_or_other_source"]
         place = (line.get("id", f"A{i:03}"), line["table"], line["cell"])
-        found.append(Finding(*place, line["printed"], recomputed, line["difference"]))
-    return found
+        findings.append(Finding(*place, line["printed"], recomputed, line["difference"]))
+    return findings
 
 
 def data_figures(paper: str) -> list[Figure]:

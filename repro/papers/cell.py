@@ -1,4 +1,4 @@
-"""A cell: one row, column, model and metric of a table or figure, what was printed there, what would measure it."""
+"""Cells: one row, column, model and metric of a table or figure, its printed value, and what measures it."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from repro.core.errors import UserError, shortened
 
-Place = tuple[str, str, str, str]  # row, column, model, metric
+CellKey = tuple[str, str, str, str]  # row, column, model, metric
 FULL_PRECISION = "fp16"  # the recipe without any step
 
 
@@ -47,7 +47,7 @@ class Cell:
     variables: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def place(self) -> Place:
+    def cell_key(self) -> CellKey:
         """Row, column, model and metric."""
         return (self.row, self.col, self.model, self.metric)
 
@@ -57,10 +57,10 @@ class Cell:
         return self.recipe == FULL_PRECISION
 
     @cached_property
-    def key(self) -> tuple[str, ...]:
+    def identity(self) -> tuple[str, ...]:
         """What tells it from every other cell of a scale, those that a spec derives from it included."""
         what = (self.measure, repr(self.params), self.recipe, str(self.seeds), self.calibration, self.stand_in)
-        return (self.table, *self.place, *what, repr(self.variables))
+        return (self.table, *self.cell_key, *what, repr(self.variables))
 
     @property
     def table(self) -> str:

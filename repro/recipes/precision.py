@@ -1,4 +1,4 @@
-"""How a text names a schedule of precision, and which recipes make the copies of a model's layers that it needs.
+"""Names of precision schedules, and the recipes of the weight copies that they need.
 
     flexquant                                   the paper's defaults
     flexquant(threshold=2.0, layers=4)          fields of `repro.methods.flexquant.config.Config`

@@ -72,7 +72,7 @@ class Step:
 
     @property
     def work(self) -> Callable[..., Any] | None:
-        """What its training takes, as `repro.train.estimate` asks for it; None of a step that is not trained."""
+        """What its training takes, as `repro.train.training_cost` asks for it; None of a step that is not trained."""
         return getattr(self.module, "work", None)
 
 
@@ -136,26 +136,26 @@ def parse(text: str) -> Recipe:
 @cache
 def _parsed(text: str, steps: tuple[tuple[str, ModuleType], ...]) -> Recipe:
     """The recipe of a text, read once for each set of steps."""
-    found = tuple(_build(name, values, text) for name, values in _read(text))
-    kinds = Counter(step.attaches for step in found if step.attaches)
+    built = tuple(_build(name, values, text) for name, values in _read(text))
+    kinds = Counter(step.attaches for step in built if step.attaches)
     if twice := [kind for kind, count in kinds.items() if count > 1]:
         raise _error(text, f"a second {twice[0]} is refused; a layer takes one attachment of each kind")
-    for first, then in pairwise(found):
+    for first, then in pairwise(built):
         if first.attaches == "sparsity":
             raise _error(text, f"{then.name} after {first.name} is refused; {first.name} is a recipe's last step")
-    for first, then in zip_longest(found, found[1:]):
+    for first, then in zip_longest(built, built[1:]):
         if first.prepares and (then is None or then.attaches):
             raise _error(
                 text,
                 f"{first.name} stores no weights; put a quantizer after it: {first.name} + rtn-w4-g128",
             )
-    for first, then in pairwise(found[1:]):  # a compensator that comes first says itself that nothing is quantized
+    for first, then in pairwise(built[1:]):  # a compensator that comes first says itself that nothing is quantized
         if first.attaches == "compensator" and not then.attaches:
             raise _error(
                 text,
                 f"{then.name} after {first.name} is refused; a compensator corrects what quantizers before it left",
             )
-    return Recipe(found)
+    return Recipe(built)
 
 
 def with_options(text: str, options: Mapping[str, Mapping[str, Any]]) -> str:
@@ -261,13 +261,13 @@ def _words(part: str) -> tuple[str, list[str]]:
 
 def _signed(words: list[str]) -> list[str]:
     """The words of a dash form, those that a minus sign has cut put together again: `g`, `1` of `g-1` as `g=-1`."""
-    found: list[str] = []
+    joined: list[str] = []
     for word in words:
-        if found and found[-1] in SHORT and re.fullmatch("[0-9]{1,9}", word):
-            found[-1] += f"=-{word}"
+        if joined and joined[-1] in SHORT and re.fullmatch("[0-9]{1,9}", word):
+            joined[-1] += f"=-{word}"
         else:
-            found.append(word)
-    return found
+            joined.append(word)
+    return joined
 
 
 def _option(step: str, word: str, text: str) -> tuple[str, Any]:

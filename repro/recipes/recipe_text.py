@@ -1,4 +1,4 @@
-"""The text of a recipe below its steps: splitting outside brackets, and YAML values read and written."""
+"""Recipe text below the level of steps: split outside brackets, read and write YAML values."""
 
 import json
 import math
@@ -70,13 +70,13 @@ def split(text: str, separator: str) -> list[str]:
 
 def widths(words: Iterable[str], fields: Container[str]) -> list[str]:
     """The options of a step with `w2a16` as `w2` and `a16`; the latter only where a step quantizes its inputs."""
-    found = []
+    options = []
     for word in words:
         both = None if word in fields else re.fullmatch("(w[0-9]{1,9})(a[0-9]{1,9})", word)
-        found += [word] if both is None else [both[1], both[2]]
+        options += [word] if both is None else [both[1], both[2]]
         if both and both[2] == "a16" and "act_bits" not in fields:
-            found.pop()
-    return found
+            options.pop()
+    return options
 
 
 def _in_number(text: str, i: int) -> bool:

@@ -1,4 +1,4 @@
-"""A table's content: under each printed column the paper's value and what was measured, then verdicts and remarks."""
+"""Content of a table: the paper's value and ours under each printed column, then verdicts and remarks."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -7,23 +7,24 @@ from itertools import chain
 
 from repro import papers
 from repro.metrics import metric_of
-from repro.papers.cell import Cell, Place, is_printed
+from repro.papers.cell import Cell, CellKey, is_printed
 from repro.render.sheet import Pair, Sheet
 from repro.results.measured import Measured
-from repro.results.recorded import JOIN
+from repro.results.stored_rows import JOIN
 from repro.specs import tables
 from repro.stats.statistics import Interval
 from repro.store.measurement import SHOWN, Measurement
-from repro.verdicts import claims
+from repro.verdicts import judging
 from repro.verdicts.table_results import TableResults
 
 WORDS = {
     **{"no_stand_in": "no stand-in", "not_run": "not run", "too_long": "too long", "other_device": "other device"},
     "oom": "out of memory",
+    "at_chance": "at chance",
 }
 MARKS = {
     **{"arithmetic": "§", "partial": "*", "replicated": "°", "differs": "≠"},
-    **{"unattested": "‖", "stale": "†", "floor": "‡"},
+    **{"unattested": "‖", "stale": "†", "at_chance": "‡"},
 }
 LEGEND = {
     "§": "arithmetic on the recipe and the public shapes of the paper's own model; nothing ran",
@@ -55,17 +56,17 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
         results: what is shown, all of it looked up.
         only: the rows that are shown; all without it.
     """
-    paper, number, found, scale = results.paper, results.number, results.found, results.scale
+    paper, number, by_key, scale = results.paper, results.number, results.by_key, results.scale
     cells = [cell for cell in results.cells if only is None or cell.row in only]
     spec = tables.table(paper, number)
     named = f"{paper}, Table {number}" if number.isdecimal() else f"{paper}, {number}".removeprefix(", ")
     title = f"{named}: {spec.title}"
     if not tables.path_of(paper, number).is_file():
-        return _printed_grid(title, cells, f"As printed, {len(found)} cells; no spec yet.")
+        return _printed_grid(title, cells, f"As printed, {len(by_key)} cells; no spec yet.")
     label = _labels(cells)
-    leads = {label[cell.col] for cell in cells if cell.metric in spec.beside and _compares(cell)}
+    leads = {label[cell.col] for cell in cells if cell.metric in spec.extra_columns and _compares(cell)}
     columns = sorted(dict.fromkeys(label[cell.col] for cell in cells), key=lambda col: col not in leads)
-    bare = _without_values(cells, found, label)
+    bare = _without_values(cells, by_key, label)
     printed = {one.row for one in papers.printed(paper, number)} if cells and is_printed("table", number) else set()
     rows: list[Sequence[str | Pair]] = []
     for model in dict.fromkeys(cell.model for cell in cells):
@@ -73,7 +74,7 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
         stand_in = scale.stand_in(model) if model else None
         if model:
             graded = f", grade {scale.grade}" if stand_in else ""
-            timed = [found[cell.place] for cell in mine if found[cell.place].external]  # of shapes
+            timed = [by_key[cell.cell_key] for cell in mine if by_key[cell.cell_key].external]  # of shapes
             devices = {one.measurement.stand_in for one in timed} - {""}
             here = stand_in or " and ".join(sorted(devices)) or "no stand-in at this scale"
             rows.append([f"{model}; here: {here}{graded}"])
@@ -81,7 +82,7 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
             at: dict[str, list[Measured]] = {col: [] for col in columns}
             for cell in mine:
                 if cell.row == row:
-                    at[label[cell.col]].append(found[cell.place])
+                    at[label[cell.col]].append(by_key[cell.cell_key])
             texts = [_pair(at[col], (col, False) in bare, (col, True) in bare) for col in columns]
             if row in printed or any(pair.here for pair in texts):
                 rows.append([row, *texts])
@@ -89,7 +90,7 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
         columns, rows = ["target", "verdict"], _with_targets(results.verdicts, spec, rows)
     else:
         columns, rows = _without_empty_columns(columns, rows)
-    scaled = any(cell.model and scale.stand_in(cell.model) and not found[cell.place].external for cell in cells)
+    scaled = any(cell.model and scale.stand_in(cell.model) and not by_key[cell.cell_key].external for cell in cells)
     notes = [f"Scale {scale.name}: {scale.about}."] if scaled and paper not in tables.FOLDERS else []
     if len(spec.measure) > 1 and not number.isdecimal() and paper not in tables.FOLDERS:
         notes.append(f"In a cell: {' / '.join(spec.measure)}.")
@@ -131,15 +132,15 @@ def _labels(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _without_values(
-    cells: Sequence[Cell], found: Mapping[Place, Measured], label: Mapping[str, str]
+    cells: Sequence[Cell], by_key: Mapping[CellKey, Measured], label: Mapping[str, str]
 ) -> dict[tuple[str, bool], str]:
     """Columns without any measured value, and of others those without any change in nats: in a word, why."""
     statuses: dict[tuple[str, bool], list[str]] = {}
     for cell in cells:
         key = label[cell.col], cell.metric.endswith(tables.LOG_PROBABILITY)
-        statuses.setdefault(key, []).append(found[cell.place].measurement.status)
+        statuses.setdefault(key, []).append(by_key[cell.cell_key].measurement.status)
     bare: dict[tuple[str, bool], str] = {}
-    if not any(cell.printed or found[cell.place].measurement.status in SHOWN for cell in cells):
+    if not any(cell.printed or by_key[cell.cell_key].measurement.status in SHOWN for cell in cells):
         return bare  # a table of our own that has nothing else to show
     for key, mine in statuses.items():
         if not any(status in SHOWN for status in mine):
@@ -195,16 +196,16 @@ def _printed_grid(title: str, cells: Sequence[Cell], note: str) -> Sheet:
 
 
 def _with_targets(
-    verdicts: Iterable[claims.Judged], spec: tables.Spec, rows: list[Sequence[str | Pair]]
+    verdicts: Iterable[judging.Judged], spec: tables.Spec, rows: list[Sequence[str | Pair]]
 ) -> list[Sequence[str | Pair]]:
     """Rows of one column with the target of each of its metrics where the printed value stands, and the verdicts."""
     targets: dict[str, dict[str, tuple[str, str]]] = {}  # by row and metric
     for judged in verdicts:
         claim = judged.spec
-        for (_, named), case in zip(claim.places(), judged.cases):
+        for (_, named), case in zip(claim.case_cells(), judged.cases):
             if list(named) == [claim.quantity]:
                 ((row, _, _, metric),) = named.values()
-                word = "–" if case.verdict is None else claims.PLAIN[case.verdict]
+                word = "–" if case.verdict is None else judging.PLAIN[case.verdict]
                 targets.setdefault(row, {})[metric] = (case.holds.replace(">=", "≥").replace("<=", "≤"), word)
     out: list[Sequence[str | Pair]] = []
     for row in rows:
@@ -251,7 +252,7 @@ def _first(one: Measured) -> str:
     """A measured value against full precision; the mark alone of an accuracy that is at chance, which says nothing."""
     cell, m = one.cell, one.measurement
     if _is_folded(m):
-        return MARKS["floor"]
+        return MARKS["at_chance"]
     if m.status == "not_run" and cell.is_full_precision and _compares(cell):
         itself = metric_of(cell).itself
         return here(m) if itself is None else f"{itself:g}"
@@ -260,12 +261,12 @@ def _first(one: Measured) -> str:
 
 def _accuracy(m: Measurement) -> str:
     """An accuracy next to the log probability that is compared: where it is above chance, and no interval."""
-    return MARKS["floor"] if _is_folded(m) else here(replace(m, lo=None, hi=None))
+    return MARKS["at_chance"] if _is_folded(m) else here(replace(m, lo=None, hi=None))
 
 
 def _is_folded(m: Measurement) -> bool:
     """Whether it is one of many accuracies at chance, of which the table says what full precision has in one line."""
-    return m.status == "floor" and m.number.isdecimal()
+    return m.status == "at_chance" and m.number.isdecimal()
 
 
 def _in_nats(m: Measurement, change: Interval | None) -> str:
@@ -300,8 +301,8 @@ def here(m: Measurement, against: Interval | None = None) -> str:
     """A measured value with marks, what a reader compares first; or the status that says why there is none."""
     if m.status not in SHOWN or m.value is None:
         return WORDS.get(m.status, m.status)
-    marks = "".join(dict.fromkeys(MARKS[w] for w in (m.live, m.status) if w in MARKS))
-    marks += f"{m.n}" if m.live == "partial" and m.n else ""
+    marks = "".join(dict.fromkeys(MARKS[w] for w in (m.source, m.status) if w in MARKS))
+    marks += f"{m.n}" if m.source == "partial" and m.n else ""
     if against is not None:
         decimals = max(0, 4 - len(f"{abs(against.value):.0f}"))  # four digits of what is greater than 1
         ratio = against.value > 0.5 and m.unit == "ppl"
@@ -324,7 +325,7 @@ def remarks(results: TableResults) -> list[str]:
     """The table's own notes, verdicts of its claims, how it was measured, where, and what the marks mean."""
     cells = results.measurements
     out = [*tables.table(results.paper, results.number).notes, *map(verdict_line, results.verdicts)]
-    ran = [m for m in cells if m.value is not None and m.live and m.device]
+    ran = [m for m in cells if m.value is not None and m.source and m.device]
     if ran:
         covers = sorted({m.covers for m in ran if m.covers})
         read = "× is the ratio to full precision on the same windows. " if any(m.unit == "ppl" for m in ran) else ""
@@ -339,11 +340,11 @@ def remarks(results: TableResults) -> list[str]:
         out.append(f"Measured on {'; '.join(_origins(ran))}.")
     missing = sorted({m.note for m in cells if m.status in ("unsupported", "diverged", "oom") and m.note})
     out += [f"Not possible: {note}." for note in missing]
-    absent = {one.lacking for one in results.found.values()} - {""}
+    absent = {one.lacking for one in results.by_key.values()} - {""}
     out += [f"Not run: {why}." for why in sorted(absent)]
     out += _at_chance(cells)
     out += [MEANS] * any(getattr(cell.params, "without", ()) == ("boolq",) for cell in results.cells)
-    words = {m.live for m in cells} | {m.status for m in cells}
+    words = {m.source for m in cells} | {m.status for m in cells}
     marks = {MARKS[word] for word in words if word in MARKS}
     return out + [f"{mark} {LEGEND[mark]}." for mark in LEGEND if mark in marks]
 
@@ -375,8 +376,8 @@ def _at_chance(cells: Sequence[Measurement]) -> Iterator[str]:
         yield NATS if all(nats) else f"{NATS} Where none stand behind a value they were not run."
 
 
-def verdict_line(judged: claims.Judged) -> str:
-    """A claim with its verdict and count of cases, grade, models, values and further readings, in one line."""
+def verdict_line(judged: judging.Judged) -> str:
+    """A claim with its verdict and count of cases, grade, models, values and cross-checks, in one line."""
     spec, ours = judged.spec, tables.split(judged.spec.table)[0] in tables.FOLDERS
     facts = [judged.said] if judged.verdict else []
     if judged.measured:
@@ -386,7 +387,7 @@ def verdict_line(judged: claims.Judged) -> str:
         facts += [f"on {models}"] if models else []
         facts += ["one seed"] if judged.one_seed else []
         facts += [f"measured: {measured(judged)}"]
-        facts += also(judged)
+        facts += cross_checks(judged)
     facts += [judged.why] if judged.why else []
     facts += [f"predicate changed after the runs: {spec.changed}"] if spec.changed else []
     facts += [f"the paper's own numbers: {judged.own_numbers}"] if judged.own_numbers and not ours else []
@@ -394,37 +395,37 @@ def verdict_line(judged: claims.Judged) -> str:
     return f"{spec.claim}: {spec.says}. {'Target' if ours else 'Printed'}: {spec.printed}. {text[0].upper()}{text[1:]}."
 
 
-def measured(judged: claims.Judged) -> str:
+def measured(judged: judging.Judged) -> str:
     """The values of the cases that have a verdict, with their intervals if they are few; what is compared in nats."""
     shown = f"{readings(of_measured(judged), judged.spec.percent)} {judged.spec.unit}".rstrip()
     nats = any(case.nats and case.verdict is not None for case in judged.cases)
     return f"{shown} (of log probability, in nats)" if nats else shown
 
 
-def of_measured(judged: claims.Judged) -> list[tuple[float | None, float | None, float | None]]:
+def of_measured(judged: judging.Judged) -> list[tuple[float | None, float | None, float | None]]:
     """Value and interval of every case that has a verdict."""
     return [(case.measured, case.lo, case.hi) for case in judged.cases if case.verdict is not None]
 
 
-def also(judged: claims.Judged) -> list[str]:
-    """A claim's further readings: the values of its cases, and where verdict or values are others than the claim's own.
+def cross_checks(judged: judging.Judged) -> list[str]:
+    """A claim's cross-checks: the values of its cases, and where verdict or values are others than the claim's own.
 
     A value is another where the interval of the difference excludes 0.
     """
     lines = []
-    for name in judged.spec.also if judged.measured else ():
+    for name in judged.spec.cross_checks if judged.measured else ():
         both = []
         for case in judged.cases:
             if case.verdict is not None:
-                both += [(case.verdict, one) for one in case.also if one.name == name]
+                both += [(case.verdict, one) for one in case.cross_checks if one.name == name]
         if not both:
             continue
-        found, apart = [one.verdict for _, one in both], [one.apart for _, one in both]
-        said = claims.together(found)
-        word = claims.PLAIN[said]
-        held = claims.counted([verdict == claims.HOLDS for verdict in found])
-        agrees = "agrees" if said == claims.together([v for v, _ in both]) else f"disagrees: {word} ({held})"
-        agrees += f", another value in {claims.counted(apart)}" * any(apart)
+        verdicts, apart = [one.verdict for _, one in both], [one.apart for _, one in both]
+        said = judging.together(verdicts)
+        word = judging.PLAIN[said]
+        count = judging.counted([verdict == judging.HOLDS for verdict in verdicts])
+        agrees = "agrees" if said == judging.together([v for v, _ in both]) else f"disagrees: {word} ({count})"
+        agrees += f", another value in {judging.counted(apart)}" * any(apart)
         lines.append(f"{name}: {readings([one[1:4] for _, one in both], judged.spec.percent)} ({agrees})")
     return lines
 

@@ -1,13 +1,13 @@
-"""Draw one table, figure or page of a scale, as a rule of the workflow asks."""
+"""Render one table, figure or page of a scale, as a rule of the workflow asks."""
 
 import json
 
 from repro.core.errors import logged
-from repro.render import figures, page, tables
+from repro.render import figure_files, page, table_files
 from repro.specs import scale
 from repro.workflow.workflow import Workflow
 
-DRAWN = {"table": tables.build, "figure": figures.build, "page": page.build}
+DRAWN = {"table": table_files.build, "figure": figure_files.build, "page": page.build}
 
 
 def draw(config: str, what: str, name: str, log: str) -> None:

@@ -9,9 +9,10 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import chain
 
-from repro.render.columns import Grid, Measured, Plan, fit, fold, of_panel
 from repro.render.sheet import Sheet, grids
+from repro.render.text_grid import ColumnPlan, MeasuredText, TextGrid, fit, fold, of_panel
 
 # Points at 10 pt, from cmr10.tfm.
 WIDTHS = {
@@ -48,8 +49,10 @@ MATH = {
     4.6: r"† \dagger ‡ \ddagger § \S ° ^\circ",
     3.2: r"· \cdot",
 }
-UNICODE = {c: (f"${name}$", w) for w, names in MATH.items() for c, name in zip(names.split()[::2], names.split()[1::2])}
-UNICODE |= {"–": ("--", 5.0), "—": ("---", 10.0), "…": (r"\ldots{}", 13.4)}
+UNICODE = {"–": ("--", 5.0), "—": ("---", 10.0), "…": (r"\ldots{}", 13.4)}
+for _width, _names in MATH.items():
+    _words = _names.split()
+    UNICODE |= {c: (f"${name}$", _width) for c, name in zip(_words[::2], _words[1::2])}
 
 LIGATURES = ("--", "``", "''", "?`", "!`")  # that would be read as another character
 MINUS = re.compile(r"(?<![\w.)])-(?=[\d.])")
@@ -64,7 +67,7 @@ class Layout:
     gap: float
     landscape: bool
     page: float
-    plan: Plan
+    plan: ColumnPlan
 
 
 def layout(sheet: Sheet) -> Layout:
@@ -98,14 +101,14 @@ NUMERAL = re.compile(r"(?<![\w.])[-−+×]?(?:\d+(?:,\d{3})*)?\.?\d+(?![\w.])")
 MARK = r"[*°≠†‡§‖]+\d*"  # what may follow a number without a blank, as `*8`: on 8 windows
 
 
-def align(grid: Grid) -> Grid:
+def align(grid: TextGrid) -> TextGrid:
     """The grid whose values have, column by column, as many characters on either side of each decimal point.
 
     A value is the numbers in it with what stands between and after them; values of other shapes are aligned among
     themselves, words and intervals on a line of their own are not.
     """
     body = [[list(line) for line in block] for block in grid.body]
-    lines = [line for block in body for line in block if len(line) > 1]
+    lines = [line for line in chain.from_iterable(body) if len(line) > 1]
     for i in range(grid.left, len(grid.head)):
         shapes: dict[str, list[list[str]]] = {}
         for line in lines:
@@ -115,7 +118,7 @@ def align(grid: Grid) -> Grid:
         for same in shapes.values():
             for line, text in zip(same, _aligned([line[i] for line in same])):
                 line[i] = type(line[i])(text)
-    return Grid(grid.head, body, grid.left)
+    return TextGrid(grid.head, body, grid.left)
 
 
 def _aligned(texts: Sequence[str]) -> list[str]:
@@ -170,7 +173,7 @@ def _height(made: Layout, sheet: Sheet) -> float:
 def text_width(text: str) -> float:
     """Points at 10 pt."""
     wide = sum(map(_char_width, MINUS.sub("−", text)))
-    if isinstance(text, Measured) and (number := _number(text)):
+    if isinstance(text, MeasuredText) and (number := _number(text)):
         wide += (BOLD - 1) * text_width(str(number))
     return wide
 
@@ -226,11 +229,9 @@ def _panel(made: Layout, columns: list[int]) -> list[str]:
 
 
 def _text_column(made: Layout, i: int) -> str:
-    wide = max(
-        (made.scale * text_width(line[i]) for block in made.plan.grid.body for line in block if len(line) > 1),
-        default=0.0,
-    )
-    wide = max(wide, made.scale * text_width(made.plan.grid.head[i]))
+    grid = made.plan.grid
+    texts = [grid.head[i], *(line[i] for line in chain.from_iterable(grid.body) if len(line) > 1)]
+    wide = made.scale * max(map(text_width, texts))
     given = made.plan.widths[i]
     return "l" if wide <= given + 1e-6 else rf">{{\raggedright\arraybackslash}}p{{{given:.2f}pt}}"
 
@@ -245,18 +246,18 @@ def _cell(cell: str, made: Layout, text_column: int | None) -> str:
     if text_column is not None:
         return (
             rf"\hfill\textit{{{cell}}}"
-            if isinstance(cell, Measured)
+            if isinstance(cell, MeasuredText)
             else _tex(cell, made.plan.widths[text_column] / made.scale)
         )
     text = str(cell)
-    number = _number(text) if isinstance(cell, Measured) else ""
+    number = _number(text) if isinstance(cell, MeasuredText) else ""
     return rf"\textbf{{{_tex(number)}}}{_tex(text[len(number) :])}" if number else _tex(text)
 
 
 def _number(text: str) -> str:
     """The leading number of a measured value with its unit, also behind the mark of chance; empty for a word."""
-    found = re.match(rf"(‡; )?[-−+×]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?({GHOSTS.pattern})?", text)
-    return found[0] if found else ""
+    match = re.match(rf"(‡; )?[-−+×]?\.?\d[\d.,]*(e[-+]?\d+)?[%x×]?({GHOSTS.pattern})?", text)
+    return match[0] if match else ""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the papers' own numbers say of their claims, by arithmetic on printed cells: never a verdict on a method."""
+"""Check claims on the papers' own numbers, by arithmetic on printed cells: never a verdict on a method."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from repro import papers
 from repro.render import content
 from repro.specs import tables
 from repro.specs.claims import ClaimSpec
-from repro.verdicts.claims import Judged
+from repro.verdicts.judging import Judged
 
 HEAD = ("claim", "where", "what it says", "printed", "from its cells", "the numbers are")
 WORDS = {"yes": "consistent", "partly": "partly consistent", "no": "inconsistent"}  # of claims.csv
@@ -15,7 +15,9 @@ WORDS = {"yes": "consistent", "partly": "partly consistent", "no": "inconsistent
 def claims_of(paper: str) -> list[ClaimSpec]:
     """Every predicate on a paper, the headline table's first, in the order of the tables."""
     every = [claim for claim in tables.headline().claims if tables.split(claim.table)[0] == paper]
-    every += [claim for both in tables.specified() if both[0] == paper for claim in tables.table(*both).claims]
+    for other, number in tables.specified():
+        if other == paper:
+            every += tables.table(paper, number).claims
     order = papers.tables(paper)
     numbers = [tables.split(claim.table)[1] for claim in every]
     return [c for _, c in sorted(zip(numbers, every), key=lambda x: order.index(x[0]) if x[0] in order else len(order))]
@@ -31,8 +33,8 @@ def rows(judged: Sequence[Judged]) -> Iterator[list[str]]:
     for one in judged:
         if one.own_numbers or one.spec.judged_on_printed:
             printed = content.readings([(case.printed, None, None) for case in one.cases], one.spec.percent) or "–"
-            held = [case.measured for case in one.cases if case.measured is not None]
-            here = content.readings([(x, None, None) for x in held], one.spec.percent) if not one.verdict else ""
+            measured = [case.measured for case in one.cases if case.measured is not None]
+            here = content.readings([(x, None, None) for x in measured], one.spec.percent) if not one.verdict else ""
             said = "; ".join(filter(None, [one.own_numbers or "not all printed", one.why * (not one.verdict)]))
             said += f"; on the stand-ins {here}" * bool(here)
             where = title(tables.split(one.spec.table)[1])

@@ -1,4 +1,4 @@
-"""A paper on one page, `docs/<paper>.md`: what was seen and what was not, what is open, where its numbers differ.
+"""One page per paper, `docs/<paper>.md`: what was reproduced and what was not, what is open, where numbers differ.
 
 It is made of specs and accepted results alone, so that it comes out the same wherever it is built; a test compares the
 committed copy with them.
@@ -12,15 +12,15 @@ from pathlib import Path
 from repro import papers
 from repro.core.errors import UserError, unknown
 from repro.core.files import write_text
-from repro.render import content, figures, own_numbers
+from repro.render import content, figure_files, own_numbers
 from repro.render.sheet import Sheet, markdown
 from repro.specs import figures as drawn
 from repro.specs import tables
 from repro.specs.claims import ClaimSpec
 from repro.stats.quantity import compose
 from repro.store.measurement import MEASURED, SHOWN
-from repro.verdicts import claims
-from repro.verdicts.claims import Judged
+from repro.verdicts import judging
+from repro.verdicts.judging import Judged
 from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
@@ -56,7 +56,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     at = flow.scale
     flow = flow if flow.is_of_results else Workflow.of_results(at)
     grids = _grids(flow, paper, out)
-    judged = [claims.judge(flow, claim) for claim in own_numbers.claims_of(paper)]
+    judged = [judging.judge(flow, claim) for claim in own_numbers.claims_of(paper)]
     shown: set[str] = set()
     for one in judged:
         if one.verdict:
@@ -74,7 +74,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
         *_own_numbers(paper, judged),
         *_summary(paper, judged),
         *_folded("Every claim of the paper in its order, with its verdicts", _every(paper, judged)),
-        *_folded("Every case with its further readings", _readings(paper, judged), _classes(flow, paper)),
+        *_folded("Every case with its cross-checks", _cross_checks(paper, judged), _classes(flow, paper)),
         *_questions(flow, paper),
         *_findings(paper, shown),
     ]
@@ -88,7 +88,7 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
     written = []
     for number in papers.tables(paper):
         results = table_results(flow, paper, number)
-        if not any(m.status in MEASURED and m.live != "arithmetic" for m in results.measurements):
+        if not any(m.status in MEASURED and m.source != "arithmetic" for m in results.measurements):
             continue
         grid = markdown(content.sheet(results))
         head = f"# {paper}, Table {number}\n\n[All of this paper, and its words](../{paper}.md). How to read a cell: "
@@ -156,12 +156,12 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     for one in judged:
         if one.verdict:
             word = (
-                claims.PLAIN[claims.UNDECIDED]
-                if one.verdict.startswith(claims.PLAIN[claims.UNDECIDED])
+                judging.PLAIN[judging.UNDECIDED]
+                if one.verdict.startswith(judging.PLAIN[judging.UNDECIDED])
                 else one.verdict
             )
             words.setdefault(word, []).append(one)
-    order = [claims.ON_STAND_INS, *claims.PLAIN, *reversed(claims.DIRECTIONS)]
+    order = [judging.ON_STAND_INS, *judging.PLAIN, *reversed(judging.DIRECTIONS)]
     lines = []
     for word in sorted(words, key=lambda word: order.index(word) if word in order else len(order)):
         said = (f"{_ids(one)}{f', {one.spec.says}' * one.measured}" for one in words[word])
@@ -175,7 +175,7 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     if known:
         lines = (f"{line['id']} {line['recomputed']} ({own_numbers.WORDS[line['consistent']]})" for line in known)
         yield f"Of these by arithmetic on printed numbers ({len(known)}): {'; '.join(lines)}."
-    reasons = claims.unjudged(paper)
+    reasons = judging.unjudged(paper)
     left = [line["id"] for line in bare if line["id"] in reasons]
     if left:
         lines = (f"{name} {reasons[name]}" for name in left)
@@ -184,7 +184,7 @@ def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
 
 def _every(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     """One line a claim of the paper: what it prints, what its own numbers say, every verdict or why there is none."""
-    reasons = claims.unjudged(paper)
+    reasons = judging.unjudged(paper)
     rows = []
     for name, line in papers.claims(paper).items():
         own = [one for one in judged if own_numbers.names(one.spec, name)]
@@ -215,7 +215,7 @@ def _ids(one: Judged) -> str:
 def _picture(flow: Workflow, paper: str, out: Path) -> Iterator[str]:
     path = out / f"{paper}.svg"
     if (paper, PICTURE) in drawn.specified():
-        figures.draw(flow, f"{paper}/{PICTURE}", [path])
+        figure_files.draw(flow, f"{paper}/{PICTURE}", [path])
         spec = drawn.figure(paper, PICTURE)
         yield f"![{spec.title}]({path.name})"
         yield f"{spec.title}. Printed: {spec.printed or 'no numbers'}."
@@ -243,10 +243,10 @@ def _verdicts(flow: Workflow, paper: str, judged: Sequence[Judged], grids: Seque
             rows.append([f"{where}: {tables.table(paper, number).title} {''.join(marks)}"])
             last = number
         here = content.measured(one) if one.measured else "–"
-        word = "; ".join(filter(None, [one.said, "one seed" * one.one_seed, *content.also(one)]))
+        word = "; ".join(filter(None, [one.said, "one seed" * one.one_seed, *content.cross_checks(one)]))
         word += f"; {one.why}" * bool(one.why)
         word += f"; predicate changed after the runs: {one.spec.changed}" * bool(one.spec.changed)
-        if one.verdict in claims.DIRECTIONS:
+        if one.verdict in judging.DIRECTIONS:
             word += _why_it_fails(flow, one.spec)
         rows.append([one.spec.claim, one.spec.says, one.spec.printed, here, word, one.grade or "–"])
     yield "## Verdicts"
@@ -269,10 +269,10 @@ def _why_it_fails(flow: Workflow, claim: ClaimSpec) -> str:
     """
     changed, tried, left = [], [], []
     for name in claim.ablations:
-        one = claims.judge(flow, claim.ablated(name))
+        one = judging.judge(flow, claim.ablated(name))
         if not one.measured:
             left.append(name)
-        elif one.verdict in claims.DIRECTIONS:
+        elif one.verdict in judging.DIRECTIONS:
             tried.append(f"{name} (holds in {one.count}: {content.measured(one)})")
         else:
             changed.append(f"{name} ({one.said}: {content.measured(one)})")
@@ -297,24 +297,24 @@ def _cause(text: str) -> str:
     return f"{row} ({own_numbers.title(tables.split(name)[1])})"
 
 
-def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
-    """Every measured case that has further readings, once: its value and theirs, and by model how many are apart."""
+def _cross_checks(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+    """Every measured case that has cross-checks, once: its value and theirs, and by model how many are apart."""
     yield "## Do the measures agree?"
     seen: set[frozenset] = set()
     count: dict[tuple[str, str], list[bool]] = {}
     for one in sorted(judged, key=lambda j: -len(j.cases)):
         found: set[str] = set()
         for case in one.cases:
-            found |= {reading.name for reading in case.also}
-        names, rows = [name for name in one.spec.also if name in found], []
-        for (keys, named), case in zip(one.spec.places(), one.cases):
-            place = frozenset(named.values())
-            if not case.also or place in seen:
+            found |= {check.name for check in case.cross_checks}
+        names, rows = [name for name in one.spec.cross_checks if name in found], []
+        for (keys, named), case in zip(one.spec.case_cells(), one.cases):
+            key = frozenset(named.values())
+            if not case.cross_checks or key in seen:
                 continue
-            seen.add(place)
-            of = {r.name: content.quantity(*r[1:4], one.spec.percent) + " ≠" * r.apart for r in case.also}
-            for reading in case.also:
-                count.setdefault((case.on, reading.name), []).append(reading.apart)
+            seen.add(key)
+            of = {r.name: content.quantity(*r[1:4], one.spec.percent) + " ≠" * r.apart for r in case.cross_checks}
+            for check in case.cross_checks:
+                count.setdefault((case.on, check.name), []).append(check.apart)
             label = " ".join([case.on, *(str(value) for key, value in keys.items() if key != "model")])
             own = content.quantity(case.measured, case.lo, case.hi, one.spec.percent)
             rows.append([label, own, *(of.get(name, "–") for name in names)])
@@ -322,39 +322,39 @@ def _readings(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
             head = ["case", "its own", *names]
             yield markdown(Sheet(f"{one.spec.claim}: {one.spec.says}", head, rows, left=len(head)))
     if not seen:
-        yield "No case with a further reading is measured yet."
+        yield "No case with a cross-check is measured yet."
         return
-    by_model = (f"{name} on {on} in {claims.counted(found)}" for (on, name), found in count.items())
+    by_model = (f"{name} on {on} in {judging.counted(found)}" for (on, name), found in count.items())
     said = "the 95 % interval of the difference to the claim's own value, on the windows that both have, excludes 0"
     yield f"≠: {said}: {'; '.join(by_model)}."
     if any(map(any, count.values())):
         asked = (paper, CLASSES) in tables.own()
         more = f"tables/{paper}/{CLASSES}.yaml asks it by token class" if asked else "no spec asks it"
         yield f"Windows do not say which tokens make the difference; {more}."
-    wanted = set(chain.from_iterable(one.spec.also for one in judged))
+    wanted = set(chain.from_iterable(one.spec.cross_checks for one in judged))
     bare = sorted(wanted - {name for _, name in count})
     if bare:
         yield f"Not measured yet: {', '.join(bare)}."
 
 
 def _classes(flow: Workflow, paper: str) -> Iterator[str]:
-    """By model and reading, what each class of tokens adds to the difference of two recovered shares.
+    """By model and cross-check, what each class of tokens adds to the difference of two recovered shares.
 
     The spec CLASSES has a class a row, a text a column, and two pairs of measures, damage and what of it is recovered:
     of the loss, and of KL. A share is recovered damage over damage, each summed over classes; the first text's loss is
-    what the readings are compared with.
+    what the cross-checks are compared with.
     """
     if (paper, CLASSES) not in tables.own():
         return
-    found = table_results(flow, paper, CLASSES).found
-    cells = [one.cell for one in found.values()]
+    by_key = table_results(flow, paper, CLASSES).by_key
+    cells = [one.cell for one in by_key.values()]
     rows = []
     for model in dict.fromkeys(cell.model for cell in cells):
-        mine = {cell.place: cell for cell in cells if cell.model == model}
-        if not all(found[place].measurement.status in MEASURED for place in mine):
+        mine = {cell.cell_key: cell for cell in cells if cell.model == model}
+        if not all(by_key[key].measurement.status in MEASURED for key in mine):
             continue
-        of = {place: found[place].quantity for place in mine}
-        classes, texts, measures = (list(dict.fromkeys(place[i] for place in mine)) for i in (0, 1, 3))
+        of = {key: by_key[key].quantity for key in mine}
+        classes, texts, measures = (list(dict.fromkeys(key[i] for key in mine)) for i in (0, 1, 3))
         readings = [(texts[0], *measures[2:]), *((text, *measures[:2]) for text in texts[1:])]
         for text, damage, gain in readings:
             first = (texts[0], measures[0]), (texts[0], measures[1])
@@ -390,12 +390,12 @@ def _questions(flow: Workflow, paper: str) -> Iterator[str]:
 
 def _findings(paper: str, shown: set[str]) -> Iterator[str]:
     """The audit, as footnotes by id; those of tables without a claim are named here."""
-    found = papers.audit(paper)
+    findings = papers.audit(paper)
     yield "## Where the paper and its own numbers differ"
-    rest = [f"[^{f.id}]" for f in found if not shown & set(f.table.split("; "))]
-    yield f"{len(found)} findings; at the tables above, and elsewhere: {' '.join(rest) or 'none'}."
+    rest = [f"[^{f.id}]" for f in findings if not shown & set(f.table.split("; "))]
+    yield f"{len(findings)} findings; at the tables above, and elsewhere: {' '.join(rest) or 'none'}."
     notes = []
-    for f in found:
+    for f in findings:
         where = f"Table {f.table}" if f.table[:1].isdigit() else f.table
         text = f"{where}, {f.cell}: printed {f.printed}; recomputed {f.recomputed}; difference {f.difference}."
         notes.append(f"[^{f.id}]: " + text.replace("<", "\\<"))

@@ -5,11 +5,11 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import ceil, floor
 from typing import NamedTuple
 
-from repro.render.columns import Grid, Measured, Plan, fit, fold, of_panel
+from repro.render.text_grid import ColumnPlan, MeasuredText, TextGrid, fit, fold, of_panel
 
 HERE = "here"  # labels measured values: the second line of a row, or the column next to a printed one
 BESIDE = 6  # up to this many columns, measured values stand next to the printed ones; with more, under them
@@ -44,7 +44,7 @@ class Sheet:
     left: int = 1
 
     def __post_init__(self) -> None:
-        paired = any(isinstance(cell, Pair) and cell.here.strip() for row in self.rows for cell in row)
+        paired = any(isinstance(cell, Pair) and cell.here.strip() for cell in chain.from_iterable(self.rows))
 
         def clean(row: Sequence[str | Pair]) -> list[str | Pair]:
             if len(row) not in (1, len(self.head)):
@@ -64,13 +64,13 @@ class Sheet:
     @property
     def paired(self) -> bool:
         """Whether rows hold pairs."""
-        return any(isinstance(cell, Pair) for row in self.rows for cell in row)
+        return any(isinstance(cell, Pair) for cell in chain.from_iterable(self.rows))
 
 
 # --- one line or more per row -----------------------------------------------------------------------------------------
 
 
-def grids(sheet: Sheet, short: bool = False) -> list[Grid]:
+def grids(sheet: Sheet, short: bool = False) -> list[TextGrid]:
     """The arrangements to choose from, the preferred one first."""
     if not sheet.paired:
         return [under(sheet)]
@@ -79,7 +79,7 @@ def grids(sheet: Sheet, short: bool = False) -> list[Grid]:
     return [beside(sheet)] * few + [under(sheet, folded, short) for folded in (False, True)]
 
 
-def beside(sheet: Sheet) -> Grid:
+def beside(sheet: Sheet) -> TextGrid:
     """Measured values in columns of their own, next to the printed ones."""
     rows = [row for row in sheet.rows if len(row) > 1]
     columns = [(i, 0, text) for i, text in enumerate(sheet.head[: sheet.left])]
@@ -91,13 +91,13 @@ def beside(sheet: Sheet) -> Grid:
             columns += [(i, 1, text), (i, 2, HERE)] if measured else [(i, 1, text)]
 
     def cell(row: Sequence[str | Pair], i: int, side: int) -> str:
-        return row[i] if side == 0 else row[i].printed if side == 1 else Measured(row[i].here)
+        return row[i] if side == 0 else row[i].printed if side == 1 else MeasuredText(row[i].here)
 
     body = [[[row[0]] if len(row) == 1 else [cell(row, i, side) for i, side, _ in columns]] for row in sheet.rows]
-    return Grid([Measured(text) if side == 2 else text for _, side, text in columns], body, sheet.left)
+    return TextGrid([MeasuredText(text) if side == 2 else text for _, side, text in columns], body, sheet.left)
 
 
-def under(sheet: Sheet, folded: bool = False, short: bool = False) -> Grid:
+def under(sheet: Sheet, folded: bool = False, short: bool = False) -> TextGrid:
     """Measured values on a second line, labelled `here`.
 
     Args:
@@ -112,13 +112,13 @@ def under(sheet: Sheet, folded: bool = False, short: bool = False) -> Grid:
             continue
         cells = [_folded(pair.here) if folded else [pair.here] for pair in pairs]
         first, *more = zip_longest(*cells, fillvalue="")
-        blank, measured = [""] * (sheet.left - 1), [Measured(text) for text in first]
+        blank, measured = [""] * (sheet.left - 1), [MeasuredText(text) for text in first]
         if short and not any(pair.printed for pair in pairs):
             lines = [[*label, *measured]]
         else:
-            lines = [[*label, *(pair.printed for pair in pairs)], [Measured(HERE), *blank, *measured]]
+            lines = [[*label, *(pair.printed for pair in pairs)], [MeasuredText(HERE), *blank, *measured]]
         body.append(lines + [["", *blank, *line] for line in more])
-    return Grid(list(sheet.head), body, sheet.left)
+    return TextGrid(list(sheet.head), body, sheet.left)
 
 
 def _folded(text: str) -> list[str]:
@@ -138,7 +138,7 @@ def markdown(sheet: Sheet) -> str:
     grid = grids(sheet)[0]
     heads = [_escape(text, "*") for text in grid.head]
     for i, text in enumerate(grid.head):
-        if isinstance(text, Measured):
+        if isinstance(text, MeasuredText):
             heads[i] = MARKED if text == HERE else f"{heads[i]} {MARKED}"
     rows = [heads, ["---" if i < sheet.left else "---:" for i in range(len(heads))]]
     for block in grid.body:
@@ -201,11 +201,12 @@ def terminal(sheet: Sheet, width: int | None = None) -> str:
     text = [*textwrap.wrap(sheet.title, width), rule]
     for columns in plan.panels:
         text += [*_panel(plan, columns, rule, width), rule]
-    text += [part for note in sheet.notes for part in textwrap.wrap(note, width)]
+    for note in sheet.notes:
+        text += textwrap.wrap(note, width)
     return "\n".join([*text, ""])
 
 
-def _panel(plan: Plan, columns: list[int], rule: str, width: int) -> list[str]:
+def _panel(plan: ColumnPlan, columns: list[int], rule: str, width: int) -> list[str]:
     """One panel's lines, from its head to its last row."""
     left = plan.grid.left
     wide = {i: max(1, floor(w)) if w else 0 for i, w in enumerate(plan.widths)}  # 0: a column of empty texts
@@ -216,7 +217,7 @@ def _panel(plan: Plan, columns: list[int], rule: str, width: int) -> list[str]:
         return [joined(part) for part in zip_longest(*cells, fillvalue="")]
 
     def joined(part: Sequence[str]) -> str:
-        words = [i < left and not isinstance(cell, Measured) for i, cell in zip(shown, part)]
+        words = [i < left and not isinstance(cell, MeasuredText) for i, cell in zip(shown, part)]
         sides = [c.ljust(wide[i]) if word else c.rjust(wide[i]) for i, c, word in zip(shown, part, words)]
         return "  ".join(sides).rstrip()
 
@@ -227,7 +228,8 @@ def _panel(plan: Plan, columns: list[int], rule: str, width: int) -> list[str]:
         if len(block[0]) == 1:
             out += textwrap.wrap(f"· {block[0][0]}", width)
         else:
-            out += [text for line in block for text in lines(line)]
+            for line in block:
+                out += lines(line)
     return out
 
 

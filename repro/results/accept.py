@@ -1,9 +1,9 @@
-"""`accept`: take what was built of a table or figure into results/, recomputed and checked; nothing is half-taken."""
+"""Accept built tables and figures into results/: everything is recomputed and checked, and written as a whole."""
 
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from repro.core.errors import UserError
@@ -14,14 +14,14 @@ from repro.specs import scale as scales
 from repro.store import accepted, provenance
 from repro.store.accepted import AcceptedRow
 from repro.store.job import Job, distinct
-from repro.store.measurement import MEASURED, Measurement, from_csv, text
+from repro.store.measurement import FIELDS, MEASURED, Measurement, from_csv
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
 TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under other versions than today's
 # An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
 SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
-COMPARED = tuple(field.name for field in fields(Measurement) if field.name != "live")
+COMPARED = tuple(column for column, name in FIELDS.items() if name != "source")
 
 
 def accept(path: Path) -> dict[str, int]:
@@ -66,7 +66,7 @@ def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
 
 def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
     """Recompute the fresh rows of a table or figure, and merge them into results/."""
-    rows = [row for row in built if row.live == "fresh" and row.status in TAKEN]
+    rows = [row for row in built if row.source == "fresh" and row.status in TAKEN]
     flows: dict[str, Workflow] = {}
     taken: dict[tuple[str, ...], AcceptedRow] = {}
     for row in rows:
@@ -80,7 +80,7 @@ def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
         except UserError as error:
             raise UserError(f"{where}: {row.where}: {error}") from None
     if not any(one.row.status in MEASURED for one in taken.values()):
-        raise UserError(f"{where}: no measured row to accept; one is fresh, and its status ok or floor")
+        raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status ok or floor")
     return accepted.write(taken.values())
 
 
@@ -89,31 +89,32 @@ def _flow(row: Measurement) -> Workflow:
     at = scales.load(name=row.scale)
     if at.device == "any" and row.device_class in ("cpu", "cuda"):
         at = at.on(row.device_class)
-    return Workflow(at, recorded=False)
+    return Workflow(at, stored=False)
 
 
 def _accepted_row(flow: Workflow, cell: Cell, row: Measurement) -> AcceptedRow:
     """A row as its observations say it, with all that is kept of it.
 
     Raises:
-        UserError: what is wrong with it, without its place.
+        UserError: what is wrong with it, without naming the cell.
     """
     jobs = measure.jobs_behind(flow, cell)
     for job in jobs:
         if not runner.origin(job):
-            raise UserError(f"{job.folder} is not built here; run it here, or bring it from where it ran")
+            raise UserError(f"{job.folder} is not built here; run it here, or copy it from where it ran")
     built, shown = measure.built(flow, cell), measure.fresh(flow, cell)
     if row.note == measure.NO_BETTER:  # not stored: a table that shows the row judges it again
         row = replace(row, status=shown.status, note=shown.note)
-    for name in COMPARED:
-        given, found = text(getattr(row, name)), text(getattr(shown, name))
-        if given != found:
-            raise UserError(f"{name} is {given!r}, but its jobs give {found!r}; build the table anew")
+    given, computed = row.texts(), shown.texts()
+    for column in COMPARED:
+        if given[column] != computed[column]:
+            said = f"{column} is {given[column]!r}, but its jobs give {computed[column]!r}"
+            raise UserError(f"{said}; rebuild the table")
     _check_origins(jobs)
-    if built.floor is not None and built.value is not None and built.value < built.floor:
-        raise UserError(f"{built.value} is less than the {built.floor} that the device allows; measure again")
+    if built.lower_bound is not None and built.value is not None and built.value < built.lower_bound:
+        raise UserError(f"{built.value} is less than the {built.lower_bound} that the device allows; measure again")
     quantity = flow.quantity(cell) if built.status in MEASURED else None
-    return AcceptedRow(replace(built, live=""), quantity.seeds if quantity else [], flow.inputs(cell))
+    return AcceptedRow(replace(built, source=""), quantity.seeds if quantity else [], flow.inputs(cell))
 
 
 def _computes_like(device: str) -> str:

@@ -1,4 +1,4 @@
-"""The best rate of every method of a sweep becomes what its spec has `chosen`; a list whose best is at an end goes on.
+"""Write the best rate of every method of a sweep into its spec as `selected`; extend a list whose best is at an end.
 
 A sweep is a spec of our own, such as `tables/bitbybit/rates.yaml`, with rows `METHOD, x MULTIPLE` of the same multiples
 for all methods. The first thing that it measures decides, and less is better. A method without a whole list, or whose
@@ -16,7 +16,7 @@ from repro.results import measure
 from repro.workflow.workflow import Workflow
 
 ROW = re.compile(r"(.+), x ([0-9.]+)")
-CHOSEN = re.compile(r"^chosen:.*(?:\n  - .*)*$", re.MULTILINE)
+SELECTED = re.compile(r"^selected:.*(?:\n  - .*)*$", re.MULTILINE)
 RATE = re.compile(r"(\w*lr: )([0-9.e+-]+)")
 Sweep = dict[str, dict[float, float | None]]  # by method and multiple; None where it was not measured
 
@@ -34,7 +34,7 @@ def sweep(flow: Workflow, paper: str, name: str) -> Sweep:
     """
     cells = flow.cells(paper, name)
     metric = cells[0].metric
-    found: Sweep = {}
+    rates: Sweep = {}
     for cell in cells:
         if cell.metric != metric:
             continue
@@ -46,8 +46,8 @@ def sweep(flow: Workflow, paper: str, name: str) -> Sweep:
         measured = measure.one(flow, cell)
         value = math.inf if measured.status == "diverged" else measured.value
         stale = measured.status == "stale"
-        found.setdefault(read[1], {})[float(read[2])] = None if stale else value
-    return found
+        rates.setdefault(read[1], {})[float(read[2])] = None if stale else value
+    return rates
 
 
 def best(values: Mapping[float, float | None]) -> float | None:
@@ -74,31 +74,31 @@ def _steps(multiple: float, up: bool) -> float:
     return power if is_three else 0.3 * power
 
 
-def choices(found: Sweep) -> dict[str, float]:
+def choices(rates: Sweep) -> dict[str, float]:
     """The multiple of every method that has one: the least value, neither the first nor the last of its list."""
-    return {method: best(values) for method, values in found.items() if best(values) and not further(values)}
+    return {method: best(values) for method, values in rates.items() if best(values) and not further(values)}
 
 
-def wrong(found: Sweep, chosen: Iterable[str]) -> list[str]:
+def wrong(rates: Sweep, chosen: Iterable[str]) -> list[str]:
     """The chosen rows that are not the best of their list, inside it, by what was measured."""
-    right = {label(*choice) for choice in choices(found).items()}
+    right = {label(*choice) for choice in choices(rates).items()}
     return [row for row in chosen if row not in right]
 
 
-def rewrite(spec: Path, found: Sweep) -> list[str]:
+def rewrite(spec: Path, rates: Sweep) -> list[str]:
     """Name the choices in a spec, and put the next multiple behind every list whose best is at an end.
 
     Returns:
         The rows that are new; they have to be run.
     """
     text, new = spec.read_text(encoding="utf-8"), []
-    for method, values in found.items():
+    for method, values in rates.items():
         multiple = further(values)
         if multiple is not None:
             new.append(label(method, multiple))
             text = _with_row(text, method, multiple, best(values))
-    lines = [f"  - {label(*choice)}" for choice in choices(found).items()]
-    text = CHOSEN.sub(lambda _: "\n".join(["chosen:", *lines]) if lines else "chosen: []", text)
+    lines = [f"  - {label(*choice)}" for choice in choices(rates).items()]
+    text = SELECTED.sub(lambda _: "\n".join(["selected:", *lines]) if lines else "selected: []", text)
     write_text(spec, text)
     return new
 
@@ -108,6 +108,6 @@ def _with_row(text: str, method: str, multiple: float, end: float) -> str:
     lines = text.split("\n")
     starts = {value: f'  "{label(method, value)}": ' for value in (10, end)}
     model = next(line for line in lines if line.startswith(starts[10])).removeprefix(starts[10])
-    place = next(i for i, line in enumerate(lines) if line.startswith(starts[end]))
+    line = next(i for i, line in enumerate(lines) if line.startswith(starts[end]))
     scaled = RATE.sub(lambda rate: f"{rate[1]}{float(rate[2]) * multiple / 10:.1e}", model)
-    return "\n".join([*lines[: place + 1], f'  "{label(method, multiple)}": {scaled}', *lines[place + 1 :]])
+    return "\n".join([*lines[: line + 1], f'  "{label(method, multiple)}": {scaled}', *lines[line + 1 :]])

@@ -6,11 +6,11 @@ from typing import Any
 
 from repro.core.errors import NotMeasurable, UserError, unknown
 from repro.metrics import metric_of
-from repro.papers.cell import Cell, Place
+from repro.papers.cell import Cell, CellKey
 from repro.recipes import recipe
-from repro.results import recorded
+from repro.results import stored_rows
 from repro.results.measured import Measured
-from repro.results.recorded import JOIN, ORIGIN
+from repro.results.stored_rows import JOIN, ORIGIN
 from repro.specs import figures, scale, tables
 from repro.stats.quantity import compose
 from repro.store import provenance
@@ -19,23 +19,23 @@ from repro.store.measurement import MEASURED, Measurement
 from repro.workflow import runner, versions
 from repro.workflow.workflow import Workflow
 
-FRESH = ("fresh", "partial")  # of `Measurement.live`: measured here
+FRESH = ("fresh", "partial")  # of `Measurement.source`: measured here
 NO_BETTER = "full precision is not better than the fewest bits by more than its interval"  # judged by a whole table
 
 
-def measured(flow: Workflow, cells: Iterable[Cell]) -> dict[Place, Measured]:
-    """Every cell by its place, in order, with its measurement and all that verdict, table, figure and page take of it.
+def measured(flow: Workflow, cells: Iterable[Cell]) -> dict[CellKey, Measured]:
+    """Every cell by its key, in order, with its measurement and all that verdict, table, figure and page take of it.
 
     A cell is stored when an accepted measurement of it, or of the same declared inputs in another table, stands; else
     fresh when it was measured here; else it carries the status that says why there is none. Where a workflow is to
     measure everything itself, what was measured here comes first.
     """
-    return {cell.place: one_measured(flow, cell) for cell in cells}
+    return {cell.cell_key: one_measured(flow, cell) for cell in cells}
 
 
 def one_measured(flow: Workflow, cell: Cell) -> Measured:
     """One cell likewise."""
-    return flow.once(("cell", *cell.key), lambda: _with_full(flow, cell, _judged_by_table(flow, cell)))
+    return flow.once(("cell", *cell.identity), lambda: _with_full(flow, cell, _judged_by_table(flow, cell)))
 
 
 def one(flow: Workflow, cell: Cell) -> Measurement:
@@ -43,19 +43,19 @@ def one(flow: Workflow, cell: Cell) -> Measurement:
     return one_measured(flow, cell).measurement
 
 
-def _with_full(flow: Workflow, cell: Cell, found: Measured) -> Measured:
+def _with_full(flow: Workflow, cell: Cell, one: Measured) -> Measured:
     """A cell with full precision, where its metric compares with it and both are measured on the same units."""
-    m = found.measurement
+    m = one.measurement
     if m.status not in MEASURED or not metric_of(cell).against:
-        return found
+        return one
     full = _full_precision(flow, cell)
     if cell.recipe == full.recipe:
-        return found
-    reference = _own(flow, full) if m.live in FRESH else one_measured(flow, full)
-    same_units = (reference.measurement.live in FRESH) == (m.live in FRESH)
+        return one
+    reference = _own(flow, full) if m.source in FRESH else one_measured(flow, full)
+    same_units = (reference.measurement.source in FRESH) == (m.source in FRESH)
     if reference.measurement.status not in MEASURED or not same_units:
-        return found
-    return replace(found, full=reference)
+        return one
+    return replace(one, full=reference)
 
 
 def _full_precision(flow: Workflow, cell: Cell) -> Cell:
@@ -69,10 +69,10 @@ def _full_precision(flow: Workflow, cell: Cell) -> Cell:
 
 def _judged_by_table(flow: Workflow, cell: Cell) -> Measured:
     """A cell, at chance where full precision is no better than the fewest bits of its table."""
-    found = _by_itself(flow, cell)
-    if found.measurement.status == "ok" and _at_chance(flow, cell):
-        return found.marked(status="floor", note=NO_BETTER)
-    return found
+    by_itself = _by_itself(flow, cell)
+    if by_itself.measurement.status == "ok" and _at_chance(flow, cell):
+        return by_itself.marked(status="at_chance", note=NO_BETTER)
+    return by_itself
 
 
 def _at_chance(flow: Workflow, cell: Cell) -> bool:
@@ -85,8 +85,8 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
         return False
     quantities = {}
     for name, other in (("f", _full_precision(flow, cell)), ("l", fewest)):
-        found = _by_itself(flow, other)
-        quantities[name] = found.quantity if found.measurement.status in MEASURED else None
+        one = _by_itself(flow, other)
+        quantities[name] = one.quantity if one.measurement.status in MEASURED else None
     if None in quantities.values():
         return False
     gain = compose("f - l", quantities).interval()
@@ -95,7 +95,7 @@ def _at_chance(flow: Workflow, cell: Cell) -> bool:
 
 def _by_itself(flow: Workflow, cell: Cell) -> Measured:
     """A cell's measurement, whatever those of other rows are."""
-    return flow.once(("cell by itself", *cell.key), lambda: _computed(flow, cell))
+    return flow.once(("cell by itself", *cell.identity), lambda: _computed(flow, cell))
 
 
 def _computed(flow: Workflow, cell: Cell) -> Measured:
@@ -108,37 +108,37 @@ def _computed(flow: Workflow, cell: Cell) -> Measured:
         return Measured(cell, arithmetic(cell, blank) or replace(blank, status=status))
     if not flow.is_measured(cell):
         return Measured(cell, blank)
-    if flow.waits_for_baseline(cell) and (full := one(flow, flow.full_precision(cell))).status == "floor":
+    if flow.waits_for_baseline(cell) and (full := one(flow, flow.full_precision(cell))).status == "at_chance":
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
-        facts |= {"status": "floor", "recipe": cell.recipe, "note": "full precision is at chance; not run"}
+        facts |= {"status": "at_chance", "recipe": cell.recipe, "note": "full precision is at chance; not run"}
         return Measured(cell, replace(blank, **facts))
     if metric_of(cell).JOBLESS:
         return _fresh(flow, cell)
     if not flow.jobs(cell):
         return Measured(cell, replace(blank, note=f"scale {flow.scale.name} does not measure it"))
     if absent := flow.lacking(cell):
-        return recorded.find(flow, cell) or Measured(cell, replace(blank, note=absent), lacking=absent)
-    if flow.stored_first or flow.recorded:
-        stored = recorded.find(flow, cell)
+        return stored_rows.find(flow, cell) or Measured(cell, replace(blank, note=absent), lacking=absent)
+    if flow.stored_first or flow.stored_only:
+        stored = stored_rows.find(flow, cell)
         if stored and stored.measurement.status != "stale":
             return stored
         own = _own(flow, cell)
-        return own if own.measurement.live or not stored else stored
+        return own if own.measurement.source or not stored else stored
     own = _own(flow, cell)
-    return own if own.measurement.live else recorded.find(flow, cell) or own
+    return own if own.measurement.source else stored_rows.find(flow, cell) or own
 
 
 def _own(flow: Workflow, cell: Cell) -> Measured:
     """A cell as it was measured here; `partial` where that was on its first windows or items, or with one seed."""
-    if flow.recorded:
+    if flow.stored_only:
         note = f"scale {flow.scale.name} takes it from accepted results, and there is none"
         return Measured(cell, replace(_blank(flow, cell), note=note))
     if not flow.stored_first:
         return _fresh(flow, cell)
-    found = _fresh(flow.brief, cell)
-    if found.measurement.live and found.measurement.inputs != recorded.declared(flow, cell)["inputs"]:
-        return found.marked(live="partial")
-    return found
+    here = _fresh(flow.brief, cell)
+    if here.measurement.source and here.measurement.inputs != stored_rows.declared(flow, cell)["inputs"]:
+        return here.marked(source="partial")
+    return here
 
 
 def _fresh(flow: Workflow, cell: Cell) -> Measured:
@@ -152,13 +152,13 @@ def arithmetic(cell: Cell, blank: Measurement) -> Measurement | None:
     if not (cell.recipe and shape):
         return None
     value = metric_of(cell).exact(recipe.parse(cell.recipe).steps, shape)
-    facts = {"status": "ok", "grade": "D", "live": "arithmetic", "recipe": cell.recipe, "stand_in": ""}
+    facts = {"status": "ok", "grade": "D", "source": "arithmetic", "recipe": cell.recipe, "stand_in": ""}
     return None if value is None else replace(blank, value=value, **facts)
 
 
 def external(flow: Workflow, cell: Cell) -> Measured:
     """A cell from results of its metric's own, such as kernel times; the geometric mean of several numbers."""
-    own, operands = flow.quantity(cell), flow.parts(cell)
+    own, operands = flow.quantity(cell), flow.operands(cell)
     first = next(iter(operands.values()), cell)
     metric = metric_of(first)
     if own is None:
@@ -166,7 +166,7 @@ def external(flow: Workflow, cell: Cell) -> Measured:
         return Measured(cell, replace(_blank(flow, cell), note=note), external=True)
     shown = compose("geomean(x)", {"x": own}) if not operands and metric.several() else own
     facts = metric.origin([operand.params for operand in operands.values()] or [cell.params])
-    m = replace(_blank(flow, cell), grade="B", **recorded.numbers(shown.interval()) | facts)
+    m = replace(_blank(flow, cell), grade="B", **stored_rows.numbers(shown.interval()) | facts)
     return Measured(cell, m, lambda: own, external=True)
 
 
@@ -180,11 +180,11 @@ def cell_of(flow: Workflow, row: Measurement) -> Cell:
         raise unknown("kind of result", row.kind, ("table", "figure"))
     given = tables.split(row.table) if row.kind == "table" else figures.split(row.table)
     for whole in flow.cells(*given, row.kind):
-        of_it = row.place[:3] == whole.place[:3] and row.metric.startswith(f"{whole.metric}: ")
-        for cell in [whole, *(flow.parts(whole).values() if of_it else ())]:
-            if cell.place == row.place and (flow.is_measured(cell) or flow.is_external(cell)):
-                return recorded.as_drawn(cell, row)
-    raise UserError(f"{row.table} has no cell {' / '.join(row.place)} that scale {flow.scale.name} measures")
+        of_it = row.cell_key[:3] == whole.cell_key[:3] and row.metric.startswith(f"{whole.metric}: ")
+        for cell in [whole, *(flow.operands(whole).values() if of_it else ())]:
+            if cell.cell_key == row.cell_key and (flow.is_measured(cell) or flow.is_external(cell)):
+                return stored_rows.as_drawn(cell, row)
+    raise UserError(f"{row.table} has no cell {' / '.join(row.cell_key)} that scale {flow.scale.name} measures")
 
 
 def asked(flow: Workflow, row: Measurement) -> Cell | None:
@@ -196,52 +196,52 @@ def asked(flow: Workflow, row: Measurement) -> Cell | None:
 
 
 def jobs_behind(flow: Workflow, cell: Cell) -> list[Job]:
-    """The jobs of a cell; where full precision decides its status (`floor`), the jobs of that too."""
-    more = recorded.jobs(flow, flow.full_precision(cell)) if metric_of(cell).status else []
-    return recorded.jobs(flow, cell) + more
+    """The jobs of a cell; where full precision decides its status (`at_chance`), the jobs of that too."""
+    more = stored_rows.jobs(flow, flow.full_precision(cell)) if metric_of(cell).status else []
+    return stored_rows.jobs(flow, cell) + more
 
 
 def missing(flow: Workflow, cells: Iterable[Cell]) -> list[Job]:
-    """The jobs of cells that no accepted result stands for, with all that they need; of a cell's parts only such.
+    """The jobs of cells that no accepted result stands for, with all that they need; of a cell's operands only such.
 
     Raises:
         UserError: results/ is damaged.
     """
-    found: list[Job] = []
+    jobs: list[Job] = []
     for cell in cells:
         if not flow.is_measured(cell) or flow.lacking(cell):
             continue
         full = flow.full_precision(cell)
         if flow.waits_for_baseline(cell) and one(flow, full).status != "ok":
             cell = full
-        if not recorded.stands(flow, cell):
-            parts = [part for part in flow.parts(cell).values() if not recorded.stands(flow, part)]
-            for part in parts or [cell]:
-                found += jobs_behind(flow, part)
-    return distinct(found)
+        if not stored_rows.stands(flow, cell):
+            operands = [operand for operand in flow.operands(cell).values() if not stored_rows.stands(flow, operand)]
+            for operand in operands or [cell]:
+                jobs += jobs_behind(flow, operand)
+    return distinct(jobs)
 
 
-def parts(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
-    """The parts that are built here of cells of which other parts are not, such as those that `missing` leaves out.
+def fresh_operands(flow: Workflow, cells: Iterable[Cell]) -> list[Measurement]:
+    """The operands built here of cells whose other operands are not, such as those that `missing` leaves out.
 
-    Each has a place of its own, so that it can be accepted beside what is accepted of the others.
+    Each has a cell key of its own, so that it can be accepted beside what is accepted of the others.
 
     Raises:
         UserError: as `built`.
     """
     if flow.stored_first:
         return []
-    found: dict[str, Measurement] = {}
+    by_inputs: dict[str, Measurement] = {}
     for cell in filter(flow.is_measured_here, cells):
-        inner = flow.parts(cell).values()
-        if inner and not all(map(runner.origin, recorded.jobs(flow, cell))):
-            rows = [fresh(flow, part) for part in inner if not recorded.stands(flow, part)]
-            found = {row.inputs: row for row in rows if row.live} | found
-    return list(found.values())
+        inner = flow.operands(cell).values()
+        if inner and not all(map(runner.origin, stored_rows.jobs(flow, cell))):
+            rows = [fresh(flow, operand) for operand in inner if not stored_rows.stands(flow, operand)]
+            by_inputs = {row.inputs: row for row in rows if row.source} | by_inputs
+    return list(by_inputs.values())
 
 
 def _blank(flow: Workflow, cell: Cell) -> Measurement:
-    return Measurement(**recorded.of_cell(cell), scale=flow.scale.name)
+    return Measurement(**stored_rows.of_cell(cell), scale=flow.scale.name)
 
 
 def fresh(flow: Workflow, cell: Cell) -> Measurement:
@@ -250,40 +250,40 @@ def fresh(flow: Workflow, cell: Cell) -> Measurement:
     Raises:
         UserError: as `built`.
     """
-    found = built(flow, cell)
-    if found.status in MEASURED:
-        others = versions.changed(versions.read(found.versions), versions.of_cell(flow, cell))
+    measurement = built(flow, cell)
+    if measurement.status in MEASURED:
+        others = versions.changed(versions.read(measurement.versions), versions.of_cell(flow, cell))
         if others:
-            return replace(found, status="stale", note=f"other versions: {others}")
-    return found
+            return replace(measurement, status="stale", note=f"other versions: {others}")
+    return measurement
 
 
 def built(flow: Workflow, cell: Cell) -> Measurement:
-    """A cell from the files of its jobs, with the versions that made them; its `live` is empty without files.
+    """A cell from the files of its jobs, with the versions that made them; its `source` is empty without files.
 
     Raises:
         UserError: damaged files, those of another job, or jobs that were built under different versions.
     """
-    made = recorded.jobs(flow, cell)
+    made = stored_rows.jobs(flow, cell)
     origins = [runner.origin(job) for job in made]
     try:
         for need in distinct(made):
             runner.check(need.folder)
         quantity = flow.quantity(cell)
     except NotMeasurable as refused:
-        if flow.parts(cell) and not all(origins):
-            return replace(_blank(flow, cell), note="not all of its parts are built")
+        if flow.operands(cell) and not all(origins):
+            return replace(_blank(flow, cell), note="not all of its operands are built")
         origins = [*filter(None, origins)] or [*filter(None, map(runner.origin, distinct(made)))]
         numbers: dict[str, Any] = {"status": refused.status, "note": str(refused)}
     else:
         if quantity is None or not all(origins):
             return replace(_blank(flow, cell), note="its observations are not built")
-        numbers = {"status": _status(flow, cell)} | recorded.values(quantity)
+        numbers = {"status": _status(flow, cell)} | stored_rows.values(quantity)
     return replace(
         _blank(flow, cell),
-        live="fresh",
+        source="fresh",
         grade=flow.scale.grade,
-        **recorded.declared(flow, cell),
+        **stored_rows.declared(flow, cell),
         versions=versions.text(made_by(flow, cell, origins)),
         **numbers,
         **_joined(origins),
@@ -309,6 +309,6 @@ def _status(flow: Workflow, cell: Cell) -> str:
 
 def _joined(origins: Collection[Mapping[str, str]]) -> dict[str, str]:
     """Where observations were made, several origins joined, and a hash of the files that their jobs read and made."""
-    found = {name: JOIN.join(dict.fromkeys(origin[name] for origin in origins)) for name in ORIGIN}
+    joined = {name: JOIN.join(dict.fromkeys(origin[name] for origin in origins)) for name in ORIGIN}
     files = [[origin["artifacts"], origin.get("made", "")] for origin in origins]
-    return found | {"artifacts": provenance.entry_hash({"files": files}) if files else ""}
+    return joined | {"artifacts": provenance.entry_hash({"files": files}) if files else ""}

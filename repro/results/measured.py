@@ -1,4 +1,4 @@
-"""One cell as it is handed on: its measurement, the quantity behind it, and full precision, which it compares with.
+"""A measured cell: its measurement, the quantity behind it, and full precision, which it is compared with.
 
 Whoever judges or shows a cell takes it from here, and looks for nothing in results/ or in built files.
 """
@@ -21,7 +21,7 @@ class Measured:
 
     Attributes:
         measurement: value, interval, status and where it comes from.
-        source: gives the series behind the value and their expression, computed once; None where none are kept.
+        load_quantity: gives the series behind the value and their expression, computed once; None where none are kept.
         external: whether it comes from results of its metric's own, such as kernel times.
         lacking: what is not on this machine, where the cell is not measured for it; else empty.
         full: full precision on the same windows or items; None where the metric compares with none, the cell is full
@@ -30,7 +30,7 @@ class Measured:
 
     cell: Cell
     measurement: Measurement
-    source: Callable[[], Quantity | None] = lambda: None
+    load_quantity: Callable[[], Quantity | None] = lambda: None
     external: bool = False
     lacking: str = ""
     full: "Measured | None" = None
@@ -46,7 +46,7 @@ class Measured:
         Raises:
             UserError: results/ without the stored series.
         """
-        return self.source() or _by_value(self.measurement)
+        return self.load_quantity() or _by_value(self.measurement)
 
     @cached_property
     def against(self) -> Interval | None:

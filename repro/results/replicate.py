@@ -1,4 +1,4 @@
-"""What a build measures itself, and whether that is what is stored.
+"""Replication: what a build measures itself, and whether it agrees with what is stored.
 
 A stored cell is measured again on its first windows or items, and compared with the stored observations of the same
 units, one by one. It agrees where the mean difference of a unit is within a bound that depends on what the recipe does
@@ -24,14 +24,14 @@ import numpy as np
 from repro.core.errors import NotMeasurable
 from repro.jobs import data
 from repro.metrics import metric_of
-from repro.papers.cell import Cell, Place
+from repro.papers.cell import Cell, CellKey
 from repro.recipes import recipe
-from repro.results import measure, recorded
+from repro.results import measure, stored_rows
 from repro.results.measured import Measured
 from repro.store.job import Job, distinct
 from repro.store.measurement import MEASURED
 from repro.store.observations import Series
-from repro.workflow import estimate, runner
+from repro.workflow import job_times, runner
 from repro.workflow.workflow import Workflow
 
 COMPARED = (
@@ -127,14 +127,14 @@ def replica(flow: Workflow, stored: Measured) -> Replica | None:
         UserError: damaged files.
     """
     cell = stored.cell
-    jobs = recorded.jobs(flow.brief, cell)
+    jobs = stored_rows.jobs(flow.brief, cell)
     if not jobs or not all(map(runner.done, jobs)):
         return None
     try:
         here = flow.brief.quantity(cell)
     except NotMeasurable:
         return None
-    kept = stored.source()
+    kept = stored.load_quantity()
     if here is None or kept is None:
         return None
     drawn = flow.brief.targets(cell)[0].seed
@@ -153,7 +153,7 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     Stored ones are those that the scale names for the table, else what takes little time together, in their order. A
     table that the scale names is one that everybody builds first: a kind that was never timed does not delay it.
     """
-    if flow.recorded or not flow.stored_first:
+    if flow.stored_only or not flow.stored_first:
         return [], []
     again: list[Cell] = []
     missing: list[Cell] = []
@@ -162,10 +162,10 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     for cell in flow.table_cells(name):
         if not _has_jobs(flow, cell):
             continue
-        made = distinct(recorded.jobs(flow.brief, cell))
+        made = distinct(stored_rows.jobs(flow.brief, cell))
         if not made or data.lacking(made):
             continue
-        if recorded.stands(flow, cell):
+        if stored_rows.stands(flow, cell):
             if cell.measure in COMPARED and (_named(flow, cell) if always else _fits(flow, made, spent)):
                 again.append(cell)
         elif _seconds_if_too_long(flow, made) is None and not (always and _never_timed(made)):
@@ -178,13 +178,13 @@ def jobs(flow: Workflow, name: str) -> list[Job]:
     again, missing = chosen(flow, name)
     wanted: list[Job] = []
     for cell in again:
-        wanted += recorded.jobs(flow.brief, cell)
+        wanted += stored_rows.jobs(flow.brief, cell)
     return distinct([*wanted, *flow.brief.every_job(missing)])
 
 
 def too_long(flow: Workflow, cell: Cell) -> float | None:
     """Seconds that a build's own measurement of a cell takes, estimated, where that is too long here; else None."""
-    return _seconds_if_too_long(flow, distinct(recorded.jobs(flow.brief, cell)))
+    return _seconds_if_too_long(flow, distinct(stored_rows.jobs(flow.brief, cell)))
 
 
 def _seconds_if_too_long(flow: Workflow, made: Sequence[Job]) -> float | None:
@@ -194,7 +194,7 @@ def _seconds_if_too_long(flow: Workflow, made: Sequence[Job]) -> float | None:
 
 def data_lacking(flow: Workflow, cell: Cell) -> str:
     """A data file that a build's own measurement of a cell reads and that is not here; empty if all are."""
-    return data.lacking(distinct(recorded.jobs(flow.brief, cell)))
+    return data.lacking(distinct(stored_rows.jobs(flow.brief, cell)))
 
 
 def _has_jobs(flow: Workflow, cell: Cell) -> bool:
@@ -202,7 +202,7 @@ def _has_jobs(flow: Workflow, cell: Cell) -> bool:
 
 
 def _never_timed(made: Sequence[Job]) -> bool:
-    """Whether the time of jobs is unknown, since no run of such a kind was recorded."""
+    """Whether the time of jobs is unknown, since no run of such a kind was timed."""
     timed = {run.kind for run in _committed()}
     return any(job.kind not in timed for job in made)
 
@@ -228,15 +228,15 @@ def _fits(flow: Workflow, made: Sequence[Job], spent: dict[str, float]) -> bool:
 
 
 @cache
-def _committed() -> tuple[estimate.Run, ...]:
+def _committed() -> tuple[job_times.JobTime, ...]:
     """The committed times alone: what a build measures must not depend on what was built here before."""
-    return tuple(estimate.recorded(build=estimate.KNOWN.parent))
+    return tuple(job_times.measured_times(build=job_times.KNOWN.parent))
 
 
 @cache
 def expected_seconds(job: Job) -> float:
     """What a job takes here, by the committed times alone."""
-    return estimate.estimate(job, _committed())[0]
+    return job_times.estimate(job, _committed())[0]
 
 
 # --- what a table says of it ------------------------------------------------------------------------------------------
@@ -248,53 +248,55 @@ def replicas(flow: Workflow, name: str) -> list[tuple[Measured, Replica]]:
     Raises:
         UserError: damaged files.
     """
-    found = []
+    compared = []
     for cell in chosen(flow, name)[0]:
         stored = measure.one_measured(flow, cell)
         again = replica(flow, stored) if stored.measurement.status in MEASURED else None
         if again is not None:
-            found.append((stored, again))
-    return found
+            compared.append((stored, again))
+    return compared
 
 
-def shown(flow: Workflow, name: str, found: Mapping[Place, Measured]) -> tuple[dict[Place, dict[str, Any]], list[str]]:
+def shown(
+    flow: Workflow, name: str, by_key: Mapping[CellKey, Measured]
+) -> tuple[dict[CellKey, dict[str, Any]], list[str]]:
     """What a build's own measurements change in those of a table.
 
     Returns:
-        By place the fields that are others: where a cell comes from, or why it was not measured; and what is to be
+        By cell key the fields that are others: where a cell comes from, or why it was not measured; and what is to be
         said below the table.
 
     Raises:
         UserError: damaged files.
     """
-    changes: dict[Place, dict[str, Any]] = {}
+    changes: dict[CellKey, dict[str, Any]] = {}
     again = replicas(flow, name)
     for stored, replicated in again:
         if replicated.agrees:
-            changes[stored.cell.place] = {"live": "replicated"}
+            changes[stored.cell.cell_key] = {"source": "replicated"}
         else:
-            changes[stored.cell.place] = {"live": "differs", "note": _apart(replicated)}
-    for place, one in found.items():
+            changes[stored.cell.cell_key] = {"source": "differs", "note": _apart(replicated)}
+    for key, one in by_key.items():
         if one.measurement.status == "not_run" and flow.stored_first and _has_jobs(flow, one.cell):
             seconds, absent = too_long(flow, one.cell), data_lacking(flow, one.cell)
             if absent:
                 note = f"set REPRO_DATA to a folder that has {absent}, which is not carried by this repository"
-                changes[place] = {"note": note}
+                changes[key] = {"note": note}
             elif seconds is not None:
                 note = f"takes about {seconds / 60:.0f} minutes of a CPU core here"
-                changes[place] = {"status": "too_long", "note": note}
+                changes[key] = {"status": "too_long", "note": note}
     return changes, said(again)
 
 
-def said(found: Sequence[tuple[Measured, Replica]]) -> list[str]:
+def said(compared: Sequence[tuple[Measured, Replica]]) -> list[str]:
     """How many cells agree, in a sentence, and a sentence for each that does not; nothing where none was measured."""
-    if not found:
+    if not compared:
         return []
-    agree = sum(one.agrees for _, one in found)
-    bits = sum(one.identical for _, one in found)
-    text = f"replicated here: {agree} of {len(found)} cells agree"
+    agree = sum(one.agrees for _, one in compared)
+    bits = sum(one.identical for _, one in compared)
+    text = f"replicated here: {agree} of {len(compared)} cells agree"
     lines = [f"{text}, {bits} of them to the last bit." if bits else f"{text}."]
-    for stored, one in found:
+    for stored, one in compared:
         cell = stored.cell
         if not one.agrees:
             where = " | ".join(filter(None, (cell.row, cell.col, cell.model)))

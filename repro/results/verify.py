@@ -1,19 +1,20 @@
-"""Rebuild stored cells in a clean folder and say per cell how the new value compares with results/."""
+"""Rebuild stored cells in a clean folder and compare each new value with results/."""
 
 import random
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from repro.core.errors import UserError, unknown
 from repro.jobs import data
 from repro.papers.cell import Cell, table_name
-from repro.results import measure, recorded, replicate
+from repro.results import measure, replicate, stored_rows
 from repro.specs import figures, tables
 from repro.store import accepted
 from repro.store.job import built_under, distinct
 from repro.store.measurement import Measurement
-from repro.workflow import estimate, pool
+from repro.workflow import job_times, pool
 from repro.workflow.workflow import Workflow, has_cuda
 
 FOLDER = Path("build/verify")
@@ -22,7 +23,7 @@ VERDICTS = ("identical", "within", "differs", "absent")
 
 def compare(old: Measurement, new: Measurement | None) -> str:
     """`identical` in 7 digits (or in status), `within` the stored interval, `differs`, or `absent`: not rebuilt."""
-    if new is None or new.live != "fresh":
+    if new is None or new.source != "fresh":
         return "absent"
     if old.value is None or new.value is None:
         return "identical" if old.value == new.value and old.status == new.status else "differs"
@@ -41,7 +42,7 @@ def judged(flow: Workflow, old: Measurement, cell: Cell, new: Measurement) -> tu
         UserError: results/ without the stored series.
     """
     stored = accepted.series(old) if cell.measure in replicate.COMPARED else []
-    rebuilt = flow.quantity(cell) if stored and new.live == "fresh" and new.value is not None else None
+    rebuilt = flow.quantity(cell) if stored and new.source == "fresh" and new.value is not None else None
     if rebuilt is None or len(rebuilt.seeds) != len(stored):
         return compare(old, new), ""
     seeds = [replicate.compare(cell, dict(a), dict(b)) for a, b in zip(stored, rebuilt.seeds)]
@@ -92,7 +93,8 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
             if absent := flow.lacking(cell):
                 why = f"cannot be rebuilt: {absent}"
         raise UserError(f"verify: the stored cells of scale {flow.scale.name} {why}")
-    failed = pool.rebuild(distinct([job for cell in here.values() for job in recorded.jobs(flow, cell)]), FOLDER)
+    jobs = chain.from_iterable(stored_rows.jobs(flow, cell) for cell in here.values())
+    failed = pool.rebuild(distinct(jobs), FOLDER)
     with built_under(FOLDER):
         new = {key: measure.fresh(flow, cell) for key, cell in here.items()}
         outcomes = {row.key: judged(flow, row, here[row.key], new[row.key]) for row in rows if row.key in here}
@@ -120,7 +122,7 @@ def drawn(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measu
     """
     order = sorted((row for row in rows if row.observations), key=lambda row: row.key)
     random.Random(sample.seed).shuffle(order)
-    runs = estimate.recorded() if sample.minutes else []
+    runs = job_times.measured_times() if sample.minutes else []
     seconds: dict[str, float] = {}
     taken: dict[str, Measurement] = {}
     for row in order:
@@ -129,8 +131,8 @@ def drawn(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measu
         cell = measure.asked(flow, row)
         if row.observations in taken or cell is None or not _compared_here(flow, cell, row):
             continue
-        jobs = distinct(recorded.jobs(flow, cell)) if sample.minutes else []
-        more = {job.id: estimate.estimate(job, runs)[0] for job in jobs if job.id not in seconds}
+        jobs = distinct(stored_rows.jobs(flow, cell)) if sample.minutes else []
+        more = {job.id: job_times.estimate(job, runs)[0] for job in jobs if job.id not in seconds}
         if sum(seconds.values()) + sum(more.values()) <= 60 * sample.minutes:
             seconds |= more
             taken[row.observations] = row
@@ -144,7 +146,7 @@ def _compared_here(flow: Workflow, cell: Cell, row: Measurement) -> bool:
     """Whether this machine can rebuild a cell under the inputs that its row declares, and compare its units."""
     if cell.measure not in replicate.COMPARED or not flow.jobs(cell) or not _can_run(flow, cell):
         return False
-    if data.lacking(distinct(recorded.jobs(flow, cell))):
+    if data.lacking(distinct(stored_rows.jobs(flow, cell))):
         return False
     return flow.inputs_hash(cell) == row.inputs
 
@@ -176,12 +178,12 @@ def _stored(flow: Workflow, chosen: list[str]) -> list[Measurement]:
     Raises:
         UserError: there are none.
     """
-    found = [row for row in accepted.every() if row.scale == flow.scale.name]
-    if bare := [name for name in chosen if name not in {row.table for row in found}]:
+    rows = [row for row in accepted.every() if row.scale == flow.scale.name]
+    if bare := [name for name in chosen if name not in {row.table for row in rows}]:
         raise UserError(f"nothing is stored for {bare[0]} at scale {flow.scale.name}; build it and accept its .csv")
-    if not found:
+    if not rows:
         raise UserError(f"nothing is stored at scale {flow.scale.name}; build a table and accept its .csv")
-    return [row for row in found if not chosen or row.table in chosen]
+    return [row for row in rows if not chosen or row.table in chosen]
 
 
 def _shown(m: Measurement | None) -> str:

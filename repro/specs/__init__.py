@@ -1,1 +1,1 @@
-"""What can be asked: tables, figures, claims, and the scales that they are measured at."""
+"""Specs: tables, figures, claims, and the scales that they are measured at."""

@@ -20,8 +20,8 @@ class ClaimSpec:
         says: the claim in our own words.
         printed: what the paper prints for it, the reason for the threshold.
         table: the table whose cells are meant; a table's own spec leaves it out.
-        cells: name in `quantity` to `row label | column label`, with ` | metric` where a place holds several, and then
-            ` | model` where it is another than the case's; `{key}` is filled in from the case.
+        cells: name in `quantity` to `row label | column label`, then ` | metric` where a row and column hold several,
+            then ` | model` where it is another than the case's; `{key}` is filled in from the case.
         cases: model labels, mappings with `model` and other keys, or mappings of lists, which mean their product.
         quantity: arithmetic over the names; `{key}` as in `cells` (a constant of the case, such as a parameter count).
         holds: a comparison such as `>= 0.555` or `0.1 <= x <= 0.2`; `{key}` as in `cells`.
@@ -33,8 +33,8 @@ class ClaimSpec:
         most: the claim is about most cases ("typically"), not about every one.
         percent: show the quantity as a percentage.
         unit: what the quantity is in, behind its measured values.
-        also: further readings of the claim by name, each a column of the table, printed or beside it, that replaces
-            the named one in the same rows (`KL: KL`). The line says where they disagree; they never decide the verdict.
+        cross_checks: name to another column of the table, printed or extra, that replaces the named one in the same
+            rows (`KL: KL`). The line says where they disagree; they never decide the verdict.
         more: further tables whose cells are meant, where a claim is about several (each task, each width of bits).
         judged_on_printed: why it is about the paper's own numbers alone and has no verdict; else empty.
         changed: why the predicate was changed after the runs that it judges; empty for those written before.
@@ -58,7 +58,7 @@ class ClaimSpec:
     most: bool = False
     percent: bool = False
     unit: str = ""
-    also: dict[str, str] = field(default_factory=dict)
+    cross_checks: dict[str, str] = field(default_factory=dict)
     more: tuple[str, ...] = ()
     judged_on_printed: str = ""
     changed: str = ""
@@ -66,21 +66,21 @@ class ClaimSpec:
     ablations: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        places = self.places()
-        for keys, named in places:
+        cases = self.case_cells()
+        for keys, named in cases:
             for text in (self.quantity, self.holds, self.log_probability):
                 self.filled(text, keys)
             if not named:
                 raise UserError(f"claim {self.claim!r}: `cells` needs a cell, such as {{f: FP16 | Wiki}}")
-        if not places:
+        if not cases:
             raise UserError(f"claim {self.claim!r}: `cases` needs a case, such as a model")
         for name, instead in self.ablations.items():
             if strange := sorted(instead.keys() - self.cells.keys() - {"table"}):
                 raise UserError(f"claim {self.claim!r}: ablations: {name}: {unknown('cell', strange[0], self.cells)}")
 
-    def places(self) -> list[tuple[dict[str, Value], dict[str, tuple[str, str, str, str]]]]:
+    def case_cells(self) -> list[tuple[dict[str, Value], dict[str, tuple[str, str, str, str]]]]:
         """Per case its keys, and the (row, column, model, metric) of every named cell; metric empty for the first."""
-        found = []
+        cells_by_case = []
         for case in self.cases:
             lists = {"model": (case,)} if isinstance(case, str) else case
             lists = {key: value if isinstance(value, tuple) else (value,) for key, value in lists.items()}
@@ -94,15 +94,15 @@ class ClaimSpec:
                 for name, text in self.cells.items():
                     row, col, metric, model = [*self.filled(text, keys).split(" | "), "", "", ""][:4]
                     named[name] = (row, col, model or str(keys["model"]), metric)
-                found.append((keys, named))
-        return found
+                cells_by_case.append((keys, named))
+        return cells_by_case
 
     def ablated(self, name: str) -> "ClaimSpec":
         """The claim with the cells of one of `ablations` in place of its own."""
         instead = dict(self.ablations[name])
         table = instead.pop("table", "")
         more = (*self.more, table) if table else self.more
-        return replace(self, cells=self.cells | instead, more=more, also={}, causes=(), ablations={})
+        return replace(self, cells=self.cells | instead, more=more, cross_checks={}, causes=(), ablations={})
 
     def filled(self, text: str, keys: Mapping[str, Value]) -> str:
         try:

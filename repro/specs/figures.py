@@ -1,9 +1,9 @@
-"""A figure is a spec of a few lines, like a table: series with recipes, what is measured, how it is drawn.
+"""Figure specs, a few lines each like those of tables: series with recipes, what is measured, how it is drawn.
 
     figures/spear/figure13.yaml   series: {pc: {group: pc}, …}   recipe: "rtn-w4-{group} + spear(epochs1=0, epochs2=0)"
 
-A point is the value of a cell at each value of `over`, or every unit (layer, window) of one cell's series. A figure may
-also draw cells of a table, and measures nothing itself:
+A point is the value of a cell at each value of `sweep`, or every unit (layer, window) of one cell's series. A figure
+may instead draw the cells of a table, and then measures nothing itself:
 
     figures/spear/summary.yaml    table: spear/memory   metrics: [share, recovered]
 """
@@ -33,15 +33,15 @@ class FigureSpec:
 
     Attributes:
         series: label to a recipe, or to variables of the template; the legend names every one.
-        recipe: template of the recipe over the variables of series and `over`.
+        recipe: template of the recipe over the variables of series and `sweep`.
         models: the papers' models whose stand-ins are drawn, a panel each.
         measure: what is measured.
-        points: `value`, a point at each value of `over`; `units`, a point for each unit of one cell.
-        over: one variable and its values, the x axis; of `units`, the values that a series goes through.
+        points: `value`, a point at each value of `sweep`; `axis`, a point for each entry of one cell.
+        sweep: one variable and its values, the x axis; of `axis`, the values that a series goes through.
         across: what is measured on the x axis where that is no variable.
         levels: label to what is measured for a line across the plot, such as a ceiling.
-        plot: how it is drawn, a key of `repro.render.figures.PLOTS`.
-        choice: as of a table: the spec whose chosen rows give variables to recipes.
+        plot: how it is drawn, a key of `repro.render.figure_files.PLOTS`.
+        tuned_by: as of a table: the spec whose selected rows give variables to recipes.
         table: instead of series, models and measure: the table whose rows are the series.
         metrics: its metrics on the x and on the y axis.
         lead: series that stand out in colour, the first one thick, the others grey; of none every series has a colour.
@@ -58,10 +58,10 @@ class FigureSpec:
     recipe: str = "{recipe}"
     across: dict[str, Any] = field(default_factory=dict)
     levels: dict[str, dict[str, Any]] = field(default_factory=dict)
-    points: Literal["value", "units"] = "value"
-    over: dict[str, tuple[tables.Value, ...]] = field(default_factory=dict)
+    points: Literal["value", "axis"] = "value"
+    sweep: dict[str, tuple[tables.Value, ...]] = field(default_factory=dict)
     plot: str = "lines"
-    choice: str = ""
+    tuned_by: str = ""
     seeds: tuple[int, ...] = (0,)
     lead: tuple[str, ...] = ()
     broken: bool = False
@@ -70,20 +70,20 @@ class FigureSpec:
     metrics: tuple[str, ...] = ("across", "point")
 
     def __post_init__(self) -> None:
-        if len(self.metrics) != 2 or (self.table and (self.series or self.models or self.measure or self.over)):
-            raise UserError("a figure of a table has `table` and two `metrics`, no series, models, measure or over")
+        if len(self.metrics) != 2 or (self.table and (self.series or self.models or self.measure or self.sweep)):
+            raise UserError("a figure of a table has `table` and two `metrics`, no series, models, measure or sweep")
         if self.table:
             return
         check_seeds(self.seeds)
-        steps = [value for values in self.over.values() for value in values]
-        if not self.series or not self.models or (self.over and not steps):
-            raise UserError("series, models and `over` need at least one entry each")
+        steps = [value for values in self.sweep.values() for value in values]
+        if not self.series or not self.models or (self.sweep and not steps):
+            raise UserError("series, models and `sweep` need at least one entry each")
         if self.points == "value" and self.plot != "bars":
             for step in steps:
                 if isinstance(step, bool) or papers.number(str(step)) is None:
-                    raise UserError(f"over: {shortened(step)!r} is no number; only bars take names")
-        if len(self.over) > 1 or (self.points == "value" and not self.over):
-            raise UserError("a figure of values needs one variable in `over`, a figure of units at most one")
+                    raise UserError(f"sweep: {shortened(step)!r} is not a number; only bars take names")
+        if len(self.sweep) > 1 or (self.points == "value" and not self.sweep):
+            raise UserError("a figure of values needs one variable in `sweep`, a figure of an axis at most one")
 
 
 def figure(paper: str, number: str) -> FigureSpec:
@@ -97,37 +97,37 @@ def figure(paper: str, number: str) -> FigureSpec:
 
 
 def cells(paper: str, number: str) -> list[Cell]:
-    """A cell per series, model and value of `over`, `across` beside each; then one per model and level.
+    """A cell per series, model and value of `sweep`, `across` beside each; then one per model and level.
 
     Raises:
         UserError: no such spec or table, or a metric that the table does not have.
     """
     spec, where = figure(paper, number), str(path_of(paper, number).relative_to(HOME))
     if spec.table:
-        found = tables.cells(*tables.split(spec.table))
+        specified_cells = tables.cells(*tables.split(spec.table))
         for metric in spec.metrics:
-            if metric not in (known := {cell.metric for cell in found}):
+            if metric not in (known := {cell.metric for cell in specified_cells}):
                 raise UserError(f"{where}: {unknown(f'metric of {spec.table}', metric, known)}")
-        return [cell for cell in found if cell.metric in spec.metrics]
+        return [cell for cell in specified_cells if cell.metric in spec.metrics]
 
-    choice = tables.choice_of(spec.choice)
+    tuned = tables.selected_values(spec.tuned_by)
 
     def cell(metric: str, measure: Mapping[str, Any], label: str, step: object, given: tables.Variables) -> Cell:
         bare = Cell(paper, "figure", number, label, str(step), str(given["model"]), metric)
-        values = bound(given, spec.recipe, choice)
+        values = bound(given, spec.recipe, tuned)
         if values is None:
             return bare
         made = fill_in(bare, spec.recipe, values, measure, spec.seeds, where)
         return replace(made, unit=made.params.unit)
 
-    found = []
-    name, steps = next(iter(spec.over.items()), ("", ("",)))
+    specified_cells = []
+    name, steps = next(iter(spec.sweep.items()), ("", ("",)))
     for model, label, step in product(spec.models, spec.series, steps):
         given = spec.series[label]
         values = {"recipe": given} if isinstance(given, str) else dict(given)
         values |= {name: step, "model": model} if name else {"model": model}
-        found.append(cell("point", spec.measure, label, step, values))
+        specified_cells.append(cell("point", spec.measure, label, step, values))
         if spec.across:
-            found.append(cell("across", spec.across, label, step, values))
+            specified_cells.append(cell("across", spec.across, label, step, values))
     levels = product(spec.models, spec.levels)
-    return found + [cell("level", spec.levels[label], label, "", {"model": model}) for model, label in levels]
+    return specified_cells + [cell("level", spec.levels[label], label, "", {"model": model}) for model, label in levels]

@@ -1,6 +1,7 @@
-"""Which tables, figures and pages there are, by name. It imports nothing that takes time: a typo is refused at once."""
+"""Names of all tables, figures and pages. It imports nothing slow, so that a typo is reported at once."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 from repro import papers
@@ -46,8 +47,11 @@ def table_spec(paper: str, number: str) -> Path:
 def own_tables() -> list[tuple[str, str]]:
     """Paper and name of every spec that is of no printed table."""
     folders = (*papers.PAPERS, *FOLDERS, "")  # the last is tables/ itself
-    found = ((paper, path.stem) for paper in folders for path in sorted((HOME / "tables" / paper).glob("*.yaml")))
-    return [(paper, name) for paper, name in found if not name.startswith("table")]
+    specs = []
+    for folder in folders:
+        names = [path.stem for path in sorted((HOME / "tables" / folder).glob("*.yaml"))]
+        specs += [(folder, name) for name in names if not name.startswith("table")]
+    return specs
 
 
 def specified_tables() -> list[tuple[str, str]]:
@@ -84,10 +88,10 @@ def split_figure(name: str) -> tuple[str, str]:
         UserError: there is no such figure, or it has no spec.
     """
     text = re.sub(r"^figures/|\.\w+$", "", str(name))
-    found = {table_name(paper, "figure", number): (paper, number) for paper, number in specified_figures()}
-    if text not in found:
-        raise unknown("figure with a spec", text, found)
-    return found[text]
+    known = {table_name(paper, "figure", number): (paper, number) for paper, number in specified_figures()}
+    if text not in known:
+        raise unknown("figure with a spec", text, known)
+    return known[text]
 
 
 def figure_spec(paper: str, number: str) -> Path:
@@ -97,10 +101,15 @@ def figure_spec(paper: str, number: str) -> Path:
 
 def specified_figures() -> list[tuple[str, str]]:
     """Paper and number of every figure, or part of one, that has a spec, then folder and name of those of our own."""
-    known = [(p, number) for p in papers.PAPERS for f in papers.data_figures(p) for number in (f.number, *f.parts)]
-    printed = [both for both in known if figure_spec(*both).is_file()]
-    own = [(f, p) for f in (*papers.PAPERS, *FOLDERS) for p in sorted((HOME / "figures" / f).glob("*.yaml"))]
-    return printed + [(folder, path.stem) for folder, path in own if not path.stem.startswith("figure")]
+    specs = []
+    for paper in papers.PAPERS:
+        for figure in papers.data_figures(paper):
+            numbers = (figure.number, *figure.parts)
+            specs += [(paper, number) for number in numbers if figure_spec(paper, number).is_file()]
+    for folder in (*papers.PAPERS, *FOLDERS):
+        names = [path.stem for path in sorted((HOME / "figures" / folder).glob("*.yaml"))]
+        specs += [(folder, name) for name in names if not name.startswith("figure")]
+    return specs
 
 
 # --- what a user types ------------------------------------------------------------------------------------------------
@@ -122,8 +131,8 @@ def canonical(name: str) -> str:
 
 def targets() -> list[str]:
     """Every file that can be built, and `all`."""
-    written = [f"tables/{name}{form}" for name in (*OWN, *tables()) for form in FORMATS]
-    drawn = [f"figures/{name}{form}" for name in figures() for form in DRAWN]
+    written = [f"tables/{name}{form}" for name, form in product((*OWN, *tables()), FORMATS)]
+    drawn = [f"figures/{name}{form}" for name, form in product(figures(), DRAWN)]
     return ["all", *written, *drawn, *(f"docs/{paper}.md" for paper in pages())]
 
 

@@ -1,4 +1,4 @@
-"""A scale says what stands in for the papers' models and corpora, with which budgets, on which device.
+"""Scales: what stands in for the papers' models and corpora, with which budgets, on which device.
 
 `config/<name>.yaml` is read into `Scale`, strictly; these dataclasses are its schema. `base: other` takes the keys of
 another scale that this one does not give. A key named after a kind of cell holds that kind's protocol. Scales are
@@ -38,7 +38,7 @@ class Calibration:
             raise UserError(f"corpus: {unknown('corpus', self.corpus, CORPORA)}")
         for name, least in {"sequences": 1, "length": 1, "seed": 0}.items():
             if not least <= getattr(self, name) < 2**31:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Replicate:
     def __post_init__(self) -> None:
         for name, least in {"windows": 1, "items": 2, "seconds": 0, "cell_seconds": 0}.items():
             if not least <= getattr(self, name) < 2**31:
-                raise UserError(f"{name} is {getattr(self, name)}; it is {least} or more")
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
         for text in self.recipes:
             parse(text)
 
@@ -127,9 +127,11 @@ class Scale:
     def __post_init__(self) -> None:
         for name, most in {"threads": 1024, "memory_mb": 10**8}.items():
             if not 1 <= getattr(self, name) <= most:
-                raise UserError(f"scale {self.name}: {name} is {getattr(self, name)}; it is 1 or more, at most {most}")
+                raise UserError(
+                    f"scale {self.name}: {name} is {getattr(self, name)}; it must be 1 or more, at most {most}"
+                )
         if self.seeds is not None and self.seeds < 1:
-            raise UserError(f"scale {self.name}: seeds is {self.seeds}; it is 1 or more, or null")
+            raise UserError(f"scale {self.name}: seeds is {self.seeds}; it must be 1 or more, or null")
         for key in ("corpora", "calibration_texts"):
             for paper, text in getattr(self, key).items():
                 if isinstance(text, Pool):
@@ -140,8 +142,8 @@ class Scale:
     def stand_in(self, model: str) -> str | None:
         """What stands in for a paper's model; None where nothing does."""
         _, alias = hub_models()
-        found = self.models.get(model) or self.models.get(alias.get(model, model))
-        return pin(alias.get(model, model)) if found == "hub" else found
+        name = self.models.get(model) or self.models.get(alias.get(model, model))
+        return pin(alias.get(model, model)) if name == "hub" else name
 
     def text(self, corpus: str) -> str:
         """The corpus behind a paper's corpus, or the corpus of that name itself.
@@ -216,7 +218,7 @@ class Pin:
     """A model on the hub: `hub-id@revision`, the papers' other spellings of its name, and its shape where known."""
 
     pin: str
-    also: tuple[str, ...] = ()
+    spellings: tuple[str, ...] = ()
     shape: PublicShape | None = None
 
 
@@ -236,7 +238,9 @@ def shape(model: str) -> PublicShape | None:
 def hub_models() -> tuple[dict[str, str], dict[str, str]]:
     """From config/hub.yaml: model to `hub-id@revision`, and every other spelling to the model."""
     entries = pins()
-    alias = {other: name for name, entry in entries.items() for other in entry.also}
+    alias = {}
+    for name, entry in entries.items():
+        alias |= dict.fromkeys(entry.spellings, name)
     return {name: entry.pin for name, entry in entries.items()}, alias
 
 

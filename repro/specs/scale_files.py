@@ -1,4 +1,4 @@
-"""Which scales there are, by name. It imports nothing that takes time: a typo is refused at once."""
+"""Names of all scales. It imports nothing slow, so that a typo is reported at once."""
 
 import os
 from pathlib import Path

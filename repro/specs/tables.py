@@ -1,9 +1,9 @@
-"""A table is a spec of a few lines: templates over printed rows and columns. No logic.
+"""Table specs, a few lines each: templates over printed rows and columns, without logic.
 
     tables/spear/table1.yaml    rows: {RTN pc: rtn-w4-pc, …}
     tables/spear/table15.yaml   recipe: "rtn-w3-pc + spear(tau={tau})"   rows: ["{size}"]   columns: ["tau={tau}"]
-    tables/spear/memory.yaml    a question of our own: rows, `over` a grid, `models`, `seeds`, and what is measured
-    tables/spear/rates.yaml     likewise, a choice: the row that it names as `chosen` gives its variables to other specs
+    tables/spear/memory.yaml    a question of our own: rows, a `sweep`, `models`, `seeds`, and what is measured
+    tables/spear/rates.yaml     likewise, a tuning: its `selected` row gives variables to specs that are `tuned_by` it
 
 A label is the printed one, or a pattern whose `{name}`s match parts of printed labels and become variables. Rows and
 columns give variables to the template of the recipe; a variable `calibration` names the text of calibrated steps. What
@@ -14,7 +14,7 @@ A printed cell without recipe or measure is shown as not run: nothing is dropped
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from repro import papers
@@ -53,24 +53,24 @@ class Spec:
 
     Attributes:
         rows: label or pattern to a recipe, or to variables of the templates.
-        columns: likewise; none is every printed column. Of a question of our own, `share 1/4` of `over` to variables.
+        columns: likewise; none is every printed column. Of a question of our own, `share 1/4` of `sweep` to variables.
         recipe: template of the recipe over the variables of row, column and model.
         of_models: further variables by the paper's model, such as a rank.
-        extra: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
-        also_on: models that the paper does not print, a column of our own each, for all rows.
-        choice: the spec of our own whose chosen rows give variables to recipes; until they have, these are not run.
-        beside: further columns, label to what is measured, with the row's recipe; `seeds` where they are others than
-            the row's.
+        extra_rows: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
+        extra_models: models that the paper does not print, a column of our own each, for all rows.
+        tuned_by: the spec of our own whose selected rows give variables to recipes, which are not run until then.
+        extra_columns: label to what is measured, with the row's recipe; `seeds` where they are others than the
+            row's.
         seeds: draws of calibration text, initialization and order, whose mean is shown; or those of some rows by label
             or pattern, or by `row | model`, of which the first that matches counts; all others have one.
         notes: sentences under the table, and on the paper's page where it is a printed one.
         claims: what the paper says about this table, judged under it; their `table` is this one.
         models: of a question of our own: the papers' models whose stand-ins are measured.
-        over: of a question of our own: variable to values; a column is one combination of them.
+        sweep: of a question of our own: variable to values; a column is one combination of them.
         measure: metric to what is measured: of a question of our own, or where one printed table has its own.
         printed: of a question of our own: variable to `table | row | column | model`, whose printed number it is.
         scales: of a question of our own: the scales that measure it; none is every scale.
-        chosen: of a question of our own: the row that is the answer, once it is known, or several of other variables.
+        selected: of a question of our own: the row that is the answer, once it is known, or several of other variables.
     """
 
     title: str
@@ -78,32 +78,32 @@ class Spec:
     columns: Labels = ()
     recipe: str = "{recipe}"
     of_models: dict[str, Variables] = field(default_factory=dict)
-    extra: Labels = ()
-    also_on: tuple[str, ...] = ()
-    choice: str = ""
-    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    extra_rows: Labels = ()
+    extra_models: tuple[str, ...] = ()
+    tuned_by: str = ""
+    extra_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: dict[str, tuple[int, ...]] | tuple[int, ...] = (0,)
     notes: tuple[str, ...] = ()
     claims: tuple[ClaimSpec, ...] = ()
     models: tuple[str, ...] = ()
-    over: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    sweep: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     measure: dict[str, dict[str, Any]] = field(default_factory=dict)
     printed: dict[str, str] = field(default_factory=dict)
     scales: tuple[str, ...] = ()
-    chosen: str | tuple[str, ...] = ()
+    selected: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for seeds in self.seeds.values() if isinstance(self.seeds, dict) else [self.seeds]:
             check_seeds(seeds)
-        if odd := [row for row in self.answers if row not in self.rows]:
-            raise UserError(f"chosen: {unknown('row', odd[0], self.rows)}")
-        if empty := [name for name, values in self.over.items() if not values]:
-            raise UserError(f"over: {empty[0]} has no values; name at least one")
+        if odd := [row for row in self.selected_rows if row not in self.rows]:
+            raise UserError(f"selected: {unknown('row', odd[0], self.rows)}")
+        if empty := [name for name, values in self.sweep.items() if not values]:
+            raise UserError(f"sweep: {empty[0]} has no values; name at least one")
 
     @property
-    def answers(self) -> tuple[str, ...]:
-        """The rows that are chosen."""
-        return tuple(filter(None, (self.chosen,) if isinstance(self.chosen, str) else self.chosen))
+    def selected_rows(self) -> tuple[str, ...]:
+        """The selected rows."""
+        return tuple(filter(None, (self.selected,) if isinstance(self.selected, str) else self.selected))
 
     def seeds_of(self, row: str, model: str = "") -> tuple[int, ...]:
         """The seeds of a row on a model."""
@@ -137,7 +137,7 @@ def table(paper: str, number: str) -> Spec:
             split(name)
     if number.isdecimal():
         cells = papers.printed(paper, number)
-        for name in ("models", "over", "printed", "scales", "chosen"):
+        for name in ("models", "sweep", "printed", "scales", "selected"):
             if getattr(spec, name):
                 raise UserError(f"{where}: {name} belongs to a spec of our own, not to a printed table")
         if odd := spec.measure.keys() - {cell.metric for cell in cells}:
@@ -149,16 +149,17 @@ def table(paper: str, number: str) -> Spec:
             for label in labels:
                 check_pattern(label, where)
                 if not any(bind(label, other) is not None for other in known):
-                    hint = " (rows of your own go under `extra`)" if kind == "row" else ""
+                    hint = " (rows of your own go under `extra_rows`)" if kind == "row" else ""
                     raise UserError(f"{where}: {unknown(f'printed {kind}', label, known)}{hint}")
-        rows, shown = {cell.row for cell in cells} | {*spec.extra}, {cell.model for cell in cells} | {*spec.also_on}
-        both = {f"{row} | {model}" for row in rows for model in shown}
+        rows = {cell.row for cell in cells} | {*spec.extra_rows}
+        shown = {cell.model for cell in cells} | {*spec.extra_models}
+        both = {f"{row} | {model}" for row, model in product(rows, shown)}
         for label in spec.seeds if isinstance(spec.seeds, dict) else ():
             if not any(bind(label, text) is not None for text in rows | both):
                 raise UserError(f"{where}: seeds: {unknown('row', label, both if ' | ' in label else rows)}")
         known = scale.pins().keys() - {cell.model for cell in cells}
-        if odd := set(spec.also_on) - known:
-            raise UserError(f"{where}: also_on: {unknown('model that is not printed', min(odd), known)}")
+        if odd := set(spec.extra_models) - known:
+            raise UserError(f"{where}: extra_models: {unknown('model that is not printed', min(odd), known)}")
         if odd := spec.of_models.keys() - {cell.model for cell in cells}:
             raise UserError(f"{where}: of_models: {unknown('printed model', min(odd), {cell.model for cell in cells})}")
     elif not (spec.models and spec.measure and spec.rows):
@@ -171,8 +172,10 @@ def table(paper: str, number: str) -> Spec:
 
 def behind(paper: str, number: str) -> list[tuple[str, str]]:
     """Paper and number of a table and of the further ones that its claims name."""
-    further = (split(name) for claim in table(paper, number).claims for name in claim.more)
-    return list(dict.fromkeys([(paper, number), *further]))
+    named = {(paper, number): None}
+    for claim in table(paper, number).claims:
+        named |= dict.fromkeys(map(split, claim.more))
+    return list(named)
 
 
 def headline() -> HeadlineSpec:
@@ -193,21 +196,21 @@ def headline_claims() -> list[ClaimSpec]:
     Raises:
         UserError: as `headline`, or `measured` names a table or claim that there is not.
     """
-    head, found = headline(), []
+    head, claims = headline(), []
     for named in head.measured:
         name, _, wanted = named.partition(": ")
         known = {claim.claim: claim for claim in reversed(table(*split(name)).claims)}
         if wanted not in known:
             raise UserError(f"tables/table1.yaml: measured: {unknown(f'claim of {name}', wanted, known)}")
-        found.append(known[wanted])
-    return [*found, *head.claims]
+        claims.append(known[wanted])
+    return [*claims, *head.claims]
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
 def cells(paper: str, number: str) -> list[Cell]:
-    """Every cell of a table: the printed ones in the paper's order, rows of your own, then the columns beside them.
+    """Every cell of a table: the printed ones in the paper's order, extra rows, then extra columns.
 
     Raises:
         UserError: as `table`, `params_of` and `parse` say.
@@ -215,58 +218,64 @@ def cells(paper: str, number: str) -> list[Cell]:
     spec = table(paper, number)
     if not number.isdecimal():
         return list(_own(paper, number, spec))
-    found = list(_printed(paper, number, spec))
-    return found + [next_to for cell in found for next_to in _log_probability(cell)]
+    printed = list(_printed(paper, number, spec))
+    return [*printed, *chain.from_iterable(map(_log_probability, printed))]
 
 
 def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
     where = str(path_of(paper, number).relative_to(HOME))
     printed, kinds = papers.printed(paper, number), measures(paper) | spec.measure
-    ours = ((model, c) for model in spec.also_on for c in printed if c.col == printed[0].col)
-    printed = [*printed, *(replace(c, col=f"{model} (ours)", model=model, value="") for model, c in ours)]
+    first_column = [c for c in printed if c.col == printed[0].col]
+    for model in spec.extra_models:
+        printed = [*printed, *(replace(c, col=f"{model} (ours)", model=model, value="") for c in first_column)]
     columns = {c.col: variables(spec.columns, c.col) if spec.columns else {} for c in printed}
-    beside: dict[tuple[str, str], Cell] = {}
+    one_a_row: dict[tuple[str, str], Cell] = {}
 
     def cell(row: str, c: papers.Printed, values: Variables | None, value: str) -> Cell:
         bare = Cell(paper, "table", number, row, c.col, c.model, c.metric, value, c.unit)
         if values is None or columns[c.col] is None or c.metric not in kinds:
             return bare
-        template = "{recipe}" if row in spec.extra else spec.recipe
+        template = "{recipe}" if row in spec.extra_rows else spec.recipe
         given = spec.of_models.get(c.model, {}) | values | columns[c.col]
         made = fill_in(bare, template, given, kinds[c.metric], spec.seeds_of(row, c.model), where)
-        beside.setdefault((row, c.model), made)
+        one_a_row.setdefault((row, c.model), made)
         return made
 
-    choice = choice_of(spec.choice)
+    tuned = selected_values(spec.tuned_by)
     for c in printed:
         values = variables(spec.rows, c.row)
-        yield cell(c.row, c, None if values is None else bound(values, spec.recipe, choice), c.value)
-    for label in spec.extra:
-        given = spec.extra[label] if isinstance(spec.extra, dict) else label
-        values = bound({"recipe": given} if isinstance(given, str) else dict(given), spec.recipe, choice)
+        yield cell(c.row, c, None if values is None else bound(values, spec.recipe, tuned), c.value)
+    for label in spec.extra_rows:
+        given = spec.extra_rows[label] if isinstance(spec.extra_rows, dict) else label
+        values = bound({"recipe": given} if isinstance(given, str) else dict(given), spec.recipe, tuned)
         for c in {(c.col, c.model, c.metric): c for c in printed}.values():
             yield cell(label, c, values, "")
-    for made in list(beside.values()):
-        yield from _beside(made, spec, where)
+    for made in list(one_a_row.values()):
+        yield from _extra_columns(made, spec, where)
 
 
-def choice_of(name: str) -> dict[str, Value | None]:
-    """The variables of the rows that a spec has chosen; None each until a row that has it is. Of no spec none."""
+def selected_values(name: str) -> dict[str, Value | None]:
+    """The variables of a spec's selected rows, None for one that no selected row gives; empty without a spec."""
     if not name:
         return {}
     other = table(*split(name))
     rows = {label: variables(other.rows, label) or {} for label in other.rows}
-    known = {name: value for label in other.answers for name, value in rows[label].items()}
-    return {name: known.get(name) for row in rows.values() for name in row}
+    values: dict[str, Value | None] = {}
+    for row in rows.values():
+        values |= dict.fromkeys(row)
+    for label in other.selected_rows:
+        values |= rows[label]
+    return values
 
 
 def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
     where = str(path_of(paper, name).relative_to(HOME))
-    points, choice = [dict(zip(spec.over, values)) for values in product(*spec.over.values())], choice_of(spec.choice)
+    points = [dict(zip(spec.sweep, values)) for values in product(*spec.sweep.values())]
+    tuned = selected_values(spec.tuned_by)
     for model, row, point in product(spec.models, spec.rows, points):
         col = ", ".join(f"{key} {plain(value)}" for key, value in point.items())
         more = point | (variables(spec.columns, col) or {})
-        values = bound(spec.of_models.get(model, {}) | (variables(spec.rows, row) or {}) | more, spec.recipe, choice)
+        values = bound(spec.of_models.get(model, {}) | (variables(spec.rows, row) or {}) | more, spec.recipe, tuned)
         if values is not None:
             values |= {key: _number(paper, filled(text, values), where) for key, text in spec.printed.items()}
         made = []
@@ -275,32 +284,34 @@ def _own(paper: str, name: str, spec: Spec) -> Iterator[Cell]:
             args = (spec.recipe, values, measure, spec.seeds_of(row, model), where)
             made.append(bare if values is None else fill_in(bare, *args))
         yield from made
-        yield from _beside(made[-1], spec, where) if values is not None else ()
+        yield from _extra_columns(made[-1], spec, where) if values is not None else ()
 
 
-def _number(paper: str, place: str, where: str) -> float:
+def _number(paper: str, text: str, where: str) -> float:
     """The number that a paper printed at `table | row | column | model`.
 
     Raises:
         UserError: there is no such cell, or it holds no number.
     """
-    number, *wanted = place.split(" | ")
+    number, *wanted = text.split(" | ")
     for cell in papers.printed(paper, number):
         if [cell.row, cell.col, cell.model] == wanted and cell.number is not None:
             return cell.number
-    raise UserError(f"{where}: printed: {paper} has no number at {place!r}; write table | row | column | model")
+    raise UserError(f"{where}: printed: {paper} has no number at {text!r}; write table | row | column | model")
 
 
-def _beside(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
-    for label, measure in spec.beside.items():
+def _extra_columns(made: Cell, spec: Spec, where: str) -> Iterator[Cell]:
+    for label, measure in spec.extra_columns.items():
         seeds = tuple(measure.get("seeds", made.seeds))
         kind, params = params_of({k: v for k, v in measure.items() if k != "seeds"}, dict(made.variables), where)
-        col = f"{label}, {made.col}" if spec.over else label
+        col = f"{label}, {made.col}" if spec.sweep else label
         facts = {"unit": params.unit, "measure": kind, "params": params, "seeds": seeds}
         yield replace(made, col=col, metric=label, printed="", **facts)
 
 
-LOG_PROBABILITY = ", log probability"  # ends the metric of what is read next to an accuracy, in the accuracy's place
+LOG_PROBABILITY = (
+    ", log probability"  # ends the metric of what is read next to an accuracy, under the same row, column and model
+)
 
 
 def _log_probability(accuracy: Cell) -> Iterator[Cell]:

@@ -1,4 +1,4 @@
-"""Templates of a spec: labels with variables, texts that they fill in, what a printed metric asks of a kind of cell."""
+"""Templates of specs: labels with variables, texts that they fill in, and what measures a printed metric."""
 
 import re
 from collections.abc import Mapping
@@ -35,29 +35,29 @@ def bind(label: str, printed: str) -> dict[str, str] | None:
     """The variables with which a label, or a pattern with `{name}`s, is the printed label; None where it is not."""
     parts = re.split(r"\{(\w+)\}", label)
     pattern = "".join(f"(?P<{part}>.+?)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
-    found = re.fullmatch(pattern, printed)
-    return found.groupdict() if found else None
+    match = re.fullmatch(pattern, printed)
+    return match.groupdict() if match else None
 
 
 def variables(labels: Labels, printed: str) -> Variables | None:
     """What a printed label means: the variables of the first label or pattern that matches; None where none does."""
     exact = labels.get(printed) if isinstance(labels, Mapping) else None
     for label in [printed] if exact is not None else labels:
-        if (found := bind(label, printed)) is not None:
+        if (matched := bind(label, printed)) is not None:
             given = labels[label] if isinstance(labels, Mapping) else {}
             given = {"recipe": given} if isinstance(given, str) else dict(given)
             named = {
                 key: set(NAMED.findall(value)) if isinstance(value, str) else set() for key, value in given.items()
             }
             # A name that the label does not give is one of the column or the model; `fill_in` knows them all.
-            return {k: fill(v, found, label) if named[k] <= found.keys() else v for k, v in given.items()} | found
+            return {k: fill(v, matched, label) if named[k] <= matched.keys() else v for k, v in given.items()} | matched
     return None
 
 
-def bound(values: Variables, template: str, choice: Mapping[str, Value | None]) -> Variables | None:
-    """The variables with those of a choice that the recipe or its template names; None where one is not chosen yet."""
+def bound(values: Variables, template: str, tuned: Mapping[str, Value | None]) -> Variables | None:
+    """The variables with the tuned ones that the recipe or its template names; None where one is not selected yet."""
     named = {*NAMED.findall(f"{values.get('recipe')} {template}")} - {"recipe"}
-    values = {name: choice[name] for name in named & choice.keys()} | values
+    values = {name: tuned[name] for name in named & tuned.keys()} | values
     return None if None in values.values() else values
 
 
@@ -103,12 +103,12 @@ def measures(paper: str) -> dict[str, dict[str, Any]]:
         UserError: a metric that the paper does not have.
     """
     path = ROOT / "repro" / "papers" / paper / "measures.yaml"
-    found = load_yaml(path) if path.is_file() else {}
-    found = convert(dict[str, dict[str, Any]], found, str(path.relative_to(ROOT)))
-    for metric in found:
+    by_metric = load_yaml(path) if path.is_file() else {}
+    by_metric = convert(dict[str, dict[str, Any]], by_metric, str(path.relative_to(ROOT)))
+    for metric in by_metric:
         if metric not in papers.metrics(paper):
             raise UserError(f"{path.relative_to(ROOT)}: {unknown('metric', metric, papers.metrics(paper))}")
-    return found
+    return by_metric
 
 
 @cache
@@ -119,8 +119,8 @@ def log_probabilities(paper: str) -> dict[str, dict[str, Any]]:
         UserError: the file holds anything else.
     """
     path = ROOT / "repro" / "papers" / paper / "log_probability.yaml"
-    found = load_yaml(path) if path.is_file() else {}
-    return convert(dict[str, dict[str, Any]], found, str(path.relative_to(ROOT)))
+    by_metric = load_yaml(path) if path.is_file() else {}
+    return convert(dict[str, dict[str, Any]], by_metric, str(path.relative_to(ROOT)))
 
 
 def params_of(measure: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""A quantity: the series behind a value, one set a seed, and the expression that makes the value of their means.
+"""Quantities: the series behind a value, one set per seed, and the expression of their means.
 
 A cell is a quantity, and so is any arithmetic over cells: a ratio to full precision, a recovered share, a claim. Series
 of one group (a corpus under a protocol, a task) are paired wherever they meet.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -72,58 +72,60 @@ class Quantity:
     def _interval(self) -> statistics.Interval:
         """The same: resampling takes long, and verdict, table, figure and page ask for it."""
         draws = list(self.draws.values())
-        found = statistics.interval(self.seeds, self.value, self.compares, self.known, draws, self.branches())
-        if found.lo is None or found.hi is None:
-            return found
-        return replace(found, lo=max(found.lo, self.limits[0]), hi=min(found.hi, self.limits[1]))
+        interval = statistics.interval(self.seeds, self.value, self.compares, self.known, draws, self.branches())
+        if interval.lo is None or interval.hi is None:
+            return interval
+        return replace(interval, lo=max(interval.lo, self.limits[0]), hi=min(interval.hi, self.limits[1]))
 
 
-def compose(expression: str, parts: Mapping[str, Quantity]) -> Quantity:
-    """Arithmetic over quantities; parts with one set of series take part in every seed.
+def compose(expression: str, operands: Mapping[str, Quantity]) -> Quantity:
+    """Arithmetic over quantities; operands with one set of series take part in every seed.
 
     Raises:
-        UserError: a name that an expression cannot hold, or parts with different numbers of seeds. What is wrong with
-            the expression itself is raised when its value is asked for.
+        UserError: a name that an expression cannot hold, or operands with different numbers of seeds. An error of the
+            expression itself is raised when its value is asked for.
     """
-    for name in parts:
+    for name in operands:
         if not name.isidentifier():
-            raise UserError(f"{expression}: {name!r} is no name; use letters, digits and underscores")
-    counts = {name: len(part.seeds) for name, part in parts.items()}
+            raise UserError(f"{expression}: {name!r} is not a name; use letters, digits and underscores")
+    counts = {name: len(operand.seeds) for name, operand in operands.items()}
     seeds = max(counts.values(), default=1)
     if set(counts.values()) - {0, 1, seeds}:
         raise UserError(f"{expression}: its cells have different numbers of seeds: {counts}")
     merged: list[dict[str, Series]] = [{} for _ in range(seeds)]
-    for name, part in parts.items():
+    for name, operand in operands.items():
         for i, target in enumerate(merged):
-            if part.seeds:
-                found = part.seeds[i if len(part.seeds) > 1 else 0]
-                target |= {f"{name}:{key}": one for key, one in found.items()}
-    known = {f"{name}:{key}": one for name, part in parts.items() for key, one in (part.known or {}).items()}
+            if operand.seeds:
+                series = operand.seeds[i if len(operand.seeds) > 1 else 0]
+                target |= {f"{name}:{key}": one for key, one in series.items()}
+    known: dict[str, statistics.Interval] = {}
+    for name, operand in operands.items():
+        known |= {f"{name}:{key}": one for key, one in (operand.known or {}).items()}
 
     def value_of(text: str) -> Callable[[Mapping[str, Any]], Any]:
         def value(mean: Mapping[str, Any]) -> Any:
-            split: dict[str, dict[str, Any]] = {name: {} for name in parts}
+            split: dict[str, dict[str, Any]] = {name: {} for name in operands}
             for key, one in mean.items():
                 name, _, inner = key.partition(":")
                 split[name][inner] = one
-            return evaluate(text, {name: part.value(split[name]) for name, part in parts.items()})
+            return evaluate(text, {name: operand.value(split[name]) for name, operand in operands.items()})
 
         return value
 
     def branches() -> list[Callable[[Mapping[str, Any]], Any]]:
         return [value_of(text) for text in choices(expression)]
 
-    alone = next(iter(parts.values())).compares if len(parts) == 1 else None
-    compares = True if any(part.compares for part in parts.values()) else alone
-    limits = parts[expression].limits if expression in parts else Quantity.limits
-    return Quantity(merged, value_of(expression), compares, known or None, limits, _draws(parts), branches)
+    alone = next(iter(operands.values())).compares if len(operands) == 1 else None
+    compares = True if any(operand.compares for operand in operands.values()) else alone
+    limits = operands[expression].limits if expression in operands else Quantity.limits
+    return Quantity(merged, value_of(expression), compares, known or None, limits, _draws(operands), branches)
 
 
-def _draws(parts: Mapping[str, Quantity]) -> dict[str, statistics.Draw]:
-    """The draws of all parts, the effects of one draw together."""
+def _draws(operands: Mapping[str, Quantity]) -> dict[str, statistics.Draw]:
+    """The draws of all operands, the effects of one draw together."""
     merged: dict[str, statistics.Draw] = {}
-    for name, part in parts.items():
-        for drawn, draw in part.draws.items():
+    for name, operand in operands.items():
+        for drawn, draw in operand.draws.items():
             effects = {f"{name}:{key}": effect for key, effect in draw.effects.items()}
             before = merged[drawn].effects if drawn in merged else {}
             merged[drawn] = statistics.Draw({**before, **effects}, draw.df)
@@ -146,13 +148,13 @@ def on_same_windows(quantities: Sequence[Quantity]) -> list[Quantity]:
         base = one.group.partition(", first ")[0]
         if base not in first:
             return one
-        return Series(one.values[: first[base]], one.units, f"{base}, first {first[base]}")
+        return Series(one.values[: first[base]], one.axis, f"{base}, first {first[base]}")
 
-    found = []
+    trimmed = []
     for quantity in quantities:
         seeds = [{name: cut(one) for name, one in seed.items()} for seed in quantity.seeds]
-        found.append(replace(quantity, seeds=seeds))
-    return found
+        trimmed.append(replace(quantity, seeds=seeds))
+    return trimmed
 
 
 def constant(x: float) -> Quantity:
@@ -213,15 +215,15 @@ def choices(expression: str) -> list[str]:
 
     `max(a, b) / min(a, b)` becomes a / a, a / b, b / a and b / b; empty where there is no such call.
     """
-    found = [ast.unparse(tree) for tree in _alternatives(ast.parse(expression, mode="eval").body)]
-    return list(dict.fromkeys(found)) if len(found) > 1 else []
+    branches = [ast.unparse(tree) for tree in _alternatives(ast.parse(expression, mode="eval").body)]
+    return list(dict.fromkeys(branches)) if len(branches) > 1 else []
 
 
 def _alternatives(node: ast.expr) -> list[ast.expr]:
     """The trees that a tree becomes by such a choice."""
     match node:
         case ast.Call(func=ast.Name(id="min" | "max"), args=[_, _, *_] as args):
-            return [tree for arg in args for tree in _alternatives(arg)]
+            return list(chain.from_iterable(map(_alternatives, args)))
         case ast.BinOp(left=left, op=op, right=right):
             both = product(_alternatives(left), _alternatives(right))
             return [ast.BinOp(one, op, other) for one, other in both]
@@ -232,7 +234,7 @@ def _alternatives(node: ast.expr) -> list[ast.expr]:
 
 def satisfied(holds: str, x: Any) -> Any:
     """Whether `x` satisfies a comparison such as `>= 0.5` or `0.1 <= x <= 0.2`."""
-    found = evaluate(holds if re.search(r"\bx\b", holds) else f"x {holds}", {"x": x})
-    if np.asarray(found).dtype != bool:
+    result = evaluate(holds if re.search(r"\bx\b", holds) else f"x {holds}", {"x": x})
+    if np.asarray(result).dtype != bool:
         raise UserError(f"predicate {shortened(holds)!r}: not a comparison; write one such as >= 0.5")
-    return found
+    return result

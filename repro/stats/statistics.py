@@ -44,7 +44,7 @@ from repro.store.observations import Series
 
 Expression = Callable[[dict[str, np.ndarray]], Any]  # from means by name, each `[k]`, to `[k]` values
 LEVEL = 0.95
-UNITS = ("windows", "items", "draws", "sequences")  # correlated neighbours; independent, twice; resampled
+AXES = ("windows", "items", "draws", "sequences")  # correlated neighbours; independent, twice; resampled
 POOLED = "pooled seeds"  # what an interval covers where one seed ran, by the variance of its family
 RESAMPLES = 1000
 DRAWS = 4000  # of errors that move together; their 0.975 quantile is then known to 0.03
@@ -144,7 +144,7 @@ def interval(
 
     Args:
         seeds: name to series, one mapping a seed; values in the order of the text. Those of a group (corpus or task)
-            are aligned, across seeds too. Series of units that are not in `UNITS`, such as bits, have no spread.
+            are aligned, across seeds too. Series whose axis is not in `AXES`, such as bits, have no spread.
         expression: from the means by name, each `[k]`, to `[k]` values; numpy arithmetic does that.
         paired: whether the quantity compares two models on the same windows. None: yes in groups of two or more
             series. Say so for KL and top-1 agreement, which are one series but compare with full precision.
@@ -162,20 +162,24 @@ def interval(
     unit: dict[str, str] = {}
     for name, values in _stacked(seeds).items():
         one = seeds[0][name]
-        if one.units not in UNITS:
+        if one.axis not in AXES:
             fixed[name] = values.mean(axis=1)[:, None]
             continue
         if values.shape[1] < 2 or not np.isfinite(values).all():
             raise UserError(f"interval: {name!r} needs two or more finite values, not {values}")
         members.setdefault(one.group, {})[name] = values[:1] if (values == values[0]).all() else values
-        unit[one.group] = one.units
+        unit[one.group] = one.axis
     for series in members.values():
         sizes = {name: values.shape[1] for name, values in series.items()}
         if len(set(sizes.values())) > 1:
             raise UserError(f"interval: arrays that are paired differ in length: {sizes}")
-    count = max((len(values) for series in [*members.values(), fixed] for values in series.values()), default=1)
+    count = 1
+    for series in [*members.values(), fixed]:
+        count = max([count, *map(len, series.values())])
 
-    means = {name: values.mean(axis=1)[:, None] for series in members.values() for name, values in series.items()}
+    means = {}
+    for series in members.values():
+        means |= {name: values.mean(axis=1)[:, None] for name, values in series.items()}
     means |= fixed | {name: np.array([[result.value]]) for name, result in (known or {}).items()}
     value_by_seed = _evaluate(expression, means, count, 1)[:, 0]
     value = float(value_by_seed.mean())
@@ -245,7 +249,7 @@ def interval(
             lo, hi = min(low, 2 * value - high), max(high, 2 * value - low)
     seeded = count > 1 or any(result.covers.endswith("seeds") for result in (known or {}).values())
     seeds_covered = ["seeds"] if seeded else [POOLED] if draws else []
-    varied = [name for name in UNITS if name in unit.values()] + seeds_covered
+    varied = [name for name in AXES if name in unit.values()] + seeds_covered
     covers = " and ".join(varied) if seeds_covered else f"{' and '.join(varied) or 'results'} only"
     return Interval(value, lo, hi, n, df, covers, each)
 

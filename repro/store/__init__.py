@@ -1,1 +1,1 @@
-"""What is stored: jobs by the hash of their inputs, observations, result rows, where each comes from."""
+"""Storage: jobs by the hash of their inputs, observations, result rows, and their provenance."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from repro.core.errors import UserError
 from repro.core.files import atomic, read_text, write_text
-from repro.papers.cell import Cell, Place
+from repro.papers.cell import Cell, CellKey
 from repro.store import folded, measurement, observations, row_digest, row_list
 from repro.store.measurement import Measurement, from_csv, slug, to_csv
 from repro.store.observations import Series
@@ -46,14 +46,14 @@ def _stem(path: Path) -> str:
 
 
 @cache
-def _rows(results: Path, name: str) -> dict[tuple[Place, str], Measurement]:
-    """Place and scale to its row, of one table; where several devices have a cell, the last by the folder's name."""
-    found = {}
+def _rows(results: Path, name: str) -> dict[tuple[CellKey, str], Measurement]:
+    """CellKey and scale to its row, of one table; where several devices have a cell, the last by the folder's name."""
+    rows = {}
     for folder in sorted(results.glob("*/")):
         path = folder / f"{name}{row_list.ENDING}"
         if path.is_file() or path.name in row_list.listed(folder):
-            found |= {(row.place, row.scale): row for row in _read(path)}
-    return found
+            rows |= {(row.cell_key, row.scale): row for row in _read(path)}
+    return rows
 
 
 def _read(path: Path) -> list[Measurement]:
@@ -67,7 +67,7 @@ def _read(path: Path) -> list[Measurement]:
         where = f"{path}: {row.where} at scale {row.scale}"
         row_digest.check(row, where)
         if path_of(row) != path:
-            raise UserError(f"{path}: {row.where} on {row.device or 'no device'} does not belong there")
+            raise UserError(f"{path}: {row.where} on {row.device or 'no device'} does not belong in this file")
         if row.key in seen:
             raise UserError(f"{where} is given twice; check the file out again")
         seen.add(row.key)
@@ -78,7 +78,7 @@ def _read(path: Path) -> list[Measurement]:
 
 def find(scale: str, cell: Cell | Measurement) -> Measurement | None:
     """The accepted measurement of a cell at a scale."""
-    return _rows(RESULTS, cell.table.replace("/", "-")).get((cell.place, scale))
+    return _rows(RESULTS, cell.table.replace("/", "-")).get((cell.cell_key, scale))
 
 
 def equal(scale: str, inputs: str) -> Sequence[Measurement]:
@@ -93,17 +93,17 @@ def equal(scale: str, inputs: str) -> Sequence[Measurement]:
 def _by_inputs(results: Path) -> dict[tuple[str, str], list[Measurement]]:
     """Scale and hash of declared inputs to rows, and to single seeds of rows, of all tables and devices."""
     rows = list(reversed(every()))
-    found: dict[tuple[str, str], list[Measurement]] = {}
+    by_inputs: dict[tuple[str, str], list[Measurement]] = {}
     for one in chain(rows, *map(_seeds, rows)):
-        found.setdefault((one.scale, one.inputs), []).append(one)
-    return found
+        by_inputs.setdefault((one.scale, one.inputs), []).append(one)
+    return by_inputs
 
 
 def _seeds(row: Measurement) -> Iterator[Measurement]:
     """Each seed of a row with several as a row of its own: its inputs and its series."""
-    seeds, held = row.seeds.split(), row.observations.split()
-    declared = inputs_of(row) if len(held) > 1 else None
-    for i, (seed, digest) in enumerate(zip(seeds, held) if declared else ()):
+    seeds, digests = row.seeds.split(), row.observations.split()
+    declared = inputs_of(row) if len(digests) > 1 else None
+    for i, (seed, digest) in enumerate(zip(seeds, digests) if declared else ()):
         hash = measurement.inputs_hash(declared | {name: declared[name][i : i + 1] for name in ("recipe", "jobs")})
         yield replace(row, seeds=seed, observations=digest, inputs=hash, value=None, lo=None, hi=None, n=None)
 
@@ -129,11 +129,11 @@ def files() -> list[Path]:
 
 def _files(folder: Path) -> list[Path]:
     """Those in a device's folder; kernel times, peers' times and sanitizer results are others."""
-    found = {folder / name for name in row_list.listed(folder) if fnmatchcase(name, OF_CELLS)}
+    paths = {folder / name for name in row_list.listed(folder) if fnmatchcase(name, OF_CELLS)}
     for path in folder.glob(OF_CELLS):
-        if path not in found and read_text(path).startswith("paper,kind,number,row,"):
-            found.add(path)
-    return sorted(found)
+        if path not in paths and read_text(path).startswith("paper,kind,number,row,"):
+            paths.add(path)
+    return sorted(paths)
 
 
 # --- series -----------------------------------------------------------------------------------------------------------
@@ -142,13 +142,13 @@ def _files(folder: Path) -> list[Path]:
 @cache
 def _packed(folder: Path, name: str) -> dict[str, dict[str, Series]]:
     """The series of a table's cells and seeds by their digest."""
-    found = {}
+    by_digest = {}
     for path in _packs(folder, name):
-        held, digest = observations.unpack(path)
+        series_by_cell, digest = observations.unpack(path)
         if not path.stem.endswith(digest[:8]):
             raise UserError(f"{path}: its name is not that of its contents; check it out again")
-        found |= {observations.digest(one): one for one in held.values()}
-    return found
+        by_digest |= {observations.digest(one): one for one in series_by_cell.values()}
+    return by_digest
 
 
 def _packs(folder: Path, name: str) -> list[Path]:
@@ -164,13 +164,13 @@ def series(row: Measurement) -> list[dict[str, Series]]:
         UserError: a file that does not match its checksum, or without the series of the row.
     """
     path, wanted = path_of(row), row.observations.split()
-    held = _packed(path.parent, _stem(path))
-    if not held.keys() >= set(wanted):
+    by_digest = _packed(path.parent, _stem(path))
+    if not by_digest.keys() >= set(wanted):
         raise UserError(
             f"{path}: the observations of {row.where} at scale {row.scale} are not in {path.parent / 'observations'}; "
             "check both out again"
         )
-    return [held[digest] for digest in wanted]
+    return [by_digest[digest] for digest in wanted]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def write(taken: Iterable[AcceptedRow]) -> dict[str, int]:
         new.setdefault(path_of(one.row), {})[one.row.key] = one
     whole = {path: _kept(path, rows) | rows for path, rows in new.items()}
     for path, rows in whole.items():  # all that is there was read and checked
-        _write(path, [rows[place] for place in sorted(rows)])
+        _write(path, [rows[key] for key in sorted(rows)])
     forget()
     return {str(path): len(rows) for path, rows in new.items()}
 
@@ -219,13 +219,13 @@ def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...],
 
 def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
     """Write a file with all that its rows need; only then remove what they do not need any more."""
-    held: dict[str, dict[tuple[str, int], Mapping[str, Series]]] = {}
+    by_measure: dict[str, dict[tuple[str, int], Mapping[str, Series]]] = {}
     for one in rows:
-        cell = json.dumps([*one.row.place, one.row.scale], ensure_ascii=False)
-        of_kind = held.setdefault(one.inputs.get("measure", "other"), {})
+        cell = json.dumps([*one.row.cell_key, one.row.scale], ensure_ascii=False)
+        of_kind = by_measure.setdefault(one.inputs.get("measure", "other"), {})
         of_kind |= {(cell, i): seed for i, seed in enumerate(one.seeds)}
     packs = {}
-    for measure, one in held.items():
+    for measure, one in by_measure.items():
         for digest, data in observations.pack(one):
             packs[path.parent / "observations" / f"{_stem(path)}-{measure}-{digest[:8]}.parquet"] = data
     for pack, data in packs.items():
@@ -256,7 +256,7 @@ def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, in
     """Rewrite every stored row through a function and sign them anew, as when a scale gets another name.
 
     Args:
-        change: from a stored row with its series and declared inputs to what is stored in its place; None removes it.
+        change: from a stored row with its series and declared inputs to what replaces it; None removes it.
             The hashes of inputs and the digests of series are made anew.
 
     Returns:
@@ -277,7 +277,7 @@ def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, in
             row = replace(row, observations=" ".join(map(observations.digest, changed.seeds)))
             rows = new.setdefault(path_of(row), {})
             if row.key in rows:
-                raise UserError(f"{path_of(row)}: {row.where} at scale {row.scale} would be there twice")
+                raise UserError(f"{path_of(row)}: {row.where} at scale {row.scale} would be stored twice")
             rows[row.key] = replace(changed, row=row)
     for path, rows in new.items():
         _write(path, [rows[key] for key in sorted(rows)])
@@ -310,10 +310,10 @@ def inputs_of(row: Measurement) -> dict[str, Any] | None:
 
 @cache
 def _checked_inputs(path: Path, stamp: int, hash: str) -> dict[str, Any] | None:
-    found = _facts_of(path, stamp).get(hash)
-    if found is not None and measurement.inputs_hash(found) != hash:
+    inputs = _facts_of(path, stamp).get(hash)
+    if inputs is not None and measurement.inputs_hash(inputs) != hash:
         raise UserError(f"{path}: its entry {hash} does not match its hash; check it out again")
-    return found
+    return inputs
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-"""JSON in which what is said often is said once: `{"#1f2e3d4c": [...], "a": {"steps": "#1f2e3d4c"}}`.
+"""Folded JSON, in which repeated values are stored once: `{"#1f2e3d4c": [...], "a": {"steps": "#1f2e3d4c"}}`.
 
 The declared inputs of a table repeat the whole configuration of each step in every cell and seed, a megabyte a table.
 """
@@ -15,19 +15,19 @@ LONG = 30  # characters from which a repeated value is worth a name
 
 def fold(facts: Mapping[str, Any]) -> dict[str, Any]:
     """`facts` with every list or mapping that occurs more than once under a name of its own, which begins with #."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     shared: dict[str, Any] = {}
 
     def count(value: Any) -> None:  # noqa: ANN401
         if isinstance(value, dict | list) and len(text := json.dumps(value, sort_keys=True)) >= LONG:
-            found[text] += 1
-            for part in [] if found[text] > 1 else value.values() if isinstance(value, dict) else value:
+            counts[text] += 1
+            for part in [] if counts[text] > 1 else value.values() if isinstance(value, dict) else value:
                 count(part)
 
     def folded(value: Any) -> Any:  # noqa: ANN401
         if not isinstance(value, dict | list):
             return value
-        name = "#" + short_hash(text) if found[text := json.dumps(value, sort_keys=True)] > 1 else ""
+        name = "#" + short_hash(text) if counts[text := json.dumps(value, sort_keys=True)] > 1 else ""
         if name not in shared:
             inner = {k: folded(v) for k, v in value.items()} if isinstance(value, dict) else [folded(v) for v in value]
             if not name:

@@ -1,4 +1,4 @@
-"""A job: its kind, everything declared that decides its result, what it needs, and how it runs here.
+"""Jobs: the kind, everything declared that decides the result, what they need, and how they run here.
 
 Its id is a hash of what is declared (parsed configs, fingerprints, hashes of texts), never of a spelling, a path or a
 commit, so that every table that needs a result shares it. The files that it makes lie in a folder named by that id.
@@ -6,7 +6,7 @@ commit, so that every table that needs a result shares it. The files that it mak
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +103,9 @@ def built_under(folder: Path) -> Iterator[None]:
         BUILD = before
 
 
-def distinct(jobs: Iterator[Job] | list[Job]) -> list[Job]:
+def distinct(jobs: Iterable[Job]) -> list[Job]:
     """Every job once, with all that they need, in an order in which they can run."""
-    return list({job.id: job for top in jobs for job in top.every()}.values())
+    by_id: dict[str, Job] = {}
+    for top in jobs:
+        by_id |= {job.id: job for job in top.every()}
+    return list(by_id.values())

@@ -1,4 +1,4 @@
-"""The file of kernel times: one tidy row a kernel or peer, shape and mode, with where it came from.
+"""Kernel times as CSV: one tidy row per kernel or peer, shape and mode, with its provenance.
 
 `bench` writes such files; `accept` takes one into `results/<device>/kernels.csv.xz`: schema, provenance, and nothing
 faster than the device's roofline. What is there already stays, unless the new file has a row of the same key. An
@@ -62,7 +62,7 @@ TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the b
 PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included
 BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
 STORED = f"kernels{row_list.ENDING}"  # accepted ones, in the folder of their device
-STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
+KERNEL_STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
 MODES = ("cold", "warm")
 
 LARGE = 8192  # rows, columns and activation rows of the product that measures a ceiling
@@ -93,7 +93,7 @@ ABOVE_PRODUCT = 1.25
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One kernel or peer on one shape. `us`, `p20`, `p80`, `floor_us` are microseconds a launch.
 
     `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, interleaved),
@@ -168,14 +168,14 @@ class Row:
         return {name: text for name, text in self.texts().items() if name not in left_out}
 
 
-COLUMNS = tuple(f.name for f in fields(Row) if f.compare)  # `built` and `earlier` are where a row was read
+COLUMNS = tuple(f.name for f in fields(KernelRow) if f.compare)  # `built` and `earlier` are where a row was read
 LATER = ("host_us",)  # columns that files of earlier runs lack
 EARLIER = tuple(name for name in COLUMNS if name not in LATER)
 INTEGERS = ("N", "K", "M", "bytes", "rounds", "copies", "clock_mhz")
 FLOATS = ("us", "p20", "p80", "floor_us", "fraction", "copy_fraction", "relerr", "joule", "host_us")
 
 
-def to_csv(rows: Iterable[Row]) -> str:
+def to_csv(rows: Iterable[KernelRow]) -> str:
     """Rows as CSV text; numbers with 5 significant digits, missing ones empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -199,7 +199,7 @@ def is_kernel_rows(path: Path) -> bool:
         return False
 
 
-def from_csv(path: Path) -> list[Row]:
+def from_csv(path: Path) -> list[KernelRow]:
     """Read rows, checked.
 
     Raises:
@@ -216,7 +216,7 @@ def from_csv(path: Path) -> list[Row]:
     return [_row(line, columns, f"{path}, line {i}") for i, line in enumerate(lines, start=2)]
 
 
-def _row(line: list[str], columns: list[str], where: str) -> Row:
+def _row(line: list[str], columns: list[str], where: str) -> KernelRow:
     if len(line) != len(columns):
         raise UserError(f"{where}: {len(line)} values for {len(columns)} columns; the file was cut short")
     values: dict[str, Any] = dict(zip(columns, line))
@@ -227,12 +227,12 @@ def _row(line: list[str], columns: list[str], where: str) -> Row:
             raise UserError(f"{where}: {name} is {values[name]!r}, not a number") from None
         if values[name] is not None and not math.isfinite(values[name]):
             raise UserError(f"{where}: {name} is {values[name]}; a number that is not finite is a status")
-    if values["status"] not in STATUSES:
-        raise UserError(f"{where}: {unknown('status', values['status'], STATUSES)}")
-    return Row(**values, earlier=len(columns) < len(COLUMNS))
+    if values["status"] not in KERNEL_STATUSES:
+        raise UserError(f"{where}: {unknown('status', values['status'], KERNEL_STATUSES)}")
+    return KernelRow(**values, earlier=len(columns) < len(COLUMNS))
 
 
-def stored(path: Path) -> list[Row]:
+def stored(path: Path) -> list[KernelRow]:
     """Read accepted rows.
 
     Raises:
@@ -244,7 +244,7 @@ def stored(path: Path) -> list[Row]:
         where = f"{path}: {row.where}"
         row_digest.check(row, where)
         if slug(row.device) != path.parent.name:
-            raise UserError(f"{where} on {row.device} does not belong there")
+            raise UserError(f"{where} on {row.device} does not belong in this file")
         if row.key in seen:
             raise UserError(f"{where} is given twice; check the file out again")
         seen.add(row.key)
@@ -270,7 +270,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     if not any(row.status == "ok" for row in rows):
         raise UserError(f"{path}: no measured row to accept")
     seen: set[tuple] = set()
-    by_file: dict[Path, list[Row]] = {}
+    by_file: dict[Path, list[KernelRow]] = {}
     for row in rows:
         where = f"{path}: {row.where}"
         if row.key in seen:
@@ -279,7 +279,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
         _check_origin(row, where)
         if broken_of_ours(row):
             what = "its result is wrong" if row.status == "wrong" else "it failed"
-            how = "mend it, measure it again with --resume, or leave it out with --only"
+            how = "fix it, measure it again with --resume, or leave it out with --only"
             raise UserError(f"{where}: {what} ({row.note}); {how}")
         if row.status in ("ok", "bridged"):
             _check(row, where, *peaks_of(row.device, rows, path))
@@ -294,7 +294,7 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
     return {str(file): len(by_file[file]) for file in by_file}
 
 
-def _check_origin(row: Row, where: str) -> None:
+def _check_origin(row: KernelRow, where: str) -> None:
     """Raise unless a row says where it was measured, at a commit of this project."""
     for name, value in row.origin.items():
         if not value:
@@ -304,15 +304,15 @@ def _check_origin(row: Row, where: str) -> None:
     if not provenance.has_commit(row.commit):
         raise UserError(f"{where}: measured at commit {row.commit}, which this checkout does not have; fetch it")
     if not re.fullmatch(r"\w[\w ().+-]*", row.device):  # its name becomes that of a folder
-        raise UserError(f"{where}: device is {row.device!r:.60}, which is no name of a GPU")
+        raise UserError(f"{where}: device is {row.device!r:.60}, which is not a name of a GPU")
 
 
-def broken_of_ours(row: Row) -> bool:
+def broken_of_ours(row: KernelRow) -> bool:
     """Whether a kernel of this project failed or was wrong, which is not accepted; of a peer it is a finding."""
     return row.status in ("wrong", "failed") and row.provider in KERNELS
 
 
-def _check(row: Row, where: str, peaks: Mapping[str, float], said: str) -> None:
+def _check(row: KernelRow, where: str, peaks: Mapping[str, float], said: str) -> None:
     """Raise unless a measured row is complete and possible."""
     needed = ["us", "bytes", "mode"] + (["p20", "p80", "relerr", "copies"] if row.status == "ok" else [])
     for name in needed:
@@ -338,13 +338,13 @@ def _check(row: Row, where: str, peaks: Mapping[str, float], said: str) -> None:
         raise UserError(f"{where}: {row.us} us, less than the {row.floor_us} us of reading its bytes; measure again")
 
 
-def _check_sizes(row: Row, where: str) -> None:
+def _check_sizes(row: KernelRow, where: str) -> None:
     """Raise unless a measured row's error, bytes and share of the floor are such as a launch can have."""
     if row.relerr is not None and not 0 <= row.relerr <= WORST:
         raise UserError(f"{where}: relerr is {row.relerr}; an output that is off by more than {WORST} has no time")
     for name in ("N", "K", "M", "rounds", "copies"):
         if getattr(row, name) is not None and getattr(row, name) < 1:
-            raise UserError(f"{where}: {name} is {getattr(row, name)}; it is 1 or more")
+            raise UserError(f"{where}: {name} is {getattr(row, name)}; it must be 1 or more")
     least = 1.0
     if row.N and row.K:
         least = row.N * row.K * _width(row.kernel) / 8
@@ -360,11 +360,11 @@ def _check_sizes(row: Row, where: str) -> None:
 
 def _width(kernel: str) -> float:
     """Bits of a weight in a format, such as 4 of `w4-g128`; 0 where its name says none."""
-    found = re.match(r"w(\d+)", kernel)
-    return int(found[1]) if found else WIDTHS.get(kernel, 0)
+    match = re.match(r"w(\d+)", kernel)
+    return int(match[1]) if match else WIDTHS.get(kernel, 0)
 
 
-def peaks_of(device: str, rows: Iterable[Row], path: Path) -> tuple[Mapping[str, float], str]:
+def peaks_of(device: str, rows: Iterable[KernelRow], path: Path) -> tuple[Mapping[str, float], str]:
     """What no row of a device can beat, as in `PEAKS`, and words for where that comes from.
 
     Raises:
@@ -393,7 +393,7 @@ def peaks_of(device: str, rows: Iterable[Row], path: Path) -> tuple[Mapping[str,
     return _peaks(ABOVE_READ * read, halves, 2 * halves), ", by the ceilings of this file,"
 
 
-def roofline(row: Row, peaks: Mapping[str, float]) -> tuple[float, str]:
+def roofline(row: KernelRow, peaks: Mapping[str, float]) -> tuple[float, str]:
     """The least microseconds that a device's peaks allow a row, and what sets them."""
     memory = row.bytes / peaks["memory"] * 1e6 if row.mode == "cold" else 0.0
     kind = "fp8" if row.kernel == "fp8" else "int32" if row.kernel in ("int8", "w8a8") else row.dtype
@@ -418,7 +418,7 @@ def stamps() -> Stamps:
     return tuple((path, path.stat().st_mtime_ns if path.is_file() else 0) for path in files())
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> list[KernelRow]:
     """The rows of one of `files`: those built here as they are, accepted ones checked."""
     return from_csv(path) if path == BUILT else stored(path)
 
@@ -426,18 +426,23 @@ def _read(path: Path) -> list[Row]:
 @cache
 def shown_device(stamps: Stamps) -> str:
     """The device whose times are shown unless one is named: that of `BUILT`, else the H200, on which results stand."""
-    built = [row.device for path, _ in stamps if path == BUILT for row in from_csv(path) if row.us]
-    return built[0] if built else "NVIDIA H200"
+    if any(path == BUILT for path, _ in stamps):
+        for row in from_csv(BUILT):
+            if row.us:
+                return row.device
+    return "NVIDIA H200"
 
 
 @cache
-def timed(stamps: Stamps) -> dict[tuple[str, str, int, str], list[Row]]:
+def timed(stamps: Stamps) -> dict[tuple[str, str, int, str], list[KernelRow]]:
     """Rows with a time by device, layer (`4096x14336`; `0x0` of a ceiling), tokens and mode; those built here win."""
-    rows = {(r.device, r.key): replace(r, built=path == BUILT) for path, _ in stamps for r in _read(path) if r.us}
-    found: dict[tuple[str, str, int, str], list[Row]] = {}
+    rows: dict[tuple[Any, ...], KernelRow] = {}
+    for path, _ in stamps:
+        rows |= {(r.device, r.key): replace(r, built=path == BUILT) for r in _read(path) if r.us}
+    by_shape: dict[tuple[str, str, int, str], list[KernelRow]] = {}
     for row in rows.values():
-        found.setdefault((row.device, f"{row.N or 0}x{row.K or 0}", row.M or 0, row.mode), []).append(row)
-    return found
+        by_shape.setdefault((row.device, f"{row.N or 0}x{row.K or 0}", row.M or 0, row.mode), []).append(row)
+    return by_shape
 
 
 def versions(label: str) -> str:

@@ -1,4 +1,4 @@
-"""Measurements: one tidy line for every kind of cell, in CSV, with everything that says where it came from."""
+"""Measurements as CSV: one tidy row per cell, with its provenance."""
 
 import csv
 import io
@@ -12,13 +12,13 @@ from typing import Any
 
 from repro.core.errors import UserError, shortened, unknown
 from repro.core.files import HOME, read_text, short_hash
-from repro.papers.cell import Place, table_name
+from repro.papers.cell import CellKey, table_name
 
 STATUSES = (
-    *("ok", "floor", "too_long", "oom", "unsupported", "diverged", "stale"),
+    *("ok", "at_chance", "too_long", "oom", "unsupported", "diverged", "stale"),
     *("no_stand_in", "other_device", "not_run"),
 )
-MEASURED = ("ok", "floor")
+MEASURED = ("ok", "at_chance")
 SHOWN = (*MEASURED, "stale")  # statuses that come with a value
 GRADES = ("A", "B", "C", "D")
 RESULTS = HOME / "results"
@@ -31,7 +31,7 @@ class Measurement:
     Attributes:
         value, lo, hi: the value and its 95 % interval; `covers` says what the interval covers (windows, items, seeds).
         n: windows or items.
-        live: where it comes from: `fresh` (measured here), `partial` (measured here on the first windows or items),
+        source: where it comes from: `fresh` (measured here), `partial` (measured here on the first windows or items),
             `stored` (in results/), `replicated` or `differs` (stored, and measured again here), `arithmetic` (nothing
             ran: it follows from the recipe and the paper's own shapes), `unattested` (timed before versions were kept).
         recipe: canonical text.
@@ -40,7 +40,7 @@ class Measurement:
         versions: of the metric, the steps and the jobs that decided it, such as `gptq=1 perplexity=1`.
         artifacts: hash of the digests of the files that were read, compressed weights among them.
         observations: digest of the series that the value is computed from.
-        floor: for a time, the least that the device allows in the same unit.
+        lower_bound: for a time, the least that the device allows in the same unit.
         digest: of a stored row (`row_digest`); empty elsewhere.
     """
 
@@ -60,7 +60,7 @@ class Measurement:
     unit: str = ""
     status: str = "not_run"
     grade: str = ""
-    live: str = ""
+    source: str = ""
     scale: str = ""
     stand_in: str = ""
     recipe: str = ""
@@ -74,13 +74,13 @@ class Measurement:
     artifacts: str = ""
     observations: str = ""
     environment: str = ""
-    floor: float | None = None
+    lower_bound: float | None = None
     note: str = ""
     digest: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What makes a cell: its place in the paper and the scale that measured it."""
+        """What makes a cell: its cell key in a table and the scale that measured it."""
         return (self.paper, self.kind, self.number, self.row, self.col, self.model, self.metric, self.scale)
 
     @property
@@ -89,27 +89,32 @@ class Measurement:
         return table_name(self.paper, self.kind, self.number)
 
     @property
-    def place(self) -> Place:
+    def cell_key(self) -> CellKey:
         """Row, column, model and metric."""
         return (self.row, self.col, self.model, self.metric)
 
     @property
     def where(self) -> str:
         """The cell in a message."""
-        return f"{self.paper} {self.kind} {self.number} / " + " / ".join(map(shortened, self.place))
+        return f"{self.paper} {self.kind} {self.number} / " + " / ".join(map(shortened, self.cell_key))
 
     def texts(self) -> dict[str, str]:
         """Its fields as CSV text, by column."""
-        return {name: text(getattr(self, name)) for name in COLUMNS}
+        values = {column: text(getattr(self, name)) for column, name in FIELDS.items()}
+        return values | {"status": STORED_STATUS.get(self.status, self.status)}
 
     def signed(self) -> dict[str, str]:
         """The fields that its digest is of: all but the digest."""
         return {name: value for name, value in self.texts().items() if name != "digest"}
 
 
-COLUMNS = tuple(f.name for f in fields(Measurement))
+# Files in results/ have two columns and a status under older names, which the digests of their rows cover.
+STORED_COLUMN = {"source": "live", "lower_bound": "floor"}
+STORED_STATUS = {"at_chance": "floor"}
+FIELDS = {STORED_COLUMN.get(f.name, f.name): f.name for f in fields(Measurement)}  # by column
+COLUMNS = tuple(FIELDS)
 SEEDS = "([0-9]{1,10}( [0-9]{1,10})*)?"
-NUMBERS: dict[str, type] = {"value": float, "lo": float, "hi": float, "n": int, "floor": float}
+NUMBERS: dict[str, type] = {"value": float, "lo": float, "hi": float, "n": int, "floor": float}  # by column
 
 
 def inputs_hash(inputs: Mapping[str, Any]) -> str:
@@ -163,16 +168,20 @@ def from_csv(path: Path) -> list[Measurement]:
 def _row(line: Mapping[str, str], width: int, where: str) -> Measurement:
     if width != len(COLUMNS):
         raise UserError(f"{where}: {width} values for {len(COLUMNS)} columns; the file was cut short")
-    values: dict[str, object] = dict(line)
-    for name, kind in NUMBERS.items():
+    values: dict[str, object] = {name: line[column] for column, name in FIELDS.items()}
+    for column, kind in NUMBERS.items():
         try:
-            values[name] = kind(line[name]) if line[name] else None
+            number = kind(line[column]) if line[column] else None
         except ValueError:
-            raise UserError(f"{where}: {name} is {line[name]!r:.60}, not a number") from None
-        if values[name] is not None and not math.isfinite(values[name]):  # type: ignore[arg-type]
-            raise UserError(f"{where}: {name} is {line[name]}; a number that is not finite is a status, never a value")
-    if line["status"] not in STATUSES:
-        raise UserError(f"{where}: {unknown('status', line['status'], STATUSES)}")
+            raise UserError(f"{where}: {column} is {line[column]!r:.60}, not a number") from None
+        if number is not None and not math.isfinite(number):
+            given = line[column]
+            raise UserError(f"{where}: {column} is {given}; a number that is not finite is a status, never a value")
+        values[FIELDS[column]] = number
+    by_stored = {STORED_STATUS.get(status, status): status for status in STATUSES}
+    if line["status"] not in by_stored:
+        raise UserError(f"{where}: {unknown('status', line['status'], by_stored)}")
+    values["status"] = by_stored[line["status"]]
     if not re.fullmatch(SEEDS, line["seeds"], re.ASCII):
         raise UserError(f"{where}: seeds is {shortened(line['seeds'])!r}, not whole numbers with blanks between them")
     return Measurement(**values)  # type: ignore[arg-type]

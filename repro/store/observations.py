@@ -1,7 +1,7 @@
-"""Observations: what a job saw, one value per series and unit, in Parquet with a checksum and where they come from.
+"""Observations of jobs: one value per series and unit, in Parquet with a checksum and provenance.
 
-A series is a name (`wikitext2/nll`), the group whose units it shares (a corpus under a protocol, a task), what its
-units are (windows, items, layers, model), and float64 values. Every number that is shown is computed from series.
+A series is a name (`wikitext2/nll`), the group whose axis it shares (a corpus under a protocol, a task), what that
+axis counts (windows, items, layers, model), and float64 values. Every number that is shown is computed from series.
 
 The checksum covers values and metadata: it finds damage and slips of the hand, it is no signature.
 """
@@ -59,10 +59,10 @@ PACKED = pa.schema([pa.field("cell", pa.string()), pa.field("seed", pa.int32()),
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Values `[n]`, what one of them belongs to (`units`), and the group of series that share these units."""
+    """Values `[n]`, what their axis counts, and the group of series that share it."""
 
     values: np.ndarray
-    units: str
+    axis: str
     group: str = ""
 
 
@@ -81,11 +81,11 @@ class Observations:
 
 def digest(series: Mapping[str, Series]) -> str:
     """16 hex digits of names, groups, units and the bytes of all values."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, one in sorted(series.items()):
-        found.update(f"{name}\0{one.group}\0{one.units}\0{len(one.values)}\0".encode())
-        found.update(np.ascontiguousarray(one.values, dtype="<f8").tobytes())
-    return found.hexdigest()[:16]
+        hashed.update(f"{name}\0{one.group}\0{one.axis}\0{len(one.values)}\0".encode())
+        hashed.update(np.ascontiguousarray(one.values, dtype="<f8").tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
@@ -141,12 +141,12 @@ def to_table(series: Mapping[str, Series]) -> pa.Table:
     return _long([((), series)], SCHEMA)
 
 
-def _long(places: Iterable[tuple[tuple[str | int, ...], Mapping[str, Series]]], schema: pa.Schema) -> pa.Table:
-    """The long form of the series of several places, whose columns come first in `schema`."""
+def _long(keyed: Iterable[tuple[tuple[str | int, ...], Mapping[str, Series]]], schema: pa.Schema) -> pa.Table:
+    """The long form of the series of several keyed, whose columns come first in `schema`."""
     words, values = [], []
-    for place, series in places:
+    for key, series in keyed:
         for name, one in series.items():
-            words.append((*place, name, one.group, one.units))
+            words.append((*key, name, one.group, one.axis))
             values.append(np.asarray(one.values, dtype=float))
     lengths = [len(of_series) for of_series in values]
     owner = np.repeat(np.arange(len(values)), lengths)
@@ -156,25 +156,25 @@ def _long(places: Iterable[tuple[tuple[str | int, ...], Mapping[str, Series]]], 
     return pa.table(columns, schema=schema)
 
 
-def from_table(table: pa.Table, place: Sequence[str] = ()) -> dict[tuple[Any, ...], dict[str, Series]]:
-    """The series of a table in the long form by its columns `place`, in the order in which they were written.
+def from_table(table: pa.Table, key: Sequence[str] = ()) -> dict[tuple[Any, ...], dict[str, Series]]:
+    """The series of a table in the long form by its `key` columns, in the order in which they were written.
 
     Raises:
-        ValueError: a series in two groups or places, or with a unit that is missing, given twice or out of order.
+        ValueError: a series in two groups or keys, or with a unit that is missing, given twice or out of order.
     """
-    found: dict[tuple[Any, ...], dict[str, Series]] = {}
-    columns = [table[name].combine_chunks().dictionary_encode() for name in (*place, "name", "group", "units")]
+    by_key: dict[tuple[Any, ...], dict[str, Series]] = {}
+    columns = [table[name].combine_chunks().dictionary_encode() for name in (*key, "name", "group", "units")]
     codes = np.stack([column.indices.to_numpy() for column in columns])
     words = [column.dictionary.to_pylist() for column in columns]
     unit, value = table["unit"].to_numpy(), table["value"].to_numpy()
     edges = [0, *(np.flatnonzero((codes[:, 1:] != codes[:, :-1]).any(0)) + 1).tolist(), len(unit)]
     for start, end in pairwise(edges) if len(unit) else ():
         *where, name, group, units = (known[i] for known, i in zip(words, codes[:, start]))
-        series = found.setdefault(tuple(where), {})
+        series = by_key.setdefault(tuple(where), {})
         if name in series or not np.array_equal(unit[start:end], np.arange(end - start)):
             raise ValueError(f"the series {name!r} is not one value per unit")
         series[name] = Series(value[start:end].copy(), units, group)
-    return found
+    return by_key
 
 
 def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, str]]:
@@ -193,7 +193,9 @@ def read(path: Path, schema: pa.Schema = SCHEMA) -> tuple[pa.Table, dict[str, st
         raise UserError(f"{path}: no such file; build it again") from None
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         first = " ".join(str(error).split())[:150]
-        raise UserError(f"{path}: not a whole Parquet file ({first}); delete it and build it again") from None
+        raise UserError(
+            f"{path}: an incomplete or damaged Parquet file ({first}); delete it and build it again"
+        ) from None
     plain = [field.with_type(getattr(field.type, "value_type", field.type)) for field in table.schema]
     if plain != list(schema):
         raise UserError(f"{path}: its columns are not those of observations; delete it and build it again")
@@ -228,31 +230,31 @@ def _once(path: Path, working: Path, stamp: int, inode: int) -> Observations:
 
 # --- the series of many cells, packed for results/ --------------------------------------------------------------------
 
-Held = Mapping[tuple[str, int], Mapping[str, Series]]  # by cell key and seed
+SeriesByCell = Mapping[tuple[str, int], Mapping[str, Series]]  # by cell key and seed
 
 
-def pack(held: Held) -> list[tuple[str, bytes]]:
+def pack(series_by_cell: SeriesByCell) -> list[tuple[str, bytes]]:
     """Digest and content of Parquet files with a row per cell, seed, series and unit, each below 1 MB.
 
     Cells and seeds with the same series, such as two numbers of one job, are stored once, with the first of them.
     """
     once: dict[str, tuple[tuple[str, int], Mapping[str, Series]]] = {}
-    for place, seed in sorted(held.items()):
-        once.setdefault(digest(seed), (place, seed))
+    for key, seed in sorted(series_by_cell.items()):
+        once.setdefault(digest(seed), (key, seed))
     return _files(list(once.values()))
 
 
-def _files(places: Sequence[tuple[tuple[str, int], Mapping[str, Series]]]) -> list[tuple[str, bytes]]:
+def _files(keyed: Sequence[tuple[tuple[str, int], Mapping[str, Series]]]) -> list[tuple[str, bytes]]:
     """Digest and content of as many files as keep each below `LARGEST`."""
-    if not places:
+    if not keyed:
         return []
-    of_all = packed_digest(dict(places))
-    table = _long(places, PACKED).replace_schema_metadata({"digest": of_all})
+    of_all = packed_digest(dict(keyed))
+    table = _long(keyed, PACKED).replace_schema_metadata({"digest": of_all})
     data = min((_written(table, encoding) for encoding in ENCODINGS), key=len)
-    if len(data) <= LARGEST or len(places) == 1:
+    if len(data) <= LARGEST or len(keyed) == 1:
         return [(of_all, data)]
-    middle = len(places) // 2
-    return _files(places[:middle]) + _files(places[middle:])
+    middle = len(keyed) // 2
+    return _files(keyed[:middle]) + _files(keyed[middle:])
 
 
 def _written(table: pa.Table, encoding: Mapping[str, Any]) -> bytes:
@@ -271,17 +273,17 @@ def unpack(path: Path) -> tuple[dict[tuple[str, int], dict[str, Series]], str]:
     """
     table, meta = read(path, PACKED)
     try:
-        found = from_table(table, ("cell", "seed"))
+        by_cell = from_table(table, ("cell", "seed"))
     except ValueError as error:
         raise UserError(f"{path}: {error}; check it out again") from None
-    if meta.get("digest") != packed_digest(found):
+    if meta.get("digest") != packed_digest(by_cell):
         raise UserError(f"{path}: its values do not match its checksum; check it out again")
-    return found, meta["digest"]
+    return by_cell, meta["digest"]
 
 
-def packed_digest(held: Held) -> str:
+def packed_digest(series_by_cell: SeriesByCell) -> str:
     """16 hex digits of cells, seeds and their series."""
     series = {}
-    for (cell, seed), one in held.items():
+    for (cell, seed), one in series_by_cell.items():
         series |= {f"{cell}\0{seed}\0{name}": s for name, s in one.items()}
     return digest(series)

@@ -1,4 +1,4 @@
-"""Where a number comes from: the commit, the environment, the device. A row of every results file."""
+"""Provenance of a number: the commit, the environment and the device, stored with every row."""
 
 import hashlib
 import importlib.metadata
@@ -28,12 +28,12 @@ def sources_hash() -> str:
 
     Steps and kernels draw nothing: their folders are links in the package, which are not followed.
     """
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for folder, _, names in sorted(os.walk(ROOT / "repro")):
         for name in sorted(names):
             if name.endswith(".py"):
-                found.update(f"{name}\0{sha256(Path(folder) / name)}\0".encode())
-    return found.hexdigest()[:12]
+                hashed.update(f"{name}\0{sha256(Path(folder) / name)}\0".encode())
+    return hashed.hexdigest()[:12]
 
 
 def _digits(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The digest of a stored row: an edit of any field is noticed and named.
+"""Digests of stored rows, by which an edit of any field is detected and named.
 
 A row's digest is 16 hex digits over all of its fields, the digests of its series among them (`observations`), and after
 a dot two characters for each field, which say where an edit is. It finds slips of the hand and edits that nobody signed
@@ -67,10 +67,10 @@ def check(row: StoredRow, where: str) -> None:
         if each[EACH * i : EACH * (i + 1)] != known[EACH * i : EACH * (i + 1)]
     ]
     said = ", ".join(edited) or "its digest is another"
-    raise UserError(f"{where}: edited after it was accepted: {said}; check the file out again, or measure it anew")
+    raise UserError(f"{where}: edited after it was accepted: {said}; check the file out again, or measure it again")
 
 
 @cache
 def _of_field(name: str, value: str) -> str:
-    found = hashlib.sha256(f"{name}={value}".encode()).digest()
-    return base64.urlsafe_b64encode(found)[:EACH].decode()
+    digest = hashlib.sha256(f"{name}={value}".encode()).digest()
+    return base64.urlsafe_b64encode(digest)[:EACH].decode()

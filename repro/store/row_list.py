@@ -1,4 +1,4 @@
-"""Which rows each file of a device's folder in results/ has, so that one that is gone, or that is new, is noticed.
+"""Lists of the rows of each file in results/, by which a missing or an additional row is detected.
 
 `rows.json` holds a digest of the keys of each file. While a file is written it holds two, of before and after, so that
 whenever writing is interrupted the file is one of those that are listed.
@@ -34,12 +34,12 @@ def listed(folder: Path) -> dict[str, list[str]]:
     if not path.is_file():
         return {}
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        digests_by_file = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise UserError(f"{path}: not a JSON mapping; check it out again") from None
-    if not all(isinstance(digests, list) for digests in found.values()):
+    if not all(isinstance(digests, list) for digests in digests_by_file.values()):
         raise UserError(f"{path}: not lists of digests by file; check it out again")
-    return found
+    return digests_by_file
 
 
 def check(path: Path, rows: Iterable[StoredRow]) -> None:

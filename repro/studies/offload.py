@@ -73,7 +73,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the measurements")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measurements whose name has a word")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="only measurements whose name contains one of these words"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--memory", default=MEMORY, help="budget of the shapes")
     about = "prompts of the lossless texts, evenly of all sets; a CPU takes 10 in a minute or two"
@@ -83,12 +85,12 @@ def main(words: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: --prompts {args.prompts}: give one of each of {len(SETS)} sets at least")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
-    failed = Bench(args.out, torch.device(args.device), args.memory, args.only, args.prompts).run()
+    failed = OffloadBench(args.out, torch.device(args.device), args.memory, args.only, args.prompts).run()
     if failed:
         raise SystemExit(f"error: not measured: {', '.join(failed)}")
 
 
-class Bench:
+class OffloadBench:
     """The measurements on one device."""
 
     def __init__(
@@ -126,16 +128,16 @@ class Bench:
             return
         began = time.perf_counter()
         try:
-            found = self.facts | measure()
+            facts = self.facts | measure()
         except (UserError, RuntimeError) as error:  # too little memory has either kind
             self.failed.append(name)
             print(f"{name} failed: {' '.join(str(error).split())[:300]}", flush=True)
             self.free()
             return
-        found["wall_s"] = time.perf_counter() - began
-        write_text(path, json.dumps(found, indent=1) + "\n")
-        shown = {key: value for key, value in found.items() if isinstance(value, int | float)}
-        print(f"{name} ({found['wall_s']:.0f} s): {json.dumps(shown)}", flush=True)
+        facts["wall_s"] = time.perf_counter() - began
+        write_text(path, json.dumps(facts, indent=1) + "\n")
+        shown = {key: value for key, value in facts.items() if isinstance(value, int | float)}
+        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(shown)}", flush=True)
 
     def free(self) -> None:
         """Give back the memory of the last shape, and take the limit away."""
@@ -185,10 +187,10 @@ class Bench:
         batch = timed(engine, WARM + TIMED)
         seconds = batch.seconds[WARM:]
         step_s = statistics.median(seconds)
-        found = {"prefetch": prefetch, "step_s": step_s, "tokens_per_s": 1 / step_s, "seconds": seconds}
-        found["prefill_s"] = batch.prefill_s
+        facts = {"prefetch": prefetch, "step_s": step_s, "tokens_per_s": 1 / step_s, "seconds": seconds}
+        facts["prefill_s"] = batch.prefill_s
         each = Use(math.nan, engine.plan.streamed_bytes)  # in the mean a step copies all that streams
-        return found | self.bus([each], statistics.mean(seconds)) | self.where(engine)
+        return facts | self.bus([each], statistics.mean(seconds)) | self.where(engine)
 
     def bus(self, uses: Sequence[Use], seconds: float) -> dict[str, Any]:
         """The measured rate of the bus, and shares of spans that took so many seconds together.
@@ -214,7 +216,7 @@ class Bench:
         uses = [used(copies, begin, end) for begin, end in spans]
         drafting, verifying = batch.draft_s[WARM:], batch.verify_s[WARM:]
         draft_s, verify_s = statistics.median(drafting), statistics.median(verifying)
-        found = {
+        facts = {
             "nodes": engine.draft.nodes,
             "depth": engine.draft.depth,
             "iteration_s": statistics.median(whole),
@@ -225,7 +227,7 @@ class Bench:
             "draft_seconds": drafting,
             "verify_seconds": verifying,
         }
-        return found | self.bus(uses, sum(verifying)) | self.where(engine)
+        return facts | self.bus(uses, sum(verifying)) | self.where(engine)
 
     def step(self, name: str) -> dict[str, Any]:
         """Seconds of a step at one token of the draft alone, which is the engine's step in the draft's format."""
@@ -235,10 +237,10 @@ class Bench:
         alone.RATED = False
         prompt = min(engine.context - TIMED - WARM - 8, 900)
         stats = alone.time(prompt, WARM + TIMED)
-        found = {"step_s": stats.ms_p50 / 1e3, "read_bytes": stats.read_bytes, "prompt": prompt}
-        found |= self.where(engine)
+        facts = {"step_s": stats.ms_p50 / 1e3, "read_bytes": stats.read_bytes, "prompt": prompt}
+        facts |= self.where(engine)
         self.free()
-        return found
+        return facts
 
     def whole(self, name: str) -> dict[str, Any]:
         """Generations with the record's accepted lengths against what lengths and times give by themselves.
@@ -258,7 +260,7 @@ class Bench:
         prefills, iterations, decoded, counted = [], [], 0, 0
         for number, each in enumerate(lengths):
             ids = torch.randint(engine.model.config.vocab_size, (1, prompt), generator=generator).tolist()
-            batch = Replayed(engine._decoding(ids, 1 + sum(each), Sampling(), number), each)
+            batch = ReplayedDraft(engine._decoding(ids, 1 + sum(each), Sampling(), number), each)
             for _ in engine._run(batch):
                 pass
             prefills.append(batch.prefill_s)
@@ -271,10 +273,10 @@ class Bench:
             "ratio": tokens / seconds / calculated,
             "decode_ratio": iteration_s * len(iterations) / sum(iterations),
         }
-        found = {"tokens_per_s": tokens / seconds, "calculated_tokens_per_s": calculated} | ratios
-        found |= {"iteration_s": iteration_s, "prompts": len(lengths), "tokens": tokens, "iterations": counted}
-        found |= {"prompt_tokens": prompt, "lengths": lengths, "record": list(RECORD)}
-        return found | {"prefill_seconds": prefills, "seconds": iterations} | self.where(engine)
+        facts = {"tokens_per_s": tokens / seconds, "calculated_tokens_per_s": calculated} | ratios
+        facts |= {"iteration_s": iteration_s, "prompts": len(lengths), "tokens": tokens, "iterations": counted}
+        facts |= {"prompt_tokens": prompt, "lengths": lengths, "record": list(RECORD)}
+        return facts | {"prefill_seconds": prefills, "seconds": iterations} | self.where(engine)
 
     def used(self, name: str, draft: bool) -> dict[str, Any]:
         """Memory (`limits.own_bytes`) while `LONG` tokens are decoded, after a warm generation.
@@ -290,18 +292,18 @@ class Bench:
         prompt = engine.context - 1 - new
         batch = engine._decoding([[7] * prompt], new, Sampling(), 0)
         if draft:
-            batch = Replayed(batch, spread(new - 1, -(-(new - 1) // min(ACCEPTED, engine.draft.depth))))
+            batch = ReplayedDraft(batch, spread(new - 1, -(-(new - 1) // min(ACCEPTED, engine.draft.depth))))
         used: list[int] = []
         for given, _ in enumerate(engine._run(batch)):
             if given % EVERY == 0 and self.device.type == "cuda":
                 used.append(limits.own_bytes(self.device))
-        found = {"tokens": new, "prompt_tokens": prompt, "iterations": len(batch.seconds), "used_bytes": used}
+        facts = {"tokens": new, "prompt_tokens": prompt, "iterations": len(batch.seconds), "used_bytes": used}
         if used:
-            found |= {"within": int(max(used) <= engine.plan.budget), "growth_bytes": max(used) - used[0]}
-        return found | self.where(engine)
+            facts |= {"within": int(max(used) <= engine.plan.budget), "growth_bytes": max(used) - used[0]}
+        return facts | self.where(engine)
 
 
-class Replayed(Drafted):
+class ReplayedDraft(Drafted):
     """A generation that accepts as many nodes in each iteration as is given: the best one of a level and its ancestors.
 
     The target's own choices are still followed, for the host's part in an iteration.
@@ -331,15 +333,15 @@ def recorded_lengths() -> list[list[int]]:
     """
     flow = Workflow.of_results(scales.load(name="pocket"))
     paper, number, *place = RECORD
-    cell = next(cell for cell in flow.cells(paper, number) if list(cell.place[:3]) == place)
+    cell = next(cell for cell in flow.cells(paper, number) if list(cell.cell_key[:3]) == place)
     quantity = measure.one_measured(flow, cell).quantity
     if quantity is None:
         raise UserError(f"no accepted length of {' / '.join(place)} is stored; accept one, or leave out `whole`")
     series = quantity.seeds[0]
-    found = []
+    lengths = []
     for tokens, iterations in zip(series["tokens"].values, series["iterations"].values):
-        found.append(spread(int(tokens) - 1, int(iterations) - 1))
-    return found
+        lengths.append(spread(int(tokens) - 1, int(iterations) - 1))
+    return lengths
 
 
 def spread(total: int, count: int) -> list[int]:
@@ -395,7 +397,7 @@ def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int]) -> 
     config = lm.model.config
     resident = budget.spread(config.num_hidden_layers // 3, config.num_hidden_layers)
     parts = budget.parts_of(config, context, dtype, len(resident), draft, dtype != torch.float32)
-    plan = budget.Plan(2**34, parts, resident, config.num_hidden_layers, budget.block_bytes(config, dtype))
+    plan = budget.MemoryPlan(2**34, parts, resident, config.num_hidden_layers, budget.block_bytes(config, dtype))
     ours = Speculating(MODEL, *decoders(lm.model, Loaded(lm, device, dtype), plan, context, draft), draft)
     plain = Engine.load(MODEL, context=context, device=device.type, dtype=str(dtype).removeprefix("torch."))
     exact = (
@@ -461,11 +463,11 @@ def disagreement(
 
 def one_token_logits(plain: Core, ids: list[int], text: list[int]) -> Tensor:
     """float32 `[T, V]`: what chose each of T tokens of a text in plain decoding, the first by the prompt's prefill."""
-    found = [plain.logits(ids)[-1]]
+    logits = [plain.logits(ids)[-1]]
     for number, token in enumerate(text[:-1]):
         tokens = run_of(torch.tensor([token], device=plain.model.device), 0, len(ids) + number)
-        found.append(plain.model.head(one_step(plain.model, plain.cache, tokens))[0].float())
-    return torch.stack(found)
+        logits.append(plain.model.head(one_step(plain.model, plain.cache, tokens))[0].float())
+    return torch.stack(logits)
 
 
 def tree_logits(ours: Speculating, ids: list[int], number: int) -> Tensor:

@@ -72,12 +72,12 @@ def main(words: Sequence[str] | None = None) -> None:
         if path.is_file():
             continue
         try:
-            found = measure()
+            facts = measure()
         except (UserError, RuntimeError) as error:  # too little memory has either kind
-            found = {"status": "oom", "why": " ".join(str(error).split())[:300]}
-        found |= {"device": provenance.device_name(device.type), "commit": provenance.commit()}
-        write_text(path, json.dumps(found, indent=1) + "\n")
-        shown = {key: value for key, value in found.items() if key != "seconds"}
+            facts = {"status": "oom", "why": " ".join(str(error).split())[:300]}
+        facts |= {"device": provenance.device_name(device.type), "commit": provenance.commit()}
+        write_text(path, json.dumps(facts, indent=1) + "\n")
+        shown = {key: value for key, value in facts.items() if key != "seconds"}
         print(f"{path.stem}: {json.dumps(shown)}", flush=True)
 
 
@@ -126,10 +126,10 @@ def generated(shape: str, memory: str, device: torch.device, assisted: bool, sha
         model.generate(ids.to(device), assistant_model=small, pad_token_id=0, **options)
         seconds = passes.seconds[1 + WARM :] or passes.seconds[-1:]  # one where time ended it
         resident = sum(where != "cpu" for where in placed.values())
-        found = {"pass_s": statistics.median(seconds), "seconds": seconds, "resident_modules": resident}
+        facts = {"pass_s": statistics.median(seconds), "seconds": seconds, "resident_modules": resident}
         if device.type == "cuda":
-            found |= {"device_bytes": device_bytes(device), "peak_bytes": torch.cuda.max_memory_allocated(device)}
-        return found | {"status": "ok", "budget_bytes": amount, "share": share, "modules": len(placed)}
+            facts |= {"device_bytes": device_bytes(device), "peak_bytes": torch.cuda.max_memory_allocated(device)}
+        return facts | {"status": "ok", "budget_bytes": amount, "share": share, "modules": len(placed)}
     finally:
         bound(1.0, device)
 
@@ -191,9 +191,9 @@ def calculated(shape: str, memory: str, device: torch.device) -> dict[str, Any]:
     on_device = layers * block + head_bytes(config)
     rates = host_read_rate(HOST_READ), fit.read_rate(device)
     pass_s = on_host / rates[0] + (on_device / rates[1] if device.type == "cuda" else 0.0)
-    found = {"status": "calculated", "pass_s": pass_s, "layers_on_device": layers}
-    found |= {"host_bytes": on_host, "device_bytes": on_device, "host_bytes_per_s": rates[0]}
-    return found | ({"device_bytes_per_s": rates[1]} if device.type == "cuda" else {})
+    facts = {"status": "calculated", "pass_s": pass_s, "layers_on_device": layers}
+    facts |= {"host_bytes": on_host, "device_bytes": on_device, "host_bytes_per_s": rates[0]}
+    return facts | ({"device_bytes_per_s": rates[1]} if device.type == "cuda" else {})
 
 
 def layers_on_device(shape: str, memory: str) -> int:

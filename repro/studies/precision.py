@@ -61,7 +61,9 @@ def main() -> None:
     """Measure what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the measurements")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measurements whose name has a word")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="only measurements whose name contains one of these words"
+    )
     parser.add_argument("--log", type=Path, help="observations of a switching job, whose switches `whole` replays")
     parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -69,12 +71,12 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
     try:
-        Bench(args.shape, torch.device(args.device), args.out, args.only, args.log).run()
+        PrecisionBench(args.shape, torch.device(args.device), args.out, args.only, args.log).run()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 
 
-class Bench:
+class PrecisionBench:
     """The measurements of one shape on one device."""
 
     def __init__(
@@ -127,9 +129,9 @@ class Bench:
             return {}
         if not path.is_file():
             began = time.perf_counter()
-            found = self.facts | measure()
-            write_text(path, json.dumps(found, indent=1) + "\n")
-            shown = {key: value for key, value in found.items() if isinstance(value, float)}
+            facts = self.facts | measure()
+            write_text(path, json.dumps(facts, indent=1) + "\n")
+            shown = {key: value for key, value in facts.items() if isinstance(value, float)}
             print(f"{name} ({time.perf_counter() - began:.0f} s): {json.dumps(shown)}", flush=True)
         return json.loads(path.read_text())
 
@@ -156,13 +158,13 @@ class Bench:
         """States on the way from 16 to 8 to 4 bits, layers in random order, and in whole products."""
         moves = order.moves({}, self.layers, Config(order="random"))
         by_product = order.moves({}, self.layers, Config(order="model"))
-        found = {}
+        facts = {}
         for share in MIXTURES:
             for name, made in (("random", moves), ("model", by_product)):
                 bits = dict.fromkeys(self.layers, 16)
                 bits |= {move.layer: move.bits for move in made[: int(share * len(self.layers))]}
-                found[f"{name}-{share}"] = bits
-        return found
+                facts[f"{name}-{share}"] = bits
+        return facts
 
     def mixed(self, bits: Mapping[str, int], engine: SwitchingCore) -> dict[str, Any]:
         """A mixture's step, and what its layers' shares of the static steps add up to."""
@@ -222,18 +224,18 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         model = self.on_host
         engine = SwitchingCore(self.name, model, config, order.moves({}, self.layers, config))
-        found = self.around(engine, layers)
+        facts = self.around(engine, layers)
         staging = engine.steps.staging
         weights = 0
         for each in engine.steps.copies:
             weights += sum(tensor.nbytes for tensor in each.at[max(RECIPES)].buffers())
-        found |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
+        facts |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
         if self.device.type == "cuda":
             peak, cache = torch.cuda.max_memory_allocated(self.device), engine.cache
             beside = peak - cache.keys.nbytes - cache.values.nbytes
-            found |= {"allocated bytes at most": peak, "allocated bytes beside the cache": beside}
+            facts |= {"allocated bytes at most": peak, "allocated bytes beside the cache": beside}
         tables = {id(tensor): tensor.nbytes for tensor in (model.embedding, *model.head.buffers())}
-        return found | {
+        return facts | {
             "bytes of the first width's layers": weights,
             "bytes of the first width": weights + sum(tables.values()),
         }
@@ -333,8 +335,8 @@ def switch_steps(path: Path, layers: int) -> list[int]:
     Raises:
         UserError: no text of the job switched.
     """
-    held = observations.load(path).series
-    logs = [one.values for name, one in held.items() if name.startswith("log ")]
+    series = observations.load(path).series
+    logs = [one.values for name, one in series.items() if name.startswith("log ")]
     if not logs:
         raise UserError(f"{path}: no text of this run switched; name the observations of one that did")
     longest = max((sorted({int(step) for step in log}) for log in logs), key=len)

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(f"device {given.device}: there is no CUDA device here; give --device cpu")
         if given.repeats < 1:
-            raise UserError(f"repeats is {given.repeats}; it is 1 or more")
+            raise UserError(f"repeats is {given.repeats}; it must be 1 or more")
     except UserError as error:
         print(sentence(error), file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
-"""How good the heuristic of `w4a16_gemm` is: every configuration of its space, timed on layers it was not fitted to.
+"""Quality of the heuristic of `w4a16_gemm`: all configurations of its space, on layers that it was not fitted to.
 
     python -m repro.studies.space --out DIR     # on a GPU; goes on where it was cut; about 200 s on an H200
 
-Writes `DIR/space.json`: for every place (tokens and shape, W4 g128, bf16) the fastest time and, configuration by
+Writes `DIR/space.json`: for every case (tokens and shape, W4 g128, bf16) the fastest time and, configuration by
 configuration, by how many percent it is slower. Committed as `results/<device>/space.json` it is what
 `test_heuristic.py` judges the heuristic by. A time is the best of a few replays of a CUDA graph over weights that
 no cache holds; the output of every configuration is compared with the library's product first.
@@ -38,7 +38,7 @@ WORST = 1e-2  # relative error of bf16 outputs whose weights were rounded to bf1
 STEPS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"  # percent above the fastest, one a character
 NOT_RUN = STEPS[-1]  # or as much slower
 
-Place = tuple[int, int, int]  # tokens, rows, columns
+Case = tuple[int, int, int]  # tokens, rows, columns
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -48,20 +48,20 @@ def shapes() -> list[tuple[int, int]]:
     return NAMED + drawn
 
 
-def places() -> list[Place]:
+def cases() -> list[Case]:
     """Every layer with every number of tokens that has configurations of its own."""
     return [(m, n, k) for (n, k), m in itertools.product(shapes(), COUNTS)]
 
 
-def key(place: Place) -> str:
-    """A place's name in the file, as that of a launch configuration."""
-    m, n, k = place
+def key(case: Case) -> str:
+    """A case's name in the file, as that of a launch configuration."""
+    m, n, k = case
     return w4a16_gemm.tuning_key({"bits": FORM[0], "M": m, "N": n, "K": k})
 
 
-def able(place: Place) -> list[int]:
+def able(case: Case) -> list[int]:
     """Positions in SPACE of the configurations that are tried."""
-    most = max(COUNTS[0], place[0])
+    most = max(COUNTS[0], case[0])
     return [i for i, config in enumerate(w4a16_gemm.SPACE) if w4a16_gemm.tokens_of(config) <= most]
 
 
@@ -74,19 +74,19 @@ def as_text(times: Mapping[int, float]) -> str:
 
 
 def ratios(content: Mapping[str, Any]) -> dict[str, float]:
-    """By how much the heuristic's configuration is slower than the fastest one, at each recorded place.
+    """By how much the heuristic's configuration is slower than the fastest one, at each recorded case.
 
     Raises:
         ValueError: the file is of another space.
     """
     if content["space"] != space_hash():
         raise ValueError("recorded with another SPACE of w4a16_gemm; measure again")
-    found = {}
-    for place in places():
-        if key(place) in content["places"]:
-            chosen = w4a16_gemm.SPACE.index(w4a16_gemm.heuristic(*place, FORM[0], content["sms"]))
-            found[key(place)] = 1 + STEPS.index(content["places"][key(place)]["over"][chosen]) / 100
-    return found
+    by_case = {}
+    for case in cases():
+        if key(case) in content["places"]:
+            chosen = w4a16_gemm.SPACE.index(w4a16_gemm.heuristic(*case, FORM[0], content["sms"]))
+            by_case[key(case)] = 1 + STEPS.index(content["places"][key(case)]["over"][chosen]) / 100
+    return by_case
 
 
 def space_hash() -> str:
@@ -97,11 +97,11 @@ def space_hash() -> str:
 # ---- on a GPU
 
 
-def sources(place: Place) -> Iterator[tuple[Path, dict[str, int]]]:
-    """(source, macros) of everything that is compiled for a place."""
-    m, n, k = place
+def sources(case: Case) -> Iterator[tuple[Path, dict[str, int]]]:
+    """(source, macros) of everything that is compiled for a case."""
+    m, n, k = case
     defines = w4a16_gemm.format_defines(*FORM, torch.bfloat16)
-    for i in able(place):
+    for i in able(case):
         config = w4a16_gemm.SPACE[i]
         plan = w4a16_gemm.plan_wgmma if "WGS" in config else w4a16_gemm.plan_mma
         source, constants, *_ = plan(m, n, k, FORM, config, (9, 0))
@@ -112,11 +112,11 @@ def _compiled(job: tuple[Path, tuple[tuple[str, int], ...], str]) -> None:
     nvrtc.compile_cubin(job[0], dict(job[1]), job[2])
 
 
-def compile_all(todo: Sequence[Place]) -> None:
-    """Compile what the places need, side by side; the cubins stay on disk."""
+def compile_all(todo: Sequence[Case]) -> None:
+    """Compile what the cases need, side by side; the cubins stay on disk."""
     jobs = set()
-    for place in todo:
-        jobs |= {(source, tuple(macros.items()), "sm_90a") for source, macros in sources(place)}
+    for case in todo:
+        jobs |= {(source, tuple(macros.items()), "sm_90a") for source, macros in sources(case)}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compiled, sorted(jobs, key=str), chunksize=4))
 
@@ -129,31 +129,29 @@ def weights(layer: Layer) -> list[packing.PackedWeight]:
     return [first.to("cpu").to("cuda") for _ in range(count - 1)] + [first]
 
 
-def measure(
-    place: Place, layer: Layer, copies: Sequence[packing.PackedWeight], backend: timing.Cuda
-) -> dict[int, float]:
+def measure(case: Case, layer: Layer, copies: Sequence[packing.PackedWeight], backend: timing.Cuda) -> dict[int, float]:
     """Microseconds of a launch by position in SPACE; those that fail or are wrong are left out."""
-    x = layer.activations(place[0], torch.bfloat16)
+    x = layer.activations(case[0], torch.bfloat16)
     want = x.float() @ layer.held(4, 128).T
-    found = {}
-    for i in able(place):
+    times = {}
+    for i in able(case):
         launch = functools.partial(w4a16_gemm.launch, x, config=w4a16_gemm.SPACE[i])
         try:
             error = (launch(packed=copies[0]).float() - want).norm() / want.norm()
             graph = backend.capture([functools.partial(launch, packed=packed) for packed in copies])
             seconds = min(graph.replay() for _ in range(REPLAYS))
         except (RuntimeError, ValueError) as reason:
-            print(f"{key(place)}: {w4a16_gemm.SPACE[i]}: {str(reason).splitlines()[0]}")
+            print(f"{key(case)}: {w4a16_gemm.SPACE[i]}: {str(reason).splitlines()[0]}")
             continue
         if error < WORST:
-            found[i] = seconds * 1e6 / len(copies)
+            times[i] = seconds * 1e6 / len(copies)
         else:
-            print(f"{key(place)}: {w4a16_gemm.SPACE[i]} is off by {error:.2g}")
-    return found
+            print(f"{key(case)}: {w4a16_gemm.SPACE[i]} is off by {error:.2g}")
+    return times
 
 
 def record(out: Path) -> dict[str, Any]:
-    """Measure every place that the file lacks, writing it after each."""
+    """Measure every case that the file lacks, writing it after each."""
     content: dict[str, Any] = {"places": {}}
     if out.is_file():
         content = json.loads(out.read_text(encoding="utf-8"))
@@ -162,21 +160,21 @@ def record(out: Path) -> dict[str, Any]:
     if any(content.get(name) != about[name] for name in ("device", "space")):
         content = {"places": {}}
     content |= about
-    todo = [place for place in places() if key(place) not in content["places"]]
-    print(f"{len(todo)} of {len(places())} places to measure")
+    todo = [case for case in cases() if key(case) not in content["places"]]
+    print(f"{len(todo)} of {len(cases())} cases to measure")
     if todo:
         compile_all(todo)
     backend, layer, copies = timing.Cuda(), None, []
-    for place in todo:
-        if layer is None or (layer.rows, layer.columns) != place[1:]:
+    for case in todo:
+        if layer is None or (layer.rows, layer.columns) != case[1:]:
             layer, copies = None, []
             backend.release()
-            layer = Layer(*place[1:])
+            layer = Layer(*case[1:])
             copies = weights(layer)
-        times = measure(place, layer, copies, backend)
-        content["places"][key(place)] = {"best_us": round(min(times.values()), 3), "over": as_text(times)}
+        times = measure(case, layer, copies, backend)
+        content["places"][key(case)] = {"best_us": round(min(times.values()), 3), "over": as_text(times)}
         write_text(out, json.dumps(content, indent=0) + "\n")
-        print(f"{key(place)}: best {min(times.values()):.2f} us of {len(times)}", flush=True)
+        print(f"{key(case)}: best {min(times.values()):.2f} us of {len(times)}", flush=True)
     return content
 
 
@@ -186,10 +184,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of space.json")
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
-    found = ratios(record(folder / "space.json"))
-    for name, ratio in found.items():
+    slower = ratios(record(folder / "space.json"))
+    for name, ratio in slower.items():
         print(f"{name}: {ratio:.2f} of the fastest")
-    print(f"geometric mean {geometric_mean(found.values()):.3f}, worst {max(found.values()):.2f}")
+    print(f"geometric mean {geometric_mean(slower.values()):.3f}, worst {max(slower.values()):.2f}")
 
 
 if __name__ == "__main__":

@@ -47,16 +47,18 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the measurements")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measurements whose name has a word")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="only measurements whose name contains one of these words"
+    )
     args = parser.parse_args(words)
     if not torch.cuda.is_available():
         raise SystemExit("error: this machine has no CUDA device; run it on a GPU")
-    failed = Bench(args.out, "cuda", timing.Cuda(), args.only).run()
+    failed = SparseBench(args.out, "cuda", timing.Cuda(), args.only).run()
     if failed:
         raise SystemExit(f"error: not measured: {', '.join(failed)}")
 
 
-class Bench:
+class SparseBench:
     """The measurements on one device."""
 
     def __init__(self, folder: Path, device: str, backend: timing.Cuda, only: Sequence[str] = ()) -> None:
@@ -86,7 +88,7 @@ class Bench:
             return
         began = time.perf_counter()
         try:
-            found = self.facts | measure()
+            facts = self.facts | measure()
         except (NotMeasurable, UserError, RuntimeError, ValueError, timing.Unsound) as error:
             self.failed.append(name)
             print(f"{name} failed: {' '.join(str(error).split())[:300]}", flush=True)
@@ -94,10 +96,10 @@ class Bench:
         finally:
             if self.device == "cuda":
                 torch.cuda.empty_cache()
-        found["wall_s"] = time.perf_counter() - began
-        write_text(path, json.dumps(found, indent=1) + "\n")
-        shown = {key: value for key, value in found.items() if isinstance(value, float)}
-        print(f"{name} ({found['wall_s']:.0f} s): {json.dumps(shown)}", flush=True)
+        facts["wall_s"] = time.perf_counter() - began
+        write_text(path, json.dumps(facts, indent=1) + "\n")
+        shown = {key: value for key, value in facts.items() if isinstance(value, float)}
+        print(f"{name} ({facts['wall_s']:.0f} s): {json.dumps(shown)}", flush=True)
 
     def kept(self, name: str) -> dict[str, Any]:
         """A measurement that is there.
@@ -114,7 +116,7 @@ class Bench:
 
     def check(self) -> dict[str, Any]:
         """The largest error of each kernel over its cases, over what is allowed; a list's wrong entries."""
-        found: dict[str, float] = {}
+        errors: dict[str, float] = {}
         for name in ("active_inputs", *operators.PRODUCTS):
             module = load(name)
             for case in module.CASES:
@@ -122,14 +124,14 @@ class Bench:
                 want = module.reference(**inputs)
                 got = getattr(torch.ops.lowbit, name)(**inputs)
                 if name == "active_inputs":
-                    found[name] = max(found.get(name, 0.0), float((in_order(got) != want).sum()))
+                    errors[name] = max(errors.get(name, 0.0), float((in_order(got) != want).sum()))
                     continue
                 off = float((got.double() - want.double()).norm() / want.double().norm())
-                found[name] = max(found.get(name, 0.0), off / operators.tolerance(name, want.dtype))
-        wrong = [name for name, off in found.items() if not off <= (0 if name == "active_inputs" else 1)]
+                errors[name] = max(errors.get(name, 0.0), off / operators.tolerance(name, want.dtype))
+        wrong = [name for name, off in errors.items() if not off <= (0 if name == "active_inputs" else 1)]
         if wrong:
-            raise timing.Unsound(f"wrong: {', '.join(f'{name} ({found[name]:.3g})' for name in wrong)}")
-        return found
+            raise timing.Unsound(f"wrong: {', '.join(f'{name} ({errors[name]:.3g})' for name in wrong)}")
+        return errors
 
     def listing(self, columns: int) -> dict[str, Any]:
         """Microseconds of a list of half of so many inputs."""
@@ -142,8 +144,8 @@ class Bench:
         for name, of in (("rms_norm", norm), ("silu_product", product)):
             tasks += [operators.task(kernel, of, kernel, self.device) for kernel in (name, f"{name}_active")]
         names = ("ordered", "as they arrive", "norm", "norm with list", "product", "product with list")
-        found = timing.measure(tasks, self.backend, timing.WARM)
-        return {"K": columns} | {f"{name} us": one.us for name, one in zip(names, found)}
+        timings = timing.measure(tasks, self.backend, timing.WARM)
+        return {"K": columns} | {f"{name} us": one.us for name, one in zip(names, timings)}
 
     def products(self, rows: int, columns: int, s: int) -> dict[str, Any]:
         """Microseconds of the products of one layer and of the reader of its listed columns."""
@@ -162,9 +164,9 @@ class Bench:
         active = listed(x, x.abs().float().quantile(s / 100).item())
         readers = listed_reader.tasks(**planes, active=active)
         floor = timing.read_floors if self.device == "cuda" else None
-        found = timing.measure([*tasks, *readers], self.backend, floor=floor)
-        by_name = dict(zip(labels, found))
-        least = min(found[len(labels) :], key=lambda one: one.us)
+        timings = timing.measure([*tasks, *readers], self.backend, floor=floor)
+        by_name = dict(zip(labels, timings))
+        least = min(timings[len(labels) :], key=lambda one: one.us)
         facts: dict[str, Any] = {"N": rows, "K": columns, "sparsity": s, "floor us": least.us, "floor": least.name}
         for name, one in by_name.items():
             facts |= {f"{name} us": one.us, f"{name} p20 p80": [one.p20, one.p80], f"{name} relerr": one.relerr}

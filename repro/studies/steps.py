@@ -1,4 +1,4 @@
-"""How the time of a 4-bit layer grows with its tokens: no cliff where a path, a tile or a configuration changes.
+"""Time of a 4-bit layer by its number of tokens: finds cliffs where a path, a tile or a configuration changes.
 
     python -m repro.studies.steps --out DIR     # on a GPU, about 100 s; measures what the file lacks
 
@@ -50,19 +50,19 @@ def candidates(x: Tensor, copies: Sequence[PackedWeight], dense: Sequence[Tensor
     def over(function: Callable) -> list[Callable]:
         return [functools.partial(function, packed) for packed in copies]
 
-    found = {
+    calls = {
         "linear": over(lambda packed: linear.wna16(x, packed)),
         "library": [functools.partial(F.linear, x, w) for w in dense],
         "dequantize": over(lambda packed: x @ dequantize.launch(packed, x.dtype).T),
     }
     if count <= wna16_gemv.MAX_ROWS:
-        found["decode"] = over(lambda packed: wna16_gemv.wna16_gemv(x, packed))
+        calls["decode"] = over(lambda packed: wna16_gemv.wna16_gemv(x, packed))
     configs = {
         "gemm": w4a16_gemm.configuration(*place, first.bits, x.device),
         "estimated": w4a16_gemm.heuristic(-(-count // 64) * 64 if count > 64 else count, *place[1:], first.bits),
     }
     for name, config in configs.items():
-        found[name] = over(lambda packed, config=config: w4a16_gemm.launch(x, packed, config))
+        calls[name] = over(lambda packed, config=config: w4a16_gemm.launch(x, packed, config))
     head = (count - 1) // 64 * 64
     if head and count - head <= TAIL:
         at_head = w4a16_gemm.configuration(head, *place[1:], first.bits, x.device)
@@ -71,8 +71,8 @@ def candidates(x: Tensor, copies: Sequence[PackedWeight], dense: Sequence[Tensor
             w4a16_gemm.launch(x[:head], packed, at_head)
             linear.wna16(x[head:], packed)
 
-        found["head and tail"] = over(both)
-    return found
+        calls["head and tail"] = over(both)
+    return calls
 
 
 def measure(shape: tuple[int, int], backend: timing.Cuda) -> dict[str, dict[str, float]]:

@@ -186,12 +186,12 @@ def fit(task: BlockTask, loss: Loss, streams: Sequence[Stream], settings: BlockS
     replayed, losses = graphs.Replayed(step, changed), []
     for epoch in range(settings.epochs):
         taken = [batch_rows(first + epoch * each + i, sequences, settings) for i in range(each)]
-        found = []
+        step_losses = []
         for i, rows in enumerate(torch.stack(taken).to(streams[0].hidden.device)):
             for rate, optimizer in optimizers.items():
                 graphs.set_rate(optimizer, rate_at((epoch + i / each) / settings.epochs, rate, settings.final))
-            found.append(replayed(*(stream.take(rows) for stream in streams)).float().clone())
-        losses += torch.stack(found).tolist()
+            step_losses.append(replayed(*(stream.take(rows) for stream in streams)).float().clone())
+        losses += torch.stack(step_losses).tolist()
         if bad := next((i for i, value in enumerate(losses, start=1) if not math.isfinite(value)), None):
             raise NotMeasurable("diverged", f"the loss is not finite at step {bad}")
     for tensor in tensors:

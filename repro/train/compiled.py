@@ -1,4 +1,4 @@
-"""Forward and backward passes of a training step, compiled on a GPU where there are enough steps to pay for it.
+"""Compiled forward and backward passes of a training step on a GPU, where there are enough steps to pay for it.
 
 A step of a small block under fake quantization is 500 to 800 kernels of 2 microseconds, and as much time between them;
 compiled, what lies between two matrix products is one. Compiling takes 30 to 75 s a process, so that a short training

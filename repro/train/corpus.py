@@ -1,4 +1,4 @@
-"""The pocket models' corpus: its shards, their documents as they are trained on, the tokenizer, the token ids.
+"""The pocket models' corpus: its shards, the documents as they are trained on, the tokenizer, the token ids.
 
 Every `wikitext_every`-th document of a Wikipedia shard is written in WikiText-2's layout (`wikitext_layout`), so that
 the yardstick's line breaks and spaced punctuation are no surprise. This module does not import torch: the worker
@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +38,10 @@ def shards(corpus: Path) -> list[Path]:
     Raises:
         UserError: the folder holds no `train-*.txt.xz`.
     """
-    found = sorted(corpus.glob("train-*.txt.xz"))
-    if not found:
+    files = sorted(corpus.glob("train-*.txt.xz"))
+    if not files:
         raise UserError(f"{corpus}: no train-*.txt.xz there; --corpus names the folder of the training shards")
-    return found
+    return files
 
 
 def documents(path: Path) -> list[str]:
@@ -69,9 +70,9 @@ def prepared(path: Path, wikitext_every: int, part: int = 0, parts: int = 1) -> 
         UserError: a layout is asked for and sacremoses is not installed.
     """
     every = wikitext_every if path.name.startswith("train-wiki-") else 0
-    found = documents(path)
-    for index in range(part, len(found), parts):
-        yield wikitext_layout.write(found[index]) if every and index % every == 0 else found[index]
+    texts = documents(path)
+    for index in range(part, len(texts), parts):
+        yield wikitext_layout.write(texts[index]) if every and index % every == 0 else texts[index]
 
 
 def train_tokenizer(corpus: Path, args: TokenizerArgs) -> Tokenizer:
@@ -114,7 +115,7 @@ def _encode(job: tuple[Path, Path, int, int, int]) -> np.ndarray:
 
 def encode(tokenizer: Path, files: list[Path], wikitext_every: int, processes: int) -> np.ndarray:
     """Token ids (uint16) of all documents of `files`, each as `<s> … </s>`, in an order that is fixed by the files."""
-    jobs = [(tokenizer, f, wikitext_every, part, PARTS) for f in files for part in range(PARTS)]
+    jobs = [(tokenizer, file, wikitext_every, part, PARTS) for file, part in product(files, range(PARTS))]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         return np.concatenate(list(tqdm(pool.imap(_encode, jobs), total=len(jobs), desc="tokenize", mininterval=5)))
 
@@ -175,11 +176,11 @@ def shared_ngrams(corpus: Path, texts: list[str], wikitext_every: int, n: int = 
     shared = set()
     for path in tqdm(shards(corpus), desc="n-grams", mininterval=5):
         for document in prepared(path, wikitext_every):
-            found = words(document)
-            hashes = _hashes(found, n)
+            spoken = words(document)
+            hashes = _hashes(spoken, n)
             nearest = known[np.searchsorted(known[:-1], hashes)]
             for index in np.flatnonzero(nearest == hashes):
-                shared.add(" ".join(found[index : index + n]))
+                shared.add(" ".join(spoken[index : index + n]))
     return sorted(shared)
 
 

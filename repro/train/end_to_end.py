@@ -1,4 +1,4 @@
-"""Train tensors of a whole decoder with a loss that a method gives.
+"""Train tensors of a whole decoder with the loss of a method.
 
 As in `blocks`, a step is a replayed CUDA graph on a GPU, batches are a function of (seed, step), and a run that was
 killed continues from its checkpoint, on a CPU with the same bits. A batch may be computed in parts, whose gradients
@@ -162,18 +162,18 @@ def train(
     def scored(rows: Tensor) -> Tensor:
         return sum(parts(rows), torch.zeros((), device=rows.device))
 
-    replayed, found = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
+    replayed, step_losses = graphs.Replayed(step, partial(graphs.changed, optimizer)), []
     looked = graphs.Replayed(scored, list)
     for number in tqdm(range(len(losses), steps), who, **QUIET):
         graphs.set_rate(optimizer, settings.rate(number, steps))
-        found.append(replayed(ids[batch_rows(number, len(ids), settings).to(ids.device)]).float().clone())
+        step_losses.append(replayed(ids[batch_rows(number, len(ids), settings).to(ids.device)]).float().clone())
         if validation and ((number + 1) % validation.every == 0 or number + 1 == steps):
             validation.look(_finite(looked(validation.ids).item(), number, f"{who}: the validation loss"), tensors)
         now = time.perf_counter()
-        if len(found) == LOOKED_AT or number + 1 == steps or now - saved > SAVE_EVERY:
-            for value in torch.stack(found).tolist():
+        if len(step_losses) == LOOKED_AT or number + 1 == steps or now - saved > SAVE_EVERY:
+            for value in torch.stack(step_losses).tolist():
                 losses.append(_finite(value, len(losses), f"{who}: the loss"))
-            found = []
+            step_losses = []
             if now - saved > SAVE_EVERY and number + 1 < steps:
                 _save(path, tensors, optimizer, losses, validation)
                 saved = now

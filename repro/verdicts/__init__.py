@@ -1,1 +1,1 @@
-"""What measurements say: verdicts on claims, how much is measured."""
+"""Verdicts on claims, and how much is measured."""

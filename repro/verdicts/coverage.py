@@ -1,4 +1,4 @@
-"""How much of the five papers is measured at a scale: one line per printed table and data figure, nothing left out.
+"""Coverage of the five papers at a scale: one line per printed table and data figure, nothing left out.
 
 A table's line counts its printed cells (blanks and dashes are none), those possible at this scale (the model has a
 stand-in, and the scale has a protocol for what measures the metric, whether or not a spec asks for it yet) and those
@@ -33,7 +33,7 @@ from repro.store.measurement import GRADES, MEASURED, Measurement
 from repro.workflow.workflow import Workflow
 
 HEADER = ("paper", "kind", "number", "status", "measured", "printed")
-STATUSES = ("fresh", "stored", "partial", "missing", "no_stand_in", "other_device")
+TABLE_STATUSES = ("fresh", "stored", "partial", "missing", "no_stand_in", "other_device")
 ORIGINS = ("fresh", "stored")
 NOTHING = ("", "-", "–", "—")  # printed where a paper has no value
 
@@ -118,7 +118,7 @@ def to_text(lines: Iterable[Line]) -> str:
     text = ["  ".join(_pad(cell, i, w) for i, (cell, w) in enumerate(zip(row, wide))).rstrip() for row in (head, *body)]
     for kind in ("table", "figure"):
         count = Counter(line.status for line in lines if line.kind == kind)
-        text.append(f"{sum(count.values())} {kind}s: " + ", ".join(f"{count[s]} {s}" for s in STATUSES))
+        text.append(f"{sum(count.values())} {kind}s: " + ", ".join(f"{count[s]} {s}" for s in TABLE_STATUSES))
     text.append("What would have to come, and for how many cells:")
     for line in (line for line in lines if line.wanted):
         wanted = "; ".join(f"{what} ({n})" if n else what for what, n in line.wanted.items())
@@ -164,11 +164,11 @@ def _models(drawn: papers.Figure) -> list[str]:
 
 def _line(flow: Workflow, paper: str, kind: str, number: str, due: Collection[Cell], models: Collection[str]) -> Line:
     """One line; `due` are the printed cells, or the declared points, `models` what they are of."""
-    found = [(cell, measure.one(flow, cell)) for cell in due]
-    seen = [m for _, m in found if _ran(m)]
+    measured = [(cell, measure.one(flow, cell)) for cell in due]
+    seen = [m for _, m in measured if _ran(m)]
     possible = len(due) if kind == "figure" else sum(_possible(flow, cell) for cell in due)
-    origins = Counter(m.live if m.live in ORIGINS else "stored" for m in seen)
-    wanted = Counter(_wanted(flow, cell, m) for cell, m in found if not _ran(m))
+    origins = Counter(m.source if m.source in ORIGINS else "stored" for m in seen)
+    wanted = Counter(_wanted(flow, cell, m) for cell, m in measured if not _ran(m))
     if not due:
         wanted = {"a spec": 0} | {f"a stand-in for {name}": 0 for name in models if not flow.scale.stand_in(name)}
     if seen:
@@ -184,14 +184,14 @@ def _line(flow: Workflow, paper: str, kind: str, number: str, due: Collection[Ce
 
 
 def _ran(m: Measurement) -> bool:
-    return m.status in MEASURED and m.live != "arithmetic"
+    return m.status in MEASURED and m.source != "arithmetic"
 
 
 def _wanted(flow: Workflow, cell: Cell, m: Measurement) -> str:
     """What would have to come for a cell to be measured: a stand-in, a spec, a protocol, a device, a run."""
     if flow.is_external(cell):
         return "times of python -m repro bench"
-    if m.status == "no_stand_in" or m.live == "arithmetic":
+    if m.status == "no_stand_in" or m.source == "arithmetic":
         return f"a stand-in for {cell.model}"
     if not flow.is_measured(cell):
         return "a spec" if cell.kind == "figure" or cell.metric in tables.measures(cell.paper) else "a kind and a spec"

@@ -6,18 +6,19 @@ from itertools import product
 import numpy as np
 
 from repro import papers
-from repro.papers.cell import Place
+from repro.papers.cell import CellKey
 from repro.specs import tables
 from repro.stats.quantity import evaluate, satisfied
 
 
-def cells(claim: tables.ClaimSpec) -> dict[Place, papers.Printed]:
-    """The printed cells of the claim's tables, also by their places without a metric, which means the first."""
-    found: dict[Place, papers.Printed] = {}
-    for cell in (cell for name in (claim.table, *claim.more) for cell in papers.printed(*tables.split(name))):
-        for metric in (cell.metric, ""):
-            found.setdefault((cell.row, cell.col, cell.model, metric), cell)
-    return found
+def cells(claim: tables.ClaimSpec) -> dict[CellKey, papers.Printed]:
+    """The printed cells of the claim's tables, also by their keys without a metric, which means the first."""
+    by_key: dict[CellKey, papers.Printed] = {}
+    for name in (claim.table, *claim.more):
+        for cell in papers.printed(*tables.split(name)):
+            for metric in (cell.metric, ""):
+                by_key.setdefault((cell.row, cell.col, cell.model, metric), cell)
+    return by_key
 
 
 def corners(quantity: str, holds: str, named: Mapping[str, papers.Printed]) -> np.ndarray:

@@ -1,17 +1,17 @@
-"""All that is shown of a table or figure, looked up once: its cells as measured, and the verdicts on its claims."""
+"""Results of a table or figure, looked up once: its measured cells, and the verdicts on its claims."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from repro.papers.cell import Cell, Place, table_name
+from repro.papers.cell import Cell, CellKey, table_name
 from repro.results import measure
 from repro.results.measured import Measured
 from repro.specs import tables
 from repro.specs.scale import Scale
 from repro.store.measurement import Measurement
-from repro.verdicts import claims
-from repro.verdicts.claims import Judged
+from repro.verdicts import judging
+from repro.verdicts.judging import Judged
 from repro.workflow.workflow import Workflow
 
 
@@ -22,7 +22,7 @@ class TableResults:
     Attributes:
         paper, number, kind: which one.
         scale: at which its cells are measured.
-        found: every cell by its place, in the order of the spec.
+        by_key: every cell, in the order of the spec.
         verdicts: on the claims of a table's spec, in its order.
     """
 
@@ -30,7 +30,7 @@ class TableResults:
     number: str
     kind: str
     scale: Scale
-    found: Mapping[Place, Measured]
+    by_key: Mapping[CellKey, Measured]
     verdicts: Sequence[Judged] = ()
 
     @property
@@ -41,17 +41,17 @@ class TableResults:
     @property
     def cells(self) -> list[Cell]:
         """Its cells."""
-        return [one.cell for one in self.found.values()]
+        return [one.cell for one in self.by_key.values()]
 
     @property
     def measurements(self) -> list[Measurement]:
         """Their measurements."""
-        return [one.measurement for one in self.found.values()]
+        return [one.measurement for one in self.by_key.values()]
 
-    def marked(self, changes: Mapping[Place, Mapping[str, Any]]) -> "TableResults":
+    def marked(self, changes: Mapping[CellKey, Mapping[str, Any]]) -> "TableResults":
         """The same with other fields of some measurements, such as where they come from."""
-        found = {place: one.marked(**changes.get(place, {})) for place, one in self.found.items()}
-        return replace(self, found=found)
+        by_key = {key: one.marked(**changes.get(key, {})) for key, one in self.by_key.items()}
+        return replace(self, by_key=by_key)
 
 
 def table_results(flow: Workflow, paper: str, number: str, kind: str = "table") -> TableResults:
@@ -60,7 +60,7 @@ def table_results(flow: Workflow, paper: str, number: str, kind: str = "table") 
     Raises:
         UserError: unknown table or figure, damaged results, or what its spec says wrongly.
     """
-    found = measure.measured(flow, flow.cells(paper, number, kind))
+    by_key = measure.measured(flow, flow.cells(paper, number, kind))
     written = tables.table(paper, number).claims if kind == "table" else ()
-    verdicts = [claims.judge(flow, claim) for claim in written]
-    return TableResults(paper, number, kind, flow.scale, found, verdicts)
+    verdicts = [judging.judge(flow, claim) for claim in written]
+    return TableResults(paper, number, kind, flow.scale, by_key, verdicts)

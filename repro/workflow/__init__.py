@@ -1,1 +1,1 @@
-"""From specs and a scale to jobs, and what runs them: one runner, one pool, code versions."""
+"""Workflow: from specs and a scale to jobs, the runner and the pool that run them, and code versions."""

@@ -1,4 +1,4 @@
-"""What another draw would have changed where one seed ran: the variance over seeds, pooled over what has three.
+"""Variance between draws where only one seed ran, pooled over what has three seeds.
 
 Whoever calibrates or trains draws text, an initialization, an order. Over seeds the loss of a compressed model varies
 in proportion to its damage: the logarithm of what it loses against full precision (nats a token), of its KL divergence,
@@ -15,7 +15,7 @@ those of its family; an interval that rests on them covers `pooled seeds`.
 
 A stored row names no family, since its recipe and seeds decide which one it has, and since the variance is that of all
 accepted seeds of today: a number kept in each row would be another fact to contradict them. So the interval in a row is
-what was known when it was accepted; what is shown is computed anew from its series and this pool (`recorded.find`).
+what was known when it was accepted; what is shown is computed anew from its series and this pool (`stored_rows.find`).
 """
 
 import json
@@ -116,11 +116,11 @@ def _full_precision(flow: "Workflow", cell: Cell, name: str, group: str) -> floa
         built = flow.quantity(full)
     except NotMeasurable:
         built = None
-    held = [*built.seeds] if built else []
-    if not held and flow.jobs(full):
+    seeds = [*built.seeds] if built else []
+    if not seeds and flow.jobs(full):
         for row in accepted.equal(flow.scale.name, flow.inputs_hash(full)):
-            held += accepted.series(row)[:1]
-    for series in held:
+            seeds += accepted.series(row)[:1]
+    for series in seeds:
         if name in series and series[name].group == group:
             return float(series[name].values.mean())
     return None
@@ -161,7 +161,7 @@ def _pooled(results: Path, measure: str) -> Spread | None:
 
 def deviations(rows: Iterable[Measurement], measure: str) -> list[np.ndarray]:
     """Per row of a calibrated quantizer and SPEAR on it: both log damages `[2, seeds]` without their means."""
-    found = []
+    pairs = []
     for row in rows:
         seeds = accepted.series(row)
         if not all({f"b:{measure}", f"s:{measure}"} <= seed.keys() for seed in seeds):
@@ -171,8 +171,8 @@ def deviations(rows: Iterable[Measurement], measure: str) -> list[np.ndarray]:
             full = np.array([_mean(seed, f"f:{measure}") for seed in seeds])
             damages.append(np.array([_mean(seed, f"{role}:{measure}") for seed in seeds]) - full)
         logs = np.log(np.stack(damages))
-        found.append(logs - logs.mean(axis=1, keepdims=True))
-    return found
+        pairs.append(logs - logs.mean(axis=1, keepdims=True))
+    return pairs
 
 
 def deviations_alone(rows: Sequence[Measurement], measure: str) -> list[np.ndarray]:
@@ -182,15 +182,15 @@ def deviations_alone(rows: Sequence[Measurement], measure: str) -> list[np.ndarr
         first = accepted.series(row)[0]
         if f"f:{measure}" in first:
             full[row.stand_in, first[f"f:{measure}"].group] = _mean(first, f"f:{measure}")
-    found = []
+    damages = []
     for row in rows:
         seeds = accepted.series(row)
         if measure not in seeds[0]:
             continue
         reference = 0.0 if measure == "kl" else full[row.stand_in, seeds[0][measure].group]
         logs = np.log(np.array([_mean(seed, measure) for seed in seeds]) - reference)
-        found.append(logs - logs.mean())
-    return found
+        damages.append(logs - logs.mean())
+    return damages
 
 
 def _mean(series: Mapping[str, Series], name: str) -> float:

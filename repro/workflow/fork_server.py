@@ -1,4 +1,4 @@
-"""A process that imports torch and transformers once in a build and forks for each job and each table of it.
+"""A process that imports torch and transformers once per build and forks for each job and table.
 
 `make` starts it beside Snakemake and names its socket in the environment; what Snakemake starts (`script.py`) hands its
 work over with its own output and environment, and waits. Where there is no server, as under plain `snakemake`, the work

@@ -1,6 +1,6 @@
-"""What jobs declare to take of a GPU's memory, and how much there is: side by side run only those that fit together.
+"""GPU memory: what jobs declare, and how much there is; only jobs that fit together run side by side.
 
-A training recipe's bytes are those of `repro.train.estimate`; any other job's are its model, in full precision and
+A training recipe's bytes are those of `repro.train.training_cost`; any other job's are its model, in full precision and
 compressed, and room to compute. They follow from what a job says of itself, and decide nothing but its turn.
 """
 
@@ -12,7 +12,7 @@ from repro import models
 from repro.core.errors import UserError
 from repro.recipes import recipe
 from repro.store.job import Job
-from repro.train import estimate
+from repro.train import training_cost
 
 ROOM = 2 * 2**30  # bytes of logits and hidden states that a job without training computes at once
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -30,16 +30,16 @@ def gpu_bytes(job: Job) -> int:
     try:
         if models.folder(name) is None:  # on the hub
             return 0
-        held = estimate.CONTEXT + ROOM + 2 * estimate.shape(name).parameters * size
+        weights = training_cost.CONTEXT + ROOM + 2 * training_cost.shape(name).parameters * size
     except UserError:  # the job itself says what is wrong
         return 0
     crops = given.get("calibration")
     if job.kind != "compress" or not crops:
-        return held
+        return weights
     steps, before = recipe.parse(given["recipe"]).steps, "start" in dict(job.needs)
     done = steps[-1:] if before else steps
     text = crops["sequences"], crops["length"]
-    return max(held, estimate.estimate(done, estimate.shape(name), *text, size, "cuda", before).gpu)
+    return max(weights, training_cost.estimate(done, training_cost.shape(name), *text, size, "cuda", before).gpu)
 
 
 def visible(gpus: int) -> list[str]:

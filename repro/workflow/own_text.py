@@ -31,7 +31,7 @@ from repro.recipes.recipe import Step, computed_in, on_device, parse
 from repro.recipes.recipe_text import write_value
 from repro.store import provenance
 from repro.store.job import built_under
-from repro.train import estimate
+from repro.train import training_cost
 from repro.train.streams import computing
 
 FACTS, BEGUN, WORK = "compressed.json", "unfinished.json", "unfinished"  # in the folder
@@ -55,7 +55,7 @@ def token_ids(path: Path, model: str, hub: bool) -> np.ndarray:
     except UnicodeDecodeError as error:
         raise UserError(f"--text {path}: byte {error.start:,} is not UTF-8; save the text as UTF-8") from None
     except ValueError:  # a path with a zero byte
-        raise UserError(f"--text {shortened(path)!r}: no path of a file") from None
+        raise UserError(f"--text {shortened(path)!r}: not a path of a file") from None
     return np.asarray(models.tokenizer(model, hub)(text, verbose=False)["input_ids"], dtype=np.int64)
 
 
@@ -105,7 +105,7 @@ def opened(name: str, recipe: str) -> tuple[str, str]:
     except UserError as error:
         raise UserError(f"{name}: its model is needed too, and cannot be read ({error})") from None
     if now != facts["fingerprint"]:
-        raise UserError(f"{name}: made from another model than {facts['model']} is now; bring that one back")
+        raise UserError(f"{name}: made from another model than {facts['model']} is now; restore that model")
     words = [f"folder={write_value(str(folder.resolve()))}", f"digest={write_value(facts['digest'])}"]
     if recipe == "fp16":
         return facts["model"], f"saved({', '.join(words)})"
@@ -134,7 +134,7 @@ def check_folder(out: Path, declared: dict[str, Any], resume: bool) -> bool:
         return False
     begun = next((out / name for name in (FACTS, BEGUN) if (out / name).is_file()), None)
     if begun is None:
-        raise UserError(f"--out {out}: something is there that compress did not write; choose another folder")
+        raise UserError(f"--out {out}: it exists, and compress did not write it; choose another folder")
     if not resume:
         done = "is there already; remove it"
         how = done if begun.name == FACTS else "holds an interrupted run; add --resume to go on with it"
@@ -142,10 +142,10 @@ def check_folder(out: Path, declared: dict[str, Any], resume: bool) -> bool:
     weights = out / saved.FILE
     if begun.name == BEGUN and os.path.lexists(weights) and not is_compressed_file(weights):
         raise UserError(f"--out {out}: this command did not write the {saved.FILE} in it; move it away")
-    found = _read(begun)
+    earlier = _read(begun)
     for key, value in declared.items():
-        if found.get(key) != value:
-            was = shortened(json.dumps(found.get(key)), 120)
+        if earlier.get(key) != value:
+            was = shortened(json.dumps(earlier.get(key)), 120)
             raise UserError(f"--out {out}: begun with another {key} ({was}); give the same, or choose another folder")
     return begun.name == FACTS
 
@@ -172,17 +172,17 @@ def block_seconds(model: nn.Module, steps: tuple[Step, ...], ids: Tensor) -> flo
     return min(times[1:]) / ids.shape[1]
 
 
-def report(found: estimate.Estimate, seconds: float, free: int | None) -> str:
+def report(cost: training_cost.Estimate, seconds: float, free: int | None) -> str:
     """What the work takes, in a few lines; `free` bytes of the GPU, if there is one."""
-    gpu = f"{found.gpu / 1e9:.2f} GB" if found.gpu else "none: it runs on the CPU (--config device=cuda: on a GPU)"
-    if free is not None and found.gpu > free:
+    gpu = f"{cost.gpu / 1e9:.2f} GB" if cost.gpu else "none: it runs on the CPU (--config device=cuda: on a GPU)"
+    if free is not None and cost.gpu > free:
         gpu += f", more than the {free / 1e9:.2f} GB that are free: place=host keeps hidden states in host memory"
     took = f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{seconds:,.0f} seconds"
     lines = {
-        "tokens": f"{found.tokens:,} in training",
+        "tokens": f"{cost.tokens:,} in training",
         "GPU memory": gpu,
-        "host memory": f"{found.host / 1e9:.2f} GB",
-        "hidden states": f"{found.streams / 1e9:.2f} GB of it",
+        "host memory": f"{cost.host / 1e9:.2f} GB",
+        "hidden states": f"{cost.streams / 1e9:.2f} GB of it",
         "time": f"about {took}, by the time of one block",
     }
     return "\n".join(f"{key:14} {text}" for key, text in lines.items())
@@ -192,14 +192,14 @@ def report(found: estimate.Estimate, seconds: float, free: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class Text:
+class OwnText:
     """The text file, and the tokens of a training sequence; 0 is the model's context, at most `LONGEST`."""
 
     path: Path
     length: int = 0
 
 
-def compress(target: Target, text: Text, out: Path, resume: bool = False) -> None:
+def compress(target: Target, text: OwnText, out: Path, resume: bool = False) -> None:
     """Apply the target's recipe to its model with the sequences of a text, and write the folder `out`.
 
     Raises:
@@ -208,9 +208,9 @@ def compress(target: Target, text: Text, out: Path, resume: bool = False) -> Non
     scale, steps = target.scale, on_device(target.recipe.steps, target.scale.device)
     if not any(step.calibrated for step in steps):
         raise UserError(f"recipe {target.recipe.name!r} takes no text; leave --text out")
-    place = models.folder(target.model)
-    name = target.model if place is None else place.name if place.parent == models.POCKET else str(place)
-    context = getattr(estimate.configuration(name, scale.hub), "max_position_embeddings", None) or LONGEST
+    folder = models.folder(target.model)
+    name = target.model if folder is None else folder.name if folder.parent == models.POCKET else str(folder)
+    context = getattr(training_cost.configuration(name, scale.hub), "max_position_embeddings", None) or LONGEST
     length = text.length or min(LONGEST, context)
     if length > context:
         raise UserError(f"--length {length}: longer than the model's context of {context}")
@@ -228,9 +228,9 @@ def compress(target: Target, text: Text, out: Path, resume: bool = False) -> Non
     lm = LowBitModel(models.load(name, scale.device, scale.dtype, scale.hub))
     perplexity.check_context(lm.model, length)
     size = getattr(torch, scale.dtype).itemsize
-    found = estimate.estimate(steps, estimate.shape(name, scale.hub), *ids.shape, size, scale.device)
+    cost = training_cost.estimate(steps, training_cost.shape(name, scale.hub), *ids.shape, size, scale.device)
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if scale.device == "cuda" else None
-    print(report(found, found.token_blocks * block_seconds(lm.model, steps, ids), free), flush=True)
+    print(report(cost, cost.token_blocks * block_seconds(lm.model, steps, ids), free), flush=True)
     with making(out / BEGUN):
         (out / WORK).mkdir(parents=True, exist_ok=True)
     write_text(out / BEGUN, json.dumps(declared, indent=1) + "\n")

@@ -91,8 +91,8 @@ def run_all(
             missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
             ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
             ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
-            while not late and (found := _next(workers, ready, order, declared, room)):
-                worker, job = found
+            while not late and (pair := _next(workers, ready, order, declared, room)):
+                worker, job = pair
                 ready.remove(job)
                 worker.job, worker.held = todo.pop(job.id), declared[job.id]
                 worker.compiled |= {job.steps}
@@ -196,8 +196,8 @@ def _run(job: Job, shown: TextIO | None = None) -> tuple[float, str, bool]:
             with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(log):
                 runner.run(job)
                 if torch.cuda.is_initialized():
-                    held, said = torch.cuda.max_memory_reserved() / 2**30, memory.gpu_bytes(job) / 2**30
-                    print(f"GPU memory at most {held:.1f} GiB, declared {said:.1f}")
+                    reserved, said = torch.cuda.max_memory_reserved() / 2**30, memory.gpu_bytes(job) / 2**30
+                    print(f"GPU memory at most {reserved:.1f} GiB, declared {said:.1f}")
         except UserError as error:
             problem, crowded = " ".join(str(error).split()), isinstance(error, Crowded)
         except Exception as error:
@@ -215,20 +215,20 @@ def _next(
     room: Mapping[int, int],
 ) -> tuple[Worker, Job] | None:  # fmt: skip
     """What is started next, and where: a job that has room on the GPU of an idle worker, None if there is none."""
-    held: Counter[int] = Counter()
+    taken_bytes: Counter[int] = Counter()
     for worker in workers:
-        held[worker.gpu] += worker.held
+        taken_bytes[worker.gpu] += worker.held
     idle = [worker for worker in workers if worker.job is None]
-    left = {worker.gpu: room.get(worker.gpu, sys.maxsize) - held[worker.gpu] for worker in idle}
+    left = {worker.gpu: room.get(worker.gpu, sys.maxsize) - taken_bytes[worker.gpu] for worker in idle}
 
-    def place(job: Job, worker: Worker) -> tuple:
+    def preference(job: Job, worker: Worker) -> tuple:
         known = job.steps in worker.compiled
         new = not any(job.steps in other.compiled for other in workers)
         turn, need, size = order[job.id]
         return turn, need, not known, not new, size, bool(worker.compiled), -left[worker.gpu]
 
     def fits(job: Job, worker: Worker) -> bool:  # a GPU without jobs takes any
-        return needed[job.id] <= left[worker.gpu] or not (needed[job.id] and held[worker.gpu])
+        return needed[job.id] <= left[worker.gpu] or not (needed[job.id] and taken_bytes[worker.gpu])
 
     def undisturbed(job: Job, worker: Worker) -> bool:
         others = [other.job for other in workers if other.job and other.gpu == worker.gpu]
@@ -237,7 +237,7 @@ def _next(
     pairs = []
     for job in ready:
         pairs += [(worker, job) for worker in idle if fits(job, worker) and undisturbed(job, worker)]
-    return min(pairs, key=lambda pair: place(pair[1], pair[0]), default=None)
+    return min(pairs, key=lambda pair: preference(pair[1], pair[0]), default=None)
 
 
 @contextlib.contextmanager
@@ -245,14 +245,14 @@ def _workers(count: int, gpus: int) -> Iterator[list[Worker]]:
     """Processes for the block, spread over GPUs; what they do is ended with it."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")  # CUDA survives no fork
     workers: list[Worker] = []
-    for place in range(count):
+    for number in range(count):
         pipe, theirs = context.Pipe()
         inherited = [pipe, *(w.pipe for w in workers)] if context.get_start_method() == "fork" else []
-        words = (theirs, inherited, place, gpus, built.BUILD)
+        words = (theirs, inherited, number, gpus, built.BUILD)
         process = context.Process(target=_serve, args=words, daemon=True)
         process.start()
         theirs.close()
-        workers.append(Worker(process, pipe, place % len(memory.visible(gpus)) if gpus else 0))
+        workers.append(Worker(process, pipe, number % len(memory.visible(gpus)) if gpus else 0))
     try:
         yield workers
     finally:
@@ -264,23 +264,23 @@ def _workers(count: int, gpus: int) -> Iterator[list[Worker]]:
             worker.process.join()
 
 
-def _serve(pipe: Connection, inherited: Sequence[Connection], place: int, gpus: int, build: Path) -> None:
+def _serve(pipe: Connection, inherited: Sequence[Connection], number: int, gpus: int, build: Path) -> None:
     """A worker: run what comes through the pipe until it is closed."""
     for other in inherited:  # else it would stay open in here
         other.close()
-    _begin(place, gpus, build)
+    _begin(number, gpus, build)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             pipe.send(_run(pipe.recv()))
             limits.release()  # what a job held is the others' again
 
 
-def _begin(place: int, gpus: int, build: Path) -> None:
+def _begin(number: int, gpus: int, build: Path) -> None:
     """Give this worker its folder, and its GPU, one of those that are visible, before anything touches CUDA."""
     built.BUILD = build
     if gpus:
         some = memory.visible(gpus)
-        os.environ["CUDA_VISIBLE_DEVICES"] = some[place % len(some)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = some[number % len(some)]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One runner for every job: Snakemake's script, `python -m repro run`, and the commands of a person end here."""
+"""The job runner behind Snakemake's script, `python -m repro run`, and the commands of a person."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def done(job: Job) -> bool:
 
 
 def origin(job: Job) -> dict[str, str]:
-    """What is recorded with the results of a job or its refusal (`observations.origin`); empty if it is not built.
+    """What is stored with the results of a job or its refusal (`observations.origin`); empty if it is not built.
 
     Raises:
         UserError: damaged files, or those of another job.
@@ -86,19 +86,19 @@ def run(job: Job) -> None:
         UserError: bad input.
         Crowded: too little memory of a GPU that other programs use, too, which is no result.
     """
-    found = {role: need.folder for role, need in job.needs}
+    folders = {role: need.folder for role, need in job.needs}
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / REFUSED).unlink(missing_ok=True)
     for _, need in job.needs:
         if not done(need):
             raise UserError(f"{need.id}: not built with today's versions; build it first")
-    noted = observations.origin(job, versions.of_job(job), found)
+    noted = observations.origin(job, versions.of_job(job), folders)
     noted["environment"] = _environment(job, noted["environment"])
     try:
-        for folder in found.values():
+        for folder in folders.values():
             check(folder)
         torch.set_num_threads(int(job.given().get("threads", 1)))
-        JOBS[job.kind].run(job, found, job.folder, noted)
+        JOBS[job.kind].run(job, folders, job.folder, noted)
     except NotMeasurable as refused:
         _refuse(job, refused, noted)
     except Exception as error:
@@ -124,8 +124,8 @@ def _of_others() -> int:
     if not torch.cuda.is_initialized():
         return 0
     free, total = torch.cuda.mem_get_info()
-    held = total - free - torch.cuda.memory_reserved()
-    return held if held > CONTEXTS else 0
+    others = total - free - torch.cuda.memory_reserved()
+    return others if others > CONTEXTS else 0
 
 
 def run_logged(text: str, log: str) -> None:

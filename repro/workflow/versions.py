@@ -47,24 +47,24 @@ def own(job: Job) -> dict[str, int]:
 
 def of_job(job: Job) -> dict[str, int]:
     """The versions that decide a job's result, those of all that it needs included."""
-    found: dict[str, int] = {}
+    known: dict[str, int] = {}
     for each in job.every():
-        found |= own(each)
-    return found
+        known |= own(each)
+    return known
 
 
 def of_cell(flow: Workflow, cell: Cell) -> dict[str, int]:
     """The versions that decide a cell today: of its metric, of its operands' metrics, and of all its jobs."""
-    found = of_metrics(flow, cell)
+    known = of_metrics(flow, cell)
     for seed in flow.jobs(cell):
         for job in seed.values():
-            found |= of_job(job)
-    return found
+            known |= of_job(job)
+    return known
 
 
 def of_metrics(flow: Workflow, cell: Cell) -> dict[str, int]:
     """The versions of a cell's metric and of its operands' metrics, which read and combine what jobs measured."""
-    names = [cell.measure, *(part.measure for part in flow.parts(cell).values())]
+    names = [cell.measure, *(operand.measure for operand in flow.operands(cell).values())]
     return {name: of(name) for name in names}
 
 
@@ -79,13 +79,13 @@ def read(text: str) -> dict[str, int]:
     Raises:
         UserError: the text is not one that `text` writes.
     """
-    found: dict[str, int] = {}
+    known: dict[str, int] = {}
     for word in text.split():
         name, _, version = word.partition("=")
-        if not name or not version.isdecimal() or name in found:
+        if not name or not version.isdecimal() or name in known:
             raise UserError(f"versions is {text!r:.80}, not names with their versions, such as gptq=1 perplexity=1")
-        found[name] = int(version)
-    return found
+        known[name] = int(version)
+    return known
 
 
 def merged(texts: Iterable[tuple[str, str]]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""From specs and a scale to jobs, and from their files to quantities: what Snakemake, tables and claims ask.
+"""From specs and a scale to jobs, and from job files to quantities, for Snakemake, tables and claims.
 
 Paths of what is built are relative to the working directory, sources are those of this checkout.
 """
@@ -28,31 +28,31 @@ from repro.workflow import draws
 class Workflow:
     """One scale's cells and jobs.
 
-    With `recorded` nothing is run: cells come from accepted results, as they do where the scale's device is not there.
-    With `recorded=False` every cell is measured here, on all of its windows, items and seeds. Without either, as in a
+    With `stored` nothing is run: cells come from accepted results, as they do where the scale's device is not there.
+    With `stored=False` every cell is measured here, on all of its windows, items and seeds. Without either, as in a
     build, accepted results come first, and `brief` is how this machine measures a cell itself. With `remember` no file
     that it reads changes while it lives, as when a table is drawn: what was asked once is not computed again.
     """
 
-    def __init__(self, at: scale.Scale, recorded: bool | None = None, remember: bool = False) -> None:
+    def __init__(self, at: scale.Scale, stored: bool | None = None, remember: bool = False) -> None:
         self.scale = at
-        self.stored_first = recorded is None
+        self.stored_first = stored is None
         self._cells: dict[tuple[str, str, str], list[Cell]] = {}
         self._peers: dict[tuple[str, str, str], dict[tuple[str, ...], list[Cell]]] = {}
         self._targets: dict[tuple[str, str, str, int], Target] = {}
         self._jobs: dict[str, list[dict[str, Job]]] = {}
         self._remembered: dict[tuple[str, ...], Any] | None = {} if remember else None
-        self.recorded = (at.device == "cuda" and not has_cuda()) if recorded is None else recorded
+        self.stored_only = (at.device == "cuda" and not has_cuda()) if stored is None else stored
 
     @classmethod
     def of_results(cls, at: scale.Scale) -> "Workflow":
         """Accepted results alone, which do not change while it lives: what was asked once is not computed again."""
-        return cls(at, recorded=True, remember=True)
+        return cls(at, stored=True, remember=True)
 
     @property
     def is_of_results(self) -> bool:
         """Whether it is one of accepted results alone (`of_results`)."""
-        return self._remembered is not None and self.recorded and not self.stored_first
+        return self._remembered is not None and self.stored_only and not self.stored_first
 
     def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
         """What `make` gives, computed once for a key where this workflow may remember it."""
@@ -65,7 +65,7 @@ class Workflow:
     @cached_property
     def brief(self) -> "Workflow":
         """The same cells on their first windows and items, with one seed: what a build measures itself."""
-        return Workflow(self.scale.brief(), recorded=False, remember=self._remembered is not None)
+        return Workflow(self.scale.brief(), stored=False, remember=self._remembered is not None)
 
     @cached_property
     def _here(self) -> scale.Scale:
@@ -78,10 +78,10 @@ class Workflow:
         """Every cell of a table or figure, with its stand-in."""
         key = (paper, number, kind)
         if key not in self._cells:
-            found = (tables if kind == "table" else figures).cells(paper, number)
+            specified = (tables if kind == "table" else figures).cells(paper, number)
             self._cells[key] = [
                 replace(cell, stand_in=self.scale.stand_in(cell.model) or "", seeds=cell.seeds[: self.scale.seeds])
-                for cell in found
+                for cell in specified
             ]
         return list(self._cells[key])
 
@@ -91,18 +91,18 @@ class Workflow:
         if key not in self._peers:
             by_column: dict[tuple[str, ...], list[Cell]] = {}
             for one in self.cells(*key):
-                by_column.setdefault(one.place[1:], []).append(one)
+                by_column.setdefault(one.cell_key[1:], []).append(one)
             self._peers[key] = by_column
-        return self._peers[key].get(cell.place[1:], [])
+        return self._peers[key].get(cell.cell_key[1:], [])
 
     def is_measured_here(self, cell: Cell) -> bool:
         """Whether this scale measures a cell here."""
-        return not self.recorded and self.is_measured(cell) and not self.lacking(cell)
+        return not self.stored_only and self.is_measured(cell) and not self.lacking(cell)
 
     def lacking(self, cell: Cell) -> str:
-        """What is not on this machine of what a cell, or a part of a derived one, is measured with; empty if all is."""
-        for part in self.parts(cell).values():
-            if why := self.lacking(part):
+        """What this machine lacks to measure a cell or an operand of a derived one; empty if nothing."""
+        for operand in self.operands(cell).values():
+            if why := self.lacking(operand):
                 return why
         return metric_of(cell).lacking()
 
@@ -125,24 +125,24 @@ class Workflow:
         if not measured.FULL_FIRST or cell.recipe == full.recipe or not self.is_measured(cell):
             return False
         try:
-            found = self.quantity(full)
+            quantity = self.quantity(full)
         except UserError:  # damaged, or refused
-            found = None
-        return found is None or measured.status(found.seeds[0]) == "floor"
+            quantity = None
+        return quantity is None or measured.status(quantity.seeds[0]) == "at_chance"
 
-    def parts(self, cell: Cell) -> dict[str, Cell]:
-        """The cells that a derived one is arithmetic over, `NAME` in the place `METRIC: NAME`; empty for all others."""
-        found = {}
-        for name, (text, measure) in metric_of(cell).parts().items():
+    def operands(self, cell: Cell) -> dict[str, Cell]:
+        """The cells that a derived one is arithmetic over, by name, of metric `METRIC: NAME`; empty for all others."""
+        by_name = {}
+        for name, (text, measure) in metric_of(cell).operands().items():
             kind, params = tables.params_of(measure, dict(cell.variables), f"{cell.table}: {name}")
-            place = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
+            facts = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
             text = recipe.parse(text).name if text else ""
-            found[name] = replace(cell, measure=kind, params=params, recipe=text, **place)
-        return found
+            by_name[name] = replace(cell, measure=kind, params=params, recipe=text, **facts)
+        return by_name
 
     def is_external(self, cell: Cell) -> bool:
         """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""
-        operands = list(self.parts(cell).values()) or [cell]
+        operands = list(self.operands(cell).values()) or [cell]
         return all(isinstance(metric_of(one), External) for one in operands)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -174,17 +174,17 @@ class Workflow:
     def _make_jobs(self, cell: Cell) -> list[dict[str, Job]]:
         if not self.is_measured(cell) or self.is_external(cell):
             return []
-        if parts := self.parts(cell):
-            found = {name: self.jobs(part) for name, part in parts.items()}
-            if not all(found.values()):
+        if operands := self.operands(cell):
+            jobs = {name: self.jobs(operand) for name, operand in operands.items()}
+            if not all(jobs.values()):
                 return []
-            seeds: list[dict[str, Job]] = [{} for _ in range(max(map(len, found.values())))]
+            seeds: list[dict[str, Job]] = [{} for _ in range(max(map(len, jobs.values())))]
             for i, roles in enumerate(seeds):
-                for name, each in found.items():
+                for name, each in jobs.items():
                     roles |= {f"{name}:{role}": job for role, job in each[min(i, len(each) - 1)].items()}
             return seeds
-        found = [metric_of(cell).jobs(target) for target in self.targets(cell)]
-        return [] if None in found else found
+        jobs = [metric_of(cell).jobs(target) for target in self.targets(cell)]
+        return [] if None in jobs else jobs
 
     def inputs(self, cell: Cell) -> dict[str, Any]:
         """What decides a cell's value, declared: the measure, and the inputs of its jobs by seed.
@@ -203,7 +203,7 @@ class Workflow:
 
     def inputs_hash(self, cell: Cell) -> str:
         """The hash of what decides a cell's value, by which accepted rows are found."""
-        return self.once(("inputs", *cell.key), lambda: inputs_hash(self.inputs(cell)))
+        return self.once(("inputs", *cell.identity), lambda: inputs_hash(self.inputs(cell)))
 
     def every_job(self, cells: Iterable[Cell]) -> list[Job]:
         """All jobs that measure cells here, in an order in which they can run.
@@ -214,7 +214,7 @@ class Workflow:
         for cell in cells:
             if self.is_measured_here(cell):
                 full = self.full_precision(cell)
-                both = [cell] if self.parts(cell) else [full] if self.waits_for_baseline(cell) else [cell, full]
+                both = [cell] if self.operands(cell) else [full] if self.waits_for_baseline(cell) else [cell, full]
                 for one in both:
                     for each in self.jobs(one):
                         wanted += each.values()
@@ -228,20 +228,20 @@ class Workflow:
         Raises:
             NotMeasurable: a job could not be done, with its status.
         """
-        return self.once(("built quantity", *cell.key), lambda: self._quantity(cell))
+        return self.once(("built quantity", *cell.identity), lambda: self._quantity(cell))
 
     def _quantity(self, cell: Cell) -> Quantity | None:
-        if parts := self.parts(cell):
-            found = {name: self.quantity(part) for name, part in parts.items()}
-            return None if None in found.values() else compose(cell.params.quantity, found)  # type: ignore[arg-type]
+        if operands := self.operands(cell):
+            quantities = {name: self.quantity(operand) for name, operand in operands.items()}
+            return None if None in quantities.values() else compose(cell.params.quantity, quantities)  # type: ignore[arg-type]
         metric, seeds = metric_of(cell), []
         if isinstance(metric, External):
             return metric.read()
         for target, jobs in zip(self.targets(cell), self.jobs(cell)):
-            held = {role: job.folder / observations.FILE for role, job in jobs.items()}
-            if not all(path.is_file() for path in held.values()):
+            paths = {role: job.folder / observations.FILE for role, job in jobs.items()}
+            if not all(path.is_file() for path in paths.values()):
                 return None
-            read = {role: observations.once(path, path.stat().st_mtime_ns) for role, path in held.items()}
+            read = {role: observations.once(path, path.stat().st_mtime_ns) for role, path in paths.items()}
             series = metric.series(read, target)
             if not series:
                 return None
@@ -250,12 +250,12 @@ class Workflow:
 
     def of_series(self, cell: Cell, seeds: list[dict[str, observations.Series]]) -> Quantity:
         """The quantity of a cell whose series are at hand, such as accepted ones."""
-        if parts := self.parts(cell):
+        if operands := self.operands(cell):
             inner = {}
-            for name, part in parts.items():
+            for name, operand in operands.items():
                 mine = [{k.removeprefix(f"{name}:"): one for k, one in seed.items() if k.startswith(f"{name}:")}
                         for seed in seeds]  # fmt: skip
-                inner[name] = self.of_series(part, mine)
+                inner[name] = self.of_series(operand, mine)
             return compose(cell.params.quantity, inner)
         metric = metric_of(cell)
         once = draws.of(self, cell, seeds)
@@ -275,22 +275,22 @@ class Workflow:
             return self.cells(*figures.split(name), "figure")
         else:
             behind = tables.behind(*tables.split(name))
-        found = []
+        cells = []
         for paper, number in behind:
-            found += self.cells(paper, number)
-        return found
+            cells += self.cells(paper, number)
+        return cells
 
     def _headline_cells(self) -> list[Cell]:
         """The cells of the headline's claims on the table beneath it and on tables of which nothing is stored yet; the
         others are judged on what is stored, and need no job.
         """
-        found = []
+        cells = []
         open_claims = tables.headline().claims
         for claim in tables.headline_claims():
             beneath = claim.table == f"{papers.LEADING}/1"
             if not claim.judged_on_printed and (beneath or claim in open_claims):
-                found += self.claim_cells(claim)
-        return found
+                cells += self.claim_cells(claim)
+        return cells
 
     def beside_headline(self) -> list[str]:
         """The papers whose Table 1 is made with the headline table: the one that is printed beneath it, and those whose
@@ -299,14 +299,20 @@ class Workflow:
 
     def claim_cells(self, claim: tables.ClaimSpec) -> list[Cell]:
         """The cells that a claim names, in any of its readings."""
-        found = []
+        cells = []
         for name in (claim.table, *claim.more):
-            found += self.cells(*tables.split(name))
+            cells += self.cells(*tables.split(name))
         wanted = set()
-        for _, named in claim.places():
-            wanted |= {place[:3] for place in named.values()}
-        rows, also = {(row, model) for row, _, model in wanted}, set(claim.also.values())
-        return [c for c in found if c.place[:3] in wanted or ({c.col, c.metric} & also and (c.row, c.model) in rows)]
+        for _, named in claim.case_cells():
+            wanted |= {key[:3] for key in named.values()}
+        rows = {(row, model) for row, _, model in wanted}
+        compared = set(claim.cross_checks.values())
+        named = []
+        for cell in cells:
+            of_a_row = (cell.row, cell.model) in rows
+            if cell.cell_key[:3] in wanted or (of_a_row and {cell.col, cell.metric} & compared):
+                named.append(cell)
+        return named
 
 
 def _without_device(declared: dict[str, Any]) -> dict[str, Any]:

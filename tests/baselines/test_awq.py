@@ -1,5 +1,7 @@
 """AWQ: known answers of the authors' code, a slow AWQ in plain loops, and scales that change nothing by themselves."""
 
+from itertools import product
+
 import pytest
 import tiny
 import torch
@@ -290,7 +292,7 @@ def test_what_is_stored_beside_the_weights(layout):
         "phi-mha": ["self_attn.v_proj.bias"],
     }
     names = [*norms, *biases.get(layout, [])]
-    assert set(lm.dense) == {f"model.layers.{i}.{name}" for i in range(2) for name in names}
+    assert set(lm.dense) == {f"model.layers.{i}.{name}" for i, name in product(range(2), names)}
     before = dict(with_outliers(layout).named_parameters())
     changed = {name for name, p in lm.model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {f"{name}.weight" for name in block_linears(lm.model)} | set(lm.dense)

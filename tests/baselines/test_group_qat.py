@@ -91,7 +91,7 @@ def test_heavy_inputs_of_down_projections_get_more_bits():
     ("group_qat-w1", "group_qat: bits is 1 and group 32"),
     ("group_qat-g0", "group 0; bits are 2 to 8, a group is above 0"),
     ("group_qat-a12", "group_qat: act_bits is 12"),
-    ("group_qat-lr=-1.0", "group_qat: lr is -1.0; it is 0 or more"),
+    ("group_qat-lr=-1.0", "group_qat: lr is -1.0; it must be 0 or more"),
     ("group_qat-lr_final=2.0", "lr_final is a share from 0 to 1"),
     ("group_qat-tokens=0", "group_qat: tokens is 0"),
 ])  # fmt: skip

@@ -1,6 +1,7 @@
 """OmniQuant: the authors' code at its start, its training by hand in float64, and what the learned grid stores."""
 
 import math
+from itertools import product
 
 import pytest
 import tiny
@@ -35,7 +36,7 @@ def slow_lwc(w, x, config: Config, passes: int) -> list[list[float]]:
     dh/dγ = max(W)/levels, dh/dβ = -min(W)/levels.
     """
     w, x, group, levels = w.double(), x.double(), config.group or w.shape[1], 2**config.bits - 1
-    cells = [(row, i) for row in range(len(w)) for i in range(0, w.shape[1], group)]
+    cells = [(row, i) for row, i in product(range(len(w)), range(0, w.shape[1], group))]
     logits = [[4.0, 4.0] for _ in cells]
     moments = [[[0.0, 0.0], [0.0, 0.0]] for _ in cells]
     t = 0

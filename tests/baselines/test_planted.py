@@ -1,5 +1,7 @@
 """Planted outliers: the function stays exactly the same, the statistics do not; what is stored; bad input."""
 
+from itertools import product
+
 import pytest
 import tiny
 import torch
@@ -110,7 +112,7 @@ def test_outlier_statistics_before_and_after():
     inputs = made(ids=IDS, share=0.02, side="inputs").facts
     assert inputs["layers/input_ratio/after"][0] > 4 * inputs["layers/input_ratio/before"][0]
     assert set(made().facts) == {
-        f"layers/weight_{kind}/{when}" for kind in ("kurtosis", "ratio") for when in ("before", "after")
+        f"layers/weight_{kind}/{when}" for kind, when in product(("kurtosis", "ratio"), ("before", "after"))
     }
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,8 @@ def superblock(r: np.random.Generator, kinds: list[str], size: float) -> np.ndar
 def adversarial(seed: int) -> np.ndarray:
     """float32 `[B, 256]`: every kind alone, and mixtures of different sizes."""
     r = np.random.default_rng(seed)
-    alone = [superblock(r, [kind] * 8, size) for kind in KINDS for size in (1e-43, 1e-38, 1e-12, 0.02, 1.0, 1e6, 1e30)]
+    sizes = (1e-43, 1e-38, 1e-12, 0.02, 1.0, 1e6, 1e30)
+    alone = [superblock(r, [kind] * 8, size) for kind, size in product(KINDS, sizes)]
     mixed = [superblock(r, list(r.choice(list(KINDS), 8)), 10.0 ** r.uniform(-20, 10)) for _ in range(300)]
     return np.stack(alone + mixed + [0.02 * r.standard_normal(256) for _ in range(700)]).astype(np.float32)
 
@@ -510,7 +512,7 @@ def test_one_block_is_timed_and_the_whole_extrapolated(monkeypatch, capsys):
     assert quantize.main(["--device", "cpu", "--repeats", "2"]) == 0
     block = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
     turns = [block[0], *block, *block]
-    assert seen == [(layout, shape) for layout in ("row", "zigzag") for shape in turns]
+    assert seen == list(product(("row", "zigzag"), turns))
     one = "Llama-2-70B q4_k {} on one CPU core: one block of 589,824 weights 7.00 s (7.00 to 7.00)"
     whole = "    5 blocks, extrapolated (grade D): 35 s"  # the clock ticks once a matrix: seven seconds
     assert capsys.readouterr().out.splitlines() == [one.format("row"), whole, one.format("zigzag"), whole]
@@ -526,7 +528,7 @@ def test_the_shapes_of_a_70b_block():
     "arguments, message",
     [
         (["--model", "Llama-2-70"], "unknown shape 'Llama-2-70'"),
-        (["--repeats", "0", "--device", "cpu"], "repeats is 0; it is 1 or more"),
+        (["--repeats", "0", "--device", "cpu"], "repeats is 0; it must be 1 or more"),
     ],
 )
 def test_bad_arguments_of_the_timing(arguments, message, capsys):

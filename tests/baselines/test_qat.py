@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import tiny
@@ -179,17 +180,17 @@ def test_rates_fall_to_0_in_a_cosine_or_are_constant(monkeypatch, step):
 
 
 BAD = {
-    "paretoq-w5": "paretoq: bits is 5; it is 2",
+    "paretoq-w5": "paretoq: bits is 5; it must be 2",
     "paretoq-a9": "paretoq: act_bits is 9",
     "paretoq(a=2, act_group=0)": "with a group above 0",
-    "paretoq-batch=0": "paretoq: batch is 0; it is 1 or more",
-    "paretoq-lr=-1.0": "paretoq: lr is -1.0; it is 0 or more",
+    "paretoq-batch=0": "paretoq: batch is 0; it must be 1 or more",
+    "paretoq-lr=-1.0": "paretoq: lr is -1.0; it must be 0 or more",
     "paretoq-lr=.nan": "lr",
     "bitdistiller-sym": "takes neither sym nor clip",
     "bitdistiller-clip=mse": "takes neither sym nor clip",
     "bitdistiller-pc-a2": "with a group above 0",
-    "bitdistiller-every=0": "bitdistiller: every is 0; it is 1 or more",
-    "bitdistiller-length=0": "bitdistiller: length is 0; it is 1 or more",
+    "bitdistiller-every=0": "bitdistiller: every is 0; it must be 1 or more",
+    "bitdistiller-length=0": "bitdistiller: length is 0; it must be 1 or more",
     "bitdistiller-held_out=1.0": "held_out 0 or more and below 1",
     "bitdistiller-temperature=0.0": "temperature above 0",
     "bitdistiller(clip_tokens=-1)": "clip_tokens 0 or more",
@@ -382,7 +383,7 @@ def test_beta_is_the_teachers_mean_confidence(monkeypatch, kind):
     p = logits(tiny.model("llama"), IDS).softmax(-1)
     taken = [
         p[i, t].max().item() if kind == "maximum" else p[i, t, IDS[i, t + 1]].item()
-        for i in range(4) for t in range(16 if kind == "maximum" else 15)
+        for i, t in product(range(4), range(16 if kind == "maximum" else 15))
     ]  # fmt: skip
     lm = made(bitdistiller, epochs=1, confidence=kind, confidence_batches=2)
     assert lm.facts["training/beta"] == pytest.approx([sum(taken) / len(taken)], rel=1e-5)
@@ -629,5 +630,5 @@ def test_a_slice_is_not_sliced_again_and_an_old_reader_refuses_the_file(tmp_path
         sliced.apply(lm, None, sliced.Config(2))
     assert isinstance(lm.weights["model.layers.0.mlp.up_proj"], GroupWeight)
     monkeypatch.delitem(FORMATS, matquant.RoundedWeight.FORMAT)
-    with pytest.raises(UserError, match="no compressed model that this version reads"):
+    with pytest.raises(UserError, match="not a compressed model that this version reads"):
         LowBitModel(tiny.model("llama")).load(tmp_path / "model.safetensors")

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from itertools import product
 
 import pytest
 import tiny
@@ -50,7 +51,7 @@ def test_smoothing_does_not_change_the_function(layout, alpha):
     stored = {f"model.layers.{i}.{norm}.{p}" for i in (0, 1) for norm, each in sources.items() for p in each}
     readers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     readers += ["mlp.fc1"] if phi else ["mlp.gate_proj", "mlp.up_proj"]
-    assert changed == stored | {f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in readers}
+    assert changed == stored | {f"model.layers.{i}.{name}.weight" for i, name in product((0, 1), readers)}
     assert set(lm.dense) == stored
 
 
@@ -204,7 +205,7 @@ def test_outlier_channels_cost_little_once_smoothed():
     off = []
     for module in (smoothquant.apply, lambda lm, _, config: unsmoothed(lm, config)):
         lm = LowBitModel(tiny.model("llama"))
-        for norm in (f"model.layers.{i}.{norm}" for i in (0, 1) for norm in NORMS):
+        for norm in (f"model.layers.{i}.{norm}" for i, norm in product((0, 1), NORMS)):
             lm.model.get_submodule(norm).weight.data[5] *= 100
         for name, linear in block_linears(lm.model).items():
             if not name.endswith(("o_proj", "down_proj")):
@@ -228,9 +229,9 @@ def test_bad_input():
     for text, said in {
         "smoothquant-asym": "takes no asym or clip",
         "smoothquant-clip=mse": "takes no asym or clip",
-        "smoothquant-alpha=1.5": "alpha is 1.5; it is 0 to 1",
-        "smoothquant-a9": "act_bits is 9; it is 16, or 2 to 8",
-        "smoothquant-a1": "act_bits is 1; it is 16, or 2 to 8",
+        "smoothquant-alpha=1.5": "alpha is 1.5; it must be 0 to 1",
+        "smoothquant-a9": "act_bits is 9; it must be 16, or 2 to 8",
+        "smoothquant-a1": "act_bits is 1; it must be 16, or 2 to 8",
     }.items():
         with pytest.raises(UserError, match=said):
             recipe.parse(text)

@@ -1,6 +1,7 @@
 """SpinQuant: rotations that change nothing, Cayley SGD against a direct solve, and what is trained, stored and run."""
 
 import math
+from itertools import product
 
 import engines
 import pytest
@@ -91,7 +92,7 @@ def test_sizes_of_models_are_products_of_small_factors(n, want):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(-8, 4096))
 def test_other_sizes_are_refused_in_one_sentence(n):
-    orders = {order * 2**k for order in hadamard.ORDERS for k in range(13)}
+    orders = {order * 2**k for order, k in product(hadamard.ORDERS, range(13))}
     if n in orders:
         assert math.prod(len(factor) for factor in hadamard.factors(n)) == n
     else:
@@ -384,8 +385,7 @@ STORED = [{}, {"group": 32, "bits": 2, "act_bits": 2}, {"act_bits": 16, "epochs"
     "layout, options",
     [
         pytest.param(layout, options, marks=() if (i + j) % 2 else pytest.mark.slow)
-        for i, layout in enumerate(LAYOUTS)
-        for j, options in enumerate(STORED)
+        for (i, layout), (j, options) in product(enumerate(LAYOUTS), enumerate(STORED))
     ],
 )
 def test_saved_and_loaded_it_gives_the_same_bits(monkeypatch, tmp_path, layout, options):
@@ -508,7 +508,7 @@ def test_official_settings_are_the_defaults():
 def test_bad_input():
     for text, said in {
         "spinquant-w9": "bits is 9",
-        "spinquant-a9": "act_bits is 9; it is 16, or 2 to 8",
+        "spinquant-a9": "act_bits is 9; it must be 16, or 2 to 8",
         "spinquant-lr=-1.0": "0 or more",
         "spinquant-batch=0": "1 or more",
         "spinquant-solver=hqq": "solver",

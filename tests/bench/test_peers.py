@@ -12,7 +12,7 @@ from fake_device import Host
 from repro.bench import peers, timing
 from repro.bench.kernel_list import DISPATCHERS, KERNELS, OURS, load
 from repro.bench.peers import PEERS
-from repro.bench.recorded import TYPES, bridge, recorded, shapes
+from repro.bench.stored_peers import TYPES, bridge, shapes, times
 from repro.bench.task import Layer, dense
 from repro.core.errors import UserError
 
@@ -85,7 +85,7 @@ def test_every_listed_kernel_is_a_room_of_its_own(name):
 
 
 def test_recorded_peers_are_whole():
-    rows = recorded()
+    rows = times()
     names = {r.peer for r in rows}
     assert {"awq_gemv_g128", "marlin_g128", "cublas_bf16", "inductor_bf16", "gl_w2g64"} <= names
     assert len(shapes()) == 20 and all(r.us > 0 and r.bytes > 0 and r.date and r.device for r in rows)
@@ -112,9 +112,9 @@ def test_a_damaged_file_of_recorded_peers(tmp_path, text):
     path = tmp_path / "r.csv"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match="recorded peers"):
-        if not recorded(path):
-            raise UserError("recorded peers: empty")
+    with pytest.raises(UserError, match="stored peers"):
+        if not times(path):
+            raise UserError("stored peers: empty")
 
 
 def test_gemlite_runs_with_recorded_configurations_only(monkeypatch):

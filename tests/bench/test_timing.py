@@ -13,7 +13,7 @@ from fake_device import Fake, Host
 
 from repro.bench import devices, timing
 from repro.bench.devices import Cuda, Nvml, powers
-from repro.bench.timing import COLD, WARM, Run, Task, Unsound, measure
+from repro.bench.timing import COLD, WARM, GraphRun, Task, Unsound, measure
 
 N, K = 48, 64
 
@@ -68,7 +68,7 @@ def test_copies_hold_more_than_two_and_a_half_caches_and_every_copy_is_launched(
         return x @ weight.T
 
     fake.most = 13
-    run = Run(task(launch, inputs=inputs), fake)
+    run = GraphRun(task(launch, inputs=inputs), fake)
     assert run.copies * weight.nbytes >= max(2.5 * fake.l2, timing.COLD_BYTES)
     assert len(seen) == run.copies and run.launches >= 13 and run.launches % run.copies == 0
 
@@ -127,12 +127,12 @@ def test_tasks_take_turns_and_the_floor_reads_their_exact_bytes():
         slow, fast = kernel(fake, cost=1.5e-6), kernel(fake, cost=1e-6)
         return [task(slow, "slow floor", nbytes=nbytes), task(fast, "floor", nbytes=nbytes)]
 
-    real = Run.round
+    real = GraphRun.round
     try:
-        Run.round = lambda self, number, check=False: (order.append(self.task.name), real(self, number, check))[1]
+        GraphRun.round = lambda self, number, check=False: (order.append(self.task.name), real(self, number, check))[1]
         found = measure([named("a"), named("b")], fake, floor=floor, rounds=4)
     finally:
-        Run.round = real
+        GraphRun.round = real
     assert asked == [N * K * 4]
     assert [f.fraction for f in found] == pytest.approx([0.5, 0.5])
     rounds = [order[i : i + 4] for i in range(0, len(order), 4)]
@@ -201,7 +201,7 @@ def test_throttle_reasons_in_words(mask, said):
 @pytest.mark.parametrize("copies, seconds, turns", [(1, 30e-6, 34), (6, 90e-6, 12), (90, 230e-6, 2), (2, 5e-3, 1)])
 def test_a_graph_is_long_enough_that_its_start_does_not_count(copies, seconds, turns):
     """At least a millisecond, or 128 launches; whole turns through the copies."""
-    run = Run.__new__(Run)
+    run = GraphRun.__new__(GraphRun)
     run.copies, run.backend = copies, Cuda
     assert run._turns(seconds) == turns
 
@@ -392,7 +392,7 @@ def test_whatever_a_task_raises_is_noted_and_keeps_nothing_alive(monkeypatch):
     """Frames of its traceback would hold the copies and graphs of everybody, in a cycle."""
     fake, failures, alive = Fake(), {}, weakref.WeakSet()
 
-    class Watched(Run):
+    class Watched(GraphRun):
         def __init__(self, *arguments):
             alive.add(self)
             super().__init__(*arguments)
@@ -403,7 +403,7 @@ def test_whatever_a_task_raises_is_noted_and_keeps_nothing_alive(monkeypatch):
 
         return launch
 
-    monkeypatch.setattr(timing, "Run", Watched)
+    monkeypatch.setattr(timing, "GraphRun", Watched)
     gc.disable()
     try:
         bad = {"a": breaks(RuntimeError), "b": breaks(KeyError), "c": kernel(fake, rows=3)}

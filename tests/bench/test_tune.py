@@ -38,7 +38,7 @@ def tunable(fake, space=SPACE):
         inputs = make(place)
         return lambda config: task(place, inputs, config)
 
-    return [tune.Place(f"{place}x32", space, lambda place=place: at(place)) for place in (16, 48)]
+    return [tune.TuningPoint(f"{place}x32", space, lambda place=place: at(place)) for place in (16, 48)]
 
 
 def test_the_fastest_right_configuration_wins():
@@ -203,7 +203,7 @@ def cannot_import(name):
     "words, said",
     [
         (["tune", "wna16_gemm"], "unknown kernel 'wna16_gemm'; did you mean"),
-        (["tune", "quantize_activation"], "launched in one way only"),
+        (["tune", "quantize_activation"], "has a single launch configuration"),
         (["tune", "read_floor"], "no CUDA device"),
     ],
 )

@@ -89,7 +89,7 @@ title: bytes of every stored tensor
 series: {FP16: fp16, RTN: rtn-w4-pc}
 models: [Llama-3.2-1B]
 measure: {kind: toy}
-points: units
+points: axis
 x: tensor
 y: bytes
 """

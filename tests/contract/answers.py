@@ -283,7 +283,7 @@ def of_shape_decode() -> Numbers:
 
 def of_kernel_time() -> Numbers:
     """What is shown of one row of kernel times."""
-    row = kernel_rows.Row(
+    row = kernel_rows.KernelRow(
         *("w4-g128", "wna16_gemv", "fp16", 4096, 4096, 16, "cold", "ok", 4.0, 3.9, 4.2),
         bytes=8_650_752,
         fraction=0.9,
@@ -329,7 +329,7 @@ def of_derived() -> Numbers:
     params = KINDS["derived"](
         "100 * (b - s) / (b - f)", {"s": "{recipe}", "b": RTN, "f": "fp16"}, {"kind": "perplexity"}
     )
-    values = dict(zip(params.parts(), (3.0, 5.0, 1.0)))
+    values = dict(zip(params.operands(), (3.0, 5.0, 1.0)))
     return {"share": compose(params.quantity, {key: constant(value) for key, value in values.items()}).interval().value}
 
 

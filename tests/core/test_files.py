@@ -52,7 +52,7 @@ def test_a_packed_file_is_unpacked_or_refused(tmp_path, ending, pack):
     assert unpacked(path) == "ä\r\n".encode() and read_text(path) == "ä\r\n"
     for damaged in (pack(b"a" * 100)[:-1], b"no archive"):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=f"{path}: not a whole file in {ending}; check it out again"):
+        with pytest.raises(UserError, match=f"{path}: an incomplete or damaged file in {ending}; check it out again"):
             unpacked(path)
 
 
@@ -60,7 +60,7 @@ def test_a_packed_file_is_unpacked_or_refused(tmp_path, ending, pack):
 def test_a_text_in_xz_that_is_cut_short_is_refused(tmp_path, left):
     write_text(tmp_path / "a.csv.xz", "1,2\n" * 100)
     (tmp_path / "a.csv.xz").write_bytes((tmp_path / "a.csv.xz").read_bytes()[:left])
-    with pytest.raises(UserError, match="a.csv.xz: not a whole file in xz"):
+    with pytest.raises(UserError, match="a.csv.xz: an incomplete or damaged file in xz"):
         read_text(tmp_path / "a.csv.xz")
 
 

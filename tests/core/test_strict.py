@@ -26,7 +26,7 @@ class Small:
 
     def __post_init__(self):
         if self.size < 1:
-            raise UserError(f"size is {self.size}; it is 1 or more")
+            raise UserError(f"size is {self.size}; it must be 1 or more")
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def test_unions_take_either_form():
         ({"table": ["x"]}, "f: table: expected a mapping, got list ['x']"),
         ({"rate": "fast"}, "f: rate: expected float, got str 'fast'"),
         ({"rate": True}, "f: rate: expected float, got bool True"),
-        ({"rate": float("nan")}, "f: rate: nan is no finite number"),
+        ({"rate": float("nan")}, "f: rate: nan is not a finite number"),
         ({"table": {"x" * 500: 1}}, f"f: table.{'x' * 59}…: expected a mapping with keys of Inner, got int 1"),
-        ({"small": {"size": 0}}, "f: small: size is 0; it is 1 or more"),
+        ({"small": {"size": 0}}, "f: small: size is 0; it must be 1 or more"),
         ({"name": True}, "f: name: expected str, got bool True"),
         ({"name": None}, "f: name: expected str, got NoneType None"),
         ({"flag": 1}, "f: flag: expected bool, got int 1"),

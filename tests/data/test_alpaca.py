@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 def test_records_are_their_fields_under_one_another(folder, monkeypatch):
     corpus = corpora.CORPORA[NAME]
     assert alpaca.documents(corpus) == ["Add.\n1, 2\n3", "Greet.\nHello\n\nyou"] and corpus.joining == "\n\n"
-    with pytest.raises(UserError, match="corpus 'alpaca-part': .* holds another text than this name stands for"):
+    with pytest.raises(UserError, match="corpus 'alpaca-part': .* is not the text that this name stands for"):
         corpora.text(NAME)
 
 

@@ -81,7 +81,7 @@ def test_damaged_stored_rows(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="aime24.jsonl.bz2: this file of the repository is missing"):
         prompts.load("aime24")
     (tmp_path / "aime24.jsonl.bz2").write_bytes(b"no bz2")
-    with pytest.raises(UserError, match="not a whole file in bz2"):
+    with pytest.raises(UserError, match="an incomplete or damaged file in bz2"):
         prompts.load("aime24")
     (tmp_path / "aime24.jsonl.bz2").write_bytes(bz2.compress(b"{}\n"))
     with pytest.raises(UserError, match="not the rows that prompts.yaml lists"):

@@ -86,7 +86,7 @@ def test_a_damaged_copy_is_named(tmp_path, monkeypatch):
         sources.read(name, "a test")
     path.parent.mkdir()
     path.write_bytes(whole[:-100])
-    with pytest.raises(UserError, match=f"{path}: not a whole file in bz2; check it out again"):
+    with pytest.raises(UserError, match=f"{path}: an incomplete or damaged file in bz2; check it out again"):
         sources.read(name, "a test")
     path.write_bytes(bz2.compress(b"another text"))
     with pytest.raises(UserError, match=f"{path}: not the file that manifest.yaml lists"):

@@ -1,5 +1,7 @@
 """Drafts with a model of their own, and dynamic trees: toys of the authors' codes, lossless texts, faults."""
 
+from itertools import product
+
 import engines
 import numpy as np
 import pytest
@@ -51,7 +53,7 @@ def test_best_first_finds_the_best_nodes_of_the_whole_tree(budget):
     chances = DRAFT.double().log_softmax(1).numpy()
     every, level = [], [((3,), 0.0)]
     for _ in range(4):
-        level = [((*path, t), score + chances[path[-1], t]) for path, score in level for t in range(32)]
+        level = [((*path, t), score + chances[path[-1], t]) for (path, score), t in product(level, range(32))]
         level = sorted(level, key=lambda one: -one[1])[:2000]
         every += level
     wanted = sorted((score for _, score in every), reverse=True)[:budget]

@@ -22,7 +22,7 @@ from repro.store import observations
 CPU = torch.device("cpu")
 PROMPT = list(range(5, 30))
 CONFIG = eagle.Eagle2(size=16, depth=4, top_k=4)
-FEW = training.Settings(steps=12, batch=4, length=32, warm_up=2, rate=3e-3)
+FEW = training.EagleSettings(steps=12, batch=4, length=32, warm_up=2, rate=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +189,11 @@ def test_the_command_trains_and_writes(tmp_path, monkeypatch, capsys):
     facts = json.loads(out.with_suffix(".json").read_text())
     assert facts["trained_tokens"] == 64 and 0 <= facts["held_out_top1_agreement"] <= 1 and len(facts["losses"]) == 2
     assert "agrees with the target on" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="steps is 0; it is 1 or more"):
+    with pytest.raises(SystemExit, match="steps is 0; it must be 1 or more"):
         training.main([*words[:-4], "--steps", "0"])
 
 
 def test_a_deep_tree_has_room_for_what_it_expands():
     assert (eagle.Eagle2().room, eagle.Eagle2(depth=48).room) == (60, 471)
-    with pytest.raises(UserError, match="size is 1; it is 2 or more"):
+    with pytest.raises(UserError, match="size is 1; it must be 2 or more"):
         eagle.Eagle2(size=1)

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from itertools import chain
 
 import engines
 import pytest
@@ -23,7 +24,7 @@ from repro.baselines import gptq, grid, qera, rtn
 from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import ROOT
 from repro.engine import decoding, step, weights
-from repro.engine.output import Stream
+from repro.engine.output import TextStream
 from repro.generation import Engine
 from repro.generation import engine as engines_by_name
 from repro.jobs.target import Target
@@ -58,7 +59,7 @@ def one(engine, prompt=PROMPT, count=24, **options):
 def test_pieces_make_the_text_and_the_stats_count_it(engine):
     pieces = list(engine.generate(PROMPT, max_new_tokens=24))
     whole = one(engine)
-    assert "".join(pieces) == whole and [t for piece in pieces for t in piece.tokens] == whole.tokens
+    assert "".join(pieces) == whole and list(chain.from_iterable(piece.tokens for piece in pieces)) == whole.tokens
     assert [piece.ended for piece in pieces] == [""] * (len(pieces) - 1) + ["length"] and whole.ended == "length"
     prompt = engine.tokenizer(PROMPT)["input_ids"]
     assert engine.tokenizer.decode(prompt + whole.tokens, skip_special_tokens=True) == PROMPT + whole
@@ -112,7 +113,7 @@ def test_text_comes_in_whole_characters(text, cut):
     cut = 2 + cut % (len(ids) - 1)
     while tokenizer.decode(ids[:cut]).endswith("\ufffd"):
         cut -= 1  # a prompt is whole text
-    stream = Stream(tokenizer, ids[:cut], ())
+    stream = TextStream(tokenizer, ids[:cut], ())
     pieces = [stream.push(token)[0] for token in ids[cut:]]
     whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     before = tokenizer.decode(ids[:cut], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -127,7 +128,7 @@ def test_stop_texts_are_found_wherever_tokens_end(letters, stop):
         def decode(self, ids, **options):
             return "".join(map(chr, ids))
 
-    stream, shown, stopped = Stream(Letters(), [], stop), "", False
+    stream, shown, stopped = TextStream(Letters(), [], stop), "", False
     for letter in letters:
         text, stopped = stream.push(ord(letter))
         shown += text
@@ -696,7 +697,7 @@ def test_a_shape_has_no_text_before_its_weights_are_made(monkeypatch, capsys):
 
 
 def test_every_layer_of_a_block_is_in_a_product(tiny):
-    named = {layer for layers in weights.LAYERS.values() for layer in layers}
+    named = set(chain.from_iterable(weights.LAYERS.values()))
     found = {name.split(".", 3)[3] for name in block_linears(models.load(tiny))}
     assert named == found
 

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+from itertools import chain, product
 
 import engines
 import pytest
@@ -72,7 +73,7 @@ def test_the_accepted_matrix_has_every_model_on_both_devices():
     """The last whole run, in results/: all tokens alike, with today's weights, on a CPU and a GPU."""
     with open(ROOT / "results" / "engine-equal.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    wanted = {(name, gpu) for name in (*models.pocket_names(), *engines.LAYOUTS) for gpu in (False, True)}
+    wanted = {(name, gpu) for name, gpu in product((*models.pocket_names(), *engines.LAYOUTS), (False, True))}
     assert {(row["model"], row["device"] != "cpu") for row in rows} == wanted and len(rows) == len(wanted)
     assert all(row["weights"] == weights_of(row["model"]) and row["ties"] == "0" for row in rows)
     assert all(int(row["tokens"]) == 6 * 20 * 128 for row in rows)
@@ -122,7 +123,7 @@ def neighbour(attention):
 WRONG = {"rope": (shifted,), "attention": (stale, interleaved, neighbour), "norm": (twice,)}
 
 
-@pytest.mark.parametrize("wrong", [None, *(wrong for each in WRONG.values() for wrong in each)])
+@pytest.mark.parametrize("wrong", [None, *chain.from_iterable(WRONG.values())])
 def test_a_wrong_step_is_seen(llama, wrong):
     name, transformers = llama
     engine, some = Engine.load(name, dtype="float32", device="cpu"), prompts(3, lengths=(40, 17, 25))

@@ -90,7 +90,7 @@ def logits(model, ids):
         gaps.append((x - layer.threshold).abs().min().item() / layer.threshold)
 
     for layer in model.modules():
-        if isinstance(layer, sparsity.Sparse) and layer.threshold > 0:
+        if isinstance(layer, sparsity.SparseLinear) and layer.threshold > 0:
             hooks.append(layer.register_forward_pre_hook(gap))
     found = model(input_ids=ids[None], use_cache=False).logits[0]
     for hook in hooks:

@@ -1,5 +1,6 @@
 """Copies on the host: the same tokens as with all copies on the device, in memory for one width and a tenth of it."""
 
+from itertools import chain
 from types import SimpleNamespace
 
 import engines
@@ -111,7 +112,7 @@ def test_the_next_moves_come_while_decoding_goes_on(every_width, monkeypatch):
                 assert sorted(changed) == sorted(expected[-2])  # of the moves before: those after are under way
             bits = what
     assert events[0][0] == "begin" and expected[-1] == []
-    assert [(switch.layer, switch.bits) for switch in log] == [move for moves in expected for move in moves]
+    assert [(switch.layer, switch.bits) for switch in log] == list(chain.from_iterable(expected))
     assert (engine.steps.staging.prefetched, engine.steps.staging.late) == (len(log), 0)
 
 

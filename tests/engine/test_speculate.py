@@ -1,6 +1,7 @@
 """Draft trees and their verification without a model: the toy of the authors' code, and exact distributions."""
 
 import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_level_is_the_best_of_all_children(seed, top_k, depth):
     tree = grown(logits, top_k, depth, 1.0)
     chances, level = logits.log_softmax(1), [((3,), 0.0)]
     for d in range(depth):
-        every = [((*path, t), score + chances[path[-1], t].item()) for path, score in level for t in range(8)]
+        every = [((*path, t), score + chances[path[-1], t].item()) for (path, score), t in product(level, range(8))]
         level = sorted(every, key=lambda one: -one[1])[:top_k]
         nodes = range(1 + d * top_k, 1 + (d + 1) * top_k)
         assert tree.scores[list(nodes)].tolist() == pytest.approx([score for _, score in level], abs=1e-5)

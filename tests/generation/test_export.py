@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -425,9 +426,7 @@ def test_the_accepted_comparison_has_every_model_in_both_kinds():
     """The last run on WikiText-2, in results/: today's weights, within the bars."""
     with open(EQUAL, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["model"], row["kind"]) for row in rows] == [
-        (name, kind) for name in models.pocket_names() for kind in KINDS
-    ]
+    assert [(row["model"], row["kind"]) for row in rows] == list(product(models.pocket_names(), KINDS))
     for row in rows:
         assert row["weights"] == models.fingerprint(row["model"]) and row["corpus"] == "wikitext2-raw"
         assert abs(float(row["llama_cpp"]) / float(row["ours"]) - 1) < 0.002

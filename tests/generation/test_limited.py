@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import re
+from itertools import chain
 from types import SimpleNamespace
 
 import engines
@@ -155,18 +156,19 @@ def slots_kept(monkeypatch):
 
 def sharpened_target(monkeypatch):
     """The draft's temperature on the target's side."""
-    real = drafted.State.choose
+    real = drafted.DecodingState.choose
 
     def choose(self, logits, lengths):
         real(self, logits / 0.2 if len(logits) > 1 else logits, lengths)
 
-    monkeypatch.setattr(drafted.State, "choose", choose)
+    monkeypatch.setattr(drafted.DecodingState, "choose", choose)
 
 
 def said(engine):
     """Tokens of a drawn text, and their log probabilities."""
     pieces = list(engine.generate(PROMPT, 16, temperature=0.8, seed=1, logprobs=True))
-    return [t for piece in pieces for t in piece.tokens], [p for piece in pieces for p in piece.logprobs]
+    tokens = list(chain.from_iterable(piece.tokens for piece in pieces))
+    return tokens, list(chain.from_iterable(piece.logprobs for piece in pieces))
 
 
 @pytest.mark.parametrize("fault", [sibling_visible, bonus_dropped, accepted_by_draft, slots_kept, sharpened_target])
@@ -527,7 +529,7 @@ def test_a_text_goes_on_to_the_end_of_the_context(plain, drafting):
         (["--memory", "8 cats"], "write an amount such as 8GiB"),
         (["--memory", "1MiB"], "pocket-3m needs at least"),
         (["--memory", "1GiB", "--draft", "eagle"], "unknown draft 'eagle'"),
-        (["--memory", "1GiB", "--draft", "subspec(depth=0)"], "depth is 0; it is 1 or more"),
+        (["--memory", "1GiB", "--draft", "subspec(depth=0)"], "depth is 0; it must be 1 or more"),
         (["--memory", "1GiB", "--draft", "subspec(speed=3)"], "speed"),
         (["--memory", "1GiB", "--draft", "subspec(depth=2048)"], "a context of 2,048 has room for fewer tokens"),
         (["--memory", "9000GiB", "--draft", "subspec(top_k=5000)"], "draft top_k is 5,000; pocket-3m has "),
@@ -583,7 +585,7 @@ def test_fit_predicts_the_times_measured_on_an_h200_within_a_tenth(shape):
     for name, measured, depth in (("prefetch", "step_s", 0), ("speculate", "iteration_s", 48)):
         run = json.loads((folder / "offload" / f"{shape}-{name}.json").read_text())
         resident, streaming = tuple(run["resident"]), run["blocks"] - len(run["resident"])
-        plan = budget.Plan(
+        plan = budget.MemoryPlan(
             run["budget_bytes"], run["parts"], resident, run["blocks"], run["streamed_bytes"] // streaming
         )
         draft_bytes = run["parts"].get("draft", 0) + run["parts"]["resident blocks"]

@@ -62,7 +62,7 @@ def test_a_training_tells_prompts_apart_whose_keys_do():
         label = number % 2 * 3
         keys = torch.randn(6, 8, generator=generator)
         examples.append((keys, keys + 3 * (label - 1.5), label))
-    scheduler, facts = training.train(examples, training.Settings(prompts=40, epochs=60, rate=1e-2))
+    scheduler, facts = training.train(examples, training.PmpdSettings(prompts=40, epochs=60, rate=1e-2))
     assert facts["held_out_right"] > 0.8 and facts["loss"][1] < facts["loss"][0]
     assert facts["labels"][1] == facts["labels"][2] == 0 and sum(facts["labels"]) == 32
     assert facts["held_out_most_frequent"] < 0.8

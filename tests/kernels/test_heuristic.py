@@ -28,7 +28,7 @@ def places_of(recorded):
 def test_the_heuristic_is_near_the_best_of_its_space_on_layers_it_was_not_fitted_to(path):
     content = json.loads(path.read_text(encoding="utf-8"))
     found = space.ratios(content)
-    assert set(found) == set(map(space.key, space.places()))
+    assert set(found) == set(map(space.key, space.cases()))
     worst = max(found, key=found.get)
     assert geometric_mean(found.values()) <= BAR, f"worst {worst}: {found[worst]}"
 
@@ -87,7 +87,7 @@ def test_a_record_is_a_character_a_configuration():
     text = space.as_text(times)
     assert len(text) == len(w4a16_gemm.SPACE) and text[:8] == "0--3-O--"
     assert space.STEPS.index(text[5]) == 50
-    place = space.places()[2]
+    place = space.cases()[2]
     chosen = w4a16_gemm.SPACE.index(w4a16_gemm.heuristic(*place))
     marks = space.as_text({i: 20.0 if i == chosen else 16.0 for i in space.able(place)})
     content = {"space": space.space_hash(), "sms": 132, "places": {space.key(place): {"over": marks}}}

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -275,7 +276,7 @@ def interpret_noise(case: dict) -> float:
 
 
 def operators(name: str, *cases: dict) -> list[dict]:
-    return [{"name": name, "seed": 1} | case | {"dtype": d} for case in cases for d in ("float16", "float32")]
+    return [{"name": name, "seed": 1} | case | {"dtype": d} for case, d in product(cases, ("float16", "float32"))]
 
 
 GATHERED = [{"rows": 4, "columns": 64, "warps": 2}]

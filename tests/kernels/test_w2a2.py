@@ -7,6 +7,7 @@ import itertools
 import shutil
 import subprocess
 import types
+from itertools import product
 
 import cuda_on_cpu
 import pytest
@@ -235,7 +236,7 @@ def test_every_shape_has_a_configuration():
     assert {shape for shape, kernel in inside.items() if kernel == "direct"} == {
         (3072, 3072), (8192, 3072), (4096, 4096), (14336, 4096), (8192, 28672), (28672, 8192),
     }  # fmt: skip
-    assert {chosen[True, m, *shape] for shape in two_bit.TABLE7 for m in (1, 4)} == {"direct"}
+    assert {chosen[True, m, *shape] for shape, m in product(two_bit.TABLE7, (1, 4))} == {"direct"}
     assert {chosen[False, 4, *shape] for shape in two_bit.TABLE7} == {"streamed"}
     assert {chosen[ready, 1, 14336, 4512] for ready in (False, True)} == {"streamed"}
     assert w2a2_gemv.heuristic(False, 1, 8192, 8192) == {"kernel": "streamed", "warps": 8, "tiles": 4}

@@ -41,7 +41,7 @@ def edited(*paths: Path, add: str = "\n# edited\n", start: str = "") -> Iterator
 
 def planned(built, *words: object) -> list[str]:
     """What Snakemake would run for the table and the figure."""
-    return sorted(dag.dry_run(built.place, built.place, *words, *TARGETS))
+    return sorted(dag.dry_run(built.folder, built.folder, *words, *TARGETS))
 
 
 def matches(found: list[str], expected: list[str]) -> bool:
@@ -54,33 +54,33 @@ def test_every_file_of_the_table_and_the_figure_appears(built):
         *(f"tables/spear/table1{kind}" for kind in dag.BUILT), *(f"figures/spear/figure13{kind}" for kind in dag.DRAWN),
     }  # fmt: skip
     assert "GPTQ g128" in built.done.out and "written: tables/spear/table1.tex" in built.done.out
-    frame = pd.read_csv(built.place / dag.TARGET, dtype=str, keep_default_na=False)
-    live = frame[frame["live"] == "fresh"]
-    assert set(live["row"]) == {"FP16", "RTN pc", "GPTQ g128", "+SPEAR pc on RTN"}
-    assert set(live.loc[live["row"] != "+SPEAR pc on RTN", "status"]) == {"ok"}
-    assert set(live["stand_in"]) == {dag.MODEL}
-    assert {"Wiki", "C4", "KL", "BPW"} == set(live["col"])
+    frame = pd.read_csv(built.folder / dag.TARGET, dtype=str, keep_default_na=False)
+    fresh = frame[frame["live"] == "fresh"]
+    assert set(fresh["row"]) == {"FP16", "RTN pc", "GPTQ g128", "+SPEAR pc on RTN"}
+    assert set(fresh.loc[fresh["row"] != "+SPEAR pc on RTN", "status"]) == {"ok"}
+    assert set(fresh["stand_in"]) == {dag.MODEL}
+    assert {"Wiki", "C4", "KL", "BPW"} == set(fresh["col"])
     shown = {(c.row, c.col, c.model) for c in papers.printed("spear", "1")}
     assert shown <= set(zip(frame["row"], frame["col"], frame["model"]))  # nothing is dropped
-    drawn = pd.read_csv(built.place / "figures/spear/figure13.csv")
+    drawn = pd.read_csv(built.folder / "figures/spear/figure13.csv")
     assert sorted(drawn["x"]) == [3, 4] and set(drawn["series"]) == {"pc"}
-    assert not [p for p in built.place.rglob("*.tmp*")]
+    assert not [p for p in built.folder.rglob("*.tmp*")]
 
 
 def test_names_in_paths_run_nothing_and_every_job_has_its_log(built):
     """The checkout lies in a folder with blanks, quotes and `$(…)`, the model too."""
-    assert not [p for p in built.place.parent.rglob("*") if p.name in ("x", "y", "x)", "y)")]
+    assert not [p for p in built.folder.parent.rglob("*") if p.name in ("x", "y", "x)", "y)")]
     folders = built.observed
     assert len(folders) == 11 and all(f"/{NAME}/" in folder for folder in folders if "/tokens/" not in folder)
     for folder in folders:
         name = folder.removeprefix("build/")
-        assert (built.place / "build" / "logs" / f"{name}.txt").is_file()
-        assert (built.place / "build" / "benchmarks" / f"{name}.tsv").is_file()
+        assert (built.folder / "build" / "logs" / f"{name}.txt").is_file()
+        assert (built.folder / "build" / "benchmarks" / f"{name}.tsv").is_file()
 
 
 def test_nothing_changed_and_nothing_runs(built):
-    before = {p: p.stat().st_mtime_ns for top in ("tables", "figures") for p in (built.place / top).rglob("*.*")}
-    done = dag.run(["make", "CORES=2", f"PYTHON={sys.executable}", dag.TARGET], built.place, built.place)
+    before = {p: p.stat().st_mtime_ns for top in ("tables", "figures") for p in (built.folder / top).rglob("*.*")}
+    done = dag.run(["make", "CORES=2", f"PYTHON={sys.executable}", dag.TARGET], built.folder, built.folder)
     assert done.code == 0, done.text
     assert "Nothing to be done" in done.text and "GPTQ g128" in done.out
     assert {p: p.stat().st_mtime_ns for p in before} == before
@@ -90,7 +90,7 @@ def test_a_copied_and_a_moved_checkout_rebuild_nothing(built, tmp_path):
     """As CI caches and containers have them: another place, and all files as new as their copy."""
     for name, copy in (("dated", shutil.copy2), ("new", shutil.copyfile)):
         place = tmp_path / name / "a checkout"
-        shutil.copytree(built.place, place, symlinks=True, copy_function=copy)
+        shutil.copytree(built.folder, place, symlinks=True, copy_function=copy)
         assert dag.dry_run(place, place, *TARGETS) == set(), name
     moved = place.rename(tmp_path / "moved")
     assert dag.dry_run(moved, moved, *TARGETS) == set()
@@ -100,10 +100,10 @@ def test_a_copied_and_a_moved_checkout_rebuild_nothing(built, tmp_path):
 
 def test_touches_and_edits_of_steps_and_memory_measure_nothing_anew(built):
     for folder in ("repro", "baselines", "methods", "tables/spear", "figures/spear", "config", dag.MODEL):
-        for path in (built.place / folder).rglob("*.*"):
+        for path in (built.folder / folder).rglob("*.*"):
             if path.suffix in (".py", ".yaml", ".json", ".safetensors"):
                 os.utime(path)
-    steps = [built.place / "baselines" / name for name in ("gptq.py", "grid.py")]
+    steps = [built.folder / "baselines" / name for name in ("gptq.py", "grid.py")]
     with edited(*steps, add="\nEDITED = 1\n"):
         assert planned(built) == []
         assert matches(planned(built, "--config", "memory_mb=5000", "--"), [FIGURE, TABLE])
@@ -123,20 +123,20 @@ def test_touches_and_edits_of_steps_and_memory_measure_nothing_anew(built):
     ids=["step", "drawing", "shared job"],
 )
 def test_a_new_version_rebuilds_its_own_jobs_and_an_edit_only_draws(built, file, added, expected):
-    with edited(built.place / file, add=f"\n{added}\n"):
+    with edited(built.folder / file, add=f"\n{added}\n"):
         found = planned(built)
     assert matches(found, expected), found
 
 
 def test_a_renamed_model_folder_is_another_label_with_the_same_hash(built):
     """What decides a result is hashed; the folder's name is only shown."""
-    other = built.place / "renamed"
-    (built.place / dag.MODEL).rename(other)
+    other = built.folder / "renamed"
+    (built.folder / dag.MODEL).rename(other)
     try:
         words = yaml.safe_dump({"Llama-3.2-1B": "renamed"}, default_flow_style=True).strip()
         found = planned(built, "--config", f"models={words}", "--")
     finally:
-        other.rename(built.place / dag.MODEL)
+        other.rename(built.folder / dag.MODEL)
     files = [job.split()[1].removeprefix("build/") for job in found if " build/" in job and "/tokens/" not in job]
     ids = {file.rsplit("/", 1)[0] for file in files}
     known = {folder.removeprefix("build/") for folder in built.observed if "/tokens/" not in folder}
@@ -144,7 +144,7 @@ def test_a_renamed_model_folder_is_another_label_with_the_same_hash(built):
 
 
 def test_everything_is_planned(built):
-    found = dag.dry_run(built.place, built.place, "all")
+    found = dag.dry_run(built.folder, built.folder, "all")
     printed = {f"table tables/{p}/table{n}.csv" for p in papers.PAPERS for n in papers.tables(p)}
     own = {"table tables/table1.csv", "table tables/table2.csv", "table tables/audit.csv", "page docs/spear.md"}
     own |= {"table tables/own-numbers.csv"}
@@ -154,7 +154,7 @@ def test_everything_is_planned(built):
 
 @pytest.mark.parametrize("name", ["pocket", "gpu", pytest.param("paper", marks=pytest.mark.slow)])
 def test_every_scale_has_a_plan(name):
-    flow = Workflow(scale.load(None, name), recorded=False)
+    flow = Workflow(scale.load(None, name), stored=False)
     cells = flow.table_cells("table2")
     jobs = flow.every_job(cells)
     assert jobs and len({job.id for job in jobs}) == len(jobs)
@@ -166,9 +166,11 @@ def test_every_scale_has_a_plan(name):
 
 
 def test_the_report(built):
-    done = dag.quick(dag.snakemake(built.place, "--report", "build/report.html", dag.TARGET), built.place, built.place)
+    done = dag.quick(
+        dag.snakemake(built.folder, "--report", "build/report.html", dag.TARGET), built.folder, built.folder
+    )
     assert done.code == 0, done.text
-    assert "table1.tex" in (built.place / "build" / "report.html").read_text()
+    assert "table1.tex" in (built.folder / "build" / "report.html").read_text()
 
 
 # --- scales on the command line ---------------------------------------------------------------------------------------
@@ -176,13 +178,15 @@ def test_the_report(built):
 
 def test_one_key_by_config_and_a_file_by_configfile(built, tmp_path):
     dag.folder(tmp_path)
-    done = dag.quick(dag.snakemake(built.place, "-n", "--config", "threads=2", "--", dag.TARGET), tmp_path, built.place)
+    done = dag.quick(
+        dag.snakemake(built.folder, "-n", "--config", "threads=2", "--", dag.TARGET), tmp_path, built.folder
+    )
     assert done.code == 0 and len(dag.jobs(done.text)) == 11, done.text
     threads = {line.strip() for line in done.text.splitlines() if "threads:" in line}
     assert threads == {"threads: 2"}
     (tmp_path / "mine.yaml").write_text("base: tiny\nname: mine\nabout: the same with fewer windows\n")
-    words = dag.snakemake(built.place, "-n", "--configfile", "mine.yaml", "--", dag.TARGET)
-    done = dag.quick(words, tmp_path, built.place)
+    words = dag.snakemake(built.folder, "-n", "--configfile", "mine.yaml", "--", dag.TARGET)
+    done = dag.quick(words, tmp_path, built.folder)
     assert done.code == 0 and len(dag.jobs(done.text)) == 11, done.text
 
 
@@ -196,17 +200,17 @@ def test_one_key_by_config_and_a_file_by_configfile(built, tmp_path):
 )
 def test_a_bad_scale_is_one_sentence(built, tmp_path, words, text, env, sentence):
     (tmp_path / "other.yaml").write_text(text)
-    make = dag.quick(dag.repro("make", dag.TARGET, *words), tmp_path, built.place, **env)
+    make = dag.quick(dag.repro("make", dag.TARGET, *words), tmp_path, built.folder, **env)
     assert make.code == 2 and make.err.strip().splitlines()[-1].startswith("error: "), make.text
     assert sentence in make.err.strip().splitlines()[-1]
-    raw = dag.quick(dag.snakemake(built.place, "-n", *words, "--", dag.TARGET), tmp_path, built.place, **env)
+    raw = dag.quick(dag.snakemake(built.folder, "-n", *words, "--", dag.TARGET), tmp_path, built.folder, **env)
     assert raw.code == 1 and "Traceback" not in raw.text, raw.text
     (line,) = [line for line in raw.err.splitlines() if line.startswith("error: ")]
     assert sentence in line
 
 
 def test_a_bad_key_is_the_last_line_of_make(built, tmp_path):
-    done = dag.quick(dag.repro("make", dag.TARGET, "--config", "thread=2"), tmp_path, built.place)
+    done = dag.quick(dag.repro("make", dag.TARGET, "--config", "thread=2"), tmp_path, built.folder)
     assert done.code == 2 and "Traceback" not in done.text, done.text
     assert "unknown key 'thread'; did you mean 'threads'?" in done.err.strip().splitlines()[-1]
 
@@ -217,10 +221,10 @@ def test_a_bad_key_is_the_last_line_of_make(built, tmp_path):
 def test_a_failed_jobs_sentence_comes_last(built, tmp_path):
     place = tmp_path / "work"
     for name in (dag.MODEL, "build/tokens", "build/compress", "build/versions"):  # with their times
-        shutil.copytree(built.place / name, place / name)
+        shutil.copytree(built.folder / name, place / name)
     config = {"base": "tiny", "name": "far", "about": "too far", "perplexity": {"length": 300}}
-    with edited(built.place / "config" / "far.yaml", add=yaml.safe_dump(config)):
-        done = dag.quick(dag.repro("make", dag.TARGET, "--scale", "far", "--cores", 1), place, built.place)
+    with edited(built.folder / "config" / "far.yaml", add=yaml.safe_dump(config)):
+        done = dag.quick(dag.repro("make", dag.TARGET, "--scale", "far", "--cores", 1), place, built.folder)
     last = done.err.strip().splitlines()[-1]
     assert done.code == 2 and last.startswith("error: ") and "256" in last and "Traceback" not in done.err, done.text
     logs = [log.read_text() for log in (place / "build" / "logs" / "perplexity" / NAME).glob("*.txt")]
@@ -241,14 +245,14 @@ def example() -> dict[str, str]:
 
 def test_the_example_of_the_readme(built):
     steps = example()
-    registry, spec = built.place / "baselines" / "__init__.py", built.place / "tables" / "spear" / "table1.yaml"
+    registry, spec = built.folder / "baselines" / "__init__.py", built.folder / "tables" / "spear" / "table1.yaml"
     (made,) = (file for file in steps if (file.startswith("baselines/") and not file.endswith("__init__.py")))
     name = Path(made).stem
     assert set(steps) == {made, "baselines/__init__.py", "tables/spear/table1.yaml"}
     assert len(steps["baselines/__init__.py"].strip().splitlines()) == 1  # one dict line, beside its import
     assert len(steps["tables/spear/table1.yaml"].strip().splitlines()) == 1  # one word in a spec
     before = registry.read_text()
-    with edited(built.place / made, add=steps[made]), edited(registry, add=""):
+    with edited(built.folder / made, add=steps[made]), edited(registry, add=""):
         after = before.replace("from repro", f"from repro.baselines import {name}\nfrom repro", 1)
         registry.write_text(after.replace("BASELINES = {", "BASELINES = {" + steps["baselines/__init__.py"].strip(), 1))
         assert planned(built) == []  # a new baseline alone rebuilds nothing
@@ -256,9 +260,9 @@ def test_the_example_of_the_readme(built):
             found = planned(built)
             assert [job.split()[0] for job in found] == ["make", "measure", "table"]
             assert all(f"/{NAME}/{name}-" in job for job in found[:2])
-            done = dag.quick(dag.repro("make", dag.TARGET, "--cores", 2), built.place, built.place)
+            done = dag.quick(dag.repro("make", dag.TARGET, "--cores", 2), built.folder, built.folder)
             assert done.code == 0, done.text
-    frame = pd.read_csv(built.place / dag.TARGET, dtype=str)
+    frame = pd.read_csv(built.folder / dag.TARGET, dtype=str)
     own = frame[frame["recipe"].fillna("").str.startswith(f"{name}-")]
     assert set(own["row"]) == set(own["recipe"]) and {"ok"} == set(own["status"])
     assert {"Wiki", "C4", "KL", "BPW"} <= set(own["col"])

@@ -600,7 +600,7 @@ def test_bad_models_and_texts():
     with pytest.raises(UserError, match="layers.0.self_attn.q_proj: 3 bits are not nested in a master of 8"):
         sliced.apply(lm, None, sliced.Config(3))
     sliced.apply(lm, None, sliced.Config(2))
-    with pytest.raises(UserError, match="codes of 2 bits cannot be read at 4; the low bits are gone"):
+    with pytest.raises(UserError, match="codes of 2 bits cannot be read at 4; the low bits are not stored"):
         sliced.apply(lm, None, sliced.Config(4))
     broken = torch.full((2, 32), math.nan)
     with pytest.raises(UserError, match="a 2x32 weight holds NaN or Inf"):
@@ -613,7 +613,7 @@ def test_a_file_of_the_format_is_refused_by_a_reader_without_it(tmp_path, monkey
     lm = made(epochs=0)
     lm.save(tmp_path / "model.safetensors", {})
     monkeypatch.delitem(FORMATS, GroupWeight.FORMAT)
-    with pytest.raises(UserError, match="no compressed model that this version reads"):
+    with pytest.raises(UserError, match="not a compressed model that this version reads"):
         LowBitModel(tiny.model("llama")).load(tmp_path / "model.safetensors")
     assert replace(lm.weights["model.layers.0.mlp.up_proj"], bits=2).shape == (128, 64)
     assert schedule.FULL == 16

@@ -216,9 +216,9 @@ def test_planned_switches_come_at_their_steps():
         ({"threshold": 0.9}, "threshold is 0.9; PPLE is never below 1"),
         ({"threshold": math.nan}, "PPLE is never below 1"),
         ({"threshold": 2.0, "multiple": 2.0}, "give one of them"),
-        ({"layers": 0}, "layers is 0; it is 1 or more"),
-        ({"window": -1}, "window is -1; it is 0 or more"),
-        ({"pseudocount": 0.0}, "pseudocount is 0.0; it is above 0"),
+        ({"layers": 0}, "layers is 0; it must be 1 or more"),
+        ({"window": -1}, "window is -1; it must be 0 or more"),
+        ({"pseudocount": 0.0}, "pseudocount is 0.0; it must be above 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_a_sentence(how, said):

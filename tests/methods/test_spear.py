@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from dataclasses import replace
+from itertools import product
 
 import known
 import numpy as np
@@ -392,7 +393,7 @@ def trained_by_hand(start: dict, ids: torch.Tensor, c: spear.Config, wrong: str 
     for names, lr, epochs in ((("A", "B"), c.lr1, c.epochs1), (("W1", "b1", "W2", "b2"), c.lr2, c.epochs2)):
         for layer in layers.values():
             layer.gated = names[0] == "W1" and wrong != "gate"
-        parameters = [layer.tensors[name] for layer in layers.values() for name in names]
+        parameters = [layer.tensors[name] for layer, name in product(layers.values(), names)]
         m, v, step = [0.0] * len(parameters), [0.0] * len(parameters), 0
         for epoch in range(epochs):
             order = torch.randperm(len(ids), generator=random).split(c.batch)
@@ -421,7 +422,7 @@ def trained_by_hand(start: dict, ids: torch.Tensor, c: spear.Config, wrong: str 
 
 
 def changed(after: dict, start: dict, names: tuple[str, ...]) -> torch.Tensor:
-    return torch.cat([(after[name][k] - start[name][k]).flatten() for name in start for k in names])
+    return torch.cat([(after[name][k] - start[name][k]).flatten() for name, k in product(start, names)])
 
 
 TRAINED = spear.Config(

@@ -449,7 +449,7 @@ def test_saved_loaded_and_refused_by_a_reader_without_it(tmp_path, monkeypatch, 
     assert bits.report(lm) == counted
     with monkeypatch.context() as patch:
         patch.delitem(FORMATS, WideWeight.FORMAT)
-        with pytest.raises(UserError, match="no compressed model that this version reads"):
+        with pytest.raises(UserError, match="not a compressed model that this version reads"):
             LowBitModel(tiny.model("llama")).load(path)
     assert GroupWeight.FORMAT in FORMATS
 

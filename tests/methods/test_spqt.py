@@ -323,9 +323,9 @@ def test_a_scale_that_compares_nothing_counts_nothing():
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "spqt(sparsity=1)": "sparsity is 1.0; it is a share of the inputs, 0 or more and below 1",
-    "spqt(sparsity=-0.1)": "sparsity is -0.1; it is a share",
-    "spqt(step=0)": "step is 0.0; it is above 0 and at most 0.5",
+    "spqt(sparsity=1)": "sparsity is 1.0; it must be a share of the inputs, 0 or more and below 1",
+    "spqt(sparsity=-0.1)": "sparsity is -0.1; it must be a share",
+    "spqt(step=0)": "step is 0.0; it must be above 0 and at most 0.5",
     "spqt(tokens=0)": "tokens is 0 and search 2048; they are 4 or more",
     "spqt(thresholds=best)": "thresholds",
     "spqt + spqt": "a second sparsity is refused",

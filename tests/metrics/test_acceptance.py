@@ -1,6 +1,7 @@
 """The acceptance cell: what it asks, its job on a tiny model, and what its observations say."""
 
 import json
+from itertools import product
 
 import engines
 import numpy as np
@@ -155,10 +156,10 @@ def test_the_declared_inputs_of_a_subspec_draft_are_those_of_the_stored_results(
 def test_the_stored_results_stand_where_a_prompt_set_is_not(monkeypatch):
     """Options that came later are no input of the cells that do not set them; a stored length needs no prompts."""
     monkeypatch.delenv("REPRO_DATA", raising=False)
-    flow = Workflow(scales.load(name="pocket"), recorded=True)
+    flow = Workflow(scales.load(name="pocket"), stored=True)
     cells = [c for c in flow.cells("subspec", "1") if c.row.startswith("SubSpec") and c.stand_in and c.measure]
     taus = [c for c in cells if c.measure == "acceptance" and c.col in ("MT-Bench tau", "Alpaca tau", "CNN/DM tau")]
-    found = {cell.place: measure.one(flow, cell) for cell in taus}
+    found = {cell.cell_key: measure.one(flow, cell) for cell in taus}
     assert {(place[1], one.status) for place, one in found.items()} == {
         ("MT-Bench tau", "ok"),
         ("Alpaca tau", "ok"),
@@ -168,7 +169,7 @@ def test_the_stored_results_stand_where_a_prompt_set_is_not(monkeypatch):
 
 def test_a_set_that_is_not_here_is_no_job(monkeypatch):
     monkeypatch.delenv("REPRO_DATA", raising=False)
-    flow = Workflow(scales.load(name="pocket"), recorded=False)
+    flow = Workflow(scales.load(name="pocket"), stored=False)
     rows = [c for c in flow.cells("subspec", "1") if c.stand_in and c.row.startswith("EAGLE-2")]
     cells = [c for c in rows if c.measure == "acceptance"]
     alpaca = [c for c in cells if c.col == "Alpaca tau"]
@@ -186,8 +187,7 @@ def test_table_1_asks_for_the_papers_draft_in_every_row():
     assert {c.params.draft for c in cells if c not in drafted} == {"none"}
     small = {
         (name, t, "small", name, drafts.Small(6, 32, 1.0))
-        for name in ("Qwen2.5-1.5B", "Llama-3.2-1B", "Qwen2.5-7B")
-        for t in (0.0, 0.6)
+        for name, t in product(("Qwen2.5-1.5B", "Llama-3.2-1B", "Qwen2.5-7B"), (0.0, 0.6))
     }
     ours = {("SubSpec", t, "subspec", "", subspec.Config()) for t in (0.0, 0.6)}
     assert asked == small | ours | {("EAGLE-2", t, "eagle2", "", eagle.Eagle2(60, 6, 10)) for t in (0.0, 0.6)}
@@ -246,9 +246,7 @@ def test_a_model_accepts_more_of_itself_than_of_its_substitutes(tmp_path):
 def test_table_5_asks_for_six_draft_temperatures_of_four_drafts():
     cells = [c for c in tables.cells("subspec", "5") if c.measure == "acceptance"]
     asked = {(c.params.draft, c.params.config.temperature) for c in cells}
-    assert asked == {
-        (draft, t) for draft in ("self", "subspec", "small", "eagle2") for t in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
-    }
+    assert asked == set(product(("self", "subspec", "small", "eagle2"), (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)))
     assert {c.params.prompts for c in cells} == {"mt-bench"}
 
 

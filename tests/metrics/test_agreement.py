@@ -82,7 +82,7 @@ def test_ranks_have_the_interval_that_resampling_gives():
 
 def test_intervals_end_where_a_kind_has_its_limits():
     cell = Cell(*[""] * 7, measure="agreement", params=Agreement("rho", ""), recipe="rtn-w4-pc")
-    flow = Workflow(scale.load(name="pocket"), recorded=False)
+    flow = Workflow(scale.load(name="pocket"), stored=False)
     whole = flow.of_series(cell, quantity("rho", 2.0).seeds)
     free = quantity("rho", 2.0).interval()
     assert free.hi > 1 and whole.interval() == replace(free, hi=1.0)

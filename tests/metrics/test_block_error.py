@@ -71,7 +71,7 @@ def shown(params: block_error.BlockError, values) -> float | np.ndarray:
     values = np.asarray(values, float)
     series = {"quantized/blocks": Series(values.mean(0), "layers")}
     series |= {f"quantized/{n}": Series(one, "windows", "g") for n, one in enumerate(values.T)}
-    series |= {name.replace("quantized", "full"): Series(one.values * 10, one.units) for name, one in series.items()}
+    series |= {name.replace("quantized", "full"): Series(one.values * 10, one.axis) for name, one in series.items()}
     found = params.series({"errors": Observations(series, {})}, None)
     return params.value({name: one.values.mean() for name, one in found.items()})
 

@@ -28,9 +28,9 @@ def test_known_answers():
     found = quartiles(errors, nll, "two windows")
     assert [shown(found, quartile) for quartile in (1, 2, 3, 4)] == [(1 + 8) / 2, (3 + 4) / 2, (5 + 6) / 2, (7 + 2) / 2]
     assert found["count 2"].values.tolist() == [2, 0] and found["nll 4"].values.tolist() == [2, 7]
-    assert found["nll 1"].units == "windows" and found["nll 1"].group == found["count 1"].group == "two windows"
+    assert found["nll 1"].axis == "windows" and found["nll 1"].group == found["count 1"].group == "two windows"
     for odd in (0, 5):
-        with pytest.raises(UserError, match=f"quartile is {odd}; it is 1, 2, 3 or 4"):
+        with pytest.raises(UserError, match=f"quartile is {odd}; it must be 1, 2, 3 or 4"):
             ByError("rtn-w4-pc", odd)
 
 
@@ -69,7 +69,7 @@ def test_tokens_against_a_slow_reference(monkeypatch, tmp_path):
 
 
 def test_eight_windows_settle_a_difference_and_no_loss_by_itself():
-    random, flow = np.random.default_rng(0), Workflow(scale.load(name="pocket"), recorded=False)
+    random, flow = np.random.default_rng(0), Workflow(scale.load(name="pocket"), stored=False)
     errors, nll = random.random((8, 50)), random.normal(3, 1, (8, 50))
     cell = Cell(*[""] * 7, measure="by_error", params=ByError("rtn-w4-pc", 2), recipe="rtn-w4-pc")
     one, other = (

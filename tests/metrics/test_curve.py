@@ -94,9 +94,9 @@ def test_nothing_is_shown_where_nothing_was_trained():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: curve.Curve(factor=1.0), "factor is 1.0; a spike rises, so it is above 1"),
-        (lambda: curve.Curve(window=0), "window is 0; it is 1 or more"),
-        (lambda: curve.Curve(merged=0), "merged is 0; it is 1 or more"),
+        (lambda: curve.Curve(factor=1.0), "factor is 1.0; it must be above 1, as a spike rises"),
+        (lambda: curve.Curve(window=0), "window is 0; it must be 1 or more"),
+        (lambda: curve.Curve(merged=0), "merged is 0; it must be 1 or more"),
         (lambda: shown(curve.Curve(), range(65), "bitbybit(tokens=1024)"), "65 points is not made of blocks of 64"),
     ],
 )

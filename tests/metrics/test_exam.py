@@ -31,7 +31,7 @@ from repro.specs import scale as scales
 from repro.specs import tables
 from repro.store import accepted, observations
 from repro.store.observations import Series
-from repro.verdicts import claims
+from repro.verdicts import judging
 from repro.verdicts.table_results import table_results
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
@@ -180,7 +180,7 @@ def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     assert exam.Exam("ifeval").lacking() == why and not exam.Exam("gsm8k").lacking()
     with pytest.raises(UserError, match=why):
         generated.build("ifeval", small, models.tokenizer("pocket-3m", False))
-    at = Workflow(scales.load(name="pocket"), recorded=False)
+    at = Workflow(scales.load(name="pocket"), stored=False)
     cell = next(c for c in at.cells("bitbybit", "5") if (c.row, c.col, c.model) == ("FP16", "Ifeval", "Qwen2.5-7B"))
     found = measure.one(at, cell)
     assert (found.status, found.note) == ("not_run", why)
@@ -250,7 +250,7 @@ def test_a_model_with_attachments_is_decoded_by_transformers(monkeypatch):
 
 @pytest.mark.parametrize(
     ("right", "dealt", "want"),
-    [(0, 0, "floor"), (2, 0, "floor"), (20, 0, "ok"), (60, 55, "floor"), (120, 20, "ok"), (200, 0, "ok")],
+    [(0, 0, "at_chance"), (2, 0, "at_chance"), (20, 0, "ok"), (60, 55, "at_chance"), (120, 20, "ok"), (200, 0, "ok")],
 )
 def test_chance_is_what_dealt_answers_get(right, dealt, want):
     both = {"gsm8k/correct": right, "gsm8k/chance": dealt}
@@ -258,7 +258,7 @@ def test_chance_is_what_dealt_answers_get(right, dealt, want):
     assert exam.Exam("gsm8k").status(full) == want
 
 
-@pytest.mark.parametrize(("share", "want"), [(0.25, "floor"), (0.33, "floor"), (0.4, "ok")])
+@pytest.mark.parametrize(("share", "want"), [(0.25, "at_chance"), (0.33, "at_chance"), (0.4, "ok")])
 def test_chance_of_given_answers_is_the_tasks(share, want):
     full = {"mathqa-4/correct": Series((np.arange(200) < 200 * share).astype(float), "items")}
     assert exam.Exam("mathqa-4").status(full) == want
@@ -282,11 +282,11 @@ def cells():
     return replace(bare, row="FP16", recipe="fp16"), replace(bare, row="low", recipe="rtn-w4-pc")
 
 
-@pytest.mark.parametrize(("share", "status"), [(0.0, "floor"), (0.5, "ok")])
+@pytest.mark.parametrize(("share", "status"), [(0.0, "at_chance"), (0.5, "ok")])
 def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monkeypatch, share, status):  # noqa: F811
     monkeypatch.setattr(runner.JOBS["exam"], "run", score({"fp16": share, "rtn-w4-pc": 0.25}))
     monkeypatch.setattr(questions, "run", stored.run)
-    at = Workflow(scales.load(CONFIG | {"exam": {"items": 40}}), recorded=False)
+    at = Workflow(scales.load(CONFIG | {"exam": {"items": 40}}), stored=False)
     full, low = cells()
     for wanted in (at.every_job([low]), measure.missing(at, [low])):
         assert [job.kind for job in wanted] == ["questions", "exam"], "nothing is compressed"
@@ -294,10 +294,10 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
     fake(at.every_job([full, low]))
     assert measure.one(at, full).status == status
     kinds = [job.kind for job in at.every_job([low])]
-    if status == "floor":
+    if status == "at_chance":
         found = measure.one(at, low)
-        assert (found.status, found.value, found.live) == ("floor", None, "") and "not run" in found.note
-        assert content.here(found) == "floor" and measure.one_measured(at, low).against is None
+        assert (found.status, found.value, found.source) == ("at_chance", None, "") and "not run" in found.note
+        assert content.here(found) == "at chance" and measure.one_measured(at, low).against is None
         assert "compress" not in kinds and [j.kind for j in measure.missing(at, [low])] == ["questions", "exam"]
         return
     assert "compress" in kinds and measure.one(at, low).status == "not_run"
@@ -309,9 +309,9 @@ def test_a_claim_on_cells_that_are_spared_has_no_verdict_and_no_grade(monkeypatc
     """Nothing of it is stored: full precision is not known to be at chance."""
     monkeypatch.setattr(accepted, "find", lambda scale, cell: None)
     monkeypatch.setattr(accepted, "equal", lambda scale, inputs: [])
-    at = Workflow(scales.load(name="pocket"), recorded=False)
+    at = Workflow(scales.load(name="pocket"), stored=False)
     monkeypatch.setattr(at, "waits_for_baseline", lambda cell: cell.measure == "exam" and cell.recipe != "fp16")
-    judged = {claim.claim: claims.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
+    judged = {claim.claim: judging.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
     assert {one.grade for one in judged.values()} == {""} and not any(one.measured for one in judged.values())
     spared = judged["bitbybit B25"]
     assert spared.verdict == "no verdict: not run"
@@ -320,7 +320,7 @@ def test_a_claim_on_cells_that_are_spared_has_no_verdict_and_no_grade(monkeypatc
 
 
 def test_table_5_asks_for_200_items_of_four_tasks():
-    at = Workflow(scales.load(name="pocket"), recorded=False)
+    at = Workflow(scales.load(name="pocket"), stored=False)
     mine = [c for c in at.cells("bitbybit", "5") if c.model == "Qwen2.5-7B"]
     assert {c.stand_in for c in mine} == {"pocket-10m"} and len(mine) == 12
     full = [c for c in mine if c.row == "FP16"]
@@ -343,10 +343,10 @@ def test_one_job_a_task_and_none_without_a_protocol():
     ("make", "said"),
     [
         (lambda: exam.Exam("gsm9k"), "unknown task of an exam 'gsm9k'; did you mean 'gsm8k'"),
-        (lambda: exam.Protocol(items=1), "items is 1; it is 2 to 1,000,000"),
-        (lambda: exam.Protocol(together=65), "together is 65; it is 1 to 64"),
+        (lambda: exam.Protocol(items=1), "items is 1; it must be 2 to 1,000,000"),
+        (lambda: exam.Protocol(together=65), "together is 65; it must be 1 to 64"),
         (lambda: generated.build("piqa", None, None), "unknown task with generated answers 'piqa'"),
-        (lambda: generated.build("gsm8k", None, None, 0), "a limit of 0 items; it is 1 or more"),
+        (lambda: generated.build("gsm8k", None, None, 0), "a limit of 0 items; it must be 1 or more"),
     ],
 )
 def test_bad_input_is_one_sentence(make, said):

@@ -6,20 +6,20 @@ import statistics
 
 import pytest
 
-from repro.bench import kernel_list, peers, recorded
+from repro.bench import kernel_list, peers, stored_peers
 from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.metrics import kernel_time
 from repro.metrics.kernel_time import KernelTime
 from repro.render import content
-from repro.render import figures as drawn
-from repro.render import tables as written
+from repro.render import figure_files as drawn
+from repro.render import table_files as written
 from repro.results import measure
 from repro.specs import figures, scale, tables
 from repro.stats.quantity import compose
 from repro.store import kernel_rows, row_list
-from repro.store.kernel_rows import Row
-from repro.verdicts import claims
+from repro.store.kernel_rows import KernelRow
+from repro.verdicts import judging
 from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
@@ -36,17 +36,17 @@ def row(kernel, provider, dtype, shape, m, us, floor=None, **changes):
     nbytes = n * k * {"w4-g128": 17, "w2-g64": 10, "bf16": 64, "fp16": 64}.get(kernel, 32) // 32
     numbers = {"us": us, "p20": us * 0.99, "p80": us * 1.01, "bytes": nbytes, "floor_us": floor, "relerr": 2e-4}
     numbers |= {"fraction": floor / us if floor else None, "copies": 5, "rounds": 25}
-    return Row(kernel, provider, dtype, n, k, m, "cold", **(numbers | ORIGIN | changes))
+    return KernelRow(kernel, provider, dtype, n, k, m, "cold", **(numbers | ORIGIN | changes))
 
 
 def rows():
     """On every layer the floor is 10 us and this project takes 12.5 (one layer: 12), everybody else a round number."""
     found = [
-        Row("read_floor", "read_floor", "uint8", mode="cold", us=200.0, p20=199.0, p80=201.0, bytes=9 * 10**8,
+        KernelRow("read_floor", "read_floor", "uint8", mode="cold", us=200.0, p20=199.0, p80=201.0, bytes=9 * 10**8,
             relerr=0.0, copies=2, rounds=9, **ORIGIN),
         row("bf16", "torch.matmul", "bf16", (8192, 8192), 8192, 1400.0),
     ]  # fmt: skip
-    for shape in recorded.shapes():
+    for shape in stored_peers.shapes():
         ours = 12.0 if shape == (4096, 4096) else 12.5
         found += [
             row("w4-g128", "wna16_gemv", "fp16", shape, 1, ours, 10.0),
@@ -91,7 +91,7 @@ LARGE = dataclasses.replace(OURS, layers="large", show="fraction")
 
 
 def test_geometric_mean_and_worst_layer(accepted):
-    count = len(recorded.shapes())
+    count = len(stored_peers.shapes())
     mean = 15 / statistics.geometric_mean([12.0] + [12.5] * (count - 1))
     assert number("geomean(t / o)", t=AWQ, o=OURS).value == pytest.approx(mean, rel=1e-4)
     assert number("min(t / o)", t=AWQ, o=OURS).value == pytest.approx(1.2, rel=1e-4)
@@ -146,7 +146,7 @@ def test_a_time_as_it_was_recorded(accepted):
 def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
     one = [dataclasses.replace(OURS, layers="4096x4096")]
     found = KernelTime.origin(one)
-    assert (found["live"], found["status"], found["commit"], found["device"]) == (
+    assert (found["source"], found["status"], found["commit"], found["device"]) == (
         *("unattested", "ok"),
         *("0123456789", "NVIDIA H200"),
     )
@@ -155,12 +155,12 @@ def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
     timed = [dataclasses.replace(r, machine="ab", versions=today) for r in rows() if r.label == label]
     accepted(timed)
     found = KernelTime.origin(one)
-    assert (found["live"], found["status"], found["artifacts"], found["note"]) == ("stored", "ok", "ab", "")
+    assert (found["source"], found["status"], found["artifacts"], found["note"]) == ("stored", "ok", "ab", "")
     accepted([dataclasses.replace(r, versions="timer=0") for r in timed])
     assert KernelTime.origin(one)["status"] == "stale"
     monkeypatch.setattr(kernel_rows, "BUILT", kernel_rows.files()[0])
     accepted(timed)
-    assert KernelTime.origin(one)["live"] == "fresh"
+    assert KernelTime.origin(one)["source"] == "fresh"
 
 
 def test_rows_built_here_win_over_accepted_ones(tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
     assert found.value == pytest.approx(0.8, rel=1e-4) and found.grade == "B" and found.stand_in == "NVIDIA H200"
     missing = measure.one(flow, cells["W8A8, M = 512, over cuBLAS int8", "worst layer"])
     assert missing.value is None and missing.status == "not_run" and "no such time" in missing.note
-    judged = {claim.claim: claims.judge(flow, claim) for claim in tables.table("kernels", "targets").claims}
+    judged = {claim.claim: judging.judge(flow, claim) for claim in tables.table("kernels", "targets").claims}
     assert judged["kernels T4"].verdict == "holds" and judged["kernels T8"].verdict == "no verdict: not run"
     points = drawn.build(flow, "kernels/peers-m1", tmp_path)[""]
     assert {p[0]: p[1] for p in points["this project"]}["8192x8192"] == pytest.approx(26 / 12.5)
@@ -222,7 +222,7 @@ def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
 
 def test_every_provider_that_a_spec_names_exists():
     known = {p.label for p in {**peers.PEERS, **kernel_list.OURS}.values()} | {"read_floor/uint8/read_floor"}
-    known |= {f"{kernel}/{dtype}/{who}" for who, kernel, dtype, _ in recorded.BRIDGED}
+    known |= {f"{kernel}/{dtype}/{who}" for who, kernel, dtype, _ in stored_peers.BRIDGED}
     texts = [
         path.read_text() for folder in ("tables", "figures") for path in (ROOT / folder / "kernels").glob("*.yaml")
     ]
@@ -251,7 +251,7 @@ def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
             kernel_time.chosen(KernelTime(who, m)) for who in ("bf16/bf16/torch.matmul", "w4-g128/*/tinygemm")
         )
         times = {(r.N, r.K, r.M, r.mode): r.us for r in library.values()}
-        moved = {f"{r.N}x{r.K}": us for r, _, us in recorded.bridge(times, recorded.recorded(), ["tinygemm_g128"])}
+        moved = {f"{r.N}x{r.K}": us for r, _, us in stored_peers.bridge(times, stored_peers.times(), ["tinygemm_g128"])}
         ratios = [moved[layer] / row.us for layer, row in here.items() if layer in moved]
         assert len(ratios) > 10 and statistics.geometric_mean(ratios) == pytest.approx(mean, abs=0.005)
 

@@ -99,7 +99,7 @@ def test_what_is_kept_of_an_item(monkeypatch, tmp_path, target):
 def test_the_change_is_paired_by_item():
     """Items differ much more than a recipe moves them."""
     items = np.random.default_rng(3).normal(-1, 0.8, 400)
-    flow = Workflow(scales.load(name="pocket"), recorded=True)
+    flow = Workflow(scales.load(name="pocket"), stored=True)
     cell = next(c for c in flow.cells("spear", "19") if c.row.startswith("RTN") and c.stand_in)
     cell = dataclasses.replace(cell, measure="likelihood", params=likelihood.Likelihood(("arc_easy",)))
     full, low = (Series(items - shift, "items", "arc") for shift in (0.0, 0.05))
@@ -139,7 +139,7 @@ def test_right_answers_in_percent():
 
 def test_percent_is_declared_where_it_is_asked_for():
     """Rows that were stored before it was an option stand."""
-    flow = Workflow(scales.load(name="pocket"), recorded=True)
+    flow = Workflow(scales.load(name="pocket"), stored=True)
     cell = next(c for c in flow.cells("spear", "19") if c.metric == "BLiMP" and c.stand_in)
     assert "percent" not in flow.inputs(cell)["ask"]
     asked = dataclasses.replace(cell, params=dataclasses.replace(cell.params, percent=True))

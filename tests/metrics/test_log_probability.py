@@ -14,7 +14,7 @@ from repro.specs import tables
 from repro.specs.claims import ClaimSpec
 from repro.store import accepted, observations
 from repro.store.observations import Series
-from repro.verdicts import claims
+from repro.verdicts import judging
 from repro.verdicts.table_results import table_results
 from repro.workflow import versions
 from repro.workflow.workflow import Workflow
@@ -52,7 +52,7 @@ def flow(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(accepted, "find", lambda scale, cell: None)
     monkeypatch.setattr(accepted, "equal", lambda scale, inputs: [])
-    at = Workflow(scales.load(SETTINGS), recorded=False)
+    at = Workflow(scales.load(SETTINGS), stored=False)
     for cell in at.cells("spear", "19"):
         kinds = {job.kind: job for jobs in at.jobs(cell) for job in jobs.values()} if cell.row in DAMAGE else {}
         for kind, job in kinds.items():
@@ -101,39 +101,39 @@ def test_a_table_shows_the_change_in_nats_and_accuracy_where_it_is_above_chance(
 def test_lambada_s_is_of_its_word_and_larger_is_better(flow):
     texts, _ = shown(flow)
     assert texts["+SPEAR on RTN 4-bit pc", "LAMBADA"].endswith("; -0.100 nats")
-    cells = [c for c in flow.cells("spear", "19") if c.place[:2] == ("FP16", "LAMBADA")]
+    cells = [c for c in flow.cells("spear", "19") if c.cell_key[:2] == ("FP16", "LAMBADA")]
     accuracy, log = (measure.one(flow, cell).value for cell in cells)
     assert log < 0 < accuracy
 
 
 def test_a_mean_is_that_of_five_tasks(flow):
-    cells = [c for c in flow.cells("spear", "19") if c.place[:2] == ("RTN 4-bit pc", "Avg")]
+    cells = [c for c in flow.cells("spear", "19") if c.cell_key[:2] == ("RTN 4-bit pc", "Avg")]
     log = measure.one(flow, cells[-1])
     assert log.n == 5 * ITEMS // likelihood.NEIGHBOURS and log.unit == "nats" and "boolq" not in log.protocol
 
 
 def test_a_claim_on_accuracy_is_judged_on_nats(flow):
-    bare = claims.judge(flow, dataclasses.replace(RISES, log_probability=""))
+    bare = judging.judge(flow, dataclasses.replace(RISES, log_probability=""))
     assert bare.said == "no verdict: at chance"
-    judged = claims.judge(flow, RISES)
+    judged = judging.judge(flow, RISES)
     (case,) = judged.cases
-    assert judged.verdict == claims.ON_STAND_INS and case.measured == pytest.approx(0.2, abs=2.0**-8)
+    assert judged.verdict == judging.ON_STAND_INS and case.measured == pytest.approx(0.2, abs=2.0**-8)
     assert case.printed == pytest.approx(0.738 - 0.692), "the paper's own numbers stay those of accuracy"
     assert judged.own_numbers == "consistent"
     assert "0.200 (of log probability, in nats)" in content.verdict_line(judged)
 
 
 def test_the_predicate_in_nats_is_another_than_that_of_the_printed_numbers(flow):
-    judged = claims.judge(flow, dataclasses.replace(RISES, holds="< 0.05", log_probability="> 0.25"))
-    assert (judged.own_numbers, judged.cases[0].verdict) == ("consistent", claims.FAILS)
+    judged = judging.judge(flow, dataclasses.replace(RISES, holds="< 0.05", log_probability="> 0.25"))
+    assert (judged.own_numbers, judged.cases[0].verdict) == ("consistent", judging.FAILS)
     assert judged.verdict == "same direction, smaller", "in nats it is not compared with the printed size"
 
 
 def test_a_column_without_nats_is_judged_by_its_accuracy(flow):
     on_boolq = dataclasses.replace(RISES, cases=({"model": MODEL, "task": "BoolQ"},))
-    assert claims.judge(flow, on_boolq).said == "no verdict: at chance"
+    assert judging.judge(flow, on_boolq).said == "no verdict: at chance"
     share = dataclasses.replace(on_boolq, quantity="(s - b) / (s - b)")
-    assert claims.judge(flow, share).said == "no verdict: at chance", "equal accuracies have no quotient"
+    assert judging.judge(flow, share).said == "no verdict: at chance", "equal accuracies have no quotient"
 
 
 def test_a_log_probability_that_cannot_be_asked_names_its_place(monkeypatch):

@@ -36,7 +36,7 @@ class Ratio(Mean):
 def test_what_a_metric_leaves_out_is_the_default():
     metric = Mean()
     assert metric.VERSION == 3 and metric.value({"x": 2.0}) == 2.0
-    assert metric.jobs(None) == {} and metric.parts() == {} and metric.brief("whole", None) == "whole"
+    assert metric.jobs(None) == {} and metric.operands() == {} and metric.brief("whole", None) == "whole"
     assert (metric.against, metric.lacking()) == ("", "")
     assert metric.limits == Quantity.limits and metric.reference is None and metric.itself is None
     nothing = (metric.run, metric.status, metric.fewest_bits, metric.PROTOCOL)

@@ -231,7 +231,7 @@ def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(ti
     budgets = {"acceptance": {"prompts": 1, "tokens": 4}, "offload_time": {"context": 96, "warm": 1, "timed": 2}}
     at = scales.load({**budgets, "models": {"Qwen2.5-7B-Instruct": "pocket-3m"}}, name="pocket").on("cpu")
     flow = Workflow(at)
-    flow.recorded = False
+    flow.stored_only = False
     cells = [c for c in flow.cells("subspec", "2") if c.row == "+ Async data transfer"]
     seconds = {"subspec": [0.5, 0.3], "none": [0.1, 0.1]}
 
@@ -258,7 +258,7 @@ def test_specexec_takes_a_verification_and_the_passes_of_the_stand_in():
     cells = {(c.row, c.col): c for c in flow.cells("subspec", "4")}
     cell = cells["SpecExec budget 256", "tokens/s"]
     assert evaluate(cell.params.quantity, {"a": 6.0, "n": 10.0, "v": 200.0, "p": 4.0}) == pytest.approx(6 / 0.24)
-    parts = {name: part.params for name, part in flow.parts(cell).items()}
+    parts = {name: part.params for name, part in flow.operands(cell).items()}
     assert parts["a"].config == parts["n"].config == drafts.SpecExec(budget=256)
     timed = OffloadTime(
         "Llama-3.1-8B", "8GiB", draft="specexec", draft_model="Llama-3.2-1B", budget=256, show="ms verifying"
@@ -281,7 +281,7 @@ def test_the_time_model_is_the_least_squares_line_of_three_depths(slope, off):
         cell = ratios[f"depth {depth}"]
         found = evaluate(cell.params.quantity, {"a": ms[4], "b": ms[16], "c": ms[48], "t": took})
         assert found == pytest.approx(1 / (1 + off))
-        parts = flow.parts(cell)
+        parts = flow.operands(cell)
         assert [parts[name].params.config.depth for name in "abct"] == [4, 16, 48, depth]
 
 
@@ -301,9 +301,9 @@ def test_targets_without_a_stand_in_have_the_papers_lengths_and_our_iterations()
         one = cells[f"SubSpec, {target}", "T 0, set MT-Bench", "tokens/s"]
         greedy[target] = evaluate(one.params.quantity, {"t": 1000.0})
     assert greedy == pytest.approx({"Llama-3.1-8B-Instruct": 28.35, "Qwen2.5-7B-Instruct": 27.08})
-    timed = {name: part.params for name, part in flow.parts(cell).items()}
+    timed = {name: part.params for name, part in flow.operands(cell).items()}
     assert timed == {"t": OffloadTime("Qwen2.5-14B", "12GiB")} and len(cells) == 4 * 10 * 2
-    over = flow.parts(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].params
+    over = flow.operands(cells["SubSpec, Qwen2.5-32B-Instruct", "T 0, set MT-Bench", "speedup"])["n"].params
     assert over == OffloadTime("Qwen2.5-32B", "24GiB", draft="none", prefetch=False)
 
 

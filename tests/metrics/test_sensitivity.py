@@ -12,7 +12,7 @@ from repro.metrics import sensitivity
 from repro.metrics.sensitivity import Protocol, Sensitivity, each_alone, last_hidden
 from repro.models.lowbit import LowBitModel, block_linears
 from repro.recipes.recipe import parse
-from repro.render import figures, plot
+from repro.render import figure_files, plot
 from repro.specs import scale
 from repro.store.observations import Observations, Series
 
@@ -106,7 +106,7 @@ def test_a_quantizer_that_rescales_is_applied_anew_and_full_precision_needs_noth
         Sensitivity("damage", corpus="wikitext2-train-part").jobs(target("gptq-w4-pc"))
     with pytest.raises(UserError, match="spear attaches a compensator; name a quantizer alone"):
         Sensitivity("damage").jobs(target("rtn-w4-pc + spear"))
-    with pytest.raises(UserError, match="tokens is 1; it is 2 or more"):
+    with pytest.raises(UserError, match="tokens is 1; it must be 2 or more"):
         Protocol(tokens=1)
 
 
@@ -144,7 +144,7 @@ def test_every_layer_by_sequence_and_by_passage(small, monkeypatch, tmp_path):
     sensitivity.Sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
     layers = len(rounded.weights)
     assert list(kept) == [f"{name} {i}" for name in ("damage", "loss") for i in range(layers)]
-    assert {(one.units, len(one.values)) for one in kept.values()} == {("sequences", 6)}
+    assert {(one.axis, len(one.values)) for one in kept.values()} == {("sequences", 6)}
     assert kept["damage 3"].group == "6 sampled sequences of 16 tokens"
     assert kept["loss 3"].group == "6 passages of 16 tokens of counting"
     assert kept["damage 0"].values.mean() > 0
@@ -184,7 +184,7 @@ def test_known_answers(show, expected):
     assert float(Sensitivity(show).value({k: one.values.mean() for k, one in found.items()})) == pytest.approx(expected)
     if show in ("damage", "loss"):
         (only,) = found.values()
-        assert only.units == "layers" and only.values == pytest.approx(DAMAGE if show == "damage" else LOSS)
+        assert only.axis == "layers" and only.values == pytest.approx(DAMAGE if show == "damage" else LOSS)
     assert Sensitivity(show).series({}, None) == {}, "full precision"
 
 
@@ -200,4 +200,4 @@ def test_its_figure_has_logarithmic_axes_with_room_for_a_layer_that_helps(monkey
     plot.loglog({"m": {"RTN": [(1e-4, -0.01, None, None), (1e-2, 0.2, None, None)]}}, "t", "x", "y", tmp_path / "f.svg")
     (axis,) = drawn
     assert (axis.get_xscale(), axis.get_yscale()) == ("log", "symlog")
-    assert axis.get_ylim()[0] < -0.01 and figures.PLOTS["loglog"] is plot.loglog
+    assert axis.get_ylim()[0] < -0.01 and figure_files.PLOTS["loglog"] is plot.loglog

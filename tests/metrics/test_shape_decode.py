@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from repro.recipes.recipe import parse  # noqa: E402
 from repro.specs import figures, tables  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
 from repro.store.observations import Series  # noqa: E402
-from repro.verdicts import claims  # noqa: E402
+from repro.verdicts import judging  # noqa: E402
 from repro.workflow.workflow import Workflow  # noqa: E402
 
 TINY = dict(
@@ -129,11 +130,11 @@ def test_transformers_steps_are_timed_between_tokens(monkeypatch):
 
 def test_table_8_has_its_own_device_and_ours():
     asked = {(cell.params.how, cell.params.length) for cell in tables.cells("bitbybit", "decode")}
-    assert asked == {(how, length) for how in AT_LENGTHS for length in shape_decode.LENGTHS}
+    assert asked == set(product(AT_LENGTHS, shape_decode.LENGTHS))
     (claim,) = tables.table("bitbybit", "table8"[5:]).claims
-    judged = claims.judge(Workflow(replace(scales.load(name="pocket"), models={}), recorded=True), claim)
+    judged = judging.judge(Workflow(replace(scales.load(name="pocket"), models={}), stored=True), claim)
     assert judged.own_numbers == "consistent" and len(judged.cases) == 4
-    flow = Workflow(scales.load(name="pocket").on("cuda"), recorded=False)
+    flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
     jobs = {job.id for job in flow.every_job(flow.cells("bitbybit", "decode"))}
     targets = {job.id for job in flow.every_job(flow.cells("kernels", "two-bit-decode"))}
     assert len(jobs) == 5 and len(targets) == 4 and targets < jobs
@@ -143,7 +144,7 @@ def test_table_and_figure_ask_for_every_way_and_shape():
     asked = {(cell.params.shape, cell.params.how) for cell in tables.cells("spqt", "decode")}
     assert {how for _, how in asked} == set(HOW) and len(asked) == 4 * len(HOW)
     assert len(figures.cells("spqt", "7")) == 12
-    flow = Workflow(scales.load(name="pocket").on("cuda"), recorded=False)
+    flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
     jobs = {job.id for job in flow.every_job(flow.cells("spqt", "decode"))}
     drawn = {job.id for job in flow.every_job(flow.cells("spqt", "7", "figure"))}
     assert len(jobs) == 36 and len(drawn) == 16 and drawn < jobs

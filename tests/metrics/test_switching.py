@@ -211,7 +211,7 @@ def replace_protocol(target, protocol):
     [
         (lambda: Switching("bits", control="uniform"), "a control or a quantile belongs to a schedule"),
         (lambda: Switching("bits", schedule="flexquant(copies=host)"), "leave copies=host out"),
-        (lambda: Switching("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it is a share"),
+        (lambda: Switching("bits", schedule="flexquant", quantile=1.0), "quantile is 1.0; it must be a share"),
         (
             lambda: Switching("bits", schedule="flexquant(threshold=2.0)", quantile=0.5),
             "leave threshold out of the schedule",
@@ -249,7 +249,7 @@ def test_run_says_which_package_a_table_lacks(monkeypatch, capsys):
 # --- at chance --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gain, status", [(5.0, "ok"), (0.2, "floor"), (-5.0, "floor")])
+@pytest.mark.parametrize("gain, status", [(5.0, "ok"), (0.2, "at_chance"), (-5.0, "at_chance")])
 def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_fewest_bits(monkeypatch, gain, status):
     """Rows of Table 1 with made-up scores a prompt; agreement, which compares by itself, is never at chance."""
     flow = Workflow(scales.load(name="pocket"))
@@ -260,7 +260,7 @@ def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_
         blank = measure._blank(flow, cell)
         if cell.recipe not in of:
             return Measured(cell, blank)
-        return Measured(cell, replace(blank, status="ok", value=1.0, live="fresh"), lambda: quantity(cell))
+        return Measured(cell, replace(blank, status="ok", value=1.0, source="fresh"), lambda: quantity(cell))
 
     def quantity(cell):
         assert not cell.params.schedule or cell.recipe == "fp16"
@@ -280,7 +280,7 @@ def test_a_quality_cell_is_at_chance_where_full_precision_is_no_better_than_the_
 def test_the_fewest_bits_are_those_of_a_static_row():
     cells = Workflow(scales.load(name="pocket")).cells("flexquant", "1")
     high = next(c for c in cells if (c.row, c.col, c.model) == ("Baseline-h", "CNN/DM Rouge-L", "Vicuna-7B"))
-    peers = [c for c in cells if c.place[1:] == high.place[1:]]
+    peers = [c for c in cells if c.cell_key[1:] == high.cell_key[1:]]
     assert Switching.fewest_bits(high, peers).row == "Baseline-l"
     beside = next(c for c in cells if c.col == "KL, CNN/DM")
     assert Switching.fewest_bits(beside, cells) is None

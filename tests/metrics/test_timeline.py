@@ -14,7 +14,7 @@ from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.metrics import timeline
 from repro.metrics.timeline import Timeline, spans_of
-from repro.render import figures
+from repro.render import figure_files
 from repro.specs import scale as scales
 from repro.store import observations
 from repro.store.observations import Observations, Series
@@ -99,7 +99,7 @@ def test_without_a_gpu_the_result_is_unsupported(tmp_path):
 def test_the_figure_has_a_lane_for_each_stream_of_three_ways(tmp_path, monkeypatch):
     """From the jobs' files to the picture."""
     monkeypatch.chdir(tmp_path)
-    flow = Workflow(scales.load(name="pocket").on("cpu"), recorded=False)
+    flow = Workflow(scales.load(name="pocket").on("cpu"), stored=False)
     spans = {"copies": [(-1.0, 2.0), (2.0, 4.0)], "draft passes": [(0.0, 1.0)], "verification": [(1.0, 5.0)]}
 
     def measured(given, device, dtype):
@@ -110,7 +110,7 @@ def test_the_figure_has_a_lane_for_each_stream_of_three_ways(tmp_path, monkeypat
     for job in flow.every_job(flow.cells("subspec", "timeline", "figure")):
         job.folder.mkdir(parents=True)
         timeline.Timeline.run(job, {}, job.folder, observations.origin(job, {}))
-    panels = figures.build(flow, "subspec/timeline")
+    panels = figure_files.build(flow, "subspec/timeline")
     (lanes,) = panels.values()
     assert len(lanes) == 8 and [point[:2] for point in lanes["asynchronous: copies"]] == [(-1.0, 3.0), (2.0, 2.0)]
     picture = (tmp_path / "figures" / "subspec" / "timeline.svg").read_text()

@@ -8,6 +8,7 @@ import torch
 from repro.metrics import token_class
 from repro.models import perplexity
 from repro.models.lowbit import block_linears
+from repro.results import stored_rows
 from repro.specs import scale, tables
 from repro.store.observations import Observations, Series
 from repro.workflow.workflow import Workflow
@@ -54,9 +55,11 @@ def test_what_is_shown_is_one_class_and_full_precision_has_no_kl_of_its_own():
 
 
 def test_the_spec_asks_every_class_of_every_text_with_one_job_a_recipe():
-    at = Workflow(scale.load(name="pocket"), recorded=False)
+    at = Workflow(scale.load(name="pocket"), stored=False)
     cells = at.cells("spear", "tokens")
     assert {dict(cell.variables)["class"] for cell in cells} == set(token_class.CLASSES)
     assert len(cells) == 5 * 3 * 3 * len(tables.table("spear", "tokens").measure)
-    jobs = {job.id for cell in cells for each in at.jobs(cell) for job in each.values()}
+    jobs = set()
+    for cell in cells:
+        jobs |= {job.id for job in stored_rows.jobs(at, cell)}
     assert len(jobs) == 3 * 3 * 3, "a model, a text, and full precision, RTN or SPEAR"

@@ -158,7 +158,7 @@ def test_what_was_not_measured_has_no_value(measured, monkeypatch, tmp_path):
 
 def test_where_times_come_from(measured):
     found = TimePerToken.origin([TimePerToken("ms", "100", bits="8")])
-    assert found["device"] == "NVIDIA H200" and found["note"] == "calculated" and found["live"] == "fresh"
+    assert found["device"] == "NVIDIA H200" and found["note"] == "calculated" and found["source"] == "fresh"
 
 
 def test_no_threshold_switches_earlier():
@@ -173,7 +173,7 @@ def test_no_threshold_switches_earlier():
 @pytest.mark.parametrize(
     "how, said",
     [
-        ({"tokens": "many", "bits": "8"}, "it is a number, 1 or more"),
+        ({"tokens": "many", "bits": "8"}, "it must be a number, 1 or more"),
         ({"tokens": "9"}, "give a schedule"),
         ({"tokens": "9", "bits": "8", "schedule": "flexquant"}, "give a schedule"),
         ({"tokens": "9", "bits": "3"}, "3 bits have no step that is timed; choose from 16, 8, 4"),
@@ -189,7 +189,7 @@ def test_the_table_and_the_figures_ask_for_what_there_is(measured):
     flow = Workflow(scales.load(name="pocket"))
     cells = flow.cells("flexquant", "speed")
     assert len(cells) == 7 * 4 * 2 and all(flow.is_external(cell) for cell in cells)
-    values = {cell.place: flow.quantity(cell) for cell in cells}
+    values = {cell.cell_key: flow.quantity(cell) for cell in cells}
     assert sum(found is None for found in values.values()) == 7 * 2  # 7,800 tokens were not measured here
     for number in ("6", "7"):
         assert all(flow.is_external(cell) for cell in flow.cells("flexquant", number, "figure"))

@@ -11,6 +11,7 @@ import socket
 import sys
 import tarfile
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -347,7 +348,7 @@ def lm_evals_own(model, tokenizer, task, data, limit):
         )
         harness.bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
         samples = lm_eval.evaluate(harness, {"tasks": loaded}, bootstrap_iters=0)["samples"]
-    every = [sample for name in loaded for sample in sorted(samples[name], key=lambda sample: sample["doc_id"])]
+    every = list(chain.from_iterable(sorted(samples[name], key=lambda sample: sample["doc_id"]) for name in loaded))
     logliks = [[loglik for loglik, _ in sample["filtered_resps"]] for sample in every]
     return logliks, [int(sample[tasks.TASKS[task].metric]) for sample in every]
 
@@ -657,19 +658,19 @@ def answers(right: int, n: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("task", "right", "n", "status"),
     [
-        ("piqa", 64, 100, "floor"),  # 14 points above chance, 3 errors are 15
+        ("piqa", 64, 100, "at_chance"),  # 14 points above chance, 3 errors are 15
         ("piqa", 66, 100, "ok"),
-        ("boolq", 622, 1000, "floor"),  # always yes
+        ("boolq", 622, 1000, "at_chance"),  # always yes
         ("boolq", 680, 1000, "ok"),
-        ("lambada_openai", 0, 100, "floor"),
-        ("lambada_openai", 1, 100, "floor"),
+        ("lambada_openai", 0, 100, "at_chance"),
+        ("lambada_openai", 1, 100, "at_chance"),
         ("lambada_openai", 12, 100, "ok"),
-        ("arc_easy", 2, 2, "floor"),  # all right, but of two
-        ("arc_easy", 10, 100, "floor"),
+        ("arc_easy", 2, 2, "at_chance"),  # all right, but of two
+        ("arc_easy", 10, 100, "at_chance"),
     ],
 )
 def test_floor(task, right, n, status):
-    assert zeroshot.at_chance({task: answers(right, n)}) == (status == "floor")
+    assert zeroshot.at_chance({task: answers(right, n)}) == (status == "at_chance")
 
 
 @pytest.mark.parametrize(("right", "floor"), [(68, True), (69, False)])
@@ -710,7 +711,7 @@ def test_a_damaged_file_of_requests_is_said(small, bytewise, tmp_path):
     requests.save(path, requests.build("arc_easy", small, bytewise))
     whole = path.read_bytes()
     for content, sentence in (
-        (whole[:-9], "not a whole file"),
+        (whole[:-9], "an incomplete or damaged file"),
         (whole[:-1] + b"\7", "not those that it was saved with"),
     ):
         path.write_bytes(content)
@@ -756,7 +757,7 @@ def test_a_mean_leaves_tasks_out():
 
 
 def test_no_stored_mean_of_spear_has_boolq():
-    rows = [row for number in (1, *range(19, 25)) for row in accepted.of_table(f"spear/table{number}")]
+    rows = list(chain.from_iterable(accepted.of_table(f"spear/table{number}") for number in (1, *range(19, 25))))
     means = [row for row in rows if row.metric == "zeroshot_avg"]
     assert len(means) == 156 and not any("boolq" in row.protocol for row in means)
     assert {row.status for row in means if row.stand_in != "pocket-3m"} == {"ok"}, "which were at chance with it"

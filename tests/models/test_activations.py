@@ -9,7 +9,7 @@ from repro.baselines import awq, gptq, rtn
 from repro.core.errors import UserError
 from repro.methods import spear
 from repro.models import activations
-from repro.models.activations import Inputs, statistics, watching
+from repro.models.activations import InputStatistics, statistics, watching
 from repro.models.lowbit import LowBitModel, block_linears
 
 EXTRAS = ["second_moment", "kurtosis", "quantiles"]
@@ -138,7 +138,7 @@ def spear_start() -> torch.Tensor:
 @pytest.mark.parametrize("of", [gptq_codes, awq_scales, spear_start])
 def test_calibrated_methods_take_their_statistics_from_here(of, monkeypatch):
     """Where inputs are measured with some channels louder than they are, the method's result follows."""
-    plain, real = of(), Inputs.add
+    plain, real = of(), InputStatistics.add
     assert torch.equal(plain, of())
-    monkeypatch.setattr(Inputs, "add", lambda self, x, w: real(self, x * torch.logspace(0, 2, x.shape[-1]), w))
+    monkeypatch.setattr(InputStatistics, "add", lambda self, x, w: real(self, x * torch.logspace(0, 2, x.shape[-1]), w))
     assert not torch.equal(plain, of())

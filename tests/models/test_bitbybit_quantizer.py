@@ -201,7 +201,7 @@ def test_the_gradient_passes_straight_through():
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"bits": 1}, "bits is 1"), ({"bits": 9}, "bits is 9"), ({"group": 0}, "group is 0; it is 1 or more")],
+    [({"bits": 1}, "bits is 1"), ({"bits": 9}, "bits is 9"), ({"group": 0}, "group is 0; it must be 1 or more")],
 )
 def test_bad_grids(options, said):
     with pytest.raises(UserError, match=said):

@@ -1,6 +1,7 @@
 """Stored bits against arithmetic by hand, on a tied Llama: 2 layers, 64 wide, FFN 128, k and v 32, vocabulary 96."""
 
 import dataclasses
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ def test_a_model_without_blocks():
 
 SHORT = "rank=2, samples=4, cka_samples=4, tokens=16"  # nothing is trained: what is stored is the same
 METHODS = {
-    **{f"rtn-w{w}-{g}": f"rtn-w{w}-{g}" for w in (2, 3, 4, 8) for g in ("pc", "g32-sym")},
+    **{f"rtn-w{w}-{g}": f"rtn-w{w}-{g}" for w, g in product((2, 3, 4, 8), ("pc", "g32-sym"))},
     **{step: f"{step}-w3-g32" for step in ("gptq-act_order", "awq")},
     "omniquant": "omniquant(w=3, g=32, epochs=1)",
     "e2e_qp": "rtn-w3-g32 + e2e_qp(epochs=0, batch=1, tokens=192)",
@@ -169,7 +170,7 @@ def test_one_layer_packed_has_the_bytes_that_are_counted_and_gives_the_same_weig
         assert attachment.stored_bits() == 8 * sum(len(t.numpy().tobytes()) for t in attachment.tensors.values())
     whole = {kind: sum(one.stored_bits()[kind] for one in lm.weights.values()) for kind in counted}
     beside = {a.step: 0 for each in lm.attachments.values() for a in each}
-    for a in (a for each in lm.attachments.values() for a in each):
+    for a in chain.from_iterable(lm.attachments.values()):
         beside[a.step] += a.stored_bits()
     assert bits.report(lm)["block"] == whole | beside | {"unquantized": 0}
 

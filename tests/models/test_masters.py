@@ -92,10 +92,13 @@ def test_its_specs_train_nothing(house, artifact, monkeypatch):
     for where in (tables, figures, names):
         monkeypatch.setattr(where, "HOME", house)
     tables.table.cache_clear()
-    flow = Workflow(scale.load(name="pocket"), recorded=False)
+    flow = Workflow(scale.load(name="pocket"), stored=False)
     for kind, name in (("table", "master"), ("figure", "master-weights")):
         cells = flow.cells("bitbybit", name, kind)
-        steps = {step for job_ in flow.every_job(cells) if job_.kind == "compress" for step in job_.steps}
+        steps = set()
+        for one in flow.every_job(cells):
+            if one.kind == "compress":
+                steps |= set(one.steps)
         assert steps == {"master", "sliced"} and {c.stand_in for c in cells} == {"pocket-3m"}
         assert all(flow.is_measured_here(c) for c in cells)
     tables.table.cache_clear()
@@ -112,7 +115,7 @@ def test_other_files_are_refused(house, artifact, tmp_path):
         assert "\n" not in str(found.value) and not masters.path("pocket-3m").exists()
 
     refused("made by rtn-w4-pc; a master is of", recipe="rtn-w4-pc")
-    refused("is no pocket model", model="my-qwen2")
+    refused("is not a pocket model", model="my-qwen2")
     refused("made from another model", fingerprint="00000000")
     narrow = LowBitModel(models.load("pocket-3m"))
     narrow.load(folder / masters.FILE)
@@ -122,7 +125,7 @@ def test_other_files_are_refused(house, artifact, tmp_path):
     dense.load(folder / masters.FILE)
     dense.set_dense("model.norm.weight", dense.model.model.norm.weight.detach().clone())
     refused("it holds model.norm.weight; a master is block codes", dense)
-    with pytest.raises(UserError, match="no compressed model"):
+    with pytest.raises(UserError, match="not a compressed model"):
         masters.commit(tmp_path / "nothing")
 
 
@@ -136,7 +139,7 @@ def test_a_spec_of_somebody_else_stays(house, artifact):
     assert spec.read_text() == "title: my own\n" and not masters.path("pocket-3m").exists()
 
 
-@pytest.mark.parametrize(("words", "said"), [([], "give the folder"), (["nowhere"], "no compressed model")])
+@pytest.mark.parametrize(("words", "said"), [([], "give the folder"), (["nowhere"], "not a compressed model")])
 def test_its_command_ends_bad_input_with_a_sentence(words, said):
     done = subprocess.run(
         [sys.executable, "-m", "repro.models.masters", *words], capture_output=True, text=True, cwd=ROOT,

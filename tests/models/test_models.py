@@ -126,14 +126,14 @@ def test_a_cut_shard(copy):
     folder = copy("sharded")
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert refused(folder).startswith(f"{shard}: not a whole safetensors file (")
+    assert refused(folder).startswith(f"{shard}: an incomplete or damaged safetensors file (")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 a pickle", b"\xff" * 64])
 def test_something_else_in_a_weight_file(copy, content):
     folder = copy("llama")
     (folder / "model.safetensors").write_bytes(content)
-    assert "not a whole safetensors file" in refused(folder)
+    assert "an incomplete or damaged safetensors file" in refused(folder)
 
 
 def test_a_flipped_bit_in_a_pocket_shard(pocket):
@@ -306,10 +306,10 @@ def test_the_hub_must_be_allowed():
 @pytest.mark.parametrize("hub", [False, True])
 @pytest.mark.parametrize("revision", ["main", "", "v1.0", "4e20de", "4e20de3g", "4E20DE3", "4e20de3@1", "a" * 41])
 def test_a_revision_that_is_not_pinned_is_refused(revision, hub):
-    assert "is no pinned revision; give the commit on the hub" in refused(
+    assert "is not a pinned revision; give the commit on the hub" in refused(
         f"meta-llama/Llama-3.2-1B@{revision}", hub=hub
     )
-    with pytest.raises(UserError, match="no pinned revision"):
+    with pytest.raises(UserError, match="not a pinned revision"):
         models.fingerprint(f"meta-llama/Llama-3.2-1B@{revision}")
 
 

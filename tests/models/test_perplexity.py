@@ -214,13 +214,13 @@ def test_frames_survive_the_disk(tiny_llama, low_bit, tmp_path):
 
 def test_files_that_are_not_whole_frames(tiny_llama, tmp_path):
     path = tmp_path / "scores.parquet"
-    with pytest.raises(UserError, match="scores.parquet: not a whole Parquet file"):
+    with pytest.raises(UserError, match="scores.parquet: an incomplete or damaged Parquet file"):
         load_frame(path)
     save_frame(path, score(tiny_llama, windows(IDS, LENGTH)))
     whole = path.read_bytes()
     for size in (0, 3, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="not a whole Parquet file"):
+        with pytest.raises(UserError, match="an incomplete or damaged Parquet file"):
             load_frame(path)
     pq.write_table(pa.table({"window": [0], "nll": [1.0]}), path)
     with pytest.raises(UserError, match="columns"):

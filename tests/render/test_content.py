@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ from fake_jobs import CONFIG, answers, fake, items, nll, recipe  # noqa: F401
 from repro import papers
 from repro.core.errors import UserError
 from repro.render import content
-from repro.render import tables as rendered
+from repro.render import table_files as rendered
 from repro.render.sheet import Pair, markdown, read_markdown
 from repro.results import measure
-from repro.results.recorded import ORIGIN
+from repro.results.stored_rows import ORIGIN
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.specs.tables import Spec
@@ -43,11 +44,11 @@ def world(fake, monkeypatch, tmp_path):  # noqa: F811
     known = tables.table
 
     def build(config=None, correct=None, number="1", **spec):
-        made = Spec("t", **{"rows": ROWS, "beside": BESIDE, "extra": ("rtn-w3-pc",)} | spec)
+        made = Spec("t", **{"rows": ROWS, "extra_columns": BESIDE, "extra_rows": ("rtn-w3-pc",)} | spec)
         monkeypatch.setattr(tables, "table", lambda p, n: made if (p, n) == ("spear", number) else known(p, n))
         if correct:
             monkeypatch.setattr(runner.JOBS["zeroshot"], "run", items(correct))
-        flow = Workflow(scales.load(CONFIG | (config or {})), recorded=False)
+        flow = Workflow(scales.load(CONFIG | (config or {})), stored=False)
         fake(flow.every_job(flow.cells("spear", number)))
         return flow
 
@@ -60,13 +61,13 @@ def cells_of(flow, number="1"):
 
 
 def at(flow, *place, number="1"):
-    every = [m for m in cells_of(flow, number) if m.place[: len(place)] == place]
+    every = [m for m in cells_of(flow, number) if m.cell_key[: len(place)] == place]
     (found,) = [m for m in every if not m.metric.endswith(tables.LOG_PROBABILITY)]
     return found
 
 
 def the_job(flow, row, col="Wiki", model=ONE):
-    (cell,) = [c for c in flow.cells("spear", "1") if c.place[:3] == (row, col, model)]
+    (cell,) = [c for c in flow.cells("spear", "1") if c.cell_key[:3] == (row, col, model)]
     return next(iter(flow.jobs(cell)[0].values()))
 
 
@@ -76,27 +77,29 @@ def the_job(flow, row, col="Wiki", model=ONE):
 @pytest.mark.parametrize("config", [{}, {"models": {}}, {"zeroshot": None}], ids=["all", "no model", "no tasks"])
 def test_every_printed_cell_appears_once_and_first(world, config):
     cells = cells_of(world(config))
-    assert [m.place for m in cells[: len(PRINTED)]] == [(c.row, c.col, c.model, c.metric) for c in PRINTED]
+    assert [m.cell_key for m in cells[: len(PRINTED)]] == [(c.row, c.col, c.model, c.metric) for c in PRINTED]
     assert [m.printed for m in cells[: len(PRINTED)]] == [c.value for c in PRINTED]
-    assert set(Counter(m.place for m in cells).values()) == {1}
+    assert set(Counter(m.cell_key for m in cells).values()) == {1}
     assert all(m.status in STATUSES for m in cells)
-    assert all((m.value is None) == (m.status not in ("ok", "floor")) for m in cells)
+    assert all((m.value is None) == (m.status not in ("ok", "at_chance")) for m in cells)
 
 
 @pytest.mark.parametrize(("paper", "number"), [(p, n) for p in papers.PAPERS for n in papers.tables(p)])
 def test_every_printed_cell_of_every_table_appears_without_any_job(paper, number, monkeypatch, tmp_path):
     monkeypatch.setattr(accepted, "RESULTS", tmp_path)
-    flow = Workflow(scales.load(CONFIG | {"models": {}}), recorded=False)
+    flow = Workflow(scales.load(CONFIG | {"models": {}}), stored=False)
     results = table_results(flow, paper, number)
     found = results.measurements
     wanted = [(c.row, c.col, c.model, c.metric, c.value) for c in papers.printed(paper, number)]
-    assert [(*m.place, m.printed) for m in found][: len(wanted)] == wanted
+    assert [(*m.cell_key, m.printed) for m in found][: len(wanted)] == wanted
     assert {m.status for m in found if m.printed} <= {"not_run", "no_stand_in", "other_device", "ok", "stale"}
     sheet = content.sheet(results)
     if not tables.path_of(paper, number).is_file():
         assert "no spec yet" in sheet.notes[0] and str(len(found)) in sheet.notes[0]
-    shown = [one.printed if isinstance(one, Pair) else one for row in sheet.rows for one in row[1:]]
-    words = Counter(word for text in shown for word in text.split(" / "))
+    shown = []
+    for row in sheet.rows:
+        shown += [one.printed if isinstance(one, Pair) else one for one in row[1:]]
+    words = Counter(chain.from_iterable(text.split(" / ") for text in shown))
     for value, count in Counter(c.value for c in papers.printed(paper, number) if c.value).items():
         assert words[value] >= count or " / " in value, f"{value} is printed {count} times"
 
@@ -105,25 +108,25 @@ def test_the_file_holds_every_cell(world, tmp_path):
     flow = world()
     rendered.build(flow, "spear/table1", tmp_path / "out")
     read = from_csv(tmp_path / "out" / "spear" / "table1.csv")
-    assert [(m.place, m.status) for m in read] == [(m.place, m.status) for m in cells_of(flow)]
+    assert [(m.cell_key, m.status) for m in read] == [(m.cell_key, m.status) for m in cells_of(flow)]
     text = (tmp_path / "out" / "spear" / "table1.md").read_text()
     assert read_markdown(text) and not [v for v in {c.value for c in PRINTED} if v not in text]
     assert (tmp_path / "out" / "spear" / "table1.tex").is_file()
 
 
 def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
-    flow = Workflow(scales.load(CONFIG), recorded=False)
+    flow = Workflow(scales.load(CONFIG), stored=False)
     sheet = rendered.build(flow, "spqt/table2", tmp_path)
     found = from_csv(tmp_path / "spqt" / "table2.csv")
     assert {m.status for m in found} == {"other_device"}
     assert not sheet.paired and "Other device: the whole table." in sheet.notes
-    assert "14.78" in {text for row in sheet.rows for text in row}
+    assert "14.78" in set(chain.from_iterable(sheet.rows))
     assert list(sheet.head) == ["", "tokens/s", "speedup"], "one column for all models, which are sections"
 
 
 def test_a_device_of_ours_is_beside_the_printed_ones(tmp_path):
     """SpQt's Table 1 has datasheets; of the GPU that kernels are timed on, the rate that a read reaches."""
-    sheet = rendered.build(Workflow(scales.load(CONFIG), recorded=False), "spqt/table1", tmp_path)
+    sheet = rendered.build(Workflow(scales.load(CONFIG), stored=False), "spqt/table1", tmp_path)
     found = from_csv(tmp_path / "spqt" / "table1.csv")
     assert {m.status for m in found if m.printed} == {"other_device"} and len(sheet.rows) == 5
     (ours,) = [m for m in found if m.status == "ok"]
@@ -146,7 +149,7 @@ def test_a_live_perplexity(world):
     flow = world()
     m, job = at(flow, "RTN pc", "Wiki", ONE), the_job(flow, "RTN pc")
     values = nll("tiny-wikitext", job)
-    assert m.value == pytest.approx(np.exp(values.mean())) and m.n == 120 and m.status == "ok" and m.live == "fresh"
+    assert m.value == pytest.approx(np.exp(values.mean())) and m.n == 120 and m.status == "ok" and m.source == "fresh"
     assert m.lo < m.value < m.hi and m.covers == "windows only"
     assert (m.printed, m.stand_in, m.recipe, m.grade, m.scale) == ("20.46", "pocket-3m", "rtn-w4-pc", "C", "test")
     meta = observations.load(job.folder / observations.FILE).meta
@@ -165,14 +168,14 @@ def test_live_zero_shot_is_the_plain_mean_of_tasks(world):
     assert m.protocol == "lm-eval 0: piqa; lm-eval 0: arc_easy"
 
 
-def test_floor_is_decided_by_full_precision(world):
+def test_chance_is_decided_by_full_precision(world):
     chance = {"piqa": answers(0.5), "arc_easy": answers(0.25)}
     good = {"piqa": answers(0.95), "arc_easy": answers(0.95)}
     flow = world(correct={"": chance, "rtn-w4-pc": good})
-    assert at(flow, "RTN pc", "ZS", ONE).status == at(flow, "FP16", "ZS", ONE).status == "floor"
+    assert at(flow, "RTN pc", "ZS", ONE).status == at(flow, "FP16", "ZS", ONE).status == "at_chance"
 
 
-def test_a_good_full_precision_is_no_floor_for_a_bad_model(world):
+def test_a_good_full_precision_is_not_at_chance_for_a_bad_model(world):
     chance = {"piqa": answers(0.5), "arc_easy": answers(0.25)}
     flow = world(correct={"": {task: answers(0.95) for task in chance}, "rtn-w4-pc": chance})
     assert at(flow, "RTN pc", "ZS", ONE).status == "ok"
@@ -180,14 +183,20 @@ def test_a_good_full_precision_is_no_floor_for_a_bad_model(world):
 
 def test_other_items_than_full_precision_are_refused(world):
     flow = world(correct={"rtn-w4-pc": {"piqa": answers(0.8, 30)}})
-    cell, _ = (c for c in flow.cells("spear", "1") if c.place[:3] == ("RTN pc", "ZS", ONE))
+    cell, _ = (c for c in flow.cells("spear", "1") if c.cell_key[:3] == ("RTN pc", "ZS", ONE))
     with pytest.raises(UserError, match="differ in length"):
         _ = measure.one_measured(flow, cell).against
 
 
 def test_a_place_with_two_metrics_is_two_cells_and_one_entry(world):
-    flow = world(number="8", recipe="{q}-w{bits}-{group} + spear", rows={"RTN": {"q": "rtn"}}, extra=(), beside={},
-                 columns=("{bits}-bit {group} K%/r", "{bits}-bit {group} BPW"))  # fmt: skip
+    flow = world(
+        number="8",
+        recipe="{q}-w{bits}-{group} + spear",
+        rows={"RTN": {"q": "rtn"}},
+        extra_rows=(),
+        extra_columns={},
+        columns=("{bits}-bit {group} K%/r", "{bits}-bit {group} BPW"),
+    )
     cells = [c for c in flow.cells("spear", "8") if (c.row, c.col) == ("RTN", "4-bit pc K%/r") and c.model == ONE]
     assert [c.metric for c in cells] == ["k_percent", "rank"]
     found = [measure.one_measured(flow, cell) for cell in cells]
@@ -226,9 +235,9 @@ def test_a_row_of_your_own_is_at_the_end_without_a_printed_value(world):
 def test_a_model_without_a_stand_in(world):
     cells = [m for m in cells_of(world()) if m.model == "Llama-3.2-3B"]
     exact = [m for m in cells if m.col in ("BPW", "MB") and m.status == "ok"]  # from its public shape
-    assert exact and all((m.live, m.grade, m.device) == ("arithmetic", "D", "") and m.value for m in exact)
+    assert exact and all((m.source, m.grade, m.device) == ("arithmetic", "D", "") and m.value for m in exact)
     cells = [m for m in cells if m not in exact]
-    assert {m.status for m in cells} == {"no_stand_in"} and all(m.value is None and not m.live for m in cells)
+    assert {m.status for m in cells} == {"no_stand_in"} and all(m.value is None and not m.source for m in cells)
     assert {m.printed for m in cells if m.printed} == {
         c.value for c in PRINTED if c.model == "Llama-3.2-3B" and c.value
     }
@@ -236,7 +245,7 @@ def test_a_model_without_a_stand_in(world):
 
 def test_a_row_without_a_recipe_was_not_run(world):
     cells = [m for m in cells_of(world()) if m.model in (ONE, SEVEN) and m.row not in (*ROWS, "rtn-w3-pc")]
-    assert cells and {(m.status, m.value, m.live) for m in cells} == {("not_run", None, "")}
+    assert cells and {(m.status, m.value, m.source) for m in cells} == {("not_run", None, "")}
 
 
 def test_a_column_that_the_scale_does_not_measure(world):
@@ -256,7 +265,7 @@ def test_a_corpus_that_the_scale_does_not_map(world):
         world({"corpora": {"c5": "tiny-c4-docs"}})
 
 
-# --- recorded ---------------------------------------------------------------------------------------------------------
+# --- stored -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -264,15 +273,15 @@ def recorded(world, monkeypatch):
     """A flow that takes GPTQ from results, where today's row and series of it are, some columns changed."""
     flow = world()
     place = ("GPTQ pc", "Wiki", ONE)
-    cell = next(c for c in flow.cells("spear", "1") if c.place[:3] == place)
+    cell = next(c for c in flow.cells("spear", "1") if c.cell_key[:3] == place)
     row, series = measure.fresh(flow, cell), [dict(seed) for seed in flow.quantity(cell).seeds]
 
     def make(**changes):
-        kept = dataclasses.replace(row, live="", **changes)
-        fits = lambda scale, other: scale == kept.scale and other.place == cell.place  # noqa: E731
+        kept = dataclasses.replace(row, source="", **changes)
+        fits = lambda scale, other: scale == kept.scale and other.cell_key == cell.cell_key  # noqa: E731
         monkeypatch.setattr(accepted, "find", lambda scale, other: kept if fits(scale, other) else None)
         monkeypatch.setattr(accepted, "series", lambda row: series)
-        return Workflow(flow.scale, recorded=True), kept
+        return Workflow(flow.scale, stored=True), kept
 
     return make
 
@@ -280,7 +289,7 @@ def recorded(world, monkeypatch):
 def test_a_recorded_cell_has_no_mark(recorded):
     flow, kept = recorded()
     m = at(flow, "GPTQ pc", "Wiki", ONE)
-    assert m == dataclasses.replace(kept, live="stored") and m.status == "ok"
+    assert m == dataclasses.replace(kept, source="stored") and m.status == "ok"
     assert content.here(m).startswith(f"{content.number(m.value)} [")
     remarks = content.remarks(table_results(flow, "spear", "1"))
     assert any(f"{kept.device}, commit {kept.commit}" in remark for remark in remarks)
@@ -296,13 +305,13 @@ def test_a_recorded_cell_has_no_mark(recorded):
 def test_a_recorded_cell_of_other_inputs_or_versions_is_stale(recorded, change, why):
     flow, kept = recorded(**change)
     m = at(flow, "GPTQ pc", "Wiki", ONE)
-    assert (m.status, m.live, m.value) == ("stale", "stored", kept.value) and m.note.startswith(why)
+    assert (m.status, m.source, m.value) == ("stale", "stored", kept.value) and m.note.startswith(why)
     assert content.here(m).startswith(f"{content.number(m.value)}†")
     assert [r[0] for r in content.remarks(table_results(flow, "spear", "1"))][-1:] == ["†"]
 
 
-def test_a_recorded_floor_keeps_its_mark_and_another_scale_is_not_shown(recorded):
-    flow, kept = recorded(status="floor")
+def test_a_stored_row_at_chance_keeps_its_mark_and_another_scale_is_not_shown(recorded):
+    flow, kept = recorded(status="at_chance")
     assert "‡" in content.here(at(flow, "GPTQ pc", "Wiki", ONE))
     flow, kept = recorded(scale="gpu")
     assert at(flow, "GPTQ pc", "Wiki", ONE).status == "not_run"
@@ -361,13 +370,14 @@ def test_a_column_without_any_value_is_a_line_below_the_table(world):
     flow = world()
     results = table_results(flow, "spear", "1")
     lost = [cell for cell in results.cells if cell.col == "C4" or cell.metric == "bpw" or cell.col == "BPW"]
-    sheet = content.sheet(results.marked({cell.place: {"status": "not_run", "value": None} for cell in lost}))
+    sheet = content.sheet(results.marked({cell.cell_key: {"status": "not_run", "value": None} for cell in lost}))
     (said,) = [note for note in sheet.notes if note.startswith("Not run: ")]
     assert {"C4", "BPW"} <= set(said.removeprefix("Not run: ").rstrip(".").split("; "))
     assert "BPW" not in sheet.head, "nothing was printed there"
     at_c4 = [row[sheet.head.index("C4")] for row in sheet.rows if len(row) > 1]
     assert not any(pair.here for pair in at_c4) and any(pair.printed for pair in at_c4)
-    assert "no stand-in" not in {pair.here for row in sheet.rows if len(row) > 1 for pair in row[1:]}
+    for row in sheet.rows:
+        assert all(pair.here != "no stand-in" for pair in row[1:])
     assert next(note for note in sheet.notes if note.startswith("Scale ")) and "Scale" not in sheet.title
 
 

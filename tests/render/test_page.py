@@ -11,19 +11,28 @@ from repro import papers
 from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.render import content, own_numbers, page
-from repro.render import tables as rendered
+from repro.render import table_files as rendered
 from repro.render.sheet import read_markdown
-from repro.results import measure, recorded
+from repro.results import measure, stored_rows
 from repro.results.measured import Measured
 from repro.specs import figures, scale, tables
 from repro.store import accepted
 from repro.store.measurement import Measurement, text
-from repro.verdicts import claims, coverage
-from repro.verdicts.claims import Case, Judged, Reading
+from repro.verdicts import coverage, judging
+from repro.verdicts.judging import Case, CrossCheck, Judged
 from repro.workflow.workflow import Workflow
 
 CLAIM = next(claim for claim in tables.table("spear", "1").claims if claim.claim == "spear C001 C004")
-ONE, TWO, _ = (keys["model"] for keys, _ in CLAIM.places())
+ONE, TWO, _ = (keys["model"] for keys, _ in CLAIM.case_cells())
+
+
+def specified_claims(paper):
+    """The claims of all specs of a paper's tables."""
+    found = []
+    for other, number in tables.specified():
+        if other == paper:
+            found += tables.table(paper, number).claims
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +71,7 @@ def test_the_committed_page_of_bitbybit_is_what_specs_and_results_give(bitbybit)
     same = (folder / "bitbybit.md").read_bytes() == (ROOT / "docs" / "bitbybit.md").read_bytes()
     assert same, "docs/bitbybit.md: rebuild it with python -m repro make docs/bitbybit.md and read what has changed"
     assert not (folder / "bitbybit.svg").exists(), "a picture without a spec would be a blank one"
-    written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
+    written = specified_claims("bitbybit")
     assert all(claim.says in text for claim in written)
     grid = (folder / "bitbybit" / "table1.md").read_text(encoding="utf-8")
     notes = tables.table("bitbybit", "1").notes
@@ -110,14 +119,14 @@ def test_the_grid_of_a_table_that_is_not_measured_any_more_goes(flow, tmp_path):
 
 
 def test_what_was_asked_once_is_remembered_by_results_alone(flow):
-    once, again = Workflow.of_results(flow.scale), Workflow(flow.scale, recorded=True)
+    once, again = Workflow.of_results(flow.scale), Workflow(flow.scale, stored=True)
     numbers = iter(range(9))
     assert [at.once(("x",), lambda: next(numbers)) for at in (once, once, again, again)] == [0, 0, 1, 2]
 
 
 def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
     """Those of the sections on kernels, hardware and others' papers belong to Tables 7 and 8, or to none."""
-    written = [claim for both in tables.specified() if both[0] == "bitbybit" for claim in tables.table(*both).claims]
+    written = specified_claims("bitbybit")
     named = set(re.findall(r"B\d{2}", " ".join(claim.claim for claim in written)))
     about = {f"B{i:02}" for i in range(2, 18)} | {f"B{i}" for i in range(22, 30)}
     assert about <= named
@@ -129,8 +138,8 @@ def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
 
 def test_a_claim_of_bitbybit_that_is_not_seen_names_what_changes_it_or_that_no_cause_was_found(stored, bitbybit):
     for claim in own_numbers.claims_of("bitbybit"):
-        found = claims.judge(stored, claim)
-        if found.measured and found.verdict in claims.DIRECTIONS:
+        found = judging.judge(stored, claim)
+        if found.measured and found.verdict in judging.DIRECTIONS:
             said = page._why_it_fails(stored, claim)
             assert said.startswith(("; changed by: ", "; cause not found")) and said in bitbybit[0], (
                 f"{claim.claim}, {claim.says}: run what could be the cause, name it in `ablations` or `causes`"
@@ -146,7 +155,7 @@ def test_an_ablation_that_the_claim_does_not_fail_with_is_what_changes_it(stored
         f"; changed by: {name} (holds on the stand-ins (2 of 2 cases): -0"
     )
     same = dataclasses.replace(holds, ablations={"itself": {"b": claim.cells["b"]}})
-    values = content.measured(claims.judge(stored, claim))
+    values = content.measured(judging.judge(stored, claim))
     assert page._why_it_fails(stored, same) == f"; cause not found; tried: itself (holds in 0 of 2 cases: {values})"
     assert page._why_it_fails(stored, dataclasses.replace(claim, ablations={})) == ""
     with pytest.raises(UserError, match="ablations: itself: unknown cell 'q'"):
@@ -160,7 +169,7 @@ def test_a_note_of_several_tables_stands_on_the_page_once(bitbybit):
 
 def test_an_ablation_may_lie_in_another_table(stored):
     claim = next(c for c in tables.table("bitbybit", "4").claims if c.claim == "bitbybit B11")
-    elsewhere = claims.judge(stored, claim.ablated("a model of 2 bits alone"))
+    elsewhere = judging.judge(stored, claim.ablated("a model of 2 bits alone"))
     assert elsewhere.cells[0].number == "1" and 0.47 < elsewhere.cases[0].measured < 0.52
 
 
@@ -196,7 +205,7 @@ SECTIONS = ("Verdicts", "The paper's own numbers")
 def test_every_predicate_has_its_line_and_every_other_claim_is_named(spear):
     text = spear[0]
     written = [claim for claim in tables.headline().claims if claim.claim.startswith("spear ")]
-    written += [claim for both in tables.specified() if both[0] == "spear" for claim in tables.table(*both).claims]
+    written += specified_claims("spear")
     verdicts, numbers = (text.partition(f"## {head}")[2].partition("\n## ")[0] for head in SECTIONS)
     judged = [line for line in verdicts.splitlines() if re.match(r"\| spear (C|\|)", line)]  # a figure's has no id
     assert all(claim.says in verdicts or claim.says in numbers for claim in written)
@@ -261,12 +270,13 @@ def judged(*cases, **changes):
     return Judged(CLAIM, cases, "C", "holds on the stand-ins", True, "", "test", **changes)
 
 
-def case(model, value, verdict, *also):
-    return Case(model, ">= 0.5", 0.7, value, value - 0.1, value + 0.1, on=f"of {model}", also=also, verdict=verdict)
+def case(model, value, verdict, *cross_checks):
+    facts = {"on": f"of {model}", "cross_checks": cross_checks, "verdict": verdict}
+    return Case(model, ">= 0.5", 0.7, value, value - 0.1, value + 0.1, **facts)
 
 
 def test_a_claim_on_no_model_names_none(stored):
-    line = content.verdict_line(claims.judge(stored, tables.table("subspec", "targets").claims[0]))
+    line = content.verdict_line(judging.judge(stored, tables.table("subspec", "targets").claims[0]))
     assert "grade B; measured: 1.06, 1.07" in line
 
 
@@ -278,8 +288,8 @@ def test_a_claim_says_what_its_values_are_in():
 
 def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flow, monkeypatch):
     def measured(flow, cell):
-        facts = {"status": "ok", "value": 1.5, "live": "stored", "device": "a GPU", "commit": "0123456"}
-        m = Measurement(**recorded.of_cell(cell), **(facts if cell.row == "LoftQ" else {}))
+        facts = {"status": "ok", "value": 1.5, "source": "stored", "device": "a GPU", "commit": "0123456"}
+        m = Measurement(**stored_rows.of_cell(cell), **(facts if cell.row == "LoftQ" else {}))
         return Measured(cell, m)
 
     monkeypatch.setattr(measure, "one_measured", measured)
@@ -289,23 +299,23 @@ def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flo
     assert not re.search(r"^[. ]*\.$", text, re.MULTILINE), "no remark is empty: stored bits have no protocol"
 
 
-def test_readings_that_are_apart_are_marked_and_counted_by_model():
-    kl = Reading("KL", 0.3, 0.25, 0.35, claims.FAILS, True)
-    c4 = Reading("C4", 0.6, 0.5, 0.7, claims.HOLDS, False)
-    one = judged(case(ONE, 0.7, claims.HOLDS, kl, c4), case(TWO, 0.6, claims.HOLDS, kl._replace(apart=False)))
+def test_cross_checks_that_are_apart_are_marked_and_counted_by_model():
+    kl = CrossCheck("KL", 0.3, 0.25, 0.35, judging.FAILS, True)
+    c4 = CrossCheck("C4", 0.6, 0.5, 0.7, judging.HOLDS, False)
+    one = judged(case(ONE, 0.7, judging.HOLDS, kl, c4), case(TWO, 0.6, judging.HOLDS, kl._replace(apart=False)))
     again = dataclasses.replace(one, spec=dataclasses.replace(CLAIM, says="the same again"))
-    text = "\n".join(page._readings("spear", [one, again]))
+    text = "\n".join(page._cross_checks("spear", [one, again]))
     assert f"| of {ONE} | 70.0 % [60.0, 80.0] | 30.0 % [25.0, 35.0] ≠ | 60.0 % [50.0, 70.0] |" in text
     assert f"| of {TWO} | 60.0 % [50.0, 70.0] | 30.0 % [25.0, 35.0] | – |" in text
     assert f"KL on of {ONE} in 1 of 1 case; C4 on of {ONE} in 0 of 1 case; KL on of {TWO} in 0 of 1 case." in text
     assert "tables/spear/tokens.yaml asks it by token class" in text, "what names the tokens is said"
-    assert "no spec asks it" in "\n".join(page._readings("spqt", [one]))
+    assert "no spec asks it" in "\n".join(page._cross_checks("spqt", [one]))
     assert "the same again" not in text, "a case is shown once"
     assert "Not measured yet: held-out." in text
-    calm = "\n".join(page._readings("spear", [judged(case(ONE, 0.7, claims.HOLDS, c4))]))
+    calm = "\n".join(page._cross_checks("spear", [judged(case(ONE, 0.7, judging.HOLDS, c4))]))
     assert "token class" not in calm and "≠ |" not in calm
-    assert "No case with a further reading is measured yet." in "\n".join(
-        page._readings("spear", [judged(case(ONE, 0.7, 0))])
+    assert "No case with a cross-check is measured yet." in "\n".join(
+        page._cross_checks("spear", [judged(case(ONE, 0.7, 0))])
     )
 
 
@@ -314,7 +324,7 @@ def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
     table = spear[0].partition("Which tokens make the difference")[2].partition("\n\n## ")[0]
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
     head, rows = lines[0], lines[2:]
-    known = {m.place: m for m in accepted.every() if (m.paper, m.number) == ("spear", "tokens")}
+    known = {m.cell_key: m for m in accepted.every() if (m.paper, m.number) == ("spear", "tokens")}
     names = {m.stand_in: m.model for m in known.values()}
     assert len(rows) == 9 and head[2:] == list(dict.fromkeys(cell.row for cell in tables.cells("spear", "tokens")))
 
@@ -335,7 +345,7 @@ def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
 
 
 def test_the_summary_counts_verdicts_and_leaves_out_what_is_printed_alone():
-    part = judged(case(ONE, 0.7, claims.HOLDS), Case(TWO, ">= 0.5", 0.6, missing="not_run"))
+    part = judged(case(ONE, 0.7, judging.HOLDS), Case(TWO, ">= 0.5", 0.6, missing="not_run"))
     part = dataclasses.replace(part, verdict="undecided, 1 of 2 hold")
     text = "\n".join(page._summary("spear", [part]))
     assert f"- undecided (1): C001 C004 (Table 1), {CLAIM.says}\n" in text

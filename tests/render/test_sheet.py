@@ -5,6 +5,7 @@ import shutil
 import string
 import subprocess
 import unicodedata
+from itertools import chain
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 
 from repro import papers
 from repro.render import content
-from repro.render.columns import Plan, of_panel
 from repro.render.latex import GHOSTS, UNICODE, _of_ghost, align, latex, layout, text_width
-from repro.render.sheet import Measured, Pair, Sheet, markdown, read_markdown, terminal, under
+from repro.render.sheet import MeasuredText, Pair, Sheet, markdown, read_markdown, terminal, under
+from repro.render.text_grid import ColumnPlan, of_panel
 
 HERE = "1.119 [1.112, 1.126] 30.78"
 PLAIN = Sheet(
@@ -98,7 +99,9 @@ def large_sheets(draw):
 
 def texts(sheet):
     """Every text that a format has to show."""
-    cells = [text for row in sheet.rows for cell in row for text in (cell if isinstance(cell, Pair) else [cell])]
+    cells = []
+    for cell in chain.from_iterable(sheet.rows):
+        cells += cell if isinstance(cell, Pair) else [cell]
     return [text for text in [sheet.title, *sheet.head, *cells, *sheet.notes] if text]
 
 
@@ -212,7 +215,7 @@ def test_what_stands_behind_the_mark_of_chance_is_bold():
 def test_values_of_a_column_align_at_their_points():
     here = ["9.5*", "113.25", "×1.114 [1.109, 1.118]; 20.16*", "×1.2 [-0.109, 11.118]; 2.5*", "not run", "[1, 2]"]
     sheet = Sheet("t", ["", "a"], [["x", Pair("", text)] for text in here])
-    column = [line[1] for block in align(under(sheet, short=True)).body for line in block]
+    column = [line[1] for line in chain.from_iterable(align(under(sheet, short=True)).body)]
     shown = _plain_latex(column)
     assert shown[0] == r"9.5\phantom{0}*" and shown[1] == r"113.25\phantom{*}"
     assert shown[2] == r"×1.114 [\phantom{+}1.109, \phantom{0}1.118]; 20.16*"
@@ -257,7 +260,7 @@ def test_latex_loses_no_text(sheet):
     text = re.sub(r"\\phantom\{[^}]*\}|\\allowbreak\{\}", "", text).replace("$-$", "-")
     text = re.sub(r"\\(text\w+)\{\}", lambda m: {**names, "textgreater": ">"}[m[1]].replace("\\", "\\\\"), text)
     squeezed = re.sub(r"[\\{}\s]", "", text)
-    for word in (word for text in texts(sheet) for word in text.split()):
+    for word in chain.from_iterable(text.split() for text in texts(sheet)):
         folded = [c for c in re.sub(r"[\\{}]", "", word)]
         assert len(word) > 12 or "".join(folded) in squeezed, word
 
@@ -267,7 +270,7 @@ def test_latex_loses_no_text(sheet):
 def test_latex_fits_its_page(sheet):
     made = layout(sheet)
     assert max(made.plan.totals) <= made.page + 1e-6
-    shown = [i for columns in made.plan.panels for i in columns]
+    shown = list(chain.from_iterable(made.plan.panels))
     assert shown == list(range(sheet.left, len(made.plan.grid.head))), "each column in one panel"
 
 
@@ -285,12 +288,12 @@ def test_a_panel_has_no_lines_without_values():
     first = ["printed", Pair("1", ""), Pair("2", ""), none, none]
     second = ["both", Pair("", "5"), none, Pair("3", ""), Pair("", "4")]
     grid = under(Sheet("t", ["", *"abcd"], [["one"], first, ["two"], second]))
-    plan = Plan(grid, [[text] for text in grid.head], [1.0] * 5, [[1, 2], [3, 4]], [3.0, 3.0])
+    plan = ColumnPlan(grid, [[text] for text in grid.head], [1.0] * 5, [[1, 2], [3, 4]], [3.0, 3.0])
     labels = [[[line[0] for line in block] for block in of_panel(plan, columns)] for columns in plan.panels]
     assert labels[0] == [["one"], ["printed"], ["two"], ["both"]], "its printed value is in the other panel"
     assert labels[1] == [["two"], ["both", "here"]]
-    assert isinstance(of_panel(plan, [1, 2])[3][0][1], Measured)
-    whole = Plan(grid, plan.heads, plan.widths, [[1, 2, 3, 4]], [5.0])
+    assert isinstance(of_panel(plan, [1, 2])[3][0][1], MeasuredText)
+    whole = ColumnPlan(grid, plan.heads, plan.widths, [[1, 2, 3, 4]], [5.0])
     assert of_panel(whole, whole.panels[0]) == grid.body
 
 
@@ -302,7 +305,7 @@ def test_few_columns_stand_beside_and_many_under():
 
 def test_text_width():
     assert text_width("0000") == 20 and text_width("0 0") == pytest.approx(13.33)
-    assert text_width(Measured("1.25 [1, 2]")) > text_width("1.25 [1, 2]")
+    assert text_width(MeasuredText("1.25 [1, 2]")) > text_width("1.25 [1, 2]")
 
 
 @pytest.mark.skipif(not shutil.which("pdflatex"), reason="no LaTeX here")
@@ -378,7 +381,7 @@ def test_terminal_aligns():
 def test_terminal_shows_all_within_its_width(sheet, width):
     text = terminal(sheet, width)
     assert max(map(len, text.splitlines())) <= width
-    for word in {word for text in texts(sheet) for word in re.sub(r"\[.*?\]", "", text).split()}:
+    for word in set(chain.from_iterable(re.sub(r"\[.*?\]", "", text).split() for text in texts(sheet))):
         assert word in text
     assert text.count("20.46") == sum(text.startswith("20.46") for text in texts(sheet))
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from itertools import chain
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,10 +14,10 @@ from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.metrics import KINDS
 from repro.results import accept as accepting
-from repro.results import measure
+from repro.results import measure, stored_rows
 from repro.results.accept import accept
 from repro.specs import tables
-from repro.store import accepted, observations, provenance
+from repro.store import accepted, measurement, observations, provenance
 from repro.store.job import distinct
 from repro.store.measurement import COLUMNS, from_csv, text
 from repro.store.observations import FILE, Series
@@ -37,13 +38,13 @@ def stored(house):
 
 
 def test_round_trip(house):
-    live = {cell.place: measure.one(house.flow, cell) for cell in house.flow.cells("spear", "1")}
+    fresh = {cell.cell_key: measure.one(house.flow, cell) for cell in house.flow.cells("spear", "1")}
     assert list(accept(house.table()).values()) == [ROWS]
-    flow = Workflow(house.scale, recorded=True)
+    flow = Workflow(house.scale, stored=True)
     for cell in flow.cells("spear", "1"):
-        old, new = live[cell.place], measure.one(flow, cell)
-        if old.live == "fresh":
-            assert new == measure.replace(old, live="stored")  # every number, exact
+        old, new = fresh[cell.cell_key], measure.one(flow, cell)
+        if old.source == "fresh":
+            assert new == measure.replace(old, source="stored")  # every number, exact
             seeds = accepted.series(accepted.find("tiny", cell))
             assert [observations.digest(seed) for seed in seeds] == old.observations.split()
     statuses = {new.status for new in from_csv(stored(house))}
@@ -67,7 +68,7 @@ def test_twice_gives_the_same_bytes_and_new_rows_replace_old_ones(house):
     first = house.files()
     accept(house.table(rows=["RTN pc", "FP16"]))
     assert house.files() == first
-    (house.place / "build").rename(house.place / "other")
+    (house.folder / "build").rename(house.folder / "other")
     assert list(accepted._rows(house.results, "spear-table1")) and len(from_csv(stored(house))) == ROWS
 
 
@@ -79,7 +80,7 @@ def test_files_are_packed_by_kind_and_split(house, monkeypatch):
     monkeypatch.setattr(observations, "LARGEST", 900_000)
     accept(house.table())
     assert len(list(stored(house).parent.glob("observations/*"))) == 2  # the old parts are gone
-    assert house.recorded().status == "ok"
+    assert house.stored_row().status == "ok"
 
 
 def test_what_was_not_measured_here_is_left_out(house):
@@ -99,15 +100,17 @@ def test_what_was_not_measured_here_is_left_out(house):
         {"value": 10.0}, {"lo": 9.0}, {"hi": None}, {"n": 99}, {"grade": "A"}, {"device": "NVIDIA H200"},
         {"device_class": "cuda"}, {"commit": "9876543210"}, {"stand_in": "pocket-5m"}, {"recipe": "rtn-w8-pc"},
         {"seeds": "0 1 2"}, {"inputs": "abcdef01"}, {"versions": "rtn=7"}, {"artifacts": "/etc/passwd"},
-        {"observations": "/etc/passwd"}, {"environment": "{}"}, {"note": "as good as new"}, {"status": "floor"},
-        {"printed": "9.99"}, {"unit": "nats"}, {"floor": 1.0}, {"covers": "windows and seeds"}, {"protocol": "mine"},
+        {"observations": "/etc/passwd"}, {"environment": "{}"}, {"note": "as good as new"}, {"status": "at_chance"},
+        {"printed": "9.99"}, {"unit": "nats"}, {"lower_bound": 1.0}, {"covers": "windows and seeds"},
+        {"protocol": "mine"},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_an_edited_row_is_refused_by_name(house, change):
     (name,) = change
     sentence = refusal(accept, house.edited("RTN pc", "Wiki", **change))
-    given = text(change[name])
+    name = measurement.STORED_COLUMN.get(name, name)
+    given = measurement.STORED_STATUS.get(text(*change.values()), text(*change.values()))
     assert (
         f"spear table 1 / RTN pc / Wiki / {MODEL} / wikitext2_ppl: {name} is {given!r}, but its jobs give" in sentence
     )
@@ -133,14 +136,14 @@ def test_every_column_is_compared():
 )
 def test_a_row_of_another_cell_or_scale(house, old, new, reason):
     sentence = refusal(accept, house.table(lambda t: t.replace(old, new)))
-    assert reason in sentence and sentence.startswith(str(house.place / "table1.csv"))
+    assert reason in sentence and sentence.startswith(str(house.folder / "table1.csv"))
     assert not house.results.exists()
 
 
 def test_no_path_in_a_row_is_followed(house, monkeypatch):
     opened, real = [], observations.load
     monkeypatch.setattr(observations, "load", lambda path: opened.append(str(path)) or real(path))
-    secret = house.place / "secret.parquet"
+    secret = house.folder / "secret.parquet"
     shutil.copyfile(house.job("GPTQ g128").folder / FILE, secret)
     for name in ("observations", "artifacts", "stand_in", "note", "environment"):
         refusal(accept, house.edited("RTN pc", "Wiki", **{name: str(secret)}))
@@ -214,7 +217,7 @@ def test_cards_of_one_architecture_are_one_device_where_no_time_is_measured(hous
     assert accept(house.table(rows=["GPTQ g128"]))
     (path,) = house.results.glob("nvidia-h100-80gb-hbm3/spear-table1.csv.xz")
     wiki = next(row for row in from_csv(path) if row.col == "Wiki")
-    assert wiki.device == "NVIDIA H100 80GB HBM3 + NVIDIA H200" and house.recorded("GPTQ g128").status == "ok"
+    assert wiki.device == "NVIDIA H100 80GB HBM3 + NVIDIA H200" and house.stored_row("GPTQ g128").status == "ok"
     monkeypatch.setattr(KINDS["perplexity"], "TIMES", True)
     assert " and on NVIDIA H200; run its jobs on one of them" in refusal(accept, house.table())
 
@@ -246,7 +249,7 @@ def test_a_commit_is_looked_up(monkeypatch, tmp_path):
 def older(house, *rows):
     """Job folders of rows as another commit with an earlier version of RTN made them."""
     cells = [cell for cell in house.flow.cells("spear", "1") if cell.row in rows and house.flow.is_measured(cell)]
-    for job in distinct([job for cell in cells for each in house.flow.jobs(cell) for job in each.values()]):
+    for job in distinct(chain.from_iterable(stored_rows.jobs(house.flow, cell) for cell in cells)):
         made_with = runner.origin(job).get("versions", "")
         if "rtn=1" in made_with:
             rewrite(job.folder / FILE, versions=made_with.replace("rtn=1", "rtn=0"), commit="9999999999")
@@ -256,13 +259,13 @@ def test_rows_carry_the_versions_that_made_them(house):
     older(house, "RTN pc")
     built = house.table()
     (row,) = [m for m in from_csv(built) if (m.row, m.col, m.model) == ("RTN pc", "Wiki", MODEL)]
-    assert (row.status, row.live, row.commit) == ("stale", "fresh", "9999999999") and row.value is not None
+    assert (row.status, row.source, row.commit) == ("stale", "fresh", "9999999999") and row.value is not None
     accept(built)
     (row,) = [m for m in from_csv(stored(house)) if (m.row, m.col) == ("RTN pc", "Wiki")]
     assert row.status == "ok" and row.versions == "compress=1 perplexity=1 rtn=0 tokens=1"
-    shown = house.recorded()
-    assert (shown.status, shown.live) == ("stale", "stored") and shown.note == "other versions: rtn was 0, is 1"
-    assert house.recorded("FP16").status == "ok"
+    shown = house.stored_row()
+    assert (shown.status, shown.source) == ("stale", "stored") and shown.note == "other versions: rtn was 0, is 1"
+    assert house.stored_row("FP16").status == "ok"
 
 
 def test_seeds_of_two_versions_are_no_measurement(house):
@@ -291,7 +294,7 @@ def test_a_flipped_bit_in_results_is_one_sentence(house):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
             accepted.forget()
             try:
-                assert house.recorded().value == measure.one(house.flow, cell).value
+                assert house.stored_row().value == measure.one(house.flow, cell).value
             except UserError as error:
                 assert str(path) in str(error) and "\n" not in str(error)
         path.write_bytes(whole)
@@ -337,10 +340,10 @@ def test_packed_files_with_another_name_or_gone(house):
     (path,) = stored(house).parent.glob("observations/*-perplexity-*.parquet")
     path.rename(path.with_name("spear-table1-perplexity-00000000.parquet"))
     accepted.forget()
-    assert "its name is not that of its contents" in refusal(house.recorded)
+    assert "its name is not that of its contents" in refusal(house.stored_row)
     path.with_name("spear-table1-perplexity-00000000.parquet").unlink()
     accepted.forget()
-    assert "the observations of spear table 1 / RTN pc / Wiki" in refusal(house.recorded)
+    assert "the observations of spear table 1 / RTN pc / Wiki" in refusal(house.stored_row)
 
 
 @pytest.mark.parametrize(
@@ -350,8 +353,8 @@ def test_packed_files_with_another_name_or_gone(house):
             lambda m: {"value": 10.0},
             "the value of spear table 1 / RTN pc / Wiki / Llama-3.2-1B / wikitext2_ppl is 10, but ",
         ),
-        (lambda m: {"device": "NVIDIA H200"}, "on NVIDIA H200 does not belong there"),
-        (lambda m: {"number": "2"}, "does not belong there"),
+        (lambda m: {"device": "NVIDIA H200"}, "on NVIDIA H200 does not belong in this file"),
+        (lambda m: {"number": "2"}, "does not belong in this file"),
         (lambda m: {"row": "FP16"}, "is given twice"),
         (lambda m: {"observations": m.observations[::-1]}, "are not in "),
     ],
@@ -362,16 +365,16 @@ def test_an_edited_result_is_noticed(house, change, reason):
     rows = [measure.replace(m, **change(m)) if (m.row, m.col) == ("RTN pc", "Wiki") else m for m in from_csv(path)]
     accepted.store(path, rows)
     accepted.forget()
-    assert reason in (sentence := refusal(house.recorded)) and str(path) in sentence
+    assert reason in (sentence := refusal(house.stored_row)) and str(path) in sentence
 
 
 def test_intervals_of_recorded_cells_come_from_their_observations(house):
     accept(house.table())
-    path, right = stored(house), house.recorded()
+    path, right = stored(house), house.stored_row()
     rows = [measure.replace(m, lo=1.0, hi=2.0, n=3, covers="") for m in from_csv(path)]
     accepted.store(path, rows)
     accepted.forget()
-    assert house.recorded() == right
+    assert house.stored_row() == right
 
 
 def test_what_a_table_says_is_at_chance_is_stored_as_it_was_measured(house, monkeypatch):
@@ -385,7 +388,7 @@ def test_what_a_table_says_is_at_chance_is_stored_as_it_was_measured(house, monk
 def test_another_grade_is_stale(house, monkeypatch):
     accept(house.table())
     house.scale = measure.replace(house.scale, grade="B")
-    assert (house.recorded().status, house.recorded().note) == (
+    assert (house.stored_row().status, house.stored_row().note) == (
         "stale",
         "it was accepted as grade C, and scale tiny is B",
     )
@@ -426,10 +429,10 @@ def test_nothing_is_half_taken(house, monkeypatch, broken):
 
 def test_changed_series_leave_the_old_ones_until_their_row_is_written(house, monkeypatch):
     accept(house.table())
-    before = house.recorded().value
+    before = house.stored_row().value
     file = house.job().folder / FILE
     held = observations.load(file)
-    moved = {name: Series(one.values + 0.5, one.units, one.group) for name, one in held.series.items()}
+    moved = {name: Series(one.values + 0.5, one.axis, one.group) for name, one in held.series.items()}
     observations.save(file, moved, {k: v for k, v in held.meta.items() if k not in ("checksum", "made")})
     whole = house.table()
     with monkeypatch.context() as patcher, pytest.raises(ZeroDivisionError):
@@ -455,23 +458,23 @@ def test_changed_series_leave_the_old_ones_until_their_row_is_written(house, mon
 )
 def test_other_inputs_are_stale(house, tiny_jobs, change, row):
     accept(house.table())
-    assert house.recorded(row).status == "ok"
+    assert house.stored_row(row).status == "ok"
     house.scale = scale(tiny_jobs / "tiny-llama", **change)
-    assert (house.recorded(row).status, house.recorded(row).note) == ("stale", "its declared inputs have changed")
+    assert (house.stored_row(row).status, house.stored_row(row).note) == ("stale", "its declared inputs have changed")
     if "calibration" in change:
-        assert house.recorded("RTN pc").status == "ok"  # it takes no calibration text
+        assert house.stored_row("RTN pc").status == "ok"  # it takes no calibration text
 
 
 def test_another_model_is_stale(house, monkeypatch):
     accept(house.table())
     monkeypatch.setattr("repro.models.fingerprint", lambda name: "abcdef01")
-    assert (house.recorded().status, house.recorded().note) == ("stale", "its declared inputs have changed")
+    assert (house.stored_row().status, house.stored_row().note) == ("stale", "its declared inputs have changed")
 
 
 def test_another_environment_alone_makes_nothing_stale(house, monkeypatch):
     accept(house.table())
     monkeypatch.setattr("repro.store.provenance.environment", lambda: '{"torch": "9.9"}')
-    assert house.recorded().status == "ok"
+    assert house.stored_row().status == "ok"
 
 
 # --- cells that another machine measures ------------------------------------------------------------------------------
@@ -484,24 +487,24 @@ def test_what_was_measured_on_any_device_is_accepted_from_brought_folders(house,
     monkeypatch.setattr("repro.specs.scale.load", lambda config=None, name=None, path=None: at)
     cell = house.cell("GPTQ g128")
     assert measure.one(Workflow(at), cell).status == "not_run", "on this GPU nothing is built"
-    brought = measure.one(Workflow(at.on("cpu"), recorded=False), cell)
+    brought = measure.one(Workflow(at.on("cpu"), stored=False), cell)
     assert brought.status == "ok" and brought.device_class == "cpu"
-    path = house.place / "built.csv"
+    path = house.folder / "built.csv"
     path.write_text(accepted.to_csv([brought]))
     assert list(accept(path).values()) == [1]
-    shutil.rmtree(house.place / "build")
-    for flow in (Workflow(at), Workflow(at, recorded=True), Workflow(at, recorded=False)):
+    shutil.rmtree(house.folder / "build")
+    for flow in (Workflow(at), Workflow(at, stored=True), Workflow(at, stored=False)):
         shown = measure.one(flow, cell)
-        assert (shown.status, shown.live, shown.value) == ("ok", "stored", brought.value)
+        assert (shown.status, shown.source, shown.value) == ("ok", "stored", brought.value)
 
 
 def test_a_cell_without_a_job_is_live_everywhere_and_never_accepted(house, monkeypatch):
     spec = measure.replace(
-        SPEC, beside={"bits": {"kind": "setting", "step": "rtn", "option": "bits"}}, rows={"RTN pc": "rtn-w4-pc"}
+        SPEC, extra_columns={"bits": {"kind": "setting", "step": "rtn", "option": "bits"}}, rows={"RTN pc": "rtn-w4-pc"}
     )
     monkeypatch.setattr(tables, "table", lambda paper, number: spec)
-    found = house.recorded("RTN pc", "bits")
-    assert (found.value, found.live, found.status) == (4.0, "fresh", "ok")
+    found = house.stored_row("RTN pc", "bits")
+    assert (found.value, found.source, found.status) == (4.0, "fresh", "ok")
     accept(house.table())
     assert {row.col for row in from_csv(stored(house))} == {"Wiki", "C4"}
 

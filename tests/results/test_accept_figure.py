@@ -8,7 +8,7 @@ import pytest
 from tiny_results import MODEL, refusal
 
 from repro.__main__ import main
-from repro.render import figures as rendered
+from repro.render import figure_files as rendered
 from repro.results.accept import accept_figure
 from repro.specs import figures
 from repro.specs.figures import FigureSpec
@@ -23,7 +23,7 @@ SPEC = FigureSpec(
     models=(MODEL,),
     measure={"kind": "sensitivity", "show": "loss", "unit": "nats"},
     across={"kind": "sensitivity", "show": "damage", "unit": "1 - CKA"},
-    points="units",
+    points="axis",
     x="damage",
     y="loss",
 )
@@ -55,13 +55,13 @@ def test_an_accepted_figure_is_drawn_from_what_is_stored(drawn, tmp_path):
     (count,) = accept_figure(drawn.flow, NAME).values()
     assert count == 2 and {row.table for row in accepted.every()} == {NAME}
     shutil.rmtree("build")
-    stored = points(Workflow(drawn.scale, recorded=True), tmp_path / "stored")
+    stored = points(Workflow(drawn.scale, stored=True), tmp_path / "stored")
     assert stored == here
     text = (tmp_path / "stored" / f"{NAME}.md").read_text()
     assert "RTN" in text and "nothing yet" not in text
     accepted.rewrite(lambda old: None)
     accepted.forget()
-    assert rendered.build(Workflow(drawn.scale, recorded=True), NAME, tmp_path / "none").popitem()[1] == {"RTN": []}
+    assert rendered.build(Workflow(drawn.scale, stored=True), NAME, tmp_path / "none").popitem()[1] == {"RTN": []}
 
 
 def test_the_verb_takes_a_figure_by_its_name(drawn, capsys):

@@ -53,7 +53,7 @@ def test_the_rates_that_judged_rows_use_are_the_best_of_their_lists():
     """By accepted results; nothing is chosen of a list that is not measured whole."""
     found = choose.sweep(Workflow.of_results(scale.load(name="pocket")), "bitbybit", "rates")
     assert len(found) == 16
-    assert choose.wrong(found, tables.table("bitbybit", "rates").answers) == []
+    assert choose.wrong(found, tables.table("bitbybit", "rates").selected_rows) == []
 
 
 def test_a_spec_is_rewritten_with_its_choices_and_longer_lists(tmp_path):
@@ -67,14 +67,14 @@ def test_a_spec_is_rewritten_with_its_choices_and_longer_lists(tmp_path):
     new = choose.rewrite(spec, found)
     assert new == ["EfficientQAT w2a16, x 0.3", "ParetoQ w2a2, x 1000"]
     after = load_yaml(spec)
-    assert after["rows"].keys() - before.keys() == set(new) and len(after["chosen"]) == 13
+    assert after["rows"].keys() - before.keys() == set(new) and len(after["selected"]) == 13
     assert all(after["rows"][label] == row for label, row in before.items())
     high, low = after["rows"]["ParetoQ w2a2, x 1000"], after["rows"]["EfficientQAT w2a16, x 0.3"]
     assert high == before["ParetoQ w2a2, x 1"] | {"paretoq_a2_lr": pytest.approx(2e-2)}
     rates = {"efficientqat_lr": 6e-6, "quant_lr": 3e-5, "e2e_lr": 6e-6}
     assert low == before["EfficientQAT w2a16, x 1"] | {key: pytest.approx(value) for key, value in rates.items()}
     found["ParetoQ w2a2"][1000.0], found["EfficientQAT w2a16"][0.3] = 2.0, 2.0
-    assert choose.rewrite(spec, found) == [] and len(load_yaml(spec)["chosen"]) == 15
+    assert choose.rewrite(spec, found) == [] and len(load_yaml(spec)["selected"]) == 15
     again = spec.read_text()
     choose.rewrite(spec, found)
     assert spec.read_text() == again

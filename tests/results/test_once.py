@@ -11,13 +11,13 @@ from repro.jobs import compress, requests, tokens
 from repro.jobs.target import Target
 from repro.make.snake import SnakemakeAdapter
 from repro.models import identity
-from repro.render import content, draw, sheet, tables
+from repro.render import content, draw, sheet, table_files
 from repro.render.latex import latex
-from repro.results import measure, recorded, replicate
+from repro.results import measure, replicate, stored_rows
 from repro.specs import scale
 from repro.specs import tables as specs
 from repro.verdicts import table_results
-from repro.workflow import estimate
+from repro.workflow import job_times
 from repro.workflow.workflow import Workflow
 
 TABLE = "bitbybit/table1"  # cells, ratios to full precision and claims over them, from stored results
@@ -38,12 +38,12 @@ def counted(monkeypatch, flow):
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(measure, "_computed", lambda flow, cell: cell.key)
-    count(recorded, "_quantity", lambda flow, cell, row: (cell.key, row.observations))
-    count(recorded, "_recomputed", lambda row, quantity: row.key)
-    count(Workflow, "inputs", lambda flow, cell: cell.key)
-    count(Workflow, "of_series", lambda flow, cell, seeds: cell.key)
-    tables.drawn(flow, TABLE)
+    count(measure, "_computed", lambda flow, cell: cell.identity)
+    count(stored_rows, "_quantity", lambda flow, cell, row: (cell.identity, row.observations))
+    count(stored_rows, "_recomputed", lambda row, quantity: row.key)
+    count(Workflow, "inputs", lambda flow, cell: cell.identity)
+    count(Workflow, "of_series", lambda flow, cell, seeds: cell.identity)
+    table_files.drawn(flow, TABLE)
     return counts
 
 
@@ -93,11 +93,11 @@ def test_a_claim_is_judged_on_the_cells_that_it_is_given(monkeypatch):
     whole = table_results.table_results(flow, *specs.split(TABLE))
     first = next(judged for judged in whole.verdicts if judged.measured)
     cells = [measure.one_measured(flow, cell) for cell in flow.claim_cells(first.spec)]
-    for owner, name in ((measure, "_computed"), (recorded, "find"), (Workflow, "quantity"), (Workflow, "cells")):
+    for owner, name in ((measure, "_computed"), (stored_rows, "find"), (Workflow, "quantity"), (Workflow, "cells")):
         monkeypatch.setattr(owner, name, lambda *given: pytest.fail("looked up"))
-    assert table_results.claims.verdict(first.spec, cells, flow.scale.name) == first
+    assert table_results.judging.verdict(first.spec, cells, flow.scale.name) == first
     gone = [one.marked(status="not_run", value=None) for one in cells]
-    assert table_results.claims.verdict(first.spec, gone, "x").said == "no verdict: not run"
+    assert table_results.judging.verdict(first.spec, gone, "x").said == "no verdict: not run"
 
 
 @pytest.mark.parametrize("what", ["table", "page"])
@@ -140,16 +140,16 @@ def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
         return (protocols, repr(target.scale.calibration), target.model, target.text, target.seed)
 
     count(compress, "_job", of_target)
-    count(estimate, "run_of", lambda job, *seconds: (job,))
+    count(job_times, "job_time", lambda job, *seconds: (job,))
     count(identity, "tokenizer_digest", lambda place: ())
-    count(recorded, "_recomputed", lambda row, quantity: row.key)
+    count(stored_rows, "_recomputed", lambda row, quantity: row.key)
     replicate.expected_seconds.cache_clear()
     adapter = SnakemakeAdapter(scale.load(name="pocket").as_config())
     assert adapter.jobs_of(TABLE)
     digests = counts.pop(("tokenizer_digest",))
     assert not [key for key in counts if key[0] == "_recomputed"], "whether a row stands needs no value"
     assert "_job" in {name for name, *_ in counts} and set(counts.values()) == {1}, (
-        "of run_of, where times choose cells"
+        "of job_time, where times choose cells"
     )
     assert digests <= sum(name == "_job" for name, *_ in counts), "once a target, not once a text or task of it"
     assert adapter.flow.once(("a key",), lambda: 1) == adapter.flow.once(("a key",), lambda: 2) == 1

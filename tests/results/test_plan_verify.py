@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +16,15 @@ from repro import __main__ as command
 from repro.core.errors import UserError
 from repro.make import plan
 from repro.recipes.recipe import STEPS
-from repro.results import measure, recorded, replicate, verify
+from repro.results import measure, replicate, stored_rows, verify
 from repro.results.verify import compare
 from repro.specs import scale
 from repro.store import accepted
 from repro.store import job as jobs
 from repro.store.measurement import Measurement, inputs_hash
-from repro.workflow import estimate as estimates
+from repro.workflow import job_times as estimates
 from repro.workflow import runner
-from repro.workflow.estimate import START_S, Run, estimate
+from repro.workflow.job_times import START_S, JobTime, estimate
 from repro.workflow.workflow import Workflow
 
 pytestmark = pytest.mark.usefixtures("no_pooled_seeds")
@@ -43,7 +44,7 @@ def here(tmp_path, monkeypatch):
 def small(here):
     """A flow whose 1B column is a tiny model without a tokenizer: enough for cells that only count bits."""
     tiny.model("llama").bfloat16().save_pretrained(here / "tiny")
-    return Workflow(dataclasses.replace(POCKET, models={"Llama-3.2-1B": "tiny"}), recorded=False)
+    return Workflow(dataclasses.replace(POCKET, models={"Llama-3.2-1B": "tiny"}), stored=False)
 
 
 # --- plan: seconds of a job -------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def job(kind="compress", recipe="rtn-w4-pc", steps=("rtn",), model="pocket-3m", 
 
 
 def run(seconds, kind="compress", steps="rtn", recipe="rtn-w4-pc", model="pocket-3m", tokens=0, device="cpu"):
-    return Run(kind, steps, recipe, estimates.parameters(model), tokens, device, seconds)
+    return JobTime(kind, steps, recipe, estimates.parameters(model), tokens, device, seconds)
 
 
 def test_parameters_are_those_of_the_files_or_of_the_name(small):
@@ -81,10 +82,10 @@ def test_seconds_grow_with_tokens():
     more = job(calibration={"sequences": 128, "length": 2048})
     assert estimate(more, known)[0] == pytest.approx(START + 2 * 16)
     scored = job("perplexity", length=2048, windows=8, texts=["a", "b"])
-    assert estimates.run_of(scored).tokens == 2 * 8 * 2048
+    assert estimates.job_time(scored).tokens == 2 * 8 * 2048
     whole = job("perplexity", length=2048, windows=None, texts=["a"])
-    assert estimates.run_of(whole).tokens == estimates.WINDOWS * 2048
-    assert estimates.run_of(job("zeroshot", tasks=["a", "b"], limit=100)).tokens == 200 * estimates.ITEM_TOKENS
+    assert estimates.job_time(whole).tokens == estimates.WINDOWS * 2048
+    assert estimates.job_time(job("zeroshot", tasks=["a", "b"], limit=100)).tokens == 200 * estimates.ITEM_TOKENS
 
 
 def test_other_steps_and_other_devices_are_guesses():
@@ -101,7 +102,7 @@ def test_other_steps_and_other_devices_are_guesses():
 def test_tokenizing_does_not_grow_with_the_model():
     given = {"corpus": "a", "model": "some/Big-70b@abcdef0", "device": "cpu"}
     text = jobs.make("tokens", "a", {}, given)
-    assert estimate(text, [Run("tokens", "", "", 0, 0, "cpu", START + 3)]) == (pytest.approx(START + 3), False)
+    assert estimate(text, [JobTime("tokens", "", "", 0, 0, "cpu", START + 3)]) == (pytest.approx(START + 3), False)
 
 
 def test_recorded_runs_are_read_from_a_build_and_the_committed_file(here):
@@ -114,24 +115,29 @@ def test_recorded_runs_are_read_from_a_build_and_the_committed_file(here):
         path.write_text("s\th:m:s\tmax_rss\n12.5\t0:00:12\t88\n")
     known = here / "known.csv"
     known.write_text("kind,steps,recipe,parameters,tokens,device,seconds\nperplexity,,fp16,7,8,cuda,9.5\n")
-    assert estimates.recorded(known=known) == [run(12.5, tokens=16), Run("perplexity", "", "fp16", 7, 8, "cuda", 9.5)]
+    assert estimates.measured_times(known=known) == [
+        run(12.5, tokens=16),
+        JobTime("perplexity", "", "fp16", 7, 8, "cuda", 9.5),
+    ]
 
 
 def test_the_committed_runs_are_of_jobs_that_there_are(here):
-    runs = estimates.recorded()
+    runs = estimates.measured_times()
     assert runs and all(r.kind in runner.JOBS and set(r.steps.split()) <= set(STEPS) for r in runs)
     assert all(r.device in estimates.SPEED and 0 < r.seconds < 3600 for r in runs)
 
 
 def test_nothing_of_table_1_at_the_default_scale_is_a_guess():
     found = replicate.jobs(Workflow(POCKET), "spear/table1")
-    runs = estimates.recorded()
+    runs = estimates.measured_times()
     assert len(found) > 20 and not [one.id for one in found if estimate(one, runs)[1]]
 
 
 def test_times_of_public_shapes_which_have_no_model_are_planned(monkeypatch):
     flow = Workflow(POCKET)
-    found = jobs.distinct([job for cell in flow.cells("bitbybit", "decode") for job in recorded.jobs(flow.brief, cell)])
+    found = jobs.distinct(
+        chain.from_iterable(stored_rows.jobs(flow.brief, cell) for cell in flow.cells("bitbybit", "decode"))
+    )
     assert {one.kind for one in found} == {"shape_decode"} and not any("model" in one.given() for one in found)
     assert all(replicate.expected_seconds(one) > 0 for one in found)
     monkeypatch.setattr(plan, "to_do", lambda *given: (found, 1))
@@ -162,7 +168,7 @@ def dry_run(*lines):
 
 
 def test_the_jobs_are_those_of_the_dry_run(dry):
-    flow = Workflow(dataclasses.replace(POCKET, threads=2), recorded=False)
+    flow = Workflow(dataclasses.replace(POCKET, threads=2), stored=False)
     every = replicate.jobs(Workflow(flow.scale), "spear/table1")
     kinds = {one.kind: one for one in every}
     said = [f"kind={kind}, job={one.id.partition('/')[2]}" for kind, one in kinds.items()]
@@ -175,7 +181,7 @@ def test_the_jobs_are_those_of_the_dry_run(dry):
 
 
 def test_what_snakemake_refuses_is_one_sentence(dry):
-    flow = Workflow(POCKET, recorded=False)
+    flow = Workflow(POCKET, stored=False)
     dry("x\nerror: unknown corpus 'a'\nmore\n", code=1)
     with pytest.raises(UserError, match="^unknown corpus 'a'$"):
         plan.to_do(flow, ["tables/spear/table1.tex"], [])
@@ -194,7 +200,7 @@ def test_a_plan_for_a_device_that_is_not_here(here, dry, monkeypatch):
     monkeypatch.setattr(plan, "has_cuda", lambda: False)
     asked = dry("", code=1)
     gpu = scale.load(name="gpu")
-    flow = Workflow(dataclasses.replace(gpu, models={"Llama-3.2-1B": "hub"}), recorded=False)
+    flow = Workflow(dataclasses.replace(gpu, models={"Llama-3.2-1B": "hub"}), stored=False)
     cells = [cell for cell in flow.table_cells("spear/table1") if cell.row in ("FP16", "RTN pc")]
     text = plan.plan(flow, ["tables/spear/table1.tex"], cells)
     assert not asked, "Snakemake would plan recorded cells here"
@@ -211,10 +217,10 @@ def test_a_plan_for_a_device_that_is_not_here(here, dry, monkeypatch):
 
 
 def test_a_plan_in_words(here, dry, monkeypatch):
-    flow = Workflow(POCKET, recorded=False)
+    flow = Workflow(POCKET, stored=False)
     cells = flow.table_cells("spear/table1")
     one = next(each for each in flow.every_job(cells) if each.kind == "perplexity" and each.steps == ("gptq",))
-    monkeypatch.setattr(plan, "recorded", lambda: [dataclasses.replace(estimates.run_of(one), seconds=600.0)])
+    monkeypatch.setattr(plan, "measured_times", lambda: [dataclasses.replace(estimates.job_time(one), seconds=600.0)])
     monkeypatch.setattr(
         plan, "SnakemakeAdapter", lambda config: SimpleNamespace(jobs_behind=lambda targets: {one.id: one})
     )
@@ -250,7 +256,7 @@ def test_the_verb_takes_the_names_that_a_user_types(monkeypatch, capsys):
 
 OLD = Measurement("spear", "table", "1", "RTN pc", "BPW", "Llama-3.2-1B", "BPW", value=12.5, lo=12.0, hi=13.0,
                   status="ok", scale="pocket", device="a GPU")  # fmt: skip
-NEW = dataclasses.replace(OLD, live="fresh")
+NEW = dataclasses.replace(OLD, source="fresh")
 
 
 @pytest.mark.parametrize(
@@ -264,8 +270,8 @@ NEW = dataclasses.replace(OLD, live="fresh")
         ({"value": 11.999}, "differs"),
         ({"value": 13.001}, "differs"),
         ({"value": None, "status": "diverged"}, "differs"),
-        ({"live": "stored"}, "absent"),
-        ({"live": "", "value": None, "status": "not_run"}, "absent"),
+        ({"source": "stored"}, "absent"),
+        ({"source": "", "value": None, "status": "not_run"}, "absent"),
     ],
 )
 def test_compare(change, word):
@@ -327,7 +333,7 @@ def test_verify_says_per_cell_and_counts(rebuilt, small, bits, capsys):
         f"absent     spear/table1 | no such row | {where} –",
         "4 cells: 1 identical, 1 within, 0 differs, 2 absent",
     ]
-    wanted = {job.id for cell in bits.values() for each in small.jobs(cell) for job in each.values()}
+    wanted = {job.id for job in chain.from_iterable(stored_rows.jobs(small, cell) for cell in bits.values())}
     assert {job.id for job in seen["jobs"]} == wanted, "nothing but what is recorded is rebuilt"
     assert seen["folder"] == verify.FOLDER and jobs.BUILD == Path("build")
 
@@ -367,12 +373,12 @@ def test_verify_rebuilds_from_nothing(small, bits, here, monkeypatch, capsys):
     """For real: a first build's value is recorded; results that lie there are not taken; another value differs."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     cell = bits["RTN pc"]
-    (one,) = jobs.distinct([job for each in small.jobs(cell) for job in each.values()])
+    (one,) = jobs.distinct(stored_rows.jobs(small, cell))
     verify.pool.run_all([one])
     first = measure.fresh(small, cell)
     assert first.status == "ok" and first.value > 4
     series = [dict(seed) for seed in small.quantity(cell).seeds]
-    monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, live="")])
+    monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, source="")])
     monkeypatch.setattr(accepted, "series", lambda row: series)
     there = shutil.copytree(one.folder, verify.FOLDER / one.id)
     (there / "old").write_text("from an earlier verify")
@@ -384,7 +390,7 @@ def test_verify_rebuilds_from_nothing(small, bits, here, monkeypatch, capsys):
     assert verify.verify(small, []) == 1, "stored bits are exact, whatever their digits show"
     assert "mean difference" in capsys.readouterr().out
     monkeypatch.setattr(accepted, "series", lambda row: [])
-    monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, live="", value=first.value + 1)])
+    monkeypatch.setattr(accepted, "every", lambda: [dataclasses.replace(first, source="", value=first.value + 1)])
     assert verify.verify(small, []) == 1
 
 
@@ -393,7 +399,7 @@ def stored(small, monkeypatch):
     """A stored row of every cell of Table 1 that counts bits; all have observations of their own."""
     cells = [cell for cell in small.cells("spear", "1") if cell.col == "BPW" and cell.stand_in]
     rows = [at(small, cell, observations=f"{i:016x}") for i, cell in enumerate(cells)]
-    monkeypatch.setattr(estimates, "recorded", lambda: [])
+    monkeypatch.setattr(estimates, "measured_times", lambda: [])
     monkeypatch.setattr(estimates, "estimate", lambda job, runs: (60.0, False))
     return rows
 
@@ -426,7 +432,7 @@ def test_a_sample_fits_into_its_minutes(small, stored):
     for minutes in (1, 3, 7):
         rows = verify.drawn(small, stored, verify.Sample(100, 0, minutes))
         cells = [measure.asked(small, row) for row in rows]
-        needed = jobs.distinct([job for cell in cells for each in small.jobs(cell) for job in each.values()])
+        needed = jobs.distinct(chain.from_iterable(stored_rows.jobs(small, cell) for cell in cells))
         assert 1 <= len(needed) <= minutes and len(rows) >= 1
     with pytest.raises(UserError, match="on this machine within 0.5 minutes"):
         verify.drawn(small, stored, verify.Sample(1, 0, 0.5))
@@ -439,7 +445,7 @@ def test_only_the_sample_is_rebuilt(small, stored, monkeypatch, capsys):
     monkeypatch.setattr(verify.pool, "rebuild", lambda jobs, folder: seen.extend(jobs) or 0)
     assert verify.verify(small, [], verify.Sample(2, 3)) == 0
     wanted = [measure.asked(small, row) for row in verify.drawn(small, stored, verify.Sample(2, 3))]
-    names = {job.id for cell in wanted for each in small.jobs(cell) for job in each.values()}
+    names = {job.id for job in chain.from_iterable(stored_rows.jobs(small, cell) for cell in wanted)}
     assert names <= {job.id for job in seen} and "2 cells: " in capsys.readouterr().out
 
 
@@ -460,4 +466,4 @@ def test_verify_needs_something_to_compare_with(rebuilt, small):
 
 def test_the_committed_file_reads_as_csv():
     lines = list(csv.reader(estimates.KNOWN.read_text().splitlines()))
-    assert lines[0] == [field.name for field in dataclasses.fields(Run)] and {len(line) for line in lines} == {7}
+    assert lines[0] == [field.name for field in dataclasses.fields(JobTime)] and {len(line) for line in lines} == {7}

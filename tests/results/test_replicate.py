@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from repro.data import corpora
 from repro.models import perplexity as scoring
 from repro.models.lowbit import LowBitModel, block_linears
 from repro.recipes import recipe
-from repro.render import tables as rendered
+from repro.render import table_files as rendered
 from repro.results import measure, replicate, verify
 from repro.results.accept import accept
 from repro.specs import scale as scales
@@ -136,12 +137,12 @@ def make(house, name: str):
     for job in replicate.jobs(Workflow(house.scale), name):
         if not runner.done(job):
             runner.run(job)
-    return rendered.build(Workflow(house.scale), name, house.place / "tables")
+    return rendered.build(Workflow(house.scale), name, house.folder / "tables")
 
 
 def rows(house) -> dict[tuple[str, str], measure.Measurement]:
     """The rows of the built table by row and column."""
-    read = measure.recorded.accepted.from_csv(house.place / "tables" / "spear" / "table1.csv")
+    read = measure.stored_rows.accepted.from_csv(house.folder / "tables" / "spear" / "table1.csv")
     return {(row.row, row.col): row for row in read if row.model == MODEL}
 
 
@@ -156,7 +157,7 @@ def alter(house, shift: float) -> None:
             values[0] += shift
             seeds[0]["nll"] = replace(seeds[0]["nll"], values=values)
             cell = house.cell("RTN pc")
-            facts = measure.recorded.values(house.flow.of_series(cell, seeds))
+            facts = measure.stored_rows.values(house.flow.of_series(cell, seeds))
             kept[key] = replace(one, row=replace(one.row, **facts), seeds=seeds)
     accepted.write(kept.values())
     accepted.forget()
@@ -165,10 +166,13 @@ def alter(house, shift: float) -> None:
 def test_without_results_all_is_measured_here_and_marked_with_its_windows(small):
     head, sheet = make(small, "table1"), make(small, "spear/table1")
     found = rows(small)
-    ran = [row for row in found.values() if row.live]
-    assert {row.live for row in ran if row.metric != "BPW"} == {"partial"}
+    ran = [row for row in found.values() if row.source]
+    assert {row.source for row in ran if row.metric != "BPW"} == {"partial"}
     assert {row.n for row in ran if row.unit == "ppl"} == {8} and {row.seeds for row in ran} <= {"", "0"}
-    shown = [text for row in sheet.rows if row[0] == "RTN pc" for cell in row[1:] for text in cell[1:2]]
+    shown = []
+    for row in sheet.rows:
+        if row[0] == "RTN pc":
+            shown += [cell[1] for cell in row[1:] if len(cell) > 1]
     assert any("*8" in text for text in shown) and any(note.startswith("* measured here") for note in sheet.notes)
     assert not any("replicated" in note for note in (*sheet.notes, *head.notes))
     (section,), line = head.rows
@@ -179,11 +183,11 @@ def test_with_results_they_are_shown_and_replicated_to_the_last_bit(small):
     accept(small.table())
     head, sheet = make(small, "table1"), make(small, "spear/table1")
     found = rows(small)
-    wanted = {key: small.recorded(*key).value for key in found if found[key].live}
+    wanted = {key: small.stored_row(*key).value for key in found if found[key].source}
     assert {key: found[key].value for key in wanted} == pytest.approx(wanted, rel=1e-6), "the stored values are shown"
-    assert {found[row, "Wiki"].live for row in ROWS} == {"replicated"}
+    assert {found[row, "Wiki"].source for row in ROWS} == {"replicated"}
     (said,) = [note for note in sheet.notes if note.startswith("replicated here")]
-    count = sum(row.live == "replicated" for row in found.values())
+    count = sum(row.source == "replicated" for row in found.values())
     assert said.startswith(f"replicated here: {count} of {count} cells agree") and "to the last bit" in said
     assert [note for note in head.notes if note.startswith("replicated here: 2 of 2 cells agree")]
 
@@ -192,7 +196,7 @@ def test_a_stored_observation_that_was_altered_differs_and_is_named(small):
     accept(small.table())
     alter(small, 0.1)
     head, sheet = make(small, "table1"), make(small, "spear/table1")
-    apart = [row for row in rows(small).values() if row.live == "differs"]
+    apart = [row for row in rows(small).values() if row.source == "differs"]
     assert [(row.row, row.col) for row in apart] == [("RTN pc", "Wiki")] and "here" in apart[0].note
     for shown in (sheet, head):
         (named,) = [note for note in shown.notes if note.startswith("differs: spear/table1 | RTN pc | Wiki")]
@@ -208,7 +212,7 @@ def test_verify_uses_the_same_bounds_and_ends_with_1(small, capsys, monkeypatch)
     out = capsys.readouterr().out
     assert "identical  spear/table1 | RTN pc | Wiki" in out and " 0 differs" in out
     for shift, code, word in ((50e-4, 0, "within   "), (0.1, 1, "differs  ")):  # of one of 100 windows
-        shutil.rmtree(small.place / "build" / "verify")
+        shutil.rmtree(small.folder / "build" / "verify")
         alter(small, shift)
         assert verify.verify(small.flow, ["spear/table1"]) == code
         assert f"{word}  spear/table1 | RTN pc | Wiki" in capsys.readouterr().out
@@ -243,12 +247,12 @@ def test_bit_by_bits_first_table_is_replicated_from_what_is_in_the_repository(mo
     monkeypatch.delenv("REPRO_DATA", raising=False)
     at, kept = scales.load(name="pocket"), tables.table
     rates = kept("bitbybit", "rates")
-    chosen = replace(rates, chosen=tuple(label for label in rates.rows if label.endswith("x 30")))
+    chosen = replace(rates, selected=tuple(label for label in rates.rows if label.endswith("x 30")))
     monkeypatch.setattr(tables, "table", lambda *both: chosen if both == ("bitbybit", "rates") else kept(*both))
-    flow = Workflow(at, recorded=None)
+    flow = Workflow(at, stored=None)
     named = [c for c in flow.cells("bitbybit", "1") if c.recipe and c.stand_in and replicate._named(flow, c)]
     found = {(cell.row, cell.stand_in) for cell in named if cell.measure == "perplexity"}
-    everywhere = {(row, f"pocket-{size}m") for row in ("FP16", "RTN [w2a16 g32] (ours)") for size in (3, 5, 10)}
+    everywhere = {(row, f"pocket-{size}m") for row, size in product(("FP16", "RTN [w2a16 g32] (ours)"), (3, 5, 10))}
     assert found == everywhere | {("GPTQ [w2a16 g32]", "pocket-3m"), ("Bit-by-Bit [w2a16 g32]", "pocket-3m")}
     assert not any(replicate.data_lacking(flow, cell) for cell in named)
 

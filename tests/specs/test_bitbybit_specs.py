@@ -1,6 +1,7 @@
 """Bit-by-Bit's specs: budget axis and figures run Table 1's and Table 3's own jobs; parts of figures; choices."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from fake_jobs import fake  # noqa: F401
@@ -8,7 +9,7 @@ from test_specs import write  # noqa: F401
 
 from repro.papers.cell import is_printed, table_name
 from repro.recipes import recipe
-from repro.render import figures as rendered
+from repro.render import figure_files as rendered
 from repro.results import measure
 from repro.specs import figures, tables
 from repro.specs import scale as scales
@@ -25,9 +26,9 @@ def at(monkeypatch):
     """Scale pocket with a rate chosen for every method; `at(name)` is another scale."""
     kept = tables.table
     rates = kept("bitbybit", "rates")
-    chosen = replace(rates, chosen=tuple(label for label in rates.rows if label.endswith("x 10")))
+    chosen = replace(rates, selected=tuple(label for label in rates.rows if label.endswith("x 10")))
     monkeypatch.setattr(tables, "table", lambda *both: chosen if both == ("bitbybit", "rates") else kept(*both))
-    return lambda name="pocket": Workflow(scales.load(name=name), recorded=False)
+    return lambda name="pocket": Workflow(scales.load(name=name), stored=False)
 
 
 def ids(flow, cell):
@@ -95,7 +96,7 @@ def epochs_of(text):
 def test_what_is_judged_trains_on_the_tokens_that_its_rate_was_chosen_at(at):
     """1/64 of the paper's: 6 epochs of 131,072 tokens at w2a16 and of a master, 12 at w2a2, in every row."""
     flow, seen = at(), 0
-    rows = [c for number in ("1", "2", "3", "4", "6") for c in flow.cells("bitbybit", number)]
+    rows = list(chain.from_iterable(flow.cells("bitbybit", number) for number in ("1", "2", "3", "4", "6")))
     rows += flow.cells("bitbybit", "rates")
     for cell in rows:
         trained = [s for s in recipe.parse(cell.recipe or "fp16").steps if hasattr(s.module, "work")]
@@ -176,9 +177,9 @@ def test_figures_1_and_3_are_of_the_smallest_model(at):
 
 def test_without_a_choice_cells_are_there_and_not_run(monkeypatch):
     kept = tables.table
-    bare = replace(kept("bitbybit", "rates"), chosen=())
+    bare = replace(kept("bitbybit", "rates"), selected=())
     monkeypatch.setattr(tables, "table", lambda *both: bare if both == ("bitbybit", "rates") else kept(*both))
-    flow = Workflow(scales.load(name="pocket"), recorded=False)
+    flow = Workflow(scales.load(name="pocket"), stored=False)
     for name, kind, count in (("2b", "figure", 3), ("spikes", "table", 12)):
         cells = [
             cell for cell in flow.cells("bitbybit", name, kind) if ", x " not in cell.row
@@ -200,7 +201,7 @@ def test_a_part_of_a_figure_has_a_name_of_its_own():
 def test_coverage_counts_the_parts_of_a_figure_together(monkeypatch):
     monkeypatch.setattr(coverage.papers, "PAPERS", ("bitbybit",))
     monkeypatch.setattr(coverage.papers, "tables", lambda paper: ["7", "8"])  # those of other devices
-    flow = Workflow(scales.load(name="pocket"), recorded=False)
+    flow = Workflow(scales.load(name="pocket"), stored=False)
     (line,) = [x for x in coverage.coverage(flow) if (x.paper, x.kind, x.number) == ("bitbybit", "figure", "2")]
     monkeypatch.undo()
     parts = [flow.cells("bitbybit", number, "figure") for number in ("2a", "2b", "2c")]
@@ -212,11 +213,11 @@ OWN = {
     "recipe": "rtn-w{bits}-{group} + spear(lr1={lr1})",
     "rows": {"RTN": {"group": "pc"}},
     "models": ["Llama-3.2-1B"],
-    "over": {"share": ["1", "1/4"]},
+    "sweep": {"share": ["1", "1/4"]},
     "columns": {"share 1": {"bits": 4}, "share 1/4": {"bits": 3}},
-    "choice": "spear/rates",
+    "tuned_by": "spear/rates",
     "measure": {"ppl": {"kind": "perplexity", "corpus": "wikitext2"}},
-    "beside": {"BPW": {"kind": "storage"}},
+    "extra_columns": {"BPW": {"kind": "storage"}},
 }
 RATES = {
     "title": "t",
@@ -225,8 +226,16 @@ RATES = {
     "models": ["Llama-3.2-1B"],
     "measure": {"ppl": {"kind": "perplexity", "corpus": "held-out"}},
 }
-DRAWN = {"title": "t", "x": "x", "y": "y", "series": {"a": "rtn-w4-pc + spear(lr1={lr1})"}, "models": ["Llama-3.2-1B"],
-         "measure": {"kind": "sensitivity", "show": "damage"}, "points": "units", "choice": "spear/rates"}  # fmt: skip
+DRAWN = {
+    "title": "t",
+    "x": "x",
+    "y": "y",
+    "series": {"a": "rtn-w4-pc + spear(lr1={lr1})"},
+    "models": ["Llama-3.2-1B"],
+    "measure": {"kind": "sensitivity", "show": "damage"},
+    "points": "axis",
+    "tuned_by": "spear/rates",
+}
 
 
 def test_columns_of_a_spec_of_our_own_give_variables_and_its_choice_rates(write):  # noqa: F811
@@ -234,7 +243,7 @@ def test_columns_of_a_spec_of_our_own_give_variables_and_its_choice_rates(write)
     write("tables/spear/grid.yaml", OWN)
     bare = tables.cells("spear", "grid")
     assert [(c.col, c.recipe, c.measure) for c in bare] == [("share 1", "", ""), ("share 1/4", "", "")]
-    write("tables/spear/rates.yaml", RATES | {"chosen": "x 3"})
+    write("tables/spear/rates.yaml", RATES | {"selected": "x 3"})
     found = {(c.col, c.metric): c.recipe for c in tables.cells("spear", "grid")}
     assert found == {
         ("share 1", "ppl"): "rtn-w4-pc + spear-lr1=0.0003",
@@ -249,7 +258,7 @@ def test_a_figure_takes_a_choice_too(write):  # noqa: F811
     write("figures/spear/figure4.yaml", DRAWN)
     (bare,) = figures.cells("spear", "4")
     assert (bare.recipe, bare.measure, bare.row) == ("", "", "a")
-    write("tables/spear/rates.yaml", RATES | {"chosen": "x 1"})
+    write("tables/spear/rates.yaml", RATES | {"selected": "x 1"})
     (made,) = figures.cells("spear", "4")
     assert made.recipe == "rtn-w4-pc + spear-lr1=0.0001" and made.measure == "sensitivity"
 
@@ -261,6 +270,6 @@ def test_every_figure_draws_before_anything_is_measured(at, tmp_path, monkeypatc
         with job.built_under(tmp_path / "build"):  # not what a run left in this checkout
             panels, _, text = rendered.draw(at(), f"bitbybit/{name}", [tmp_path / f"{name}.svg"])
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000 and "not run" in text, name
-        assert not any(points for of in panels.values() for points in of.values())
+        assert not any(chain.from_iterable(of.values() for of in panels.values()))
     monkeypatch.undo()
     accepted.forget()

@@ -11,11 +11,15 @@ from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.data.corpora import CORPORA
 from repro.metrics import perplexity
+from repro.results import stored_rows
 from repro.specs import scale, scale_files
 from repro.specs.scale import Calibration, hub_models, load, names
 from repro.workflow.workflow import Workflow
 
-LABELS = {cell.model for p in papers.PAPERS for n in papers.tables(p) for cell in papers.printed(p, n)}
+LABELS = set()
+for _paper in papers.PAPERS:
+    for _number in papers.tables(_paper):
+        LABELS |= {cell.model for cell in papers.printed(_paper, _number)}
 DRAFTS = {cell.row.partition(" [")[0] for cell in papers.printed("subspec", "1")}  # its rows are named by the draft
 
 
@@ -112,11 +116,11 @@ def test_any_device_is_the_one_that_is_here(monkeypatch):
     for there, device in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(scale, "has_cuda", lambda there=there: there)
         assert p.device == "any" and p.here().device == device and p.on("cuda").here().device == "cuda"
-        flow = Workflow(p, recorded=False)
+        flow = Workflow(p, stored=False)
         cell = next(
             c for c in flow.cells("spear", "1") if (c.row, c.col, c.stand_in) == ("RTN pc", "Wiki", "pocket-3m")
         )
-        assert {job.given()["device"] for each in flow.jobs(cell) for job in each.values()} == {device}
+        assert {job.given()["device"] for job in stored_rows.jobs(flow, cell)} == {device}
         declared = flow.inputs(cell)
         assert "device" not in str(declared) and "threads" not in str(declared), "a result stands on every device"
 
@@ -178,7 +182,7 @@ def test_a_configfile_wins_over_name_and_environment(config, monkeypatch):
         ("a: [", "mine.yaml: not valid YAML"),
         ({"name": "other"}, "config/mine.yaml: its name is 'other'; a scale is named like its file, 'mine'"),
         ("about: x", "config/mine.yaml: key 'name' is missing; a scale is named like its file, 'mine'"),
-        ({"base": "pocket", "threads": 0}, "scale mine: threads is 0; it is 1 or more"),
+        ({"base": "pocket", "threads": 0}, "scale mine: threads is 0; it must be 1 or more"),
         ({"base": "pocket", "protocols": {}}, "config/mine.yaml: unknown key 'protocols'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from repro.baselines import bitdistiller, e2e_qp, efficientqat, group_qat, matqu
 from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.methods import bitbybit, spear
-from repro.render import figures as rendered
+from repro.render import figure_files as rendered
 from repro.results import measure
 from repro.specs import figures, names, tables, templates
 from repro.specs import scale as scales
@@ -28,7 +29,7 @@ GAP = {
     "recipe": "rtn-w{bits}-pc + spear({options})",
     "rows": {"SPEAR": {"options": ""}, "gate off": {"options": "gate=false"}},
     "models": [ONE],
-    "over": {"bits": [4, 3]},
+    "sweep": {"bits": [4, 3]},
     "seeds": [0, 1, 2],
     "measure": {
         "recovered": {
@@ -66,7 +67,7 @@ def write(fake, monkeypatch, tmp_path):  # noqa: F811
 
 
 def flow(**changes):
-    return Workflow(scales.load(CONFIG | {"models": {ONE: "pocket-3m"}, "zeroshot": None} | changes), recorded=False)
+    return Workflow(scales.load(CONFIG | {"models": {ONE: "pocket-3m"}, "zeroshot": None} | changes), stored=False)
 
 
 def cell(cells, row, col="Wiki", metric=None):
@@ -122,17 +123,15 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
     write("tables/spear/gap.yaml", GAP)
     at = flow()
     cells = at.cells("spear", "gap")
-    assert [c.place for c in cells] == [
+    assert [c.cell_key for c in cells] == [
         (row, f"bits {bits}", ONE, metric)
-        for row in ("SPEAR", "gate off")
-        for bits in (4, 3)
-        for metric in GAP["measure"]
+        for row, bits, metric in product(("SPEAR", "gate off"), (4, 3), GAP["measure"])
     ]
     assert {c.recipe for c in cells} == {
-        f"rtn-w{b}-pc + {s}" for b in (4, 3) for s in ("spear", "spear-gate=false")
+        f"rtn-w{b}-pc + {s}" for b, s in product((4, 3), ("spear", "spear-gate=false"))
     }  # fmt: skip
     fake(at.every_job(cells))
-    found = {one.place: measure.one(at, one) for one in cells}
+    found = {one.cell_key: measure.one(at, one) for one in cells}
     m = found["SPEAR", "bits 3", ONE, "recovered"]
     assert (m.status, m.unit, m.seeds, m.covers) == ("ok", "%", "0 1 2", "windows and seeds")
     jobs, values = at.jobs(cell(cells, "SPEAR", "bits 3", "recovered")), []
@@ -163,7 +162,7 @@ def test_what_is_read_next_to_an_accuracy_has_its_place_and_its_first_seed(write
 
 def test_seeds_of_a_column_may_be_others_than_its_row_s(write):
     blimp = {"kind": "likelihood", "tasks": ["blimp-100"], "seeds": [0]}
-    write("tables/spear/table1.yaml", SHORT | {"seeds": [0, 1, 2], "beside": {"grammar": blimp}})
+    write("tables/spear/table1.yaml", SHORT | {"seeds": [0, 1, 2], "extra_columns": {"grammar": blimp}})
     assert {c.seeds for c in tables.cells("spear", "1") if c.col == "grammar"} == {(0,)}
 
 
@@ -174,7 +173,7 @@ def test_seeds_of_some_rows_and_at_most_as_many_as_a_scale_draws(write):
     for most, drawn in ((None, [0, 1, 2]), (2, [0, 1]), (9, [0, 1, 2])):
         at = flow(seeds=most)
         assert [target.seed for target in at.targets(cell(at.cells("spear", "1"), "GPTQ pc"))] == drawn
-    with pytest.raises(UserError, match="seeds is 0; it is 1 or more, or null"):
+    with pytest.raises(UserError, match="seeds is 0; it must be 1 or more, or null"):
         flow(seeds=0)
 
 
@@ -203,7 +202,7 @@ def test_a_recorded_row_with_some_of_the_seeds_stands_for_these(write, fake, mon
     monkeypatch.setattr(accepted, "series", lambda row: kept["series"])
     for seeds, status in (([0, 1, 2], "ok"), ([0], "ok"), ([1, 2], "stale")):
         write("tables/spear/table1.yaml", SHORT | {"seeds": seeds})
-        recorded = Workflow(at.scale, recorded=True)
+        recorded = Workflow(at.scale, stored=True)
         found = measure.one(recorded, cell(recorded.cells("spear", "1"), "GPTQ pc"))
         assert (found.status, found.seeds, found.value) == (status, "0", old.value), seeds
         assert measure.cell_of(recorded, old).seeds == ((0,) if 0 in seeds else tuple(seeds))
@@ -215,7 +214,7 @@ RATES = {
     "models": [ONE], "measure": {"share": {"kind": "storage", "count": "share"}},
 }  # fmt: skip
 TUNED = SHORT | {
-    "extra": {"ours": "rtn-w4-pc + spear(lr1={lr1})", "other": "rtn-w3-pc"}, "choice": "spear/rates",
+    "extra_rows": {"ours": "rtn-w4-pc + spear(lr1={lr1})", "other": "rtn-w3-pc"}, "tuned_by": "spear/rates",
 }  # fmt: skip
 
 
@@ -226,18 +225,17 @@ def test_a_row_of_a_choice_has_no_recipe_until_it_is_chosen(write):
     assert (recipes["ours"], recipes["other"]) == ("", "rtn-w3-pc")
     shown = measure.one(at := flow(), cell(at.cells("spear", "1"), "ours"))
     assert (shown.status, shown.value) == ("not_run", None)
-    write("tables/spear/rates.yaml", RATES | {"chosen": "x 3"})
+    write("tables/spear/rates.yaml", RATES | {"selected": "x 3"})
     assert {c.recipe for c in tables.cells("spear", "1") if c.row == "ours"} == {"rtn-w4-pc + spear-lr1=0.00015"}
 
 
 def test_printed_rows_take_from_a_choice_of_several_rows_each_what_they_name(write):
     rows = {"FP16": "fp16", "RTN pc": "rtn-w4-pc + spear(lr1={lr1})", "GPTQ pc": "gptq-w4-pc + spear(lr2={lr2})"}
-    write("tables/spear/table1.yaml", SHORT | {"rows": rows, "choice": "spear/rates"})
+    write("tables/spear/table1.yaml", SHORT | {"rows": rows, "tuned_by": "spear/rates"})
     two = RATES | {"recipe": "{recipe}"}
     two["rows"] = {
         f"lr{i} x {k}": {"recipe": f"rtn-w4-pc + spear(lr{i}={k * 1e-4})", f"lr{i}": k * 1e-4}
-        for i in (1, 2)
-        for k in (1, 3)
+        for i, k in product((1, 2), (1, 3))
     }
 
     def recipes():
@@ -245,12 +243,12 @@ def test_printed_rows_take_from_a_choice_of_several_rows_each_what_they_name(wri
 
     write("tables/spear/rates.yaml", two)
     assert recipes() == ["fp16", "", ""]
-    write("tables/spear/rates.yaml", two | {"chosen": ["lr2 x 3"]})
+    write("tables/spear/rates.yaml", two | {"selected": ["lr2 x 3"]})
     assert recipes() == ["fp16", "", "gptq-w4-pc + spear-lr2=0.0003"]
-    write("tables/spear/rates.yaml", two | {"chosen": ["lr1 x 1", "lr2 x 3"]})
+    write("tables/spear/rates.yaml", two | {"selected": ["lr1 x 1", "lr2 x 3"]})
     assert recipes() == ["fp16", "rtn-w4-pc + spear-lr1=0.0001", "gptq-w4-pc + spear-lr2=0.0003"]
-    write("tables/spear/rates.yaml", two | {"chosen": ["lr1 x 1", "lr3 x 1"]})
-    with pytest.raises(UserError, match="chosen: unknown row 'lr3 x 1'"):
+    write("tables/spear/rates.yaml", two | {"selected": ["lr1 x 1", "lr3 x 1"]})
+    with pytest.raises(UserError, match="selected: unknown row 'lr3 x 1'"):
         recipes()
 
 
@@ -283,14 +281,15 @@ def test_the_rates_of_bit_by_bit_and_its_baselines_are_the_same_multiples_of_the
     named = set()
     for number in ("1", "2", "3", "4", "6"):
         spec = tables.table("bitbybit", number)
-        assert spec.choice == "bitbybit/rates"
+        assert spec.tuned_by == "bitbybit/rates"
         texts = [
-            row if isinstance(row, str) else row["recipe"] for row in [*spec.rows.values(), *dict(spec.extra).values()]
+            row if isinstance(row, str) else row["recipe"]
+            for row in [*spec.rows.values(), *dict(spec.extra_rows).values()]
         ]
         trained = [text for text in texts if re.search("bitbybit|qat|staged_ap|paretoq|bitdistiller|matquant", text)]
         assert trained and all("lr={" in text and "tokens=131072" in text for text in trained)
-        named |= {name for text in trained for name in re.findall(r"{(\w+lr)}", text)}
-    assert named == {name for values in official.values() for name in values}
+        named |= set(chain.from_iterable(re.findall(r"{(\w+lr)}", text) for text in trained))
+    assert named == set(chain.from_iterable(official.values()))
 
 
 def test_the_shipped_choice_feeds_three_tables():
@@ -304,8 +303,8 @@ def test_the_shipped_choice_feeds_three_tables():
     assert rates.models == ("Llama-3.2-3B",) and {m["of"]["corpus"] for m in rates.measure.values()} == {"held-out"}
     for number in ("1", "2", "4"):
         spec = tables.table("spear", number)
-        (label,) = [label for label, text in spec.extra.items() if "{lr1}" in text and "{lr2}" in text]
-        assert spec.choice == "spear/rates" and spec.seeds_of(label) == (0, 1, 2) and label.endswith("(ours)")
+        (label,) = [label for label, text in spec.extra_rows.items() if "{lr1}" in text and "{lr2}" in text]
+        assert spec.tuned_by == "spear/rates" and spec.seeds_of(label) == (0, 1, 2) and label.endswith("(ours)")
 
 
 def test_seeds_share_a_pool_of_training_text_and_differ_in_what_is_drawn_from_it(write):
@@ -326,7 +325,7 @@ def test_seeds_share_a_pool_of_training_text_and_differ_in_what_is_drawn_from_it
     assert other[0]["calibration"]["seed"] == first[0]["calibration"]["seed"] + 1 > 2**20
     with pytest.raises(UserError, match="unknown corpus 'held'; did you mean 'held-out'"):
         drawn(corpus="held")
-    with pytest.raises(UserError, match="sequences is 0; it is 1 or more"):
+    with pytest.raises(UserError, match="sequences is 0; it must be 1 or more"):
         drawn(sequences=0)
     with pytest.raises(UserError, match="calibration_texts.redpajama: unknown key 'seed'"):
         drawn(seed=3)
@@ -378,7 +377,7 @@ def test_a_row_that_ran_with_less_effort_says_so_in_its_name():
 
 def test_the_headline_needs_the_cells_of_the_table_beneath_it_alone():
     """Claims on other tables are judged on what is stored; those on printed cells need none."""
-    needed = {c.table for c in Workflow(scales.load(None, "pocket"), recorded=True).table_cells("table1")}
+    needed = {c.table for c in Workflow(scales.load(None, "pocket"), stored=True).table_cells("table1")}
     assert "spear/table1" in needed and not needed & {"spear/table2", "spear/gate", "bitbybit/table1"}
 
 
@@ -387,7 +386,7 @@ def test_a_figure_of_a_table_has_its_cells_and_takes_both_axes_from_them(write, 
     drawn = {"title": "t", "table": "spear/gap", "metrics": ["share", "recovered"], "x": "x", "y": "y"}
     gap = GAP | {
         "recipe": "rtn-w{bits}-pc + spear(budget={budget}, {options})",
-        "over": {"bits": [4, 3], "budget": [0.1, 0.2]},
+        "sweep": {"bits": [4, 3], "budget": [0.1, 0.2]},
     }
     gap["seeds"] = [0]
     gap["rows"] = {"SPEAR": {"options": "gate=true"}, "gate off": {"options": "gate=false"}}
@@ -410,7 +409,7 @@ def test_a_figure_of_a_table_has_its_cells_and_takes_both_axes_from_them(write, 
     assert "- gate off, Llama-3.2-1B, bits 3, budget 0.2:" in text
     for odd, said in (
         ({"metrics": ["share"]}, "a figure of a table has `table` and two `metrics`"),
-        ({"series": {"a": "fp16"}}, "no series, models, measure or over"),
+        ({"series": {"a": "fp16"}}, "no series, models, measure or sweep"),
         ({"metrics": ["share", "recoverd"]}, "unknown metric of spear/gap 'recoverd'; did you mean 'recovered'"),
         ({"table": "spear/gaps"}, "unknown table 'spear/gaps'"),
     ):
@@ -429,7 +428,7 @@ def test_patterns_in_labels_give_variables(write):
     })  # fmt: skip
     cells = tables.cells("spear", "8")
     printed = papers.printed("spear", "8")
-    assert [c.place for c in cells] == [(c.row, c.col, c.model, c.metric) for c in printed], "nothing is dropped"
+    assert [c.cell_key for c in cells] == [(c.row, c.col, c.model, c.metric) for c in printed], "nothing is dropped"
     asked = {c.col: c.recipe for c in cells if c.row == "RTN" and c.model == ONE and c.recipe}
     assert asked["4-bit pc K%/r"] == asked["4-bit pc BPW"] == "rtn-w4-pc + spear"
     assert asked["3-bit g128 BPW"] == "rtn-w3-g128 + spear"
@@ -462,14 +461,14 @@ def test_a_value_is_written_as_yaml_has_it():
 
 
 def test_rows_of_ones_own_and_what_is_beside(write):
-    beside = {"BPW": {"kind": "storage"}, "KL": {"kind": "perplexity", "corpus": "wikitext2", "show": "kl"}}
-    write("tables/spear/table1.yaml", SHORT | {"extra": ["rtn-w3-pc"], "beside": beside})
+    extra_columns = {"BPW": {"kind": "storage"}, "KL": {"kind": "perplexity", "corpus": "wikitext2", "show": "kl"}}
+    write("tables/spear/table1.yaml", SHORT | {"extra_rows": ["rtn-w3-pc"], "extra_columns": extra_columns})
     cells = tables.cells("spear", "1")
     n = len(papers.printed("spear", "1"))
     assert not [c for c in cells[:n] if c.row == "rtn-w3-pc"] and [c for c in cells[n:] if c.row == "rtn-w3-pc"]
-    extra = [c for c in cells if c.col in beside]
+    extra = [c for c in cells if c.col in extra_columns]
     assert {c.row for c in extra} == {*SHORT["rows"], "rtn-w3-pc"} and all(not c.printed for c in extra)
-    assert len({c.place for c in cells}) == len(cells)
+    assert len({c.cell_key for c in cells}) == len(cells)
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
@@ -483,19 +482,23 @@ def test_rows_of_ones_own_and_what_is_beside(write):
         ("table1", SHORT | {"columns": ["Wikki"]}, "unknown printed column 'Wikki'; did you mean 'Wiki'?"),
         (
             "table1",
-            SHORT | {"beside": {"X": {"kind": "storrage"}}},
+            SHORT | {"extra_columns": {"X": {"kind": "storrage"}}},
             "unknown kind of cell 'storrage'; did you mean 'storage'?",
         ),
-        ("table1", SHORT | {"beside": {"X": {"kind": "storage", "cuont": "bpw"}}}, "storage: unknown key 'cuont'"),
-        ("table1", SHORT | {"beside": {"X": "storage"}}, "beside.X: expected a mapping"),
+        (
+            "table1",
+            SHORT | {"extra_columns": {"X": {"kind": "storage", "cuont": "bpw"}}},
+            "storage: unknown key 'cuont'",
+        ),
+        ("table1", SHORT | {"extra_columns": {"X": "storage"}}, "extra_columns.X: expected a mapping"),
         ("table1", SHORT | {"recipe": "{recip}"}, "'{recip}' names 'recip', which is no variable there"),
         ("table1", SHORT | {"recipe": "{recipe"}, "which is no variable there"),
         ("table1", SHORT | {"rows": {"RTN pc": "rnt-w4-pc"}}, "unknown step 'rnt'; did you mean 'rtn'?"),
         ("table1", SHORT | {"seeds": []}, "seeds: []; name at least one"),
         ("table1", SHORT | {"seeds": [1, 1]}, "seeds: [1, 1]; name at least one, each once"),
         ("table1", SHORT | {"seeds": {"GPTQ cp": [1]}}, "seeds: unknown row 'GPTQ cp'; did you mean 'GPTQ pc'?"),
-        ("gap", GAP | {"chosen": "gate of"}, "chosen: unknown row 'gate of'; did you mean 'gate off'?"),
-        ("table1", SHORT | {"over": {"bits": [4]}}, "over belongs to a spec of our own"),
+        ("gap", GAP | {"selected": "gate of"}, "selected: unknown row 'gate of'; did you mean 'gate off'?"),
+        ("table1", SHORT | {"sweep": {"bits": [4]}}, "sweep belongs to a spec of our own"),
         ("table1", "[1, 2]", "expected a mapping with keys of Spec"),
         ("table1", "title: [", "not valid YAML"),
         ("gap", {"title": "t", "rows": {"a": "fp16"}}, "a spec of our own needs rows, models and measure"),
@@ -539,17 +542,17 @@ def test_every_spec_of_a_figure_can_be_asked_for():
 
 
 def test_every_shipped_spec_has_cells_that_parse():
-    at = Workflow(scales.load(None, "pocket"), recorded=False)
+    at = Workflow(scales.load(None, "pocket"), stored=False)
     for paper, number in tables.specified():
         cells = at.cells(paper, number)
-        assert len({c.place for c in cells}) == len(cells) > 0, (paper, number)
+        assert len({c.cell_key for c in cells}) == len(cells) > 0, (paper, number)
         wanted = tables.table(paper, number)
         if number.isdecimal():
             assert sum(bool(c.printed) for c in cells) == sum(bool(c.value) for c in papers.printed(paper, number))
-        elif wanted.over:
-            grid = math.prod(map(len, wanted.over.values()))
+        elif wanted.sweep:
+            grid = math.prod(map(len, wanted.sweep.values()))
             assert len(cells) == len(wanted.rows) * len(wanted.models) * grid * (
-                len(wanted.measure) + len(wanted.beside)
+                len(wanted.measure) + len(wanted.extra_columns)
             )
     for paper, number in figures.specified():
         assert at.cells(paper, number, "figure")
@@ -558,9 +561,9 @@ def test_every_shipped_spec_has_cells_that_parse():
 @pytest.mark.parametrize("number", ["19", "20", "21", "22", "23", "24", "25"])
 def test_accuracy_tables_have_a_recipe_in_every_printed_cell(number):
     """Tables 19 to 24: a template for each quantizer. 25 is of a model without a stand-in."""
-    at = Workflow(scales.load(None, "pocket"), recorded=False)
+    at = Workflow(scales.load(None, "pocket"), stored=False)
     cells = at.cells("spear", number)[: len(papers.printed("spear", number))]
-    assert [c.place for c in cells] == [(c.row, c.col, c.model, c.metric) for c in papers.printed("spear", number)]
+    assert [c.cell_key for c in cells] == [(c.row, c.col, c.model, c.metric) for c in papers.printed("spear", number)]
     if number == "25":
         assert {measure.one(at, c).status for c in cells} == {"no_stand_in"}
         return

@@ -1,6 +1,7 @@
 """SpQt's Table 3 as a spec: what it asks, on which models, against what, and its claims on printed numbers."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from fake_jobs import fake  # noqa: F401
@@ -10,7 +11,7 @@ from repro import papers
 from repro.core.errors import UserError
 from repro.specs import scale as scales
 from repro.specs import tables
-from repro.verdicts import claims
+from repro.verdicts import judging
 from repro.workflow.workflow import Workflow
 
 SPARSE = "q4_k-layout=zigzag + spqt"
@@ -19,7 +20,7 @@ QUALITY = {"Q06", "Q07", "Q08", "Q09"}  # what claims.csv says about perplexity
 
 @pytest.fixture(scope="module")
 def at():
-    return Workflow(scales.load(name="pocket"), recorded=False)
+    return Workflow(scales.load(name="pocket"), stored=False)
 
 
 def test_every_row_is_live_on_all_pocket_sizes_and_on_no_other(at):
@@ -44,34 +45,34 @@ def test_recipes_are_the_rows(at):
 
 def test_both_protocols_are_shown_and_ratios_are_paired(at):
     cells = {(c.row, c.metric): c for c in at.cells("spqt", "3") if c.model == "Llama-2-7B"}
-    half = at.parts(cells["Unified 50%", "second half"])["h"]
+    half = at.operands(cells["Unified 50%", "second half"])["h"]
     assert half.recipe == f"{SPARSE}-positions=second_half" and half.stand_in == "pocket-10m"
-    over = at.parts(cells["TEAL 40%", "over Q4_K"])
+    over = at.operands(cells["TEAL 40%", "over Q4_K"])
     assert {name: part.recipe for name, part in over.items()} == {
         "s": f"{SPARSE}-sparsity=0.4-thresholds=teal", "q": "q4_k"
     }  # fmt: skip
-    alone = at.parts(cells["TEAL 40%", "sparse half over its dense"])
+    alone = at.operands(cells["TEAL 40%", "sparse half over its dense"])
     assert alone["d"].recipe == "q4_k-layout=zigzag" and "second_half" in alone["h"].recipe
-    assert at.parts(cells["Baseline-Q4K", "second half"])["h"].recipe == "q4_k"
+    assert at.operands(cells["Baseline-Q4K", "second half"])["h"].recipe == "q4_k"
 
 
 def test_every_claim_on_quality_has_a_predicate_and_a_verdict_on_printed_cells():
     known = tables.table("spqt", "3").claims
-    assert {name for claim in known for name in claim.claim.split()[1:]} >= QUALITY
+    assert set(chain.from_iterable(claim.claim.split()[1:] for claim in known)) >= QUALITY
     assert {name for name, line in papers.claims("spqt").items() if "ppl" in line["statement"]} <= QUALITY
-    bare = Workflow(replace(scales.load(name="pocket"), models={}), recorded=True)
-    judged = [claims.judge(bare, claim) for claim in known]
+    bare = Workflow(replace(scales.load(name="pocket"), models={}), stored=True)
+    judged = [judging.judge(bare, claim) for claim in known]
     assert {one.verdict for one in judged} == {"no verdict: without a stand-in"}
     assert [one.own_numbers for one in judged] == [
         "inconsistent", "consistent", "within rounding", "consistent", "consistent", ""
     ]  # fmt: skip
 
 
-MORE = {"title": "t", "rows": {"FP16": "fp16"}, "extra": {"mine": {"recipe": "rtn-w{bits}-pc", "bits": 3}}}
+MORE = {"title": "t", "rows": {"FP16": "fp16"}, "extra_rows": {"mine": {"recipe": "rtn-w{bits}-pc", "bits": 3}}}
 
 
 def test_rows_of_your_own_have_variables_and_models_of_your_own_have_columns(write):  # noqa: F811
-    write("tables/spear/table1.yaml", MORE | {"also_on": ["Llama-3-8B"]})
+    write("tables/spear/table1.yaml", MORE | {"extra_models": ["Llama-3-8B"]})
     found = {(c.row, c.col, c.model): c for c in flow().cells("spear", "1")}
     assert found["mine", "Wiki", "Llama-3.2-1B"].recipe == "rtn-w3-pc"
     column = {row: c for (row, col, model), c in found.items() if col == "Llama-3-8B (ours)"}
@@ -82,6 +83,6 @@ def test_rows_of_your_own_have_variables_and_models_of_your_own_have_columns(wri
 
 @pytest.mark.parametrize("model", ["Llama-9-1B", "Llama-3.2-1B"])
 def test_a_model_that_is_unknown_or_printed_is_no_column_of_your_own(write, model):  # noqa: F811
-    write("tables/spear/table1.yaml", MORE | {"also_on": [model]})
-    with pytest.raises(UserError, match="also_on: unknown model that is not printed"):
+    write("tables/spear/table1.yaml", MORE | {"extra_models": [model]})
+    with pytest.raises(UserError, match="extra_models: unknown model that is not printed"):
         tables.table("spear", "1")

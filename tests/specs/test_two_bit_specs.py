@@ -1,19 +1,21 @@
 """Table 7, Figure 6 and the targets of the 2-bit kernels as specs, on rows whose answers are known."""
 
+from itertools import chain, product
+
 import numpy as np
 import pytest
 
 from repro.bench import two_bit
 from repro.metrics import kernel_time
-from repro.render import figures as drawn
-from repro.render import tables as written
+from repro.render import figure_files as drawn
+from repro.render import table_files as written
 from repro.results import measure
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.stats.quantity import evaluate
 from repro.store import kernel_rows, row_list
-from repro.store.kernel_rows import Row
-from repro.verdicts import claims, coverage
+from repro.store.kernel_rows import KernelRow
+from repro.verdicts import coverage, judging
 from repro.workflow.workflow import Workflow
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -30,14 +32,14 @@ def rows():
     """Of a tenth more columns W2A2 takes 4 % longer; of four tokens 1.5 times as long as of one."""
     found = []
     for shapes, counts, modes in two_bit.PARTS.values():
-        for (n, k), m, mode in ((shape, m, mode) for shape in shapes for m in counts for mode in modes):
+        for (n, k), m, mode in product(shapes, counts, modes):
             for (form, who), us in US.items():
                 if m > 1 and who == "dense_gemv":
                     continue
                 more = 1.04 if k in map(two_bit.wider, (3072, 8192, 4096, 14336)) else 1 + (m - 1) / 6
                 numbers = {"us": us[mode] * more, "p20": us[mode] * more, "p80": us[mode] * more, "bytes": n * k}
                 numbers |= {"floor_us": us[mode] * more * 0.9, "fraction": 0.9, "relerr": 2e-7, "rounds": 25}
-                found.append(Row(form, who, "bf16", n, k, m, mode, copies=5, **numbers, **ORIGIN))
+                found.append(KernelRow(form, who, "bf16", n, k, m, mode, copies=5, **numbers, **ORIGIN))
     return found
 
 
@@ -59,7 +61,7 @@ def of(flow, name):
 
 
 def verdicts(flow, name):
-    return {c.claim.split()[1]: claims.judge(flow, c) for c in tables.table(*tables.split(name)).claims}
+    return {c.claim.split()[1]: judging.judge(flow, c) for c in tables.table(*tables.split(name)).claims}
 
 
 def test_our_times_stand_under_the_printed_ones(accepted, tmp_path):
@@ -84,7 +86,7 @@ def test_without_times_the_printed_ones_are_of_another_device(monkeypatch, tmp_p
     monkeypatch.setattr(kernel_rows, "files", lambda: [])
     flow = Workflow(scales.load(name="pocket"))
     sheet = written.build(flow, "bitbybit/table7", tmp_path)
-    shown = [cell for row in sheet.rows for cell in row[1:]]
+    shown = list(chain.from_iterable(row[1:] for row in sheet.rows))
     assert not sheet.paired and "Other device: the whole table." in sheet.notes and "509.98" in shown
     (line,) = [x for x in coverage.coverage(flow) if (x.paper, x.kind, x.number) == ("bitbybit", "table", "7")]
     assert (line.status, line.printed, line.possible) == ("other_device", 24, 24)
@@ -96,7 +98,7 @@ def test_claims_on_speed_are_judged_on_our_device(accepted):
     assert own["B31"].verdict == "same direction, smaller" and own["B31"].own_numbers == "consistent"
     assert split["B19"].verdict == "holds" and split["B19"].count == "8 of 8 cases"
     head = next(c for c in tables.headline_claims() if c.claim == "bitbybit B01")
-    assert claims.judge(accepted, head).verdict == "same direction, smaller"
+    assert judging.judge(accepted, head).verdict == "same direction, smaller"
 
 
 def test_targets_are_met_or_not(accepted):

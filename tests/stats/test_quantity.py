@@ -99,9 +99,9 @@ def drawn(seed, n=30, shift=0.0):
     return np.random.default_rng(5).normal(3, 0.4, n) + shift + np.random.default_rng(seed).normal(0, 0.01, n)
 
 
-def windows(*arrays, group="text", units="windows", compares=None):
+def windows(*arrays, group="text", axis="windows", compares=None):
     """A quantity whose value is the mean, one array a seed."""
-    return Quantity([{"nll": Series(np.asarray(a), units, group)} for a in arrays], lambda m: m["nll"], compares)
+    return Quantity([{"nll": Series(np.asarray(a), axis, group)} for a in arrays], lambda m: m["nll"], compares)
 
 
 def ends(found):
@@ -138,8 +138,8 @@ def test_what_compares_by_itself_needs_no_partner():
 
 def test_items_are_independent():
     right = (np.arange(40) % 3 > 0).astype(float)
-    found = windows(right, group="piqa", units="items").interval()
-    want = interval({"x": right}, lambda m: m["x"], units="items")
+    found = windows(right, group="piqa", axis="items").interval()
+    want = interval({"x": right}, lambda m: m["x"], axis="items")
     assert ends(found) == pytest.approx(ends(want)) and found.covers == "items only"
 
 
@@ -181,7 +181,7 @@ def test_a_result_of_which_only_the_interval_is_left():
 
 
 def test_a_name_that_no_expression_can_hold():
-    with pytest.raises(UserError, match="'a:b' is no name"):
+    with pytest.raises(UserError, match="'a:b' is not a name"):
         compose("a", {"a:b": constant(1.0)})
 
 

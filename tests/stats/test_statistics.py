@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_covers_a_perplexity(n, random):
     found = [interval({"nll": nll}, lambda m: np.exp(m["nll"])) for nll in windows]
     assert 0.92 <= coverage(found, np.exp(2)) <= 0.97
     assert {i.covers for i in found} == {"windows only"}
-    assert coverage((mean(nll, units="items") for nll in windows[:1000]), 2) < 0.72  # as if windows were independent
+    assert coverage((mean(nll, axis="items") for nll in windows[:1000]), 2) < 0.72  # as if windows were independent
 
 
 @pytest.mark.parametrize("n", [100, 213])
@@ -76,7 +77,7 @@ def test_covers_a_paired_difference(n, random):
     common, own = correlated(random, (SERIES, n), 0.6), correlated(random, (SERIES, n), 0.35)
     found = [interval({"w16": w16, "w4": w16 + 0.1 + 0.02 * d}, difference) for w16, d in zip(common, own)]
     assert 0.92 <= coverage(found, 0.1) <= 0.97
-    assert coverage((mean(d, units="items") for d in own[:1000]), 0) < 0.87
+    assert coverage((mean(d, axis="items") for d in own[:1000]), 0) < 0.87
 
 
 @pytest.mark.parametrize("n, least", [(8, 0.88), (16, 0.88), (40, 0.92), (99, 0.92)])
@@ -180,7 +181,7 @@ def test_block_length():
 def test_blocks_show_a_part_of_the_variance():
     """By the covariances of an AR(1) block, added up."""
     rho, length = 0.7, 9
-    total = sum(rho ** abs(i - j) for i in range(length) for j in range(length)) / length
+    total = sum(rho ** abs(i - j) for i, j in product(range(length), range(length))) / length
     assert share_of_blocks(length, rho) == pytest.approx(total / ((1 + rho) / (1 - rho)))
     assert share_of_blocks(12, 0.0) == 1.0
 
@@ -230,7 +231,7 @@ def test_a_hand_computed_case_of_two_seeds():
 @given(st.integers(2, 40))
 def test_items_get_the_classic_t_interval(n):
     values = np.random.default_rng(n).normal(size=n)
-    found = mean(values, units="items", paired=None)
+    found = mean(values, axis="items", paired=None)
     want = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
     assert (found.lo, found.hi) == pytest.approx(want) and found.covers == "items only"
 
@@ -238,12 +239,12 @@ def test_items_get_the_classic_t_interval(n):
 def test_sequences_are_resampled(random):
     """Of a mean the bootstrap gives the normal interval; of a step that no single sequence moves, both its values."""
     values = random.normal(size=64)
-    found, jackknife = mean(values, units="sequences"), mean(values, units="draws")
+    found, jackknife = mean(values, axis="sequences"), mean(values, axis="draws")
     half = 1.96 * values.std() / 8
     assert (found.lo, found.hi) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
     assert (found.covers, found.df, found.n) == ("sequences only", 63, 64) and jackknife.covers == "draws only"
     values += 0.1 - values.mean()
-    step = [interval({"x": values}, lambda m: (m["x"] > 0) * 1.0, units=units) for units in ("draws", "sequences")]
+    step = [interval({"x": values}, lambda m: (m["x"] > 0) * 1.0, axis=axis) for axis in ("draws", "sequences")]
     assert [(one.lo, one.value, one.hi) for one in step] == [(1, 1, 1), (0, 1, 2)], "quantiles and their reflection"
 
 
@@ -260,7 +261,7 @@ def test_covers_a_rank_correlation_that_noise_lowers(random):
         true = random.normal(size=layers) + 0.4 * random.normal(size=(2, layers))
         values = true[:, :, None] + 2 * random.normal(size=(2, layers, 64))
         arrays = {f"{role}{i}": row for role, rows in zip("ab", values) for i, row in enumerate(rows)}
-        found.append(interval(arrays, rho, units="sequences"))
+        found.append(interval(arrays, rho, axis="sequences"))
         truths.append(rho({f"{role}{i}": x for role, rows in zip("ab", true) for i, x in enumerate(rows)}))
     assert np.mean([one.value for one in found]) < np.mean(truths) - 0.03
     assert coverage_of(found, truths) >= 0.92
@@ -275,7 +276,7 @@ def coverage_of(intervals, truths):
 def test_resampled_groups_are_paired_within_and_independent_between(random):
     values = random.normal(size=64)
     arrays = {"w16": values, "w4": values + 1}
-    paired, apart = (interval(arrays, difference, groups, units="sequences") for groups in (None, {"w4": "other"}))
+    paired, apart = (interval(arrays, difference, groups, axis="sequences") for groups in (None, {"w4": "other"}))
     assert (paired.lo, paired.hi) == pytest.approx((1, 1)) and apart.n == 128
     half = 1.96 * values.std() * np.sqrt(2) / 8
     assert (apart.lo, apart.hi) == pytest.approx((1 - half, 1 + half), abs=0.15 * half)
@@ -283,14 +284,14 @@ def test_resampled_groups_are_paired_within_and_independent_between(random):
 
 def test_resampled_sequences_beside_seeds_give_a_symmetric_interval(random):
     seeds = random.normal(size=(3, 64)) + np.array([[0], [1], [2]])
-    found = mean(seeds, units="sequences")
+    found = mean(seeds, axis="sequences")
     assert found.hi - found.value == pytest.approx(found.value - found.lo) and found.covers == "sequences and seeds"
     assert found.hi - found.value > stats.t.ppf(0.975, 2) * np.std(seeds.mean(1), ddof=1) / np.sqrt(3) * 0.95
 
 
 def test_items_of_several_tasks_are_independent(random):
     tasks = {"arc": random.normal(size=300), "boolq": random.normal(size=200)}
-    found = interval(tasks, lambda m: (m["arc"] + m["boolq"]) / 2, {t: t for t in tasks}, units="items")
+    found = interval(tasks, lambda m: (m["arc"] + m["boolq"]) / 2, {t: t for t in tasks}, axis="items")
     variances = [values.var(ddof=1) / len(values) / 4 for values in tasks.values()]
     df = sum(variances) ** 2 / sum(v**2 / (len(values) - 1) for v, values in zip(variances, tasks.values()))
     assert (found.n, found.df) == (500, pytest.approx(df))
@@ -345,7 +346,7 @@ def test_a_single_perplexity_of_few_windows_has_no_interval(random):
     assert bare == Interval(bare.value, None, None, 99, None, "", (bare.value,))
     assert bare.value == pytest.approx(np.exp(few[0].mean()))
     assert perplexity(few).lo is None and len(perplexity(few).by_seed) == 2
-    assert perplexity(few[0], paired=True).lo is not None and perplexity(few[0], units="items").lo is not None
+    assert perplexity(few[0], paired=True).lo is not None and perplexity(few[0], axis="items").lo is not None
     assert perplexity(enough).lo is not None
     arrays = {"w16": few[0], "w4": few[1]}
     assert interval(arrays, difference).lo is not None
@@ -362,7 +363,7 @@ def test_a_known_result_adds_its_variance(random):
     assert (found.value, found.lo, found.hi) == pytest.approx((whole.value, whole.lo, whole.hi))
     assert (found.n, found.df, found.covers) == (240, pytest.approx(whole.df), "windows only")
     normal = Interval(1.0, 1 - 1.959964, 1 + 1.959964, 50, None, "items only", (1.0,))  # of an older result
-    alone = interval({}, lambda m: 3 * m["x"], known={"x": normal}, units="items")
+    alone = interval({}, lambda m: 3 * m["x"], known={"x": normal}, axis="items")
     assert (alone.lo, alone.hi) == pytest.approx(
         (3 - 3 * 1.959964, 3 + 3 * 1.959964)
     ) and alone.covers == "results only"

@@ -135,7 +135,7 @@ def test_a_row_that_is_gone_twice_or_new_is_noticed(stored):
         assert what in said and str(path) in said
     path.unlink()
     accepted.forget()
-    assert str(path) in refusal(accepted.every) and str(path) in refusal(stored.recorded)
+    assert str(path) in refusal(accepted.every) and str(path) in refusal(stored.stored_row)
 
 
 def test_what_rows_a_file_has_is_listed(stored):
@@ -156,7 +156,7 @@ def test_a_folder_under_another_devices_name_is_noticed(stored):
     path, lines = lines_of(stored)
     moved = path.parent.rename(path.parent.with_name("nvidia-h200")) / path.name
     accepted.forget()
-    assert "does not belong there" in refusal(accepted.every)
+    assert "does not belong in this file" in refusal(accepted.every)
     edited = [list(line) for line in lines]
     for line in edited[1:]:
         line[COLUMNS.index("device")] = "NVIDIA H200"
@@ -181,9 +181,9 @@ def test_a_row_that_was_signed_anew_still_has_to_be_what_its_observations_give(s
         ({"observations": ""}, "has no observations"),
         ({"observations": "0" * 16}, "are not in"),
     ):
-        accepted.store(path, [replace(m, **changes) if m.place[:3] == ROW else m for m in rows])
+        accepted.store(path, [replace(m, **changes) if m.cell_key[:3] == ROW else m for m in rows])
         accepted.forget()
-        assert what in refusal(stored.recorded)
+        assert what in refusal(stored.stored_row)
 
 
 def test_rewrite_changes_and_removes_rows_and_signs_the_others_anew(stored, monkeypatch):
@@ -203,7 +203,7 @@ def test_rewrite_changes_and_removes_rows_and_signs_the_others_anew(stored, monk
         assert [observations.digest(one) for one in accepted.series(row)] == was.observations.split()
         assert accepted.inputs_of(row)
     assert len(list((lines_of(stored)[0].parent / "observations").iterdir())) == count
-    assert Workflow(stored.scale).scale.name == "tiny" and stored.recorded().status == "not_run"
+    assert Workflow(stored.scale).scale.name == "tiny" and stored.stored_row().status == "not_run"
     accepted.rewrite(lambda old: None)
     assert accepted.every() == [] and not list(stored.results.rglob("*.csv.xz")) + list(
         stored.results.rglob("*.parquet")
@@ -212,7 +212,7 @@ def test_rewrite_changes_and_removes_rows_and_signs_the_others_anew(stored, monk
 
 def test_rewrite_makes_no_two_rows_one(stored):
     said = refusal(accepted.rewrite, lambda old: replace(old, row=replace(old.row, row="one")))
-    assert "would be there twice" in said and len(accepted.every()) == len({row.key for row in accepted.every()}) > 5
+    assert "would be stored twice" in said and len(accepted.every()) == len({row.key for row in accepted.every()}) > 5
 
 
 def test_what_a_killed_build_left_is_no_input(stored, tmp_path):

@@ -9,7 +9,7 @@ from repro.__main__ import main
 from repro.core.errors import UserError
 from repro.core.files import csv_text, read_text, write_text
 from repro.store import kernel_rows, provenance, row_digest, row_list
-from repro.store.kernel_rows import Row
+from repro.store.kernel_rows import KernelRow
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 
@@ -21,7 +21,7 @@ def known_commit(monkeypatch):
 
 
 def good(**changes):
-    row = Row("w4-g128", "wna16_gemv", "fp16", 4096, 4096, 1, "cold", "ok", 4.2, 4.1, 4.3, 8912896, 3.86, 0.92)
+    row = KernelRow("w4-g128", "wna16_gemv", "fp16", 4096, 4096, 1, "cold", "ok", 4.2, 4.1, 4.3, 8912896, 3.86, 0.92)
     row = dataclasses.replace(row, copy_fraction=0.5, relerr=2e-4, rounds=25, copies=23, **ORIGIN)
     return dataclasses.replace(row, **changes)
 
@@ -73,7 +73,7 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
         ({"bytes": -5}, "bytes is -5"),
         ({"bytes": 100}, "bytes is 100"),
         ({"device": "A GPU", "us": 1e-9, "p20": 1e-9, "p80": 1e-9}, "A GPU has no listed peaks"),
-        ({"device": "../../etc"}, "device is '../../etc', which is no name of a GPU"),
+        ({"device": "../../etc"}, "device is '../../etc', which is not a name of a GPU"),
         ({"commit": "ffffffffff"}, "which this checkout does not have"),
         ({"commit": "main"}, "measured at commit 'main'"),
         ({"floor_us": None}, "floor_us is None and fraction 0.92"),
@@ -81,9 +81,9 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
         ({"fraction": 0.5}, "fraction is 0.5, but floor_us over us is 0.919"),
         ({"us": 0.0, "p20": 0.0, "p80": 0.0}, "0.0 us is not between"),
         ({"floor_us": -1.0}, "floor_us is -1.0"),
-        ({"M": 0}, "M is 0; it is 1 or more"),
-        ({"N": -4096}, "N is -4096; it is 1 or more"),
-        ({"rounds": 0}, "rounds is 0; it is 1 or more"),
+        ({"M": 0}, "M is 0; it must be 1 or more"),
+        ({"N": -4096}, "N is -4096; it must be 1 or more"),
+        ({"rounds": 0}, "rounds is 0; it must be 1 or more"),
     ],
 )
 def test_what_is_not_accepted(tmp_path, changes, said):
@@ -244,7 +244,7 @@ def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored)
         kernel_rows.accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
     write_text(path, csv_text(lines))
     moved = path.parent.rename(path.parent.with_name("nvidia-b200")) / path.name
-    with pytest.raises(UserError, match="on NVIDIA H200 does not belong there"):
+    with pytest.raises(UserError, match="on NVIDIA H200 does not belong in this file"):
         kernel_rows.stored(moved)
 
 
@@ -265,7 +265,7 @@ def test_a_kernel_of_ours_that_is_wrong_or_failed_is_refused(tmp_path, capsys, m
     path = written(tmp_path / "a.csv", good(M=8), good(status=status, us=None, note="off by 3"))
     assert main(["accept", str(path)]) == 2
     said = "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold: "
-    said += f"{what} (off by 3); mend it, measure it again with --resume, or leave it out with --only"
+    said += f"{what} (off by 3); fix it, measure it again with --resume, or leave it out with --only"
     assert said in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 

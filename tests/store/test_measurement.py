@@ -14,7 +14,7 @@ from repro.store.measurement import COLUMNS, Measurement, from_csv, inputs_hash,
 CELL = next(c for c in papers.printed("spear", "1") if (c.row, c.col, c.model) == ("RTN pc", "Wiki", "Llama-3.2-3B"))
 GOOD = Measurement(
     "spear", "table", "1", CELL.row, CELL.col, CELL.model, CELL.metric, CELL.value,
-    value=12.5, lo=12.25, hi=12.75, covers="windows only", n=16, unit="ppl", status="ok", grade="C", live="fresh",
+    value=12.5, lo=12.25, hi=12.75, covers="windows only", n=16, unit="ppl", status="ok", grade="C", source="fresh",
     scale="pocket", stand_in="pocket-5m", recipe="rtn-w4-pc", seeds="0 1", protocol="gptq-2048-v1 on tiny-wikitext",
     device="A CPU (8 cores)", device_class="cpu", commit="0123456789", inputs="abcdef01", versions="perplexity=1 rtn=1",
     artifacts="0a1b2c3d4e5f", observations="5d6c59b4f1e08897 1831142177815f64", environment='{"python": "3.11"}',
@@ -39,7 +39,9 @@ def file(tmp_path):
 
 @given(numbers, numbers, st.none() | st.integers(0, 10**9), texts, texts, st.sampled_from(measurement.STATUSES))
 def test_round_trip(tmp_path_factory, value, floor, n, row, note, status):
-    made = Measurement("p", "table", "1", row, "c", "m", "ppl", value=value, floor=floor, n=n, note=note, status=status)
+    made = Measurement(
+        "p", "table", "1", row, "c", "m", "ppl", value=value, lower_bound=floor, n=n, note=note, status=status
+    )
     path = tmp_path_factory.getbasetemp() / "round.csv"
     path.write_text(to_csv([made, GOOD]), encoding="utf-8", newline="")
     assert from_csv(path) == [made, GOOD]
@@ -50,13 +52,14 @@ def test_seven_digits_and_empty_for_nothing():
     assert ",0.3333333,3.333333e-10,6.666667e+07,windows only,,ppl," in line
 
 
-@pytest.mark.parametrize("name", ["value", "lo", "hi", "floor"])
+@pytest.mark.parametrize("name", ["value", "lo", "hi", "lower_bound"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_no_number_that_is_not_finite_is_written_or_read(file, name, bad):
     with pytest.raises(UserError, match="not finite is a status"):
         to_csv([dataclasses.replace(GOOD, **{name: bad})])
     text = to_csv([dataclasses.replace(GOOD, **{name: 77.5})]).replace("77.5", str(bad))
-    with pytest.raises(UserError, match=f"line 2: {name} is {bad}"):
+    column = measurement.STORED_COLUMN.get(name, name)
+    with pytest.raises(UserError, match=f"line 2: {column} is {bad}"):
         from_csv(file(text=text))
 
 
@@ -90,7 +93,8 @@ def test_a_file_that_is_absent_binary_or_a_folder(tmp_path):
 
 
 def test_columns_are_the_fields():
-    assert COLUMNS == tuple(f.name for f in dataclasses.fields(Measurement))
+    renamed = {"source": "live", "lower_bound": "floor"}
+    assert COLUMNS == tuple(renamed.get(f.name, f.name) for f in dataclasses.fields(Measurement))
     assert GOOD.key == ("spear", "table", "1", "RTN pc", "Wiki", "Llama-3.2-3B", GOOD.metric, "pocket")
     assert GOOD.where == "spear table 1 / RTN pc / Wiki / Llama-3.2-3B / wikitext2_ppl"
 

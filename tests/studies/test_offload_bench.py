@@ -56,7 +56,7 @@ def test_every_measurement_is_written_once(small, tmp_path, capsys):
 
 def test_a_whole_run_accepts_what_the_record_says(small, tmp_path):
     """The tree's best node of a level with its ancestors: a path of the very length, whatever random weights say."""
-    made = bench.Bench(tmp_path, torch.device("cpu"), "6.2MiB", [])
+    made = bench.OffloadBench(tmp_path, torch.device("cpu"), "6.2MiB", [])
     found = made.whole("llama8b")
     assert (found["prompts"], found["tokens"], found["iterations"]) == (2, 20, 7) and len(found["seconds"]) == 5
     per_iteration = found["tokens"] / found["iterations"]
@@ -69,7 +69,7 @@ def test_a_whole_run_accepts_what_the_record_says(small, tmp_path):
 
 def test_recorded_lengths_are_paths_of_the_tree(small):
     engine = bench.of_shape("shape/tiny", "6.2MiB", bench.DRAFT, 96, torch.device("cpu"), torch.float32)
-    batch = bench.Replayed(engine._decoding([[7] * 9], 14, bench.Sampling(), 0), [6, 1, 3, 3])
+    batch = bench.ReplayedDraft(engine._decoding([[7] * 9], 14, bench.Sampling(), 0), [6, 1, 3, 3])
     text = []
     for found in engine._run(batch):
         text += found

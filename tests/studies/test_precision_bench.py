@@ -23,7 +23,7 @@ def bench(tmp_path, monkeypatch):
     few = {"CONTEXTS": (8, 64), "TIMED": 3, "SHORT": 8, "LONG": 30, "EVERY": 6, "SWITCHED": 30}
     for name, value in few.items():
         monkeypatch.setattr(precision, name, value)
-    return precision.Bench("shape/tiny", torch.device("cpu"), tmp_path)
+    return precision.PrecisionBench("shape/tiny", torch.device("cpu"), tmp_path)
 
 
 def extra(files, log):

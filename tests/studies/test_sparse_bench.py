@@ -31,7 +31,7 @@ def bench(tmp_path, monkeypatch):
         module = sparse.load(name)
         monkeypatch.setattr(module, "CASES", module.CASES[:2])
     monkeypatch.setattr(listed_reader, "CONFIGS", listed_reader.CONFIGS[:2])
-    return sparse.Bench(tmp_path, "cpu", Host())
+    return sparse.SparseBench(tmp_path, "cpu", Host())
 
 
 def test_every_measurement_is_a_file_that_is_made_once(bench, tmp_path, capsys):

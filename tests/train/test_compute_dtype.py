@@ -69,7 +69,7 @@ def test_the_declared_inputs_of_a_job_name_the_recipes_dtype():
 
 def test_a_text_of_ones_own_is_trained_on_in_float32_too(target, seen, tmp_path):
     (tmp_path / "mine.txt").write_text("one two three four five six seven eight nine ten " * 60)
-    own_text.compress(target(TRAINED), own_text.Text(tmp_path / "mine.txt", 64), tmp_path / "out")
+    own_text.compress(target(TRAINED), own_text.OwnText(tmp_path / "mine.txt", 64), tmp_path / "out")
     assert [config.compute for config in seen] == ["float32"]
     facts = json.loads((tmp_path / "out" / own_text.FACTS).read_text())
     assert facts["environment"]["compute"] == {"group_qat": "float32"} and "float32" not in facts["recipe"]

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ NAMES = ("self_attn.q_proj", "mlp.down_proj")
 def squares(outputs, full, seconds):
     """The sum of all squared differences."""
     targets = [full, *(want for want in seconds if want is not None)]
-    return sum((y - want).square().sum() for y in outputs for want in targets)
+    return sum((y - want).square().sum() for y, want in product(outputs, targets))
 
 
 def doubled(block, kwargs, latent, factor=1.0):
@@ -79,7 +80,7 @@ def test_batches_are_a_function_of_seed_and_step_and_an_epoch_sees_a_sequence_on
 
 
 def test_seeds_and_epochs_differ():
-    orders = {tuple(batch_rows(step, 64, BlockSettings(1, 64, seed=s)).tolist()) for s in (0, 1) for step in (0, 1)}
+    orders = {tuple(batch_rows(step, 64, BlockSettings(1, 64, seed=s)).tolist()) for s, step in product((0, 1), (0, 1))}
     assert len(orders) == 4
 
 

@@ -9,8 +9,7 @@ import pytest
 from repro import papers
 from repro.core.errors import UserError
 from repro.metrics import bench, tpot
-from repro.results import measure
-from repro.results import recorded as recorded_rows
+from repro.results import measure, stored_rows
 from repro.specs import scale
 from repro.store import accepted, kernel_rows
 from repro.store.measurement import Measurement, inputs_hash
@@ -25,7 +24,7 @@ ALL = papers.PAPERS
 
 @pytest.fixture(scope="module")
 def flow():
-    return Workflow(scale.load(name="pocket"), recorded=False)
+    return Workflow(scale.load(name="pocket"), stored=False)
 
 
 @pytest.fixture
@@ -36,9 +35,9 @@ def at(flow, monkeypatch, tmp_path):
     """
     figures = papers.data_figures
 
-    def lines(recorded=(), live=(), on=flow, only=("spear",), numbers=("15",)):
-        kept = {(row.table, row.place, row.scale): row for row in recorded}
-        built = {(row.table, row.place): row for row in live}
+    def lines(stored=(), fresh=(), on=flow, only=("spear",), numbers=("15",)):
+        kept = {(row.table, row.cell_key, row.scale): row for row in stored}
+        built = {(row.table, row.cell_key): row for row in fresh}
         with monkeypatch.context() as patch:
             patch.setattr(papers, "PAPERS", only)
             patch.setattr(kernel_rows, "files", lambda: [])  # no accepted times of kernels
@@ -49,12 +48,12 @@ def at(flow, monkeypatch, tmp_path):
                 patch.setattr(
                     papers, "data_figures", lambda paper: [one for one in figures(paper) if one.number == "13"]
                 )
-            patch.setattr(accepted, "find", lambda scale, cell: kept.get((cell.table, cell.place, scale)))
-            patch.setattr(recorded_rows, "_recomputed", lambda *which: {})  # these rows have no observations
+            patch.setattr(accepted, "find", lambda scale, cell: kept.get((cell.table, cell.cell_key, scale)))
+            patch.setattr(stored_rows, "_recomputed", lambda *which: {})  # these rows have no observations
             patch.setattr(accepted, "equal", lambda scale, inputs: [])
-            patch.setattr(Workflow, "is_measured_here", lambda self, cell: (cell.table, cell.place) in built)
-            blank = {"status": "not_run", "value": None, "live": ""}  # of a setting, which is fresh without any job
-            patch.setattr(measure, "fresh", lambda f, c: built.get((c.table, c.place)) or row(f, c, **blank))
+            patch.setattr(Workflow, "is_measured_here", lambda self, cell: (cell.table, cell.cell_key) in built)
+            blank = {"status": "not_run", "value": None, "source": ""}  # of a setting, which is fresh without any job
+            patch.setattr(measure, "fresh", lambda f, c: built.get((c.table, c.cell_key)) or row(f, c, **blank))
             return coverage.coverage(on)
 
     return lines
@@ -74,7 +73,14 @@ def fresh(flow, number, kind):
 def row(flow, cell, **changes):
     names = ("paper", "kind", "number", "row", "col", "model", "metric", "printed", "unit", "stand_in")
     facts = {name: getattr(cell, name) for name in names}
-    facts |= {"value": 1.0, "status": "ok", "grade": "C", "live": "fresh", "scale": flow.scale.name, "device": "a cpu"}
+    facts |= {
+        "value": 1.0,
+        "status": "ok",
+        "grade": "C",
+        "source": "fresh",
+        "scale": flow.scale.name,
+        "device": "a cpu",
+    }
     facts |= {"inputs": inputs_hash(flow.inputs(cell)), "versions": versions.text(versions.of_cell(flow, cell))}
     return Measurement(**facts | changes)
 
@@ -88,7 +94,10 @@ def test_nothing_measured_is_seventy_lines(at):
     lines = at(only=ALL)
     assert [x.kind for x in lines].count("table") == 45 and len(lines) == 70
     assert {x.measured for x in lines} == {0}
-    values = [c.value for p in papers.PAPERS for t in papers.tables(p) for c in papers.printed(p, t)]
+    values = []
+    for paper in papers.PAPERS:
+        for table in papers.tables(paper):
+            values += [cell.value for cell in papers.printed(paper, table)]
     assert sum(x.printed for x in lines) == len([v for v in values if v]) == len(values) - 83, "a blank is not due"
     by_status = {(x.paper, x.kind, x.number) for x in lines if x.status == "other_device"}
     apple = {("spqt", "table", n) for n in "12"} | {("spqt", "figure", n) for n in ("7", "8", "9", "10")}
@@ -98,12 +107,12 @@ def test_nothing_measured_is_seventy_lines(at):
 
 
 def test_possible_is_what_has_a_stand_in_and_a_protocol(at, flow):
-    bare = Workflow(scale.load({"zeroshot": None}, "pocket"), recorded=False)
+    bare = Workflow(scale.load({"zeroshot": None}, "pocket"), stored=False)
     lines = at(on=bare, numbers=("1", "3", "10"))
     assert (line(lines, number="1").possible, line(lines, number="1").printed) == (102, 204), "no zero-shot, no 13B"
     assert line(lines, number="3").possible == 0 and line(lines, number="10").possible == 102, "no spec is needed"
     assert line(at(numbers=("1",)), number="1").possible == 153
-    less = Workflow(replace(flow.scale, models={"Llama-3.2-1B": "pocket-3m"}), recorded=False)
+    less = Workflow(replace(flow.scale, models={"Llama-3.2-1B": "pocket-3m"}), stored=False)
     found = at(on=less, numbers=("1", "25"))
     assert line(found, number="1").possible == 51 and line(found, number="25").status == "no_stand_in"
     assert line(found, kind="figure", number="13").status == "no_stand_in"
@@ -113,13 +122,13 @@ def test_possible_is_what_has_a_stand_in_and_a_protocol(at, flow):
     ("measured", "status"), [(0, "missing"), (1, "partial"), (19, "partial"), (20, "fresh"), (24, "fresh")]
 )
 def test_four_fifths_is_the_boundary(at, flow, measured, status):
-    found = line(at(live=rows(flow)[:measured]))
+    found = line(at(fresh=rows(flow)[:measured]))
     assert (found.status, found.measured, found.possible, found.printed) == (status, measured, 24, 24)
     assert found.grades == ({"C": measured} if measured else {})
 
 
-def test_recorded_is_not_live_and_a_cell_counts_once(at, flow):
-    old, new = rows(flow, live=""), rows(flow)
+def test_stored_is_not_fresh_and_a_cell_counts_once(at, flow):
+    old, new = rows(flow, source=""), rows(flow)
     assert line(at(old)).status == line(at(old, new[:19])).status == "stored"
     assert line(at(old, new[:20])).status == "fresh"
     both = line(at(old, new[:5]))
@@ -131,23 +140,23 @@ def test_recorded_is_not_live_and_a_cell_counts_once(at, flow):
                {"status": "stale"}, {"status": "oom"}, {"number": "16"}]
 )  # fmt: skip
 def test_what_does_not_stand_is_not_counted(at, flow, change):
-    assert line(at(rows(flow, live="", **change))).measured == 0
+    assert line(at(rows(flow, source="", **change))).measured == 0
     if "status" in change:
-        assert line(at(live=rows(flow, **change))).measured == 0
+        assert line(at(fresh=rows(flow, **change))).measured == 0
 
 
-def test_floor_is_a_measurement(at, flow):
-    assert line(at(live=rows(flow, status="floor"))).measured == 24
+def test_at_chance_is_a_measurement(at, flow):
+    assert line(at(fresh=rows(flow, status="at_chance"))).measured == 24
 
 
 def test_own_rows_and_columns_beside_do_not_count(at, flow):
     beside = [c for c in flow.cells("spear", "1") if not c.printed and flow.is_measured(c)]
     assert len(beside) > 100
-    assert line(at(live=[row(flow, c) for c in beside[:9]], numbers=("1",)), number="1").measured == 0
+    assert line(at(fresh=[row(flow, c) for c in beside[:9]], numbers=("1",)), number="1").measured == 0
 
 
 def test_a_figure_counts_its_declared_points(at, flow, monkeypatch):
-    points = rows(flow, number="13", kind="figure", live="")
+    points = rows(flow, number="13", kind="figure", source="")
     found = [line(at(points[:n]), kind="figure", number="13") for n in range(3)]
     assert [(x.status, x.measured, x.possible, x.printed) for x in found] == [
         ("missing", 0, 2, 0),
@@ -155,7 +164,7 @@ def test_a_figure_counts_its_declared_points(at, flow, monkeypatch):
         ("stored", 2, 2, 0),
     ]
     here = rows(flow, number="13", kind="figure")
-    assert line(at(live=here), kind="figure", number="13").status == "fresh"
+    assert line(at(fresh=here), kind="figure", number="13").status == "fresh"
 
 
 def test_a_list_of_other_devices_names_what_the_paper_has(tmp_path, monkeypatch):
@@ -168,7 +177,7 @@ def test_a_list_of_other_devices_names_what_the_paper_has(tmp_path, monkeypatch)
 
 
 def test_what_would_have_to_come(at, flow):
-    lines = at(rows(flow, live=""), only=ALL)
+    lines = at(rows(flow, source=""), only=ALL)
     assert not line(lines).wanted, "all 24 are measured"
     wanted = {f"{x.paper} {x.kind} {x.number}": x.wanted for x in lines}
     assert wanted["spear table 1"] == {
@@ -190,9 +199,9 @@ def test_what_would_have_to_come(at, flow):
 
 
 def test_what_a_result_that_is_none_waits_for(at, flow):
-    stale, other = rows(flow, live="", versions="perplexity=0"), rows(flow, live="", inputs="01234567")
-    refused = rows(flow, live="", status="oom")
-    found = line(at([*stale[:3], *other[3:5], *refused[5:9], *rows(flow, live="")[9:]]))
+    stale, other = rows(flow, source="", versions="perplexity=0"), rows(flow, source="", inputs="01234567")
+    refused = rows(flow, source="", status="oom")
+    found = line(at([*stale[:3], *other[3:5], *refused[5:9], *rows(flow, source="")[9:]]))
     assert found.wanted["another outcome than oom"] == 4
     assert found.wanted["a run"] == 5
 
@@ -212,7 +221,7 @@ def test_a_figure_whose_models_have_no_stand_in(at):
 
 
 def test_csv_is_exact(at, flow):
-    lines = at(live=rows(flow)[:20], only=ALL)
+    lines = at(fresh=rows(flow)[:20], only=ALL)
     text = to_csv(lines)
     assert text.splitlines()[0] == "paper,kind,number,status,measured,printed" == ",".join(HEADER)
     assert text.splitlines()[1] == "spear,table,1,missing,0,204"
@@ -222,7 +231,7 @@ def test_csv_is_exact(at, flow):
 
 
 def test_text_is_aligned_and_totalled(at, flow):
-    lines = at(rows(flow, live=""), rows(flow)[:2], only=ALL)
+    lines = at(rows(flow, source=""), rows(flow)[:2], only=ALL)
     shown, waiting = to_text(lines).split("What would have to come, and for how many cells:\n")
     head, *body, total, tables, figures = shown.splitlines()
     last = waiting.splitlines()[-1]
@@ -237,7 +246,7 @@ def test_text_is_aligned_and_totalled(at, flow):
 
 
 def test_the_summary_is_one_sentence(at, flow):
-    assert summary(at(rows(flow, live=""), only=ALL)) == (
+    assert summary(at(rows(flow, source=""), only=ALL)) == (
         "1 of 45 tables and 0 of 25 figures measured at scale pocket (24 of 3,348 printed cells)"
     )
     more = [*rows(flow), *rows(flow, number="13", kind="figure"), *rows(flow, number="1")[:3]]

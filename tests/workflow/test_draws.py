@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.signal import lfilter
 
-from repro.results import recorded
+from repro.results import stored_rows
 from repro.specs import scale as scales
 from repro.stats.quantity import Quantity, compose
 from repro.stats.statistics import Draw
@@ -24,7 +24,7 @@ EXPRESSIONS = {"b - f": DAMAGE, "b - s": DAMAGE - LEFT, "100 * (b - s) / (b - f)
 
 @pytest.fixture(scope="module")
 def pocket():
-    return Workflow(scales.load(name="pocket"), recorded=True)
+    return Workflow(scales.load(name="pocket"), stored=True)
 
 
 # --- the pool ---------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_the_interval_that_is_shown_has_the_pool_of_today_not_the_rows(pocket):
     """The row was accepted before seeds were pooled, and says so; nothing of its interval is believed."""
     cells = [cell for cell in pocket.cells("spear", "1") if cell.unit == "ppl" and cell.recipe.startswith("omniquant")]
     row, cell = next((row, cell) for cell in cells if (row := accepted.find("pocket", cell)) and row.seeds == "0")
-    shown = recorded.find(pocket, cell).measurement
+    shown = stored_rows.find(pocket, cell).measurement
     assert (row.covers, shown.covers) == ("windows only", "windows and pooled seeds")
     assert shown.value == pytest.approx(row.value) and shown.hi - shown.lo > row.hi - row.lo + 0.1
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import weakref
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from repro.models.lowbit import LowBitModel
 from repro.recipes import recipe
 from repro.specs import scale
 from repro.train import blocks as training
-from repro.train import estimate, streams
+from repro.train import streams, training_cost
 
 WORDS = "the old town by the sea had a market, two mills and a school; every spring its river rose again. "
 SMALL = "bitbybit-w2a16-tokens=256-epochs=1-lr=0.001"
@@ -211,8 +212,8 @@ def test_a_step_that_is_done_is_not_done_again(folders, here, monkeypatch):
         (["--recipe", "fp16"], ["takes no text; leave --text out"]),
         (["--length", "4096"], ["--length 4096: longer than the model's context of 2048"]),
         (["--out", "x.safetensors"], ["name a folder for the result", "--out FOLDER"]),
-        (["--out", "other"], ["--out other: something is there that compress did not write"]),
-        (["--out", "mine.txt"], ["--out mine.txt: something is there"]),
+        (["--out", "other"], ["--out other: it exists, and compress did not write it"]),
+        (["--out", "mine.txt"], ["--out mine.txt: it exists, and compress"]),
         (["--out", "mine.txt/x"], ["a file or folder is in its place"]),
         (["--config", "device=cuda"], ["this machine has no CUDA device"]),
         (["--recipe", SMALL + "-lr=1e30"], ["lr of bitbybit is given twice"]),
@@ -226,7 +227,7 @@ def test_what_is_refused_leaves_nothing(folders, here, capfd, words, named):
     before = sorted(here.rglob("*"))
     given = {"--recipe": SMALL, "--text": "mine.txt", "--length": "64", "--out": "made"}
     given |= dict(zip(words[::2], words[1::2], strict=True))
-    assert main(["compress", str(folders["llama"]), *(word for pair in given.items() for word in pair)]) == 2
+    assert main(["compress", str(folders["llama"]), *chain.from_iterable(given.items())]) == 2
     sentence(capfd, *named)
     assert sorted(here.rglob("*")) == before
 
@@ -288,7 +289,7 @@ def test_a_folder_that_no_longer_fits_is_refused(folders, here, capfd):
 
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
-    refused("made: made from another model than", "bring that one back")
+    refused("made: made from another model than", "restore that model")
     base.rename(here / "away")
     refused("made: its model is needed too, and cannot be read")
     (here / "away").rename(base)
@@ -356,54 +357,56 @@ def test_streams_are_as_many_as_was_said(folders, monkeypatch, tmp_path, text):
     monkeypatch.chdir(tmp_path)
     for step in steps:
         step.module.apply(lm, ids, step.config)
-    found = estimate.estimate(steps, estimate.shape(name), 4, 64, 4, "cuda")
+    found = training_cost.estimate(steps, training_cost.shape(name), 4, 64, 4, "cuda")
     assert found.streams == most
     assert found.tokens == sum(lm.facts["training/tokens"])
 
 
 def test_bytes_follow_where_hidden_states_live():
     """4096 sequences of 2048 tokens and 256 values are 4.3 GB a stream, five of them in stages after the first."""
-    of, stream = estimate.shape("pocket-3m"), 4096 * 2048 * 256 * 2
+    of, stream = training_cost.shape("pocket-3m"), 4096 * 2048 * 256 * 2
     assert of.parameters == sum(p.numel() for p in models.load("pocket-3m").parameters())
 
     def bytes_of(text, device="cuda"):
-        found = estimate.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, device)
+        found = training_cost.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, device)
         return found.gpu, found.host
 
     gpu, host = bytes_of("bitbybit-w2a16")
     assert 5 * stream < gpu < 5 * stream + 2**31 and host == 2 * of.parameters
     moved, held = bytes_of("bitbybit(w2a16, place=host)")
     assert gpu - moved == 5 * stream == held - host
-    assert bytes_of("bitbybit-w2a16", "cpu") == (0, gpu - estimate.CONTEXT)
+    assert bytes_of("bitbybit-w2a16", "cpu") == (0, gpu - training_cost.CONTEXT)
     assert bytes_of("bitbybit-w2a2")[0] > gpu, "what autograd keeps of inputs that are quantized"
     steps = recipe.parse("bitbybit-w2a16").steps
-    wide = estimate.estimate(steps, of, 4096, 2048, 4, "cuda").gpu
+    wide = training_cost.estimate(steps, of, 4096, 2048, 4, "cuda").gpu
     assert wide - gpu == 4 * of.parameters, "two bytes more, and a copy in the dtype that training computes in"
     sampled, read = bytes_of("bitdistiller"), bytes_of("bitdistiller-data=text")
     assert sampled[0] > read[0] and sampled[0] >= 2 * CACHE_BYTES, "what a teacher samples has a cache and its copy"
-    larger = estimate.estimate(recipe.parse("paretoq").steps, estimate.shape("pocket-10m"), 8192, 2048, 2, "cuda").gpu
+    larger = training_cost.estimate(
+        recipe.parse("paretoq").steps, training_cost.shape("pocket-10m"), 8192, 2048, 2, "cuda"
+    ).gpu
     assert bytes_of("paretoq")[0] < larger < 2**33
 
 
 def test_a_master_is_trained_at_all_its_widths_at_once():
     """Three widths keep three sets of activations and of logits, and pass three times; a width of no weight none."""
-    of = estimate.shape("pocket-10m")
+    of = training_cost.shape("pocket-10m")
 
     def made(text):
-        return estimate.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, "cuda")
+        return training_cost.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, "cuda")
 
     given = ("2: 1.0, 8: 0.0", "2: 1.0, 4: 1.0", "2: 1.0, 4: 1.0, 8: 1.0")
     one, two, three = (made(f"matquant(lambdas={{{widths}}})") for widths in given)
     assert made("matquant") == three and three.tokens == one.tokens
     assert three.token_blocks == pytest.approx(3 * one.token_blocks)
-    assert three.gpu - two.gpu == two.gpu - one.gpu > estimate.LOSS + 4 * estimate.KEPT * of.weights
+    assert three.gpu - two.gpu == two.gpu - one.gpu > training_cost.LOSS + 4 * training_cost.KEPT * of.weights
 
 
 def test_tokens_are_counted_as_the_trainer_counts_them():
-    of = estimate.shape("pocket-3m")
+    of = training_cost.shape("pocket-3m")
 
     def tokens(text, sequences=4096):
-        return estimate.estimate(recipe.parse(text).steps, of, sequences, 2048, 2, "cuda").tokens
+        return training_cost.estimate(recipe.parse(text).steps, of, sequences, 2048, 2, "cuda").tokens
 
     assert tokens("bitbybit-w2a16") == 3 * 2 * 4096 * 2048 == 50_331_648
     assert tokens("bitbybit-w2a2") == 100_663_296
@@ -414,7 +417,7 @@ def test_tokens_are_counted_as_the_trainer_counts_them():
 def test_a_trained_step_says_itself_what_its_training_takes():
     """A method of one's own is one file: nothing else lists the trained ones."""
     assert sum(hasattr(module, "work") for module in recipe.STEPS.values()) == 9
-    own = SimpleNamespace(work=lambda config, sequences, quantized, count: estimate.Work(sequences, passes=count))
+    own = SimpleNamespace(work=lambda config, sequences, quantized, count: training_cost.Work(sequences, passes=count))
     own.CALIBRATED = True
     step = recipe.Step("own", own, SimpleNamespace(tokens=256, epochs=3, batch=2))
-    assert estimate.work(step, 8, 64, False, 5) == estimate.Work(sequences=4, tokens=3 * 256, passes=5)
+    assert training_cost.work(step, 8, 64, False, 5) == training_cost.Work(sequences=4, tokens=3 * 256, passes=5)

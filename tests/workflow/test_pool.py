@@ -23,7 +23,7 @@ from repro.core.errors import Crowded, NotMeasurable, UserError
 from repro.store import observations
 from repro.store.job import distinct, from_json, make
 from repro.store.observations import Series
-from repro.workflow import estimate, memory, pool, runner, versions
+from repro.workflow import job_times, memory, pool, runner, versions
 
 RUN = ("run", "spear/table1", "spear/figure13", "--side-by-side", 2)
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_done_is_a_status_with_its_reason(built):
     assert "budget" in reason and "rank" in reason
     text = built.tables["tables/spear/table1.md"].decode()
     assert "unsupported" in text and f"Not possible: {reason}" in text
-    noted = sorted(built.place.glob("build/*/*/*spear*/refused.json"))
+    noted = sorted(built.folder.glob("build/*/*/*spear*/refused.json"))
     assert [json.loads(path.read_text())["status"] for path in noted] == ["unsupported", "unsupported"]
 
 
@@ -163,8 +163,8 @@ def test_the_seconds_of_a_job_are_kept_for_plan(job):
     assert done.benchmark == Path("build/benchmarks") / f"{done.id}.tsv" and not bad.benchmark.exists()
     names, (seconds, clock) = (line.split("\t") for line in text.splitlines())
     assert names == ["s", "h:m:s"] and clock == str(timedelta(seconds=round(float(seconds))))
-    (run,) = estimate.recorded(known=write_runs())
-    assert run.kind == "fake" and run.seconds == pytest.approx(float(seconds) + estimate.START_S)
+    (run,) = job_times.measured_times(known=write_runs())
+    assert run.kind == "fake" and run.seconds == pytest.approx(float(seconds) + job_times.START_S)
 
 
 def write_runs():

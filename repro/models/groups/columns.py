@@ -1,11 +1,11 @@
-"""Input channels that a layer has twice: the index list of its columns, with both copies of a channel in one group.
+"""Duplicated input channels of a layer: the index list of its columns, both copies of a channel in one group.
 
 A layer of K channels of which k are split has K + k columns, filled up to whole groups with columns that read 0. Inputs
 are gathered by the list before they are quantized, so that groups of inputs match groups of weights.
 """
 
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -102,5 +102,6 @@ def paired(twice: Tensor, group: int) -> Columns:
     index = []
     for place in range(groups):
         zeros = (place + 1) * empty // groups - place * empty // groups
-        index += [i for pair in islice(units, each - zeros) for i in pair] + [channels] * (2 * zeros)
+        index += chain.from_iterable(islice(units, each - zeros))
+        index += [channels] * (2 * zeros)
     return Columns.of(torch.tensor(index, device=twice.device), channels, group)

@@ -1,4 +1,4 @@
-"""Layers whose inputs are quantized as they run: groups along the channels, scales and zero points of each token.
+"""Layers that quantize their inputs at run time: groups along the channels, scale and zero point per token.
 
 Nothing but three numbers is stored for a layer: width, group, and whether every range includes 0. A layer whose weight
 has two columns for some channels quantizes inputs in the groups of those columns; copies of an input get one value, so

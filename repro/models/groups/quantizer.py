@@ -54,7 +54,7 @@ class GroupGrid:
         if not 2 <= self.bits <= 8:
             raise UserError(f"bits is {self.bits}; a group quantizer has 2 to 8")
         if self.group < 1:
-            raise UserError(f"group is {self.group}; it is 1 or more")
+            raise UserError(f"group is {self.group}; it must be 1 or more")
 
 
 def half_up(u: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class GroupWeight:
         """
         check_nested(bits, self.master)
         if bits > self.bits:
-            raise UserError(f"codes of {self.bits} bits cannot be read at {bits}; the low bits are gone")
+            raise UserError(f"codes of {self.bits} bits cannot be read at {bits}; the low bits are not stored")
         away = self.bits - bits
         return replace(self, codes=quantizer.shifted(self.codes, away), bits=bits, shift=self.shift + away)
 

@@ -10,7 +10,7 @@ import numpy as np
 from repro.core.errors import UserError, unknown
 from repro.core.files import csv_text, write_text
 from repro.papers.cell import is_printed
-from repro.render import content, plot, tables
+from repro.render import content, plot, table_files
 from repro.results.measured import Measured
 from repro.specs import figures
 from repro.specs.figures import FigureSpec
@@ -21,7 +21,7 @@ from repro.store.measurement import SHOWN, Measurement, text
 from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
-Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, y, interval of y, value of `over`
+Points = list[tuple[float | str, float, float | None, float | None, str]]  # x, y, interval of y, value of `sweep`
 Panels = dict[str, dict[str, Points]]  # by model and series
 Drawn = tuple[Panels, Sequence[Measurement], str]
 TIMES = {"us", "ms"}  # units of what is no ratio
@@ -41,8 +41,8 @@ def build(flow: Workflow, name: str, out: Path = Path("figures")) -> Panels:
         UserError: as `draw`.
     """
     stem = out / canonical(name)
-    panels, found, text = draw(flow, name, [stem.with_suffix(form) for form in (".svg", ".pdf")])
-    write_text(stem.with_suffix(".csv"), _csv(panels, found))
+    panels, measurements, text = draw(flow, name, [stem.with_suffix(form) for form in (".svg", ".pdf")])
+    write_text(stem.with_suffix(".csv"), _csv(panels, measurements))
     write_text(stem.with_suffix(".md"), text)
     return panels
 
@@ -60,11 +60,11 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
     if spec.plot not in PLOTS:
         raise UserError(f"figures/{name}.yaml: {unknown('plot', spec.plot, PLOTS)}")
     results = table_results(flow, paper, number, "figure")
-    found = results.found
+    by_key = results.by_key
     drawn: dict[str, Panels] = {}  # by what else than its last variable a table's columns vary
     marked: dict[tuple[str, str], str] = {}
     across, point = spec.metrics
-    for one in found.values():
+    for one in by_key.values():
         cell, m = one.cell, one.measurement
         if cell.metric != point:
             continue
@@ -72,7 +72,7 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
         group = cell.col.rpartition(", ")[0] if spec.table else ""
         panel = ", ".join(filter(None, (group, model)))
         at = drawn.setdefault(group, {}).setdefault(panel, {})
-        at.setdefault(cell.row, []).extend(_points(spec, one, found.get((*cell.place[:3], across))))
+        at.setdefault(cell.row, []).extend(_points(spec, one, by_key.get((*cell.cell_key[:3], across))))
         if m.value is not None and m.note:
             marked[cell.row, cell.col] = m.note
     panels = dict(chain.from_iterable(of_group.items() for of_group in drawn.values()))
@@ -98,7 +98,7 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
 
 def _leaderboard(flow: Workflow, paths: Sequence[Path]) -> Drawn:
     """The leaderboard's recipes by bits and ratio; its numbers are those of tables/table2."""
-    panels, title = tables.scattered(flow), f"Every recipe of scale {flow.scale.name}; paired 95 % intervals"
+    panels, title = table_files.scattered(flow), f"Every recipe of scale {flow.scale.name}; paired 95 % intervals"
     for path in paths:
         plot.scatter(panels, title, "stored bits per block weight", "perplexity / full precision", path)
     lines = []
@@ -132,20 +132,20 @@ def _each(quantity: Quantity | None) -> Sequence[float]:
     return np.atleast_1d(quantity.value({name: one.value for name, one in (quantity.known or {}).items()}))
 
 
-def _csv(panels: Mapping[str, Mapping[str, Points]], found: Sequence[Measurement]) -> str:
+def _csv(panels: Mapping[str, Mapping[str, Points]], measurements: Sequence[Measurement]) -> str:
     lines: list[list[str]] = [["panel", "series", "x", "y", "lo", "hi", "at"]]
     for panel, series in panels.items():
         for label, points in series.items():
             lines += [[panel, label, *map(text, point)] for point in points]
-    levels = [m for m in found if m.metric == "level"]
+    levels = [m for m in measurements if m.metric == "level"]
     return csv_text(lines + [["", m.row, "", *map(text, (m.value, m.lo, m.hi)), "level"] for m in levels])
 
 
-def _markdown(title: str, spec: FigureSpec, found: Sequence[Measurement]) -> str:
+def _markdown(title: str, spec: FigureSpec, measurements: Sequence[Measurement]) -> str:
     lines = [f"**{title}**", "", f"Printed: {spec.printed or 'no numbers'}.", ""]
-    for m in found:
-        place = ", ".join(filter(None, (m.row, m.model, m.col)))
+    for m in measurements:
+        where = ", ".join(filter(None, (m.row, m.model, m.col)))
         unit = m.unit if m.value is not None else ""
-        lines.append(f"- {place}: {content.here(m)} {unit}".rstrip())
-    origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in found if m.live and m.device)
+        lines.append(f"- {where}: {content.here(m)} {unit}".rstrip())
+    origin = dict.fromkeys(f"{m.device}, commit {m.commit}" for m in measurements if m.source and m.device)
     return "\n".join([*lines, "", f"Measured on {'; '.join(origin) or 'nothing yet'}.", ""])

@@ -29,7 +29,7 @@ from repro import papers
 from repro.core.errors import UserError, shortened, unknown
 from repro.core.strict import load_yaml
 from repro.metrics import metric_of
-from repro.papers.cell import Place
+from repro.papers.cell import CellKey
 from repro.recipes import recipe
 from repro.results import measure
 from repro.results.measured import Measured
@@ -48,16 +48,16 @@ DIRECTIONS = ("opposite direction", "no effect", "same direction, smaller", "sam
 NO_VERDICT = "no verdict"
 COLLAPSED = 5.0  # times full precision's perplexity: above, a model has lost so much that a comparison says little
 LOST = "collapsed"  # what is missing of a case whose compared models all have
-EXCUSED = ("no_stand_in", "floor", LOST)  # of which no verdict can come here, however much is run
+EXCUSED = ("no_stand_in", "at_chance", LOST)  # of which no verdict can come here, however much is run
 REASONS = {
     "no_stand_in": "without a stand-in",
-    "floor": "at chance",
+    "at_chance": "at chance",
     LOST: f"all that is compared is above {COLLAPSED:.0f} times full precision",
 }
 
 
-class Reading(NamedTuple):
-    """A further reading of a case: its value and interval, its verdict by the same predicate.
+class CrossCheck(NamedTuple):
+    """A cross-check of a case: its value and interval, its verdict by the same predicate.
 
     `apart`: the 95 % interval of its difference to the case's own value excludes 0, on the windows that both have.
     """
@@ -81,7 +81,7 @@ class Case:
         on: the stand-ins, `*` after those whose cells were measured here on their first windows or items alone.
         missing: why it is not judged: the status of the first cell that is not measured, or of one of `EXCUSED`.
         nats: whether log probabilities are compared, and the printed value is of accuracies.
-        also: its further readings.
+        cross_checks: the same quantity on other columns.
     """
 
     model: str
@@ -94,7 +94,7 @@ class Case:
     covers: str = ""
     on: str = ""
     missing: str = ""
-    also: tuple[Reading, ...] = ()
+    cross_checks: tuple[CrossCheck, ...] = ()
     nats: bool = False
     verdict: int | None = None
 
@@ -141,9 +141,9 @@ class Judged:
         return self.measured and any(len(m.seeds.split()) == 1 for m in self.cells if m.status in MEASURED)
 
 
-def counted(found: Sequence[bool]) -> str:
+def counted(flags: Sequence[bool]) -> str:
     """In how many of all cases something is so, such as `1 of 3 cases`."""
-    return f"{sum(found)} of {len(found)} case{'s' * (len(found) != 1)}"
+    return f"{sum(flags)} of {len(flags)} case{'s' * (len(flags) != 1)}"
 
 
 def unjudged(paper: str) -> dict[str, str]:
@@ -180,9 +180,9 @@ def verdict(claim: tables.ClaimSpec, measured: Sequence[Measured], scale: str) -
     printed = own_numbers(claim, cases)
     if claim.judged_on_printed:
         return Judged(claim, cases, "", "", False, claim.judged_on_printed, scale, cells, printed)
-    if {m.live for m in cells if m.status in MEASURED} == {"arithmetic"}:
-        found = PLAIN[together([case.verdict for case in cases])]
-        return Judged(claim, cases, "", "", False, f"on the public shapes of its model: {found}", scale, cells, printed)
+    if {m.source for m in cells if m.status in MEASURED} == {"arithmetic"}:
+        own = PLAIN[together([case.verdict for case in cases])]
+        return Judged(claim, cases, "", "", False, f"on the public shapes of its model: {own}", scale, cells, printed)
     judged = [case for case in cases if case.verdict is not None]
     word = _word(claim, cases, cells)
     if not judged:
@@ -194,11 +194,11 @@ def own_numbers(claim: tables.ClaimSpec, cases: Sequence[Case]) -> str:
     """What the paper's own cells say of a claim, each known to half a unit of its last digit."""
     if any(case.printed is None for case in cases):
         return ""
-    known, found = rounding.cells(claim), []
-    for keys, named in claim.places():
-        cell = {name: known[place] for name, place in named.items()}
-        found.append(_verdict(rounding.corners(claim.quantity.format(**keys), claim.holds.format(**keys), cell)))
-    return OWN_NUMBERS[together(found, claim.most)]
+    known, verdicts = rounding.cells(claim), []
+    for keys, named in claim.case_cells():
+        cell = {name: known[key] for name, key in named.items()}
+        verdicts.append(_verdict(rounding.corners(claim.quantity.format(**keys), claim.holds.format(**keys), cell)))
+    return OWN_NUMBERS[together(verdicts, claim.most)]
 
 
 def _grade(cells: Sequence[Measurement]) -> str:
@@ -238,8 +238,8 @@ def _word(claim: tables.ClaimSpec, cases: Sequence[Case], cells: Sequence[Measur
     most = 2 * len(judged) >= len(possible)  # a few cases above chance do not speak for all
     if all(case.verdict == HOLDS for case in judged) and not left and most:
         return ON_STAND_INS if _grade(cells) == "C" else PLAIN[HOLDS]
-    held = sum(case.verdict == HOLDS for case in judged)
-    return f"{PLAIN[UNDECIDED]}, {held} of {len(cases)} hold"
+    holding = sum(case.verdict == HOLDS for case in judged)
+    return f"{PLAIN[UNDECIDED]}, {holding} of {len(cases)} hold"
 
 
 def _word_of_most(
@@ -257,12 +257,12 @@ def _word_of_most(
 def rejected(cases: Sequence[Case]) -> list[Case]:
     """The cases that fail in a family of so many, by Holm's procedure at 5 %."""
     by_chance = sorted(((p_failing(case), n) for n, case in enumerate(cases)), key=lambda pair: pair)
-    found = []
+    failing = []
     for rank, (p, n) in enumerate(by_chance):
         if p > (1 - LEVEL) / (len(cases) - rank):
             break
-        found.append(cases[n])
-    return found
+        failing.append(cases[n])
+    return failing
 
 
 def p_failing(case: Case) -> float:
@@ -326,12 +326,12 @@ def verdict_of(case: Case) -> int:
     """Holds: the whole interval satisfies the predicate; fails: none of it does; else, or without one, undecided."""
     if case.lo is None or case.hi is None:
         return UNDECIDED
-    found = satisfied(case.holds, np.append(np.linspace(case.lo, case.hi, 1001), case.measured))
-    return _verdict(found)
+    satisfying = satisfied(case.holds, np.append(np.linspace(case.lo, case.hi, 1001), case.measured))
+    return _verdict(satisfying)
 
 
-def _verdict(found: np.ndarray) -> int:
-    return HOLDS if found.all() else FAILS if not found.any() else UNDECIDED
+def _verdict(satisfying: np.ndarray) -> int:
+    return HOLDS if satisfying.all() else FAILS if not satisfying.any() else UNDECIDED
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
@@ -343,22 +343,22 @@ def evidence(claim: tables.ClaimSpec, measured: Sequence[Measured]) -> tuple[tup
     Raises:
         UserError: its table has no such cell.
     """
-    known: dict[Place, Measured] = {}
+    known: dict[CellKey, Measured] = {}
     for one in measured:
-        known[one.cell.place] = one
-        known.setdefault((*one.cell.place[:3], ""), one)
+        known[one.cell.cell_key] = one
+        known.setdefault((*one.cell.cell_key[:3], ""), one)
     cases, named_cells = [], {}
-    for keys, named in claim.places():
+    for keys, named in claim.case_cells():
         for row, col, model, metric in named.values():
             if (row, col, model, metric) not in known:
                 where = f"{row} | {col}{' | ' * bool(metric)}{metric}"
                 raise UserError(f"claim {claim.claim}: {claim.table} has no cell {where} of {model}")
-        bound = {name: known[place] for name, place in named.items()}
+        bound = {name: known[key] for name, key in named.items()}
         printed = {name: papers.number(one.cell.printed) for name, one in bound.items()}
         nats = _log_probabilities(claim, bound, known)
         bound = nats or bound
         for one in bound.values():
-            named_cells[one.cell.place] = one.measurement
+            named_cells[one.cell.cell_key] = one.measurement
         cases.append(_case(claim, keys, printed, bound, tuple(known.values()), bool(nats)))
     return tuple(cases), tuple(named_cells.values())
 
@@ -375,49 +375,50 @@ def _case(
     printed = None if None in known.values() else float(evaluate(quantity, known))
     if printed is not None and not np.isfinite(printed):
         raise UserError(
-            f"claim {claim.claim}: {shortened(quantity)!r} of the printed cells is {printed}, no finite number"
+            f"claim {claim.claim}: {shortened(quantity)!r} of the printed cells is {printed}, not a finite number"
         )
     holds = claim.log_probability if nats else claim.holds
     case = Case(str(keys["model"]), holds.format(**keys), printed, nats=nats)
     here = [one.measurement for one in cells.values()]
-    missing = [m for m in here if m.status not in MEASURED or (m.value is None and not m.live)]
+    missing = [m for m in here if m.status not in MEASURED or (m.value is None and not m.source)]
     if missing:
         return replace(case, missing=missing[0].status)
-    at_chance = "floor" in {m.status for m in here}
+    at_chance = "at_chance" in {m.status for m in here}
     if claim.log_probability and not nats and at_chance:
-        return replace(case, missing="floor")  # equal accuracies at chance have no quotient
-    if any(m.live == "partial" and recipe.parse(m.recipe).seeded for m in here):
+        return replace(case, missing="at_chance")  # equal accuracies at chance have no quotient
+    if any(m.source == "partial" and recipe.parse(m.recipe).seeded for m in here):
         return replace(case, missing="not_run")  # a few windows of one draw are no evidence on what is drawn
     own = compose(quantity, {name: one.quantity for name, one in cells.items()})
     try:
-        found = own.interval()
+        interval = own.interval()
     except NotFinite:
         if not at_chance:
             raise
-        return replace(case, missing="floor")  # no text matches any reference: both scores are 0
+        return replace(case, missing="at_chance")  # no text matches any reference: both scores are 0
     marks = {"partial": "*", "arithmetic": "public shapes"}  # the latter has no stand-in
-    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.live, "") for m in here))
-    ends = (found.lo, found.hi) if found.n or found.lo is not None else (found.value, found.value)  # a count is exact
-    case = replace(case, measured=found.value, lo=ends[0], hi=ends[1], df=found.df, covers=found.covers, on=on)
-    also = tuple(_readings(claim, case, quantity, own, cells, table))
+    on = ", ".join(dict.fromkeys(m.stand_in + marks.get(m.source, "") for m in here))
+    is_exact = not interval.n and interval.lo is None  # a count
+    ends = (interval.value, interval.value) if is_exact else (interval.lo, interval.hi)
+    case = replace(case, measured=interval.value, lo=ends[0], hi=ends[1], df=interval.df, covers=interval.covers, on=on)
+    cross_checks = tuple(_cross_checks(claim, case, quantity, own, cells, table))
     if at_chance:
-        return replace(case, also=also, missing="floor")
+        return replace(case, cross_checks=cross_checks, missing="at_chance")
     if _all_lost(cells.values()):
-        return replace(case, also=also, missing=LOST)
-    return replace(case, also=also, verdict=verdict_of(case))
+        return replace(case, cross_checks=cross_checks, missing=LOST)
+    return replace(case, cross_checks=cross_checks, verdict=verdict_of(case))
 
 
 def _log_probabilities(
-    claim: tables.ClaimSpec, cells: Mapping[str, Measured], known: Mapping[Place, Measured]
+    claim: tables.ClaimSpec, cells: Mapping[str, Measured], known: Mapping[CellKey, Measured]
 ) -> dict[str, Measured]:
     """What is read next to the named accuracies; empty unless the claim is judged on it and each of them has one."""
-    found = {}
+    by_name = {}
     for name, one in cells.items() if claim.log_probability else ():
-        place = (*one.cell.place[:3], one.cell.metric + tables.LOG_PROBABILITY)
-        if place not in known:
+        key = (*one.cell.cell_key[:3], one.cell.metric + tables.LOG_PROBABILITY)
+        if key not in known:
             return {}
-        found[name] = known[place]
-    return found
+        by_name[name] = known[key]
+    return by_name
 
 
 def _all_lost(cells: Iterable[Measured]) -> bool:
@@ -430,18 +431,18 @@ def _all_lost(cells: Iterable[Measured]) -> bool:
     return len(ratios) > 1 and min(ratios) > COLLAPSED
 
 
-def _readings(
+def _cross_checks(
     claim: tables.ClaimSpec,
     case: Case,
     quantity: str,
     own: Quantity,
     cells: Mapping[str, Measured],
     table: Sequence[Measured],
-) -> Iterator[Reading]:
-    """The claim's other readings of one case: the same quantity on another column of the same rows."""
-    for name, column in claim.also.items():
-        parts = {}
-        for part, one in cells.items():
+) -> Iterator[CrossCheck]:
+    """The claim's cross-checks of one case: the same quantity on another column of the same rows."""
+    for name, column in claim.cross_checks.items():
+        operands = {}
+        for operand, one in cells.items():
             cell = one.cell
             same = (other for other in table if (other.cell.row, other.cell.model) == (cell.row, cell.model))
             other = next((other for other in same if other.cell.col in (column, f"{column}, {cell.col}")), None)
@@ -449,23 +450,23 @@ def _readings(
                 continue
             itself = metric_of(other.cell).itself
             if itself is not None and other.cell.is_full_precision:
-                parts[part] = constant(itself)
+                operands[operand] = constant(itself)
             elif other.measurement.status in MEASURED:
-                parts[part] = other.quantity
-        if parts.keys() == cells.keys():
-            reading = compose(quantity, parts)
-            got, both = reading.interval(), on_same_windows([reading, own])
+                operands[operand] = other.quantity
+        if operands.keys() == cells.keys():
+            check = compose(quantity, operands)
+            got, both = check.interval(), on_same_windows([check, own])
             gap = compose("x - y", dict(zip("xy", both))).interval()
             verdict = verdict_of(replace(case, measured=got.value, lo=got.lo, hi=got.hi))
             apart = gap.lo is not None and gap.hi is not None and not gap.lo <= 0 <= gap.hi
-            yield Reading(name, got.value, got.lo, got.hi, verdict, apart)
+            yield CrossCheck(name, got.value, got.lo, got.hi, verdict, apart)
 
 
 # --- what was printed -------------------------------------------------------------------------------------------------
 
 
 def _check(claim: tables.ClaimSpec) -> None:
-    """Raise unless the paper makes the claim, and the table has the columns of its further readings."""
+    """Raise unless the paper makes the claim, and the table has the columns of its cross-checks."""
     paper, number = tables.split(claim.table)
     known = papers.claims(paper) if paper in papers.PAPERS else {}
     if known and claim.claim.partition(" ")[0] != paper:
@@ -475,9 +476,9 @@ def _check(claim: tables.ClaimSpec) -> None:
             if known and name not in known:
                 raise UserError(f"claim {claim.claim}: {unknown(f'claim of {paper}', name, known)}")
     columns = {cell.col for cell in papers.printed(paper, number)} if number.isdecimal() else set()
-    for column in claim.also.values():
-        if column not in (known := columns | tables.table(paper, number).beside.keys()):
-            raise UserError(f"claim {claim.claim}: also: {unknown(f'column of {claim.table}', column, known)}")
+    for column in claim.cross_checks.values():
+        if column not in (known := columns | tables.table(paper, number).extra_columns.keys()):
+            raise UserError(f"claim {claim.claim}: cross_checks: {unknown(f'column of {claim.table}', column, known)}")
 
 
 def _why(cells: Sequence[Measurement]) -> str:

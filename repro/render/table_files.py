@@ -16,7 +16,7 @@ from repro.specs import tables
 from repro.specs.names import canonical
 from repro.stats.statistics import Interval
 from repro.store.measurement import MEASURED, Measurement, text, to_csv
-from repro.verdicts import claims, coverage
+from repro.verdicts import coverage, judging
 from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
@@ -50,19 +50,19 @@ def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
     paper, number = tables.split(name)
     results = table_results(flow, paper, number)
     if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
-        bare = [place for place, one in results.found.items() if one.measurement.status in ("not_run", "no_stand_in")]
-        results = results.marked({place: {"status": "other_device"} for place in bare})
-    changes, again = replicate.shown(flow, name, results.found)
+        bare = [key for key, one in results.by_key.items() if one.measurement.status in ("not_run", "no_stand_in")]
+        results = results.marked({key: {"status": "other_device"} for key in bare})
+    changes, again = replicate.shown(flow, name, results.by_key)
     results = results.marked(changes)
     sheet = content.sheet(results)
     sheet = replace(sheet, notes=[*sheet.notes, *again])
-    return sheet, to_csv([*results.measurements, *measure.parts(flow, results.cells)])
+    return sheet, to_csv([*results.measurements, *measure.fresh_operands(flow, results.cells)])
 
 
 def headline(flow: Workflow) -> tuple[Sheet, str]:
     """The project's own Table 1: a line a claim that is measured; below, per paper, which of them are not."""
     head = tables.headline()
-    judged = [claims.judge(flow, claim) for claim in tables.headline_claims()]
+    judged = [judging.judge(flow, claim) for claim in tables.headline_claims()]
     rows: list[list[str]] = []
     waiting = []
     for paper in papers.PAPERS:
@@ -96,7 +96,7 @@ def headline(flow: Workflow) -> tuple[Sheet, str]:
     return Sheet(head.title, columns, rows, remarks, left=len(columns)), csv_text(lines)
 
 
-def _headline_row(one: claims.Judged) -> list[str]:
+def _headline_row(one: judging.Judged) -> list[str]:
     """A claim without its paper, what was printed and measured, and the verdict."""
     shown = content.measured(one)
     shown += "*" * any("*" in case.on for case in one.cases)  # on a few windows
@@ -104,23 +104,23 @@ def _headline_row(one: claims.Judged) -> list[str]:
     return [_ids(one), one.spec.says, one.spec.printed, shown, f"{one.grade}: {word}"]
 
 
-def _ids(one: claims.Judged) -> str:
+def _ids(one: judging.Judged) -> str:
     return one.spec.claim.partition(" ")[2] or "figure"
 
 
 def printed_alone(flow: Workflow) -> tuple[Sheet, str]:
     """What the papers' own numbers say of their claims: no verdict on a method, without a grade."""
-    found = []
+    judged = []
     lines = [["paper", *own_numbers.HEAD]]
     for paper in papers.PAPERS:
         written = own_numbers.claims_of(paper)
-        mine = list(own_numbers.rows([claims.judge(flow, claim) for claim in written]))
+        mine = list(own_numbers.rows([judging.judge(flow, claim) for claim in written]))
         mine += own_numbers.formula_rows(paper, own_numbers.without_predicate(paper, written))
-        found += [[paper], *([row[0].partition(" ")[2], *row[1:]] for row in mine)] if mine else []
+        judged += [[paper], *([row[0].partition(" ")[2], *row[1:]] for row in mine)] if mine else []
         lines += [[paper, *row] for row in mine]
     remark = "Each printed cell is known to half a unit of its last digit: within rounding, both are possible."
     title = "The papers' own numbers: what arithmetic on printed cells says of a claim"
-    return Sheet(title, own_numbers.HEAD, found, [remark], left=len(own_numbers.HEAD)), csv_text(lines)
+    return Sheet(title, own_numbers.HEAD, judged, [remark], left=len(own_numbers.HEAD)), csv_text(lines)
 
 
 def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]], dict[tuple[str, str], Interval]]:
@@ -128,7 +128,7 @@ def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]
     entries: dict[str, dict[str, dict[str, Measurement]]] = {}
     ratios: dict[tuple[str, str], Interval] = {}
     for cell in flow.table_cells("table2"):
-        asked = flow.is_measured(cell) and cell.seeds == (0,) and not (cell.calibration or flow.parts(cell))
+        asked = flow.is_measured(cell) and cell.seeds == (0,) and not (cell.calibration or flow.operands(cell))
         if not asked:
             continue
         one = measure.one_measured(flow, cell)
@@ -145,10 +145,10 @@ def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]
 def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
     """Every recipe of any spec that this scale measures, evaluated alike."""
     entries, ratios = leaders(flow)
-    found: set[str] = set()
+    measured_recipes: set[str] = set()
     for recipes in entries.values():
-        found.update(*recipes.values())
-    labels = sorted(found)
+        measured_recipes.update(*recipes.values())
+    labels = sorted(measured_recipes)
     rows: list[list[str]] = []
     lines = [["model", "recipe", "column", "value", "lo", "hi"]]
     for model, recipes in sorted(entries.items(), key=lambda item: _by_size(item[0])):

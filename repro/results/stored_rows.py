@@ -1,12 +1,12 @@
-"""What is accepted of a cell: a row of its own, one of the same declared inputs in another table, or its parts' rows.
+"""Accepted results of a cell: its own row, one of the same declared inputs in another table, or its operands' rows.
 
 A measurement is made and accepted once, in whichever table, and every cell that declares the same inputs at the same
 scale takes it, with its interval, status, origin and staleness. Nothing less than equality of all declared inputs
-counts; one seed of a row with several stands for a cell of that seed. A cell that is arithmetic over others (`parts`)
-is composed of what is accepted of these, seed by seed.
+counts; one seed of a row with several stands for a cell of that seed. A cell that is arithmetic over operands
+is composed of what is accepted of them, seed by seed.
 
 Of several rows the first that stands is taken, else the first: the cell's own; those of equal inputs, the last by the
-folder's name first; what the parts give.
+folder's name first; what the operands give.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,16 +32,16 @@ OF_CELL = ("paper", "kind", "number", "row", "col", "model", "metric", "printed"
 
 
 def find(flow: Workflow, cell: Cell) -> Measured | None:
-    """What is accepted of a cell, in the cell's place: the first that stands, else the first that there is.
+    """What is accepted of a cell, with the cell's key: the first that stands, else the first that there is.
 
     Raises:
         UserError: results/ is damaged, or a value is another than its observations give.
     """
-    return flow.once(("stored", *cell.key), lambda: _first(chain(_own(flow, cell), _equal(flow, cell))))
+    return flow.once(("stored", *cell.identity), lambda: _first(chain(_own(flow, cell), _equal(flow, cell))))
 
 
 def stands(flow: Workflow, cell: Cell) -> bool:
-    """Whether an accepted result stands for a cell, or for a part of one, which has no place of its own.
+    """Whether an accepted result stands for a cell, or for an operand of one, which has no key of its own.
 
     No value of a row is computed for that: whoever shows it does, and is told where it does not fit.
     """
@@ -53,13 +53,13 @@ def stands(flow: Workflow, cell: Cell) -> bool:
     for row in accepted.equal(flow.scale.name, flow.inputs_hash(cell)):
         if row.status != "stale" and "status" not in standing(flow, cell, row):
             return True
-    found = find(flow, cell) if flow.parts(cell) else None
-    return found is not None and found.measurement.status != "stale"
+    composed = find(flow, cell) if flow.operands(cell) else None
+    return composed is not None and composed.measurement.status != "stale"
 
 
-def _first(found: Iterable[Measured]) -> Measured | None:
+def _first(candidates: Iterable[Measured]) -> Measured | None:
     stale = None
-    for one in found:
+    for one in candidates:
         if one.measurement.status != "stale":
             return one
         stale = stale or one
@@ -67,36 +67,36 @@ def _first(found: Iterable[Measured]) -> Measured | None:
 
 
 def _own(flow: Workflow, cell: Cell) -> Iterator[Measured]:
-    """The row in the cell's own place."""
+    """The row of the cell's own key."""
     if (row := accepted.find(flow.scale.name, cell)) is not None:
         yield _shown(flow, cell, as_drawn(cell, row), row)
 
 
 def _equal(flow: Workflow, cell: Cell) -> Iterator[Measured]:
-    """The rows of equal inputs in any place, then what the cell's parts give."""
+    """The rows of equal inputs under any key, then what the cell's operands give."""
     if not flow.jobs(cell):
         return
     for row in accepted.equal(flow.scale.name, flow.inputs_hash(cell)):
         yield _shown(flow, cell, cell, row)
-    if parts := _parts(flow, cell):
-        yield _composed(flow, cell, parts)
+    if operands := _operands(flow, cell):
+        yield _composed(flow, cell, operands)
 
 
-def _parts(flow: Workflow, cell: Cell) -> dict[str, Measured]:
-    """What is accepted of each part of a cell by name, none where one is not; a part has no place of its own."""
-    found = {}
-    for name, part in flow.parts(cell).items():
-        if (accepted_part := _first(_equal(flow, part))) is None:
+def _operands(flow: Workflow, cell: Cell) -> dict[str, Measured]:
+    """What is accepted of each operand of a cell by name, none where one is not; an operand has no key of its own."""
+    by_name = {}
+    for name, operand in flow.operands(cell).items():
+        if (accepted_operand := _first(_equal(flow, operand))) is None:
             return {}
-        found[name] = accepted_part
-    return found
+        by_name[name] = accepted_operand
+    return by_name
 
 
 def _shown(flow: Workflow, cell: Cell, drawn: Cell, row: Measurement) -> Measured:
-    """A row in a cell's place, with the quantity that its value is computed from; `drawn` is as `as_drawn`."""
+    """A row under a cell's key, with the quantity that its value is computed from; `drawn` is as `as_drawn`."""
     shown = replace(row, **of_cell(cell), **standing(flow, drawn, row))
-    found = Measured(cell, shown, cache(lambda: _quantity(flow, drawn, row)))
-    return found if shown.status == "stale" else found.marked(**_recomputed(row, found.source()))
+    measured = Measured(cell, shown, cache(lambda: _quantity(flow, drawn, row)))
+    return measured if shown.status == "stale" else measured.marked(**_recomputed(row, measured.load_quantity()))
 
 
 def _quantity(flow: Workflow, cell: Cell, row: Measurement) -> Quantity | None:
@@ -105,61 +105,61 @@ def _quantity(flow: Workflow, cell: Cell, row: Measurement) -> Quantity | None:
     return flow.of_series(cell, seeds) if seeds else None
 
 
-def _composed(flow: Workflow, cell: Cell, parts: Mapping[str, Measured]) -> Measured:
-    """A cell from what is accepted of its parts; stale if one of them is, without a value if one of them has none."""
-    held = [part.measurement for part in parts.values()]
+def _composed(flow: Workflow, cell: Cell, operands: Mapping[str, Measured]) -> Measured:
+    """A cell from accepted results of its operands; stale if one of them is, without a value if one has none."""
+    rows = [operand.measurement for operand in operands.values()]
     origins = {}
     for name in (*ORIGIN, "artifacts"):
-        words = chain.from_iterable(getattr(m, name).split(JOIN) for m in held)
+        words = chain.from_iterable(getattr(m, name).split(JOIN) for m in rows)
         origins[name] = JOIN.join(dict.fromkeys(words))
-    odd = [m for m in held if m.value is None] + [m for m in held if m.status == "stale"]
+    odd = [m for m in rows if m.value is None] + [m for m in rows if m.status == "stale"]
     facts = {"status": odd[0].status, "note": odd[0].note} if odd else {"status": "ok"}
-    facts |= {"live": "stored", "versions": _joined_versions(cell, held)}
-    facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in held)}
-    inner = {name: part.source() for name, part in parts.items()}
+    facts |= {"source": "stored", "versions": _joined_versions(cell, rows)}
+    facts |= {"scale": flow.scale.name, "grade": max(m.grade for m in rows)}
+    inner = {name: operand.load_quantity() for name, operand in operands.items()}
     composed = None if None in inner.values() else compose(cell.params.quantity, inner)  # type: ignore[arg-type]
     numbers = values(composed) if composed else {}
     shown = Measurement(**of_cell(cell), **facts, **declared(flow, cell), **origins, **numbers)
     return Measured(cell, shown, lambda: composed)
 
 
-def _joined_versions(cell: Cell, parts: Iterable[Measurement]) -> str:
-    """The versions of a cell's parts and of its own metric; where parts differ, all of them."""
+def _joined_versions(cell: Cell, operands: Iterable[Measurement]) -> str:
+    """The versions of a cell's operands and of its own metric; where operands differ, all of them."""
     words = set(versions.text({cell.measure: versions.of(cell.measure)}).split())
-    for part in parts:
-        words.update(part.versions.split())
+    for operand in operands:
+        words.update(operand.versions.split())
     return " ".join(sorted(words))
 
 
 def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
-    """Whether a recorded cell still stands: with other declared inputs or versions it is stale."""
-    stale = {"live": "stored", "status": "stale"}
+    """Whether a stored cell still stands: with other declared inputs or versions it is stale."""
+    stale = {"source": "stored", "status": "stale"}
     if flow.inputs_hash(cell) != old.inputs:
         return stale | {"note": "its declared inputs have changed"}
     if old.grade != flow.scale.grade:
         return stale | {"note": f"it was accepted as grade {old.grade}, and scale {old.scale} is {flow.scale.grade}"}
     if others := versions.changed(versions.read(old.versions), versions.of_cell(flow, cell)):
         return stale | {"note": f"other versions: {others}"}
-    return {"live": "stored"}
+    return {"source": "stored"}
 
 
 def _recomputed(old: Measurement, quantity: Quantity | None) -> dict[str, Any]:
-    """Value, interval and n of a recorded cell, from its accepted observations.
+    """Value, interval and n of a stored cell, from its accepted observations.
 
     Raises:
-        UserError: the recorded value is another than they give.
+        UserError: the stored value is not what they give.
     """
     if quantity is None and old.status in MEASURED:
         raise UserError(f"{accepted.path_of(old)}: {old.where} has no observations, so its value is not shown")
     if quantity is None:
         return {}
-    found = quantity.interval()
-    if old.value is not None and text(found.value) != text(old.value):
+    interval = quantity.interval()
+    if old.value is not None and text(interval.value) != text(old.value):
         raise UserError(
             f"{accepted.path_of(old)}: the value of {old.where} is {text(old.value)}, but its observations give "
-            f"{text(found.value)}; check the file out again"
+            f"{text(interval.value)}; check the file out again"
         )
-    return numbers(found)
+    return numbers(interval)
 
 
 # --- what cells and their quantities say of measurements --------------------------------------------------------------
@@ -184,9 +184,15 @@ def declared(flow: Workflow, cell: Cell) -> dict[str, str]:
     return {"recipe": recipe.name, "seeds": seeds, "inputs": flow.inputs_hash(cell)}
 
 
-def numbers(found: Interval) -> dict[str, Any]:
+def numbers(interval: Interval) -> dict[str, Any]:
     """A value with its interval."""
-    return {"value": found.value, "lo": found.lo, "hi": found.hi, "covers": found.covers, "n": found.n or None}
+    return {
+        "value": interval.value,
+        "lo": interval.lo,
+        "hi": interval.hi,
+        "covers": interval.covers,
+        "n": interval.n or None,
+    }
 
 
 def values(quantity: Quantity) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What training a recipe's steps takes: tokens, bytes of a GPU and of the host, passes through the model.
+"""Cost of training a recipe's steps: tokens, GPU and host memory, passes through the model.
 
 Arithmetic on a configuration and a shape; nothing is loaded. Bytes are those of what `blocks`, `streams` and
 `end_to_end` hold at once, counted up: hidden states exactly, what autograd keeps by the tensors of a quantizer.
@@ -138,9 +138,9 @@ def work(step: Any, sequences: int, length: int, quantized: bool, count: int) ->
     if step.work is None:
         return Work(sequences, 0, 2.0 if step.calibrated else 0.0, 2 if step.calibrated else 0)
     used = max(1, min(sequences, config.tokens // length))
-    found = step.work(config, used, quantized, count)
+    cost = step.work(config, used, quantized, count)
     seen = config.epochs * (used // config.batch) * config.batch * length
-    return replace(found, tokens=round(found.trained * seen))
+    return replace(cost, tokens=round(cost.trained * seen))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -166,29 +166,29 @@ def estimate(
     """
     total, head = Estimate(), of.vocabulary * of.hidden / of.weights
     for step in steps:
-        found = work(step, sequences, length, quantized, of.blocks)
-        streams = found.streams * stream_bytes(step.config, found.sequences, length, of.hidden)
+        cost = work(step, sequences, length, quantized, of.blocks)
+        streams = cost.streams * stream_bytes(step.config, cost.sequences, length, of.hidden)
         size = {"bfloat16": 2, "float32": 4}.get(getattr(step.config, "compute", ""), itemsize)
-        held = found.models * of.parameters * itemsize + found.latent * 4 * of.weights
-        held += of.parameters * size if size != itemsize else 0  # the copy that is computed with
-        if found.latent:
-            trained = of.weights if found.whole else of.weights // of.blocks
-            tokens = length * (1 if found.whole else step.config.batch)
+        step_bytes = cost.models * of.parameters * itemsize + cost.latent * 4 * of.weights
+        step_bytes += of.parameters * size if size != itemsize else 0  # the copy that is computed with
+        if cost.latent:
+            trained = of.weights if cost.whole else of.weights // of.blocks
+            tokens = length * (1 if cost.whole else step.config.batch)
             kept = 2 * size + (4 * KEPT if getattr(step.config, "act_bits", 16) < 16 else 0)
-            held += 4 * trained * (4 + KEPT * found.students)  # two of a gradient, AdamW's two
-            held += found.students * tokens * of.features * (of.blocks if found.whole else 1) * kept
-            held += LOSS * found.students if found.whole else 0
-            held = max(held, SAMPLING) if getattr(step.config, "data", "") == "sampled" else held
+            step_bytes += 4 * trained * (4 + KEPT * cost.students)  # two of a gradient, AdamW's two
+            step_bytes += cost.students * tokens * of.features * (of.blocks if cost.whole else 1) * kept
+            step_bytes += LOSS * cost.students if cost.whole else 0
+            step_bytes = max(step_bytes, SAMPLING) if getattr(step.config, "data", "") == "sampled" else step_bytes
         away = getattr(step.config, "place", "device") == "host"
-        gpu, host = held + (0 if away else streams), of.parameters * itemsize + (streams if away else 0)
+        gpu, host = step_bytes + (0 if away else streams), of.parameters * itemsize + (streams if away else 0)
         if device == "cpu":
-            gpu, host = 0, held + streams
+            gpu, host = 0, step_bytes + streams
         total = Estimate(
-            total.tokens + found.tokens,
+            total.tokens + cost.tokens,
             max(total.gpu, gpu + CONTEXT if device != "cpu" else 0),
             max(total.host, host),
             max(total.streams, streams),
-            total.token_blocks + found.passes * found.sequences * length * of.blocks * (1 + head * found.whole),
+            total.token_blocks + cost.passes * cost.sequences * length * of.blocks * (1 + head * cost.whole),
         )
         quantized = True
     return total

@@ -9,12 +9,12 @@ from math import ceil
 Measure = Callable[[str], float]  # the width of a text
 
 
-class Measured(str):
+class MeasuredText(str):
     """Text of a measured value; `latex` sets its leading number in bold."""
 
 
 @dataclass(frozen=True)
-class Grid:
+class TextGrid:
     """A table as lines of text; `body` holds per row its lines, a section is one line with one text."""
 
     head: list[str]
@@ -23,20 +23,20 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ColumnPlan:
     """Columns that fit a page; text columns may be narrower than their texts, and are to be wrapped.
 
     `panels` holds per panel its value columns; each panel repeats the text columns. `totals` are the panels' widths.
     """
 
-    grid: Grid
+    grid: TextGrid
     heads: list[list[str]]
     widths: list[float]
     panels: list[list[int]]
     totals: list[float]
 
 
-def fit(grid: Grid, measure: Measure, page: float, gap: float) -> Plan:
+def fit(grid: TextGrid, measure: Measure, page: float, gap: float) -> ColumnPlan:
     """Wrap heads, narrow the text columns, and split the value columns into panels where the page is too narrow."""
     left, count = grid.left, len(grid.head)
     most = 0.45 * page  # of one value; a longer one is broken
@@ -80,11 +80,11 @@ def fit(grid: Grid, measure: Measure, page: float, gap: float) -> Plan:
     panels = split(count)
     even = ceil(len(values) / len(panels)) if panels else 0
     panels = next((p for limit in range(even, count) if len(p := split(limit)) <= len(panels)), panels) or [[]]
-    return Plan(Grid(grid.head, body, left), heads, widths, panels, list(map(total, panels)))
+    return ColumnPlan(TextGrid(grid.head, body, left), heads, widths, panels, list(map(total, panels)))
 
 
 def fold(text: str, width: float, measure: Measure) -> list[str]:
-    """Lines of at most `width`, broken at blanks, and inside words that are wider; a `Measured` keeps its first."""
+    """Lines of at most `width`, broken at blanks, and inside words that are wider; a `MeasuredText` keeps its first."""
     lines, rest = [], text
     while measure(rest) > width + 1e-6:
         n = max(1, bisect_right(range(1, len(rest)), width, key=lambda end: measure(rest[:end].rstrip())))
@@ -98,7 +98,7 @@ def fold(text: str, width: float, measure: Measure) -> list[str]:
     return [type(text)(lines[0]), *map(str, lines[1:])]
 
 
-def of_panel(plan: Plan, columns: Sequence[int]) -> list[list[list[str]]]:
+def of_panel(plan: ColumnPlan, columns: Sequence[int]) -> list[list[list[str]]]:
     """What one panel shows of the grid's body: no line without a value in these columns, nor sections of none.
 
     A row whose printed values all stand in other panels keeps its label, before the measured ones.

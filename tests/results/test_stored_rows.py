@@ -2,17 +2,18 @@
 
 import shutil
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from test_accept import older
 from tiny_results import MODEL, SPEC, refusal
 
 from repro.core.errors import UserError
-from repro.render import tables as rendered
+from repro.render import table_files as rendered
 from repro.render.content import here
-from repro.results import measure, recorded
+from repro.results import measure, stored_rows
 from repro.results.accept import accept
-from repro.results.recorded import ORIGIN
+from repro.results.stored_rows import ORIGIN
 from repro.specs import tables
 from repro.specs.tables import Spec
 from repro.stats.quantity import compose
@@ -55,7 +56,7 @@ def cell(house, row="ours", metric="wiki"):
 
 def shown(house, row="ours", metric="wiki", **scale):
     """A cell of the second table as a machine shows it that takes everything from results/."""
-    return measure.one(Workflow(replace(house.scale, **scale), recorded=True), cell(house, row, metric))
+    return measure.one(Workflow(replace(house.scale, **scale), stored=True), cell(house, row, metric))
 
 
 def edit(house, name="table1", row="RTN pc", **changes):
@@ -67,7 +68,7 @@ def edit(house, name="table1", row="RTN pc", **changes):
 
 def accept_own(house, *rows):
     """Accept the second table's own fresh rows."""
-    path = house.place / "own.csv"
+    path = house.folder / "own.csv"
     found = [measure.one(house.flow, one) for one in house.flow.cells("spear", NAME)]
     path.write_text(to_csv(m for m in found if m.row in rows))
     return accept(path)
@@ -79,9 +80,9 @@ def accept_own(house, *rows):
 def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
     accept(asked.table())
     for row, twin in (("ours", "RTN pc"), ("drawn", "GPTQ g128"), ("full", "FP16")):
-        found, live, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.recorded(twin)
-        assert found == replace(live, live="stored") and found.status == "ok" and found.note == ""
-        assert found.place == (row, "", MODEL, "wiki") and other.place == (twin, "Wiki", MODEL, "wikitext2_ppl")
+        found, fresh, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.stored_row(twin)
+        assert found == replace(fresh, source="stored") and found.status == "ok" and found.note == ""
+        assert found.cell_key == (row, "", MODEL, "wiki") and other.cell_key == (twin, "Wiki", MODEL, "wikitext2_ppl")
         assert here(found) == here(other)
         assert [getattr(found, name) for name in SAME] == [getattr(other, name) for name in SAME]
     refused = shown(asked, "refused")
@@ -90,17 +91,17 @@ def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
 
 def test_whether_a_row_stands_needs_no_value(asked, monkeypatch):
     accept(asked.table())
-    monkeypatch.setattr(recorded, "_recomputed", lambda *given: pytest.fail("a value was computed"))
-    flow = Workflow(asked.scale, recorded=True)
-    assert recorded.stands(flow, cell(asked)) and not recorded.stands(flow, cell(asked, "3 bits"))
+    monkeypatch.setattr(stored_rows, "_recomputed", lambda *given: pytest.fail("a value was computed"))
+    flow = Workflow(asked.scale, stored=True)
+    assert stored_rows.stands(flow, cell(asked)) and not stored_rows.stands(flow, cell(asked, "3 bits"))
     edit(asked, versions="perplexity=1 rtn=0")
-    assert not recorded.stands(Workflow(asked.scale, recorded=True), cell(asked))
+    assert not stored_rows.stands(Workflow(asked.scale, stored=True), cell(asked))
 
 
 def test_peers_are_the_cells_of_a_column(asked):
     cells = asked.flow.cells("spear", "1")
     for one in cells:
-        assert asked.flow.peers(one) == [other for other in cells if other.place[1:] == one.place[1:]]
+        assert asked.flow.peers(one) == [other for other in cells if other.cell_key[1:] == one.cell_key[1:]]
 
 
 def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
@@ -111,7 +112,7 @@ def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
     assert shown(asked, name="other").status == "not_run", "another scale"
     assert shown(asked, dtype="bfloat16").status == "not_run"
     another = replace(cell(asked, "drawn"), seeds=(7,))
-    assert measure.one(Workflow(asked.scale, recorded=True), another).status == "not_run", "another seed"
+    assert measure.one(Workflow(asked.scale, stored=True), another).status == "not_run", "another seed"
     monkeypatch.setattr("repro.models.fingerprint", lambda name: "abcdef01")
     assert shown(asked).status == "not_run", "another model under the same name"
 
@@ -120,10 +121,10 @@ def test_nothing_less_than_equal_inputs_counts(asked, monkeypatch):
 def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, seed):
     accept(asked.table())
     one = replace(cell(asked, "drawn"), seeds=(seed,))
-    flow, live = Workflow(asked.scale, recorded=True), measure.one(asked.flow, one)
+    flow, fresh = Workflow(asked.scale, stored=True), measure.one(asked.flow, one)
     found = measure.one(flow, one)
-    assert found == replace(live, live="stored", artifacts=found.artifacts) and found.seeds == str(seed)
-    assert found.value != asked.recorded("GPTQ g128").value and "seeds" not in found.covers
+    assert found == replace(fresh, source="stored", artifacts=found.artifacts) and found.seeds == str(seed)
+    assert found.value != asked.stored_row("GPTQ g128").value and "seeds" not in found.covers
     both = [measure.one_measured(here, one).quantity.interval() for here in (flow, asked.flow)]
     assert both[0] == both[1]
 
@@ -131,8 +132,8 @@ def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, se
 def test_staleness_is_that_of_the_row(asked):
     older(asked, "RTN pc")
     accept(asked.table())
-    assert (shown(asked).status, shown(asked).live, shown(asked).note) == ("stale", "stored", OLDER)
-    assert shown(asked).value == asked.recorded().value and shown(asked, "full").status == "ok"
+    assert (shown(asked).status, shown(asked).source, shown(asked).note) == ("stale", "stored", OLDER)
+    assert shown(asked).value == asked.stored_row().value and shown(asked, "full").status == "ok"
     assert shown(asked, grade="B").status == "stale"
 
 
@@ -141,7 +142,7 @@ def test_its_own_row_wins_unless_only_the_other_stands(asked):
     accept_own(asked, "ours")
     edit(asked, protocol="of Table 1")
     edit(asked, NAME, "ours", protocol="its own")
-    assert shown(asked).protocol == "its own" and asked.recorded().protocol == "of Table 1"
+    assert shown(asked).protocol == "its own" and asked.stored_row().protocol == "of Table 1"
     edit(asked, NAME, "ours", versions="perplexity=0")
     assert (shown(asked).protocol, shown(asked).status) == ("of Table 1", "ok")
     edit(asked, NAME, "ours", inputs="0" * 8)
@@ -158,11 +159,11 @@ def test_of_several_devices_the_last_by_the_folders_name_that_stands(asked):
         path = copy / "spear-table1.csv.xz"
         accepted.store(path, [replace(m, device=device) for m in from_csv(path)])
     accepted.forget()
-    assert shown(asked).device == asked.recorded().device == "zz 2"
+    assert shown(asked).device == asked.stored_row().device == "zz 2"
     accepted.store(path, [replace(m, versions="perplexity=0") for m in from_csv(path)])
     accepted.forget()
     assert (shown(asked).device, shown(asked).status) == ("zz 1", "ok")
-    assert (asked.recorded().device, asked.recorded().status) == ("zz 1", "ok")
+    assert (asked.stored_row().device, asked.stored_row().status) == ("zz 1", "ok")
 
 
 def test_an_edited_value_is_noticed_where_it_was_accepted(asked):
@@ -175,13 +176,13 @@ def test_an_edited_value_is_noticed_where_it_was_accepted(asked):
 
 
 def test_a_derived_cell_is_composed_of_its_parts_series(asked):
-    live = measure.fresh(asked.flow, cell(asked, "drawn", "gain"))
-    assert live.status == "ok" and live.covers == "windows and seeds" and live.lo < live.value < live.hi
+    fresh = measure.fresh(asked.flow, cell(asked, "drawn", "gain"))
+    assert fresh.status == "ok" and fresh.covers == "windows and seeds" and fresh.lo < fresh.value < fresh.hi
     accept(asked.table())
     found = shown(asked, "drawn", "gain")
-    assert [getattr(found, name) for name in (*SAME, *ORIGIN)] == [getattr(live, name) for name in (*SAME, *ORIGIN)]
-    assert (found.live, found.seeds, found.place) == ("stored", "0 1", ("drawn", "", MODEL, "gain"))
-    assert found.versions == live.versions == "compress=1 derived=1 gptq=1 perplexity=1 rtn=1 tokens=1"
+    assert [getattr(found, name) for name in (*SAME, *ORIGIN)] == [getattr(fresh, name) for name in (*SAME, *ORIGIN)]
+    assert (found.source, found.seeds, found.cell_key) == ("stored", "0 1", ("drawn", "", MODEL, "gain"))
+    assert found.versions == fresh.versions == "compress=1 derived=1 gptq=1 perplexity=1 rtn=1 tokens=1"
     assert shown(asked, "3 bits", "gain").status == "not_run", "one part is not accepted"
     refused = shown(asked, "refused", "gain")
     assert (refused.status, refused.value) == ("unsupported", None) and refused.note == shown(asked, "refused").note
@@ -200,7 +201,7 @@ def test_an_accepted_derived_cell_is_shared_as_a_whole(asked):
     accept_own(asked, "drawn")
     assert shown(asked, "drawn", "gain").status == "ok"
     other = replace(cell(asked, "drawn", "gain"), row="again")
-    flow = Workflow(asked.scale, recorded=True)
+    flow = Workflow(asked.scale, stored=True)
     assert measure.one(flow, other) == replace(shown(asked, "drawn", "gain"), row="again")
     edit(asked, row="RTN pc", versions="perplexity=0")  # a part of it
     assert measure.one(flow, other).status == "ok"
@@ -212,22 +213,22 @@ def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its
     built_here, left_out = runner.origin, {asked.job("FP16").id}
     monkeypatch.setattr(runner, "origin", lambda job: {} if job.id in left_out else built_here(job))
     assert measure.one(asked.flow, cell(asked, "drawn", "gain")).status == "not_run"
-    rendered.build(asked.flow, f"spear/{NAME}", asked.place)
-    path = asked.place / "spear" / f"{NAME}.csv"
+    rendered.build(asked.flow, f"spear/{NAME}", asked.folder)
+    path = asked.folder / "spear" / f"{NAME}.csv"
     rows = {(m.row, m.metric): m for m in from_csv(path)}
     parts = {place for place in rows if ": " in place[1]}
     assert parts == {("drawn", "gain: s"), ("refused", "gain: s")}, "others are accepted, not built, or another's twice"
     accept(path)
     twin = measure.one(asked.flow, cell(asked, "drawn"))
-    part = accepted.find(asked.scale.name, recorded.as_drawn(cell(asked, "drawn", "gain"), twin))
+    part = accepted.find(asked.scale.name, stored_rows.as_drawn(cell(asked, "drawn", "gain"), twin))
     assert part is None, "the cell itself is not measured anew"
     monkeypatch.setattr(runner, "origin", built_here)
-    live, found = measure.fresh(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
-    assert [getattr(found, name) for name in SAME] == [getattr(live, name) for name in SAME]
+    fresh, found = measure.fresh(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
+    assert [getattr(found, name) for name in SAME] == [getattr(fresh, name) for name in SAME]
     assert shown(asked, "refused", "gain").status == "unsupported"
     row = next(m for m in accepted.every() if (m.row, m.metric) == ("drawn", "gain: s"))
     assert measure.cell_of(asked.flow, row).recipe == "gptq-w4-g128" and (row.printed, row.unit) == ("", "")
-    assert measure.parts(asked.flow, [cell(asked, "drawn", "gain")]) == []
+    assert measure.fresh_operands(asked.flow, [cell(asked, "drawn", "gain")]) == []
     with pytest.raises(UserError, match="has no cell drawn /  / Llama-3.2-1B / gain: x"):
         measure.cell_of(asked.flow, replace(row, metric="gain: x"))
 
@@ -238,7 +239,7 @@ def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its
 def test_quantities_pair_over_the_windows_of_shared_cells(asked):
     ratio = measure.one_measured(asked.flow, cell(asked)).against
     accept(asked.table())
-    flow = Workflow(asked.scale, recorded=True)
+    flow = Workflow(asked.scale, stored=True)
     assert measure.one_measured(flow, cell(asked)).against == ratio is not None
     mine, theirs = cell(asked), asked.cell()
     both = {"x": measure.one_measured(flow, mine).quantity, "y": measure.one_measured(flow, theirs).quantity}
@@ -251,22 +252,22 @@ def test_quantities_pair_over_the_windows_of_shared_cells(asked):
 
 def test_full_precision_is_found_for_a_table_without_its_row(asked, monkeypatch):
     accept(asked.table())
-    before = measure.one_measured(Workflow(asked.scale, recorded=True), cell(asked)).against
+    before = measure.one_measured(Workflow(asked.scale, stored=True), cell(asked)).against
     bare = replace(QUESTION, rows={"ours": "rtn-w4-pc"})
     known = tables.table
     monkeypatch.setattr(tables, "table", lambda *both: bare if both == ("spear", NAME) else known(*both))
-    assert measure.one_measured(Workflow(asked.scale, recorded=True), cell(asked)).against == before is not None
+    assert measure.one_measured(Workflow(asked.scale, stored=True), cell(asked)).against == before is not None
 
 
 def test_nothing_is_written_for_a_shared_cell(asked):
     accept(asked.table())
     before = asked.files()
-    rendered.build(Workflow(asked.scale, recorded=True), f"spear/{NAME}", asked.place)
-    rows = from_csv(asked.place / "spear" / f"{NAME}.csv")
-    assert {(m.row, m.live) for m in rows if m.status in MEASURED and m.metric == "wiki"} == {
+    rendered.build(Workflow(asked.scale, stored=True), f"spear/{NAME}", asked.folder)
+    rows = from_csv(asked.folder / "spear" / f"{NAME}.csv")
+    assert {(m.row, m.source) for m in rows if m.status in MEASURED and m.metric == "wiki"} == {
         (row, "stored") for row in ("full", "ours", "drawn")
     }
-    assert "no measured row to accept" in refusal(accept, asked.place / "spear" / f"{NAME}.csv")
+    assert "no measured row to accept" in refusal(accept, asked.folder / "spear" / f"{NAME}.csv")
     assert asked.files() == before
 
 
@@ -285,12 +286,14 @@ def test_what_is_accepted_next_is_seen(asked):
 
 def test_missing_are_the_jobs_that_no_accepted_result_stands_for(asked):
     flow, cells = asked.flow, asked.flow.cells("spear", NAME)
-    assert set(measure.missing(flow, cells)) == set(distinct([job for c in cells for job in recorded.jobs(flow, c)]))
+    assert set(measure.missing(flow, cells)) == set(
+        distinct(chain.from_iterable(stored_rows.jobs(flow, c) for c in cells))
+    )
     accept(asked.table())
     kl = [c for c in cells if c.metric == "kl"]
-    left = [job for c in cells if c.row == "3 bits" or c in kl for job in recorded.jobs(flow, c)]
+    left = [job for c in cells if c.row == "3 bits" or c in kl for job in stored_rows.jobs(flow, c)]
     part = measure.missing(flow, [cell(asked, "3 bits", "gain")])
     assert set(measure.missing(flow, cells)) == set(distinct(left))
-    assert set(part) == set(distinct(recorded.jobs(flow, cell(asked, "3 bits")))), "not of the parts that are there"
+    assert set(part) == set(distinct(stored_rows.jobs(flow, cell(asked, "3 bits")))), "not of the parts that are there"
     edit(asked, "table1", "RTN pc", inputs="01234567")
-    assert set(recorded.jobs(flow, cell(asked))) < set(measure.missing(flow, [cell(asked)]))
+    assert set(stored_rows.jobs(flow, cell(asked))) < set(measure.missing(flow, [cell(asked)]))

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import shutil
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from repro import papers
 from repro.core.errors import UserError
 from repro.core.files import ROOT
 from repro.make import snake
-from repro.render import tables as rendered
+from repro.render import table_files as rendered
 from repro.render.content import verdict_line
 from repro.results import measure
 from repro.specs import scale as scales
@@ -26,8 +27,8 @@ from repro.specs.tables import ClaimSpec
 from repro.stats.quantity import Quantity
 from repro.store import accepted, kernel_rows, observations
 from repro.store.observations import Series
-from repro.verdicts import claims
-from repro.verdicts.claims import Case, judge
+from repro.verdicts import judging
+from repro.verdicts.judging import Case, judge
 from repro.workflow import versions
 from repro.workflow.workflow import Workflow
 
@@ -41,7 +42,7 @@ DAMAGE = ClaimSpec(
     "spear C005", "RTN costs perplexity", "9.71 to 20.46", "spear/1",
     {"f": "FP16 | Wiki", "b": "RTN pc | Wiki"}, (ONE,), "b / f - 1", "> 0",
 )  # fmt: skip
-SHARE = dataclasses.replace(GAP, cases=(ONE,), also={})
+SHARE = dataclasses.replace(GAP, cases=(ONE,), cross_checks={})
 SETTINGS = {
     "name": "test",
     "about": "a test",
@@ -58,7 +59,7 @@ GROUP = "gptq-64-v1 on tiny-wikitext"
 
 def flow(**changes):
     """A workflow at the scale of this file, some keys changed."""
-    return Workflow(scales.load(SETTINGS | changes), recorded=False)
+    return Workflow(scales.load(SETTINGS | changes), stored=False)
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +67,8 @@ def kept(tmp_path, monkeypatch):
     """An empty working folder, and accepted results of its own: scale and place to row and series by seed."""
     monkeypatch.chdir(tmp_path)
     found = {}
-    monkeypatch.setattr(accepted, "find", lambda scale, cell: found.get((scale, cell.place), (None, []))[0])
-    monkeypatch.setattr(accepted, "series", lambda row: found[row.scale, row.place][1])
+    monkeypatch.setattr(accepted, "find", lambda scale, cell: found.get((scale, cell.cell_key), (None, []))[0])
+    monkeypatch.setattr(accepted, "series", lambda row: found[row.scale, row.cell_key][1])
     return found
 
 
@@ -84,7 +85,7 @@ def nlls(row, seed=0, n=24, noise=0.01):
 
 def observe(at, rows=SHIFTS, col="Wiki", n=24, seeds=(0,), c4=None):
     """Write what the jobs of some rows would have observed, in their folders; on C4 with the shifts of `c4`."""
-    for cell in (cell for row in rows for cell in cells(at, row, col)):
+    for cell in chain.from_iterable(cells(at, row, col) for row in rows):
         for seed, jobs in zip(seeds, at.jobs(cell), strict=False):
             windows = {"nll": nlls(cell.row, seed, n)}
             if cell.row != "FP16":
@@ -106,10 +107,10 @@ def observe(at, rows=SHIFTS, col="Wiki", n=24, seeds=(0,), c4=None):
 
 def accept(at, rows, kept, **changes):
     """Take rows that are built into accepted results, some columns changed, and remove what is built of them."""
-    for cell in (cell for row in rows for cell in cells(at, row)):
-        row = dataclasses.replace(measure.fresh(at, cell), live="", **changes)
-        kept[(at.scale.name, cell.place)] = row, list(at.quantity(cell).seeds) if row.observations else []
-        for job in (job for jobs in at.jobs(cell) for job in jobs.values()):
+    for cell in chain.from_iterable(cells(at, row) for row in rows):
+        row = dataclasses.replace(measure.fresh(at, cell), source="", **changes)
+        kept[(at.scale.name, cell.cell_key)] = row, list(at.quantity(cell).seeds) if row.observations else []
+        for job in chain.from_iterable(jobs.values() for jobs in at.jobs(cell)):
             shutil.rmtree(job.folder)
 
 
@@ -117,7 +118,7 @@ def accept(at, rows, kept, **changes):
 
 
 def of_interval(holds, low, value, high):
-    return claims.verdict_of(Case("m", holds, None, value, low, high))
+    return judging.verdict_of(Case("m", holds, None, value, low, high))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_holds_only_when_all_of_it_does_and_fails_only_when_none_does(interval, 
     [([0, 0], 0), ([0, 1], 1), ([2, 1], 1), ([0, 2], 2), ([2, 2], 2), ([0], 0), ([0, None], 2), ([1, None], 1)],
 )
 def test_one_case_that_fails_fails_the_claim_and_one_that_is_not_judged_leaves_it_open(verdicts, wanted):
-    assert claims.together(verdicts) == wanted
+    assert judging.together(verdicts) == wanted
 
 
 # --- on what is built -------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_accuracies_are_paired_by_item():
 def test_one_seed_is_said_and_three_are_not(monkeypatch):
     spec = tables.table("spear", "1")
     for seeds in ((0,), (0, 1, 2)):
-        made = dataclasses.replace(spec, seeds=seeds, extra=())
+        made = dataclasses.replace(spec, seeds=seeds, extra_rows=())
         monkeypatch.setattr(tables, "table", lambda paper, number, made=made: made)
         at = flow(seeds=None)
         observe(at, seeds=seeds)
@@ -245,8 +246,8 @@ def test_cells_at_chance_give_no_verdict(monkeypatch):
     at, one = flow(), measure.one_measured
     observe(at)
     assert judge(at, DAMAGE).why == ""
-    chance = lambda flow, cell: one(flow, cell).marked(status="floor" if cell.row == "FP16" else "ok")  # noqa: E731
-    monkeypatch.setattr(claims.measure, "one_measured", chance)
+    chance = lambda flow, cell: one(flow, cell).marked(status="at_chance" if cell.row == "FP16" else "ok")  # noqa: E731
+    monkeypatch.setattr(judging.measure, "one_measured", chance)
     judged = judge(at, DAMAGE)
     assert (judged.verdict, judged.grade, judged.measured) == ("no verdict: at chance", "", False)
     assert judged.cases[0].measured is not None and judged.cases[0].verdict is None
@@ -258,10 +259,10 @@ def test_two_scores_of_0_have_no_quotient(monkeypatch):
     observe(at)
     series = {"f": Series(np.zeros(9), "texts", "g"), "b": Series(np.zeros(9), "texts", "h")}
     quotient = Quantity([series], lambda mean: mean["b"] / mean["f"])
-    monkeypatch.setattr(claims, "compose", lambda *given: quotient)
+    monkeypatch.setattr(judging, "compose", lambda *given: quotient)
     with pytest.raises(UserError, match="may be 0"):
         judge(at, DAMAGE)
-    monkeypatch.setattr(claims.measure, "one_measured", lambda *given: one(*given).marked(status="floor"))
+    monkeypatch.setattr(judging.measure, "one_measured", lambda *given: one(*given).marked(status="at_chance"))
     assert judge(at, DAMAGE).verdict == "no verdict: at chance"
 
 
@@ -306,29 +307,29 @@ def failing_case(t, df=None):
     half = float(stdtrit(math.inf if df is None else df, 0.975))
     value = -float(t)
     case = Case("m", "> 0", 1.0, value, value - half, value + half, df)
-    return dataclasses.replace(case, verdict=claims.verdict_of(case))
+    return dataclasses.replace(case, verdict=judging.verdict_of(case))
 
 
 @pytest.mark.parametrize("df", [None, 5.0, 40.0])
 @pytest.mark.parametrize("t", [2.6, 3.0, 5.0])
 def test_the_p_value_of_a_failing_case_is_that_of_its_t_statistic(t, df):
     want = 2 * float(stdtr(math.inf if df is None else df, -t))
-    assert claims.p_failing(failing_case(t, df)) == pytest.approx(want, rel=1e-3)
+    assert judging.p_failing(failing_case(t, df)) == pytest.approx(want, rel=1e-3)
 
 
 def test_one_case_of_many_does_not_fail_a_claim_by_chance():
     """Holm: of 48 cases one at 2.5 standard errors (p = 0.012) is no failure, at 3.5 (p = 0.0005) it is."""
     holding = [Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, verdict=0)] * 47
-    assert claims.rejected([*holding, failing_case(2.5)]) == []
-    assert len(claims.rejected([*holding, failing_case(3.5)])) == 1
-    assert len(claims.rejected([failing_case(2.5)])) == 1
+    assert judging.rejected([*holding, failing_case(2.5)]) == []
+    assert len(judging.rejected([*holding, failing_case(3.5)])) == 1
+    assert len(judging.rejected([failing_case(2.5)])) == 1
     several = [failing_case(3.5), failing_case(3.3), failing_case(2.1)]  # p = 0.0005, 0.001, 0.036
-    assert len(claims.rejected([*several, *holding[:1]])) == 2, "0.036 is above 0.05 / 2"
-    assert len(claims.rejected(several)) == 3
+    assert len(judging.rejected([*several, *holding[:1]])) == 2, "0.036 is above 0.05 / 2"
+    assert len(judging.rejected(several)) == 3
 
 
 def test_a_claim_about_most_cases_needs_more_than_half():
-    assert [claims.together(v, most=True) for v in ([0, 0, 1], [0, 1], [1, 1, 0], [0, 2, 2], [0, 0, 2])] == [
+    assert [judging.together(v, most=True) for v in ([0, 0, 1], [0, 1], [1, 1, 0], [0, 2, 2], [0, 0, 2])] == [
         0,
         2,
         1,
@@ -351,8 +352,8 @@ def test_a_changed_predicate_says_so():
 @given(st.lists(st.floats(1.97, 6), min_size=1, max_size=6), st.integers(0, 20))
 def test_holm_rejects_no_more_than_single_tests_and_no_less_than_bonferroni(ts, more):
     cases = [failing_case(t) for t in ts] + [Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, verdict=0)] * more
-    found = len(claims.rejected(cases))
-    bonferroni = sum(claims.p_failing(case) <= 0.05 / len(cases) for case in cases)
+    found = len(judging.rejected(cases))
+    bonferroni = sum(judging.p_failing(case) <= 0.05 / len(cases) for case in cases)
     assert bonferroni <= found <= len(ts)
 
 
@@ -372,19 +373,19 @@ def test_holm_rejects_no_more_than_single_tests_and_no_less_than_bonferroni(ts, 
 )
 def test_what_fails_is_said_by_its_direction(holds, printed, interval, neutral, word):
     low, value, high = interval
-    assert claims.direction([Case("m", holds, printed, value, low, high)], neutral) == word
+    assert judging.direction([Case("m", holds, printed, value, low, high)], neutral) == word
 
 
 def test_a_loss_above_its_bound_is_larger_also_where_the_printed_value_is_of_another_unit():
     """SPEAR's and Bit-by-Bit's accuracies are printed in points, and judged in nats."""
-    assert claims.direction([Case("m", "<= 0.016", 0.48, 0.13, 0.09, 0.16, nats=True)]) == "same direction, larger"
-    assert claims.direction([Case("m", ">= 0.16", 5.0, 0.13, 0.09, 0.15, nats=True)]) == "same direction, smaller"
+    assert judging.direction([Case("m", "<= 0.016", 0.48, 0.13, 0.09, 0.16, nats=True)]) == "same direction, larger"
+    assert judging.direction([Case("m", ">= 0.16", 5.0, 0.13, 0.09, 0.15, nats=True)]) == "same direction, smaller"
 
 
 def test_the_word_of_most_failing_cases_is_taken():
     small, none = Case("m", "> 1", 2.0, 0.5, 0.4, 0.6), Case("m", "> 1", 2.0, 0.0, -0.1, 0.1)
-    assert claims.direction([small, none, none]) == "no effect"
-    assert claims.direction([small, none]) == "same direction, smaller"
+    assert judging.direction([small, none, none]) == "no effect"
+    assert judging.direction([small, none]) == "same direction, smaller"
 
 
 def test_cases_may_be_a_product_of_lists_and_a_quantity_may_have_constants():
@@ -392,7 +393,7 @@ def test_cases_may_be_a_product_of_lists_and_a_quantity_may_have_constants():
     claim = dataclasses.replace(
         DAMAGE, cells={"f": "FP16 | Wiki", "b": "{q} pc | Wiki"}, cases=cases, quantity="{unit} * (b / f - 1)"
     )
-    named = [(keys["model"], keys["q"]) for keys, _ in claim.places()]
+    named = [(keys["model"], keys["q"]) for keys, _ in claim.case_cells()]
     assert named == [(ONE, "RTN"), (ONE, "GPTQ"), (TWO, "RTN"), (TWO, "GPTQ")]
     at = flow()
     observe(at)
@@ -412,7 +413,7 @@ def test_live_and_accepted_cells_are_paired(kept):
     accept(at, ["+SPEAR pc on RTN"], kept)
     judged = judge(at, SHARE)
     (case,) = judged.cases
-    assert {m.live for m in judged.cells} == {"fresh", "stored"} and case.on == "pocket-3m"
+    assert {m.source for m in judged.cells} == {"fresh", "stored"} and case.on == "pocket-3m"
     assert (case.measured, case.lo, case.hi) == pytest.approx((whole.measured, whole.lo, whole.hi), rel=1e-12)
 
 
@@ -438,23 +439,23 @@ def test_what_is_drawn_counts_only_with_all_of_its_windows(monkeypatch):
     """A few windows of one seed are shown, and are no evidence on what is calibrated or trained."""
     at, one = flow(), measure.one_measured
     observe(at)
-    brief = lambda at, cell: one(at, cell).marked(live="partial" if "SPEAR" in cell.row else "fresh")  # noqa: E731
-    monkeypatch.setattr(claims.measure, "one_measured", brief)
+    brief = lambda at, cell: one(at, cell).marked(source="partial" if "SPEAR" in cell.row else "fresh")  # noqa: E731
+    monkeypatch.setattr(judging.measure, "one_measured", brief)
     assert judge(at, SHARE).verdict == "no verdict: not run" and judge(at, SHARE).cases[0].missing == "not_run"
     assert judge(at, DAMAGE).measured
 
 
-# --- further readings -------------------------------------------------------------------------------------------------
+# --- cross-checks -------------------------------------------------------------------------------------------------
 
 
 def test_the_kl_share_is_another_reading_in_the_same_line():
     at = flow()
     observe(at)
-    claim = dataclasses.replace(SHARE, also={"KL": "KL", "agreement": "Top-1"})
+    claim = dataclasses.replace(SHARE, cross_checks={"KL": "KL", "agreement": "Top-1"})
     judged = judge(at, claim)
     kl = {row: 0.01 + 0.1 * SHIFTS[row] + 0.0015 for row in SHIFTS}
     base, ours = kl["RTN pc"], kl["+SPEAR pc on RTN"]
-    one, agreement = judged.cases[0].also
+    one, agreement = judged.cases[0].cross_checks
     assert one.name == "KL" and one.value == pytest.approx((base - ours) / base) and one.lo < one.value < one.hi
     assert agreement.value == pytest.approx((base - ours) / base), "full precision agrees with itself everywhere"
     assert f"KL: {100 * one.value:.1f} %" in verdict_line(judged)
@@ -477,15 +478,15 @@ def test_a_printed_column_is_a_reading_and_the_line_says_where_it_disagrees(on_c
     """RTN costs 0.2 nats on both texts; SPEAR leaves 0.05 on WikiText-2, and on C4 as much, more, or more than RTN."""
     at = flow()
     observe(at, c4={"FP16": 0.0, "RTN pc": 0.2, "+SPEAR pc on RTN": on_c4})
-    judged = judge(at, dataclasses.replace(SHARE, holds="> 0", also={"C4": "C4"}))
+    judged = judge(at, dataclasses.replace(SHARE, holds="> 0", cross_checks={"C4": "C4"}))
     share = (np.exp(0.2) - np.exp(on_c4)) / (np.exp(0.2) - 1)
-    (one,) = judged.cases[0].also
+    (one,) = judged.cases[0].cross_checks
     assert one.name == "C4" and one.value == pytest.approx(share, abs=0.02)
     assert (one.verdict, one.apart) == (int(on_c4 > 0.2), on_c4 > 0.1)
-    assert judged.verdict == "holds on the stand-ins", "a reading never decides"
+    assert judged.verdict == "holds on the stand-ins", "a cross-check never decides"
     assert f"C4: {100 * one.value:.1f} % [" in verdict_line(judged) and said in verdict_line(judged)
-    rest = judge(at, dataclasses.replace(SHARE, cases=(ONE, TWO), also={"C4": "C4"}, judged_on_printed="ours"))
-    assert "C4:" not in verdict_line(rest), "a measured reading is not compared with a verdict on printed numbers"
+    rest = judge(at, dataclasses.replace(SHARE, cases=(ONE, TWO), cross_checks={"C4": "C4"}, judged_on_printed="ours"))
+    assert "C4:" not in verdict_line(rest), "a measured cross-check is not compared with a verdict on printed numbers"
 
 
 def test_the_headline_table_has_what_is_measured_alone(monkeypatch):
@@ -519,8 +520,8 @@ def test_the_headline_names_ten_measured_claims_of_tables_own_specs(monkeypatch)
 
 
 def test_a_reading_that_is_not_beside_the_table_is_refused():
-    with pytest.raises(UserError, match="also: unknown column of spear/1 'kl'; choose from: .*KL"):
-        judge(flow(), dataclasses.replace(SHARE, also={"KL": "kl"}))
+    with pytest.raises(UserError, match="cross_checks: unknown column of spear/1 'kl'; choose from: .*KL"):
+        judge(flow(), dataclasses.replace(SHARE, cross_checks={"KL": "kl"}))
 
 
 def test_a_claim_may_be_judged_on_printed_cells_alone():
@@ -706,7 +707,7 @@ def test_the_corners_of_many_printed_cells(edge, said):
     """16 accuracies, each known to half a thousandth: their sum within 0.008 of 3.1."""
     rows = ("FP16", "RTN 4-bit pc")
     tasks = ("PIQA", "ARC-E", "ARC-C", "HellaS", "WinoG", "BoolQ", "LAMBADA", "MMLU")
-    named = {f"x{i}": f"{row} | {task}" for i, (row, task) in enumerate((r, t) for r in rows for t in tasks)}
+    named = {f"x{i}": f"{row} | {task}" for i, (row, task) in enumerate(product(rows, tasks))}
     printed = [c.number for c in papers.printed("spear", "19") if c.row in rows and c.col in tasks]
     total = f"{' + '.join(named)} - {sum(printed)!r} + 3.1"
     claim = dataclasses.replace(DAMAGE, claim="spear C085", table="spear/19", cells=named, quantity=total)
@@ -777,7 +778,7 @@ def test_a_table_s_own_claims_are_about_that_table():
     found = tables.table("spear", "1").claims
     assert found and {claim.table for claim in found} == {"spear/1"}
     everywhere = next(claim for claim in found if claim.cells.get("s", "").endswith("Wiki"))
-    rows = {(row, model) for _, named in everywhere.places() for row, _, model, _ in [named["s"]]}
+    rows = {(row, model) for _, named in everywhere.case_cells() for row, _, model, _ in [named["s"]]}
     printed = {
         (c.row, c.model) for c in papers.printed("spear", "1") if c.row.startswith("+SPEAR") and c.model in MODELS
     }
@@ -799,9 +800,9 @@ def test_no_threshold_changes_without_its_reason():
     for name, found in today.items():
         assert [entry["claim"] for entry in kept[name]] == [claim.claim for claim in found]
         for claim, entry in zip(found, kept[name], strict=True):
-            holds = list(dict.fromkeys(claim.holds.format(**keys) for keys, _ in claim.places()))
+            holds = list(dict.fromkeys(claim.holds.format(**keys) for keys, _ in claim.case_cells()))
             assert (claim.quantity, holds) == (entry["quantity"], entry["holds"]), f"{name}: {claim.claim}"
-            nats = list(dict.fromkeys(claim.log_probability.format(**keys) for keys, _ in claim.places()))
+            nats = list(dict.fromkeys(claim.log_probability.format(**keys) for keys, _ in claim.case_cells()))
             assert nats == entry.get("log_probability", [""]), f"{name}: {claim.claim}"
             for text in re.findall(r"\d+(?:\.\d+)?", " ".join(holds + nats)):
                 said = re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.]*\d)", entry["because"])

@@ -1,4 +1,4 @@
-"""Seconds of a job, estimated from recorded runs.
+"""Estimated seconds of a job, from jobs that were timed.
 
 Times come from benchmark files of earlier builds here (build/benchmarks) and from benchmarks.csv beside this module.
 """
@@ -23,8 +23,8 @@ WINDOWS, ITEMS, ITEM_TOKENS = 190, 2000, 75  # of a whole text or task, and toke
 
 
 @dataclass(frozen=True)
-class Run:
-    """A recorded job: what was run, on how many parameters and tokens, on which device class, for how long."""
+class JobTime:
+    """A timed job: what was run, on how many parameters and tokens, on which device class, for how long."""
 
     kind: str
     steps: str
@@ -38,42 +38,42 @@ class Run:
 def parameters(model: str) -> int:
     """Parameters of a model: two bytes each where it is local, else read off its name on the hub."""
     sizes = [path.stat().st_size for path in models.weight_files(model) if path.suffix == ".safetensors"]
-    found = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.partition("@")[0].lower())
-    named = float(found[1]) if found else 1.0
+    match = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", model.partition("@")[0].lower())
+    named = float(match[1]) if match else 1.0
     return sum(sizes) // 2 or round(1e9 * BILLIONS.get(named, named))
 
 
-def run_of(job: Job, seconds: float = 0.0) -> Run:
-    """A job as a `Run`; its tokens are those that it calibrates on, scores and answers. Tokenizing needs no model."""
+def job_time(job: Job, seconds: float = 0.0) -> JobTime:
+    """The `JobTime` of a job. Its tokens: calibration, scored text and answered items; tokenizing has no model."""
     given = job.given()
     crops = given.get("calibration") or {"sequences": 0, "length": 0}
     tokens = crops["sequences"] * crops["length"]
     tokens += (given.get("windows") or WINDOWS) * given.get("length", 0) * len(given.get("texts", ()))
     tokens += (given.get("limit") or ITEMS) * ITEM_TOKENS * len(given.get("tasks", ()))
     size = parameters(given["model"]) if "recipe" in given and "model" in given else 0  # a shape has no file
-    return Run(job.kind, " ".join(job.steps), given.get("recipe", ""), size, tokens, given["device"], seconds)
+    return JobTime(job.kind, " ".join(job.steps), given.get("recipe", ""), size, tokens, given["device"], seconds)
 
 
-def recorded(build: Path = BUILD, known: Path = KNOWN) -> list[Run]:
-    """Runs whose benchmark files lie under `build`, then those of the committed file."""
-    found, types = [], {"parameters": int, "tokens": int, "seconds": float}
+def measured_times(build: Path = BUILD, known: Path = KNOWN) -> list[JobTime]:
+    """Times of jobs whose benchmark files lie under `build`, then those of the committed file."""
+    times, types = [], {"parameters": int, "tokens": int, "seconds": float}
     for path in sorted(build.glob("benchmarks/*/**/*.tsv")):
         job = build / path.relative_to(build / "benchmarks").with_suffix("") / "job.json"
         lines = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines(), delimiter="\t"))
         if job.is_file() and lines:
             start = 0.0 if "max_rss" in lines[0] else START_S  # `repro run` starts nothing anew for a job
-            found += [run_of(one, float(lines[0]["s"]) + start) for one in runner.from_file(job)]
+            times += [job_time(one, float(lines[0]["s"]) + start) for one in runner.from_file(job)]
     rows = csv.DictReader(known.read_text(encoding="utf-8").splitlines())
-    return found + [Run(**{key: types.get(key, str)(text) for key, text in row.items()}) for row in rows]
+    return times + [JobTime(**{key: types.get(key, str)(text) for key, text in row.items()}) for row in rows]
 
 
-def estimate(job: Job, runs: Iterable[Run]) -> tuple[float, bool]:
+def estimate(job: Job, runs: Iterable[JobTime]) -> tuple[float, bool]:
     """Seconds of a job, and whether they are a guess: no run of its kind and steps on its device class is known.
 
     The closest runs decide, by their median: same recipe, model and tokens; else same recipe; same steps; same kind.
     What a run took beyond its start is scaled by parameters and tokens, and for a guess by device and steps.
     """
-    want, tiers = run_of(job), {(False, False): [START_S]}
+    want, tiers = job_time(job), {(False, False): [START_S]}
     for run in runs:
         if run.kind == want.kind:
             scale = SPEED[run.device] / SPEED[want.device] * _cost(want.steps) / _cost(run.steps)

@@ -1,6 +1,6 @@
-"""What is measured, and peers that cannot run here at all: what was measured of them once, in a CSV of their own.
+"""Measured shapes, and stored times of peers that cannot run here, from a CSV of their own.
 
-`bridge` rescales them to another run by the ratio of that run's bf16 matmul to the recorded one, marked so.
+`bridge` rescales them to another run by the ratio of that run's bf16 matmul to the stored one, marked so.
 """
 
 import functools
@@ -13,14 +13,14 @@ from repro.core.errors import UserError
 from repro.core.files import ROOT, read_text
 
 COUNTS = (1, 4, 8, 16, 64, 256, 512, 1024, 2048)  # activation rows; the last three: prefill, of those made for it
-RECORDED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv.xz"
+STORED = ROOT / "results" / "nvidia-h200" / "peers-recorded.csv.xz"
 TYPES = {
     **{"peer": str, "N": int, "K": int, "M": int, "mode": str, "us": float, "bytes": int, "relerr": float},
     **{"floor_us": float, "device": str, "date": str, "environment": str},
 }
-LIBRARY = "cublas_bf16"  # the bf16 matmul among the recorded
+LIBRARY = "cublas_bf16"  # the bf16 matmul among the stored
 GEMLITE_VARIANTS = ("", "_kc", "_h100cfg", "_h100cfg_kc", "max", "max_kc", "p8", "p8_kc")  # of packing and tuning
-BRIDGED = (  # peers that do not run here: who, what they compute, and their recorded variants; the fastest counts
+BRIDGED = (  # peers that do not run here: who, what they compute, and their stored variants; the fastest counts
     ("awq_gemv", "w4-g128", "fp16", ("awq_gemv_g128",)),
     ("marlin", "w4-g128", "fp16", ("marlin_g128", "marlin_g128_t64x256")),
     *(
@@ -31,8 +31,8 @@ BRIDGED = (  # peers that do not run here: who, what they compute, and their rec
 
 
 @functools.cache
-def recorded(path: Path = RECORDED) -> tuple[Any, ...]:
-    """The recorded times, one a named tuple with the columns of `TYPES`; a file is read once.
+def times(path: Path = STORED) -> tuple[Any, ...]:
+    """The stored times, one a named tuple with the columns of `TYPES`; a file is read once.
 
     Raises:
         UserError: the file is missing or is not such a file.
@@ -43,16 +43,16 @@ def recorded(path: Path = RECORDED) -> tuple[Any, ...]:
         lines = io.StringIO(read_text(path))
         frame = pd.read_csv(lines, usecols=list(TYPES), dtype=TYPES, float_precision="round_trip")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file of recorded peers") from None
+        raise UserError(f"{path}: no such file of stored peers") from None
     except ValueError as error:
-        raise UserError(f"{path}: not a file of recorded peers ({error})") from None
+        raise UserError(f"{path}: not a file of stored peers ({error})") from None
     return tuple(frame.itertuples(index=False, name="Record"))
 
 
 def bridge(
     here: Mapping[tuple[int, int, int, str], float], records: Iterable[Any], peers: Collection[str]
 ) -> list[tuple[Any, float, float]]:
-    """The fastest of some recorded peers at each place, rescaled by the library's ratio in this run.
+    """The fastest of some stored peers at each place, rescaled by the library's ratio in this run.
 
     Args:
         here: microseconds of the bf16 matmul of this run by (N, K, M, mode).
@@ -74,5 +74,5 @@ def bridge(
 
 
 def shapes() -> list[tuple[int, int]]:
-    """(N, K) of every layer for which peers are recorded with cold weights, smallest first."""
-    return sorted({(r.N, r.K) for r in recorded() if r.mode == "cold"}, key=lambda s: (s[0] * s[1], s))
+    """(N, K) of every layer for which peers are stored with cold weights, smallest first."""
+    return sorted({(r.N, r.K) for r in times() if r.mode == "cold"}, key=lambda s: (s[0] * s[1], s))
