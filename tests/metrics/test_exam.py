@@ -104,7 +104,7 @@ def test_a_prompt_has_five_examples_of_the_training_set(small, tmp_path):
     data = (tmp_path / "q").read_bytes()
     for damaged in (data[:-4] + b"\0\0\0\1", data[:20], b""):
         (tmp_path / "q").write_bytes(damaged)
-        with pytest.raises(UserError, match="not a whole file of questions"):
+        with pytest.raises(UserError, match="an incomplete or damaged file of questions"):
             generated.load(tmp_path / "q")
 
 
