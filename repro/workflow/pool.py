@@ -285,9 +285,15 @@ def _begin(number: int, gpus: int, build: Path) -> None:
 
 @contextlib.contextmanager
 def _mps(gpus: int) -> Iterator[None]:
-    """NVIDIA's MPS daemon around the block where it can be started; otherwise the workers take turns."""
+    """NVIDIA's MPS daemon around the block where it can be started; otherwise the workers take turns.
+
+    The daemon sees every GPU: it would number anew those that it was told of, and a worker would look for its own in
+    vain.
+    """
     control = shutil.which("nvidia-cuda-mps-control") if gpus else None
-    started = bool(control) and subprocess.run([control, "-d"], capture_output=True).returncode == 0
+    every_gpu = dict(os.environ)
+    every_gpu.pop("CUDA_VISIBLE_DEVICES", None)
+    started = bool(control) and subprocess.run([control, "-d"], capture_output=True, env=every_gpu).returncode == 0
     try:
         yield
     finally:

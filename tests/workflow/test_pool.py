@@ -311,6 +311,24 @@ def test_a_job_from_its_file_is_the_same_job(job):
             runner.from_file(Path(name))
 
 
+def test_the_mps_daemon_sees_every_gpu(monkeypatch):
+    """It would number anew those that it was told of, and a worker on card 1 would find none."""
+    told = []
+
+    def run(words, **how):
+        told.append((words, how.get("env", {})))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(pool.shutil, "which", lambda name: name)
+    monkeypatch.setattr(pool.subprocess, "run", run)
+    with pool._mps(1):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    (begun, environment), (ended, _) = told
+    assert begun == ["nvidia-cuda-mps-control", "-d"] and ended == ["nvidia-cuda-mps-control"]
+    assert "CUDA_VISIBLE_DEVICES" not in environment and "PATH" in environment
+
+
 @pytest.mark.parametrize("visible, taken", [("3", ["3", "3", "3"]), ("1,0", ["1", "0", "1"]), ("", ["0", "1", "0"])])
 def test_workers_stay_on_the_gpus_that_are_visible(monkeypatch, visible, taken):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
