@@ -80,6 +80,22 @@ def test_what_is_wrong_is_refused_every_time(counted):
             counted.direct(torch.ones(2, 8), None, -1)
 
 
+def test_a_first_launch_in_a_capture_is_one_sentence(counted, monkeypatch):
+    """What is known is launched; outside of a capture errors stay as they are."""
+
+    def refused(*values):
+        raise OSError("operation not permitted when stream is capturing")
+
+    on_device = operators.remembering("it", counted.check, refused, counted.facts, {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"^it: its first launch is inside a CUDA graph capture, .*; call it once"):
+        on_device(torch.ones(2, 8), None, 3)
+    assert counted.counted(torch.zeros(2, 8), None, 3) == ["launch"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(OSError, match="not permitted"):
+        on_device(torch.ones(2, 8), None, 3)
+
+
 class Seen(torch.Tensor):
     """A subclass, as a traced or a distributed tensor is one."""
 
