@@ -30,7 +30,7 @@ def rouge_l(text: str, references: Sequence[str]) -> float:
         UserError: the package is not installed.
     """
     scorer = _scorer()
-    return 100 * max(scorer.score(reference, text)["rougeL"].fmeasure for reference in references)
+    return 100.0 * max(scorer.score(reference, text)["rougeL"].fmeasure for reference in references)
 
 
 @cache

@@ -57,6 +57,12 @@ def test_greedy_matching_by_cosine_is_bertscores_f1():
     assert text_scores.matched_f1(one, other[:0]) == 0 and text_scores.matched_f1(one[:1], -one[:1]) == 0
 
 
+def test_the_score_of_an_empty_answer_is_a_float():
+    """An int would leave the score out of what a job keeps of its prompts."""
+    for text in ("", "...", "a"):
+        assert type(text_scores.rouge_l(text, ["a"])) is float
+
+
 def test_a_common_prefix_ends_at_the_first_difference():
     assert text_scores.common_prefix([1, 2, 3], [1, 2, 4, 3]) == 2
     assert text_scores.common_prefix([1, 2], [1, 2, 3]) == 2 and text_scores.common_prefix([], [1]) == 0
