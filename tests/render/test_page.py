@@ -76,7 +76,7 @@ def test_the_committed_page_of_bitbybit_is_what_specs_and_results_give(bitbybit)
     grid = (folder / "bitbybit" / "table1.md").read_text(encoding="utf-8")
     notes = tables.table("bitbybit", "1").notes
     assert any("baselines saw" in note for note in notes), "what they were trained on is a line of the page"
-    assert all(f"- Table 1: {note}" in text and note in grid for note in notes)
+    assert all(f": {note}\n" in text and note in grid for note in notes) and "\n- Table 1: Trained rows see " in text
 
 
 @pytest.fixture(scope="module")
