@@ -2,17 +2,25 @@
 
     active[1 ... n] = the k with |x[k]| > threshold,    active[0] = n
 
-x: fp16, bf16 or float32 [1, K], K below 2^20; active: int32 [K + 1]. NaN is listed, so that it reaches the output.
-Bytes moved: (2 or 4) K + 4 (K + 1). A program makes the exclusive prefix sum of a segment of at most 1024 inputs and
-reserves its part of the list by one atomic addition, whose order is that in which segments arrive: products that add up
-in the list's order then differ in their last bits from run to run, and nobody writes the entries after the n-th.
-`ordered` lists by k instead: every program counts the segments before its own, there is no atomic, and the entries
-after the n-th are 0.
+x: fp16, bf16 or float32 [1, K], K up to 2^16; active: int32 [K + 1]. NaN is listed, so that it reaches the output.
+Bytes moved: (2 or 4) K + 4 (K + 1).
+
+As the paper has it, a program makes the exclusive prefix sum of a segment of at most 1024 inputs and reserves its part
+of the list by one atomic addition, whose order is that in which segments arrive: products that add up in the list's
+order then differ in their last bits from run to run, and nobody writes the entries after the n-th.
+
+`ordered` lists by k instead, and the entries after the n-th are 0: the thread blocks of a cluster have a segment each
+and send each other how many inputs it lists (compute capability 9.0 and later; one thread block before). The same
+source makes the vector as well: `rms_norm_active.py`, `silu_product_active.py`.
 """
+
+import struct
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import operator
 from repro.kernels.q4_k_planes import X, kept, scratch
@@ -26,8 +34,13 @@ CASES = [  # inputs, share above the threshold, ordered, dtype, seed
     {"K": 28672, "share": 0.5, "ordered": True, "dtype": "bfloat16", "seed": 3},
     {"K": 28672, "share": 0.5, "ordered": False, "dtype": "bfloat16", "seed": 3},
 ]
+SOURCE = Path(__file__).with_suffix(".cu")
+NOTHING, NORM, GATED = 0, 1, 2  # what the source makes: no vector, RMSNorm, SiLU of gate times up
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+BLOCKS = 8  # of a cluster
+EIGHT = 8  # neighbours that a thread loads at once
 SEGMENT = 1024  # inputs of a program
-MOST = 1 << 20  # inputs; a segment's count and its arrival share the 32 bits of one atomic
+MOST = 1 << 16  # inputs, whose places are 16 bits, and a list in any order as many
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -58,12 +71,12 @@ def in_order(active: Tensor) -> Tensor:
 
 def unsupported(device: torch.device | str) -> str | None:
     """Why this kernel cannot run on `device`, or None if it can."""
-    return lacks("active_inputs", device)
+    return lacks("active_inputs", device) or nvrtc.unavailable()
 
 
 @triton.jit
 def active_inputs_kernel(  # noqa: ANN201
-    x, active, state, K, threshold, SEGMENTS, ORDERED: tl.constexpr, SEGMENT: tl.constexpr,  # noqa: ANN001
+    x, active, state, K, threshold, SEGMENTS, SEGMENT: tl.constexpr,  # noqa: ANN001
 ):  # fmt: skip
     """`state`: one zeroed word; its low 20 bits count indices and the others segments that have arrived."""
     segment, lane = tl.program_id(0), tl.arange(0, SEGMENT)
@@ -71,41 +84,62 @@ def active_inputs_kernel(  # noqa: ANN201
     value = tl.load(x + index, mask=index < K, other=0.0).to(tl.float32)
     keep = ((index < K) & ((tl.abs(value) <= threshold) == 0)).to(tl.int32)
     before, own = tl.cumsum(keep, axis=0) - keep, tl.sum(keep, axis=0)
-    if ORDERED:
-        others = tl.zeros((SEGMENT,), tl.int32)
-        for earlier in range(segment):
-            value = tl.load(x + earlier * SEGMENT + lane).to(tl.float32)
-            others += ((tl.abs(value) <= threshold) == 0).to(tl.int32)
-        start, arrived = tl.sum(others, axis=0), segment
-    else:
-        found = tl.atomic_add(state, own + (1 << 20))
-        start, arrived = found & 0xFFFFF, found >> 20
+    found = tl.atomic_add(state, own + (1 << 20))
+    start, arrived = found & 0xFFFFF, found >> 20
     tl.store(active + 1 + start + before, index, mask=keep != 0)
-    if ORDERED:
-        skipped = index - start - before  # how many came before it that are not listed
-        tl.store(active + K - skipped, 0, mask=(index < K) & (keep == 0))
     if arrived == SEGMENTS - 1:
         tl.store(active, start + own)
-        if not ORDERED:
-            tl.store(state, 0)
+        tl.store(state, 0)
 
 
 def launch(x: Tensor, threshold: float, ordered: bool = True) -> Tensor:
     """active of the operator, computed by the kernel; `x` is not checked."""
     columns = x.shape[1]
     active = torch.empty(columns + 1, dtype=torch.int32, device=x.device)
+    if ordered:
+        run(NOTHING, columns, threshold, active, x)
+        return active
     segments = triton.cdiv(columns, SEGMENT)
     state = scratch("active_inputs", 1, torch.int32, x.device)
-    active_inputs_kernel[(segments,)](
-        x, active, state, columns, threshold, segments, ORDERED=ordered, SEGMENT=SEGMENT, num_warps=8
-    )
+    active_inputs_kernel[(segments,)](x, active, state, columns, threshold, segments, SEGMENT=SEGMENT, num_warps=8)
     return active
+
+
+def run(
+    makes: int, columns: int, threshold: float, active: Tensor, x: Tensor, y: Tensor | None = None,
+    total: Tensor | None = None, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    """Launch the source, which fills `active` and, by what it makes, `y` and `total`; nothing is checked."""
+    blocks = BLOCKS if lacks("active_inputs", x.device, (9, 0)) is None else 1
+    given = [tensor for tensor in (x, residual, weight, y, total) if tensor is not None]
+    aligned = columns % EIGHT == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in given)
+    macros = {"MAKES": makes, "RESIDUAL": int(residual is not None), "TYPE": TYPES[x.dtype], "ALIGNED": int(aligned)}
+    macros |= {"CLUSTER": blocks} | sizes(columns, blocks)
+    function = nvrtc.load(SOURCE, "active_inputs", macros, x.device, shared_bytes(macros))
+    tensors = (tensor if tensor is not None else x for tensor in (x, residual, weight, y, total))
+    function(blocks, 32 * macros["WARPS"], *tensors, active, columns, bits_of(eps), bits_of(threshold))
+
+
+def sizes(columns: int, blocks: int) -> dict[str, int]:
+    """The macros WARPS and VECTORS: as few vectors of a thread as blocks of at most 32 warps need."""
+    vectors = -(-columns // (blocks * 32 * 32 * EIGHT))
+    return {"WARPS": -(-columns // (blocks * 32 * EIGHT * vectors)), "VECTORS": vectors}
+
+
+def shared_bytes(macros: dict[str, int]) -> int:
+    """Shared memory of a block: 16 bits for each of its values."""
+    return 2 * 32 * macros["WARPS"] * EIGHT * macros["VECTORS"]
+
+
+def bits_of(number: float) -> int:
+    """The bits of a float32, as a C int."""
+    return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 def limit(x: Tensor, threshold: float, ordered: bool = True) -> str | None:
     """What is wrong with checked arguments, or None."""
-    if x.shape[1] >= MOST:
-        return f"x has {x.shape[1]} columns; a list holds fewer than {MOST}"
+    if x.shape[1] > MOST:
+        return f"x has {x.shape[1]} columns; a list holds {MOST} at most"
     return None if threshold >= 0 else f"threshold is {threshold}; magnitudes are compared with 0 or more"
 
 

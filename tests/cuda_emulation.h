@@ -179,6 +179,8 @@ inline u32 __reduce_max_sync(unsigned, u32 v) {
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __expf(float v) { return std::exp(v); }
+inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
 inline int atomicAdd(int *to, int v) { int old = *to; *to += v; return old; } // fibers of one thread
 inline float atomicAdd(float *to, float v) { float old = *to; *to += v; return old; }
 inline void __threadfence() {} // blocks of a grid run one after the other

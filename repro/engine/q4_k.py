@@ -57,14 +57,14 @@ class Q4K(nn.Module):
     __call__ = forward  # a module's own looks for hooks
 
     def thresholded(self, x: Tensor, threshold: float) -> Tensor:
-        """y of one token whose inputs up to a threshold are skipped: their list, then the listed columns."""
-        weight = self.codes, self.headers
+        """y of one token whose inputs up to a threshold are skipped, by one of the methods that are not "listed"."""
         if self.method == "masked":
-            return self._finished(zigzag_masked(x, *weight, self.end, threshold))
-        active = active_inputs(x, threshold)
-        if self.method == "naive":
-            return self._finished(q4_k_naive_sparse(x, *weight, active))
-        return self._finished(zigzag_sparse(x, *weight, self.end, active))
+            return self._finished(zigzag_masked(x, self.codes, self.headers, self.end, threshold))
+        return self._finished(q4_k_naive_sparse(x, self.codes, self.headers, active_inputs(x, threshold)))
+
+    def listed(self, x: Tensor, active: Tensor) -> Tensor:
+        """y of one token of which the listed inputs count, in zigzag."""
+        return self._finished(zigzag_sparse(x, self.codes, self.headers, self.end, active))
 
     def takes_thresholds(self, x: Tensor) -> bool:
         """Whether inputs can be skipped: of one token, by a kernel of the weight's layout."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from repro.kernels import attention, rms_norm, rope_append, silu_product
+from repro.kernels import attention, rms_norm, rms_norm_active, rope_append, silu_product, silu_product_active
 
 Operator = Callable[..., Any]
 
@@ -26,7 +26,11 @@ def on(device: torch.device, kernel: ModuleType) -> Operator:
 
 @dataclass(frozen=True)
 class Block:
-    """The operators of a transformer block: weights `[H]` of norms, products, and what `kernels/` has between them."""
+    """The operators of a transformer block: weights `[H]` of norms, products, and what `kernels/` has between them.
+
+    Attributes:
+        norm_list, product_list: `norm` and `product`, with the list of their large outputs (SpQt, section 4.2.3).
+    """
 
     input_norm: Tensor
     qkv: nn.Module
@@ -38,13 +42,33 @@ class Block:
     rope: Operator
     attention: Operator
     product: Operator
+    norm_list: Operator
+    product_list: Operator
 
     @classmethod
     def make(cls, input_norm: Tensor, post_norm: Tensor, **products: nn.Module) -> "Block":
         """A block with the operators of its weights' device."""
         names = {"norm": rms_norm, "rope": rope_append, "attention": attention, "product": silu_product}
+        names |= {"norm_list": rms_norm_active, "product_list": silu_product_active}
         operators = {name: on(input_norm.device, kernel) for name, kernel in names.items()}
         return cls(input_norm=input_norm, post_norm=post_norm, **products, **operators)
+
+    def after_norm(
+        self, layer: nn.Module, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A layer of the norm of x + residual, and that sum; the norm lists the layer's inputs if it reads a list."""
+        if not takes_list(layer, x):
+            x, residual = self.norm(x, weight, eps, residual)
+            return layer(x), residual
+        x, residual, active = self.norm_list(x, weight, eps, layer.threshold, residual)
+        return layer.listed(x, active), residual
+
+    def after_product(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """A layer of the gated activation of gate and up, which lists the layer's inputs if it reads a list."""
+        if not takes_list(layer, x):
+            return layer(self.product(x))
+        x, active = self.product_list(x, layer.threshold)
+        return layer.listed(x, active)
 
     @property
     def dense(self) -> "Block":
@@ -55,6 +79,11 @@ class Block:
         """The block with dense weights where its products of so many tokens would dequantize them at every call."""
         able = {name: part for name, part in vars(self).items() if hasattr(part, "expanded")}
         return replace(self, **{name: part.expanded(tokens, dtype) for name, part in able.items()})
+
+
+def takes_list(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer reads a list of those inputs that are not zero, for as many tokens as x has."""
+    return hasattr(layer, "takes_list") and layer.takes_list(x)
 
 
 @dataclass(frozen=True)
@@ -180,11 +209,10 @@ def step(model: Decoder, cache: Cache, tokens: Tokens) -> Tensor:
     x, residual = model.embedding[tokens.ids], None
     for index, block in enumerate(model.in_turn()):
         keys, values = cache.keys[index], cache.values[index]
-        x, residual = block.norm(x, block.input_norm, eps, residual)
-        qkv = block.qkv(x)
+        qkv, residual = block.after_norm(block.qkv, x, block.input_norm, eps, residual)
         q = block.rope(qkv, model.cos, model.sin, tokens.positions, tokens.rows, tokens.slots, keys, values)
         x = block.attention(q, keys, values, tokens.rows, tokens.lengths, scale, tokens.mask, tokens.start)
         x = block.out(x.flatten(1))
-        x, residual = block.norm(x, block.post_norm, eps, residual)
-        x = block.down(block.product(block.gate_up(x)))
+        x, residual = block.after_norm(block.gate_up, x, block.post_norm, eps, residual)
+        x = block.after_product(block.down, x)
     return model.blocks[0].norm(x, model.norm, eps, residual)[0]

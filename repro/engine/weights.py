@@ -23,6 +23,7 @@ from repro.engine import q4_k, two_bit
 from repro.engine.step import Block, Decoder
 from repro.kernels import linear as kernel
 from repro.kernels import packing, zigzag_gemv
+from repro.kernels.active_inputs import active_inputs
 from repro.kernels.dequantize import dequantize
 from repro.kernels.packing import PackedWeight
 from repro.methods.spqt.teal import zeroed
@@ -178,9 +179,19 @@ class SparseInputs(nn.Module):
         self.dense, self.threshold = dense, threshold
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.takes_list(x):
+            return self.listed(x, active_inputs(x, self.threshold))
         if isinstance(self.dense, q4_k.Q4K) and self.dense.takes_thresholds(x):
             return self.dense.thresholded(x, self.threshold)
         return self.dense(zeroed(x, self.threshold))
+
+    def takes_list(self, x: Tensor) -> bool:
+        """Whether the product of as many tokens as x has reads a list of its inputs, which their producer can make."""
+        return isinstance(self.dense, q4_k.Q4K) and self.dense.method == "listed" and self.dense.takes_thresholds(x)
+
+    def listed(self, x: Tensor, active: Tensor) -> Tensor:
+        """y of one token and the list of its inputs above the threshold."""
+        return self.dense.listed(x, active)
 
 
 class Corrected(nn.Module):

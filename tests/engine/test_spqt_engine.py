@@ -103,9 +103,9 @@ def test_a_product_of_layers_with_thresholds_of_their_own_is_a_part_of_the_stack
 def test_one_token_is_computed_from_its_listed_inputs_alone(made, by_kernels, monkeypatch):
     """And a batch, or Q4_K in rows, on inputs with zeros."""
     used = []
-    for name in ("active_inputs", "zigzag_sparse", "q4_k_gemv"):
-        real = getattr(q4_k, name)
-        monkeypatch.setattr(q4_k, name, lambda *given, name=name, real=real: used.append(name) or real(*given))
+    for module, name in ((weights, "active_inputs"), (q4_k, "zigzag_sparse"), (q4_k, "q4_k_gemv")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, name=name, real=real: used.append(name) or real(*given))
     for layout, once in (("zigzag", ["active_inputs", "zigzag_sparse"]), ("row", ["q4_k_gemv"])):
         lm = made(layout, thresholds="unified", sparsity=0.5)
         product = products(lm)["down"]
@@ -118,6 +118,26 @@ def test_one_token_is_computed_from_its_listed_inputs_alone(made, by_kernels, mo
         torch.testing.assert_close(product(x), kept @ weight.T, rtol=1e-4, atol=1e-4)
         assert used == once
         used.clear()
+
+
+def test_a_step_lists_inputs_where_they_are_made(made, by_kernels, ids):
+    """Norms and gated product list theirs, a launch that of attention's output; two tokens have no list."""
+    lm = made("zigzag", thresholds="unified", sparsity=0.5)
+    core = Core("tiny", weights.decoder(lm, 64, CPU, torch.float32))
+    want = core.tree(0, 0, ids[:1], [-1])
+    used = []
+
+    def noted(name, operator):
+        return lambda *given: used.append(name) or operator(*given)
+
+    for number, block in enumerate(core.model.blocks):
+        names = ("norm", "product", "norm_list", "product_list")
+        core.replace(number, **{name: noted(name, getattr(block, name)) for name in names})
+    torch.testing.assert_close(core.tree(0, 0, ids[:1], [-1]), want)
+    assert used == ["norm_list", "norm_list", "product_list"] * 2 + ["norm"]
+    used.clear()
+    core.tree(0, 0, ids[:2], [-1, 0])
+    assert used == ["norm", "norm", "product"] * 2 + ["norm"]
 
 
 def test_a_text_is_prefilled_densely_and_decoded_on_listed_inputs(made, ids, monkeypatch):

@@ -179,41 +179,14 @@ def interpret_pple(case: dict) -> float:
 
 
 def interpret_active_inputs(case: dict) -> float:
-    """Entries that differ: ordered, and sorted after the order of arrival, twice each; NaN is listed."""
+    """Entries that differ, sorted after the order of arrival, twice; NaN is listed."""
     from repro.kernels import active_inputs as kernel
 
-    inputs = kernel.make_inputs(case | {"ordered": True})
+    inputs = kernel.make_inputs(case | {"ordered": False})
     inputs["x"][0, case["K"] // 2] = float("nan")
     want, wrong = kernel.reference(**inputs), 0
-    count = int(want[0])
     for _ in range(2):
-        wrong += int((kernel.launch(**inputs) != want).sum())
-        arrived = kernel.launch(**inputs | {"ordered": False})
-        wrong += int(arrived[0] != count) + int((arrived[1 : 1 + count].sort().values != want[1 : 1 + count]).sum())
-    return wrong
-
-
-def interpret_producer(case: dict) -> float:
-    """A vector with its list against the kernel of the vector alone: bits that differ, wrong entries of the list."""
-    from repro.bench import kernel_list
-    from repro.kernels.active_inputs import in_order
-    from repro.kernels.active_inputs import reference as listed
-
-    case = dict(case)
-    name = case.pop("name")
-    kernel, alone, wrong = kernel_list.load(f"{name}_active"), kernel_list.load(name), 0
-    inputs = kernel.make_inputs(case)
-    if name == "silu_product":
-        inputs["x"][0, 5] = float("nan")  # which a norm would spread over all
-    threshold = inputs["threshold"]
-    given = {key: value for key, value in inputs.items() if key != "threshold"}
-    want = alone.launch(**given)
-    want = want if isinstance(want, tuple) else (want,)
-    for _ in range(2):
-        *got, active = kernel.launch(**inputs)
-        wrong += sum(int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(got, want, strict=True))
-        wrong += int((in_order(active) != listed(want[0], threshold)).sum())
-        assert name == "silu_product" or torch.equal(active, in_order(active))
+        wrong += int((kernel.in_order(kernel.launch(**inputs)) != want).sum())
     return wrong
 
 
@@ -348,15 +321,6 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
     "active_inputs": (
         interpret_active_inputs,
         [{"K": k, "share": s, "dtype": "float16", "seed": k} for k, s in ((2311, 0.4), (1024, 0.5), (5, 0.5))],
-        0,
-    ),
-    "producers of lists": (
-        interpret_producer,
-        [
-            {"name": "rms_norm", "H": 1500, "residual": True, "threshold": 0.7, "dtype": "float16", "seed": 0},
-            {"name": "rms_norm", "H": 64, "residual": False, "threshold": 0.7, "dtype": "float32", "seed": 1},
-            {"name": "silu_product", "F": 1301, "threshold": 3.0, "dtype": "float16", "seed": 2},
-        ],
         0,
     ),
     "quantize_2bit": (
@@ -544,32 +508,13 @@ def dense_variants():
 
 
 def q4_k_variants():
-    """Products with Q4_K, whose codes are loads of 16 bytes, and the list of inputs."""
-    from repro.kernels import (
-        active_inputs,
-        q4_k_naive_sparse,
-        rms_norm_active,
-        silu_product_active,
-    )
+    """A product with Q4_K, and the list of inputs in any order."""
+    from repro.kernels import active_inputs, q4_k_naive_sparse
 
-    wide = dict.fromkeys((80, 90, 100), "v4.b32")
     yield (
         "active_inputs", active_inputs.active_inputs_kernel,
         {"x": "*bf16", "active": "*i32", "state": "*i32", "K": "i32", "threshold": "fp32", "SEGMENTS": "i32"},
-        {"ORDERED": False, "SEGMENT": active_inputs.SEGMENT}, ("x", "active", "state"), {"num_warps": 8},
-        dict.fromkeys((80, 90, 100), "atom"),
-    )  # fmt: skip
-    more = {"active": "*i32", "threshold": "fp32"}
-    yield (
-        "rms_norm with its list", rms_norm_active.rms_norm_active_kernel,
-        dict.fromkeys(("x", "residual", "weight", "y", "total"), "*bf16") | more | {"eps": "fp32", "H": "i32"},
-        {"BLOCK": 4096, "SEGMENT": rms_norm_active.SEGMENT}, ("x", "residual", "weight", "y", "total", "H"),
-        {"num_warps": 8}, wide,
-    )  # fmt: skip
-    yield (
-        "silu_product with its list", silu_product_active.silu_product_active_kernel,
-        more | {"x": "*bf16", "y": "*bf16", "state": "*i32", "F": "i32", "SEGMENTS": "i32"},
-        {"SEGMENT": silu_product_active.SEGMENT}, ("x", "y", "F"), {"num_warps": 8},
+        {"SEGMENT": active_inputs.SEGMENT}, ("x", "active", "state"), {"num_warps": 8},
         dict.fromkeys((80, 90, 100), "atom"),
     )  # fmt: skip
     weight = {"x": "*bf16", "words": "*i32", "headers": "*i32", "y": "*bf16", "N": "i32"}

@@ -212,7 +212,7 @@ LIMITS = [  # an operator, what is changed, and what is said: more tokens than i
     ("silu_product_active", {"threshold": -1.0}, "threshold is -1.0"),
     ("silu_product_active", {"x": torch.ones(1, 7)}, "x has 7 columns; it takes an even number"),
     ("active_inputs", {"threshold": math.nan}, "threshold is nan"),
-    ("active_inputs", {"x": torch.ones(1, 1 << 20)}, "x has 1048576 columns; a list holds fewer than 1048576"),
+    ("active_inputs", {"x": torch.ones(1, (1 << 16) + 1)}, "x has 65537 columns; a list holds 65536 at most"),
     ("read_floor", {"x": torch.ones(6, dtype=torch.uint8)}, "x of 6 bytes"),
     ("read_floor", {"x": torch.ones(16384, dtype=torch.uint8)}, "out has 4 entries"),
 ]

@@ -1,0 +1,161 @@
+// A vector of one token and the list, in order, of its values above a threshold. Method: active_inputs.py.
+//
+// Compile-time constants (-D). Problem: MAKES 0 nothing, x is the vector; 1 RMSNorm of x + residual; 2 SiLU of gate times
+// up; RESIDUAL 0 1; TYPE 0 float32, 1 float16, 2 bfloat16; ALIGNED 0 1, whether all vectors begin at multiples of 16
+// bytes and have multiples of 8 values. Launch: CLUSTER 1, or thread blocks that send each other their sums (compute
+// capability 9.0 and later); WARPS of a block; VECTORS of eight neighbours that a thread has.
+
+#include "ptx.cuh"
+
+constexpr int NORM = 1, GATED = 2; // what is made
+constexpr u32 THREADS = 32 * WARPS, OF_BLOCK = THREADS * 8 * VECTORS; // values of a block
+
+// The i-th value of a vector.
+INLINE float value_of(const char *from, u32 i) {
+    if (TYPE == 0) return __ldg((const float *)from + i);
+    return to_float<TYPE == 2>(__ldg((const u16 *)from + i));
+}
+// Eight values of a vector from the i-th on, zeros beyond the last.
+INLINE void load(float (&v)[8], const char *from, u32 i, u32 count) {
+    if (!ALIGNED) {
+        UNROLL for (u32 j = 0; j < 8; j++) v[j] = i + j < count ? value_of(from, i + j) : 0;
+        return;
+    }
+    uint4 words[TYPE ? 1 : 2] = {};
+    if (i < count)
+        UNROLL for (u32 j = 0; j < (TYPE ? 1 : 2); j++) words[j] = __ldg((const uint4 *)(from + i * (TYPE ? 2 : 4)) + j);
+    const u32 *word = (const u32 *)words;
+    UNROLL for (u32 j = 0; j < 8; j++)
+        v[j] = TYPE ? to_float<TYPE == 2>(j % 2 ? word[j / 2] >> 16 : word[j / 2] & 0xFFFF) : __uint_as_float(word[j]);
+}
+INLINE void store(char *to, const float (&v)[8], u32 i, u32 count) {
+    if (!ALIGNED) {
+        for (u32 j = 0; j < 8 && i + j < count; j++) {
+            if (TYPE) ((u16 *)to)[i + j] = to_half<TYPE == 2>(v[j]);
+            else ((float *)to)[i + j] = v[j];
+        }
+        return;
+    }
+    if (i >= count) return;
+    if (TYPE) {
+        *(uint4 *)(to + i * 2) = {to_halves<TYPE == 2>(v[0], v[1]), to_halves<TYPE == 2>(v[2], v[3]),
+                                  to_halves<TYPE == 2>(v[4], v[5]), to_halves<TYPE == 2>(v[6], v[7])};
+    } else {
+        *(float4 *)(to + i * 4) = {v[0], v[1], v[2], v[3]};
+        *(float4 *)(to + i * 4 + 16) = {v[4], v[5], v[6], v[7]};
+    }
+}
+INLINE float rounded(float v) { return TYPE ? to_float<TYPE == 2>(to_half<TYPE == 2>(v)) : v; }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+active_inputs(const char *__restrict__ x, const char *__restrict__ residual, const char *__restrict__ weight,
+              char *__restrict__ y, char *__restrict__ total, int *__restrict__ active, u32 K, u32 eps, u32 threshold) {
+    __shared__ float squares[WARPS], all_squares[CLUSTER];
+    __shared__ u32 counts[WARPS];
+    __shared__ float all_counts[CLUSTER]; // the bits of integers
+    extern __shared__ __align__(128) char shared[];
+    auto staged = (u16 *)shared; // places within the block of what it lists
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.x;
+    const u32 first = (block * THREADS + threadIdx.x) * 8 * VECTORS;
+#if CLUSTER > 1
+    __shared__ u64 arrived[2];
+    if (threadIdx.x == 0) {
+        expect_bytes(shared_address(arrived), CLUSTER * 4);
+        if (MAKES == NORM) expect_bytes(shared_address(arrived + 1), CLUSTER * 4);
+    }
+    cluster_arrive();
+    bool all_started = false;
+#endif
+    // Gives the block's value to all blocks of the cluster, which then have those of all in their order.
+    auto exchange = [&](float (&all)[CLUSTER], float own, u32 phase) {
+#if CLUSTER > 1
+        if (!all_started) cluster_wait();
+        all_started = true;
+        if (threadIdx.x < CLUSTER) send(shared_address(all + block), own, shared_address(arrived + phase), threadIdx.x);
+        wait_for_bytes(shared_address(arrived + phase));
+#else
+        if (threadIdx.x == 0) all[0] = own;
+        __syncthreads();
+#endif
+    };
+
+    float v[VECTORS][8];
+    UNROLL for (u32 n = 0; n < VECTORS; n++) load(v[n], x, first + 8 * n, K);
+    if (MAKES == GATED) {
+        const char *ups = x + (u64)K * (TYPE ? 2 : 4);
+        UNROLL for (u32 n = 0; n < VECTORS; n++) {
+            float up[8];
+            load(up, ups, first + 8 * n, K);
+            UNROLL for (int j = 0; j < 8; j++)
+                v[n][j] = rounded(rounded(__fdiv_rn(v[n][j], 1 + __expf(-v[n][j]))) * up[j]);
+        }
+    }
+    if (MAKES == NORM) {
+        float sum = 0;
+        UNROLL for (u32 n = 0; n < VECTORS; n++) {
+            if (RESIDUAL) {
+                float other[8];
+                load(other, residual, first + 8 * n, K);
+                UNROLL for (int j = 0; j < 8; j++) v[n][j] = rounded(v[n][j] + other[j]);
+            }
+            store(total, v[n], first + 8 * n, K);
+            UNROLL for (int j = 0; j < 8; j++) sum += v[n][j] * v[n][j];
+        }
+        UNROLL for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+        if (lane == 0) squares[warp] = sum;
+        float scale[VECTORS][8];
+        UNROLL for (u32 n = 0; n < VECTORS; n++) load(scale[n], weight, first + 8 * n, K);
+        __syncthreads();
+        sum = 0;
+        UNROLL for (int w = 0; w < WARPS; w++) sum += squares[w];
+        exchange(all_squares, sum, 1);
+        sum = 0;
+        UNROLL for (int b = 0; b < CLUSTER; b++) sum += all_squares[b];
+        const float factor = rsqrtf(__fdiv_rn(sum, K) + __uint_as_float(eps));
+        UNROLL for (u32 n = 0; n < VECTORS; n++)
+            UNROLL for (int j = 0; j < 8; j++) v[n][j] = rounded(scale[n][j] * rounded(v[n][j] * factor));
+    }
+
+    u32 listed[VECTORS], own = 0; // bits of the values above the threshold, and how many
+    UNROLL for (u32 n = 0; n < VECTORS; n++) {
+        const u32 at = first + 8 * n;
+        if (MAKES) store(y, v[n], at, K);
+        listed[n] = 0;
+        UNROLL for (u32 j = 0; j < 8; j++)
+            listed[n] |= u32(at + j < K && !(fabsf(v[n][j]) <= __uint_as_float(threshold))) << j;
+        own += __popc(listed[n]);
+    }
+    u32 before = own; // of the warp, this lane's included
+    UNROLL for (u32 distance = 1; distance < 32; distance *= 2) {
+        const u32 other = __shfl_sync(~0u, before, (lane - distance) % 32, 32);
+        before += lane >= distance ? other : 0;
+    }
+    if (lane == 31) counts[warp] = before;
+    before -= own;
+    __syncthreads();
+    u32 of_block = 0;
+    UNROLL for (u32 w = 0; w < WARPS; w++) {
+        before += w < warp ? counts[w] : 0;
+        of_block += counts[w];
+    }
+    exchange(all_counts, __uint_as_float(of_block), 0);
+    u32 start = 0, all = 0; // listed before the block, and in all
+    UNROLL for (u32 b = 0; b < CLUSTER; b++) {
+        const u32 count = __float_as_uint(all_counts[b]);
+        start += b < block ? count : 0;
+        all += count;
+    }
+    if (first == 0) active[0] = all;
+    // Written through shared memory, one after the other: neighbours of a thread are no neighbours of its warp.
+    UNROLL for (u32 n = 0; n < VECTORS; n++)
+        UNROLL for (u32 j = 0; j < 8; j++)
+            if (listed[n] >> j & 1) staged[before++] = threadIdx.x * 8 * VECTORS + 8 * n + j;
+    __syncthreads();
+    const u32 begin = block * OF_BLOCK, end = min(K, begin + OF_BLOCK); // of its values
+    for (u32 i = threadIdx.x; i < of_block; i += THREADS) active[1 + start + i] = begin + staged[i];
+    const u32 skipped = begin < end ? end - begin - of_block : 0, skipped_before = begin - start;
+    for (u32 i = threadIdx.x; i < skipped; i += THREADS) active[K - skipped_before - i] = 0; // behind the list
+}
