@@ -4,7 +4,9 @@ SpQt's Table 2 asks for them behind one prompt, Bit-by-Bit's Table 8 behind prom
 Transformers as well.
 
 The weights are random: times and bytes are real. Thresholds are quantiles of the inputs that the shape's own products
-get, so that lists are uniformly random, the worst case; lists are made in every step. One sequence; times need a GPU,
+get, so that lists are uniformly random, the worst case; or products read lists that are made of what the target's model
+keeps on a text (`engine/shape_lists.py`), with SpQt's unified thresholds or TEAL's. Lists are made in every step either
+way: with the vector by RMSNorm and SiLU, by a launch of their own behind attention. One sequence; times need a GPU,
 elsewhere a result is `unsupported`.
 """
 
@@ -21,13 +23,16 @@ import numpy as np
 import torch
 
 from repro.core.errors import NotMeasurable, unknown
-from repro.engine import q4_k, weights
+from repro.data import corpora
+from repro.engine import q4_k, shape_lists, weights
 from repro.engine.core import Core
 from repro.engine.random_shape import random_decoder
 from repro.engine.shapes import SHAPES
 from repro.engine.weights import LAYERS, SparseInputs
+from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
 from repro.metrics.metric import Metric
+from repro.models import perplexity as scoring
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
@@ -50,7 +55,13 @@ AT_LENGTHS = {  # ways that are timed behind prompts of all these lengths, in on
     "w2a2-split": ("bitbybit(w2a2)", "listed"),
     "w2a16": ("bitbybit(w2a16, split=none)", "listed"),
 }
-EVERY = HOW | AT_LENGTHS
+AS_TRAINED = {  # lists as the target's model has them, by how thresholds are chosen
+    f"{thresholds}{s}": (f"{ZIGZAG} + spqt(sparsity={s / 100}, thresholds={thresholds})", "listed")
+    for thresholds in ("unified", "teal")
+    for s in SPARSITIES
+}
+CORPUS, TEXT_LENGTH, WINDOWS = "wikitext2", 2048, 1  # the text whose tokens give these lists: enough for 28,672 inputs
+EVERY = HOW | AS_TRAINED | AT_LENGTHS
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ class ShapeDecode(Metric):
         return f"ms {self.length}" if self.length else "ms"
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
-        """One job times a shape, whatever the target."""
+        """One job times a shape, whatever the target, but where lists are those of its model."""
         protocol = target.scale.protocols["shape_decode"]
         if protocol is None:
             return None
@@ -104,6 +115,9 @@ class ShapeDecode(Metric):
         rule = vars(protocol) | {"shape": self.shape, "recipe": recipe, "method": method, "device": target.scale.device}
         if self.length:
             rule |= {"lengths": list(LENGTHS)}
+        if self.how in AS_TRAINED:
+            text = rule | {"length": TEXT_LENGTH, "windows": WINDOWS}
+            return {"rounds": on_text.job("shape_decode", target.under(recipe), target.scale.text(CORPUS), text, text)}
         return {"rounds": make("shape_decode", f"{self.shape}/{self.how}", rule, rule, {}, ())}
 
     @staticmethod
@@ -120,15 +134,16 @@ class ShapeDecode(Metric):
         if given["method"] == "transformers":
             timed = transformers_steps(given["shape"], device)
         else:
-            engine = loaded(given["shape"], given["recipe"], given["method"], max(lengths) + new + 1, device)
+            masks = trained_masks(given, found) if "weights" in found else None
+            engine = loaded(given["shape"], given["recipe"], given["method"], max(lengths) + new + 1, device, masks)
             timed = lambda prompt, new: engine.time(prompt, new).ms_p50  # noqa: E731
-        found = {}
+        series = {}
         for prompt in lengths:
             rounds = [timed(prompt, new) for _ in range(1 + given["rounds"])][1:]
             name = f"ms {prompt}" if "lengths" in given else "ms"
             group = f"{given['shape']}, {new} tokens after {prompt}"
-            found[name] = Series(np.asarray(rounds, dtype=float), "items", group)
-        observations.save(folder / observations.FILE, found, origin)
+            series[name] = Series(np.asarray(rounds, dtype=float), "items", group)
+        observations.save(folder / observations.FILE, series, origin)
 
     def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The rounds."""
@@ -142,6 +157,13 @@ class ShapeDecode(Metric):
     def limits(self) -> tuple[float, float]:
         """Both are positive."""
         return (0.0, math.inf)
+
+
+def trained_masks(given: Mapping[str, Any], found: Mapping[str, Path]) -> dict[str, shape_lists.Masks]:
+    """What the compressed model of a job keeps of its inputs on the job's text."""
+    lm = compress.load(given, found["weights"])
+    ids, _ = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+    return shape_lists.masks_of(lm, scoring.windows(ids, given["length"], given["windows"]))
 
 
 def transformers_steps(shape: str, device: torch.device) -> Callable[[int, int], float]:
@@ -181,15 +203,26 @@ class Clock:
         """Nothing is left over."""
 
 
-def loaded(shape: str, recipe: str, method: str, context: int, device: torch.device) -> Core:
-    """An engine of a shape whose sparse products skip inputs in one way; in bfloat16 on a GPU, else in float32."""
+def loaded(
+    shape: str,
+    recipe: str,
+    method: str,
+    context: int,
+    device: torch.device,
+    masks: Mapping[str, shape_lists.Masks] | None = None,
+) -> Core:
+    """An engine of a shape whose sparse products skip inputs in one way; in bfloat16 on a GPU, else in float32.
+
+    With masks of a trained model these choose the inputs.
+    """
     from transformers import AutoConfig  # takes seconds
 
     name, dtype = f"shape/{shape}", torch.bfloat16 if device.type == "cuda" else torch.float32
     config = AutoConfig.for_model(**SHAPES[shape])
     slots = weights.check(name, config, context)
     target = Target(None, name, recipe)  # no scale: nothing is calibrated or built
-    engine = Core(name, random_decoder(target.recipe, config, slots, device, dtype))
+    decoder = random_decoder(target.recipe, config, slots, device, dtype)
+    engine = Core(name, decoder if masks is None else shape_lists.listed_alike(decoder, masks))
     for block in engine.model.blocks:
         for name in LAYERS:
             product = getattr(block, name)

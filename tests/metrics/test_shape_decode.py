@@ -15,7 +15,7 @@ from repro.engine import q4_k, random_shape, two_bit, weights  # noqa: E402
 from repro.generation import engine  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.metrics import shape_decode  # noqa: E402
-from repro.metrics.shape_decode import AT_LENGTHS, HOW, ShapeDecode  # noqa: E402
+from repro.metrics.shape_decode import AS_TRAINED, AT_LENGTHS, HOW, ShapeDecode  # noqa: E402
 from repro.recipes.recipe import parse  # noqa: E402
 from repro.specs import figures, tables  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
@@ -142,9 +142,24 @@ def test_table_8_has_its_own_device_and_ours():
 
 def test_table_and_figure_ask_for_every_way_and_shape():
     asked = {(cell.params.shape, cell.params.how) for cell in tables.cells("spqt", "decode")}
-    assert {how for _, how in asked} == set(HOW) and len(asked) == 4 * len(HOW)
+    assert {how for _, how in asked} == {*HOW, *AS_TRAINED} and len(asked) == 4 * (len(HOW) + len(AS_TRAINED))
     assert len(figures.cells("spqt", "7")) == 12
     flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
     jobs = {job.id for job in flow.every_job(flow.cells("spqt", "decode"))}
     drawn = {job.id for job in flow.every_job(flow.cells("spqt", "7", "figure"))}
-    assert len(jobs) == 36 and len(drawn) == 16 and drawn < jobs
+    timed = {job for job in jobs if job.startswith("shape_decode")}
+    assert len(timed) == 68 and len(drawn) == 16 and drawn < timed
+    assert len({job for job in jobs if job.startswith("compress")}) == 9, "Q4_K, and eight ways to choose thresholds"
+
+
+def test_lists_of_a_trained_model_are_of_its_job():
+    """The model under the same recipe, and a text; a shape, a model and a recipe make one job."""
+    (made,) = ShapeDecode("Llama-2-7B", "teal50").jobs(target("cuda")).values()
+    needs, given = dict(made.needs), made.given()
+    assert needs["weights"].kind == "compress"
+    assert parse(needs["weights"].given()["recipe"]).config == parse(given["recipe"]).config
+    assert "thresholds=teal" in given["recipe"] and (given["model"], given["shape"]) == ("pocket-3m", "Llama-2-7B")
+    assert needs["text"].kind == "tokens" and (given["length"], given["windows"]) == (2048, 1)
+    others = [ShapeDecode("Llama-2-7B", "unified50"), ShapeDecode("Llama-2-13B", "teal50")]
+    ids = {next(iter(one.jobs(target("cuda")).values())).id for one in others}
+    assert len(ids | {made.id}) == 3
