@@ -42,6 +42,50 @@ template <int BRAIN> INLINE u32 multiply(u32 a, u32 b) { // in both halves
     return multiply_add<BRAIN>(a, b, 0x80008000); // adds -0: mul.bf16x2 needs compute capability 9.0
 }
 
+template <int BRAIN> INLINE u32 least(u32 a, u32 b) { // of both halves
+    u32 v;
+    if (BRAIN) asm("min.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    else asm("min.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+template <int BRAIN> INLINE u32 most(u32 a, u32 b) {
+    u32 v;
+    if (BRAIN) asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    else asm("max.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+template <int BRAIN> INLINE u32 at_least(u32 a, u32 b) { // all bits of a half whose number in a is not below that in b
+    u32 v;
+    if (!BRAIN) {
+        asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+        return v;
+    }
+#if __CUDA_ARCH__ >= 900
+    asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+#else
+    v = to_float<1>(a & 0xFFFF) >= to_float<1>(b & 0xFFFF) ? 0xFFFF : 0;
+    v |= to_float<1>(a >> 16) >= to_float<1>(b >> 16) ? 0xFFFF0000 : 0;
+#endif
+    return v;
+}
+template <int BRAIN> INLINE u32 half_above(float v) { // the least number of 16 bits that is not below v
+    const u32 bits = __float_as_uint(v);
+    if (BRAIN) return (bits >> 31 ? bits : bits + 0xFFFF) >> 16;
+    u16 h;
+    asm("cvt.rp.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+}
+
+INLINE u32 from_e4m3(u32 two) { // float16 of the E4M3 in the low two bytes, which are not negative
+    u32 halves;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)two));
+#else
+    halves = multiply<0>((two & 0x7F) << 7 | (two & 0x7F00) << 15, 0x5C005C00); // 256: exponents begin 8 later
+#endif
+    return halves;
+}
+
 INLINE u32 kept(u32 v) { // in a register: not computed again where it is used
     asm volatile("" : "+r"(v));
     return v;
@@ -146,6 +190,16 @@ INLINE uint4 load_early(const void *p) { // volatile: the compiler does not move
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+template <int BYTES> INLINE u32 load_early_if(const void *p, bool when) { // 2 or 4 bytes; 0 unless `when`
+    u32 v = 0;
+#define LOAD(TYPE)                                                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global." TYPE " %0, [%1];}"                               \
+                 : "+r"(v) : "l"(p), "r"((u32)when))
+    if (BYTES == 4) LOAD("u32");
+    else LOAD("u16");
+#undef LOAD
+    return v;
+}
 
 INLINE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 INLINE uint4 load16(u32 p) {
@@ -164,6 +218,11 @@ INLINE uint2 load8(u32 p) {
     return v;
 }
 
+INLINE u32 load_byte(u32 p) { // of shared memory
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+    return v;
+}
 INLINE float load4(u32 p) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(p) : "memory");

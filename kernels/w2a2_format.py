@@ -7,25 +7,31 @@ that a product of codes is ANDs and bit counts, and nothing is unpacked:
 
     sum q_w q_x = |w0 & x0| + 2 |w0 & x1| + 2 |w1 & x0| + 4 |w1 & x1|
 
-    codes    int32 [N, 2, G]            scales   uint8 [N, G], the bytes of E4M3, above 0
-    zeros    uint8 [N, ceil(G / 4)], 2 bits each, where every one is a code; else float16 [N, G]
+A weight is units of 8 rows and 16 groups, each in one piece of memory and in the order in which a warp takes it: lane
+4 r + t has row r and groups 4 t to 4 t + 3. What is past the last row or group is 0.
+
+    units    uint8 [ceil(N / 8), ceil(G / 16), 1184]; of a unit
+               1024 bytes are codes, int32 [2, r, t, 2, 2]: [i, r, t, j, p] is plane p of group 4 t + 2 i + j
+                128 bytes are scales [r, group], the bytes of E4M3, above 0
+                 32 bytes are zeros [r, t], 2 bits each, where every one is a code; else 256 bytes, float16 [r, group]
     factors  float32 [N], of the tensor that a row belongs to (layers that share their input are one weight)
 
 Bytes a group: 8 + 1 + 1/4, 2.31 bits a weight; 2.75 with real zeros, which SEQ's levels (1.5) and a centred master that
-is read at 2 bits have, such as (z - 31.5) / 64. Activations are the same planes with scales float32 and zeros int32.
+is read at 2 bits have, such as (z - 31.5) / 64. Activations are plain planes with scales float32 and zeros int32.
 Where channels are split, `index` int32 [32 G] names the input of each column, K where it reads 0.
 """
 
 import torch
 from torch import Tensor
 
-from repro.kernels.operators import Argument
+from repro.kernels.operators import VECTOR, Argument
 from repro.kernels.triton_language import tl, triton
 
 GROUP, MOST_TOKENS = 32, 4
-CODES = Argument((torch.int32,), "N 2 G")
-SCALES, ZEROS = Argument((torch.uint8,), "N G"), Argument((torch.uint8, torch.float16), "N Z")
-FACTORS = Argument((torch.float32,), "N")
+ROWS, GROUPS = 8, 16  # of a unit
+PARTS = 1024, 128  # bytes of its codes and scales
+UNIT, REAL_UNIT = sum(PARTS) + 32, sum(PARTS) + 256
+UNITS, FACTORS = Argument((torch.uint8,), "T U B", VECTOR), Argument((torch.float32,), "N")
 
 
 def planes(codes: Tensor) -> Tensor:
@@ -44,8 +50,8 @@ def codes_of(words: Tensor) -> Tensor:
     return (bits[:, 0] + 2 * bits[:, 1]).flatten(1).to(torch.uint8)
 
 
-def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zeros of a weight in the format.
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The units of a weight.
 
     Args:
         codes: uint8 `[N, K]` from 0 to 3.
@@ -60,30 +66,68 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, 
         raise ValueError(f"{columns} columns do not divide into groups of {GROUP}")
     if int(codes.max()) > 3:
         raise ValueError(f"codes reach {int(codes.max())}; 2 bits hold 0 to 3")
-    if not ((zeros == zeros.round()) & (zeros >= 0) & (zeros <= 3)).all():
-        real = zeros.to(torch.float16)
-        if not (real.double() == zeros.double()).all():
-            off = zeros[real.double() != zeros.double()][0]
-            raise ValueError(f"a zero is {off:g}; the kernel takes codes, or numbers that float16 holds")
-        return planes(codes), scales.view(torch.uint8), real
-    groups = columns // GROUP
-    padded = torch.nn.functional.pad(zeros.to(torch.uint8), (0, -groups % 4)).view(rows, -1, 4)
-    packed = padded[..., 0] | padded[..., 1] << 2 | padded[..., 2] << 4 | padded[..., 3] << 6
-    return planes(codes), scales.view(torch.uint8), packed
+    down, across = -(-rows // ROWS), -(-columns // (GROUP * GROUPS))
+
+    def whole(tensor: Tensor) -> Tensor:  # with the rows and groups that units have
+        padded = tensor.new_zeros(down * ROWS, *tensor.shape[1:-1], across * GROUPS)
+        padded[:rows, ..., : tensor.shape[-1]] = tensor
+        return padded
+
+    def bytes_of(parts: Tensor) -> Tensor:
+        return parts.contiguous().view(torch.uint8).reshape(down, across, -1)
+
+    words = whole(planes(codes)).view(down, ROWS, 2, across, 4, 2, 2).permute(0, 3, 5, 1, 4, 6, 2)
+    steps = whole(scales.view(torch.uint8)).view(down, ROWS, across, GROUPS).transpose(1, 2)
+    z = whole(stored_zeros(zeros)).view(down, ROWS, across, GROUPS).transpose(1, 2)
+    if z.dtype == torch.uint8:
+        four = z.unflatten(-1, (4, 4))
+        z = four[..., 0] | four[..., 1] << 2 | four[..., 2] << 4 | four[..., 3] << 6
+    return torch.cat([bytes_of(words), bytes_of(steps), bytes_of(z)], -1)
 
 
-def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor) -> Tensor:
+def stored_zeros(zeros: Tensor) -> Tensor:
+    """`[N, G]`: codes in uint8, or where one is none, float16.
+
+    Raises:
+        ValueError: float16 does not hold a zero.
+    """
+    if ((zeros == zeros.round()) & (zeros >= 0) & (zeros <= 3)).all():
+        return zeros.to(torch.uint8)
+    real = zeros.to(torch.float16)
+    if not (real.double() == zeros.double()).all():
+        off = zeros[real.double() != zeros.double()][0]
+        raise ValueError(f"a zero is {off:g}; the kernel takes codes, or numbers that float16 holds")
+    return real
+
+
+def unpack(units: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What was packed: codes uint8 `[N, K]`, scales float8_e4m3fn `[N, G]`, zeros `[N, G]` in uint8 or float16."""
+    down, across, size = units.shape
+
+    def by_row(part: Tensor) -> Tensor:  # [down, across, of a unit] to [N, G]
+        return part.reshape(down, across, ROWS, -1).transpose(1, 2).reshape(down * ROWS, -1)[:rows, :groups]
+
+    words, steps, z = (part.contiguous() for part in units.split((*PARTS, size - sum(PARTS)), -1))
+    words = words.view(torch.int32).view(down, across, 2, ROWS, 4, 2, 2).permute(0, 3, 6, 1, 4, 2, 5)
+    codes = codes_of(words.reshape(down * ROWS, 2, -1)[:rows, :, :groups])
+    if size == REAL_UNIT:
+        z = z.view(torch.float16)
+    else:
+        z = torch.stack([z >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    return codes, by_row(steps).contiguous().view(torch.float8_e4m3fn), by_row(z)
+
+
+def dequantize(units: Tensor, factors: Tensor, groups: int) -> Tensor:
     """`[N, K]` in the dtype of `factors`, float32 or float64."""
-    groups, z, dtype = codes.shape[2], zeros, factors.dtype
-    if zeros.dtype == torch.uint8:
-        z = torch.stack([zeros >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)[:, :groups]
-    q = codes_of(codes).view(len(codes), groups, GROUP).to(dtype)
-    step = scales.view(torch.float8_e4m3fn).to(dtype) * factors[:, None]
-    return ((q - z.to(dtype)[..., None]) * step[..., None]).flatten(1)
+    rows, dtype = len(factors), factors.dtype
+    codes, scales, zeros = unpack(units, rows, groups)
+    q = codes.view(rows, groups, GROUP).to(dtype)
+    step = scales.to(dtype) * factors[:, None]
+    return ((q - zeros.to(dtype)[..., None]) * step[..., None]).flatten(1)
 
 
 def make_weight(case: dict, device: torch.device | str = "cpu") -> dict:
-    """A random weight of a case: `codes`, `scales`, `zeros`, `factors`; real zeros where the case says so."""
+    """A random weight of a case: `units` and `factors`; real zeros where the case says so."""
     generator = torch.Generator().manual_seed(case["seed"])
     rows, groups = case["N"], case["K"] // GROUP
     codes = torch.randint(0, 4, (rows, case["K"]), generator=generator, dtype=torch.uint8)
@@ -92,20 +136,19 @@ def make_weight(case: dict, device: torch.device | str = "cpu") -> dict:
     if case.get("real"):  # those of a centred master
         zeros = (64 * zeros - 31.5) / 64
     factors = (1 + torch.arange(rows) % 2) / (400 * case["K"] ** 0.5)  # of two layers
-    made = dict(zip(("codes", "scales", "zeros"), pack(codes, scales, zeros))) | {"factors": factors}
-    return {name: tensor.to(device) for name, tensor in made.items()}
+    return {"units": pack(codes, scales, zeros).to(device), "factors": factors.to(device)}
 
 
-def misfit(tokens: int, groups: int, codes: Tensor, zeros: Tensor) -> str | None:
+def misfit(tokens: int, groups: int, units: Tensor, factors: Tensor) -> str | None:
     """What is wrong with the sizes of checked tensors, or None."""
+    down, across, size = units.shape
     if tokens > MOST_TOKENS:
         return f"x has {tokens} tokens; it takes 1 to {MOST_TOKENS}"
-    if groups != codes.shape[2]:
-        return f"codes {list(codes.shape)} are of {codes.shape[2]} groups, and x has {groups}"
-    if zeros.dtype == torch.uint8 and zeros.shape[1] != -(-groups // 4):
-        return f"zeros {list(zeros.shape)} must have {-(-groups // 4)} bytes a row, four groups each"
-    if zeros.dtype == torch.float16 and zeros.shape[1] != groups:
-        return f"zeros {list(zeros.shape)} must have {groups} numbers a row, one a group"
+    if size not in (UNIT, REAL_UNIT):
+        return f"units {list(units.shape)} must have {UNIT} bytes each, or {REAL_UNIT} with real zeros"
+    wanted = -(-len(factors) // ROWS), -(-groups // GROUPS)
+    if (down, across) != wanted:
+        return f"units {list(units.shape)} must be {list(wanted)} for {len(factors)} rows and {groups} groups"
     return None
 
 

@@ -1,248 +1,421 @@
-// y[m, n] = f[n] sum_g s_w[n, g] s_x[m, g] sum_{k in g} (q_w[n, k] - z_w[n, g]) (q_x[m, k] - z_x[m, g]); see w2a2_gemv.py.
+// y[m, n] = f[n] sum_g s_w[n, g] s_x[m, g] sum_{k in g} (q_w[n, k] - z_w[n, g]) (q_x[m, k] - z_x[m, g]), 2 bits each, in
+// groups of 32. See w2a2_gemv.py, and w2a2_format.py for the units of the weight.
 //
-// Compiled once per configuration; the launcher defines:
+// Compiled once per shape and configuration; the launcher defines:
 //   G       groups of 32 columns                     TOKENS  1..4
 //   X       type of x: 0 fp16, 1 bf16, 2 float32     READY   x is quantized beforehand: x_codes, x_scales, x_zeros
-//   GATHER  columns of x by `index`                  REAL    zeros are float16, one a group
-//   WARPS   of a block, which share the columns      TILES   of 16 rows, of a warp
-//   BLOCKS  of an SM
+//   GATHER  columns of x by `index`                  REAL    zeros are float16
+//   WARPS   that multiply                            BLOCKS  of an SM
+//   STAGES  of the ring that bulk copies fill; 0: weights are loaded straight into registers (bulk: 9.0 and later)
+//   TILES   of 8 rows in a stage, or that a warp has on their way to its registers
+//   KEPT    1: what a warp needs of x stays in its registers; 0: in shared memory
+//   PASS    tokens at a time; fewer than TOKENS where the stages hold all weights of a thread block
+//   MOST    tiles of a thread block at most
 //
-// A group of codes is one word of a bit plane, and a binary mma of 16 rows x 256 columns gives, with a diagonal of words
-// as operand B, the sums of 16 rows x 8 groups: nothing is unpacked. A warp takes 16 groups at a time, lane 4 g + t rows g
-// and g + 8 and groups 4 t to 4 t + 3, which are 16 bytes of a plane, 4 bytes of scales and a byte of zeros. All of that
-// is on its way before x is quantized, by the same warp, half a group a lane.
-// The zero point of x needs no sum of codes: q - z = 2 (q1 - z1) + (q0 - z0) of the bits, and a bit less 1 is the
-// negative of its complement. So a plane is complemented where its bit of z is 1, and its factor changes its sign.
+// A thread block has a range of tiles, one after the other in memory; each of its warps has the same units of every tile,
+// and quantizes its share of x once. Sums of a tile wait in shared memory until all are there.
+//
+// Operand A of the binary mma m16n8k256 is 8 rows in two bit planes: registers of row g hold plane 0, those of row g + 8
+// plane 1. Operand B has one word, a plane of a group of x, in each of its 8 columns, and zeros: a diagonal, so that C
+// has the bit counts of 8 groups and nothing is unpacked. Two such products are a unit; lane 4 g + t has row g and groups
+// 4 t to 4 t + 3, and gets the counts of these very groups. A count is read as a subnormal float, count * 2^-149.
+//
+// The zero point of x costs nothing: q - z = (x0 - z0) + 2 (x1 - z1), where x_b - 1 = -(1 - x_b). A plane whose zero bit
+// is 1 is complemented, and its factor changes its sign.
 #include "ptx.cuh"
 
-constexpr u32 CHUNK = 16;                        // groups
-constexpr u32 CHUNKS = (G + CHUNK - 1) / CHUNK;  // which the warps of a block take in turns
-constexpr u32 ZERO_BYTES = (G + 3) / 4;          // of a row of zeros that are codes
-constexpr bool WIDE = G % 4 == 0;                // every lane's groups are there together, and aligned
-constexpr int ROWS = 16 * TILES;                 // of a block
+constexpr u32 UNITS = (G + 15) / 16, OWN = (UNITS + WARPS - 1) / WARPS; // of a tile, and of a warp
+constexpr u32 SCALES_AT = 1024, ZEROS_AT = SCALES_AT + 128, UNIT = ZEROS_AT + (REAL ? 256 : 32), TILE = UNITS * UNIT;
+constexpr bool AGAIN = STAGES && MOST > STAGES * TILES; // stages are used more than once: a warp more refills them
+constexpr u32 THREADS = 32 * (WARPS + AGAIN), SUMS = 8 * (WARPS | 1); // floats of a tile's sums of a token
+constexpr u32 AT_ONCE = TILES % 2 ? 1 : 2;                                   // tiles that share what is read of x
+constexpr float UP = 0x1p90f, DOWN = 0x1p59f; // sums of counts * UP are multiples of 2^-59
 
-struct Held { // what a lane has of a tile: rows g and g + 8, planes 0 and 1 of four groups, their scales and zeros
-    uint4 word[2][2];
-    u32 scale[2], zero[2][REAL ? 2 : 1];
+INLINE u32 at(const uint4 &v, u32 i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+INLINE void put(uint4 &v, u32 i, u32 word) { (i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w) = word; }
+
+struct Unit { // what a lane has of 8 rows and 16 groups
+    uint4 pair[2]; // of groups: planes 0 and 1 of the first, of the second
+    u32 scale, zero[REAL ? 2 : 1];
+};
+struct Token { // what a lane needs of 16 groups of x
+    alignas(16) float first[4], second[4], third[4]; // its groups' factors: of both planes' counts, of the weight's zero
+    u32 word[2][2][2];                               // operand B, of pair of groups and plane
 };
 
-INLINE u32 at(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+// ---- x. Two lanes share a group where a warp has a single unit of x; else a lane has a whole one, of one of two units.
 
-INLINE uint4 words_of(const u32 *p, u32 first, u64 policy) { // of four groups from `first` on, 0 behind the last one
-    if (WIDE) return first < G ? load_past_l1(p, policy) : uint4{0, 0, 0, 0};
-    return {first < G ? __ldg(p) : 0, first + 1 < G ? __ldg(p + 1) : 0, first + 2 < G ? __ldg(p + 2) : 0,
-            first + 3 < G ? __ldg(p + 3) : 0};
-}
-INLINE u32 bytes_of(const unsigned char *p, u32 first) { // likewise, a byte a group
-    if (WIDE) return first < G ? __ldg((const u32 *)p) : 0;
-    u32 found = 0;
-    UNROLL for (u32 i = 0; i < 4; i++)
-        if (first + i < G) found |= (u32)__ldg(p + i) << 8 * i;
+constexpr u32 LANES = OWN * PASS > 1 ? 1 : 2, COLUMNS = 32 / LANES, TOGETHER = 2 / LANES; // of a group; of a lane; units
+constexpr u32 SIZE = X == 2 ? 4 : 2, WORDS = COLUMNS * SIZE / 4;                            // bytes of a value; of a lane
+
+struct Columns {
+    uint4 word[WORDS / 4];
+};
+struct Places { // of the columns, by `index`
+    uint4 word[GATHER ? COLUMNS / 4 : 1];
+};
+INLINE u32 column_of(u32 group, u32 lane) { return group * 32 + (LANES == 2 ? lane % 2 * 16 : 0); }
+INLINE Places places_of(const int *index, u32 group, u32 lane) {
+    Places found = {};
+    if (GATHER && group < G)
+        UNROLL for (u32 i = 0; i < COLUMNS / 4; i++)
+            found.word[GATHER ? i : 0] = load_early(index + column_of(group, lane) + 4 * i);
     return found;
 }
-INLINE u32 pair_of(const u16 *p, u32 first) { // likewise, two float16
-    if (WIDE) return first < G ? __ldg((const u32 *)p) : 0;
-    return (first < G ? __ldg(p) : 0) | (u32)(first + 1 < G ? __ldg(p + 1) : 0) << 16;
+INLINE Columns columns_of(const char *token, const Places &places, u32 group, u32 lane, u32 K) { // 0 past the last group
+    Columns v = {};
+    if (GATHER) {
+        UNROLL for (u32 i = 0; i < COLUMNS; i++) {
+            const u32 place = at(places.word[GATHER ? i / 4 : 0], i % 4), part = 16 * (SIZE == 2 ? i % 2 : 0);
+            const u32 value = load_early_if<SIZE>(token + place * SIZE, group < G && place < K), in = i * SIZE / 4;
+            put(v.word[in / 4], in % 4, at(v.word[in / 4], in % 4) | value << part);
+        }
+    } else if (group < G) {
+        UNROLL for (u32 i = 0; i < WORDS / 4; i++) v.word[i] = load_early(token + column_of(group, lane) * SIZE + 16 * i);
+    }
+    return v;
 }
 
-INLINE float from_e4m3(u32 four, int j) { // byte j, above 0, its exponent and mantissa being those of a small float
-    const u32 bits = j < 3 ? four << 20 - 8 * j : four >> 4;
-    return __uint_as_float(bits & 0x07F00000) * 0x1p120f;
-}
-
-struct Quantized { // half a group of a token: both planes of the whole group, scale and zero
-    u32 plane0, plane1, zero;
-    float scale;
+struct Group { // of a token, in every lane that has columns of it
+    u32 plane[2];
+    float first, second, third;
 };
+INLINE Group factors_of(u32 plane0, u32 plane1, float scale, u32 zero, u32 group) {
+    const float sum = (float)((int)__popc(plane0) + 2 * (int)__popc(plane1) - 32 * (int)zero), up = scale * UP;
+    // Zeros that are codes are masked where they are: as subnormals that are 4^(group % 4) times as large.
+    const float third = REAL ? scale * (1 / DOWN) : up * __uint_as_float((127 - 2 * (group % 4)) << 23);
+    return {{zero & 1 ? ~plane0 : plane0, zero & 2 ? ~plane1 : plane1}, zero & 1 ? -up : up, zero & 2 ? -2 * up : 2 * up,
+            -sum * third};
+}
 
 // The least float whose quotient by s, rounded, is c or more: c s less half a unit in the last place of c, rounded up.
 INLINE float threshold(float s, float c) {
     const float size = c < 0 ? -c : c, half = size > 2 ? 0x1p-23f : size > 1 ? 0x1p-24f : c < 0 ? 0x1p-25f : 0x1p-26f;
     return __fmaf_ru(s, c, -(s * half));
 }
-
-INLINE Quantized quantized(const float v[16], u32 lane) { // on the min-max grid that includes 0, as quantize_2bit does
+// On the min-max grid that includes 0, as quantize_2bit does: a code is how many borders a value reaches.
+INLINE Group quantized(const Columns &v, u32 group, u32 lane) {
     float low = 0, high = 0;
-    UNROLL for (int i = 0; i < 16; i++) low = fminf(low, v[i]), high = fmaxf(high, v[i]);
-    low = fminf(low, __shfl_xor_sync(~0u, low, 1));
-    high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-    Quantized q;
-    q.scale = __fdiv_rn(high - low, 3.f);
-    if (q.scale == 0) q.scale = 1;
-    q.zero = 0;
-    UNROLL for (int k = 0; k < 3; k++) q.zero += -low >= threshold(q.scale, 0.5f + k);
-    const float first = 0.5f - (float)q.zero; // from which on the code is 1 or more
-    const float one = threshold(q.scale, first), two = threshold(q.scale, first + 1), three = threshold(q.scale, first + 2);
-    q.plane0 = q.plane1 = 0;
-    UNROLL for (int i = 0; i < 16; i++) {
-        const u32 a = v[i] >= one, b = v[i] >= two, c = v[i] >= three;
-        q.plane0 |= (a ^ b ^ c) << i, q.plane1 |= b << i;
-    }
-    const u32 shift = 16 * (lane & 1);
-    q.plane0 <<= shift, q.plane1 <<= shift;
-    q.plane0 |= __shfl_xor_sync(~0u, q.plane0, 1), q.plane1 |= __shfl_xor_sync(~0u, q.plane1, 1);
-    return q;
-}
-
-INLINE float value_of(const void *x, u64 i) {
-    if (X == 2) return __ldg((const float *)x + i);
-    return to_float<X == 1>(__ldg((const u16 *)x + i));
-}
-
-// The 16 columns of a lane, half of group `group`, of a token that begins at `start`; 0 where there are none.
-INLINE void columns_of(float v[16], const void *x, const int *index, u64 start, u32 group, u32 lane, u32 K) {
-    const u32 column = group * 32 + lane % 2 * 16;
-    if (group >= G) {
-        UNROLL for (int i = 0; i < 16; i++) v[i] = 0;
-    } else if (GATHER) {
-        UNROLL for (int i = 0; i < 16; i++) {
-            const u32 from = __ldg(index + column + i);
-            v[i] = from < K ? value_of(x, start + from) : 0;
+    if (X == 2) {
+        UNROLL for (u32 i = 0; i < WORDS; i++) {
+            const float value = __uint_as_float(at(v.word[i / 4], i % 4));
+            low = fminf(low, value), high = fmaxf(high, value);
         }
     } else {
-        constexpr int EACH = X == 2 ? 4 : 8; // values of a load
-        UNROLL for (int i = 0; i < 16 / EACH; i++) {
-            const uint4 some = load_early((const char *)x + (start + column + i * EACH) * (16 / EACH));
-            UNROLL for (int j = 0; j < EACH; j++)
-                v[i * EACH + j] = X == 2 ? __uint_as_float(at(some, j)) : to_float<X == 1>(at(some, j / 2) >> 16 * (j % 2) & 0xFFFF);
+        u32 lows = 0, highs = 0;
+        UNROLL for (u32 i = 0; i < WORDS; i++) {
+            const u32 two = at(v.word[i / 4], i % 4);
+            lows = least<X == 1>(lows, two), highs = most<X == 1>(highs, two);
+        }
+        low = fminf(to_float<X == 1>(lows & 0xFFFF), to_float<X == 1>(lows >> 16));
+        high = fmaxf(to_float<X == 1>(highs & 0xFFFF), to_float<X == 1>(highs >> 16));
+    }
+    if (LANES == 2) {
+        low = fminf(low, __shfl_xor_sync(~0u, low, 1));
+        high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+    }
+    float scale = __fdiv_rn(high - low, 3.0f);
+    if (scale == 0) scale = 1;
+    float reached[6]; // by values whose quotients are -5/2, -3/2 ... 5/2
+    UNROLL for (int i = 0; i < 6; i++) reached[i] = threshold(scale, i - 2.5f);
+    const bool above[3] = {-low >= reached[3], -low >= reached[4], -low >= reached[5]};
+    const u32 zero = above[0] + above[1] + above[2];
+    float border[3]; // from which on a code is 1, 2, 3
+    UNROLL for (int i = 0; i < 3; i++)
+        border[i] = above[2] ? reached[i] : above[1] ? reached[i + 1] : above[0] ? reached[i + 2] : reached[i + 3];
+    u32 part[2][2] = {}; // of a plane, 16 bits
+    if (X == 2) {
+        UNROLL for (u32 i = 0; i < WORDS; i++) {
+            const float value = __uint_as_float(at(v.word[i / 4], i % 4));
+            const u32 one = value >= border[0], two = value >= border[1], three = value >= border[2];
+            part[0][i / 16] |= (one ^ two ^ three) << i % 16, part[1][i / 16] |= two << i % 16;
+        }
+    } else {
+        u32 halves[3];
+        UNROLL for (int i = 0; i < 3; i++) halves[i] = half_above<X == 1>(border[i]) * 0x10001;
+        UNROLL for (u32 i = 0; i < WORDS; i++) { // columns 2 i and 2 i + 1, whose bits go to the lower and the upper half
+            const u32 values = at(v.word[i / 4], i % 4), bits = 1u << 2 * (i % 8) | 1u << (17 + 2 * (i % 8));
+            const u32 one = at_least<X == 1>(values, halves[0]), two = at_least<X == 1>(values, halves[1]);
+            const u32 three = at_least<X == 1>(values, halves[2]);
+            part[0][i / 8] |= (one ^ two ^ three) & bits, part[1][i / 8] |= two & bits;
+        }
+        UNROLL for (int p = 0; p < 2; p++)
+            UNROLL for (int i = 0; i < 2; i++) part[p][i] = (part[p][i] | part[p][i] >> 16) & 0xFFFF;
+    }
+    if (LANES == 2) {
+        const u32 both = part[0][0] | part[1][0] << 16, other = __shfl_xor_sync(~0u, both, 1);
+        const u32 even = lane % 2 ? other : both, odd = lane % 2 ? both : other;
+        part[0][0] = even & 0xFFFF, part[1][0] = even >> 16, part[0][1] = odd & 0xFFFF, part[1][1] = odd >> 16;
+    }
+    return factors_of(part[0][0] | part[0][1] << 16, part[1][0] | part[1][1] << 16, scale, zero, group);
+}
+
+// ---- sums
+
+INLINE void add(float &total, const Unit &unit, const Token &token) { // of a lane's row and groups
+    const u32 scales[2] = {from_e4m3(unit.scale & 0xFFFF), from_e4m3(unit.scale >> 16)};
+    UNROLL for (int pair = 0; pair < 2; pair++) {
+        const u32 a[4] = {unit.pair[pair].x, unit.pair[pair].y, unit.pair[pair].z, unit.pair[pair].w};
+        int count[2][4] = {}; // by plane of x: of both planes of the weight in two groups
+        UNROLL for (int p = 0; p < 2; p++) count_common(count[p], a, token.word[pair][p][0], token.word[pair][p][1]);
+        UNROLL for (int i = 0; i < 2; i++) {
+            const int j = 2 * pair + i;
+            float both[2];
+            UNROLL for (int p = 0; p < 2; p++)
+                both[p] = __fmaf_rn(__uint_as_float(count[p][2 + i]), 2.0f, __uint_as_float(count[p][i]));
+            const float zero = REAL ? half_to_float(unit.zero[REAL ? pair : 0] >> 16 * i & 0xFFFF)
+                                    : __uint_as_float(unit.zero[0] & 3 << 2 * j);
+            float whole = zero * token.third[j];
+            whole = __fmaf_rn(both[0], token.first[j], whole);
+            whole = __fmaf_rn(both[1], token.second[j], whole);
+            total = __fmaf_rn(half_to_float(scales[pair] >> 16 * i & 0xFFFF), whole, total);
         }
     }
 }
 
-struct Token { // of a lane's four groups: both planes, complemented by the zero point, and their factors
-    u32 plane[2][4];
-    float factor[2][4], sum[4]; // sum: of scale times codes less zero
-};
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, const char *__restrict__ x,
+          const int *__restrict__ index, const u32 *__restrict__ x_codes, const float *__restrict__ x_scales,
+          const int *__restrict__ x_zeros, void *__restrict__ y, u32 N, u32 K, u32 each, u32 more) {
+    extern __shared__ __align__(128) char shared[]; // stages; sums [MOST][TOKENS][WARPS | 1][8]; x unless KEPT
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const u32 begin = blockIdx.x * each + min(blockIdx.x, more); // `more` blocks have a tile more than `each`
+    const u32 end = begin + each + (blockIdx.x < more);
+    const u32 rows = min(N, 8 * end) - 8 * begin;
+    float factor = __uint_as_float(load_early_if<4>(factors + 8 * begin + threadIdx.x, threadIdx.x < rows));
+    float *sums = (float *)(shared + STAGES * TILES * TILE);
+    float *of_x = sums + MOST * TOKENS * SUMS; // [PASS][OWN][WARPS][80]: 4 times 12 factors, 8 times 4 words
 
-INLINE void set(Token &token, int j, u32 plane0, u32 plane1, float scale, u32 zero) {
-    token.sum[j] = scale * (float)((int)__popc(plane0) + 2 * (int)__popc(plane1) - 32 * (int)zero);
-    token.plane[0][j] = zero & 1 ? ~plane0 : plane0;
-    token.plane[1][j] = zero & 2 ? ~plane1 : plane1;
-    token.factor[0][j] = zero & 1 ? -scale : scale;
-    token.factor[1][j] = zero & 2 ? -2 * scale : 2 * scale;
-}
+#if STAGES
+    __shared__ u64 full[STAGES], empty[STAGES]; // mbarriers: a stage has arrived, is read
+    const u32 stages = (end - begin + TILES - 1) / TILES;
+    auto bring = [&](u32 stage, u32 slot) { // by one thread
+        const u32 from = begin + stage * TILES, bytes = min((u32)TILES, end - from) * TILE;
+        const u32 arrived = shared_address(full + slot), to = shared_address(shared) + slot * TILES * TILE;
+        signal_expect(arrived, bytes);
+        copy_bulk(to, weight + (u64)from * TILE, bytes, arrived, evict_first());
+    };
+    constexpr u32 BRINGERS = AGAIN ? 1 : WARPS; // the first stages, in turns
+    if (lane == 0 && (!AGAIN || warp == WARPS)) {
+#pragma unroll 1
+        for (u32 stage = AGAIN ? 0 : warp; stage < min((u32)STAGES, stages); stage += BRINGERS) {
+            signal_init(shared_address(full + stage), 1);
+            if (AGAIN) signal_init(shared_address(empty + stage), WARPS);
+            show_signals();
+            bring(stage, stage);
+        }
+    }
+    if (AGAIN && warp == WARPS) {
+        __syncthreads();
+        if (lane == 0) {
+            u32 slot = 0, turn = 0;
+#pragma unroll 1
+            for (u32 stage = STAGES; stage < stages; stage++) {
+                signal_wait(shared_address(empty + slot), turn);
+                bring(stage, slot);
+                if (++slot == STAGES) slot = 0, turn++;
+            }
+        }
+    } else {
+#else
+    {
+#endif
+        u32 offset[OWN]; // of a warp's units; where it has fewer than OWN, it repeats the last unit, with an x of zeros
+        UNROLL for (u32 own = 0; own < OWN; own++) offset[own] = kept(min(warp + own * WARPS, UNITS - 1) * UNIT);
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-w2a2_gemv(const u32 *__restrict__ codes, const unsigned char *__restrict__ scales, const void *__restrict__ zeros,
-          const float *__restrict__ factors, const void *__restrict__ x, const int *__restrict__ index,
-          const u32 *__restrict__ x_codes, const float *__restrict__ x_scales, const int *__restrict__ x_zeros,
-          void *__restrict__ y, u32 N, u32 K) {
-    extern __shared__ __align__(128) char shared[]; // sums of every warp
-    auto partial = (float (*)[TOKENS][ROWS])shared;
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, base = blockIdx.x * ROWS;
-    const u64 policy = evict_first();
-
-    auto load = [&](Held *held, u32 chunk) {
-        const u32 first = chunk * CHUNK + 4 * t;
-        UNROLL for (int r = 0; r < TILES; r++)
-            UNROLL for (int half = 0; half < 2; half++) {
-                const u64 row = min(base + 16 * r + 8 * half + g, N - 1); // rows past the last one repeat it
-                const u32 *words = codes + row * 2 * G + first;
-                held[r].word[half][0] = words_of(words, first, policy);
-                held[r].word[half][1] = words_of(words + G, first, policy);
-                held[r].scale[half] = bytes_of(scales + row * G + first, first);
+        constexpr u32 STEPS = (OWN * PASS + TOGETHER - 1) / TOGETHER;
+        constexpr u32 AHEAD = READY || X == 2 || GATHER || STEPS < 2 ? 1 : 2; // steps whose x is loaded before the first
+        auto item_of = [&](u32 step) { return step * TOGETHER + (LANES == 2 ? 0 : lane / 16); }; // token, then unit
+        auto group_of = [&](u32 step) {
+            const u32 item = item_of(step);
+            return item < OWN * PASS ? 16 * (warp + item % OWN * WARPS) + lane / LANES % 16 : G;
+        };
+        auto columns_at = [&](u32 first, u32 step) { // of the tokens from `first` on
+            const Places places = places_of(index, group_of(step), lane);
+            return columns_of(x + (u64)(first + item_of(step) / OWN) * K * SIZE, places, group_of(step), lane, K);
+        };
+        Columns columns[AHEAD];
+        if (!READY) UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = columns_at(0, i);
+#if !STAGES
+        Unit held[TILES][OWN]; // of the next tiles
+        const u64 policy = evict_first();
+        auto load = [&](Unit *to, u32 tile) {
+            UNROLL for (u32 own = 0; own < OWN; own++) {
+                const char *unit = weight + (u64)tile * TILE + offset[own];
+                UNROLL for (int i = 0; i < 2; i++) to[own].pair[i] = load_past_l1(unit + 512 * i + 16 * lane, policy);
+                to[own].scale = __ldg((const u32 *)(unit + SCALES_AT) + lane);
                 if (REAL)
                     UNROLL for (int i = 0; i < (REAL ? 2 : 1); i++)
-                        held[r].zero[half][i] = pair_of((const u16 *)zeros + row * G + first + 2 * i, first + 2 * i);
-                else
-                    held[r].zero[half][0] = first < G ? __ldg((const unsigned char *)zeros + row * ZERO_BYTES + first / 4) : 0;
+                        to[own].zero[i] = __ldg((const u32 *)(unit + ZEROS_AT) + 2 * lane + i);
+                else to[own].zero[0] = __ldg((const unsigned char *)unit + ZEROS_AT + lane);
             }
-    };
-    auto token_of = [&](Token &token, u32 m, u32 chunk) {
-        const u32 first = chunk * CHUNK + 4 * t;
-        if (READY) {
-            const u64 row = (u64)m * G;
-            UNROLL for (int j = 0; j < 4; j++) {
-                const bool there = first + j < G;
-                const u32 *words = x_codes + 2 * row + first + j;
-                set(token, j, there ? __ldg(words) : 0, there ? __ldg(words + G) : 0,
-                    there ? __ldg(x_scales + row + first + j) : 0, there ? (u32)__ldg(x_zeros + row + first + j) : 0);
-            }
-            return;
-        }
-        float v[16];
-        columns_of(v, x, index, (u64)m * K, chunk * CHUNK + lane / 2, lane, K);
-        const Quantized q = quantized(v, lane);
-        UNROLL for (int j = 0; j < 4; j++) {
-            const int from = 8 * t + 2 * j; // the lanes of the lane's group j
-            auto word = [&](u32 mine) { return __float_as_uint(__shfl_sync(~0u, __uint_as_float(mine), from, 32)); };
-            set(token, j, word(q.plane0), word(q.plane1), __shfl_sync(~0u, q.scale, from, 32), word(q.zero));
-        }
-    };
+        };
+        UNROLL for (u32 i = 0; i < TILES; i++)
+            if (begin + i < end) load(held[i], begin + i);
+#else
+        __syncthreads();
+#endif
 
-    float total[TILES][2][TOKENS] = {};
-    auto compute = [&](const Held *held, u32 chunk) {
-        UNROLL for (int m = 0; m < TOKENS; m++) {
+        auto ready = [&](u32 first, u32 step) {
+            const u32 m = first + item_of(step) / OWN, group = group_of(step);
+            if (group >= G) return factors_of(0, 0, 0, 0, group);
+            const u32 *words = x_codes + 2 * m * G + group;
+            const float scale = __ldg(x_scales + m * G + group);
+            return factors_of(__ldg(words), __ldg(words + G), scale, __ldg(x_zeros + m * G + group), group);
+        };
+        auto token_of = [&](Token &token, const Group &mine, u32 which) { // of the units of a step
+            auto from = [&](u32 j) { return LANES * (16 * which + 4 * t + j); }; // a lane that has the lane's group j
+            UNROLL for (u32 j = 0; j < 4; j++) {
+                token.first[j] = __shfl_sync(~0u, mine.first, from(j), 32);
+                token.second[j] = __shfl_sync(~0u, mine.second, from(j), 32);
+                token.third[j] = __shfl_sync(~0u, mine.third, from(j), 32);
+            }
+            UNROLL for (u32 pair = 0; pair < 2; pair++)
+                UNROLL for (int p = 0; p < 2; p++) {
+                    const u32 word = __shfl_sync(~0u, mine.plane[p], from(2 * pair + g % 2), 32);
+                    UNROLL for (u32 i = 0; i < 2; i++) token.word[pair][p][i] = kept(g == 2 * t + i ? word : 0);
+                }
+        };
+        auto store = [&](const Token &token, u32 m, u32 own) {
+            float *to = of_x + ((m * OWN + own) * WARPS + warp) * 80;
+            if (g == 2 * t) {
+                *(float4 *)(to + 12 * t) = *(const float4 *)token.first;
+                *(float4 *)(to + 12 * t + 4) = *(const float4 *)token.second;
+                *(float4 *)(to + 12 * t + 8) = *(const float4 *)token.third;
+            }
+            if (g / 2 == t)
+                UNROLL for (int pair = 0; pair < 2; pair++)
+                    UNROLL for (int p = 0; p < 2; p++)
+                        ((u32 *)to)[48 + 4 * g + 2 * pair + p] = token.word[pair][p][0] | token.word[pair][p][1];
+        };
+        Token tokens[KEPT ? PASS : 1][KEPT ? OWN : 1];
+        auto token_at = [&](u32 m, u32 own) {
+            if (KEPT) return tokens[KEPT ? m : 0][KEPT ? own : 0];
             Token token;
-            token_of(token, m, chunk);
-            u32 b[2][2][2]; // of plane and pair of groups: the diagonal
-            UNROLL for (int plane = 0; plane < 2; plane++)
-                UNROLL for (int pair = 0; pair < 2; pair++) {
-                    b[plane][pair][0] = g == 2 * t ? token.plane[plane][2 * pair] : 0;
-                    b[plane][pair][1] = g == 2 * t + 1 ? token.plane[plane][2 * pair + 1] : 0;
-                }
-            UNROLL for (int r = 0; r < TILES; r++) {
-                const Held &mine = held[r];
-                UNROLL for (int pair = 0; pair < 2; pair++) {
-                    int count[2][4]; // of x's planes: rows g, g + 8 times the two groups
-                    UNROLL for (int plane = 0; plane < 2; plane++) {
-                        int *c = count[plane];
-                        UNROLL for (int i = 0; i < 4; i++) c[i] = 0;
-                        UNROLL for (int upper = 1; upper >= 0; upper--) { // the weight's plane 1 counts twice
-                            const uint4 &low = mine.word[0][upper], &high = mine.word[1][upper];
-                            const u32 a[4] = {at(low, 2 * pair), at(high, 2 * pair), at(low, 2 * pair + 1),
-                                              at(high, 2 * pair + 1)};
-                            UNROLL for (int i = 0; i < 4; i++) c[i] += c[i];
-                            count_common(c, a, b[plane][pair][0], b[plane][pair][1]);
-                        }
-                    }
-                    UNROLL for (int i = 0; i < 4; i++) {
-                        const int half = i / 2, j = 2 * pair + i % 2;
-                        const float scale = from_e4m3(mine.scale[half], j);
-                        const float zero = REAL ? half_to_float(mine.zero[half][j / 2 * (REAL != 0)] >> 16 * (j % 2) & 0xFFFF)
-                                                : (float)(mine.zero[half][0] >> 2 * j & 3);
-                        float sum = (float)count[0][i] * token.factor[0][j];
-                        sum = __fmaf_rn((float)count[1][i], token.factor[1][j], sum);
-                        sum = __fmaf_rn(-zero, token.sum[j], sum);
-                        total[r][half][m] = __fmaf_rn(scale, sum, total[r][half][m]);
+            const float *from = of_x + ((m * OWN + own) * WARPS + warp) * 80;
+            *(float4 *)token.first = *(const float4 *)(from + 12 * t);
+            *(float4 *)token.second = *(const float4 *)(from + 12 * t + 4);
+            *(float4 *)token.third = *(const float4 *)(from + 12 * t + 8);
+            uint4 v = {0, 0, 0, 0};
+            load16_if(v, shared_address(from + 48 + 4 * g), g / 2 == t);
+            UNROLL for (u32 pair = 0; pair < 2; pair++)
+                UNROLL for (u32 p = 0; p < 2; p++)
+                    UNROLL for (u32 i = 0; i < 2; i++) token.word[pair][p][i] = g % 2 == i ? at(v, 2 * pair + p) : 0;
+            return token;
+        };
+        auto take = [&](u32 first) { // the tokens from `first` on
+            UNROLL for (u32 step = 0; step < STEPS; step += AHEAD) {
+                if (!READY && (step || first))
+                    UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = columns_at(first, step + i);
+                UNROLL for (u32 i = 0; i < AHEAD; i++) {
+                    const Group mine = READY ? ready(first, step + i) : quantized(columns[i], group_of(step + i), lane);
+                    UNROLL for (u32 which = 0; which < TOGETHER; which++) {
+                        const u32 item = (step + i) * TOGETHER + which, m = item / OWN, own = item % OWN;
+                        if (item >= OWN * PASS) break;
+                        Token token;
+                        token_of(token, mine, which);
+                        if (KEPT) tokens[KEPT ? m : 0][KEPT ? own : 0] = token;
+                        else store(token, m, own);
                     }
                 }
             }
-        }
-    };
+            if (!KEPT) __syncwarp();
+        };
 
-    Held held[TILES];
-    u32 chunk = warp;
-    if (chunk < CHUNKS) load(held, chunk);
-    if (CHUNKS <= WARPS) {
-        if (chunk < CHUNKS) compute(held, chunk);
-    } else {
-#pragma unroll 1
-        for (; chunk < CHUNKS; chunk += WARPS) {
-            Held next[TILES];
-            if (chunk + WARPS < CHUNKS) load(next, chunk + WARPS);
-            compute(held, chunk);
-            UNROLL for (int r = 0; r < TILES; r++) held[r] = next[r];
-        }
-    }
-
-    UNROLL for (int r = 0; r < TILES; r++)
-        UNROLL for (int half = 0; half < 2; half++)
-            UNROLL for (int m = 0; m < TOKENS; m++) {
-                float sum = total[r][half][m];
+        float *my_sums = sums + kept(warp * 8 + g);
+        auto finish = [&](u32 first, u32 tile, const float total[PASS]) { // tile of this block
+            float *to = my_sums + (tile * TOKENS + first) * SUMS;
+            if (PASS == 4) { // lane t gets the sum of token t
+                float two[2];
+                UNROLL for (u32 i = 0; i < 2; i++) {
+                    const float even = total[2 * i % PASS], odd = total[(2 * i + 1) % PASS];
+                    two[i] = (t % 2 ? odd : even) + __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
+                }
+                to[t * SUMS] = (t / 2 ? two[1] : two[0]) + __shfl_xor_sync(~0u, t / 2 ? two[0] : two[1], 2);
+                return;
+            }
+            UNROLL for (u32 m = 0; m < PASS; m++) {
+                float sum = total[m];
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
-                if (t == 0) partial[warp][m][16 * r + 8 * half + g] = sum;
+                if (t == 0) to[m * SUMS] = sum;
             }
+        };
+
+#if STAGES
+        const u32 codes_at = kept(shared_address(shared) + 16 * lane);
+        const u32 scales_at = kept(shared_address(shared) + SCALES_AT + 4 * lane);
+        const u32 zeros_at = kept(shared_address(shared) + ZEROS_AT + (REAL ? 8 : 1) * lane);
+        auto read = [&](Unit &unit, u32 from) { // bytes from the beginning of shared memory
+            UNROLL for (u32 i = 0; i < 2; i++) unit.pair[i] = load16(codes_at + from + 512 * i);
+            u32 scale[1];
+            load_few(scale, scales_at + from);
+            unit.scale = scale[0];
+            if (REAL) load_few(unit.zero, zeros_at + from);
+            else unit.zero[0] = load_byte(zeros_at + from);
+        };
+        static_assert(PASS == TOKENS || !AGAIN, "stages are gone before the next tokens");
+#pragma unroll 1
+        for (u32 first = 0; first < TOKENS; first += PASS) {
+            take(first);
+            u32 slot = 0, turn = 0;
+#pragma unroll 1
+            for (u32 stage = 0; stage < stages; stage++) {
+                signal_wait(shared_address(full + slot), turn);
+                UNROLL for (u32 i = 0; i < TILES; i += AT_ONCE) {
+                    const u32 tile = stage * TILES + i;
+                    if (tile >= end - begin) break;
+                    float total[AT_ONCE][PASS] = {};
+                    UNROLL for (u32 own = 0; own < OWN; own++) {
+                        Unit unit[AT_ONCE];
+                        UNROLL for (u32 r = 0; r < AT_ONCE; r++) read(unit[r], (slot * TILES + i + r) * TILE + offset[own]);
+                        UNROLL for (u32 m = 0; m < PASS; m++) {
+                            const Token token = token_at(m, own);
+                            UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r][m], unit[r], token);
+                        }
+                    }
+                    UNROLL for (u32 r = 0; r < AT_ONCE; r++)
+                        if (tile + r < end - begin) finish(first, tile + r, total[r]);
+                }
+                if (AGAIN) {
+                    __syncwarp();
+                    if (lane == 0 && stage + STAGES < stages) signal_arrive(shared_address(empty + slot));
+                }
+                if (++slot == STAGES) slot = 0, turn++;
+            }
+        }
+#else
+        static_assert(PASS == TOKENS, "weights are in registers once");
+        take(0);
+#pragma unroll 1
+        for (u32 next = begin; next < end; next += TILES)
+            UNROLL for (u32 i = 0; i < TILES; i += AT_ONCE) {
+                const u32 tile = next + i;
+                if (tile >= end) break;
+                float total[AT_ONCE][PASS] = {};
+                UNROLL for (u32 own = 0; own < OWN; own++)
+                    UNROLL for (u32 m = 0; m < PASS; m++) {
+                        const Token token = token_at(m, own);
+                        UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r][m], held[i + r][own], token);
+                    }
+                UNROLL for (u32 r = 0; r < AT_ONCE; r++) {
+                    if (tile + r + TILES < end) load(held[i + r], tile + r + TILES);
+                    if (tile + r < end) finish(0, tile + r - begin, total[r]);
+                }
+            }
+#endif
+    }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += 32 * WARPS) {
-        const u32 m = i / ROWS, row = base + i % ROWS;
-        if (row >= N) continue;
-        float sum = 0;
-        UNROLL for (int w = 0; w < WARPS; w++) sum += partial[w][m][i % ROWS];
-        sum *= __ldg(factors + row);
-        const u64 to = (u64)m * N + row;
-        if (READY || X == 2) ((float *)y)[to] = sum;
-        else ((u16 *)y)[to] = to_half<X == 1>(sum);
+    for (u32 row = threadIdx.x; row < rows; row += THREADS) {
+        if (row >= THREADS) factor = __ldg(factors + 8 * begin + row);
+        UNROLL for (u32 m = 0; m < TOKENS; m++) {
+            const float *of_row = sums + (row / 8 * TOKENS + m) * SUMS + row % 8;
+            float sum = 0;
+            UNROLL for (int w = 0; w < WARPS; w++) sum += of_row[8 * w];
+            sum *= factor * DOWN;
+            const u64 to = (u64)m * N + 8 * begin + row;
+            if (READY || X == 2) ((float *)y)[to] = sum;
+            else ((u16 *)y)[to] = to_half<X == 1>(sum);
+        }
     }
 }

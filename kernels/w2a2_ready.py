@@ -1,4 +1,4 @@
-"""W2A2 for decoding on activations that `quantize_2bit` has already quantized; otherwise as `w2a2_gemv.py`.
+"""W2A2 for decoding with activations that `quantize_2bit` has quantized beforehand; else as `w2a2_gemv.py`.
 
 x_codes: int32 [M, 2, G]; x_scales: float32 [M, G]; x_zeros: int32 [M, G]; y: float32 [M, N].
 """
@@ -10,7 +10,7 @@ from repro.kernels import nvrtc, quantize_2bit, w2a2_gemv
 from repro.kernels import w2a2_format as form
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import Argument, operator
-from repro.kernels.w2a2_format import CODES, FACTORS, SCALES, ZEROS
+from repro.kernels.w2a2_format import FACTORS, UNITS
 
 CASES = [case for case in w2a2_gemv.CASES if "split" not in case]  # columns are gathered before
 SPACE, CHECKED = w2a2_gemv.SPACE, w2a2_gemv.CHECKED
@@ -23,11 +23,9 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
     return {"x_codes": x_codes, "x_scales": x_scales, "x_zeros": x_zeros, **inputs}
 
 
-def reference(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor
-) -> Tensor:
+def reference(x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor) -> Tensor:
     """y [M, N], computed in float64 with both sides dequantized."""
-    return w2a2_gemv.product(x_codes, x_scales, x_zeros, codes, scales, zeros, factors).float()
+    return w2a2_gemv.product(x_codes, x_scales, x_zeros, units, factors).float()
 
 
 def unsupported(device: torch.device | str) -> str | None:
@@ -36,28 +34,23 @@ def unsupported(device: torch.device | str) -> str | None:
 
 
 def launch(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor,
-    config: dict | None = None,
-) -> Tensor:  # fmt: skip
-    """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    (m, groups), rows = x_scales.shape, codes.shape[0]
-    config = config or w2a2_gemv.configuration("w2a2_ready", m, rows, form.GROUP * groups, codes.device)
-    weight = codes, scales, zeros, factors
-    return w2a2_gemv.run(x_scales.new_empty(m, rows), (None, None, x_codes, x_scales, x_zeros), weight, config)
-
-
-def on_cuda(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor
+    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor, config: dict | None = None
 ) -> Tensor:
+    """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
+    (m, groups), rows = x_scales.shape, len(factors)
+    config = config or w2a2_gemv.configuration("w2a2_ready", m, rows, form.GROUP * groups, units.device)
+    given = None, None, x_codes, x_scales, x_zeros
+    return w2a2_gemv.run(x_scales.new_empty(m, rows), given, units, factors, config)
+
+
+def on_cuda(x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor) -> Tensor:
     """y of the operator by the kernel, with its tuned configuration."""
-    return launch(x_codes, x_scales, x_zeros, codes, scales, zeros, factors)
+    return launch(x_codes, x_scales, x_zeros, units, factors)
 
 
-def limit(
-    x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor
-) -> str | None:
+def limit(x_codes: Tensor, x_scales: Tensor, x_zeros: Tensor, units: Tensor, factors: Tensor) -> str | None:
     """What is wrong with checked arguments, or None."""
-    return form.misfit(*x_scales.shape, codes, zeros)
+    return form.misfit(*x_scales.shape, units, factors)
 
 
 w2a2_ready = operator(
@@ -68,11 +61,9 @@ w2a2_ready = operator(
         "x_codes": Argument((torch.int32,), "M 2 G"),
         "x_scales": Argument((torch.float32,), "M G"),
         "x_zeros": Argument((torch.int32,), "M G"),
-        "codes": CODES,
-        "scales": SCALES,
-        "zeros": ZEROS,
+        "units": UNITS,
         "factors": FACTORS,
     },
-    empty=lambda x_codes, x_scales, x_zeros, codes, *rest: x_scales.new_empty(x_scales.shape[0], codes.shape[0]),
+    empty=lambda x_codes, x_scales, x_zeros, units, factors: x_scales.new_empty(x_scales.shape[0], len(factors)),
     limit=limit,
 )

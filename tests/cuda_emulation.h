@@ -211,6 +211,11 @@ inline u64 evict_first() { return 0; }
 inline u64 evict_normal() { return 0; }
 inline uint4 load_past_l1(const void *p, u64) { check_read(p, 16); return *(const uint4 *)p; }
 inline uint4 load_early(const void *p) { check_read(p, 16); return *(const uint4 *)p; }
+template <int BYTES> u32 load_early_if(const void *p, bool when) {
+    u32 v = 0;
+    if (when) check_read(p, BYTES), memcpy(&v, p, BYTES);
+    return v;
+}
 inline void end_of_copies() { block->fibers[threadIdx.x]->groups.emplace_back(); }
 template <int PENDING> void wait_for_copies() {
     auto &groups = block->fibers[threadIdx.x]->groups;
@@ -222,6 +227,7 @@ template <int PENDING> void wait_for_copies() {
         groups.pop_front();
     }
 }
+inline u32 load_byte(unsigned p) { return at_shared<unsigned char>(p); }
 inline float load4(unsigned p) { return at_shared<float>(p); }
 inline uint4 load16(unsigned p) { return at_shared<uint4>(p); }
 inline void load_few(u32 (&v)[2], unsigned p) { *(uint2 *)v = at_shared<uint2>(p); }
@@ -346,6 +352,29 @@ inline float __fadd_rd(volatile float a, volatile float b) { // rounded down
     volatile float sum = a + b;
     fesetround(FE_TONEAREST);
     return sum;
+}
+template <int BRAIN, class F> u32 of_halves(u32 a, u32 b, F f) { // f of two floats gives 16 bits
+    u16 low = f(to_float<BRAIN>(a & 0xFFFF), to_float<BRAIN>(b & 0xFFFF));
+    u16 high = f(to_float<BRAIN>(a >> 16), to_float<BRAIN>(b >> 16));
+    return low | (u32)high << 16;
+}
+template <int BRAIN> u32 least(u32 a, u32 b) {
+    return of_halves<BRAIN>(a, b, [](float p, float q) { return to_half<BRAIN>(fminf(p, q)); });
+}
+template <int BRAIN> u32 most(u32 a, u32 b) {
+    return of_halves<BRAIN>(a, b, [](float p, float q) { return to_half<BRAIN>(fmaxf(p, q)); });
+}
+template <int BRAIN> u32 at_least(u32 a, u32 b) {
+    return of_halves<BRAIN>(a, b, [](float p, float q) { return u16(p >= q ? 0xFFFF : 0); });
+}
+template <int BRAIN> u32 half_above(float v) {
+    u16 h = to_half<BRAIN>(v);
+    for (float f = to_float<BRAIN>(h); f < v; f = to_float<BRAIN>(h)) h = h == 0x8000 ? 1 : h >> 15 ? h - 1 : h + 1;
+    return h;
+}
+inline u32 from_e4m3(u32 two) { // exponent and mantissa as those of a small float16
+    auto one = [](u32 byte) { return std::ldexp(half_to_float((byte & 0x7F) << 7), 8); };
+    return to_halves<0>(one(two), one(two >> 8));
 }
 inline u32 kept(u32 v) { return v; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }

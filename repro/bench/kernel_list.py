@@ -177,9 +177,8 @@ def _w2a2(name: str) -> Callable[[Layer, int], tuple]:
 
         def make() -> dict[str, torch.Tensor]:
             weight = _two_bit(layer)
-            packed = kernel.form.pack(weight.codes, weight.scales, weight.zeros)
-            factors = weight.factor.expand(layer.rows).contiguous()
-            return dict(zip(("codes", "scales", "zeros"), packed)) | {"factors": factors}
+            units = kernel.form.pack(weight.codes, weight.scales, weight.zeros)
+            return {"units": units, "factors": weight.factor.expand(layer.rows).contiguous()}
 
         weights, x = layer.once("w2a2", make), layer.activations(count, torch.bfloat16)
         op, product = getattr(torch.ops.lowbit, name), load("w2a2_gemv").product

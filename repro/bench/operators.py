@@ -86,10 +86,10 @@ TOKENS = ("sample", "argmax", "active_inputs")  # operators whose outputs are in
 
 CACHE = ("keys", "values")
 PLANES = ("codes", "headers")  # of a weight in Q4_K
-GRID = ("scales", "zeros", "factors")  # of a weight in 2 bits, beside its codes
-COLD = (*CACHE, *PLANES, *GRID, "w")  # what a model reads from memory
+UNITS = ("units", "factors")  # of a weight in 2 bits
+COLD = (*CACHE, *PLANES, *UNITS, "w")  # what a model reads from memory
 DATA = ("x", "w", "residual", "weight", "qkv", "q", "logits")  # what the timer may turn around; not indices
-DATA += (*PLANES, *GRID, "x_codes", "x_scales", "x_zeros")
+DATA += (*PLANES, *UNITS, "x_codes", "x_scales", "x_zeros")
 
 
 def moved(name: str, inputs: Mapping[str, Any], results: Any) -> int:  # noqa: ANN401

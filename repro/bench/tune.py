@@ -152,7 +152,7 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[TuningPoint]:
 
     points = []
     for n, k in (*two_bit.TABLE7, *two_bit.STEP, *two_bit.SPLIT_LAYERS):
-        space = [config for config in module.SPACE if "kernel" in config or shares_evenly(config["warps"], k)]
+        space = [config for config in module.SPACE if shares_evenly(config["warps"], k)]
         for m in (1, 4) if (n, k) in two_bit.TABLE7 else (1,):
             case = {"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}
             points.append(TuningPoint(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
@@ -160,9 +160,9 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[TuningPoint]:
 
 
 def shares_evenly(warps: int, columns: int) -> bool:
-    """Whether so many warps of w2a2_gemv.cu take turns at chunks of 512 columns, none with two less than another."""
-    chunks = -(-columns // 512)
-    return warps == -(-chunks // -(-chunks // warps))
+    """Whether so many warps of w2a2_gemv.cu share units of 512 columns, and fewer would have more of them each."""
+    units = -(-columns // 512)
+    return warps == -(-units // -(-units // warps))
 
 
 TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {

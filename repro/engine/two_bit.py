@@ -58,29 +58,26 @@ class W2A2(nn.Module):
     """A product, x `[T, K]` to y `[T, N]`, with weights and inputs in 2 bits; tensors as of `w2a2_format`.
 
     Args:
-        weight: `codes`, `scales`, `zeros`, `factors`.
+        units: of the weight.
+        factors: of its rows.
+        groups: G.
         taken: how inputs are quantized; with columns, `index` names the input of each.
         bias: `[N]`.
     """
 
-    def __init__(self, weight: dict[str, Tensor], taken: Inputs, bias: Tensor | None) -> None:
+    def __init__(self, units: Tensor, factors: Tensor, groups: int, taken: Inputs, bias: Tensor | None) -> None:
         super().__init__()
-        self.taken = taken
-        for name in ("codes", "scales", "zeros", "factors"):
-            self.register_buffer(name, weight[name])
-        index = None if taken.columns is None else taken.columns.index.to(weight["codes"].device, torch.int32)
+        self.groups, self.taken = groups, taken
+        self.register_buffer("units", units)
+        self.register_buffer("factors", factors)
+        index = None if taken.columns is None else taken.columns.index.to(units.device, torch.int32)
         self.register_buffer("index", index)
         self.register_buffer("bias", bias)
-
-    @property
-    def stored(self) -> tuple[Tensor, ...]:
-        """The weight, as the kernel takes it."""
-        return self.codes, self.scales, self.zeros, self.factors
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > form.MOST_TOKENS:
             return F.linear(self.taken(x), self.weight(x.dtype), self.bias)
-        y = w2a2_gemv.w2a2_gemv(x, *self.stored, self.index)
+        y = w2a2_gemv.w2a2_gemv(x, self.units, self.factors, self.index)
         return y if self.bias is None else y + self.bias
 
     __call__ = forward
@@ -88,18 +85,18 @@ class W2A2(nn.Module):
     @property
     def outputs(self) -> int:
         """N."""
-        return len(self.codes)
+        return len(self.factors)
 
     def into(self, x: Tensor, y: Tensor) -> None:
         """Write the product of one token into y `[1, N]`, a slice of a longer row."""
-        w2a2_gemv.into(y, x, *self.stored, self.index)
+        w2a2_gemv.into(y, x, self.units, self.factors, self.index)
         if self.bias is not None:
             y += self.bias
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """`[N, K]`, dequantized; of a split channel the sum of its columns."""
         columns = self.taken.columns
-        whole = form.dequantize(*self.stored)
+        whole = form.dequantize(self.units, self.factors, self.groups)
         return (whole if columns is None else columns.joined(whole)).to(dtype)
 
     def expanded(self, tokens: int, dtype: torch.dtype) -> nn.Module:
@@ -180,14 +177,13 @@ def made(
     zeros = torch.cat([zeros_of(weight) for weight in weights])
     codes, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
     try:
-        stored = dict(zip(("codes", "scales", "zeros"), form.pack(codes, scales, zeros)))
+        units = form.pack(codes, scales, zeros).to(device)
     except ValueError as error:
         raise UserError(f"{error}; quantize it with levels seq or a range that includes 0") from None
     factors = [(weight.factor * 2**weight.shift).expand(len(weight.codes)) for weight in weights]
-    stored = {name: tensor.to(device) for name, tensor in (stored | {"factors": torch.cat(factors)}).items()}
     if taken.columns is not None:
         taken = Inputs(taken.grid, taken.columns.to(device))
-    return W2A2(stored, taken, bias)
+    return W2A2(units, torch.cat(factors).to(device), scales.shape[1], taken, bias)
 
 
 def zeros_of(weight: GroupWeight) -> Tensor:
@@ -245,16 +241,23 @@ def random(
         product = packed(random_weight(rows, width, Asymmetric, device), bias, dtype)
         return product if split is None else Wide(product, split.index)
     groups = width // form.GROUP
-    stored = {
-        "codes": torch.randint(-(2**31), 2**31, (rows, 2, groups), dtype=torch.int32, device=device),
-        "scales": torch.randint(64, 127, (rows, groups), dtype=torch.uint8, device=device),  # of E4M3, 2 to 448
-        "zeros": torch.full((rows, -(-groups // 4)), 0b01100110, dtype=torch.uint8, device=device),  # 2, 1, 2, 1
-        "factors": torch.full((rows,), 1 / (64 * columns**0.5), device=device),
-    }
-    made_here = W2A2(stored, Inputs(GroupGrid(BITS, form.GROUP, include_zero=True), split), bias)
+    units = random_units(rows, groups, device)
+    factors = torch.full((rows,), 1 / (64 * columns**0.5), device=device)
+    taken = Inputs(GroupGrid(BITS, form.GROUP, include_zero=True), split)
+    made_here = W2A2(units, factors, groups, taken, bias)
     if device.type == "meta" or runs_kernels(device, dtype):
         return made_here
     return made_here.expanded(form.MOST_TOKENS + 1, dtype)
+
+
+def random_units(rows: int, groups: int, device: torch.device) -> Tensor:
+    """Units of random codes, scales of 2 to 448, and zeros 2, 1, 2, 1."""
+    down, across = -(-rows // form.ROWS), -(-groups // form.GROUPS)
+    codes, scales = form.PARTS
+    units = torch.randint(0, 256, (down, across, form.UNIT), dtype=torch.uint8, device=device)
+    units[..., codes : codes + scales] = units[..., codes : codes + scales] % 63 + 64  # the bytes of E4M3
+    units[..., codes + scales :] = 0b01100110
+    return units
 
 
 class Asymmetric:

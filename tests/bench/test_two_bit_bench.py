@@ -64,7 +64,7 @@ def test_every_file_has_everybody_and_none_is_measured_twice(device, tmp_path, c
         assert {r.label for r in rows["table7"] if r.mode == mode and r.status == "ok"} == everybody
     assert {r.label for r in rows["tokens"]} == everybody - {DENSE} and {r.M for r in rows["tokens"]} == {2, 4}
     by_label = {r.label: r for r in rows["figure6"] if r.status == "ok"}
-    assert by_label[INSIDE].K == 128 and by_label[INSIDE].bytes == by_label[READY].bytes == 48 * (4 * 9 + 1 + 4)
+    assert by_label[INSIDE].K == 128 and by_label[INSIDE].bytes == by_label[READY].bytes == 6 * 1184 + 48 * 4
     assert by_label[HALF].bytes == 48 * 128 // 4 + 48 * 4 * 4 and by_label[DENSE].bytes == 2 * 48 * 128
     assert by_label[READY].relerr < 1e-6 and by_label[INSIDE].relerr < 3e-3
     capsys.readouterr()
@@ -91,9 +91,7 @@ def test_w2a2_and_w2a16_hold_the_same_codes():
     layer = Layer(48, 96, device="cpu")
     tasks = {label: kernel_list.OURS[label].task(layer, 1) for label in (INSIDE, HALF)}
     w2a2, packed = tasks[INSIDE].inputs, tasks[HALF].inputs["packed"]
-    weight = kernel_list.load("w2a2_gemv").form.dequantize(
-        w2a2["codes"], w2a2["scales"], w2a2["zeros"], w2a2["factors"].double()
-    )
+    weight = kernel_list.load("w2a2_gemv").form.dequantize(w2a2["units"], w2a2["factors"].double(), 3)
     whole = kernel_list.packing.dequantize(packed)
     torch.testing.assert_close(whole.double(), weight, rtol=2**-10, atol=0)
 

@@ -119,11 +119,11 @@ def test_codes_of_weights_and_inputs_are_the_harness_s_on_one_block(made, by_ker
         products = list(block[name]) if isinstance(block[name], Joined) else [block[name]]
         assert len(products) == (1 if split == "none" else len(layers)), "split channels are each layer's own"
         stored = [lm.weights[f"model.layers.1.{layer}"] for layer in layers]
-        codes = torch.cat([form.codes_of(product.codes) for product in products])
+        codes = [form.unpack(product.units, product.outputs, product.groups)[0] for product in products]
         if split == "none":
-            assert torch.equal(codes, torch.cat([weight.codes for weight in stored]))
+            assert torch.equal(codes[0], torch.cat([weight.codes for weight in stored]))
         else:
-            assert all(torch.equal(form.codes_of(p.codes), w.codes) for p, w in zip(products, stored, strict=True))
+            assert all(torch.equal(c, weight.codes) for c, weight in zip(codes, stored, strict=True))
         layer = lm.model.get_submodule(f"model.layers.1.{layers[0]}")
         x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(1))
         wide = x if layer.columns is None else layer.columns.gather(x)
@@ -147,7 +147,7 @@ def test_real_zeros_run_as_well(made, by_kernels, ids, levels):
     """SEQ's half steps, and a group whose range is far from 0 (weights alone; inputs always include it)."""
     lm = made(split="none", levels=levels, include_zero=True if levels == "seq" else None)
     product = weights.decoder(lm, 64, CPU, torch.float32).blocks[0].down
-    assert product.zeros.dtype == (torch.float16 if levels == "seq" else torch.uint8)
+    assert product.units.shape[2] == (form.REAL_UNIT if levels == "seq" else form.UNIT)
     x = torch.randn(2, 192, generator=torch.Generator().manual_seed(2))
     layer = lm.model.get_submodule("model.layers.0.mlp.down_proj")
     torch.testing.assert_close(product(x), layer(x), rtol=1e-4, atol=1e-4)
