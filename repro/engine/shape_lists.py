@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from repro.engine.step import Block, Decoder
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.kernels import active_inputs
-from repro.methods.spqt.sparsity import Sparse
+from repro.methods.spqt.sparsity import SparseLinear
 from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, blocks
 
@@ -63,7 +63,7 @@ def masks_of(lm: LowBitModel, windows: Tensor) -> dict[str, Masks]:
     for number, path in enumerate(blocks(lm.model)):
         for kind, (first, *_) in LAYERS.items():
             layer = lm.model.get_submodule(f"{path}.{first}")
-            layers[kind, number] = layer.linear if isinstance(layer, Sparse) else layer
+            layers[kind, number] = layer.linear if isinstance(layer, SparseLinear) else layer
             found.setdefault(kind, []).append([])
 
     def note(at: tuple[str, int], x: Tensor) -> None:
