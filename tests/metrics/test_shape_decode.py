@@ -103,7 +103,7 @@ def test_bit_by_bit_s_shapes_decode_by_its_products(monkeypatch, how):
     kinds = {"w2a2": two_bit.W2A2, "w2a2-split": weights.Joined, "w2a16": weights.Dense}
     assert type(block.qkv) is kinds[how] and core.time(3, 3).new_tokens == 3
     if how == "w2a2":
-        assert block.qkv.outputs == 512 and block.down.codes.shape == (256, 2, 16)
+        assert block.qkv.outputs == 512 and block.down.units.shape == (32, 1, 1184)
     if how == "w2a2-split":
         widths = [len(one.index) for one in block.gate_up]
         assert widths == [288, 288], "a tenth of 256 in a model of one block, in whole groups"
