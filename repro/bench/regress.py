@@ -36,7 +36,7 @@ MORE = 2.97  # of nine or more
 
 
 @dataclass(frozen=True)
-class KernelTime:
+class TimedKernel:
     """One kernel on one shape in one run: median microseconds, its relative standard error, and its read floor's."""
 
     us: float
@@ -52,7 +52,7 @@ class BenchmarkFile:
 
     path: Path
     device: str
-    cells: dict[str, KernelTime]
+    cells: dict[str, TimedKernel]
 
     def library_level(self, other: "BenchmarkFile") -> float:
         """log of how slow the library is here, over how slow it is in another run: the median of common shapes.
@@ -117,7 +117,7 @@ def load(path: Path) -> BenchmarkFile:
     kernels = [one for one in benchmarks if one[0].get("floor_us") and all(name in one[0] for name in PLACE)]
     if not kernels:
         raise UserError(f"{path}: no kernel with a read floor in it; run pytest kernels --benchmark-only on a GPU")
-    cells: dict[str, KernelTime] = {}
+    cells: dict[str, TimedKernel] = {}
     for info, stats in kernels:
         name = say(info)
         if name in cells:
@@ -134,7 +134,7 @@ def load(path: Path) -> BenchmarkFile:
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{path}: {name} has no times that can be read; measure again") from None
         library = tuple(info[key] for key in PLACE[:3]) == LIBRARY
-        cells[name] = KernelTime(us, error, info["floor_us"], library, info.get("ours", True) and not library)
+        cells[name] = TimedKernel(us, error, info["floor_us"], library, info.get("ours", True) and not library)
     devices = {str(info.get("device", "unknown")) for info, _ in kernels}
     if len(devices) > 1:
         raise UserError(f"{path}: measured on {', '.join(sorted(devices))}; one run is one device")

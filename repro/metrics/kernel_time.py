@@ -86,25 +86,28 @@ class KernelTime(External):
 
         `unattested`: a row was timed before versions were kept, and stands until it is timed anew.
         """
-        rows = [row for params in all_params for row in chosen(params).values()]
+        rows, shown = [], []  # `shown`: but those whose stored time is asked for
+        for params in all_params:
+            rows += chosen(params).values()
+            if params.show != "recorded":
+                shown += chosen(params).values()
         measured = [row for row in rows if row.status == "ok"]
         here, old = all(row.built for row in rows), any(not row.versions for row in measured)
         changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
-        rescaled = any(
-            row.status == "bridged"
-            for params in all_params
-            if params.show != "recorded"
-            for row in chosen(params).values()
-        )
+        rescaled = any(row.status == "bridged" for row in shown)
         facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
         facts["environment"] = {f"{row.environment}, {row.date}" for row in rows}
-        joined = {name: " + ".join(sorted(filter(None, found))) for name, found in facts.items()}
+        joined = {name: " + ".join(sorted(filter(None, words))) for name, words in facts.items()}
+        modes = " and ".join(sorted({params.mode for params in all_params}))
+        versions: set[str] = set()
+        for row in measured:
+            versions.update(row.versions.split())
         return {
             **joined,
             "device_class": "cuda",
-            "protocol": f"CUDA graphs, {' and '.join(sorted({params.mode for params in all_params}))} weights",
+            "protocol": f"CUDA graphs, {modes} weights",
             "covers": "rounds of one run",
-            "versions": " ".join(sorted({word for row in measured for word in row.versions.split()})),
+            "versions": " ".join(sorted(versions)),
             "source": "fresh" if here else "unattested" if old else "stored",
             "status": "stale" if changed else "ok",
             "note": CHANGED if changed else RESCALED if rescaled else "",

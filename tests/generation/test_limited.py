@@ -224,8 +224,10 @@ def test_streamed_blocks_compute_what_resident_ones_do(plain, prefetch):
     assert whole(engine).tokens == whole(plain).tokens
     batch = [PROMPT, "In the year"]
     assert [t.tokens for t in engine.generate(batch, 8)] == [t.tokens for t in plain.generate(batch, 8)]
-    buffers = {id(lane.buffer): lane.buffer.nbytes for b in engine.model.blocks for lane in [b.qkv.lane, b.out.lane,
-               b.gate_up.lane, b.down.lane]}  # fmt: skip
+    buffers = {}
+    for block in engine.model.blocks:
+        for product in (block.qkv, block.out, block.gate_up, block.down):
+            buffers[id(product.lane.buffer)] = product.lane.buffer.nbytes
     assert sum(buffers.values()) == engine.plan.block_bytes == engine.plan.parts["buffers"]
 
 

@@ -1,6 +1,7 @@
 """Agreement of two recipes on the most damaged layers: known answers, and intervals by resampling sequences."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def quantity(show, noise):
         series_ = {f"damage {i}": Series(row, "sequences", "probe") for i, row in enumerate(values)}
         held[role] = Observations(series_ | {"loss 0": Series(ONE, "sequences", "text")}, {})
     found = Agreement(show, "").series(held, None)
-    assert list(found) == [f"{role} {i}" for role in ("one", "other") for i in range(10)]
+    assert list(found) == [f"{role} {i}" for role, i in product(("one", "other"), range(10))]
     return Quantity([found], lambda mean: Agreement(show, "").value(mean), True)
 
 

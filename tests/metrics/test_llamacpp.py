@@ -1,5 +1,7 @@
 """The protocol of llama.cpp's perplexity program: a slow reference, BOS, chunks, jobs, a command."""
 
+from itertools import product
+
 import dag
 import numpy as np
 import pytest
@@ -74,10 +76,8 @@ def test_one_job_for_a_text_and_none_without_a_protocol():
     assert [role for role, _ in job.needs] == ["text", "weights"] and job.given()["label"] == "llamacpp-v1"
     assert [role for role, _ in LlamaCpp("wikitext2").jobs(at.under("fp16"))["scores"].needs] == ["text"]
     other = Target(scale.load({"llamacpp": {"chunks": 3}}, "pocket"), "pocket-3m", "rtn-w4-pc")
-    assert (
-        len({params.jobs(t)["scores"].id for params in (LlamaCpp("wikitext2"), LlamaCpp("c4")) for t in (at, other)})
-        == 4
-    )
+    both = (LlamaCpp("wikitext2"), LlamaCpp("c4"))
+    assert len({params.jobs(t)["scores"].id for params, t in product(both, (at, other))}) == 4
     assert LlamaCpp("wikitext2").jobs(Target(scale.load({"llamacpp": None}, "pocket"), "pocket-3m", "fp16")) is None
     with pytest.raises(UserError, match="calibrated on wikitext2-train-part"):
         LlamaCpp("wikitext2-train-part").jobs(at.under("gptq-w4-pc"))

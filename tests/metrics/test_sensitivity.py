@@ -1,5 +1,7 @@
 """Quantizing one layer at a time: damage and loss against slow references, what is kept by sequence, what is shown."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import tiny
@@ -143,7 +145,7 @@ def test_every_layer_by_sequence_and_by_passage(small, monkeypatch, tmp_path):
     job = type("job", (), {"given": lambda self: words})()
     sensitivity.Sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
     layers = len(rounded.weights)
-    assert list(kept) == [f"{name} {i}" for name in ("damage", "loss") for i in range(layers)]
+    assert list(kept) == [f"{name} {i}" for name, i in product(("damage", "loss"), range(layers))]
     assert {(one.axis, len(one.values)) for one in kept.values()} == {("sequences", 6)}
     assert kept["damage 3"].group == "6 sampled sequences of 16 tokens"
     assert kept["loss 3"].group == "6 passages of 16 tokens of counting"
@@ -163,11 +165,11 @@ DAMAGE, LOSS = [0.4, 0.1, 0.3, 0.2, 0.1], [2.0, -0.5, 3.0, 0.25, 0.25]
 
 def held():
     both = {"damage": DAMAGE, "loss": LOSS}
-    return {
-        f"{k} {i}": Series(np.array([x - 0.01, x + 0.01]), "sequences", k)
-        for k, v in both.items()
-        for i, x in enumerate(v)
-    }
+    series = {}
+    for name, values in both.items():
+        for i, x in enumerate(values):
+            series[f"{name} {i}"] = Series(np.array([x - 0.01, x + 0.01]), "sequences", name)
+    return series
 
 
 @pytest.mark.parametrize(

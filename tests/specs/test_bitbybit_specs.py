@@ -33,8 +33,11 @@ def at(monkeypatch):
 
 def ids(flow, cell):
     """The jobs of each seed of a cell, without those that score."""
-    return [[need.id for job in each.values() for need in job.every() if need.kind == "compress"]
-            for each in flow.jobs(cell)]  # fmt: skip
+    by_seed = []
+    for each in flow.jobs(cell):
+        needs = chain.from_iterable(job.every() for job in each.values())
+        by_seed.append([need.id for need in needs if need.kind == "compress"])
+    return by_seed
 
 
 METHODS = ("ParetoQ", "EfficientQAT", "BitDistiller", "Bit-by-Bit")

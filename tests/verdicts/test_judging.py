@@ -778,7 +778,10 @@ def test_a_table_s_own_claims_are_about_that_table():
     found = tables.table("spear", "1").claims
     assert found and {claim.table for claim in found} == {"spear/1"}
     everywhere = next(claim for claim in found if claim.cells.get("s", "").endswith("Wiki"))
-    rows = {(row, model) for _, named in everywhere.case_cells() for row, _, model, _ in [named["s"]]}
+    rows = set()
+    for _, named in everywhere.case_cells():
+        row, _, model, _ = named["s"]
+        rows.add((row, model))
     printed = {
         (c.row, c.model) for c in papers.printed("spear", "1") if c.row.startswith("+SPEAR") and c.model in MODELS
     }
