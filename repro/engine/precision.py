@@ -286,7 +286,7 @@ class Recorder:
 
 @contextmanager
 def quick_turns() -> Iterator[None]:
-    """Let a thread that asks for the interpreter's lock wait for `TURN` at most; it must be 5 ms else, a whole step."""
+    """Let a thread that asks for the interpreter's lock wait for `TURN` at most; otherwise 5 ms, a whole step."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(TURN)
     try:
