@@ -19,9 +19,8 @@ from repro.specs import tables
 from repro.specs.claims import ClaimSpec
 from repro.stats.quantity import compose
 from repro.store.measurement import MEASURED, SHOWN
-from repro.verdicts import judging
+from repro.verdicts import judging, table_results
 from repro.verdicts.judging import Judged
-from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
@@ -56,7 +55,7 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     at = flow.scale
     flow = flow if flow.is_of_results else Workflow.of_results(at)
     grids = _grids(flow, paper, out)
-    judged = [judging.judge(flow, claim) for claim in own_numbers.claims_of(paper)]
+    judged = table_results.judged(flow, own_numbers.claims_of(paper))
     shown: set[str] = set()
     for one in judged:
         if one.verdict:
@@ -87,7 +86,7 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
     """Write the grid of every printed table of which something is measured here; return the tables' numbers."""
     written = []
     for number in papers.tables(paper):
-        results = table_results(flow, paper, number)
+        results = table_results.table_results(flow, paper, number)
         if not any(m.status in MEASURED and m.source != "arithmetic" for m in results.measurements):
             continue
         grid = markdown(content.sheet(results))
@@ -268,8 +267,8 @@ def _why_it_fails(flow: Workflow, claim: ClaimSpec) -> str:
     Empty where the spec names neither ablations nor causes.
     """
     changed, tried, left = [], [], []
-    for name in claim.ablations:
-        one = judging.judge(flow, claim.ablated(name))
+    ablated = [claim.ablated(name) for name in claim.ablations]
+    for name, one in zip(claim.ablations, table_results.judged(flow, ablated)):
         if not one.measured:
             left.append(name)
         elif one.verdict in judging.DIRECTIONS:
@@ -346,7 +345,7 @@ def _classes(flow: Workflow, paper: str) -> Iterator[str]:
     """
     if (paper, CLASSES) not in tables.own():
         return
-    by_key = table_results(flow, paper, CLASSES).by_key
+    by_key = table_results.table_results(flow, paper, CLASSES).by_key
     cells = [one.cell for one in by_key.values()]
     rows = []
     for model in dict.fromkeys(cell.model for cell in cells):
@@ -379,7 +378,7 @@ def _questions(flow: Workflow, paper: str) -> Iterator[str]:
     for one, name in tables.own():
         if one != paper:
             continue
-        results = table_results(flow, paper, name)
+        results = table_results.table_results(flow, paper, name)
         yield f"## {name[0].upper()}{name[1:]}"
         measured = {m.row for m in results.measurements if m.status in SHOWN}
         if measured:

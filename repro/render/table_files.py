@@ -1,6 +1,7 @@
 """Write tables: a printed one, the project's own Table 1 (headline claims), the leaderboard, the audit."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,12 +13,13 @@ from repro.render import content, own_numbers
 from repro.render.latex import latex
 from repro.render.sheet import Sheet, markdown
 from repro.results import measure, replicate
+from repro.results.measured import Measured
 from repro.specs import tables
 from repro.specs.names import canonical
+from repro.specs.scale import Scale
 from repro.stats.statistics import Interval
 from repro.store.measurement import MEASURED, Measurement, text, to_csv
-from repro.verdicts import coverage, judging
-from repro.verdicts.table_results import table_results
+from repro.verdicts import coverage, judging, table_results
 from repro.workflow.workflow import Workflow
 
 
@@ -48,7 +50,7 @@ def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
     if name in OWN:
         return OWN[name](flow)
     paper, number = tables.split(name)
-    results = table_results(flow, paper, number)
+    results = table_results.table_results(flow, paper, number)
     if paper in papers.PAPERS and coverage.other_device(paper, "table", number):
         bare = [key for key, one in results.by_key.items() if one.measurement.status in ("not_run", "no_stand_in")]
         results = results.marked({key: {"status": "other_device"} for key in bare})
@@ -62,7 +64,7 @@ def drawn(flow: Workflow, name: str) -> tuple[Sheet, str]:
 def headline(flow: Workflow) -> tuple[Sheet, str]:
     """The project's own Table 1: a line a claim that is measured; below, per paper, which of them are not."""
     head = tables.headline()
-    judged = [judging.judge(flow, claim) for claim in tables.headline_claims()]
+    judged = table_results.judged(flow, tables.headline_claims())
     rows: list[list[str]] = []
     waiting = []
     for paper in papers.PAPERS:
@@ -114,7 +116,7 @@ def printed_alone(flow: Workflow) -> tuple[Sheet, str]:
     lines = [["paper", *own_numbers.HEAD]]
     for paper in papers.PAPERS:
         written = own_numbers.claims_of(paper)
-        mine = list(own_numbers.rows([judging.judge(flow, claim) for claim in written]))
+        mine = list(own_numbers.rows(table_results.judged(flow, written)))
         mine += own_numbers.formula_rows(paper, own_numbers.without_predicate(paper, written))
         judged += [[paper], *([row[0].partition(" ")[2], *row[1:]] for row in mine)] if mine else []
         lines += [[paper, *row] for row in mine]
@@ -123,19 +125,29 @@ def printed_alone(flow: Workflow) -> tuple[Sheet, str]:
     return Sheet(title, own_numbers.HEAD, judged, [remark], left=len(own_numbers.HEAD)), csv_text(lines)
 
 
-def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]], dict[tuple[str, str], Interval]]:
-    """What any spec measures at this scale: by model, recipe and column; and by model and recipe the ratio."""
-    entries: dict[str, dict[str, dict[str, Measurement]]] = {}
-    ratios: dict[tuple[str, str], Interval] = {}
+Entries = dict[str, dict[str, dict[str, Measurement]]]  # by model, recipe and column
+Ratios = dict[tuple[str, str], Interval]  # of perplexity to full precision, by model and recipe
+
+
+def compared(flow: Workflow) -> list[Measured]:
+    """The cells of any spec that compare recipes alike: of one seed, calibrated on the scale's text, no arithmetic."""
+    alike = []
     for cell in flow.table_cells("table2"):
-        asked = flow.is_measured(cell) and cell.seeds == (0,) and not (cell.calibration or flow.operands(cell))
-        if not asked:
-            continue
-        one = measure.one_measured(flow, cell)
-        m = one.measurement
+        plain = cell.seeds == (0,) and not cell.calibration and not flow.operands(cell)
+        if plain and flow.is_measured(cell):
+            alike.append(measure.one_measured(flow, cell))
+    return alike
+
+
+def leaders(alike: Iterable[Measured], scale: Scale) -> tuple[Entries, Ratios]:
+    """What is measured of these cells, and the ratios of those with a perplexity; the first of equal columns counts."""
+    entries: Entries = {}
+    ratios: Ratios = {}
+    for one in alike:
+        cell, m = one.cell, one.measurement
         if m.status not in MEASURED:
             continue
-        label = _column(flow, cell)
+        label = _column(scale, cell)
         entries.setdefault(cell.stand_in, {}).setdefault(m.recipe, {}).setdefault(label, m)
         if cell.unit == "ppl" and one.against:
             ratios.setdefault((cell.stand_in, m.recipe), one.against)
@@ -144,7 +156,7 @@ def leaders(flow: Workflow) -> tuple[dict[str, dict[str, dict[str, Measurement]]
 
 def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
     """Every recipe of any spec that this scale measures, evaluated alike."""
-    entries, ratios = leaders(flow)
+    entries, ratios = leaders(compared(flow), flow.scale)
     measured_recipes: set[str] = set()
     for recipes in entries.values():
         measured_recipes.update(*recipes.values())
@@ -165,16 +177,16 @@ def leaderboard(flow: Workflow) -> tuple[Sheet, str]:
     return Sheet(title, ["recipe", "× fp16", *labels], rows, [remark]), csv_text(lines)
 
 
-def _column(flow: Workflow, cell: Cell) -> str:
+def _column(scale: Scale, cell: Cell) -> str:
     """A measure by its own name: the text behind a corpus, or the metric's label."""
     corpus = getattr(cell.params, "corpus", "")
     shown = getattr(cell.params, "show", "") or getattr(cell.params, "count", "")
-    return " ".join(filter(None, [flow.scale.text(corpus) if corpus else "", shown, cell.unit * (not shown)]))
+    return " ".join(filter(None, [scale.text(corpus) if corpus else "", shown, cell.unit * (not shown)]))
 
 
 def scattered(flow: Workflow) -> dict[str, dict[str, list[tuple[float | str, float, float | None, float | None, str]]]]:
     """The leaderboard's points: bits a block weight, ratio, its interval, recipe; by model and family of recipes."""
-    entries, ratios = leaders(flow)
+    entries, ratios = leaders(compared(flow), flow.scale)
     panels: dict[str, dict[str, list]] = {}
     for (model, name), against in sorted(ratios.items(), key=lambda item: (_by_size(item[0][0]), item[0])):
         if bits := _bits(entries[model][name]):

@@ -105,9 +105,10 @@ def _computed(flow: Workflow, cell: Cell) -> Measured:
         return external(flow, cell)
     if cell.model and (not cell.stand_in or metric_of(cell).PUBLIC):
         status = blank.status if cell.stand_in else "no_stand_in"
-        return Measured(cell, arithmetic(cell, blank) or replace(blank, status=status))
+        wants = "" if flow.is_measured(cell) else "spec"
+        return Measured(cell, arithmetic(cell, blank) or replace(blank, status=status), wants=wants)
     if not flow.is_measured(cell):
-        return Measured(cell, blank)
+        return Measured(cell, blank, wants="spec")
     if flow.waits_for_baseline(cell) and (full := one(flow, flow.full_precision(cell))).status == "at_chance":
         facts = {name: getattr(full, name) for name in ("grade", "device", "commit")}
         facts |= {"status": "at_chance", "recipe": cell.recipe, "note": "full precision is at chance; not run"}
@@ -115,7 +116,8 @@ def _computed(flow: Workflow, cell: Cell) -> Measured:
     if metric_of(cell).JOBLESS:
         return _fresh(flow, cell)
     if not flow.jobs(cell):
-        return Measured(cell, replace(blank, note=f"scale {flow.scale.name} does not measure it"))
+        note = f"scale {flow.scale.name} does not measure it"
+        return Measured(cell, replace(blank, note=note), wants="protocol")
     if absent := flow.lacking(cell):
         return stored_rows.find(flow, cell) or Measured(cell, replace(blank, note=absent), lacking=absent)
     if flow.stored_first or flow.stored_only:

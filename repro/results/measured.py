@@ -24,6 +24,7 @@ class Measured:
         load_quantity: gives the series behind the value and their expression, computed once; None where none are kept.
         external: whether it comes from results of its metric's own, such as kernel times.
         lacking: what is not on this machine, where the cell is not measured for it; else empty.
+        wants: what this scale lacks to measure it, `spec` or `protocol`; else empty.
         full: full precision on the same windows or items; None where the metric compares with none, the cell is full
             precision itself, or one of the two has no value.
     """
@@ -33,6 +34,7 @@ class Measured:
     load_quantity: Callable[[], Quantity | None] = lambda: None
     external: bool = False
     lacking: str = ""
+    wants: str = ""
     full: "Measured | None" = None
 
     def marked(self, **changes: Any) -> "Measured":

@@ -25,10 +25,11 @@ from repro import papers
 from repro.core.errors import UserError, unknown
 from repro.core.files import ROOT
 from repro.core.strict import load_yaml
-from repro.papers.cell import Cell, table_name
+from repro.papers.cell import table_name
 from repro.results import measure
+from repro.results.measured import Measured
 from repro.specs import figures, tables
-from repro.specs.scale import hub_models
+from repro.specs.scale import Scale, hub_models
 from repro.store.measurement import GRADES, MEASURED, Measurement
 from repro.workflow.workflow import Workflow
 
@@ -76,14 +77,15 @@ def coverage(flow: Workflow) -> list[Line]:
     lines = []
     for paper in papers.PAPERS:
         for number in papers.tables(paper):
-            due = [cell for cell in flow.cells(paper, number) if cell.printed not in NOTHING]
-            lines.append(_line(flow, paper, "table", number, due, [cell.model for cell in due]))
+            cells = [cell for cell in flow.cells(paper, number) if cell.printed not in NOTHING]
+            due = list(measure.measured(flow, cells).values())
+            lines.append(line_of(flow.scale, paper, "table", number, due, [one.cell.model for one in due]))
         for drawn in papers.data_figures(paper):
             parts = [n for n in (drawn.number, *drawn.parts) if figures.path_of(paper, n).is_file()]
             due = []
             for number in parts:
-                due += flow.cells(paper, number, "figure")
-            lines.append(_line(flow, paper, "figure", drawn.number, due, _models(drawn)))
+                due += measure.measured(flow, flow.cells(paper, number, "figure")).values()
+            lines.append(line_of(flow.scale, paper, "figure", drawn.number, due, _models(drawn)))
     return lines
 
 
@@ -142,9 +144,10 @@ def other_device(paper: str, kind: str, number: str) -> bool:
     return number in listed.get(f"{kind}s", ())
 
 
-def _possible(flow: Workflow, cell: Cell) -> bool:
+def _possible(scale: Scale, one: Measured) -> bool:
     """Whether the cell's model has a stand-in and this scale a protocol for every kind behind its metric."""
-    if flow.is_external(cell):  # a time of a shape, which needs neither
+    cell = one.cell
+    if one.external:  # a time of a shape, which needs neither
         return True
     if cell.model and not cell.stand_in:
         return False
@@ -152,7 +155,7 @@ def _possible(flow: Workflow, cell: Cell) -> bool:
         return True
     asked = tables.measures(cell.paper).get(cell.metric, {})
     kinds = [part["kind"] for part in (asked, asked.get("of", {})) if "kind" in part]
-    return bool(kinds) and all(flow.scale.protocols.get(kind, True) is not None for kind in kinds)
+    return bool(kinds) and all(scale.protocols.get(kind, True) is not None for kind in kinds)
 
 
 def _models(drawn: papers.Figure) -> list[str]:
@@ -162,44 +165,51 @@ def _models(drawn: papers.Figure) -> list[str]:
     return [name for name in names if name in pins or name in alias]
 
 
-def _line(flow: Workflow, paper: str, kind: str, number: str, due: Collection[Cell], models: Collection[str]) -> Line:
-    """One line; `due` are the printed cells, or the declared points, `models` what they are of."""
-    measured = [(cell, measure.one(flow, cell)) for cell in due]
-    seen = [m for _, m in measured if _ran(m)]
-    possible = len(due) if kind == "figure" else sum(_possible(flow, cell) for cell in due)
+def line_of(
+    scale: Scale, paper: str, kind: str, number: str, due: Collection[Measured], models: Collection[str]
+) -> Line:
+    """One line of what was looked up.
+
+    Args:
+        due: the printed cells of a table, or the declared points of a figure.
+        models: what they are of.
+    """
+    seen = [one.measurement for one in due if _ran(one.measurement)]
+    possible = len(due) if kind == "figure" else sum(_possible(scale, one) for one in due)
     origins = Counter(m.source if m.source in ORIGINS else "stored" for m in seen)
-    wanted = Counter(_wanted(flow, cell, m) for cell, m in measured if not _ran(m))
+    wanted = Counter(_wanted(scale, one) for one in due if not _ran(one.measurement))
     if not due:
-        wanted = {"a spec": 0} | {f"a stand-in for {name}": 0 for name in models if not flow.scale.stand_in(name)}
+        wanted = {"a spec": 0} | {f"a stand-in for {name}": 0 for name in models if not scale.stand_in(name)}
     if seen:
         enough = 5 * len(seen) >= 4 * possible
         status = "partial" if not enough else "fresh" if 5 * origins["fresh"] >= 4 * possible else "stored"
     elif other_device(paper, kind, number):
         status, wanted = "other_device", {"the machines that it names": len(due)}
     else:
-        bare = models and all(name and not flow.scale.stand_in(name) for name in models)
+        bare = models and all(name and not scale.stand_in(name) for name in models)
         status = "no_stand_in" if bare else "missing"
     printed, grades = len(due) if kind == "table" else 0, Counter(m.grade for m in seen)
-    return Line(paper, kind, number, flow.scale.name, status, len(seen), printed, possible, origins, grades, wanted)
+    return Line(paper, kind, number, scale.name, status, len(seen), printed, possible, origins, grades, wanted)
 
 
 def _ran(m: Measurement) -> bool:
     return m.status in MEASURED and m.source != "arithmetic"
 
 
-def _wanted(flow: Workflow, cell: Cell, m: Measurement) -> str:
+def _wanted(scale: Scale, one: Measured) -> str:
     """What would have to come for a cell to be measured: a stand-in, a spec, a protocol, a device, a run."""
-    if flow.is_external(cell):
+    cell, m = one.cell, one.measurement
+    if one.external:
         return "times of python -m repro bench"
     if m.status == "no_stand_in" or m.source == "arithmetic":
         return f"a stand-in for {cell.model}"
-    if not flow.is_measured(cell):
+    if one.wants == "spec":
         return "a spec" if cell.kind == "figure" or cell.metric in tables.measures(cell.paper) else "a kind and a spec"
-    if not flow.jobs(cell):
+    if one.wants == "protocol":
         return f"a protocol for {cell.measure}"
     if m.status not in ("not_run", "stale"):
         return f"another outcome than {m.status}"
-    return "a run" if flow.scale.device == "any" else f"a run on {flow.scale.device}"
+    return "a run" if scale.device == "any" else f"a run on {scale.device}"
 
 
 def _counts(lines: Collection[Line]) -> list[int]:

@@ -31,14 +31,12 @@ from repro.core.strict import load_yaml
 from repro.metrics import metric_of
 from repro.papers.cell import CellKey
 from repro.recipes import recipe
-from repro.results import measure
 from repro.results.measured import Measured
 from repro.specs import tables
 from repro.stats.quantity import Quantity, compose, constant, evaluate, on_same_windows, satisfied
 from repro.stats.statistics import LEVEL, NotFinite
 from repro.store.measurement import MEASURED, Measurement
 from repro.verdicts import rounding
-from repro.workflow.workflow import Workflow
 
 PLAIN = ("holds", "fails", "undecided")
 HOLDS, FAILS, UNDECIDED = range(3)
@@ -152,30 +150,13 @@ def unjudged(paper: str) -> dict[str, str]:
     return load_yaml(path) if path.is_file() else {}
 
 
-def judge(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
-    """Judge one claim on what is measured at this scale.
-
-    Raises:
-        UserError: the spec names a claim, cell, column or metric that is not there, or a predicate that is none.
-    """
-    key = ("claim", claim.table, claim.claim, claim.says, claim.quantity, claim.holds, repr(claim.cells))
-    key += (claim.log_probability,)
-    return flow.once(key, lambda: _looked_up(flow, claim))
-
-
-def _looked_up(flow: Workflow, claim: tables.ClaimSpec) -> Judged:
-    """The same, with the cells that it names looked up."""
-    _check(claim)
-    cells = [measure.one_measured(flow, cell) for cell in flow.claim_cells(claim)]
-    return verdict(claim, cells, flow.scale.name)
-
-
 def verdict(claim: tables.ClaimSpec, measured: Sequence[Measured], scale: str) -> Judged:
     """Judge one claim on measured cells of its tables.
 
     Raises:
-        UserError: they lack a cell that it names, or its predicate is none.
+        UserError: the spec names a claim, cell, column or metric that is not there, or a predicate that is none.
     """
+    _check(claim)
     cases, cells = evidence(claim, measured)
     printed = own_numbers(claim, cases)
     if claim.judged_on_printed:

@@ -1,6 +1,6 @@
 """Results of a table or figure, looked up once: its measured cells, and the verdicts on its claims."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ from repro.papers.cell import Cell, CellKey, table_name
 from repro.results import measure
 from repro.results.measured import Measured
 from repro.specs import tables
+from repro.specs.claims import ClaimSpec
 from repro.specs.scale import Scale
 from repro.store.measurement import Measurement
 from repro.verdicts import judging
@@ -54,13 +55,45 @@ class TableResults:
         return replace(self, by_key=by_key)
 
 
-def table_results(flow: Workflow, paper: str, number: str, kind: str = "table") -> TableResults:
-    """Measure every cell of a table or figure and judge its claims.
+def looked_up(flow: Workflow, paper: str, number: str, kind: str = "table") -> TableResults:
+    """Measure every cell of a table or figure.
 
     Raises:
         UserError: unknown table or figure, damaged results, or what its spec says wrongly.
     """
-    by_key = measure.measured(flow, flow.cells(paper, number, kind))
+    return TableResults(paper, number, kind, flow.scale, measure.measured(flow, flow.cells(paper, number, kind)))
+
+
+def table_results(flow: Workflow, paper: str, number: str, kind: str = "table") -> TableResults:
+    """Measure every cell of a table or figure and judge its claims.
+
+    Raises:
+        UserError: as `looked_up`.
+    """
+    results = looked_up(flow, paper, number, kind)
     written = tables.table(paper, number).claims if kind == "table" else ()
-    verdicts = [judging.judge(flow, claim) for claim in written]
-    return TableResults(paper, number, kind, flow.scale, by_key, verdicts)
+    return replace(results, verdicts=judged(flow, written))
+
+
+def judged(flow: Workflow, written: Iterable[ClaimSpec]) -> list[Judged]:
+    """The verdicts on claims of any tables.
+
+    Raises:
+        UserError: as `judging.verdict`.
+    """
+    return [judge(flow, claim) for claim in written]
+
+
+def judge(flow: Workflow, claim: ClaimSpec) -> Judged:
+    """The verdict on one claim: the cells that it names are looked up, and it is judged on these alone.
+
+    Raises:
+        UserError: as `judging.verdict`.
+    """
+    key = ("claim", claim.table, claim.claim, claim.says, claim.quantity, claim.holds, repr(claim.cells))
+    return flow.once((*key, claim.log_probability), lambda: _judge(flow, claim))
+
+
+def _judge(flow: Workflow, claim: ClaimSpec) -> Judged:
+    cells = [measure.one_measured(flow, cell) for cell in flow.claim_cells(claim)]
+    return judging.verdict(claim, cells, flow.scale.name)

@@ -10,7 +10,7 @@ from repro.metrics.bench import Bench
 from repro.results import measure
 from repro.specs import scale as scales
 from repro.specs import tables
-from repro.verdicts import judging
+from repro.verdicts import table_results
 from repro.workflow.workflow import Workflow
 
 FACTS = {"device": "NVIDIA H200", "commit": "abc1234"}
@@ -39,7 +39,7 @@ def shown(table):
 def verdict(table):
     flow = Workflow(scales.load(name="pocket"))
     (claim,) = tables.table(*table).claims
-    return judging.judge(flow, claim)
+    return table_results.judge(flow, claim)
 
 
 @pytest.mark.parametrize("ratio, holds", [(0.96, True), (1.051, False)])
@@ -94,7 +94,7 @@ def test_the_targets_of_offloading_are_judged_by_what_the_bench_wrote(files):
         files("build/offload", f"{shape}-step", step_s=0.002)
         files("build/offload", f"{shape}-prefetch", bus_share=0.95 / over)
     flow = Workflow(scales.load(name="pocket"))
-    judged = [judging.judge(flow, claim) for claim in tables.table("subspec", "targets").claims]
+    judged = [table_results.judge(flow, claim) for claim in tables.table("subspec", "targets").claims]
     assert [[case.verdict == 0 for case in each.cases] for each in judged] == [
         [True, False], [True, True], [True, False], [True, False], [True, False]
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def test_memory_over_a_thousand_tokens_is_judged(files):
     files("build/offload", "memory", tokens=1000, within=1, growth_bytes=0)
     files("build/offload", "memory-plain", tokens=1000, within=1, growth_bytes=2**21)
     flow = Workflow(scales.load(name="pocket"))
-    within, grown = (judging.judge(flow, claim) for claim in tables.table("subspec", "memory").claims)
+    within, grown = (table_results.judge(flow, claim) for claim in tables.table("subspec", "memory").claims)
     assert [case.verdict == 0 for case in within.cases] == [True, True]
     assert [case.verdict == 0 for case in grown.cases] == [True, False]
 
@@ -115,7 +115,7 @@ def test_the_targets_of_switching_are_judged_by_what_the_bench_wrote(files):
     memory = {"allocated bytes beside the cache": 17e9, "bytes of the first width": 16e9}
     files("build/precision", "switch-host-16", **memory)
     flow = Workflow(scales.load(name="pocket"))
-    judged = [judging.judge(flow, claim) for claim in tables.table("flexquant", "targets").claims]
+    judged = [table_results.judge(flow, claim) for claim in tables.table("flexquant", "targets").claims]
     late, memory = judged[3], judged[6]
     assert [case.measured for case in late.cases if case.measured is not None] == [1.125]
     assert memory.cases[0].measured == pytest.approx(17 / 16) and memory.cases[0].verdict == 0
@@ -138,7 +138,7 @@ def test_sparse_products_and_their_lists_are_judged(files):
     assert cell.value == pytest.approx(10 * 0.9 / 0.8 / 5) and cell.protocol == "sparse/gemv"
     assert found["28672 x 8192", "s 50", "over the better dense, list included"].value == pytest.approx(10 / 6)
     judged = [
-        judging.judge(flow, claim) for name in ("targets", "lists") for claim in tables.table("spqt", name).claims
+        table_results.judge(flow, claim) for name in ("targets", "lists") for claim in tables.table("spqt", name).claims
     ]
     assert [one.said.split()[0] for one in judged] == ["holds"] * 6 + ["fails"]
     assert judged[-1].said.startswith("fails (holds in 2 of 4 cases)")

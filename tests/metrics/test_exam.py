@@ -31,8 +31,7 @@ from repro.specs import scale as scales
 from repro.specs import tables
 from repro.store import accepted, observations
 from repro.store.observations import Series
-from repro.verdicts import judging
-from repro.verdicts.table_results import table_results
+from repro.verdicts import table_results
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
@@ -184,7 +183,7 @@ def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
     cell = next(c for c in at.cells("bitbybit", "5") if (c.row, c.col, c.model) == ("FP16", "Ifeval", "Qwen2.5-7B"))
     found = measure.one(at, cell)
     assert (found.status, found.note) == ("not_run", why)
-    assert f"Not run: {why}." in content.remarks(table_results(at, "bitbybit", "5"))
+    assert f"Not run: {why}." in content.remarks(table_results.table_results(at, "bitbybit", "5"))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -311,7 +310,7 @@ def test_a_claim_on_cells_that_are_spared_has_no_verdict_and_no_grade(monkeypatc
     monkeypatch.setattr(accepted, "equal", lambda scale, inputs: [])
     at = Workflow(scales.load(name="pocket"), stored=False)
     monkeypatch.setattr(at, "waits_for_baseline", lambda cell: cell.measure == "exam" and cell.recipe != "fp16")
-    judged = {claim.claim: judging.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
+    judged = {claim.claim: table_results.judge(at, claim) for claim in tables.table("bitbybit", "5").claims}
     assert {one.grade for one in judged.values()} == {""} and not any(one.measured for one in judged.values())
     spared = judged["bitbybit B25"]
     assert spared.verdict == "no verdict: not run"

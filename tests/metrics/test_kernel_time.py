@@ -20,8 +20,7 @@ from repro.specs import figures, scale, tables
 from repro.stats.quantity import compose
 from repro.store import kernel_rows, row_list
 from repro.store.kernel_rows import KernelRow
-from repro.verdicts import judging
-from repro.verdicts.table_results import table_results
+from repro.verdicts import table_results
 from repro.workflow.workflow import Workflow
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -210,7 +209,7 @@ def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
     assert found.value == pytest.approx(0.8, rel=1e-4) and found.grade == "B" and found.stand_in == "NVIDIA H200"
     missing = measure.one(flow, cells["W8A8, M = 512, over cuBLAS int8", "worst layer"])
     assert missing.value is None and missing.status == "not_run" and "no such time" in missing.note
-    judged = {claim.claim: judging.judge(flow, claim) for claim in tables.table("kernels", "targets").claims}
+    judged = {claim.claim: table_results.judge(flow, claim) for claim in tables.table("kernels", "targets").claims}
     assert judged["kernels T4"].verdict == "holds" and judged["kernels T8"].verdict == "no verdict: not run"
     points = drawn.build(flow, "kernels/peers-m1", tmp_path)[""]
     assert {p[0]: p[1] for p in points["this project"]}["8192x8192"] == pytest.approx(26 / 12.5)
@@ -258,7 +257,7 @@ def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
 
 
 def test_targets_and_verdicts_stand_next_to_what_was_measured(flow, accepted):
-    sheet = content.sheet(table_results(flow, "kernels", "targets"))
+    sheet = content.sheet(table_results.table_results(flow, "kernels", "targets"))
     assert list(sheet.head) == ["", "target", "verdict"]
     by_row = {row[0]: row[1:] for row in sheet.rows}
     value, said = by_row["W4A16 g128 fp16, M = 1, over AWQ's gemv"]

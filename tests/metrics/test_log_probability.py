@@ -14,8 +14,7 @@ from repro.specs import tables
 from repro.specs.claims import ClaimSpec
 from repro.store import accepted, observations
 from repro.store.observations import Series
-from repro.verdicts import judging
-from repro.verdicts.table_results import table_results
+from repro.verdicts import judging, table_results
 from repro.workflow import versions
 from repro.workflow.workflow import Workflow
 
@@ -78,7 +77,7 @@ def observed(kind, tasks, lost):
 
 def shown(flow):
     """The measured text of the table by row and column, and its notes."""
-    sheet = content.sheet(table_results(flow, "spear", "19"))
+    sheet = content.sheet(table_results.table_results(flow, "spear", "19"))
     texts = {}
     for row in sheet.rows:
         if len(row) > 1:
@@ -113,9 +112,9 @@ def test_a_mean_is_that_of_five_tasks(flow):
 
 
 def test_a_claim_on_accuracy_is_judged_on_nats(flow):
-    bare = judging.judge(flow, dataclasses.replace(RISES, log_probability=""))
+    bare = table_results.judge(flow, dataclasses.replace(RISES, log_probability=""))
     assert bare.said == "no verdict: at chance"
-    judged = judging.judge(flow, RISES)
+    judged = table_results.judge(flow, RISES)
     (case,) = judged.cases
     assert judged.verdict == judging.ON_STAND_INS and case.measured == pytest.approx(0.2, abs=2.0**-8)
     assert case.printed == pytest.approx(0.738 - 0.692), "the paper's own numbers stay those of accuracy"
@@ -124,16 +123,16 @@ def test_a_claim_on_accuracy_is_judged_on_nats(flow):
 
 
 def test_the_predicate_in_nats_is_another_than_that_of_the_printed_numbers(flow):
-    judged = judging.judge(flow, dataclasses.replace(RISES, holds="< 0.05", log_probability="> 0.25"))
+    judged = table_results.judge(flow, dataclasses.replace(RISES, holds="< 0.05", log_probability="> 0.25"))
     assert (judged.own_numbers, judged.cases[0].verdict) == ("consistent", judging.FAILS)
     assert judged.verdict == "same direction, smaller", "in nats it is not compared with the printed size"
 
 
 def test_a_column_without_nats_is_judged_by_its_accuracy(flow):
     on_boolq = dataclasses.replace(RISES, cases=({"model": MODEL, "task": "BoolQ"},))
-    assert judging.judge(flow, on_boolq).said == "no verdict: at chance"
+    assert table_results.judge(flow, on_boolq).said == "no verdict: at chance"
     share = dataclasses.replace(on_boolq, quantity="(s - b) / (s - b)")
-    assert judging.judge(flow, share).said == "no verdict: at chance", "equal accuracies have no quotient"
+    assert table_results.judge(flow, share).said == "no verdict: at chance", "equal accuracies have no quotient"
 
 
 def test_a_log_probability_that_cannot_be_asked_names_its_place(monkeypatch):

@@ -20,7 +20,7 @@ from repro.recipes.recipe import parse  # noqa: E402
 from repro.specs import figures, tables  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
 from repro.store.observations import Series  # noqa: E402
-from repro.verdicts import judging  # noqa: E402
+from repro.verdicts import table_results  # noqa: E402
 from repro.workflow.workflow import Workflow  # noqa: E402
 
 TINY = dict(
@@ -132,7 +132,7 @@ def test_table_8_has_its_own_device_and_ours():
     asked = {(cell.params.how, cell.params.length) for cell in tables.cells("bitbybit", "decode")}
     assert asked == set(product(AT_LENGTHS, shape_decode.LENGTHS))
     (claim,) = tables.table("bitbybit", "table8"[5:]).claims
-    judged = judging.judge(Workflow(replace(scales.load(name="pocket"), models={}), stored=True), claim)
+    judged = table_results.judge(Workflow(replace(scales.load(name="pocket"), models={}), stored=True), claim)
     assert judged.own_numbers == "consistent" and len(judged.cases) == 4
     flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
     jobs = {job.id for job in flow.every_job(flow.cells("bitbybit", "decode"))}

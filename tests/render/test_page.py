@@ -18,7 +18,7 @@ from repro.results.measured import Measured
 from repro.specs import figures, scale, tables
 from repro.store import accepted
 from repro.store.measurement import Measurement, text
-from repro.verdicts import coverage, judging
+from repro.verdicts import coverage, judging, table_results
 from repro.verdicts.judging import Case, CrossCheck, Judged
 from repro.workflow.workflow import Workflow
 
@@ -138,7 +138,7 @@ def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
 
 def test_a_claim_of_bitbybit_that_is_not_seen_names_what_changes_it_or_that_no_cause_was_found(stored, bitbybit):
     for claim in own_numbers.claims_of("bitbybit"):
-        found = judging.judge(stored, claim)
+        found = table_results.judge(stored, claim)
         if found.measured and found.verdict in judging.DIRECTIONS:
             said = page._why_it_fails(stored, claim)
             assert said.startswith(("; changed by: ", "; cause not found")) and said in bitbybit[0], (
@@ -155,7 +155,7 @@ def test_an_ablation_that_the_claim_does_not_fail_with_is_what_changes_it(stored
         f"; changed by: {name} (holds on the stand-ins (2 of 2 cases): -0"
     )
     same = dataclasses.replace(holds, ablations={"itself": {"b": claim.cells["b"]}})
-    values = content.measured(judging.judge(stored, claim))
+    values = content.measured(table_results.judge(stored, claim))
     assert page._why_it_fails(stored, same) == f"; cause not found; tried: itself (holds in 0 of 2 cases: {values})"
     assert page._why_it_fails(stored, dataclasses.replace(claim, ablations={})) == ""
     with pytest.raises(UserError, match="ablations: itself: unknown cell 'q'"):
@@ -169,7 +169,7 @@ def test_a_note_of_several_tables_stands_on_the_page_once(bitbybit):
 
 def test_an_ablation_may_lie_in_another_table(stored):
     claim = next(c for c in tables.table("bitbybit", "4").claims if c.claim == "bitbybit B11")
-    elsewhere = judging.judge(stored, claim.ablated("a model of 2 bits alone"))
+    elsewhere = table_results.judge(stored, claim.ablated("a model of 2 bits alone"))
     assert elsewhere.cells[0].number == "1" and 0.47 < elsewhere.cases[0].measured < 0.52
 
 
@@ -276,7 +276,7 @@ def case(model, value, verdict, *cross_checks):
 
 
 def test_a_claim_on_no_model_names_none(stored):
-    line = content.verdict_line(judging.judge(stored, tables.table("subspec", "targets").claims[0]))
+    line = content.verdict_line(table_results.judge(stored, tables.table("subspec", "targets").claims[0]))
     assert "grade B; measured: 1.06, 1.07" in line
 
 

@@ -1,5 +1,6 @@
 """What a table shows is looked up once and handed on: verdict, grid, CSV, figure and page find nothing themselves."""
 
+import inspect
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from repro.render.latex import latex
 from repro.results import measure, replicate, stored_rows
 from repro.specs import scale
 from repro.specs import tables as specs
-from repro.verdicts import table_results
+from repro.verdicts import coverage, judging, table_results
 from repro.workflow import job_times
 from repro.workflow.workflow import Workflow
 
@@ -95,9 +96,26 @@ def test_a_claim_is_judged_on_the_cells_that_it_is_given(monkeypatch):
     cells = [measure.one_measured(flow, cell) for cell in flow.claim_cells(first.spec)]
     for owner, name in ((measure, "_computed"), (stored_rows, "find"), (Workflow, "quantity"), (Workflow, "cells")):
         monkeypatch.setattr(owner, name, lambda *given: pytest.fail("looked up"))
-    assert table_results.judging.verdict(first.spec, cells, flow.scale.name) == first
+    assert judging.verdict(first.spec, cells, flow.scale.name) == first
     gone = [one.marked(status="not_run", value=None) for one in cells]
-    assert table_results.judging.verdict(first.spec, gone, "x").said == "no verdict: not run"
+    assert judging.verdict(first.spec, gone, "x").said == "no verdict: not run"
+
+
+def test_a_line_of_coverage_and_the_leaderboard_take_what_was_looked_up(monkeypatch):
+    flow = Workflow.of_results(scale.load(name="pocket"))
+    cells = table_results.looked_up(flow, *specs.split(TABLE)).by_key.values()
+    line = next(
+        one for one in coverage.coverage(flow) if (one.paper, one.kind, one.number) == ("bitbybit", "table", "1")
+    )
+    alike = table_files.compared(flow)
+    for owner in (measure, stored_rows, Workflow):
+        for name in [name for name, part in vars(owner).items() if inspect.isfunction(part)]:
+            monkeypatch.setattr(owner, name, lambda *given, **words: pytest.fail("looked up"))
+    due = [one for one in cells if one.cell.printed not in coverage.NOTHING]
+    again = coverage.line_of(flow.scale, "bitbybit", "table", "1", due, [one.cell.model for one in due])
+    assert again == line and line.measured > 50
+    entries, ratios = table_files.leaders(alike, flow.scale)
+    assert ratios["pocket-3m", "rtn-w4-pc"].value > 1 and "bpw" in entries["pocket-3m"]["rtn-w4-pc"]
 
 
 @pytest.mark.parametrize("what", ["table", "page"])

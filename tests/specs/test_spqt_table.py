@@ -11,7 +11,7 @@ from repro import papers
 from repro.core.errors import UserError
 from repro.specs import scale as scales
 from repro.specs import tables
-from repro.verdicts import judging
+from repro.verdicts import table_results
 from repro.workflow.workflow import Workflow
 
 SPARSE = "q4_k-layout=zigzag + spqt"
@@ -61,7 +61,7 @@ def test_every_claim_on_quality_has_a_predicate_and_a_verdict_on_printed_cells()
     assert set(chain.from_iterable(claim.claim.split()[1:] for claim in known)) >= QUALITY
     assert {name for name, line in papers.claims("spqt").items() if "ppl" in line["statement"]} <= QUALITY
     bare = Workflow(replace(scales.load(name="pocket"), models={}), stored=True)
-    judged = [judging.judge(bare, claim) for claim in known]
+    judged = [table_results.judge(bare, claim) for claim in known]
     assert {one.verdict for one in judged} == {"no verdict: without a stand-in"}
     assert [one.own_numbers for one in judged] == [
         "inconsistent", "consistent", "within rounding", "consistent", "consistent", ""

@@ -15,7 +15,7 @@ from repro.specs import tables
 from repro.stats.quantity import evaluate
 from repro.store import kernel_rows, row_list
 from repro.store.kernel_rows import KernelRow
-from repro.verdicts import coverage, judging
+from repro.verdicts import coverage, table_results
 from repro.workflow.workflow import Workflow
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -61,7 +61,7 @@ def of(flow, name):
 
 
 def verdicts(flow, name):
-    return {c.claim.split()[1]: judging.judge(flow, c) for c in tables.table(*tables.split(name)).claims}
+    return {c.claim.split()[1]: table_results.judge(flow, c) for c in tables.table(*tables.split(name)).claims}
 
 
 def test_our_times_stand_under_the_printed_ones(accepted, tmp_path):
@@ -98,7 +98,7 @@ def test_claims_on_speed_are_judged_on_our_device(accepted):
     assert own["B31"].verdict == "same direction, smaller" and own["B31"].own_numbers == "consistent"
     assert split["B19"].verdict == "holds" and split["B19"].count == "8 of 8 cases"
     head = next(c for c in tables.headline_claims() if c.claim == "bitbybit B01")
-    assert judging.judge(accepted, head).verdict == "same direction, smaller"
+    assert table_results.judge(accepted, head).verdict == "same direction, smaller"
 
 
 def test_targets_are_met_or_not(accepted):

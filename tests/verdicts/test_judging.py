@@ -28,7 +28,8 @@ from repro.stats.quantity import Quantity
 from repro.store import accepted, kernel_rows, observations
 from repro.store.observations import Series
 from repro.verdicts import judging
-from repro.verdicts.judging import Case, judge
+from repro.verdicts.judging import Case
+from repro.verdicts.table_results import judge
 from repro.workflow import versions
 from repro.workflow.workflow import Workflow
 
@@ -247,7 +248,7 @@ def test_cells_at_chance_give_no_verdict(monkeypatch):
     observe(at)
     assert judge(at, DAMAGE).why == ""
     chance = lambda flow, cell: one(flow, cell).marked(status="at_chance" if cell.row == "FP16" else "ok")  # noqa: E731
-    monkeypatch.setattr(judging.measure, "one_measured", chance)
+    monkeypatch.setattr(measure, "one_measured", chance)
     judged = judge(at, DAMAGE)
     assert (judged.verdict, judged.grade, judged.measured) == ("no verdict: at chance", "", False)
     assert judged.cases[0].measured is not None and judged.cases[0].verdict is None
@@ -262,7 +263,7 @@ def test_two_scores_of_0_have_no_quotient(monkeypatch):
     monkeypatch.setattr(judging, "compose", lambda *given: quotient)
     with pytest.raises(UserError, match="may be 0"):
         judge(at, DAMAGE)
-    monkeypatch.setattr(judging.measure, "one_measured", lambda *given: one(*given).marked(status="at_chance"))
+    monkeypatch.setattr(measure, "one_measured", lambda *given: one(*given).marked(status="at_chance"))
     assert judge(at, DAMAGE).verdict == "no verdict: at chance"
 
 
@@ -440,7 +441,7 @@ def test_what_is_drawn_counts_only_with_all_of_its_windows(monkeypatch):
     at, one = flow(), measure.one_measured
     observe(at)
     brief = lambda at, cell: one(at, cell).marked(source="partial" if "SPEAR" in cell.row else "fresh")  # noqa: E731
-    monkeypatch.setattr(judging.measure, "one_measured", brief)
+    monkeypatch.setattr(measure, "one_measured", brief)
     assert judge(at, SHARE).verdict == "no verdict: not run" and judge(at, SHARE).cases[0].missing == "not_run"
     assert judge(at, DAMAGE).measured
 
