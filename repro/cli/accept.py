@@ -25,23 +25,19 @@ def run(args: argparse.Namespace) -> None:
     figure = drawn and names.is_figure(os.path.splitext(args.file)[0])
     if not figure and (args.scale or args.device):
         raise UserError(f"{args.file}: --scale and --device belong to a figure; a table's .csv says them itself")
-    for file, count in (_figure(args) if figure else _table(args.file)).items():
+    from repro.results import accept
+
+    if figure:
+        written = accept.accept_figure(_flow(args), names.canonical(str(args.file)))
+    else:
+        written = accept.accept(regular(args.file))
+    for file, count in written.items():
         print(f"{count} rows into {os.path.relpath(file)}")
 
 
-def _figure(args: argparse.Namespace) -> dict[Any, int]:
-    name = names.canonical(str(args.file))
-    from repro.results import accept
-
+def _flow(args: argparse.Namespace) -> Any:
+    """The workflow that a figure was measured with."""
     flow = common.workflow(argparse.Namespace(config=(), scale=args.scale, configfile=None), stored=False)
     if flow.scale.device == "any":
         flow.scale = flow.scale.on(args.device or "cuda")
-    return accept.accept_figure(flow, name)
-
-
-def _table(file: Path) -> dict[Any, int]:
-    regular(file)
-    from repro.results import accept
-    from repro.store import kernel_rows
-
-    return (kernel_rows.accept if kernel_rows.is_kernel_rows(file) else accept.accept)(file)
+    return flow

@@ -45,7 +45,7 @@ def params_fields(path: Path) -> list[Field]:
     """The fields of the metric in a kind's module, read from its source: importing it would import torch."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    (metric,) = [node for node in classes if [ast.unparse(base) for base in node.bases] == ["Metric"]]
+    (metric,) = [node for node in classes if {ast.unparse(base) for base in node.bases} & {"Metric", "Accuracy"}]
     fields = []
     for statement in metric.body:
         if isinstance(statement, ast.AnnAssign):

@@ -1,6 +1,6 @@
 """Accuracy on some items of one task, by given answers or by generated text (Bit-by-Bit, Table 5).
 
-MathQA and MMLU are scored by log likelihoods, as the kind `zeroshot` does; GSM8K and IFEval by what greedy decoding
+MathQA and MMLU are scored by log likelihoods, as those of `zeroshot` are; GSM8K and IFEval by what greedy decoding
 gives (`repro/engine`; by Transformers where something is attached to layers, such as quantized inputs, which the engine
 does not run). All recipes answer the same items, the first of each task, of MMLU evenly from its subjects.
 
@@ -21,13 +21,11 @@ from torch import nn
 from repro import models
 from repro.core.errors import NotMeasurable, UserError, unknown
 from repro.data import generated, tasks
-from repro.data import requests as stored
-from repro.data import zeroshot as scoring
 from repro.engine import weights
 from repro.engine.core import MOST, Core
 from repro.jobs import compress, questions, requests
 from repro.jobs.target import Target
-from repro.metrics.metric import Metric
+from repro.metrics.accuracy import Accuracy, scored
 from repro.models.lowbit import LowBitModel
 from repro.store import observations
 from repro.store.job import Job, make
@@ -53,7 +51,7 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Exam(Metric):
+class Exam(Accuracy):
     """Which task; a fraction."""
 
     VERSION = 1
@@ -105,31 +103,25 @@ class Exam(Metric):
         given = job.given()
         if "requests" in found:
             lm = compress.load(given, found.get("weights"))
-            one = stored.load(found["requests"] / requests.OUTPUTS[0])
-            right = scoring.run(lm.model, [one], given["tokens"])["correct"].to_numpy(dtype=float)
-            held = {"correct": right}
+            series = scored(lm, found["requests"], given["task"], given["items"], given["tokens"])
         else:
             one = generated.load(found["questions"] / questions.OUTPUTS[0])
             lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
             texts = list(answers(lm, one, given))
             held = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
-        label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
-        series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in held.items()}
+            label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
+            series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in held.items()}
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The items, and what chance gives where it was measured."""
         return dict(found["items"].series)
 
-    def value(self, mean: Mapping[str, Any]) -> Any:
-        """The share of the items that are right."""
-        return mean[f"{self.task}/correct"]
-
     def status(self, full: Mapping[str, Series]) -> str:
         """`at_chance` where full precision itself is less than 3 standard errors above chance, else `ok`."""
-        right = full[f"{self.task}/correct"].values
         if (dealt := full.get(f"{self.task}/chance")) is None:
-            return "at_chance" if scoring.at_chance({self.task: right}) else "ok"
+            return super().status(full)
+        right = full[f"{self.task}/correct"].values
         error = np.sqrt(max(share * (1 - share) for share in (right.mean(), dealt.values.mean())) / len(right))
         return "ok" if right.mean() - dealt.values.mean() > 3 * error else "at_chance"
 
@@ -137,16 +129,6 @@ class Exam(Metric):
     def reference(self) -> bool:
         """One recipe's accuracy compares with nothing, though it may have two series."""
         return False
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """A share."""
-        return (0.0, 1.0)
-
-    @property
-    def against(self) -> str:
-        """Accuracy is read as a difference to full precision."""
-        return "q - f"
 
 
 def answers(lm: LowBitModel, one: generated.Questions, given: Mapping[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from repro.core.errors import UserError
 from repro.data import tasks as entries
 from repro.jobs.target import Target
 from repro.metrics import zeroshot
-from repro.metrics.metric import Metric
+from repro.metrics.accuracy import Accuracy
 from repro.store.job import Job
 from repro.store.observations import Observations, Series
 
@@ -40,7 +40,7 @@ class Protocol(zeroshot.Protocol):
 
 
 @dataclass(frozen=True)
-class Likelihood(Metric):
+class Likelihood(Accuracy):
     """The mean over the items of a task, or the plain mean over several, of the log probability of the right `choice`,
     of the right answer's `nll`, or of whether it is `correct`, a share.
 
@@ -89,22 +89,16 @@ class Likelihood(Metric):
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The plain mean of the tasks, in nats, a share or percent."""
-        return (100 if self.percent else 1) * np.mean(list(mean.values()), axis=0)
+        return super().value(mean) if self.show == "correct" else np.mean(list(mean.values()), axis=0)
 
     @property
     def limits(self) -> tuple[float, float]:
         """A log probability is 0 at most, an nll at least; or a share or percentage."""
-        share = (0.0, 100.0 if self.percent else 1.0)
-        return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(self.show, share)
+        return {"choice": (-np.inf, 0.0), "nll": (0.0, np.inf)}.get(self.show, super().limits)
 
     def status(self, full: Mapping[str, Series]) -> str:
         """`at_chance` where it is whether answers are right, and full precision is at chance; else `ok`."""
-        return zeroshot.ZeroShot(self.tasks).status(full) if self.show == "correct" else "ok"
-
-    @property
-    def against(self) -> str:
-        """It is read as the paired change against full precision."""
-        return "q - f"
+        return super().status(full) if self.show == "correct" else "ok"
 
 
 def of_neighbours(items: np.ndarray) -> np.ndarray:

@@ -5,15 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from repro.core.errors import UserError
-from repro.data import requests as stored
 from repro.data import tasks as entries
-from repro.data import zeroshot as scoring
 from repro.jobs import compress, requests
 from repro.jobs.target import Target
-from repro.metrics.metric import Metric
+from repro.metrics.accuracy import Accuracy, scored
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
@@ -56,7 +52,7 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class ZeroShot(Metric):
+class ZeroShot(Accuracy):
     """Which tasks; none is all of the scale's. `percent`: the paper prints percent, not a fraction.
 
     Attributes:
@@ -104,25 +100,6 @@ class ZeroShot(Metric):
             f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(self)
         }
 
-    def value(self, mean: Mapping[str, Any]) -> Any:
-        """The plain mean of the tasks' accuracies."""
-        return (100 if self.percent else 1) * np.mean(list(mean.values()), axis=0)
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """A share, or a percentage."""
-        return (0.0, 100.0 if self.percent else 1.0)
-
-    def status(self, full: Mapping[str, Series]) -> str:
-        """`at_chance` where full precision itself is less than 3 standard errors above chance, else `ok`."""
-        correct = {name.partition("/")[0]: one.values for name, one in full.items()}
-        return "at_chance" if scoring.at_chance(correct) else "ok"
-
-    @property
-    def against(self) -> str:
-        """Accuracy is read as a difference to full precision."""
-        return "q - f"
-
 
 def scoring_job(kind: str, params: "ZeroShot", target: Target) -> dict[str, Job] | None:
     """The job of a kind that scores tasks, under the scale's protocol for that kind."""
@@ -154,19 +131,14 @@ def _job(kind: str, target: Target, tasks: list[str]) -> Job:
 
 
 def score(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str], columns: Sequence[str]) -> None:
-    """Score the tasks of a job and keep columns of `scoring.run`, a series a task each; what has no value is left out.
+    """Score the tasks of a job and keep columns of `repro.data.zeroshot.run`, a series a task each.
 
     Raises:
-        UserError: as `run`.
+        UserError: as `scored`.
     """
     given = job.given()
     lm = compress.load(given, found.get("weights"))
     series = {}
     for task in given["tasks"]:
-        one = stored.load(found[f"requests {task}"] / requests.OUTPUTS[0])
-        label = f"lm-eval {one.meta['harness']}" + (f" n{given['limit']}" if given["limit"] else "")
-        frame = scoring.run(lm.model, [one], given["tokens"])
-        for name in columns:
-            values = frame[name].dropna().to_numpy(dtype=float)
-            series[f"{task}/{name}"] = Series(values, "items", f"{label}: {task}")
+        series |= scored(lm, found[f"requests {task}"], task, given["limit"], given["tokens"], columns)
     observations.save(folder / observations.FILE, series, origin)

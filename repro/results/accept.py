@@ -1,7 +1,6 @@
 """Accept built tables and figures into results/: everything is recomputed and checked, and written as a whole."""
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from repro.papers.cell import Cell
 from repro.results import measure
 from repro.specs import figures
 from repro.specs import scale as scales
-from repro.store import accepted, provenance
+from repro.store import accepted, kernel_rows, provenance
 from repro.store.accepted import AcceptedRow
 from repro.store.job import Job, distinct
 from repro.store.measurement import FIELDS, MEASURED, Measurement, from_csv
@@ -27,11 +26,13 @@ COMPARED = tuple(column for column, name in FIELDS.items() if name != "source")
 def accept(path: Path) -> dict[str, int]:
     """Recompute a built table's fresh rows from the folders of their jobs under build/, and merge them into results/.
 
+    A file of `bench` has kernel times, which are checked against their device instead (`kernel_rows.accept`).
     Rows that were made under other versions are taken with those, and are stale. Cells that take no job are left out:
     settings are fresh everywhere, kernel times have results of their own.
 
     Args:
-        path: a table's CSV. It says which cells and scale are meant; no number and no path in it is used.
+        path: a table's CSV, or a file of `bench`. A table's says which cells and scale are meant; no number and no
+            path in it is used.
 
     Returns:
         Number of rows by file that was written.
@@ -40,6 +41,8 @@ def accept(path: Path) -> dict[str, int]:
         UserError: no fresh row, an unknown cell or scale, a row that is not what its observations say, observations of
             another job, device, or of uncommitted code.
     """
+    if kernel_rows.is_kernel_rows(path):
+        return kernel_rows.accept(path)
     return _merge(from_csv(path), str(path))
 
 
@@ -133,10 +136,7 @@ def _check_origins(jobs: list[Job]) -> None:
     devices: dict[str, str] = {}
     for job in jobs:
         origin, wanted = runner.origin(job), job.given().get("device", "cpu")
-        if not re.fullmatch("[0-9a-f]{7,40}", origin["commit"]):  # `unknown`, or with a + for uncommitted changes
-            raise UserError(f"measured at commit {origin['commit']!r}; commit the code, then measure")
-        if not provenance.has_commit(origin["commit"]):
-            raise UserError(f"measured at commit {origin['commit']}, which this checkout does not have; fetch it")
+        provenance.check_commit(origin["commit"])
         if origin["device_class"] != wanted:
             raise UserError(f"measured on {origin['device_class']!r}, but its scale runs it on {wanted!r}")
         first = devices.setdefault(wanted, origin["device"])

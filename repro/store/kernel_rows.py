@@ -299,10 +299,10 @@ def _check_origin(row: KernelRow, where: str) -> None:
     for name, value in row.origin.items():
         if not value:
             raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
-    if not re.fullmatch("[0-9a-f]{7,40}", row.commit):  # `unknown`, or with a + for uncommitted changes
-        raise UserError(f"{where}: measured at commit {row.commit!r}; commit the code, then measure")
-    if not provenance.has_commit(row.commit):
-        raise UserError(f"{where}: measured at commit {row.commit}, which this checkout does not have; fetch it")
+    try:
+        provenance.check_commit(row.commit)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if not re.fullmatch(r"\w[\w ().+-]*", row.device):  # its name becomes that of a folder
         raise UserError(f"{where}: device is {row.device!r:.60}, which is not a name of a GPU")
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from functools import cache
@@ -61,6 +62,18 @@ def commit() -> str:
 def has_commit(commit: str) -> bool:
     """Whether this checkout has a commit; yes where there is no history to ask."""
     return _git("rev-parse", "--git-dir") is None or _git("cat-file", "-e", f"{commit}^{{commit}}") is not None
+
+
+def check_commit(commit: str) -> None:
+    """Raise unless what was measured at a commit can be measured again from this project's history.
+
+    Raises:
+        UserError: it is unknown, has uncommitted changes (a + behind it), or is not in this checkout.
+    """
+    if not re.fullmatch("[0-9a-f]{7,40}", commit):
+        raise UserError(f"measured at commit {commit!r}; commit the code, then measure")
+    if not has_commit(commit):
+        raise UserError(f"measured at commit {commit}, which this checkout does not have; fetch it")
 
 
 def _git(*words: str) -> str | None:

@@ -150,9 +150,6 @@ def test_one_line_of_at_most_400_characters():
         (b"a: !!bool x", "line 1: 'x' is no bool that can be read"),
         (b"a: !!timestamp x", "line 1: 'x' is no timestamp that can be read"),
         (b"a: !!map [1]", "line 1: expected a mapping node"),
-        (b"[" * 10_000, "line 1: nested more than 50 deep"),
-        (b"- " * 10_000, "line 1: nested more than 50 deep"),
-        (b"&a [*a]", "line 1: an alias stands for what it is a part of"),
     ],
 )
 def test_a_bad_file_is_one_sentence(tmp_path, content, reason):
@@ -179,16 +176,6 @@ def test_a_file_that_is_absent_or_a_folder(tmp_path):
         load_yaml(tmp_path / "absent.yaml")
     with pytest.raises(UserError, match="cannot be read"):
         load_yaml(tmp_path)
-
-
-@pytest.mark.parametrize("times", [6, 10])
-def test_aliases_count_as_what_they_stand_for(times):
-    lists = "\n".join(f"{b}: &{b} [{', '.join(5 * [f'*{a}'])}]" for a, b in zip("abcdefghij"[:times], "bcdefghijk"))
-    if times < 7:
-        assert parse_yaml(f"a: &a 1\n{lists}", "f")["b"] == 5 * [1]
-    else:
-        with pytest.raises(UserError, match="^f: not valid YAML .line [78]: more than 100,000 values, aliases written"):
-            parse_yaml(f"a: &a 1\n{lists}", "f")
 
 
 def test_good_yaml_reads_as_ever(tmp_path):

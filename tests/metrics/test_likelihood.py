@@ -13,7 +13,7 @@ from repro.core.errors import UserError
 from repro.data import corpora, requests, tasks
 from repro.data import zeroshot as scoring
 from repro.jobs.target import Target
-from repro.metrics import likelihood, zeroshot
+from repro.metrics import accuracy, likelihood, zeroshot
 from repro.specs import scale as scales
 from repro.stats.quantity import compose
 from repro.store.observations import Observations, Series
@@ -85,9 +85,9 @@ def test_what_is_kept_of_an_item(monkeypatch, tmp_path, target):
     frame = pd.DataFrame({"correct": [1, 0], "nll": [2.0, 3.0], "choice": [-0.1, -2.0]})
     alone = frame.assign(choice=np.nan)
     monkeypatch.setattr(zeroshot.compress, "load", lambda *words: SimpleNamespace(model=None))
-    monkeypatch.setattr(zeroshot.stored, "load", lambda path: SimpleNamespace(meta={"harness": "0"}))
+    monkeypatch.setattr(accuracy.stored, "load", lambda path: SimpleNamespace(meta={"harness": "0"}))
     for answer, names in ((frame, ["correct", "choice", "nll"]), (alone, ["correct", "nll"])):
-        monkeypatch.setattr(zeroshot.scoring, "run", lambda *words, answer=answer: answer)
+        monkeypatch.setattr(accuracy.scoring, "run", lambda *words, answer=answer: answer)
         saved = {}
         monkeypatch.setattr(zeroshot.observations, "save", lambda path, series, origin, to=saved: to.update(series))
         job = SimpleNamespace(given=lambda: {"tasks": ["piqa"], "limit": None, "tokens": 1})
