@@ -121,6 +121,7 @@ def test_a_device_that_a_kernel_does_not_support(name, monkeypatch):
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no compiler")
     compiled = ("wna16_gemv", "w4a16_gemm", "dequantize", "w8a8_gemv", "w2a2_gemv", "w2a2_ready", "q4_k_gemv")
     compiled += ("zigzag_gemv", "zigzag_sparse", "zigzag_masked")
+    compiled += ("active_inputs", "rms_norm_active", "silu_product_active")
     assert module.unsupported("cuda") == ("no compiler" if name in compiled else None)
 
 
