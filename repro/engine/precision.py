@@ -120,6 +120,8 @@ class SwitchingSteps(Steps):
         if self._coming is not None:
             self._coming.result()
             self._coming = None
+        if self.recorder is not None:
+            self.recorder.wait(self._single, self.bits | bits)
         changed = False
         for each in self.copies:
             wanted = [bits.get(name, now) for name, now in zip(each.names, each.bits)]
@@ -210,6 +212,7 @@ class Recorder:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self._first: tuple[tuple, torch.cuda.CUDAGraph] | None = None  # that of the state which generations begin with
         self._begun: dict[tuple, Future] = {}
+        self._spent = 0.0  # seconds that were waited for the graph that comes next
         self._thread.submit(self._warm).result()
 
     def submit(self, work: Callable[[], None]) -> Future:
@@ -234,6 +237,14 @@ class Recorder:
         while len(self._begun) > 2:  # of a switch that was not made
             self._begun.pop(next(iter(self._begun)))
 
+    def wait(self, state: DecodingState | None, bits: Mapping[str, int]) -> None:
+        """Wait for a step that has been begun, so that its products are there when layers are given their widths."""
+        key = (id(state), *bits.values())
+        if key in self._begun:
+            began = time.perf_counter()
+            self._begun[key].result()
+            self._spent += time.perf_counter() - began
+
     def graph(self, state: DecodingState, bits: Mapping[str, int]) -> torch.cuda.CUDAGraph:
         """The captured step of a state; waits for it where it is not there yet."""
         key = (id(state), *bits.values())
@@ -242,7 +253,8 @@ class Recorder:
         began = time.perf_counter()
         if key in self._begun:
             made = self._begun.pop(key).result()
-            self.waited.append(time.perf_counter() - began)
+            self.waited.append(self._spent + time.perf_counter() - began)
+            self._spent = 0.0
             return made
         made = self._thread.submit(self._record, dict(bits), state).result()
         if self._first is None or self._first[0][0] != id(state):

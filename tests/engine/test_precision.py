@@ -332,13 +332,18 @@ class Graph:
 def test_steps_of_all_states_are_captured_in_a_thread_that_makes_their_products(name, monkeypatch, ahead):
     """Each state once; the thread that decodes makes no product, so that a switch takes it the same at any state."""
     wanted = tokens_of(make(name, "cpu", **QUICK), 50)
-    emulated, makers, rows_of = Emulated(monkeypatch), [], copies.rows_of
+    emulated, makers, rows_of, static = Emulated(monkeypatch), [], copies.rows_of, copies.static
 
     def rows(*given):
         makers.append(threading.current_thread().name)
         return rows_of(*given)
 
+    def late(*given):
+        time.sleep(0.05)  # longer than the steps up to the switch
+        return static(*given)
+
     monkeypatch.setattr(copies, "rows_of", rows)
+    monkeypatch.setattr(copies, "static", late)
     engine = make(name, "cpu", **QUICK)
     engine.steps.graphed, engine.steps.ahead = True, ahead
     assert tokens_of(engine, 50) == wanted
