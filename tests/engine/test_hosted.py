@@ -133,6 +133,9 @@ class Later:
     def begin(self, *given):
         """No step is captured on a CPU."""
 
+    def wait(self, *given):
+        """No step is captured on a CPU."""
+
     def rest(self):
         """There is no thread."""
 
