@@ -1,4 +1,4 @@
-"""Triton as `triton`, `tl` and `TensorDescriptor`; placeholders where it is not installed.
+"""Triton as `triton`, `tl` and `TensorDescriptor`; where it is not installed, names that kernels can be defined with.
 
 The operators of a decode step are imported wherever the engine is, also where only their references run: on macOS, on
 Arm, with PyTorch for CPUs alone. `launch_config.lacks` says what is missing before anything is launched.

@@ -105,7 +105,7 @@ def plan(
         reserve: bytes that the device needs besides (its context, kernels).
         packed: whether substitutes are packed; they are dequantized where no kernel runs, on a GPU in float32. On a CPU
             they count as packed, so that a plan there is that of a GPU.
-        segments: whether to plan for what PyTorch's allocator on a GPU takes beyond the tensors (`overhead_bytes`).
+        segments: whether to plan for what PyTorch's allocator on a GPU takes beyond the tensors.
         own_draft: bytes of a draft that is a model of its own.
         target: the grid of a quantized target's codes; None is the target in `dtype`.
 
@@ -115,16 +115,17 @@ def plan(
     """
     if draft:
         _check_tree(name, config, context, draft)
+    memory = EngineMemory(config, context, dtype, draft, packed, target)
     blocks = config.num_hidden_layers
     least = None
     for count in range(blocks, -1, -1):
         resident = spread(count, blocks)
-        parts = parts_of(config, context, dtype, len(resident), draft, packed, target) | {"device context": reserve}
+        parts = memory.parts(len(resident)) | {"device context": reserve}
         if segments:
-            parts["allocator"] = overhead_bytes(config, context, dtype, len(resident), draft, packed, target)
+            parts["allocator"] = memory.overhead(len(resident))
         if own_draft:
             parts["draft"] = own_draft
-        candidate = MemoryPlan(budget, parts, resident, blocks, block_bytes(config, dtype, target))
+        candidate = MemoryPlan(budget, parts, resident, blocks, memory.block_bytes)
         if candidate.used <= budget:
             return candidate
         least = candidate.used if least is None else min(least, candidate.used)
@@ -151,11 +152,9 @@ def products(config: Any) -> dict[str, tuple[int, int]]:
     return {product: (sum(rows), columns) for product, (rows, columns) in layer_sizes(config).items()}
 
 
-def block_bytes(config: Any, dtype: torch.dtype, target: subspec.Config | None = None) -> int:
-    """Bytes of the products of a block, without biases; `target` as of `plan`."""
-    if target is not None:
-        return substitute_bytes(config, target)
-    return sum(rows * columns for rows, columns in products(config).values()) * dtype.itemsize
+def block_sizes(config: Any, dtype: torch.dtype) -> list[int]:
+    """Bytes of the weight of each product of a block."""
+    return [rows * columns * dtype.itemsize for rows, columns in products(config).values()]
 
 
 def substitute_sizes(config: Any, draft: subspec.Config) -> list[int]:
@@ -173,80 +172,115 @@ def substitute_bytes(config: Any, draft: subspec.Config) -> int:
     return sum(substitute_sizes(config, draft))
 
 
-def parts_of(
-    config: Any,
-    context: int,
-    dtype: torch.dtype,
-    resident: int,
-    draft: subspec.Config | None,
-    packed: bool = True,
-    target: subspec.Config | None = None,
-) -> dict[str, int]:
-    """Bytes on the device by what they are for, with so many resident blocks."""
-    blocks, size = config.num_hidden_layers, head_size(config)
-    hidden, vocabulary = config.hidden_size, config.vocab_size
-    streamed, item = blocks - resident, dtype.itemsize
-    slots = context + (draft.nodes if draft else 0)
-    tables = 1 if config.tie_word_embeddings else 2
-    shapes = products(config)
-    biases = sum(rows for rows, _ in shapes.values())  # at most
-    largest = max(rows * columns for rows, columns in shapes.values()) * item  # of a target's weights, dequantized
-    small = (2 * blocks + 1) * hidden * item + blocks * biases * item + 2 * slots * size * 4
-    parts = {
-        "embedding and head": tables * vocabulary * hidden * item,
-        "norms, biases, rotary tables": small,
-        "cache": 2 * blocks * config.num_key_value_heads * slots * size * item,
-        "working memory": working_bytes(config, slots, dtype, draft) + (largest if target else 0),
-        "resident blocks": resident * block_bytes(config, dtype, target),
-        "buffers": block_bytes(config, dtype, target) if streamed else 0,
-    }
-    if draft:
-        own = substitute_bytes(config, draft) if packed else block_bytes(config, dtype)
-        parts["draft"] = streamed * own
-    return parts
+def pass_bytes(config: Any, dtype: torch.dtype, nodes: int = 0) -> int:
+    """Bytes of the intermediate results of a block for a chunk of the prefill, or for a tree with more nodes."""
+    rows = sum(rows for rows, _ in products(config).values())
+    return 2 * max(CHUNK, nodes) * (rows + config.intermediate_size + 2 * config.hidden_size) * dtype.itemsize
 
 
-def working_bytes(config: Any, slots: int, dtype: torch.dtype, draft: subspec.Config | None) -> int:
-    """Bytes of a pass's intermediate results: of a chunk of the prefill or a whole tree, and of some tokens' logits."""
-    tokens = max(CHUNK, draft.nodes if draft else 0)
-    hidden, rows = config.hidden_size, sum(rows for rows, _ in products(config).values())
-    pass_of_some = 2 * tokens * (rows + config.intermediate_size + 2 * hidden) * dtype.itemsize
-    states_of_all = 6 * slots * hidden * dtype.itemsize  # of a prefill: hidden states, residuals, queries, outputs
-    logits = TOGETHER * config.vocab_size * (dtype.itemsize + 12)
-    return pass_of_some + states_of_all + logits
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of an engine on the device, by arithmetic on its configuration and the number of resident blocks.
+
+    Attributes:
+        config, context, dtype, draft, packed, target: as of `plan`.
+    """
+
+    config: Any
+    context: int
+    dtype: torch.dtype
+    draft: subspec.Config | None = None
+    packed: bool = True
+    target: subspec.Config | None = None
+
+    @property
+    def slots(self) -> int:
+        """Slots of the cache, those of a draft's tree among them."""
+        return self.context + (self.draft.nodes if self.draft else 0)
+
+    @property
+    def tables(self) -> int:
+        """Tables of the vocabulary: embedding and head, which may be one."""
+        return 1 if self.config.tie_word_embeddings else 2
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values."""
+        config = self.config
+        width = config.num_key_value_heads * head_size(config) * self.dtype.itemsize
+        return 2 * config.num_hidden_layers * self.slots * width
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the target's products of a block, without biases."""
+        return substitute_bytes(self.config, self.target) if self.target else sum(block_sizes(self.config, self.dtype))
+
+    def parts(self, resident: int) -> dict[str, int]:
+        """Bytes by what they are for, with so many resident blocks."""
+        config, item = self.config, self.dtype.itemsize
+        blocks, hidden = config.num_hidden_layers, config.hidden_size
+        streamed, dense = blocks - resident, block_sizes(config, self.dtype)
+        biases = sum(rows for rows, _ in products(config).values())  # at most
+        small = (2 * blocks + 1) * hidden * item + blocks * biases * item + 2 * self.slots * head_size(config) * 4
+        dequantized = max(dense) if self.target else 0
+        parts = {
+            "embedding and head": self.tables * config.vocab_size * hidden * item,
+            "norms, biases, rotary tables": small,
+            "cache": self.cache_bytes,
+            "working memory": self.working_bytes + dequantized,
+            "resident blocks": resident * self.block_bytes,
+            "buffers": self.block_bytes if streamed else 0,
+        }
+        if self.draft:
+            own = substitute_bytes(config, self.draft) if self.packed else sum(dense)
+            parts["draft"] = streamed * own
+        return parts
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of a pass's intermediate results: a chunk of the prefill or a whole tree, and some tokens' logits."""
+        config, item = self.config, self.dtype.itemsize
+        states = 6 * self.slots * config.hidden_size * item  # of a prefill: hidden states, residuals, queries, outputs
+        logits = TOGETHER * config.vocab_size * (item + 12)
+        return pass_bytes(config, self.dtype, self.draft.nodes if self.draft else 0) + states + logits
+
+    def lasting_sizes(self, resident: int) -> list[int]:
+        """Bytes of the tensors that stay as long as the engine, in the order in which they are made."""
+        config = self.config
+        streamed = config.num_hidden_layers - resident
+        dense = block_sizes(config, self.dtype)
+        block, buffers = dense, dense
+        if self.target:
+            block = substitute_sizes(config, self.target)
+            buffers = [codes + scales for codes, scales in zip(block[::2], block[1::2])]
+        sizes = []
+        if self.draft:
+            own = substitute_sizes(config, self.draft) if self.packed else dense
+            sizes += streamed * own
+        sizes += resident * block
+        if streamed:
+            sizes += buffers
+        sizes += self.tables * [config.vocab_size * config.hidden_size * self.dtype.itemsize]
+        sizes.append(self.cache_bytes)
+        return sizes
+
+    def overhead(self, resident: int) -> int:
+        """Bytes that the allocator takes beyond the tensors.
+
+        These are what rounding adds to the tensors that stay; two segments of 20 MiB that intermediate results leave
+        partly empty, one among what stays and one of their own; and the pool of the draft's captured passes, whose
+        logits (`top_k` x vocabulary: in their dtype, and three times in float32 while they become probabilities) no
+        other pass can use. The pool is one for all graphs of an engine (`Drafter.capture`).
+        """
+        sizes = self.lasting_sizes(resident)
+        total = segment_bytes(sizes) - sum(sizes) + 2 * SEGMENT
+        if self.draft:
+            logits = self.draft.top_k * self.config.vocab_size * (self.dtype.itemsize + 12)
+            total += -(-logits // SEGMENT) * SEGMENT + STEP
+        return total
 
 
 # --- the allocator ----------------------------------------------------------------------------------------------------
-
-
-def lasting_sizes(
-    config: Any,
-    context: int,
-    dtype: torch.dtype,
-    resident: int,
-    draft: subspec.Config | None,
-    packed: bool = True,
-    target: subspec.Config | None = None,
-) -> list[int]:
-    """Bytes of the tensors that stay on the device as long as the engine, in the order in which they are made."""
-    streamed, item = config.num_hidden_layers - resident, dtype.itemsize
-    block = [rows * columns * item for rows, columns in products(config).values()]
-    own_block, buffers = block, block
-    if target is not None:
-        own_block = substitute_sizes(config, target)
-        buffers = [codes + scales for codes, scales in zip(own_block[::2], own_block[1::2])]
-    sizes = []
-    if draft:
-        own = substitute_sizes(config, draft) if packed else block
-        sizes += streamed * own
-    sizes += resident * own_block
-    if streamed:
-        sizes += buffers
-    tables = 1 if config.tie_word_embeddings else 2
-    sizes += tables * [config.vocab_size * config.hidden_size * item]
-    slots = context + (draft.nodes if draft else 0)
-    sizes.append(2 * config.num_hidden_layers * config.num_key_value_heads * slots * head_size(config) * item)
-    return sizes
 
 
 def segment_bytes(sizes: Sequence[int]) -> int:
@@ -269,27 +303,3 @@ def segment_bytes(sizes: Sequence[int]) -> int:
                 fitting = [len(room) - 1]
             room[fitting[0]] -= size
     return total + -(-small // STEP) * STEP + len(room) * SEGMENT
-
-
-def overhead_bytes(
-    config: Any,
-    context: int,
-    dtype: torch.dtype,
-    resident: int,
-    draft: subspec.Config | None,
-    packed: bool = True,
-    target: subspec.Config | None = None,
-) -> int:
-    """Bytes that the allocator takes beyond the tensors.
-
-    These are what rounding adds to the tensors that stay; two segments of 20 MiB that intermediate results leave partly
-    empty, one among what stays and one of their own; and the pool of the draft's captured passes, whose logits
-    (`top_k` x vocabulary: in their dtype, and three times in float32 while they become probabilities) no other pass
-    can use. The pool is one for all graphs of an engine (`Drafter.capture`).
-    """
-    sizes = lasting_sizes(config, context, dtype, resident, draft, packed, target)
-    total = segment_bytes(sizes) - sum(sizes) + 2 * SEGMENT
-    if draft:
-        logits = draft.top_k * config.vocab_size * (dtype.itemsize + 12)
-        total += -(-logits // SEGMENT) * SEGMENT + STEP
-    return total

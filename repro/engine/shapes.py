@@ -125,7 +125,8 @@ def offloaded(
     own = limits.reserved(device), packed, device.type == "cuda"
     second = 0  # of the draft's own prefill: its cache, and a block that is dequantized
     if isinstance(draft, Apart):
-        second = budget.parts_of(config, context, dtype, 0, draft)["cache"] + budget.block_bytes(config, dtype)
+        apart = budget.EngineMemory(config, context, dtype, draft)
+        second = apart.cache_bytes + apart.block_bytes
     plan = budget.plan(name, config, context, dtype, amount - second, draft, *own, target=grid)
     limits.check_host(name, plan.streamed_bytes)
     limits.limit(device, amount)
@@ -182,18 +183,17 @@ def own_draft_bytes(config: Any, draft: Small | Eagle2, small: Any, context: int
         config, small: of the target and of the small model, None for EAGLE-2's head.
         draft, context, dtype: as of `with_own_draft`.
     """
-    slots = context + draft.room
-    verifying = budget.working_bytes(config, slots, dtype, draft) - budget.working_bytes(config, slots, dtype, None)
+    verifying = budget.pass_bytes(config, dtype, draft.nodes) - budget.pass_bytes(config, dtype)
     logits = draft.width * config.vocab_size * (dtype.itemsize + 12)
     if small is None:
         one = copy.deepcopy(config)
         one.num_hidden_layers = 1
-        parts = budget.parts_of(one, slots, dtype, 1, None)
+        parts = budget.EngineMemory(one, context + draft.room, dtype).parts(1)
         own = parts["resident blocks"] + parts["cache"] + 2 * config.hidden_size**2 * dtype.itemsize
         return own + verifying + logits
     layers = small.num_hidden_layers
-    own = sum(budget.parts_of(small, context + draft.slots, dtype, layers, None).values())
-    return own + budget.overhead_bytes(small, context + draft.slots, dtype, layers, None) + verifying + logits
+    memory = budget.EngineMemory(small, context + draft.slots, dtype)
+    return sum(memory.parts(layers).values()) + memory.overhead(layers) + verifying + logits
 
 
 def set_prefetch(engine: Core, prefetch: bool) -> None:

@@ -35,15 +35,21 @@ class Agreement(Metric):
     def jobs(self, target: Target) -> dict[str, Job]:
         """The two jobs that quantize layer after layer."""
         damage = sensitivity.Sensitivity("damage")
-        both = {"one": target, "other": target.under(self.other)}
-        return {role: job for role, at in both.items() for job in damage.jobs(at).values()}
+        jobs = {}
+        for role, at in (("one", target), ("other", target.under(self.other))):
+            for job in damage.jobs(at).values():  # none in full precision
+                jobs[role] = job
+        return jobs
 
     def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The damage of every layer by sequence, under both recipes; none in full precision."""
         if len(found) < 2:
             return {}
-        held = {role: by_layer(found[role].series, "damage") for role in ("one", "other")}
-        return {f"{role} {i}": one for role, layers in held.items() for i, one in enumerate(layers)}
+        series = {}
+        for role in ("one", "other"):
+            layers = by_layer(found[role].series, "damage")
+            series |= {f"{role} {i}": damages for i, damages in enumerate(layers)}
+        return series
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The agreement of two mean damages `[layers]`; of equal damages the earlier layer counts as worse."""

@@ -1,5 +1,6 @@
 """What a metric is: a dataclass of what a spec may ask, whose methods say how it is measured; and their defaults."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -92,17 +93,17 @@ class Metric:
         return ""
 
 
-class External(Metric):
+class External(Metric, ABC):
     """A metric with results of its own, such as kernel times: no job and no model behind it."""
 
+    @abstractmethod
     def read(self) -> Quantity | None:
         """The quantity in its own results; None where they lack it."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def origin(all_params: Sequence[Any]) -> dict[str, str]:
         """Where the results of several of its cells come from, as fields of a measurement."""
-        raise NotImplementedError
 
     def absent(self) -> str:
         """Why its own results have no number."""

@@ -10,12 +10,12 @@ way: with the vector by RMSNorm and SiLU, by a launch of their own behind attent
 elsewhere a result is `unsupported`.
 """
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,8 +57,7 @@ AT_LENGTHS = {  # ways that are timed behind prompts of all these lengths, in on
 }
 AS_TRAINED = {  # lists as the target's model has them, by how thresholds are chosen
     f"{thresholds}{s}": (f"{ZIGZAG} + spqt(sparsity={s / 100}, thresholds={thresholds})", "listed")
-    for thresholds in ("unified", "teal")
-    for s in SPARSITIES
+    for thresholds, s in itertools.product(("unified", "teal"), SPARSITIES)
 }
 CORPUS, TEXT_LENGTH, WINDOWS = "wikitext2", 2048, 1  # the text whose tokens give these lists: enough for 28,672 inputs
 EVERY = HOW | AS_TRAINED | AT_LENGTHS
@@ -184,7 +183,7 @@ def transformers_steps(shape: str, device: torch.device) -> Callable[[int, int],
         mask = torch.ones_like(ids)
         with torch.inference_mode():
             model.generate(ids, attention_mask=mask, streamer=clock, pad_token_id=0, **options)
-        return 1e3 * statistics.median(after - before for before, after in pairwise(clock.seconds[1:]))
+        return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(clock.seconds[1:]))
 
     return timed
 

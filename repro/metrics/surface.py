@@ -130,7 +130,7 @@ class Surface(Metric):
         if self.show == "surface":
             return mean["loss"]
         side = round(len(mean) ** 0.5)
-        flat = np.stack([mean[f"at {i} {j}"] for i in range(side) for j in range(side)])
+        flat = np.stack([mean[f"at {i} {j}"] for i, j in np.ndindex(side, side)])
         return roughness(flat.reshape(side, side, *flat.shape[1:]))
 
     @property
@@ -146,7 +146,7 @@ class Surface(Metric):
 
 def cells_of(losses: np.ndarray) -> list[tuple[tuple[int, int], np.ndarray]]:
     """Row and column of each point of `[P, P, sequences]`, and its sequences."""
-    return [((i, j), losses[i, j]) for i in range(losses.shape[0]) for j in range(losses.shape[1])]
+    return [((i, j), losses[i, j]) for i, j in np.ndindex(losses.shape[:2])]
 
 
 def steps(points: int, reach: float) -> np.ndarray:

@@ -15,16 +15,15 @@ from repro.render.sheet import Sheet, grids
 from repro.render.text_grid import ColumnPlan, MeasuredText, TextGrid, fit, fold, of_panel
 
 # Points at 10 pt, from cmr10.tfm.
-WIDTHS = {
-    c: width
-    for width, chars in {
-        2.78: "!',.:;[]`il", 3.06: "fj", 3.2: "|", 3.33: "- ", 3.61: "I", 3.89: "()t", 3.92: "r", 3.94: "s",
-        4.44: "cez", 4.72: "?", 5.0: '"$*/0123456789ago', 5.1: "{}_^~\\", 5.14: "J", 5.28: "kqvxy", 5.56: "Sbdhnpu",
-        6.11: "Z", 6.25: "L", 6.53: "F", 6.81: "EP", 7.08: "B", 7.22: "CTw", 7.36: "R", 7.5: "AHNUVXY", 7.64: "D",
-        7.78: "&+=@KOQ<>", 7.85: "G", 8.33: "#%m", 9.17: "M", 10.28: "W",
-    }.items()
-    for c in chars
+OF_WIDTH = {
+    2.78: "!',.:;[]`il", 3.06: "fj", 3.2: "|", 3.33: "- ", 3.61: "I", 3.89: "()t", 3.92: "r", 3.94: "s",
+    4.44: "cez", 4.72: "?", 5.0: '"$*/0123456789ago', 5.1: "{}_^~\\", 5.14: "J", 5.28: "kqvxy", 5.56: "Sbdhnpu",
+    6.11: "Z", 6.25: "L", 6.53: "F", 6.81: "EP", 7.08: "B", 7.22: "CTw", 7.36: "R", 7.5: "AHNUVXY", 7.64: "D",
+    7.78: "&+=@KOQ<>", 7.85: "G", 8.33: "#%m", 9.17: "M", 10.28: "W",
 }  # fmt: skip
+WIDTHS: dict[str, float] = {}
+for _width, _chars in OF_WIDTH.items():
+    WIDTHS |= dict.fromkeys(_chars, _width)
 BOLD = 1.2  # cmbx over cmr, for digits
 # Each size as (command, its characters over those at 10 pt, points between columns); footnotesize is cmr8.
 SIZES = (("footnotesize", 0.851, 8.0), ("scriptsize", 0.816, 6.0))

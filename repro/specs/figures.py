@@ -10,7 +10,7 @@ may instead draw the cells of a table, and then measures nothing itself:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, Literal
 
 from repro import papers
@@ -75,7 +75,7 @@ class FigureSpec:
         if self.table:
             return
         check_seeds(self.seeds)
-        steps = [value for values in self.sweep.values() for value in values]
+        steps = list(chain.from_iterable(self.sweep.values()))
         if not self.series or not self.models or (self.sweep and not steps):
             raise UserError("series, models and `sweep` need at least one entry each")
         if self.points == "value" and self.plot != "bars":

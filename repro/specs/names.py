@@ -65,7 +65,10 @@ def pages() -> list[str]:
 
 
 def _printed_tables() -> list[tuple[str, str]]:
-    return [(paper, number) for paper in papers.PAPERS for number in papers.tables(paper)]
+    printed = []
+    for paper in papers.PAPERS:
+        printed += [(paper, number) for number in papers.tables(paper)]
+    return printed
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

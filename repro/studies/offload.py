@@ -396,8 +396,9 @@ def lossless(device: torch.device, dtype: torch.dtype, sets: dict[str, int]) -> 
     lm = compressed(target, dtype, build=True)
     config = lm.model.config
     resident = budget.spread(config.num_hidden_layers // 3, config.num_hidden_layers)
-    parts = budget.parts_of(config, context, dtype, len(resident), draft, dtype != torch.float32)
-    plan = budget.MemoryPlan(2**34, parts, resident, config.num_hidden_layers, budget.block_bytes(config, dtype))
+    memory = budget.EngineMemory(config, context, dtype, draft, packed=dtype != torch.float32)
+    parts = memory.parts(len(resident))
+    plan = budget.MemoryPlan(2**34, parts, resident, config.num_hidden_layers, memory.block_bytes)
     ours = Speculating(MODEL, *decoders(lm.model, Loaded(lm, device, dtype), plan, context, draft), draft)
     plain = Engine.load(MODEL, context=context, device=device.type, dtype=str(dtype).removeprefix("torch."))
     exact = (

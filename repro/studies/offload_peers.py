@@ -186,7 +186,7 @@ def calculated(shape: str, memory: str, device: torch.device) -> dict[str, Any]:
             part alone where there is no GPU.
     """
     config, layers = config_of(shape), layers_on_device(shape, memory)
-    block = budget.block_bytes(config, torch.bfloat16)
+    block = sum(budget.block_sizes(config, torch.bfloat16))
     on_host = (config.num_hidden_layers - layers) * block
     on_device = layers * block + head_bytes(config)
     rates = host_read_rate(HOST_READ), fit.read_rate(device)
@@ -200,7 +200,8 @@ def layers_on_device(shape: str, memory: str) -> int:
     """Blocks that lie in `SHARE` of a limit beside the head."""
     config = config_of(shape)
     left = SHARE * budget.parse_bytes(memory) - head_bytes(config)
-    return max(0, min(config.num_hidden_layers, int(left // budget.block_bytes(config, torch.bfloat16))))
+    block = sum(budget.block_sizes(config, torch.bfloat16))
+    return max(0, min(config.num_hidden_layers, int(left // block)))
 
 
 def head_bytes(config: Any) -> int:

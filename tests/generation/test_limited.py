@@ -32,7 +32,7 @@ TREE = subspec.Config(top_k=4, depth=10)
 def holding(model, resident, draft, context=256):
     """The budget that keeps so many blocks of a model."""
     config = engines_by_name.configuration(Target(scale.load(name="pocket"), model, "fp16"))
-    return sum(budget.parts_of(config, context, torch.float32, resident, draft).values())
+    return sum(budget.EngineMemory(config, context, torch.float32, draft).parts(resident).values())
 
 
 BUDGET = holding("pocket-3m", 0, TREE)  # all blocks stream
@@ -438,7 +438,7 @@ def test_segments_hold_the_tensors_and_waste_less_than_they_hold():
 def test_lasting_sizes_are_those_of_the_engines_tensors(mixed):
     """Of a draft in float32, whose substitutes are dense."""
     config = mixed.model.config
-    sizes = budget.lasting_sizes(config, 256, torch.float32, 2, TREE, packed=False)
+    sizes = budget.EngineMemory(config, 256, torch.float32, TREE, packed=False).lasting_sizes(2)
     tensors = [mixed.model.embedding, mixed.cache.keys, mixed.cache.values]
     for block in mixed._drafting.blocks:
         tensors += [getattr(block, kind).weight for kind in ("qkv", "out", "gate_up", "down")]
@@ -459,8 +459,9 @@ def test_a_plan_for_a_gpu_leaves_what_its_allocator_takes_beyond_the_tensors():
     how = config, 1024, torch.bfloat16
     plan = budget.plan("it", *how, 2**33, subspec.Config(), 2**29 + 2**28, segments=True)
     overhead = plan.parts["allocator"]
-    assert overhead == budget.overhead_bytes(*how, len(plan.resident), subspec.Config()) > 64 * 2**20
-    sizes = budget.lasting_sizes(*how, len(plan.resident), subspec.Config())
+    memory = budget.EngineMemory(*how, subspec.Config())
+    assert overhead == memory.overhead(len(plan.resident)) > 64 * 2**20
+    sizes = memory.lasting_sizes(len(plan.resident))
     logits = 6 * config.vocab_size * 14
     assert overhead - (budget.segment_bytes(sizes) - sum(sizes)) >= 40 * 2**20 + logits
     assert plan.used <= plan.budget and "allocator" not in budget.plan("it", *how, 2**33, None).parts

@@ -116,10 +116,10 @@ def least(draft, grid=None):
         own = drafts.SpecExec(budget=9) if draft == "specexec" else offload_time.OWN[draft](depth=4)
         beside = shapes.own_draft_bytes(config, own, None if draft == "eagle2" else config, 96, torch.float32)
         slots = 96 + own.room
-        return str(beside + sum(budget.parts_of(config, slots, torch.float32, 1, None).values()))
-    parts = budget.parts_of(config, 96, torch.float32, 1, subspec.Config(depth=4), target=grid)
-    second = parts["cache"] + budget.block_bytes(config, torch.float32) if draft == "apart" else 0
-    return str(sum(parts.values()) + second)
+        return str(beside + sum(budget.EngineMemory(config, slots, torch.float32).parts(1).values()))
+    memory = budget.EngineMemory(config, 96, torch.float32, subspec.Config(depth=4), target=grid)
+    second = memory.cache_bytes + sum(budget.block_sizes(config, torch.float32)) if draft == "apart" else 0
+    return str(sum(memory.parts(1).values()) + second)
 
 
 DRAFTS = [
