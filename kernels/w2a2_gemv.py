@@ -8,7 +8,8 @@ K': a layer whose channels are split. The inner sum is
 
     sum q_w q_x - z_w sum q_x - z_x sum q_w + 32 z_w z_x,      sum q_w = |w0| + 2 |w1|
 
-and exact in integers; of real zeros the same in float32, which is exact as well where they have few bits. Bytes moved:
+and exact in integers; of real zeros the same in float32, which is exact as well where they have few bits. x has to be
+finite: on a GPU a NaN counts as the least code, while the reference carries it to y. Bytes moved:
 9.25 N K / 32 (11 with real zeros) and the vectors.
 
 Bit planes are multiplied on the tensor cores, 8 rows times 8 groups an instruction, and nothing is unpacked. A thread
