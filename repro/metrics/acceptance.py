@@ -182,10 +182,9 @@ class Acceptance(Metric):
 
     def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
-        kept = found["prompts"].series
         if self.show in ALONE:
-            name = ALONE[self.show]
-            return {name: kept[name]} if name in kept else {}  # older observations lack some
+            return found["prompts"].only(ALONE[self.show])  # older observations lack some
+        kept = found["prompts"].series
         both = {name: kept[name] for name in ("tokens", "iterations")}
         if self.show == "length":
             return both

@@ -103,9 +103,7 @@ class Timeline(Metric):
 
     def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The spans of a lane; none of a lane that a configuration does not have."""
-        name = f"{self.lane} {self.show}"
-        kept = found["spans"].series
-        return {name: kept[name]} if name in kept else {}
+        return found["spans"].only(f"{self.lane} {self.show}")
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean of what is drawn."""

@@ -77,9 +77,7 @@ class TokenClass(Metric):
 
     def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The windows of one class."""
-        name = f"{self.of}/{self.show}"
-        held = found["classes"].series
-        return {name: held[name]} if name in held else {}
+        return found["classes"].only(f"{self.of}/{self.show}")
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """Nats per token of the text."""

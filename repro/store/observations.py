@@ -78,6 +78,10 @@ class Observations:
         """16 hex digits of all series."""
         return digest(self.series)
 
+    def only(self, name: str) -> dict[str, Series]:
+        """One of the series under its name; empty where there is none."""
+        return {name: self.series[name]} if name in self.series else {}
+
 
 def digest(series: Mapping[str, Series]) -> str:
     """16 hex digits of names, groups, units and the bytes of all values."""
