@@ -1,7 +1,7 @@
 """A model compressed on a text of one's own: `python -m repro compress MODEL --recipe R --text FILE --out FOLDER`.
 
 The folder takes the place of a model in every command that measures or generates. It holds what the recipe stores
-(`baselines/saved.py`), and facts in JSON: the model that it was made from, which is still needed, recipe, text, tokens
+(`baselines/load.py`), and facts in JSON: the model that it was made from, which is still needed, recipe, text, tokens
 seen, loss curve. Checkpoints of trained blocks lie in it until the end, so that `--resume` goes on after the last one,
 on a CPU with the same bits.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from repro import models
-from repro.baselines import saved
+from repro.baselines import load
 from repro.core.errors import UserError, shortened
 from repro.core.files import making, regular, sha256, write_text
 from repro.jobs.target import Target
@@ -34,7 +34,8 @@ from repro.store.job import built_under
 from repro.train import training_cost
 from repro.train.streams import computing
 
-FACTS, BEGUN, WORK = "compressed.json", "unfinished.json", "unfinished"  # in the folder
+FACTS, WEIGHTS = "compressed.json", "model.safetensors"  # in the folder
+BEGUN, WORK = "unfinished.json", "unfinished"  # likewise, until the end
 LONGEST = 2048  # tokens of a training sequence, where a model's context has as many and --length says nothing
 PROBES = 3  # passes of one sequence through the first block, by which the time of all is guessed
 
@@ -106,12 +107,12 @@ def opened(name: str, recipe: str) -> tuple[str, str]:
         raise UserError(f"{name}: its model is needed too, and cannot be read ({error})") from None
     if now != facts["fingerprint"]:
         raise UserError(f"{name}: made from another model than {facts['model']} is now; restore that model")
-    words = [f"folder={write_value(str(folder.resolve()))}", f"digest={write_value(facts['digest'])}"]
+    words = [f"file={write_value(str(folder.resolve() / WEIGHTS))}", f"digest={write_value(facts['digest'])}"]
     if recipe == "fp16":
-        return facts["model"], f"saved({', '.join(words)})"
+        return facts["model"], f"load({', '.join(words)})"
     if not any(step.rescales for step in parse(facts["recipe"]).steps):
         words.append("full")
-    return facts["model"], f"saved({', '.join(words)}) + {recipe}"
+    return facts["model"], f"load({', '.join(words)}) + {recipe}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -139,9 +140,9 @@ def check_folder(out: Path, declared: dict[str, Any], resume: bool) -> bool:
         done = "is there already; remove it"
         how = done if begun.name == FACTS else "holds an interrupted run; add --resume to go on with it"
         raise UserError(f"--out {out} {how}, or choose another folder")
-    weights = out / saved.FILE
+    weights = out / WEIGHTS
     if begun.name == BEGUN and os.path.lexists(weights) and not is_compressed_file(weights):
-        raise UserError(f"--out {out}: this command did not write the {saved.FILE} in it; move it away")
+        raise UserError(f"--out {out}: this command did not write the {WEIGHTS} in it; move it away")
     earlier = _read(begun)
     for key, value in declared.items():
         if earlier.get(key) != value:
@@ -246,10 +247,10 @@ def compress(target: Target, text: OwnText, out: Path, resume: bool = False) -> 
             said = str(error).partition("\n")[0]
             raise UserError(f"{said}; place=host in the recipe keeps hidden states in host memory") from None
         raise
-    lm.save(out / saved.FILE, {key: str(declared[key]) for key in ("model", "fingerprint", "recipe")})
+    lm.save(out / WEIGHTS, {key: str(declared[key]) for key in ("model", "fingerprint", "recipe")})
     counted = bits.report(lm, float_bits=16)
     facts |= {"bits per block weight": counted["bpw"], "bytes": counted["bytes"]}
-    facts |= {"digest": sha256(out / saved.FILE)[: saved.DIGITS], "commit": provenance.commit()}
+    facts |= {"digest": sha256(out / WEIGHTS)[: load.DIGITS], "commit": provenance.commit()}
     facts["environment"] = json.loads(provenance.environment())
     if computed := computed_in(steps, scale.device):
         facts["environment"]["compute"] = computed

@@ -26,10 +26,8 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import small_models  # noqa: E402
 
-from repro import models  # noqa: E402
-from repro.baselines import group_qat, rtn  # noqa: E402
-from repro.baselines import master as master_step  # noqa: E402
-from repro.baselines import saved as saved_step  # noqa: E402
+from repro.baselines import load as load_step  # noqa: E402
+from repro.baselines import rtn  # noqa: E402
 from repro.core.files import sha256, write_text  # noqa: E402
 from repro.data import corpora, generated  # noqa: E402
 from repro.engine.traffic import Copy  # noqa: E402
@@ -37,7 +35,7 @@ from repro.jobs import compress, questions, requests, tokens  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.methods import subspec  # noqa: E402
 from repro.metrics import KINDS, bench, kernel_time, offload_time, similarity, timeline, tpot  # noqa: E402
-from repro.models import bits, masters  # noqa: E402
+from repro.models import bits  # noqa: E402
 from repro.models.lowbit import LowBitModel  # noqa: E402
 from repro.recipes import recipe  # noqa: E402
 from repro.recipes.recipe import STEPS  # noqa: E402
@@ -128,30 +126,16 @@ def compared(lm: LowBitModel, full: PreTrainedModel, ids: torch.Tensor) -> Numbe
     return answer
 
 
-def saved() -> Numbers:
-    """What the step `saved` reads back of a model that was rounded."""
+def load() -> Numbers:
+    """What the step `load` reads back of a model that was rounded."""
     full, made, again = (weights(small_models.llama(vocab_size=96), 0.25) for _ in range(3))
     lm = LowBitModel(made)
     rtn.apply(lm, None, rtn.Config(bits=3, group=32))
     with tempfile.TemporaryDirectory() as folder:
-        lm.save(Path(folder, saved_step.FILE), {"recipe": "rtn-w3-g32"})
+        path = Path(folder, "model.safetensors")
+        lm.save(path, {"recipe": "rtn-w3-g32"})
         other = LowBitModel(again)
-        saved_step.apply(other, None, saved_step.Config(folder))
-    return compared(other, full, torch.arange(2, 26)[None])
-
-
-def master() -> Numbers:
-    """What the step `master` reads of a file of codes, as that of the committed model's."""
-    full, made, again = (weights(small_models.llama(vocab_size=96), 0.25) for _ in range(3))
-    lm = LowBitModel(made)
-    group_qat.apply(lm, torch.arange(2, 26)[None], group_qat.Config(bits=8, epochs=0, tokens=24, batch=1))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path = Path(folder, masters.FILE)
-        lm.save(path, {"recipe": "group_qat-w8"})
-        patch.setattr(masters, "path", lambda name: path)
-        patch.setattr(models, "check_fingerprint", lambda *words: None)
-        other = LowBitModel(again)
-        master_step.apply(other, None, master_step.Config(sha256(path)[:8]))
+        load_step.apply(other, None, load_step.Config(str(path)))
     return compared(other, full, torch.arange(2, 26)[None])
 
 
@@ -396,8 +380,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         at: the scale of `workplace`.
     """
     alone = {
-        "saved": saved,
-        "master": master,
+        "load": load,
         "memory": of_memory,
         "kernel_time": of_kernel_time,
         "derived": of_derived,

@@ -124,7 +124,7 @@ def test_one_master_is_read_at_2_bits_and_trained_on(folders, here, capfd):
     assert compress(folders["llama"], "first", SMALL) == 0
     assert compress("first", "second", "bitbybit(w2a2, schedule=[w2a8, w2a2], tokens=256, epochs=1)") == 0
     facts = json.loads(Path("second/compressed.json").read_text())
-    assert facts["model"] == str(folders["llama"]) and facts["recipe"].startswith("saved(folder=")
+    assert facts["model"] == str(folders["llama"]) and facts["recipe"].startswith("load(file=")
     shutil.rmtree("first")  # the second folder has all that it needs
     assert main(["perplexity", "second", "--corpus", "wikitext2", *CONFIG]) == 0
 
@@ -307,16 +307,15 @@ def test_a_folder_that_no_longer_fits_is_refused(folders, here, capfd):
 def test_weights_of_another_model_are_refused(folders, here, capfd):
     assert compress(folders["llama"]) == 0
     other = engines.save("llama", here / "other", rope_theta=1e5)
-    words = ["perplexity", other, "--recipe", "saved(folder=made)", "--corpus", "wikitext2", *CONFIG]
+    words = ["perplexity", other, "--recipe", "load(file=made/model.safetensors)", "--corpus", "wikitext2", *CONFIG]
     assert main(words) == 2
     sentence(capfd, "made/model.safetensors was made from another model than today's")
     words[1] = str(folders["qwen2"])
     assert main(words) == 2
     sentence(capfd, "codes for a layer of")
-    for folder in ("''", "nothing"):
-        words[3] = f"saved(folder={folder})"
-        assert main(words) == 2
-        sentence(capfd, "is not there; name a folder that compress --text wrote")
+    words[3] = "load(file=nothing)"
+    assert main(words) == 2
+    sentence(capfd, "load(file=nothing): not a file; name one that compress wrote")
 
 
 # --- beforehand -------------------------------------------------------------------------------------------------------
