@@ -236,7 +236,7 @@ def first_in_capture(name: str) -> str:
     """What to do where a kernel would be compiled or loaded while a CUDA graph is captured, which CUDA forbids."""
     return (
         f"{name}: its first launch is inside a CUDA graph capture, where no kernel can be loaded; "
-        f"call it once before, or repro.kernels.warm.warm(weights) for products"
+        f"call it once before, or repro.kernels.warm.warm(model) for products"
     )
 
 

@@ -1,37 +1,95 @@
-"""Compile and load the kernels behind packed weights before their first call is in a CUDA graph capture."""
+"""Compile and load the kernels behind products before their first call is in a CUDA graph capture."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor, nn
 
-from repro.kernels import linear
-from repro.kernels.packing import PackedWeight
+from repro.kernels import linear, w8a8
+from repro.kernels.packing import TILE, PackedWeight, block_columns
+
+Int8Weight = tuple[Tensor, Tensor]  # codes and scales as of `w8a8.quantize_weight`
+Shape = tuple[int, int]  # N and K
 
 COUNTS = (1, 8, 16, 32, 64, 128, 256)  # tokens: every one that a launch configuration is tuned for
+FORM = re.compile(r"w([248])-(?:pc|g(\d+))(-sym)?")  # bits; group, or one scale a channel; symmetric
 
 
 def warm(
-    weights: PackedWeight | Iterable[PackedWeight],
+    products: nn.Module | PackedWeight | Iterable[PackedWeight | Int8Weight | Shape],
     counts: Sequence[int] = COUNTS,
     dtype: torch.dtype = torch.bfloat16,
+    form: str = "w4-g128",
+    device: torch.device | str = "cuda",
 ) -> None:
-    """Launch `linear.wna16` once for every weight and number of tokens, and wait for it.
+    """Launch `linear.wna16` or `w8a8.w8a8` once for every weight and number of tokens, and wait for it.
 
     Args:
-        weights: one, or some, each on its device; weights of one form and shape are launched once.
+        products: a model, whose modules are searched for weights; a packed weight; or several, packed ones, int8 codes
+            with their scales, and bare shapes (N, K) among them. What has one form and shape is launched once.
         counts: numbers of tokens that will be asked for.
         dtype: of the activations, float16 or bfloat16.
+        form: of bare shapes: `w8a8`, or bits and group as in `w4-g128`, `w8-pc` (a scale a channel), `w4-g64-sym`.
+        device: of bare shapes.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype, an unknown form, a shape that does not fit its form.
     """
-    known = set()
-    for packed in [weights] if isinstance(weights, PackedWeight) else weights:
-        form = (packed.rows, packed.columns, packed.bits, packed.group, packed.symmetric, packed.codes.device)
-        if form in known:
+    if isinstance(products, nn.Module):
+        products = weights_of(products)
+    elif isinstance(products, PackedWeight):
+        products = [products]
+    known, devices = set(), set()
+    for product in products:
+        if isinstance(product, tuple) and isinstance(product[0], int):
+            product = weight_of_zeros(product, form, torch.device(device))
+        if isinstance(product, PackedWeight):
+            codes, columns, launch = product.codes, product.columns, linear.wna16
+            key = (product.rows, columns, product.bits, product.group, product.symmetric, codes.device)
+            rest = (product,)
+        else:
+            codes, rest = product[0], product
+            columns, launch = codes.shape[1], w8a8.w8a8
+            key = (*codes.shape, "w8a8", codes.device)
+        if key in known:
             continue
-        known.add(form)
+        known.add(key)
+        devices.add(codes.device)
         for count in counts:
-            linear.wna16(torch.zeros(count, packed.columns, dtype=dtype, device=packed.codes.device), packed)
-    if any(device.type == "cuda" for *_, device in known):
-        torch.cuda.synchronize()
+            launch(torch.zeros(count, columns, dtype=dtype, device=codes.device), *rest)
+    for used in devices:
+        if used.type == "cuda":
+            torch.cuda.synchronize(used)
+
+
+def weights_of(model: nn.Module) -> Iterator[PackedWeight | Int8Weight]:
+    """Packed weights that are attributes of a model's modules, and int8 `codes` of those that have `scales`."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, PackedWeight):
+                yield value
+        codes, scales = getattr(module, "codes", None), getattr(module, "scales", None)
+        if isinstance(codes, Tensor) and codes.dtype == torch.int8 and isinstance(scales, Tensor):
+            yield codes, scales
+
+
+def weight_of_zeros(shape: Shape, form: str, device: torch.device) -> PackedWeight | Int8Weight:
+    """A weight `[N, K]` in a form.
+
+    Raises:
+        ValueError: an unknown form, or a shape that does not fit it.
+    """
+    rows, columns = shape
+    if form == "w8a8":
+        return torch.zeros(shape, dtype=torch.int8, device=device), torch.zeros(rows, device=device)
+    match = FORM.fullmatch(form)
+    if match is None:
+        raise ValueError(
+            f"warm: unknown form {form!r}; choose w8a8, or bits and group as in w4-g128, w8-pc, w4-g64-sym"
+        )
+    bits, group, symmetric = int(match[1]), int(match[2] or 0), bool(match[3])
+    tiles, groups = -(-rows // TILE), columns // group if group else 1
+    codes = torch.zeros(tiles, -(-columns // block_columns(bits)), 32, 4, dtype=torch.int32, device=device)
+    sizes = (tiles, groups, 8, 2) if symmetric else (tiles, groups, 8, 2, 2)
+    return PackedWeight(codes, torch.zeros(sizes, dtype=torch.float16, device=device), bits, group, *shape, symmetric)

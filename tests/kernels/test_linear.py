@@ -5,7 +5,7 @@ import torch
 from test_w4a16_gemm import error, random_weight, weight
 
 from repro.bench import kernel_list
-from repro.kernels import dequantize, linear, nvrtc, packing, w4a16_gemm, warm
+from repro.kernels import dequantize, linear, nvrtc, packing, w4a16_gemm, w8a8, warm
 
 
 def inputs(tokens, rows=48, columns=256, bits=4, dtype=torch.float16):
@@ -140,3 +140,46 @@ def test_warming_launches_every_form_once_at_every_number_of_tokens(monkeypatch)
     assert [count for count, _ in called] == list(warm.COUNTS)
     with pytest.raises(ValueError, match="wna16: x must be a contiguous float16 or bfloat16"):
         warm.warm(one, dtype=torch.float32)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `warm` launches: rows, columns and bits of a weight, and the number of tokens."""
+    called, products = [], (linear.wna16, w8a8.w8a8)
+
+    def packed_product(x, packed):
+        called.append((packed.rows, packed.columns, packed.bits, packed.group, packed.symmetric, len(x)))
+        return products[0](x, packed)
+
+    def int8_product(x, codes, scales):
+        called.append((*codes.shape, "w8a8", len(x)))
+        return products[1](x, codes, scales)
+
+    monkeypatch.setattr(linear, "wna16", packed_product)
+    monkeypatch.setattr(w8a8, "w8a8", int8_product)
+    return called
+
+
+def test_bare_shapes_are_warmed_in_the_form_that_is_named(launched):
+    warm.warm([(48, 256), (48, 256), (32, 128)], (1, 20), device="cpu")
+    assert launched == [(*shape, 4, 128, False, count) for shape in ((48, 256), (32, 128)) for count in (1, 20)]
+    launched.clear()
+    for form in ("w8a8", "w8-pc", "w2-g64-sym"):
+        warm.warm([(48, 256)], (3,), form=form, device="cpu")
+    assert launched == [(48, 256, "w8a8", 3), (48, 256, 8, 0, False, 3), (48, 256, 2, 64, True, 3)]
+    for form, wrong in (("w3-g128", "unknown form 'w3-g128'"), ("w4-g128", "128")):
+        with pytest.raises(ValueError, match=wrong):
+            warm.warm([(48, 200)], form=form, device="cpu")
+
+
+def test_a_model_is_warmed_with_packed_and_int8_weights(launched):
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Module(), torch.nn.Module()])
+    model[1].packed = inputs(1)[1]
+    codes, scales = w8a8.quantize_weight(torch.randn(32, 64))
+    model[2].register_buffer("codes", codes)
+    model[2].register_buffer("scales", scales)
+    warm.warm(model, (2,))
+    assert launched == [(48, 256, 4, 64, False, 2), (32, 64, "w8a8", 2)]
+    launched.clear()
+    warm.warm([(codes, scales), (codes.clone(), scales), model[1].packed], (2,))
+    assert launched == [(32, 64, "w8a8", 2), (48, 256, 4, 64, False, 2)]
