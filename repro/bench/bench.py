@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from repro.bench import peers, stored_peers, timing
-from repro.bench.kernel_list import OURS, machine_code
+from repro.bench import operators, peers, stored_peers, timing
+from repro.bench.kernel_list import OURS, load, machine_code
 from repro.bench.task import Layer, Task, Timing, Unsound
 from repro.core.errors import UserError, unknown
 from repro.core.files import write_text
 from repro.store import provenance
-from repro.store.kernel_rows import KERNELS, LARGE, KernelRow, broken_of_ours, from_csv, to_csv, versions
+from repro.store.kernel_rows import KERNELS, LARGE, MODES, KernelRow, broken_of_ours, from_csv, to_csv, versions
 
 CEILINGS = ("bf16/bf16/torch.matmul", "fp8/bf16/torch._scaled_mm", "int8/int32/torch._int_mm")
 JOULE_SECONDS = 0.05  # at least: one step of the driver's energy counter, which is updated every 0.1 s
@@ -34,7 +34,10 @@ STATUS = {torch.OutOfMemoryError: "oom", Unsound: "wrong", ValueError: "unsuppor
 
 @dataclass(frozen=True)
 class Device:
-    """Where `bench` runs: what torch calls it, its timer backend, its floor and ceilings, who is asked, its origin."""
+    """Where `bench` runs: what torch calls it, its timer backend, its floor and ceilings, who is asked, its origin.
+
+    `choices` gives tasks that choose tokens from logits, those of one case together; their names are labels.
+    """
 
     name: str
     backend: timing.Cuda
@@ -42,6 +45,7 @@ class Device:
     ceilings: Callable[[], dict[str, Timing]]
     providers: dict[str, peers.Provider]
     origin: dict[str, str]
+    choices: Callable[[], Sequence[Sequence[Task]]] = tuple
 
 
 def this_gpu() -> Device:
@@ -60,7 +64,24 @@ def this_gpu() -> Device:
         timings = timing.measure([provider.task(layer, LARGE) for provider in able], backend, rounds=9)
         return timing.ceilings(backend) | {t.name: t for t in timings}
 
-    return Device("cuda", backend, timing.read_floors, ceilings, {**peers.PEERS, **OURS}, origin())
+    return Device("cuda", backend, timing.read_floors, ceilings, {**peers.PEERS, **OURS}, origin(), greedy_choices)
+
+
+def greedy_choices(device: str = "cuda") -> list[list[Task]]:
+    """The greedy choice by `argmax` and by torch, of the logits of a vocabulary of 128,256 for 1 token and for 16.
+
+    Cold, logits come from memory; warm, from L2, where a decode step's last product has left them.
+    """
+    cases = [case for case in load("argmax").CASES if case["V"] == 128256]
+    choices = []
+    for case in cases:
+        tasks = []
+        for provider in ("argmax", "torch"):
+            facts = {"kernel": "argmax", "provider": provider, "dtype": "bf16", "N": case["V"], "M": case["T"]}
+            task = operators.task("argmax", case, provider, device)
+            tasks.append(replace(task, name=f"argmax/bf16/{provider}", hot=(), facts=facts))
+        choices.append(tasks)
+    return choices
 
 
 def origin() -> dict[str, str]:
@@ -110,9 +131,11 @@ def bench(
         UserError: no CUDA device, or a word that names no provider.
     """
     device = device or this_gpu()
+    choices = device.choices()
+    labels = [*device.providers, *dict.fromkeys(task.name for tasks in choices for task in tasks)]
     for word in only:
-        if not any(word in label for label in device.providers):
-            raise unknown("provider", word, device.providers)
+        if not any(word in label for label in labels):
+            raise unknown("provider", word, labels)
     about, asked = device.origin, [*only, peers.LIBRARY_LABEL]
     chosen = {n: p for n, p in device.providers.items() if not only or any(word in n for word in asked)}
     old = [row for row in from_csv(out) if row.origin == about] if resume and Path(out).exists() else []
@@ -131,6 +154,7 @@ def bench(
         rows.append(run.row(t, t.facts or {"kernel": t.name, "provider": t.name, "dtype": "uint8"}))
         work = f"{2 * LARGE**3 / t.us / 1e6:.0f} T operations/s" if t.facts else f"{t.gb_per_s:.0f} GB/s"
         say(f"{t.name}: {work}")
+    rows += run.chosen_tokens(choices)
     places = [(*shape, m) for shape, m in itertools.product(shapes or stored_peers.shapes(), counts)]
     todo = []
     for place in places:
@@ -210,10 +234,7 @@ class _Run:
                     self.note(tasks[-1].name, tasks[-1:])
                 except Exception as error:
                     unable[name] = timing.bare(error)
-        host = {}  # of everybody at this place, one after the other in one process
-        for task in tasks:
-            with contextlib.suppress(Exception):  # what fails here is met again by the measurement
-                (host[task.name],) = device.backend.host_us(lambda: task.launch(**task.inputs))  # noqa: B023
+        host = self.host_us(tasks)
         for mode in modes:
             failed, where = dict(unable), f"{layer.rows} x {layer.columns}, M = {m}, {mode}"
             timings = timing.measure(tasks, device.backend, mode, self.rounds, device.floor, self.joule_seconds, failed)
@@ -237,6 +258,28 @@ class _Run:
         del tasks
         device.backend.release()
         return rows
+
+    def chosen_tokens(self, choices: Sequence[Sequence[Task]]) -> list[KernelRow]:
+        """Rows of tasks that choose tokens, cold and warm; those of the same logits take turns."""
+        rows, device = [], self.device
+        for tasks in choices:
+            asked = [task for task in tasks if not self.only or any(word in task.name for word in self.only)]
+            for task in asked:
+                self.note(task.name, [task])
+            host = self.host_us(asked)
+            for mode in MODES if asked else ():
+                for t in timing.measure(asked, device.backend, mode, self.rounds, device.floor, self.joule_seconds):
+                    rows.append(replace(self.row(t, t.facts), host_us=host.get(t.name)))
+                    self.say(f"{t.name}, {t.facts['M']} tokens, {mode}: {t.us:.2f} us, {t.fraction:.2f} of the floor")
+        return rows
+
+    def host_us(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """What a launch of each costs the host, one after the other in one process."""
+        host = {}
+        for task in tasks:
+            with contextlib.suppress(Exception):  # what fails here is met again by the measurement
+                (host[task.name],) = self.device.backend.host_us(lambda: task.launch(**task.inputs))  # noqa: B023
+        return host
 
     def note(self, name: str, tasks: Sequence[Task]) -> None:
         """Keep the digest of the machine code of tasks; what fails here is met again by the measurement."""

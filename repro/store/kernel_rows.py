@@ -397,7 +397,8 @@ def roofline(row: KernelRow, peaks: Mapping[str, float]) -> tuple[float, str]:
     """The least microseconds that a device's peaks allow a row, and what sets them."""
     memory = row.bytes / peaks["memory"] * 1e6 if row.mode == "cold" else 0.0
     kind = "fp8" if row.kernel == "fp8" else "int32" if row.kernel in ("int8", "w8a8") else row.dtype
-    work = 2 * row.N * row.K * row.M / peaks[kind] * 1e6 if row.N and kind in peaks else 0.0
+    product = 2 * row.N * row.K * row.M if row.N and row.K else 0  # a choice of tokens has no K
+    work = product / peaks[kind] * 1e6 if kind in peaks else 0.0
     if work > memory:
         return work, f"{peaks[kind] / 1e12:.0f} T operations/s"
     return memory, f"{peaks['memory'] / 1e12:.1f} TB/s of memory"

@@ -251,3 +251,32 @@ def test_peers_that_do_not_run_here_are_rescaled_where_they_are_asked_for(device
     rows = bench.bench(tmp_path / "x.csv", [(512, 2048)], (1,), only=only, say=str, device=some, rounds=3)
     found = {r.provider for r in rows if r.status == "bridged"}
     assert found <= who and bool(found) == bool(who)
+
+
+def test_choices_of_tokens_are_rows_cold_and_warm(device, tmp_path):
+    def choices():
+        made = provider(device.backend, "mine", "argmax", cost=2e-6).task(bench_layer(), 2)
+        facts = {"kernel": "argmax", "provider": "mine", "dtype": "bf16", "N": 32, "M": 2}
+        return [[dataclasses.replace(made, name="argmax/bf16/mine", hot=(), facts=facts)]]
+
+    some = dataclasses.replace(device, choices=choices)
+    rows = bench.bench(tmp_path / "x.csv", [(32, 64)], (1,), say=str, device=some, rounds=3)
+    found = {r.mode: r for r in rows if r.kernel == "argmax"}
+    assert set(found) == {"cold", "warm"} and found["cold"].copies > 1 and found["warm"].copies == 1
+    for row in found.values():
+        assert (row.N, row.K, row.M, row.host_us, row.us) == (32, None, 2, 12.5, pytest.approx(4.0))
+    rows = bench.bench(tmp_path / "x.csv", [(32, 64)], (1,), only=["few"], say=str, device=some, rounds=3)
+    assert "argmax" not in {r.kernel for r in rows}
+    rows = bench.bench(tmp_path / "x.csv", [(32, 64)], (1,), only=["argmax"], say=str, device=some, rounds=3)
+    assert {r.kernel for r in rows if r.N} == {"argmax", "bf16"}
+
+
+def test_the_greedy_choice_is_timed_of_all_its_logits():
+    choices = bench.greedy_choices("cpu")
+    assert [[task.facts["M"] for task in tasks] for tasks in choices] == [[1, 1], [16, 16]]
+    for tasks in choices:
+        assert [task.name for task in tasks] == ["argmax/bf16/argmax", "argmax/bf16/torch"]
+        for task in tasks:
+            assert torch.equal(task.launch(**task.inputs), task.want(**task.inputs))
+            assert task.hot == () and task.cold_bytes == task.facts["M"] * (2 * 128256 + 8)
+    assert bench.versions("argmax/bf16/argmax") == "argmax=1 timer=2"

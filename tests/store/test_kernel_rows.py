@@ -173,6 +173,14 @@ def test_nothing_is_faster_than_reading_its_bytes(tmp_path):
     kernel_rows.accept(written(tmp_path / "a.csv", shared(good(floor_us=4.25))), tmp_path / "results")
 
 
+def test_a_choice_of_tokens_has_logits_and_no_columns(tmp_path):
+    choice = good(kernel="argmax", provider="argmax", dtype="bf16", N=128256, K=None, M=1, bytes=256520, us=4.2)
+    kernel_rows.accept(written(tmp_path / "a.csv", shared(choice)), tmp_path / "results")
+    with pytest.raises(UserError, match="of memory allows"):
+        quick = {"us": 0.04, "p20": 0.04, "p80": 0.04, "floor_us": 0.04}
+        kernel_rows.accept(written(tmp_path / "b.csv", shared(dataclasses.replace(choice, **quick))), tmp_path / "no")
+
+
 @pytest.mark.parametrize(
     "note, whose",
     [
