@@ -37,6 +37,7 @@ from repro.train.streams import Forward, computing
 
 VERSION = 1
 CALIBRATED = True
+LATER = {"split_text": ""}  # fields that stored results do not declare, and what they mean there
 READS_FIRST_TOKENS = True  # of the calibration text its first `tokens` tokens and no others
 COST = 100.0  # relative to RTN, for scheduling alone
 DOWN = ("down_proj", "fc2")  # the projections whose inputs have outliers (appendix B.2)
@@ -88,7 +89,7 @@ class TrainedBlock:
         return lambda x: torch.func.functional_call(block, self.weights(precision.weights), (x,), kwargs)
 
 
-def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
+def apply(lm: LowBitModel, calibration: Tensor | None, config: Config, second: Tensor | None = None) -> None:
     """Train and quantize every block linear of `lm`, from the weights that it has now.
 
     `lm.facts` gets the loss curve, the tokens that were seen, the kurtosis of down-projections' inputs, and how many
@@ -99,12 +100,14 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             those, and the teacher is the model before that step.
         calibration: int64 token ids `[sequences, length]`: the training text.
         config: everything else.
+        second: likewise, of `config.split_text`; channels are chosen on its first sequences.
 
     Raises:
         UserError: fewer tokens than asked for, a group that does not divide a layer's inputs, or NaN in the model.
         NotMeasurable: the training diverged.
     """
     ids = training_ids(calibration, config.tokens, "bitbybit")
+    watched = (ids if second is None else second.to(ids.device))[:WATCHED]
     for name, linear in block_linears(lm.model).items():
         with in_layer(name):
             split(linear.weight, config.group)
@@ -114,8 +117,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
     with torch.no_grad():
         states = trained_blocks(lm, teacher, kurtosis, config)
         if config.split != "none":
-            lm.facts["layers/split"] = split_channels(full, states, ids[:WATCHED], config)
-    folder = checkpoint_folder(lm.model, ids, __file__, config)
+            lm.facts["layers/split"] = split_channels(full, states, watched, config)
+    read = torch.cat([ids.flatten(), watched.flatten()])
+    folder = checkpoint_folder(lm.model, read, __file__, config)
     trainer = BlockTrainer(teacher, ids, config.settings(), folder, "bitbybit")
     shares = schedule.coverage(config.stages, config.rho)
     for number, (stage, share) in enumerate(zip(config.stages, shares, strict=True)):

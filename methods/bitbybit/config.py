@@ -34,6 +34,8 @@ class Config:
         split: what the branches of a split input channel are (section 3.4 and appendix C, which compares with naive
             ones); "none" splits no channel.
         split_metric: by which channels are ranked (section 4.4); the paper's choice is the product.
+        split_text: the text that they are ranked on, by a scale's name such as c4 (appendix E, Table 6); by default
+            that which is trained on, as in section 4.1. The metric "weight" reads none.
 
         include_zero: every group's range includes 0, of weights and of activations. Not given; by default at low-bit
             activations, whose kernel takes zero points that are codes.
@@ -79,6 +81,7 @@ class Config:
     levels: Levels = "asymmetric"
     split: Branches | Literal["none"] = "rounding_aware"
     split_metric: Metric = "product"
+    split_text: str = ""
 
     include_zero: bool | None = None
     delta: Offset = "centred"
@@ -120,6 +123,9 @@ class Config:
             if not 0 < getattr(self, name) < 1:
                 wrong = f"{name} is {getattr(self, name)}; a share of the channels above 0 and below 1 is split"
                 raise UserError(f"bitbybit: {wrong} (split=none splits none)")
+        if self.split_text and (self.split == "none" or self.split_metric == "weight"):
+            wrong = "split=none" if self.split == "none" else "split_metric=weight"
+            raise UserError(f"bitbybit: split_text is {self.split_text!r}, and {wrong} reads no text; leave one out")
         if self.split != "none" and self.group % 2:
             raise UserError(f"bitbybit: group is {self.group}; both copies of a split channel take an even one")
         if self.split_widths and not self.any_precision:
@@ -134,6 +140,11 @@ class Config:
                 check_nested(stage.weights, MASTER)
         if strange := sorted(set(self.lambdas) - {stage.weights for stage in self.stages}):
             raise UserError(f"bitbybit: lambdas has {strange[0]}, a width that no stage of the schedule trains")
+
+    @property
+    def second_text(self) -> str:
+        """The text that is read besides the one that is trained on; empty for none."""
+        return self.split_text
 
     @property
     def stages(self) -> list[Precision]:

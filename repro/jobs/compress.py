@@ -3,7 +3,7 @@
 Next to the weights lie observations about them: stored bits by kind, and what steps say of themselves (`lm.facts`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from repro.jobs.target import Target
 from repro.models import bits, perplexity
 from repro.models.lowbit import LowBitModel
 from repro.recipes import recipe
+from repro.recipes.recipe import Step
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Series
@@ -45,9 +46,23 @@ def _job(target: Target) -> Job:
         inputs["calibration"] = {key: value for key, value in crops.items() if key != "corpus"} | {"text": text}
         options["calibration"] = crops
         needs["calibration"] = _calibration_tokens(target, crops)
+        if second := _second_texts(target):
+            texts = {name: corpora.identifier(corpus, target.scale.hub) for name, corpus in second.items()}
+            inputs["calibration"]["second"], options["calibration"]["second"] = texts, second
+            for corpus in second.values():
+                needs[f"text {corpus}"] = tokens.job(target, corpus)
     if target.recipe.before:
         needs["start"] = job(target.under(target.recipe.before))
     return make("compress", target.label, inputs, options, needs, target.steps)
+
+
+def _second_texts(target: Target) -> dict[str, str]:
+    """The corpora that steps read besides the calibration text, by the names that the recipe has for them."""
+    named = {}
+    for step in target.recipe.steps:
+        if step.second_text:
+            named[step.second_text] = target.scale.second_text(step.second_text)
+    return named
 
 
 def _calibration_tokens(target: Target, crops: Mapping[str, Any]) -> Job:
@@ -86,21 +101,16 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     """Apply the recipe's steps in order and write the compressed model, then what is known of it.
 
     Raises:
-        UserError: what a step refuses, calibration text that is too short, or a damaged start.
+        UserError: what a step refuses, a text that is too short, or a damaged start.
     """
     given = job.given()
     parsed = recipe.parse(given["recipe"])
-    steps, data = recipe.on_device(parsed.steps, given["device"]), None
-    if crops := given.get("calibration"):
-        data = calibration_sequences(found["calibration"], crops)
+    steps = recipe.on_device(parsed.steps, given["device"])
     if "start" in found:
         lm, steps = load(given, found["start"], keep_full=True), steps[-1:]
     else:
         lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
-    if data is not None:
-        perplexity.check_context(lm.model, data.shape[1])
-    for step in steps:
-        step.module.apply(lm, data, step.config)
+    apply_steps(lm, steps, given.get("calibration"), found)
     meta = {"model": given["model"], "fingerprint": models.fingerprint(given["model"]), "recipe": parsed.name}
     lm.save(folder / OUTPUTS[0], meta)
     counted = bits.report(lm, float_bits=16)
@@ -108,6 +118,31 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     series = {f"bits/{kind}": one(n) for kind, n in (counted["block"] | totals).items()}
     series |= {name: Series(np.asarray(values, dtype=float), "layers") for name, values in lm.facts.items()}
     observations.save(folder / OUTPUTS[1], series, origin)
+
+
+def apply_steps(
+    lm: LowBitModel, steps: Sequence[Step], crops: Mapping[str, Any] | None, found: Mapping[str, Path]
+) -> None:
+    """Apply steps in order, with the texts that they read.
+
+    Args:
+        lm: the model; edited.
+        steps: of the recipe, as they run on the model's device.
+        crops: the option `calibration` of a `compress` job; None where no step reads a text.
+        found: the folders of its needs.
+
+    Raises:
+        UserError: what a step refuses, or a text that is too short for the crops, which are longer than the context.
+    """
+    data, second = None, {}
+    if crops:
+        data = calibration_sequences(found["calibration"], crops)
+        perplexity.check_context(lm.model, data.shape[1])
+        for name, corpus in crops.get("second", {}).items():
+            second[name] = calibration_sequences(found[f"text {corpus}"], crops)
+    for step in steps:
+        more = {"second": second[step.second_text]} if step.second_text else {}
+        step.module.apply(lm, data, step.config, **more)
 
 
 def one(value: float) -> Series:

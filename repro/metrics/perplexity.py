@@ -135,7 +135,7 @@ def job(target: Target, texts: list[str], protocol: Protocol) -> Job:
     ids = {text: corpora.identifier(text, target.scale.hub) for text in texts}
     needs = {f"text {text}": tokens.job(target, text) for text in texts}
     made = compress.job(target)
-    _keep_apart(target, ids, made.declared().get("calibration"))
+    _keep_apart(target, ids, made)
     inputs = target.inputs() | {"calibration": made.declared().get("calibration"), "texts": ids}
     if target.recipe.steps:
         needs["weights"] = made
@@ -143,12 +143,16 @@ def job(target: Target, texts: list[str], protocol: Protocol) -> Job:
     return make("perplexity", target.label, inputs | rule | {"version": version}, options, needs, target.steps)
 
 
-def _keep_apart(target: Target, ids: Mapping[str, str], drawn: Mapping[str, Any] | None) -> None:
-    """Raise where a text that is scored is the one that the recipe is calibrated on, also under its name on the hub."""
-    name, known = target.scale.calibration.corpus, corpora.CORPORA
-    for text, identifier in ids.items():
-        if drawn and (identifier == drawn["text"] or text == known[name].on_hub or name == known[text].on_hub):
-            raise UserError(
-                f"scale {target.scale.name}: {target.recipe.name} is calibrated on {name}, and perplexity is measured "
-                f"on {text}, the same text or one that holds it; name another corpus for either"
-            )
+def _keep_apart(target: Target, ids: Mapping[str, str], made: Job) -> None:
+    """Raise where a text that is scored is one that the recipe is calibrated on, also under its name on the hub."""
+    crops, known = made.given().get("calibration"), corpora.CORPORA
+    if not crops:
+        return
+    for name in (crops["corpus"], *crops.get("second", {}).values()):
+        read = corpora.identifier(name, target.scale.hub)
+        for text, identifier in ids.items():
+            if identifier == read or text == known[name].on_hub or name == known[text].on_hub:
+                raise UserError(
+                    f"scale {target.scale.name}: {target.recipe.name} is calibrated on {name}, and perplexity is "
+                    f"measured on {text}, the same text or one that holds it; name another corpus for either"
+                )

@@ -168,11 +168,8 @@ def _quantized(given: Mapping[str, Any], found: Mapping[str, Path]) -> LowBitMod
     """The quantized model with its full-precision weights at hand."""
     if "weights" in found:
         return compress.load(given, found["weights"], keep_full=True)
-    lm, data = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"])), None
-    if crops := given["calibration"]:
-        data = compress.calibration_sequences(found["calibration"], crops)
-    for step in recipe.parse(given["recipe"]).steps:
-        step.module.apply(lm, data, step.config)
+    lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
+    compress.apply_steps(lm, recipe.parse(given["recipe"]).steps, given["calibration"], found)
     return lm
 
 

@@ -56,6 +56,11 @@ class Step:
         return getattr(self.config, "calibrated", self.module.CALIBRATED)
 
     @property
+    def second_text(self) -> str:
+        """The text that it reads besides the calibration text, by one of a scale's names; empty for none."""
+        return getattr(self.config, "second_text", "")
+
+    @property
     def attaches(self) -> str:
         """What kind of thing it adds to layers, such as a compensator; empty for a step that changes weights alone."""
         return getattr(self.module, "KIND", "")
@@ -89,8 +94,11 @@ class Recipe:
 
     @cached_property
     def config(self) -> list[list]:
-        """`[name, {field: value}]` of every step with all fields, fit for JSON: what a run's hash is made of."""
-        return [[step.name, _fields(step.config)] for step in self.steps]
+        """`[name, {field: value}]` of every step with its fields, fit for JSON: what a run's hash is made of.
+
+        A field that came after accepted results is left out at the value that changes nothing (`LATER` of its step).
+        """
+        return [[step.name, _declared(step)] for step in self.steps]
 
     @property
     def calibrated(self) -> bool:
@@ -320,6 +328,16 @@ def _error(text: str, why: object) -> UserError:
 def _fields(config: Any) -> dict[str, Any]:
     """Every field of a config as JSON has it."""
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
+
+
+def _declared(step: Step) -> dict[str, Any]:
+    """The fields of a step that are part of its identity."""
+    later = getattr(step.module, "LATER", {})
+    kept = {}
+    for name, value in _fields(step.config).items():
+        if name not in later or value != later[name]:
+            kept[name] = value
+    return kept
 
 
 def _plain(value: Any) -> Any:

@@ -157,6 +157,18 @@ class Scale:
             raise UserError(f"scale {self.name}: {unknown('corpus', corpus, [*self.corpora, *CORPORA])}")
         return corpus
 
+    def second_text(self, name: str) -> str:
+        """The corpus behind the text that a step reads besides its calibration text, or the corpus of that name itself.
+
+        Raises:
+            UserError: there is neither.
+        """
+        known = dict(zip(CORPORA, CORPORA)) | self.calibration_texts
+        if name not in known:
+            raise UserError(f"scale {self.name}: {unknown('second text', name, known)}")
+        text = known[name]
+        return text.corpus if isinstance(text, Pool) else text
+
     def here(self) -> "Scale":
         """The same scale on the device class that its jobs run on here."""
         if self.device != "any":

@@ -209,6 +209,8 @@ def compress(target: Target, text: OwnText, out: Path, resume: bool = False) -> 
     scale, steps = target.scale, on_device(target.recipe.steps, target.scale.device)
     if not any(step.calibrated for step in steps):
         raise UserError(f"recipe {target.recipe.name!r} takes no text; leave --text out")
+    if named := [step.second_text for step in steps if step.second_text]:
+        raise UserError(f"recipe {target.recipe.name!r} reads {named[0]}, too; --text is its only text, leave that out")
     folder = models.folder(target.model)
     name = target.model if folder is None else folder.name if folder.parent == models.POCKET else str(folder)
     context = getattr(training_cost.configuration(name, scale.hub), "max_position_embeddings", None) or LONGEST

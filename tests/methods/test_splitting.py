@@ -572,6 +572,20 @@ def test_every_metric_reads_the_inputs_of_the_full_precision_model(monkeypatch, 
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
+def test_channels_are_chosen_on_the_second_text_and_trained_on_the_first():
+    def stored(ids, text="", second=None, **options):
+        lm = LowBitModel(tiny.model("llama"))
+        bitbybit.apply(lm, ids, Config(**SMALL | {"split_text": text} | options), second)
+        return lm.weights, lm.facts.get("training/loss")
+
+    other = tiny.tokens(6, 16, seed=9)
+    on_other, alike = stored(IDS, "c4", other, epochs=0)[0], stored(other, epochs=0)[0]
+    plain = stored(IDS, epochs=0)[0]
+    assert all(torch.equal(on_other[name].index, alike[name].index) for name in alike)
+    assert any(not torch.equal(on_other[name].index, plain[name].index) for name in plain)
+    assert stored(IDS, "c4", IDS, lr=1e-3)[1] == stored(IDS, lr=1e-3)[1] != stored(other, "c4", IDS, lr=1e-3)[1]
+
+
 def test_columns_do_not_change_while_weights_are_trained(monkeypatch):
     found, true = [], branches.fake_quantize
     monkeypatch.setattr(
@@ -655,7 +669,7 @@ def test_continues_from_a_step_that_came_before():
 
 
 def test_recipes_round_trip():
-    text = "bitbybit(w=2, g=32, split=naive, split_metric=kurtosis, split_first=0.08, split_last=0.12)"
+    text = "bitbybit(w=2, g=32, split=naive, split_metric=kurtosis, split_first=0.08, split_last=0.12, split_text=c4)"
     assert recipe.parse(recipe.parse(text).name) == recipe.parse(text)
     assert recipe.parse("bitbybit-w2-g32").steps[0].config.split == "rounding_aware", "the paper's method splits"
 
@@ -667,6 +681,8 @@ BAD = {
     "bitbybit(split_metric=norm)": "split_metric",
     "bitbybit(split_widths=[2])": "split_widths is for any_precision",
     "bitbybit(any_precision, split_widths=[3])": "3 bits are not nested in a master of 8",
+    "bitbybit(split=none, split_text=c4)": "split_text is 'c4', and split=none reads no text; leave one out",
+    "bitbybit(split_metric=weight, split_text=c4)": "split_text is 'c4', and split_metric=weight reads no text",
     "bitbybit-g15": "group is 15; both copies of a split channel take an even one",
 }
 

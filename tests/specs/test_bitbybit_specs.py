@@ -122,6 +122,22 @@ def test_the_middle_size_has_five_seeds(at):
             assert not cell.stand_in or len(flow.jobs(cell)) == len(cell.seeds)
 
 
+def test_every_row_of_table_6_chooses_channels_on_its_text(at):
+    names = {"RedPajama": "", "WikiText2": "wikitext2", "C4": "c4"}
+    cells = [cell for cell in at().cells("bitbybit", "6") if cell.printed]
+    assert len(cells) == 22 and all(cell.recipe and cell.stand_in == "pocket-3m" for cell in cells)
+    seen = set()
+    for cell in cells:
+        _, calibrated, text = cell.row.partition("calib ")
+        config = recipe.parse(cell.recipe).steps[0].config
+        if calibrated:
+            reads_none = config.split_metric == "weight"
+            assert config.split_text == ("" if reads_none else names[text.split()[0]]), cell.row
+            assert config.group == int(text.split("g")[1][:-1]) and cell.seeds == (0, 1, 2)
+            seen.add((config.split_metric, config.split_text, config.group))
+    assert len(seen) == 8, "no two of them are one recipe"
+
+
 def test_figure_2_runs_table_3s_trainings(at):
     flow = at()
     table3 = {c.row: c for c in flow.cells("bitbybit", "3") if c.col == "Llama-2-7B (ours)"}
