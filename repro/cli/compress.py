@@ -1,56 +1,122 @@
 """Compress a model."""
 
 import argparse
+import dataclasses
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from repro.cli import options as common
-from repro.core.errors import UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import atomic, check_replaceable
+
+LONGEST = 2048  # tokens of a sequence of --text, where a model's context has as many and --length says nothing
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The model, its recipe, and a text of the user's own."""
     common.add_target(parser)
-    about = "a copy of the compressed model (.safetensors); with --text a folder"
+    about = "a folder that takes the place of a model, or a copy of the weights (.safetensors)"
     parser.add_argument("--out", type=Path, help=about)
     about = "train or calibrate on this text (UTF-8), from its start, instead of the scale's"
     parser.add_argument("--text", type=Path, metavar="FILE", help=about)
-    about = "tokens per sequence; default the model's context, at most 2048"
+    about = "tokens per sequence of --text; default the model's context, at most 2048"
     parser.add_argument("--length", type=common.number(0), default=0, metavar="N", help=about)
-    about = "resume an interrupted run in --out, or start it"
+    about = "go on with an interrupted run, whose trained blocks lie in build/ (it does so without this option, too)"
     parser.add_argument("--resume", action="store_true", help=about)
 
 
 def run(args: argparse.Namespace) -> None:
     """A model under a recipe, with the scale's calibration text or one of the user's own."""
-    from repro.jobs import compress
-    from repro.workflow import own_text
+    from repro.jobs import compress, compressed_folder
 
     target = common.target(args, common.workflow(args, stored=False))
     if why := _not_run_by_the_engine(target):
         print(f"note: {why}; it can be compressed and measured, but generate cannot run it", file=sys.stderr)
     if args.text is not None:
-        if args.out is None or args.out.suffix == ".safetensors":
-            raise UserError("--text: name a folder for the result as well, --out FOLDER")
-        own_text.compress(target, own_text.OwnText(args.text, args.length), args.out, args.resume)
+        target = _on_text(target, args.text, args.length)
+    elif args.length:
+        raise UserError("--length goes with --text FILE")
+    job = compress.job(target)
+    to_folder = args.out is not None and args.out.suffix != ".safetensors"
+    if to_folder and compressed_folder.is_of(args.out, job):
         print(args.out)
         return
-    if args.resume or args.length:
-        raise UserError("--resume and --length go with --text FILE")
-    job = compress.job(target)
-    if args.out is not None and args.out.suffix != ".safetensors":
-        raise UserError(f"--out {args.out}: a compressed model is a .safetensors file")
-    if args.out is not None:
+    if args.out is not None and not to_folder:
         _check_out(args.out)
-    common.run_now([job])
+    if args.text is not None:
+        _say_what_it_takes(target, job)
+    _run(job)
     made = job.folder / compress.OUTPUTS[0]
-    if args.out is not None:
+    if to_folder:
+        facts = compressed_folder.write(args.out, job)
+        seen = sum(step["tokens"] for step in facts["steps"])
+        said = f"{facts['bytes']:,} bytes, {facts['bits per block weight']:.3f} bits a block weight"
+        print(f"{said}, {seen:,.0f} tokens of training")
+    elif args.out is not None:
         with atomic(args.out) as temporary:
             shutil.copyfile(made, temporary)
     print(args.out or made)
+
+
+def _run(job: Any) -> None:
+    """Run the job; says how an interrupted training goes on, and what saves memory."""
+    try:
+        common.run_now([job])
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on after the last trained block", file=sys.stderr)
+        raise
+    except NotMeasurable as refused:
+        if refused.status == "oom":
+            raise UserError(f"{refused}; place=host in the recipe keeps hidden states in host memory") from None
+        raise
+
+
+def _on_text(target: Any, text: Path, length: int) -> Any:
+    """The target whose steps are calibrated and trained on the first tokens of a text.
+
+    Raises:
+        UserError: the recipe takes no text, or the sequences are longer than the model's context.
+    """
+    from repro.train import training_cost
+
+    if not target.recipe.calibrated:
+        raise UserError(f"recipe {target.recipe.name!r} takes no text; leave --text out")
+    config = training_cost.configuration(target.model, target.scale.hub)
+    context = getattr(config, "max_position_embeddings", None) or LONGEST
+    if length > context:
+        raise UserError(f"--length {length}: longer than the model's context of {context}")
+    facts = {"corpus": str(text.absolute()), "length": length or min(LONGEST, context), "from_start": True}
+    calibration = dataclasses.replace(target.scale.calibration, **facts)
+    return dataclasses.replace(target, scale=dataclasses.replace(target.scale, calibration=calibration))
+
+
+def _say_what_it_takes(target: Any, job: Any) -> None:
+    """Print tokens, memory and time of a training, before it begins.
+
+    Raises:
+        UserError: the text is too short for a step.
+    """
+    import torch
+
+    from repro.data import corpora
+    from repro.jobs import compress, tokens
+    from repro.recipes import recipe
+    from repro.train import training_cost
+
+    crops, (model, scale) = job.given()["calibration"], (target.model, target.scale)
+    text = tokens.job(target, crops["corpus"])
+    common.run_now([text])
+    ids, _ = corpora.load_tokens(text.folder / tokens.OUTPUTS[0])
+    steps = recipe.on_device(target.recipe.steps, scale.device)
+    sequences = len(compress.first_sequences(ids, steps, crops))
+    torch.set_num_threads(scale.threads)
+    seconds = training_cost.block_seconds(steps, model, scale.hub, scale.device, scale.dtype, crops["length"])
+    shape, size = training_cost.shape(model, scale.hub), getattr(torch, scale.dtype).itemsize
+    cost = training_cost.estimate(steps, shape, sequences, crops["length"], size, scale.device)
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if scale.device == "cuda" else None
+    print(training_cost.report(cost, cost.token_blocks * seconds, free), flush=True)
 
 
 def _not_run_by_the_engine(target: Any) -> str:
@@ -75,11 +141,11 @@ def _not_run_by_the_engine(target: Any) -> str:
 
 def _check_out(out: Path) -> None:
     """Raise where the file `out` is something that this command did not write, or would become part of a model."""
+    from repro.jobs import compressed_folder
     from repro.models.lowbit import is_compressed_file
-    from repro.workflow import own_text
 
     if (out.parent / "config.json").is_file():  # where every safetensors file belongs to the model
         raise UserError(f"--out {out}: {out.parent} is the folder of a model; choose another folder")
-    if (out.parent / own_text.FACTS).is_file():
+    if (out.parent / compressed_folder.FACTS).is_file():
         raise UserError(f"--out {out}: {out.parent} is the folder of another compressed model; choose another folder")
     check_replaceable(out, "--out", is_compressed_file)

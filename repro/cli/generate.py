@@ -55,22 +55,20 @@ def run(args: argparse.Namespace) -> None:
     from repro.engine.core import needs_weights
     from repro.generation import Engine
     from repro.generation.switching import SwitchingEngine
-    from repro.workflow import own_text
 
     needs_weights(args.model)  # a shape's would take minutes to make
     text = _prompt(args)
     where = {name: getattr(args, name) for name in ("context", "device", "dtype", "scale", "build")}
-    named = own_text.opened(args.model, args.recipe)
     if args.memory is None and (args.draft is not None or not args.prefetch):
         raise UserError("--draft and --no-prefetch go with --memory, such as --memory 8GiB")
     if args.order is not None and args.precision is None:
         raise UserError("--order goes with --precision, such as --precision flexquant")
     if args.memory is not None:
-        engine = _limited(args, named, where)
+        engine = _limited(args, where)
     elif args.precision is not None:
-        engine = SwitchingEngine.load(*named, precision=args.precision, order_file=args.order, **where)
+        engine = SwitchingEngine.load(args.model, args.recipe, precision=args.precision, order_file=args.order, **where)
     else:
-        engine = Engine.load(*named, **where)
+        engine = Engine.load(args.model, args.recipe, **where)
     how = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
     given = {name: getattr(args, name) for name in how}
     prompt = engine.chat(text) if args.chat else text
@@ -81,16 +79,17 @@ def run(args: argparse.Namespace) -> None:
         print(_switched(engine, prompt, given))
 
 
-def _limited(args: argparse.Namespace, named: tuple[str, str], where: dict[str, Any]) -> "Limited":
+def _limited(args: argparse.Namespace, where: dict[str, Any]) -> "Limited":
     """The engine under a memory limit; says when the model fits into it."""
     from repro.generation import Limited
 
     if args.precision is not None:
         raise UserError("--memory and --precision: give one of them")
-    model, recipe = named
-    engine = Limited.load(model, args.memory, recipe, args.draft, prefetch=args.prefetch, **where)
+    engine = Limited.load(args.model, args.memory, args.recipe, args.draft, prefetch=args.prefetch, **where)
     if args.draft and not engine.plan.streamed_bytes:
-        print(f"{model} fits into {args.memory}: the draft is the model itself; leave out --draft", file=sys.stderr)
+        print(
+            f"{args.model} fits into {args.memory}: the draft is the model itself; leave out --draft", file=sys.stderr
+        )
     if args.draft and args.temperature > 0 and (sharp := engine.draft.sampled_temperature) < 1:
         said = f"sampled_temperature is {sharp:g}: a sharpened draft guesses worse what is drawn"
         print(f"{said}; the text is the same, 1 is no sharpening", file=sys.stderr)

@@ -81,11 +81,11 @@ def target(args: argparse.Namespace, flow: Any) -> Any:
         UserError: an unknown model or recipe.
     """
     from repro import models
+    from repro.jobs import compressed_folder
     from repro.jobs.target import Target
     from repro.recipes import recipe
-    from repro.workflow import own_text
 
-    model, text = own_text.opened(args.model, args.recipe)
+    model, text = compressed_folder.opened(args.model, args.recipe)
     models.folder(model)
     return Target(flow.scale.here(), model, recipe.parse(text).name, args.seed)
 

@@ -2,7 +2,8 @@
 
 A text is read whole, its rows or documents are joined as the corpus says, and the tokenizer sees it in one call; BOS is
 whatever that call adds (one at the very start, or none). Nothing falls back: a text that is not there is an error that
-names the file, and no corpus is called by another's name (`c4-local` is 200 documents of C4, not `c4`).
+names the file, and no corpus is called by another's name (`c4-local` is 200 documents of C4, not `c4`). A text of
+one's own is a corpus as well: its name is the path of a UTF-8 file.
 
 The hub corpora are fetched with the `datasets` library, at pinned commits, and only when the scale says `hub: true`.
 """
@@ -10,7 +11,9 @@ The hub corpora are fetched with the `datasets` library, at pinned commits, and 
 import hashlib
 import json
 import lzma
+import os
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,8 +26,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from repro.core.errors import UserError, unknown
-from repro.core.files import atomic, short_hash
+from repro.core.errors import UserError, shortened, unknown
+from repro.core.files import atomic, regular, short_hash
 from repro.core.strict import build, load_yaml
 from repro.data import sources
 
@@ -60,7 +63,7 @@ class Corpus:
         empty_row: what an empty row reads as.
         excerpts: calibration sequences that the repository has although it does not have the whole text.
         split: which part of the data set it is.
-        reader: what reads the documents that are joined, key of `READERS`.
+        reader: what reads the documents that are joined, key of `READERS`; `file` is a text of one's own.
         sha256: of the joined text (UTF-8), where it is known beforehand.
         max_documents, max_tokens: the protocol's own cut before joining and after tokenizing.
         on_hub: the hub corpus to name instead, the same text or the fuller one.
@@ -72,7 +75,7 @@ class Corpus:
     licence: str
     joining: str
     split: str
-    reader: Literal["mirror", "hub"]
+    reader: Literal["mirror", "hub", "file"]
     sha256: str = ""
     max_documents: int | None = None
     max_tokens: int | None = None
@@ -113,11 +116,24 @@ def _fetched(corpus: Corpus) -> list[str]:
     return list(rows[: corpus.max_documents]["text"])
 
 
+def _own(corpus: Corpus) -> list[str]:
+    path = Path(corpus.source)
+    try:
+        return [regular(path).read_text(encoding="utf-8")]
+    except OSError as error:
+        raise UserError(f"{shortened(path, 200)}: {os.strerror(error.errno)}; name a text file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start:,} is not UTF-8; save the text as UTF-8") from None
+    except ValueError:  # a path with a zero byte
+        raise UserError(f"{shortened(path)!r}: not a path of a file") from None
+
+
 # --- the corpora ------------------------------------------------------------------------------------------------------
 
 READERS: dict[str, Callable[[Corpus], list[str]]] = {
     "mirror": _mirrored,
     "hub": _fetched,
+    "file": _own,
 }
 
 
@@ -132,6 +148,25 @@ def _entries() -> dict[str, Corpus]:
 CORPORA = _entries()
 
 
+def entry(name: str) -> Corpus:
+    """The corpus of a name; of a path, which has a dot or a slash, the text file there.
+
+    Raises:
+        UserError: there is no such corpus.
+    """
+    if name in CORPORA:
+        return CORPORA[name]
+    if "." not in name and "/" not in name:
+        raise unknown("corpus", name, [*CORPORA, "a path of a text file"])
+    facts = {"description": "a text of one's own", "licence": "", "joining": "", "split": ""}
+    return Corpus(name, source=name, reader="file", **facts)
+
+
+def label(name: str) -> str:
+    """A corpus as part of a file name."""
+    return name if name in CORPORA else re.sub(r"[^A-Za-z0-9_.=-]+", "_", Path(name).name).strip("_.") or "text"
+
+
 # --- text and token ids -----------------------------------------------------------------------------------------------
 
 
@@ -139,15 +174,13 @@ def text(name: str, hub: bool = False) -> str:
     """The whole text of a corpus, its documents joined as the corpus says.
 
     Args:
-        name: a key of `CORPORA`.
+        name: as `entry` takes it.
         hub: the scale allows fetching from the Hugging Face hub; used by the corpora that need it and by no other.
 
     Raises:
         UserError: unknown name, a file that is missing, unreadable or another text, or a hub that is not allowed.
     """
-    if name not in CORPORA:
-        raise unknown("corpus", name, CORPORA)
-    corpus = CORPORA[name]
+    corpus = entry(name)
     if corpus.reader == "hub" and not hub:
         raise UserError(f"corpus {name!r} is fetched from the hub; set `hub: true` in the scale to allow that")
     joined = corpus.joining.join(READERS[corpus.reader](corpus))
@@ -163,10 +196,9 @@ def identity(name: str, hub: bool = False) -> dict[str, str]:
         UserError: as `text`.
     """
     digest = _sha256(text(name, hub).encode())
-    return {"corpus": name, "label": name, "corpus_sha256": digest}
+    return {"corpus": name, "label": label(name), "corpus_sha256": digest}
 
 
-@cache
 def identifier(name: str, hub: bool = False) -> str:
     """What fixes the text of a corpus in a job: a hash of the text, known beforehand or taken from it; of a hub corpus
     its source, joining and cuts.
@@ -174,8 +206,13 @@ def identifier(name: str, hub: bool = False) -> str:
     Raises:
         UserError: unknown name, or a text that is neither known nor there.
     """
-    if name not in CORPORA:
-        raise unknown("corpus", name, CORPORA)
+    if name in CORPORA:
+        return _known_identifier(name, hub)
+    return identity(name)["corpus_sha256"][:16]  # a file of one's own may have changed
+
+
+@cache
+def _known_identifier(name: str, hub: bool) -> str:
     corpus = CORPORA[name]
     if corpus.reader == "hub":
         facts = (corpus.source, corpus.split, corpus.joining, corpus.max_documents, corpus.max_tokens)
@@ -187,7 +224,7 @@ def token_ids(name: str, tokenizer: Callable[..., Any], hub: bool = False) -> np
     """Token ids int32 `[T]` of one tokenizer call on the joined text, with BOS exactly as the tokenizer adds it.
 
     Args:
-        name: a key of `CORPORA`.
+        name: as `entry` takes it.
         tokenizer: a Hugging Face tokenizer.
         hub: as in `text`.
 
@@ -195,13 +232,13 @@ def token_ids(name: str, tokenizer: Callable[..., Any], hub: bool = False) -> np
         UserError: as `text`.
     """
     ids = tokenizer(text(name, hub), verbose=False)["input_ids"]
-    return np.asarray(ids, dtype=np.int32)[: CORPORA[name].max_tokens]
+    return np.asarray(ids, dtype=np.int32)[: entry(name).max_tokens]
 
 
 def excerpt_for(name: str, sequences: int, length: int, seed: int) -> Excerpt | None:
     """The excerpt with the first `sequences` crops of a draw; None where there is none, or the whole text is here."""
-    corpus = CORPORA[name]
-    if sources.available(corpus.source):
+    corpus = entry(name)
+    if not corpus.excerpts or sources.available(corpus.source):
         return None
     for excerpt in corpus.excerpts:
         if (length, seed) == (excerpt.length, excerpt.seed) and sequences <= excerpt.sequences:

@@ -16,7 +16,7 @@ from repro.engine import weights
 from repro.engine.core import SHAPE, Core
 from repro.engine.random_shape import random_decoder
 from repro.engine.shapes import SHAPES
-from repro.jobs import compress
+from repro.jobs import compress, compressed_folder
 from repro.jobs.target import Target
 from repro.models.lowbit import LowBitModel
 from repro.specs import scale as scales
@@ -46,7 +46,8 @@ class Engine(Core):
         """A model under a recipe.
 
         Args:
-            model: a pocket model, a local folder, `hub-id@revision`, or `shape/Llama-2-7B` (speed and memory only).
+            model: a pocket model, a local folder (one that `compress` wrote, too), `hub-id@revision`, or
+                `shape/Llama-2-7B` (speed and memory only).
             recipe: such as `rtn-w4-g128 + spear`; if it is not built under build/, it is built now.
             context: prompt and new tokens of a sequence; by default the model's, at most 2048.
             device: `cuda` or `cpu`; by default a GPU if there is one.
@@ -57,6 +58,7 @@ class Engine(Core):
 
         UserError for what does not exist or fit; `NotMeasurable` for a context beyond the model's or too little memory.
         """
+        model, recipe = compressed_folder.opened(model, recipe)
         target = Target(scales.load(name=scale).here(), model, recipe, seed)
         at = device_of(device)
         for bits in (step.config.bits for step in target.recipe.steps if hasattr(step.config, "group")):

@@ -23,6 +23,7 @@ from repro.engine.speculating import DraftedStats, Speculating
 from repro.engine.step import Decoder
 from repro.engine.substitute import Loaded, decoders
 from repro.generation import engine
+from repro.jobs import compressed_folder
 from repro.jobs.target import Target
 from repro.methods import subspec
 from repro.specs import scale as scales
@@ -106,6 +107,7 @@ class Limited(Speculating):
         least that works (the sentence names it), or too little host memory.
         """
         needs_weights(model)
+        model, recipe = compressed_folder.opened(model, recipe)
         target = Target(scales.load(name=scale).here(), model, recipe, seed)
         at = engine.device_of(device)
         own = parse_draft(draft) if isinstance(draft, str) else draft

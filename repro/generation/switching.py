@@ -25,7 +25,7 @@ from repro.generation.engine import (
     packed_bytes,
     random_decoder,
 )
-from repro.jobs import compress
+from repro.jobs import compress, compressed_folder
 from repro.jobs.target import Target
 from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
@@ -73,6 +73,7 @@ class SwitchingEngine(SwitchingCore):
             raise UserError(f"{said}; leave it out")
         if config.order == "oracle":
             raise UserError("flexquant: order=oracle sees the texts that are judged; it is a control of tables alone")
+        model, recipe = compressed_folder.opened(model, recipe)
         recipe = named.DEFAULT if recipe == "fp16" else recipe
         at = device_of(device)
         targets = {

@@ -4,7 +4,6 @@ Next to the weights lie observations about them: stored bits by kind, and what s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from repro import models
+from repro.core.errors import UserError
 from repro.data import corpora
 from repro.jobs import tokens
 from repro.jobs.target import Target
@@ -40,7 +40,7 @@ def job(target: Target) -> Job:
 def _job(target: Target) -> Job:
     inputs, options, needs = target.inputs(), target.options(), {}
     if target.recipe.calibrated:
-        given = asdict(target.scale.calibration)
+        given = target.scale.calibration.facts()
         crops = given | {"seed": given["seed"] + target.seed}
         text = corpora.identifier(given["corpus"], target.scale.hub)
         inputs["calibration"] = {key: value for key, value in crops.items() if key != "corpus"} | {"text": text}
@@ -68,6 +68,8 @@ def _second_texts(target: Target) -> dict[str, str]:
 def _calibration_tokens(target: Target, crops: Mapping[str, Any]) -> Job:
     """The job whose token ids the crops are cut from: the whole text, or its excerpt where nothing else is here."""
     corpus = crops["corpus"]
+    if crops.get("from_start"):
+        return tokens.job(target, corpus)
     read = _sequences_read(target, crops)
     excerpt = corpora.excerpt_for(corpus, read, crops["length"], crops["seed"])
     return tokens.excerpt_job(target, corpus, excerpt) if excerpt else tokens.job(target, corpus)
@@ -75,13 +77,47 @@ def _calibration_tokens(target: Target, crops: Mapping[str, Any]) -> Job:
 
 def _sequences_read(target: Target, crops: Mapping[str, Any]) -> int:
     """How many of the crops the recipe's steps read: all, unless every calibrated step reads its first tokens alone."""
-    read = 0
-    for step in target.recipe.steps:
-        if step.calibrated and not getattr(step.module, "READS_FIRST_TOKENS", False):
-            return crops["sequences"]
-        if step.calibrated:
-            read = max(read, -(-step.config.tokens // crops["length"]))
-    return read
+    calibrated = [step for step in target.recipe.steps if step.calibrated]
+    if not all(_reads_first_tokens(step) for step in calibrated):
+        return crops["sequences"]
+    return max(needed(step, crops) for step in calibrated)
+
+
+def _reads_first_tokens(step: Step) -> bool:
+    return getattr(step.module, "READS_FIRST_TOKENS", False)
+
+
+def needed(step: Step, crops: Mapping[str, Any]) -> int:
+    """Sequences that a step reads: as many as its own `tokens` take, else those of the calibration."""
+    if not step.calibrated:
+        return 0
+    return -(-step.config.tokens // crops["length"]) if _reads_first_tokens(step) else crops["sequences"]
+
+
+def first_sequences(ids: np.ndarray, steps: Sequence[Step], crops: Mapping[str, Any]) -> Tensor:
+    """The first sequences of a text, int64 `[S, L]`, as many as the step needs that needs the most.
+
+    Args:
+        ids: of the text, int `[T]`.
+        steps: of a recipe, some of them calibrated.
+        crops: `corpus`, `sequences` and `length` of the calibration.
+
+    Raises:
+        UserError: the text is shorter.
+    """
+    length = crops["length"]
+    for step in steps:
+        count = needed(step, crops)
+        if len(ids) < count * length:
+            asked = f"{count} sequences of {length} tokens"
+            hint = "or shorter sequences by --length"
+            if _reads_first_tokens(step):
+                asked = f"{step.config.tokens:,} tokens"
+                hint = f"or set its tokens={len(ids) // length * length}"
+            said = f"{len(ids):,} tokens, {step.name} asks for {asked}"
+            raise UserError(f"{crops['corpus']}: {said}; give more text, {hint}")
+    count = max(needed(step, crops) for step in steps)
+    return torch.from_numpy(ids[: count * length].astype(np.int64)).view(count, length)
 
 
 def calibration_sequences(folder: Path, crops: Mapping[str, Any]) -> Tensor:
@@ -107,9 +143,8 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     parsed = recipe.parse(given["recipe"])
     steps = recipe.on_device(parsed.steps, given["device"])
     if "start" in found:
-        lm, steps = load(given, found["start"], keep_full=True), steps[-1:]
-    else:
-        lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
+        steps = steps[-1:]
+    lm = load(given, found.get("start"), keep_full=True)
     apply_steps(lm, steps, given.get("calibration"), found)
     meta = {"model": given["model"], "fingerprint": models.fingerprint(given["model"]), "recipe": parsed.name}
     lm.save(folder / OUTPUTS[0], meta)
@@ -136,13 +171,24 @@ def apply_steps(
     """
     data, second = None, {}
     if crops:
-        data = calibration_sequences(found["calibration"], crops)
-        perplexity.check_context(lm.model, data.shape[1])
+        perplexity.check_context(lm.model, crops["length"])
+        data = _sequences(steps, crops, found["calibration"])
         for name, corpus in crops.get("second", {}).items():
             second[name] = calibration_sequences(found[f"text {corpus}"], crops)
     for step in steps:
+        given = data
+        if data is not None and crops.get("from_start"):
+            given = data[: needed(step, crops)]
         more = {"second": second[step.second_text]} if step.second_text else {}
-        step.module.apply(lm, data, step.config, **more)
+        step.module.apply(lm, given, step.config, **more)
+
+
+def _sequences(steps: Sequence[Step], crops: Mapping[str, Any], folder: Path) -> Tensor:
+    """The crops, or of a text from its start as many sequences as the step needs that needs the most."""
+    if not crops.get("from_start"):
+        return calibration_sequences(folder, crops)
+    ids, _ = corpora.load_tokens(folder / tokens.OUTPUTS[0])
+    return first_sequences(ids, steps, crops)
 
 
 def one(value: float) -> Series:

@@ -24,6 +24,6 @@ def _files(job: Job) -> dict[str, str]:
     if job.kind == "requests" and given["task"] in tasks.TASKS:
         return tasks.TASKS[given["task"]].files
     if job.kind == "tokens" and not given.get("excerpt"):
-        corpus = corpora.CORPORA[given["corpus"]]
+        corpus = corpora.entry(given["corpus"])
         return {corpus.source: ""} if corpus.reader in ("mirror", "alpaca") else {}
     return {}

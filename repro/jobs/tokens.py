@@ -25,7 +25,7 @@ def job(target: Target, corpus: str) -> Job:
     """
     inputs = {"tokenizer": target.tokenizer, "text": corpora.identifier(corpus, target.scale.hub)}
     options = {"corpus": corpus, "model": target.model, "hub": target.scale.hub, "device": "cpu", "threads": 1}
-    return make("tokens", corpus, inputs, options)
+    return make("tokens", corpora.label(corpus), inputs, options)
 
 
 def excerpt_job(target: Target, corpus: str, excerpt: corpora.Excerpt) -> Job:

@@ -145,13 +145,14 @@ def job(target: Target, texts: list[str], protocol: Protocol) -> Job:
 
 def _keep_apart(target: Target, ids: Mapping[str, str], made: Job) -> None:
     """Raise where a text that is scored is one that the recipe is calibrated on, also under its name on the hub."""
-    crops, known = made.given().get("calibration"), corpora.CORPORA
+    crops = made.given().get("calibration")
     if not crops:
         return
     for name in (crops["corpus"], *crops.get("second", {}).values()):
         read = corpora.identifier(name, target.scale.hub)
         for text, identifier in ids.items():
-            if identifier == read or text == known[name].on_hub or name == known[text].on_hub:
+            on_hub = text == corpora.entry(name).on_hub or name == corpora.entry(text).on_hub
+            if identifier == read or on_hub:
                 raise UserError(
                     f"scale {target.scale.name}: {target.recipe.name} is calibrated on {name}, and perplexity is "
                     f"measured on {text}, the same text or one that holds it; name another corpus for either"

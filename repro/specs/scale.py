@@ -16,7 +16,7 @@ from typing import Any, Literal
 from repro.core.errors import UserError, shortened, unknown
 from repro.core.files import HOME
 from repro.core.strict import build, convert, load_yaml, shown
-from repro.data.corpora import CORPORA
+from repro.data import corpora
 from repro.metrics import KINDS
 from repro.recipes.recipe import parse
 from repro.specs.scale_files import file_of, names  # noqa: F401  asked for here too
@@ -26,19 +26,41 @@ POOLS = 2**20  # seeds from here on are draws of training pools
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibrated steps see: random crops of one corpus (GPTQ: 128 x 2048)."""
+    """What calibrated steps see: random crops of one corpus (GPTQ: 128 x 2048).
+
+    Attributes:
+        corpus: the text.
+        sequences: how many; of a text from its start a step with a budget of tokens takes those instead.
+        length: tokens of each.
+        seed: of the draw.
+        from_start: the first sequences of the text, one after the other, instead of crops.
+    """
 
     corpus: str
     sequences: int
     length: int
     seed: int = 0
+    from_start: bool = False
 
     def __post_init__(self) -> None:
-        if self.corpus not in CORPORA:
-            raise UserError(f"corpus: {unknown('corpus', self.corpus, CORPORA)}")
+        _check_corpus(self.corpus, "corpus")
         for name, least in {"sequences": 1, "length": 1, "seed": 0}.items():
             if not least <= getattr(self, name) < 2**31:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+
+    def facts(self) -> dict[str, Any]:
+        """As a job declares them."""
+        facts = asdict(self)
+        if not self.from_start:
+            del facts["from_start"]
+        return facts
+
+
+def _check_corpus(name: str, where: str) -> None:
+    try:
+        corpora.entry(name)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -136,8 +158,8 @@ class Scale:
             for paper, text in getattr(self, key).items():
                 if isinstance(text, Pool):
                     text.under(0)
-                elif text not in CORPORA:
-                    raise UserError(f"{key}: {paper}: {unknown('corpus', text, CORPORA)}")
+                else:
+                    _check_corpus(text, f"{key}: {paper}")
 
     def stand_in(self, model: str) -> str | None:
         """What stands in for a paper's model; None where nothing does."""
@@ -146,15 +168,14 @@ class Scale:
         return pin(alias.get(model, model)) if name == "hub" else name
 
     def text(self, corpus: str) -> str:
-        """The corpus behind a paper's corpus, or the corpus of that name itself.
+        """The corpus behind a paper's corpus, or the corpus of that name or path itself.
 
         Raises:
             UserError: there is neither.
         """
         if corpus in self.corpora:
             return self.corpora[corpus]
-        if corpus not in CORPORA:
-            raise UserError(f"scale {self.name}: {unknown('corpus', corpus, [*self.corpora, *CORPORA])}")
+        _check_corpus(corpus, f"scale {self.name}")
         return corpus
 
     def second_text(self, name: str) -> str:
@@ -163,7 +184,7 @@ class Scale:
         Raises:
             UserError: there is neither.
         """
-        known = dict(zip(CORPORA, CORPORA)) | self.calibration_texts
+        known = dict(zip(corpora.CORPORA, corpora.CORPORA)) | self.calibration_texts
         if name not in known:
             raise UserError(f"scale {self.name}: {unknown('second text', name, known)}")
         text = known[name]

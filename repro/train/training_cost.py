@@ -1,9 +1,11 @@
 """Cost of training a recipe's steps: tokens, GPU and host memory, passes through the model.
 
-Arithmetic on a configuration and a shape; nothing is loaded. Bytes are those of what `blocks`, `streams` and
-`end_to_end` hold at once, counted up: hidden states exactly, what autograd keeps by the tensors of a quantizer.
+Arithmetic on a configuration and a shape, and the time of one block with random weights; no weights are loaded. Bytes
+are those of what `blocks`, `streams` and `end_to_end` hold at once, counted up: hidden states exactly, what autograd
+keeps by the tensors of a quantizer.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,13 +13,14 @@ from typing import Any
 
 from repro import models
 from repro.core.errors import UserError, shortened
-from repro.models.lowbit import block_linears, blocks
+from repro.models.lowbit import block_inputs, block_linears, blocks
 from repro.train.end_to_end import LOGITS
 
 CONTEXT = 2**30  # bytes that CUDA and its libraries take of a process
 KEPT = 6  # float32 tensors of a weight's (or an input's) size that autograd holds for a fake quantizer
 LOSS = 10 * 4 * LOGITS  # bytes of logits and of what a loss makes of them, where a model is trained end to end
 SAMPLING = 2 * 2**32  # keys and values of what a teacher samples, and their longer copy (`CACHE_BYTES` of SPEAR's)
+PROBES = 3  # passes of one sequence through a block, by which the time of all is guessed
 TRAINED = 5.0  # passes that a training step is worth: forward, backward twice that, quantizer and optimizer (CPU: 5)
 
 
@@ -192,3 +195,62 @@ def estimate(
         )
         quantized = True
     return total
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def block_seconds(steps: Sequence[Any], name: str, hub: bool, device: str, dtype: str, length: int) -> float:
+    """Seconds that a block takes for a token: the least of a few passes of one sequence, with random weights.
+
+    It is computed in the dtype that the last step which names one trains in.
+
+    Args:
+        steps: of a recipe, as they run on the device.
+        name: the model.
+        length: tokens of the sequence.
+        hub, device, dtype: as of `models.load`.
+
+    Raises:
+        UserError: as `configuration`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("this machine has no CUDA device; choose another scale, or --config device=cpu")
+    config = configuration(name, hub)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    named = [step.config.compute for step in steps if hasattr(step.config, "compute")]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, named[-1] if named else dtype)).eval()
+        ids = torch.zeros((1, length), dtype=torch.long)
+    (block,) = blocks(model).values()
+    times = []
+    with torch.no_grad():
+        hidden, kwargs = block_inputs(model, ids)
+        for _ in range(1 + PROBES):
+            started = time.perf_counter()
+            block(hidden[0], **kwargs[0])
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+    return min(times[1:]) / length
+
+
+def report(cost: Estimate, seconds: float, free: int | None) -> str:
+    """What the work takes, in a few lines; `free` bytes of the GPU, if there is one."""
+    gpu = f"{cost.gpu / 1e9:.2f} GB" if cost.gpu else "none: it runs on the CPU (--config device=cuda: on a GPU)"
+    if free is not None and cost.gpu > free:
+        gpu += f", more than the {free / 1e9:.2f} GB that are free: place=host keeps hidden states in host memory"
+    took = f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{seconds:,.0f} seconds"
+    lines = {
+        "tokens": f"{cost.tokens:,} in training",
+        "GPU memory": gpu,
+        "host memory": f"{cost.host / 1e9:.2f} GB",
+        "hidden states": f"{cost.streams / 1e9:.2f} GB of it",
+        "time": f"about {took}, by the time of one block",
+    }
+    return "\n".join(f"{key:14} {text}" for key, text in lines.items())

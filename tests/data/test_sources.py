@@ -104,7 +104,7 @@ def test_a_file_of_another_hash_is_not_taken_from_the_repository(tmp_path, monke
 
 def declared(folder: str | None, monkeypatch) -> list[str]:
     """The ids of every job that reads a text or a task of `pocket`, with or without the folder."""
-    corpora.identifier.cache_clear()
+    corpora._known_identifier.cache_clear()
     if folder is None:
         monkeypatch.delenv("REPRO_DATA", raising=False)
     else:

@@ -1,5 +1,7 @@
 """A text that a step reads besides the calibration text: a need of its own, declared, apart from what is scored."""
 
+from dataclasses import replace
+
 import dag
 import pytest
 from tiny_results import refusal
@@ -10,7 +12,7 @@ from repro.jobs.target import Target
 from repro.metrics.perplexity import Perplexity
 from repro.recipes import recipe
 from repro.specs import scale
-from repro.workflow import own_text, runner
+from repro.workflow import runner
 
 SPLIT = "bitbybit(tokens=256, batch=2, epochs=0, split_text={})"
 TEXTS = {
@@ -78,8 +80,11 @@ def test_a_text_that_is_scored_chooses_no_channels(target):
     assert Perplexity("c4").jobs(target(SPLIT.format("wikitext2")))
 
 
-def test_a_text_of_ones_own_is_the_only_one(target, tmp_path):
-    (tmp_path / "mine.txt").write_text("one two three " * 200)
-    mine = own_text.OwnText(tmp_path / "mine.txt", 64)
-    said = refusal(lambda: own_text.compress(target(SPLIT.format("wikitext2")), mine, tmp_path / "out"))
-    assert "reads wikitext2, too; --text is its only text, leave that out" in said
+def test_it_is_read_next_to_a_text_of_ones_own(target, tmp_path):
+    (tmp_path / "mine.txt").write_text("one two three " * 300)
+    at = target(SPLIT.format("wikitext2"))
+    calibration = replace(at.scale.calibration, corpus=str(tmp_path / "mine.txt"), length=64, from_start=True)
+    job = compress.job(replace(at, scale=replace(at.scale, calibration=calibration)))
+    declared = job.declared()["calibration"]
+    assert declared["second"] == {"wikitext2": corpora.identifier("tiny-wikitext")} and declared["from_start"]
+    assert index_of(job)

@@ -11,7 +11,7 @@ from repro.jobs.target import Target
 from repro.methods import bitbybit
 from repro.recipes import recipe
 from repro.specs import scale
-from repro.workflow import own_text, runner
+from repro.workflow import runner
 
 TRAINED = "group_qat(tokens=256, batch=2, epochs=0, g=64)"
 
@@ -65,11 +65,3 @@ def test_the_declared_inputs_of_a_job_name_the_recipes_dtype():
     """A stored result was declared so, on whichever device it ran."""
     config = dict(recipe.parse("bitbybit").config)["bitbybit"]
     assert config["compute"] == bitbybit.Config().compute == "bfloat16"
-
-
-def test_a_text_of_ones_own_is_trained_on_in_float32_too(target, seen, tmp_path):
-    (tmp_path / "mine.txt").write_text("one two three four five six seven eight nine ten " * 60)
-    own_text.compress(target(TRAINED), own_text.OwnText(tmp_path / "mine.txt", 64), tmp_path / "out")
-    assert [config.compute for config in seen] == ["float32"]
-    facts = json.loads((tmp_path / "out" / own_text.FACTS).read_text())
-    assert facts["environment"]["compute"] == {"group_qat": "float32"} and "float32" not in facts["recipe"]

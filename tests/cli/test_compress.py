@@ -1,4 +1,4 @@
-"""`compress --text`: a model trained on a text of one's own, opened by other verbs, resumed with the same bits."""
+"""`compress`: a folder that other verbs take for a model, trained on one's own text, resumed with the same bits."""
 
 import json
 import re
@@ -15,15 +15,19 @@ import torch
 
 from repro import models
 from repro.__main__ import main
-from repro.baselines import e2e_qp
+from repro.baselines import awq, e2e_qp
 from repro.cli import compress as cli_compress
+from repro.core.errors import UserError
 from repro.data import corpora
+from repro.generation import Engine
+from repro.generation.switching import SwitchingEngine
 from repro.jobs.target import Target
 from repro.methods.spear.calibration import CACHE_BYTES
 from repro.models import perplexity
 from repro.models.lowbit import LowBitModel
 from repro.recipes import recipe
 from repro.specs import scale
+from repro.store.job import built_under
 from repro.train import blocks as training
 from repro.train import streams, training_cost
 
@@ -81,7 +85,7 @@ def test_train_then_measure_then_generate(folders, here, capfd, layout):
     """What is measured is what the method made of the first tokens of the text, and what it takes was said before."""
     assert compress(folders[layout]) == 0
     said = capfd.readouterr().out
-    tokens, gpu, host, hidden, time, end, path = said.splitlines()
+    _, tokens, gpu, host, hidden, time, _, end, path = said.splitlines()
     assert tokens == "tokens         768 in training" and path == "made", "256 tokens in each of three stages"
     assert gpu.startswith("GPU memory     none") and re.search(r"host memory +0.\d\d GB", host)
     assert hidden.startswith("hidden states") and re.fullmatch(
@@ -90,7 +94,8 @@ def test_train_then_measure_then_generate(folders, here, capfd, layout):
     assert end.endswith("768 tokens of training")
     assert sorted(path.name for path in Path("made").iterdir()) == ["compressed.json", "model.safetensors"]
     facts = json.loads(Path("made/compressed.json").read_text())
-    assert facts["steps"][0]["tokens"] == 768 and len(facts["steps"][0]["loss"]) > 4 and facts["seconds"] > 0
+    assert facts["steps"][0]["tokens"] == 768 and len(facts["steps"][0]["loss"]) > 4
+    assert facts["environment"]["compute"] == {"bitbybit": "float32"}
 
     lm = LowBitModel(models.load(str(folders[layout])))
     ids = models.tokenizer(str(folders[layout]))(Path("mine.txt").read_text())["input_ids"]
@@ -146,38 +151,38 @@ def interrupted(monkeypatch, where, name, after) -> list:
     return calls
 
 
+def facts_of(folder) -> dict:
+    """The facts of a compressed folder, without those of where it was made."""
+    return json.loads(Path(folder, "compressed.json").read_text())
+
+
 def test_an_interrupted_run_goes_on_with_the_same_bits(folders, here, capfd, monkeypatch):
-    assert compress(folders["qwen2"], "whole") == 0
+    with built_under(Path("whole-build")):
+        assert compress(folders["qwen2"], "whole") == 0
     with monkeypatch.context() as patch:
         interrupted(patch, training, "fit", 3)
         assert compress(folders["qwen2"], "part") == 130
-    assert "part: --resume goes on from the last trained block" in capfd.readouterr().err
-    assert Path("part/unfinished.json").is_file() and not Path("part/model.safetensors").exists()
-    for words in (["perplexity", "part", "--corpus", "wikitext2"], ["generate", "x", "--model", "part"]):
-        assert main(words) == 2
-        sentence(capfd, "part: not finished; give its compress command again with --resume")
-    assert compress(folders["qwen2"], "part") == 2
-    sentence(capfd, "--out part holds an interrupted run; add --resume")
-    assert compress(folders["qwen2"], "part", SMALL, "--resume", "--seed", "3") == 2
-    sentence(capfd, "--out part: begun with another recipe", "give the same")
+    assert "the same command goes on after the last trained block" in capfd.readouterr().err
+    assert not Path("part").exists(), "there is no folder before it is whole"
     with monkeypatch.context() as patch:
         calls = interrupted(patch, training, "fit", 99)
         assert compress(folders["qwen2"], "part", SMALL, "--resume") == 0
     assert len(calls) == 3, "three of the six trainings of a block were kept"
     assert Path("part/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
-    before, after = (json.loads(Path(f"{name}/compressed.json").read_text()) for name in ("whole", "part"))
-    assert before["steps"] == after["steps"] and before["digest"] == after["digest"]
+    assert facts_of("part") == facts_of("whole")
     assert sorted(path.name for path in Path("part").iterdir()) == ["compressed.json", "model.safetensors"]
     with monkeypatch.context() as patch:
         calls = interrupted(patch, training, "fit", 0)
-        assert compress(folders["qwen2"], "part", SMALL, "--resume") == 0 and calls == [], "nothing is left to do"
-    assert compress(folders["qwen2"], "part") == 2
-    sentence(capfd, "--out part is there already; remove it, or choose another")
+        for more in ([], ["--resume"]):
+            assert compress(folders["qwen2"], "part", SMALL, *more) == 0 and calls == [], "nothing is left to do"
+    assert compress(folders["qwen2"], "part", SMALL, "--seed", "3") == 2
+    sentence(capfd, "--out part: another result is there; remove it, or choose another folder")
 
 
 def test_a_step_that_is_done_is_not_done_again(folders, here, monkeypatch):
     two = "efficientqat(tokens=256, epochs=1, g=32) + e2e_qp(tokens=256, batch=2)"
-    assert compress(folders["mistral"], "whole", two) == 0
+    with built_under(Path("whole-build")):
+        assert compress(folders["mistral"], "whole", two) == 0
     with monkeypatch.context() as patch:
         interrupted(patch, e2e_qp, "train", 0)
         assert compress(folders["mistral"], "part", two) == 130
@@ -185,8 +190,48 @@ def test_a_step_that_is_done_is_not_done_again(folders, here, monkeypatch):
         calls = interrupted(patch, training, "fit", 0)
         assert compress(folders["mistral"], "part", two, "--resume") == 0 and calls == []
     assert Path("part/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
-    before, after = (json.loads(Path(f"{name}/compressed.json").read_text()) for name in ("whole", "part"))
-    assert before["steps"] == after["steps"] and [step["tokens"] for step in after["steps"]] == [256, 256]
+    assert facts_of("part") == facts_of("whole")
+    assert [step["tokens"] for step in facts_of("part")["steps"]] == [256, 256]
+
+
+def test_a_folder_is_written_without_a_text_too(folders, here, capfd):
+    """And in Python it is a model as well."""
+    words = ["compress", str(folders["llama"]), "--recipe", "rtn-w4-g64", "--out", "made"]
+    assert main(words) == 0
+    assert facts_of("made")["steps"] == [{"steps": ["rtn"], "tokens": 0, "loss": []}]
+    assert "".join(Engine.load("made").generate("a town", 4))
+    with pytest.raises(UserError, match="name one quantizer of weights"):
+        SwitchingEngine.load("made")
+    assert main([*words[:-2], "--out", "made.safetensors"]) == 0
+    assert Path("made.safetensors").read_bytes() == Path("made/model.safetensors").read_bytes()
+
+
+def test_a_text_of_ones_own_is_a_corpus_of_every_verb(folders, here, capfd):
+    model = str(folders["llama"])
+    assert main(["perplexity", model, "--corpus", "mine.txt", *CONFIG]) == 0
+    about, before = capfd.readouterr().out.splitlines()[-2:]
+    assert about == "2 windows of gptq-64-v1 w2 on mine.txt"
+    Path("mine.txt").write_text(30 * WORDS[::-1], encoding="utf-8")
+    assert main(["perplexity", model, "--corpus", "mine.txt", *CONFIG]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] != before, "a text that changed is another"
+    on = CONFIG[1:] + ["calibration={corpus: mine.txt, sequences: 2, length: 64}"]
+    words = ["perplexity", model, "--recipe", "gptq-w4-g64", "--corpus", "wikitext2", "--config", *on]
+    assert main(words) == 0
+    words[words.index("wikitext2")] = "mine.txt"
+    assert main(words) == 2
+    sentence(capfd, "gptq-w4-g64 is calibrated on mine.txt, and perplexity is measured on mine.txt")
+
+
+def test_each_step_gets_the_tokens_that_it_asks_for(folders, here, monkeypatch):
+    """Of one text a trained step its budget, and a calibrated one the sequences of the scale."""
+    given = []
+    for module in (awq, e2e_qp):
+        real = module.apply
+        noted = lambda lm, ids, config, real=real: given.append(tuple(ids.shape)) or real(lm, ids, config)  # noqa: E731
+        monkeypatch.setattr(module, "apply", noted)
+    more = ["--config", "calibration={sequences: 2}"]
+    assert compress(folders["llama"], "made", "awq-w4-g64 + e2e_qp(tokens=256, batch=2)", *more) == 0
+    assert given == [(2, 64), (4, 64)]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -195,9 +240,9 @@ def test_a_step_that_is_done_is_not_done_again(folders, here, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--text", "none.txt"], ["--text none.txt: No such file", "name a text file"]),
-        (["--text", "."], ["--text .: Is a directory"]),
-        (["--text", "latin.txt"], ["--text latin.txt: byte 3 is not UTF-8"]),
+        (["--text", "none.txt"], ["none.txt: No such file", "name a text file"]),
+        (["--text", "."], [": Is a directory"]),
+        (["--text", "latin.txt"], ["latin.txt: byte 3 is not UTF-8"]),
         (["--text", "empty.txt"], ["empty.txt: 1 tokens, bitbybit asks for 256 tokens"]),
         (["--recipe", "bitbybit-w2a16-tokens=4096"], ["tokens, bitbybit asks for 4,096", "tokens=", "more text"]),
         (["--recipe", "gptq-w4-g32", "--config", "calibration={sequences: 64}"], ["64 sequences of 64", "--length"]),
@@ -211,7 +256,6 @@ def test_a_step_that_is_done_is_not_done_again(folders, here, monkeypatch):
         (["--recipe", "rtn-w4-pc"], ["takes no text; leave --text out"]),
         (["--recipe", "fp16"], ["takes no text; leave --text out"]),
         (["--length", "4096"], ["--length 4096: longer than the model's context of 2048"]),
-        (["--out", "x.safetensors"], ["name a folder for the result", "--out FOLDER"]),
         (["--out", "other"], ["--out other: it exists, and compress did not write it"]),
         (["--out", "mine.txt"], ["--out mine.txt: it exists, and compress"]),
         (["--out", "mine.txt/x"], ["a file or folder is in its place"]),
@@ -229,45 +273,13 @@ def test_what_is_refused_leaves_nothing(folders, here, capfd, words, named):
     given |= dict(zip(words[::2], words[1::2], strict=True))
     assert main(["compress", str(folders["llama"]), *chain.from_iterable(given.items())]) == 2
     sentence(capfd, *named)
-    assert sorted(here.rglob("*")) == before
+    left = [path for path in sorted(here.rglob("*")) if "build" not in path.relative_to(here).parts]
+    assert left == before, "beside build/"
 
 
-@pytest.mark.parametrize("others", [[], ["notes.txt"], ["notes.txt", "older/run.log"]])
-def test_a_resumed_run_that_fails_before_its_first_checkpoint_removes_only_its_own(folders, here, monkeypatch, others):
-    """What else lies in the folder stays; the folder goes where there is nothing."""
-
-    def fails(*_):
-        raise KeyboardInterrupt
-
-    recipe_step = recipe.parse(SMALL).steps[0].module
-    monkeypatch.setattr(recipe_step, "apply", fails)
-    assert compress(folders["llama"]) == 130
-    assert not Path("made").exists()
-    Path("made/unfinished").mkdir(parents=True)
-    begun = {}
-    monkeypatch.setattr("repro.workflow.own_text.check_folder", lambda out, declared, resume: begun.update(declared))
-    for name in others:
-        (Path("made") / name).parent.mkdir(exist_ok=True)
-        (Path("made") / name).write_text("mine")
-    assert compress(folders["llama"], "made", SMALL, "--resume") == 130 and begun["recipe"]
-    assert sorted(str(path.relative_to("made")) for path in Path("made").rglob("*") if path.is_file()) == sorted(others)
-    assert Path("made").exists() == bool(others)
-
-
-def test_weights_of_somebody_else_in_an_interrupted_folder_stay(folders, here, capfd):
-    Path("made").mkdir()
-    declared = {"model": str(folders["llama"]), "fingerprint": models.fingerprint(str(folders["llama"])), "recipe": "x"}
-    Path("made/unfinished.json").write_text(json.dumps(declared))
-    Path("made/model.safetensors").write_bytes(b"mine")
-    assert compress(folders["llama"], "made", SMALL, "--resume") == 2
-    sentence(capfd, "--out made: this command did not write the model.safetensors in it; move it away")
-    assert Path("made/model.safetensors").read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("words", [["--resume"], ["--length", "64"]])
-def test_options_of_a_text_need_one(here, capfd, words):
-    assert main(["compress", "pocket-3m", "--recipe", "rtn-w4-pc", *words]) == 2
-    sentence(capfd, "--resume and --length go with --text FILE")
+def test_a_length_needs_a_text(here, capfd):
+    assert main(["compress", "pocket-3m", "--recipe", "rtn-w4-pc", "--length", "64"]) == 2
+    sentence(capfd, "--length goes with --text FILE")
 
 
 def test_a_training_that_diverges_is_a_sentence(folders, here, capfd):
