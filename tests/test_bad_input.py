@@ -523,7 +523,6 @@ TEXTS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     ("zeroshot", (), ("scale mine has no protocol for zeroshot", "'zeroshot'", "--scale")),
     ("zeroshot", ("--tasks", "pica"), ("unknown zero-shot task 'pica'", "did you mean 'piqa'")),
     ("zeroshot", ("--tasks", "piqa", "--config", "zeroshot={tasks: [piqa]}"), ("REPRO_DATA", "piqa")),
-    ("compress", ("--out", "x.bin"), ("--out x.bin", ".safetensors")),
     ("compress", ("--out", "mine.yaml/x.safetensors"), ("mine.yaml/x.safetensors", "in its place")),
     ("compress", ("--out", f"{MODEL}/../{LONG}.safetensors"), ("name is too long",)),
 ]

@@ -157,7 +157,7 @@ def entry(name: str) -> Corpus:
     if name in CORPORA:
         return CORPORA[name]
     if "." not in name and "/" not in name:
-        raise unknown("corpus", name, [*CORPORA, "a path of a text file"])
+        raise UserError(f"{unknown('corpus', name, CORPORA)}, or a path of a text file")
     facts = {"description": "a text of one's own", "licence": "", "joining": "", "split": ""}
     return Corpus(name, source=name, reader="file", **facts)
 

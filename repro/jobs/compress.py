@@ -171,8 +171,8 @@ def apply_steps(
     """
     data, second = None, {}
     if crops:
-        perplexity.check_context(lm.model, crops["length"])
         data = _sequences(steps, crops, found["calibration"])
+        perplexity.check_context(lm.model, data.shape[1])
         for name, corpus in crops.get("second", {}).items():
             second[name] = calibration_sequences(found[f"text {corpus}"], crops)
     for step in steps:

@@ -13,7 +13,7 @@ from typing import Any
 from repro import models
 from repro.baselines import load
 from repro.core.errors import UserError
-from repro.core.files import atomic, sha256, write_text
+from repro.core.files import atomic, making, sha256, write_text
 from repro.jobs import compress
 from repro.recipes.recipe import parse
 from repro.recipes.recipe_text import write_value
@@ -61,12 +61,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def is_of(out: Path, job: Job) -> bool:
-    """Whether a folder holds the result of a job already; it may not be there, or be empty of anything else.
+    """Whether a folder holds the result of a job already; else it can be made.
 
     Raises:
-        UserError: something else is there.
+        UserError: something else is there, or no folder can be made there.
     """
     if not os.path.lexists(out):
+        with making(out / FACTS):
+            out.mkdir(parents=True)
+        out.rmdir()  # until there is something to put into it
         return False
     if not (out / FACTS).is_file():
         raise UserError(f"--out {out}: it exists, and compress did not write it; choose another folder")
