@@ -17,7 +17,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
@@ -182,7 +182,32 @@ def _checked(answer: tuple) -> object:
     return answer[1] if len(answer) > 1 else None
 
 
+Job = tuple[Path, tuple[tuple[str, int], ...], str]  # a source, its macros, an architecture
 _LOADED: dict[tuple, Function] = {}
+_noted: set[Job] | None = None  # what `load` would compile, while `jobs_of` asks
+
+
+class NotCompiled(Exception):
+    """A kernel is not compiled, because `jobs_of` asks what would be."""
+
+
+def jobs_of(calls: Iterable[Callable[[], object]]) -> list[Job]:
+    """What calls would compile that is not in memory, without compiling it; other errors of theirs are theirs later."""
+    global _noted
+    _noted = set()
+    try:
+        for call in calls:
+            with contextlib.suppress(Exception):
+                call()
+        return sorted(_noted, key=str)
+    finally:
+        _noted = None
+
+
+def compile_job(job: Job) -> None:
+    """Compile into the cache."""
+    path, defines, arch = job
+    compile_cubin(path, dict(defines), arch)
 
 
 def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device, shared_bytes: int = 0) -> Function:
@@ -204,5 +229,8 @@ def load(path: Path, name: str, defines: Mapping[str, int], device: torch.device
         with torch.cuda.device(index):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             arch = f"sm_{major}{minor}" + "a" * (major == 9)  # sm_90a has wgmma
+            if _noted is not None:
+                _noted.add((path, tuple(defines.items()), arch))
+                raise NotCompiled(name)
             _LOADED[key] = Function(compile_cubin(path, defines, arch), name, index, shared_bytes, defines)
     return _LOADED[key]

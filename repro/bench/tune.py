@@ -3,15 +3,20 @@
 Every configuration is checked against the reference before it is timed, all of a shape take turns, and the fastest goes
 to `kernels/configs/<device>.json`, which `kernels/launch_config.py` reads, as soon as its shape is done. Keys that were
 not swept stay as they are. A sweep that was cut goes on where it stopped: `build/tune/` says which shapes of which
-space are done.
+space are done. What a shape needs of CUDA C++ is compiled by several processes beforehand, and where a space is large
+all of it is timed for a few rounds and its fastest again: so one shape takes less than a minute.
 """
 
 import functools
 import inspect
 import itertools
 import json
+import multiprocessing
+import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +27,16 @@ from repro.bench import peers, timing, two_bit
 from repro.bench.kernel_list import QUANTIZED, load
 from repro.bench.stored_peers import COUNTS, shapes
 from repro.bench.task import Layer, Task, Timing
-from repro.core.errors import UserError
+from repro.core.errors import UserError, unknown
 from repro.core.files import short_hash, write_text
-from repro.kernels import q4_k_planes
+from repro.kernels import nvrtc, q4_k_planes
 from repro.kernels.launch_config import FOLDER, device_slug
 
 DONE = Path("build") / "tune"  # a file a device and kernel: keys that were swept, with the hash of their space
 TIE = 0.01  # within so much of the fastest, the configuration that comes first in SPACE wins: no churn from noise
 AT_ONCE = 12  # configurations that are measured together; each has its copies of the weights
+ROUNDS, FIRST_ROUNDS = 9, 3  # of the fastest AT_ONCE of a larger space; of all of it before
+MOST_WORKERS = 16  # processes that compile
 Q4_K_STEP = (  # products of layers that share an input, of Llama 3 8B, Llama 2 7B, 13B and 70B: q, k, v; gate, up
     *((6144, 4096), (28672, 4096), (12288, 4096), (22016, 4096)),
     *((15360, 5120), (27648, 5120), (10240, 8192), (57344, 8192)),
@@ -192,19 +199,48 @@ def sweep(
     Raises:
         UserError: nothing in the space runs at a point.
     """
-    for point in points:
-        task_of, failures = point.prepare(), {}
-        configs = {json.dumps(config, sort_keys=True): dict(config) for config in point.space}
-        names, timings = list(configs), []
+    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:  # begins none until one is asked
+        for point in points:
+            begin, task_of, failures = time.perf_counter(), point.prepare(), {}
+            configs = {json.dumps(config, sort_keys=True): dict(config) for config in point.space}
+            tasks = {name: replace(task_of(config), name=name) for name, config in configs.items()}
+            compile_ahead(list(tasks.values()), pool)
+            timings = contest(tasks, backend, failures)
+            if not timings:
+                reason = next(iter(failures.values()), "its SPACE is empty")
+                raise UserError(f"tune: no configuration of {kernel} runs at {point.key}: {reason}")
+            winner = pick(timings)
+            ran, took = len(configs) - len(failures), time.perf_counter() - begin
+            say(f"{kernel} {point.key}: {winner.us:.2f} us, {winner.name}; {ran} of {len(configs)} run; {took:.0f} s")
+            yield point, configs[winner.name]
+
+
+def contest(tasks: Mapping[str, Task], backend: timing.Cuda, failures: dict[str, Exception]) -> list[Timing]:
+    """Timings of the fastest tasks by name, in their order; who fails is named in `failures`."""
+
+    def measured(names: Sequence[str], rounds: int) -> list[Timing]:
+        timings = []
         for i in range(0, len(names), AT_ONCE):
-            tasks = [replace(task_of(configs[name]), name=name) for name in names[i : i + AT_ONCE]]
-            timings += timing.measure(tasks, backend, rounds=9, failures=failures)
-        if not timings:
-            reason = next(iter(failures.values()), "its SPACE is empty")
-            raise UserError(f"tune: no configuration of {kernel} runs at {point.key}: {reason}")
-        winner = pick(timings)
-        say(f"{kernel} {point.key}: {winner.us:.2f} us, {winner.name}; {len(timings)} of {len(configs)} run")
-        yield point, configs[winner.name]
+            some = [tasks[name] for name in names[i : i + AT_ONCE]]
+            timings += timing.measure(some, backend, rounds=rounds, failures=failures)
+        return timings
+
+    finalists = list(tasks)
+    if len(finalists) > AT_ONCE:
+        first = {t.name: t.us for t in measured(finalists, FIRST_ROUNDS)}
+        fastest = sorted(first, key=first.__getitem__)[:AT_ONCE]
+        finalists = [name for name in finalists if name in fastest]
+    return measured(finalists, ROUNDS)
+
+
+def compile_ahead(tasks: Sequence[Task], pool: ProcessPoolExecutor) -> None:
+    """Compile the CUDA C++ that tasks launch, by several processes; Triton's kernels are compiled as they are asked."""
+    jobs = nvrtc.jobs_of(functools.partial(task.launch, **task.inputs) for task in tasks)
+    if len(jobs) <= 1:
+        return
+    for done in [pool.submit(nvrtc.compile_job, job) for job in jobs]:
+        done.exception()  # met again by the measurement
 
 
 def swept(
@@ -303,17 +339,22 @@ def gemlite(
     return path
 
 
-def tune(kernel: str) -> Path:
+def tune(kernel: str, layers: Sequence[tuple[int, int]] = ()) -> Path:
     """Sweep a kernel on this machine's GPU and record what is fastest; `gemlite`: let the peer tune itself.
+
+    Args:
+        kernel: its name.
+        layers: (N, K) of the layers to sweep; all when empty.
 
     Returns:
         The file that was written.
 
     Raises:
-        UserError: no such kernel, one with a single launch configuration, no CUDA device, or one that it cannot run on.
+        UserError: no such kernel, one with a single launch configuration, no CUDA device, one that it cannot run on, or
+            a layer that is not among those that are swept.
     """
     if kernel == "gemlite":
-        return gemlite((*shape, m) for shape, m in itertools.product(shapes(), COUNTS))
+        return gemlite((*shape, m) for shape, m in itertools.product(layers or shapes(), COUNTS))
     module = load(kernel)
     if kernel not in TUNABLE:
         raise UserError(f"tune: {kernel} has a single launch configuration; choose from: {', '.join(sorted(TUNABLE))}")
@@ -323,5 +364,24 @@ def tune(kernel: str) -> Path:
         raise UserError(f"tune: {reason}")
     path = FOLDER / f"{device_slug('cuda')}.json"
     read(path)  # complain before the sweep, not after it
-    swept(kernel, TUNABLE[kernel](), timing.Cuda(), path)
+    swept(kernel, of_layers(TUNABLE[kernel](), layers), timing.Cuda(), path)
     return path
+
+
+def of_layers(points: Sequence[TuningPoint], layers: Sequence[tuple[int, int]]) -> list[TuningPoint]:
+    """The points of some layers (N, K), with whose sizes keys end; all where none is named.
+
+    Raises:
+        UserError: a layer without a point.
+    """
+    if not layers:
+        return list(points)
+    by_layer: dict[str, list[TuningPoint]] = {}
+    for point in points:
+        by_layer.setdefault("x".join(point.key.split()[-1].split("x")[-2:]), []).append(point)
+    found = []
+    for n, k in layers:
+        if f"{n}x{k}" not in by_layer:
+            raise unknown("layer", f"{n}x{k}", by_layer)
+        found += by_layer[f"{n}x{k}"]
+    return found

@@ -1,7 +1,9 @@
 """Tuning: every configuration is checked, the fastest is recorded, a device without a file has its heuristic."""
 
+import contextlib
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,63 @@ def test_a_tie_goes_to_the_first():
     fake = Fake()
     space = [{"warps": 2}, {"warps": 16}]  # 16 is a quarter of a percent faster
     assert next(tune.sweep("toy", tunable(fake, space), fake, str))[1] == {"warps": 2}
+
+
+def test_of_a_large_space_the_fastest_are_timed_again(monkeypatch):
+    monkeypatch.setattr(tune, "AT_ONCE", 2)
+    rounds, measure = [], tune.timing.measure
+
+    def counted(tasks, *given, **more):
+        rounds.append(([task.name for task in tasks], more["rounds"]))
+        return measure(tasks, *given, **more)
+
+    monkeypatch.setattr(tune.timing, "measure", counted)
+    space, said = [{"warps": w} for w in (16, 1, 4, 2)], []
+    assert next(tune.sweep("toy", tunable(fake := Fake(), space), fake, said.append))[1] == {"warps": 4}
+    names = [json.dumps(config) for config in space]
+    assert rounds == [(names[:2], 3), (names[2:], 3), ([names[0], names[2]], 9)]  # in the order of the space
+    assert "4 of 4 run" in said[0]
+
+
+def test_what_is_compiled_by_a_sweep_is_compiled_beforehand(monkeypatch):
+    """Calls that need a kernel which is not in memory name it, and launch nothing."""
+    from repro.kernels import nvrtc
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(nvrtc, "_LOADED", {})
+    launched, submitted = [], []
+
+    def task(warps):
+        def launch(x):
+            nvrtc.load(Path("toy.cu"), "toy", {"WARPS": warps}, torch.device("cuda", 0))
+            launched.append(warps)
+
+        return Task("", launch, {"x": 1}, None)
+
+    class Pool:
+        def submit(self, function, job):
+            submitted.append((function, job))
+            return SimpleNamespace(exception=lambda: None)
+
+    tune.compile_ahead([task(4), task(8), task(4)], Pool())
+    jobs = [(Path("toy.cu"), (("WARPS", warps),), "sm_90a") for warps in (4, 8)]
+    assert submitted == [(nvrtc.compile_job, job) for job in jobs] and not launched
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *given: submitted.append(given))
+    nvrtc.compile_job(jobs[0])
+    assert submitted[-1] == (Path("toy.cu"), {"WARPS": 4}, "sm_90a")
+    monkeypatch.setattr(nvrtc, "Function", lambda *given: "loaded")
+    assert nvrtc.load(Path("toy.cu"), "toy", {"WARPS": 4}, torch.device("cuda", 0)) == "loaded"
+
+
+def test_a_layer_is_swept_by_itself():
+    points = [tune.TuningPoint(key, SPACE, lambda: None) for key in ("w4 m1 512x2048", "w8 m1 4096x512", "512x2048")]
+    points += [tune.TuningPoint("16x512x2048", SPACE, lambda: None)]
+    assert tune.of_layers(points, []) == points
+    assert tune.of_layers(points, [(512, 2048)]) == [points[0], *points[2:]]
+    with pytest.raises(UserError, match="unknown layer '12x2048'"):
+        tune.of_layers(points, [(12, 2048)])
 
 
 def test_nothing_that_runs_is_said():
