@@ -1,17 +1,22 @@
 """Launch a Triton kernel repeatedly on arguments of the same kind, without binding them each time.
 
 Triton binds, specializes and hashes all arguments of a launch in Python, 5 to 10 us of the host; a call with the same
-dtypes, alignments and numbers always finds the same compiled kernel. `blank` makes outputs as fast.
+dtypes, alignments and numbers always finds the same compiled kernel. What is found is Triton's launcher in C, as far as
+this module knows it, without the one in Python around it. `blank` makes outputs as fast.
 """
 
+import importlib
+import inspect
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+IN_C = "iiiKKppOOOOOO"  # grid, stream, function, two flags, memory of Triton's, metadata, hooks: what this module knows
+MOST_MAPS = 1024  # that a kernel keeps
 NO_DEVICE = -2  # of a PyTorch without CUDA; a tensor on a CPU is on -1
 
 
@@ -32,31 +37,101 @@ def blank(dtype: torch.dtype, *shape: int) -> Callable[[Tensor], Tensor]:
     return make
 
 
+Describe = Callable[[Tensor], Any]  # gives Triton's descriptor of a matrix
+
+
+def addresses(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments of a launch with the addresses of their tensors."""
+    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
+
+
+class Encoded:
+    """Arguments of a launch, matrices by descriptor first, as Triton's launcher in C takes them.
+
+    Triton encodes a descriptor at every launch, in Python, 2.5 us of the host; here each address of it is encoded once.
+    """
+
+    def __init__(
+        self, encode: Callable[[Any, Any], list[Any]], forms: Sequence[Any], matrices: Sequence[Describe]
+    ) -> None:
+        self._encode = encode  # Triton's own
+        self._kept: list[dict[int, list[Any]]] = [{} for _ in matrices]  # by address: map, sizes and strides
+        self._made = list(zip(matrices, forms, strict=True))  # and what Triton is told of each matrix
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        given = []
+        for number, kept in enumerate(self._kept):
+            given += kept.get(arguments[number].data_ptr()) or self._encoded(arguments[number], number)
+        return given + addresses(arguments[len(self._kept) :])
+
+    def _encoded(self, matrix: Tensor, number: int) -> list[Any]:
+        describe, form = self._made[number]
+        kept = self._kept[number]
+        if len(kept) >= MOST_MAPS:
+            kept = self._kept[number] = {}
+        found = kept[matrix.data_ptr()] = self._encode(describe(matrix), form)
+        return found
+
+
 class Prepared:
     """A kernel with its grid and constants, for arguments that differ in their addresses alone.
 
     The first launch goes through Triton, which compiles what is missing; later ones pass addresses to what it found,
     and call no hooks of profilers, for which Triton would collect facts at every launch. The caller answers for what
-    Triton would have looked at: dtypes, addresses modulo 16, and every number.
+    Triton would have looked at: dtypes, addresses modulo 16, and every number. The kernel takes its first arguments by
+    the descriptors that `matrices` make of them.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:  # noqa: ANN401
-        self._kernel, self._grid, self._constants = kernel, grid, constants
-        # a device, what launches there, all that comes before the arguments but the stream, constants in order
-        self._found: tuple[int, Any, tuple, tuple, tuple] = (-1, None, (), (), ())
+    def __init__(self, kernel: Any, grid: tuple[int, ...], matrices: Sequence[Describe] = (), **constants: Any) -> None:  # noqa: ANN401
+        self._kernel, self._grid, self._matrices, self._constants = kernel, grid, tuple(matrices), constants
+        # a device, what launches there, how it takes arguments, what comes before them but the stream, constants
+        self._found: tuple[int, Any, Any, tuple, tuple, tuple] = (-1, None, None, (), (), ())
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         """Launch on torch's current stream: tensors, numbers and None for the parameters that are no constants."""
-        device, run, grid, what, rest = self._found  # at once: another thread may launch on another device
+        device, run, flat, grid, what, rest = self._found  # at once: another thread may launch on another device
         if run is None or torch._C._cuda_getDevice() != device:
             self._first(arguments)
             return
-        given = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-        run(*grid, torch._C._cuda_getCurrentRawStream(device), *what, *given, *rest)
+        run(*grid, torch._C._cuda_getCurrentRawStream(device), *what, *flat(arguments), *rest)
 
     def _first(self, arguments: tuple) -> None:
         rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
-        compiled = self._kernel[self._grid](*arguments, **self._constants)
+        compiled = self._kernel[self._grid](*self._described(arguments), **self._constants)
         if compiled is not None:  # as by Triton's interpreter
-            what = compiled.function, compiled.packed_metadata, None, None, None  # no metadata for hooks, no hooks
-            self._found = torch.cuda.current_device(), compiled.run, (*self._grid, 1, 1)[:3], what, rest
+            grid = (*self._grid, 1, 1)[:3]
+            found = in_c(compiled, self._matrices)
+            if found is None:  # Triton's launcher in Python: no metadata, no hooks
+                what = compiled.function, compiled.packed_metadata, None, None, None
+                found = compiled.run, lambda arguments: addresses(self._described(arguments)), what
+            run, flat, what = found
+            self._found = torch.cuda.current_device(), run, flat, grid, what, rest
+
+    def _described(self, arguments: Sequence[Any]) -> list[Any]:
+        matrices = [describe(matrix) for describe, matrix in zip(self._matrices, arguments)]
+        return [*matrices, *arguments[len(matrices) :]]
+
+
+def in_c(compiled: Any, matrices: Sequence[Describe]) -> tuple[Callable, Callable, tuple] | None:  # noqa: ANN401
+    """A compiled kernel's launcher in C, how it takes arguments, and what it is told before them.
+
+    None where Triton's launcher has another form than is known here, or gives memory of its own.
+    """
+    try:
+        driver = importlib.import_module("triton.backends.nvidia.driver")
+    except ImportError:
+        return None
+    run = compiled.run
+    if getattr(driver, "_BASE_ARGS_FORMAT", "") != IN_C or not isinstance(run, driver.CudaLauncher):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, flat = run.launch, addresses
+    if matrices:  # then `launch` is a function in Python that encodes them, around the one in C
+        forms = getattr(compiled.metadata, "tensordesc_meta", None)
+        launch = inspect.getclosurevars(launch).nonlocals.get("launcher") if inspect.isfunction(launch) else None
+        if not forms or launch is None:
+            return None
+        flat = Encoded(driver.make_tensordesc_arg, forms, matrices)
+    own = run.launch_cooperative_grid, run.launch_pdl, None, None  # no memory of Triton's
+    return launch, flat, (compiled.function, *own, compiled.packed_metadata, None, None, None)

@@ -12,9 +12,10 @@ logits: fp16, bf16 or float32 [T, V], V at most 2^19; seeds, positions: int64 [T
 top_k: int32 [T]; tokens: int64 [T]. Nothing is read on the host. Bytes moved, of element size s: s T V from memory.
 
 Every device gives the same token, alone or in a batch: `noise.py` computes w and E alike everywhere, and sums are of
-integers (w in units of 2^-43), which have no order. The kernels find the smallest kept logit by radix selection on its
-bits, exactly: 4 bits a launch, in which every program counts (or weighs) the logits of its slice at or above 16 pivots,
-and the next launch adds that up. They read the logits again from L2 where k or p is on, else they only look at k and p.
+integers (w in units of 2^-43), which have no order. The kernel finds the smallest kept logit by radix selection on its
+bits, exactly: 4 bits a round, in which every program counts (or weighs) the logits of its slice at or above 16 pivots
+and adds that to what others found. It reads the logits again from L2 where k or p is on. All is one launch, in which
+the programs of a row wait for one another, where the device runs them all at once; else every part is a launch.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ from collections.abc import Callable
 import torch
 
 from repro.kernels import noise
-from repro.kernels.launch_config import lacks
+from repro.kernels.launch_config import lacks, processors
 from repro.kernels.operators import FLOATS, Argument, operator
-from repro.kernels.prepared import Prepared
+from repro.kernels.prepared import Prepared, blank
 from repro.kernels.triton_language import tl, triton
 
 CASES = [  # rows, vocabulary, temperature, top k, top p, dtype, seed
@@ -35,6 +36,7 @@ CASES = [  # rows, vocabulary, temperature, top k, top p, dtype, seed
     {"T": 8, "V": 128256, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "dtype": "bfloat16", "seed": 4},
     {"T": 8, "V": 128256, "temperature": 0.7, "top_k": 50, "top_p": 0.95, "dtype": "bfloat16", "seed": 5},
 ]
+MAX_TOKEN = tl.constexpr(2**31 - 1)
 UNIT = tl.constexpr(2.0**43)  # of weights as integers: 2^19 of at most 1 fit 63 bits
 
 
@@ -96,32 +98,31 @@ def ordered(value):  # noqa: ANN001, ANN201
 
 
 @triton.jit
-def row_peak(peak, row, SLICES, PAD: tl.constexpr):  # noqa: ANN001, ANN201
+def row_peak(notes, row, T, SLICES, PAD: tl.constexpr):  # noqa: ANN001, ANN201
     """The largest logit of a row as float32; NaN if any is."""
-    part = tl.load(peak + row * SLICES + tl.arange(0, PAD), mask=tl.arange(0, PAD) < SLICES, other=float("-inf"))
-    return tl.where(tl.max((part != part).to(tl.int32), axis=0) > 0, float("nan"), tl.max(part, axis=0))
+    part, least = tl.arange(0, PAD), float("-inf")
+    bits = tl.load(notes + row * SLICES + part, mask=part < SLICES, other=0).to(tl.int32)
+    peaks = tl.where(part < SLICES, bits.to(tl.float32, bitcast=True), least)
+    return tl.where(tl.max((peaks != peaks).to(tl.int32), axis=0) > 0, float("nan"), tl.max(peaks, axis=0))
 
 
 @triton.jit
-def smallest_kept(sums, bases, row, k, p, T, SLICES, PAD: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr):  # noqa: ANN001, ANN201
-    """`ordered` of the smallest kept logit as far as ROUND launches, of ROUNDS for k and then p, know; 0 below."""
-    pivot, part = tl.arange(0, 16), tl.arange(0, PAD)[:, None]
-    at = ((ROUND - 1) * T + row) * SLICES * 16 + part * 16 + pivot[None, :]
-    total = tl.sum(tl.load(sums + at, mask=part < SLICES, other=0), axis=0)
-    if ROUND <= ROUNDS:
-        reached = total >= k
-    else:
-        every = tl.sum(tl.where(pivot == 0, total, 0), axis=0).to(tl.float64)
-        reached = total.to(tl.float64) >= tl.maximum(p.to(tl.float64) * every, 1.0)
-    base = tl.sum((reached & (pivot > 0)).to(tl.int32), axis=0).to(tl.uint32) << (ROUNDS - 1 - (ROUND - 1) % ROUNDS) * 4
-    if (ROUND - 1) % ROUNDS > 0:
-        base += tl.load(bases + (ROUND - 1) * T + row)
-    return base
+def smallest_kept(sums, bases, row, k, p, T, turn, ROUNDS: tl.constexpr):  # noqa: ANN001, ANN201
+    """`ordered` of the smallest kept logit as far as `turn` rounds, of ROUNDS for k and then p, know; 0 below."""
+    pivot, done = tl.arange(0, 16), turn - 1
+    total = tl.load(sums + (done * T + row) * 16 + pivot)
+    every = tl.sum(tl.where(pivot == 0, total, 0), axis=0).to(tl.float64)
+    enough = total.to(tl.float64) >= tl.maximum(p.to(tl.float64) * every, 1.0)
+    reached = tl.where(turn <= ROUNDS, total >= k, enough)
+    digit = tl.sum((reached & (pivot > 0)).to(tl.int32), axis=0)
+    base = (digit << (ROUNDS - 1 - done % ROUNDS) * 4).to(tl.uint32, bitcast=True)
+    before = tl.load(bases + done * T + row).to(tl.uint32)
+    return tl.where(done % ROUNDS > 0, base + before, base)
 
 
 @triton.jit
-def peak_kernel(logits, peak, first, V, SLICE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
-    row, part = tl.program_id(0), tl.program_id(1)
+def peak(logits, notes, row, part, T, SLICES, V, SLICE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+    """Note the largest logit of a slice and its token."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     at, wrong = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for i in range(0, min(SLICE, V - part * SLICE), BLOCK):
@@ -130,96 +131,147 @@ def peak_kernel(logits, peak, first, V, SLICE: tl.constexpr, BLOCK: tl.constexpr
         at, wrong = tl.where(value > best, token, at), wrong | (value != value).to(tl.int32)
         best = tl.where(value > best, value, best)
     top = tl.max(best, axis=0)
-    to = row * tl.num_programs(1) + part
-    tl.store(peak + to, tl.where(tl.max(wrong, axis=0) > 0, float("nan"), top))
-    tl.store(first + to, tl.min(tl.where(best == top, at, V), axis=0))
+    to = notes + row * SLICES + part
+    largest = tl.where(tl.max(wrong, axis=0) > 0, float("nan"), top)
+    tl.store(to, largest.to(tl.int32, bitcast=True).to(tl.int64))
+    tl.store(to + T * SLICES, tl.min(tl.where(best == top, at, V), axis=0).to(tl.int64))
 
 
 @triton.jit
-def search_kernel(  # noqa: ANN201
-    logits, temperature, top_k, top_p, peak, sums, bases, V,  # noqa: ANN001
-    SLICE: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
-    row, part, T, SLICES = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
-    k_on, p_on = (heat > 0) & (k > 0), (heat > 0) & (p < 1)
-    floor, base = tl.zeros((), tl.uint32), tl.zeros((), tl.uint32)  # smallest logit that k keeps; the known digits
-    if ROUND == ROUNDS:
-        if k_on:
-            floor = smallest_kept(sums, bases, row, k, p, T, SLICES, PAD, ROUND, ROUNDS)
-        tl.store(bases + ROUND * T + row, floor)  # by every program alike, as below
-    elif ROUND > 0:
-        if ROUND > ROUNDS:
-            floor = tl.load(bases + ROUNDS * T + row)
-        if k_on if ROUND < ROUNDS else p_on:
-            base = smallest_kept(sums, bases, row, k, p, T, SLICES, PAD, ROUND, ROUNDS)
-        tl.store(bases + ROUND * T + row, base)
-    if k_on if ROUND < ROUNDS else p_on:
-        pivot = base + (tl.arange(0, 16).to(tl.uint32) << (ROUNDS - 1 - ROUND % ROUNDS) * 4)
-        pivot = tl.where(tl.arange(0, 16) == 0, floor, pivot)
-        largest = tl.div_rn(row_peak(peak, row, SLICES, PAD), heat)
-        total = tl.zeros((16,), tl.int64)
-        for i in range(0, min(SLICE, V - part * SLICE), BLOCK):
-            token = part * SLICE + i + tl.arange(0, BLOCK)
-            value = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=0.0)
-            mass = tl.full((BLOCK,), 1, tl.int64)
-            if ROUND >= ROUNDS:
-                mass = (noise.weight_block(tl.div_rn(value.to(tl.float32), heat) - largest) * UNIT).to(tl.int64)
-            mass = tl.where(token < V, mass, 0)
-            total += tl.sum(tl.where(ordered(value)[:, None] >= pivot[None, :], mass[:, None], 0), axis=0)
-        tl.store(sums + ((ROUND * T + row) * SLICES + part) * 16 + tl.arange(0, 16), total)
-
-
-@triton.jit
-def race_kernel(  # noqa: ANN201
-    logits, seeds, positions, temperature, top_k, top_p, peak, sums, bases, score, winner, V,  # noqa: ANN001
+def search(  # noqa: ANN201
+    logits, notes, sums, bases, row, part, heat, k, p, T, SLICES, V, turn,  # noqa: ANN001
     SLICE: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """The largest w / E of a slice, and its token."""
-    row, part, T, SLICES = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
-    if heat > 0:
-        floor = tl.load(bases + ROUNDS * T + row)
-        if p < 1:
-            floor = smallest_kept(sums, bases, row, k, p, T, SLICES, PAD, 2 * ROUNDS, ROUNDS)
-        largest = tl.div_rn(row_peak(peak, row, SLICES, PAD), heat)
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
-        best, at = tl.full((BLOCK,), -1.0, tl.float32), tl.zeros((BLOCK,), tl.int32)
-        for i in range(0, min(SLICE, V - part * SLICE), BLOCK):
-            token = part * SLICE + i + tl.arange(0, BLOCK)
-            value = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=0.0)
-            kept = (token < V) & (ordered(value) >= floor)
-            if tl.max(kept.to(tl.int32), axis=0) > 0:
-                e = noise.exponential_block(noise.words_block(seed, position, part * SLICE + i, BLOCK))
-                w = noise.weight_block(tl.div_rn(value.to(tl.float32), heat) - largest)
-                ratio = tl.where(kept, tl.div_rn(w, e), -1.0)
-                at = tl.where(ratio > best, token, at)
-                best = tl.maximum(best, ratio)
-        top = tl.max(best, axis=0)
-        tl.store(score + row * SLICES + part, top)
-        tl.store(winner + row * SLICES + part, tl.min(tl.where(best == top, at, V), axis=0))
+    """Count the logits of a slice at or above 16 pivots, or add up their weights, in round `turn`."""
+    k_on, p_on = (heat > 0) & (k > 0), (heat > 0) & (p < 1)
+    by_weight = turn >= ROUNDS
+    floor, base = tl.zeros((), tl.uint32), tl.zeros((), tl.uint32)  # smallest logit that k keeps; the known digits
+    if turn == ROUNDS:
+        if k_on:
+            floor = smallest_kept(sums, bases, row, k, p, T, turn, ROUNDS)
+        tl.store(bases + turn * T + row, floor.to(tl.int64))  # by every program alike, as below
+    elif turn > 0:
+        if by_weight:
+            floor = tl.load(bases + ROUNDS * T + row).to(tl.uint32)
+        if (k_on & (turn < ROUNDS)) | (p_on & by_weight):
+            base = smallest_kept(sums, bases, row, k, p, T, turn, ROUNDS)
+        tl.store(bases + turn * T + row, base.to(tl.int64))
+    if (k_on & (turn < ROUNDS)) | (p_on & by_weight):
+        digit = tl.arange(0, 16) << (ROUNDS - 1 - turn % ROUNDS) * 4
+        pivot = tl.where(tl.arange(0, 16) == 0, floor, base + digit.to(tl.uint32, bitcast=True))
+        to = sums + (turn * T + row) * 16 + tl.arange(0, 16)
+        if by_weight:
+            largest = tl.div_rn(row_peak(notes, row, T, SLICES, PAD), heat)
+            total = tl.zeros((16,), tl.int64)
+            for i in range(0, min(SLICE, V - part * SLICE), BLOCK):
+                token = part * SLICE + i + tl.arange(0, BLOCK)
+                value = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=0.0)
+                mass = (noise.weight_block(tl.div_rn(value.to(tl.float32), heat) - largest) * UNIT).to(tl.int64)
+                mass = tl.where(token < V, mass, 0)
+                total += tl.sum(tl.where(ordered(value)[:, None] >= pivot[None, :], mass[:, None], 0), axis=0)
+            tl.atomic_add(to, total, sem="relaxed")
+        else:
+            count = tl.zeros((16,), tl.int32)
+            for i in range(0, min(SLICE, V - part * SLICE), BLOCK):
+                token = part * SLICE + i + tl.arange(0, BLOCK)
+                value = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=0.0)
+                above = (ordered(value)[:, None] >= pivot[None, :]) & (token < V)[:, None]
+                count += tl.sum(above.to(tl.int32), axis=0)
+            tl.atomic_add(to, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def choose_kernel(temperature, peak, first, score, winner, tokens, SLICES, PAD: tl.constexpr):  # noqa: ANN001, ANN201
-    row, part = tl.program_id(0), tl.arange(0, PAD)
-    heat, at, inside = tl.load(temperature + row), tl.program_id(0) * SLICES + part, part < SLICES
-    top = row_peak(peak, row, SLICES, PAD)
-    value = tl.load(peak + at, mask=inside, other=float("-inf"))
-    token = tl.load(first + at, mask=inside, other=0)
+def race(  # noqa: ANN201
+    logits, seeds, positions, notes, sums, bases, row, part, heat, k, p, T, SLICES, V,  # noqa: ANN001
+    SLICE: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Note the largest w / E of a slice and its token."""
+    floor = tl.load(bases + ROUNDS * T + row).to(tl.uint32)
+    if p < 1:
+        floor = smallest_kept(sums, bases, row, k, p, T, 2 * ROUNDS, ROUNDS)
+    largest = tl.div_rn(row_peak(notes, row, T, SLICES, PAD), heat)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    best, at = tl.full((BLOCK,), -1.0, tl.float32), tl.zeros((BLOCK,), tl.int32)
+    for i in range(0, min(SLICE, V - part * SLICE), BLOCK):
+        token = part * SLICE + i + tl.arange(0, BLOCK)
+        value = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=0.0)
+        kept = (token < V) & (ordered(value) >= floor)
+        if tl.max(kept.to(tl.int32), axis=0) > 0:
+            e = noise.exponential_block(noise.words_block(seed, position, part * SLICE + i, BLOCK))
+            w = noise.weight_block(tl.div_rn(value.to(tl.float32), heat) - largest)
+            ratio = tl.where(kept, tl.div_rn(w, e), -1.0)
+            at = tl.where(ratio > best, token, at)
+            best = tl.maximum(best, ratio)
+    top = tl.max(best, axis=0)
+    to = notes + 2 * T * SLICES + row * SLICES + part
+    tl.store(to, top.to(tl.int32, bitcast=True).to(tl.int64))
+    tl.store(to + T * SLICES, tl.min(tl.where(best == top, at, V), axis=0).to(tl.int64))
+
+
+@triton.jit
+def choose(notes, tokens, row, heat, T, SLICES, PAD: tl.constexpr):  # noqa: ANN001, ANN201
+    """Write the token of the best slice."""
+    part = tl.arange(0, PAD)
+    top, inside = row_peak(notes, row, T, SLICES, PAD), part < SLICES
+    at = notes + row * SLICES + part
     if heat > 0:
         top = tl.div_rn(top, heat)
-        value = tl.load(score + at, mask=inside, other=float("-inf"))
-        token = tl.load(winner + at, mask=inside, other=0)
-    token = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
+        at += 2 * T * SLICES
+    bits = tl.load(at, mask=inside, other=0).to(tl.int32)
+    value = tl.where(inside, bits.to(tl.float32, bitcast=True), float("-inf"))
+    token = tl.load(at + T * SLICES, mask=inside, other=0)
+    token = tl.min(tl.where(value == tl.max(value, axis=0), token, MAX_TOKEN), axis=0)
     tl.store(tokens + row, tl.where(tl.abs(top) < float("inf"), token, -1).to(tl.int64))
+
+
+@triton.jit
+def wait_for_all(arrived, count):  # noqa: ANN001, ANN201
+    """Return when `count` programs, each of them so often, have come here; what they wrote before can be read then."""
+    tl.debug_barrier()  # every thread of this program has written
+    here = tl.atomic_add(arrived, 1, sem="release")
+    while here < count:
+        here = tl.atomic_add(arrived, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["begin", "end"])
+def sample_kernel(  # noqa: ANN201
+    logits, seeds, positions, temperature, top_k, top_p, sums, tokens, V, begin, end,  # noqa: ANN001
+    SLICE: tl.constexpr, PAD: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Parts `begin` to `end` of: the peak, 2 ROUNDS of the search, the race, the choice."""
+    row, part, T, SLICES = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
+    bases = sums + 2 * ROUNDS * T * 16
+    notes = bases + 2 * ROUNDS * T
+    arrived, count = notes + 4 * T * SLICES + row, 0
+    for do in range(begin, end):
+        searched = (do > 0) & (do <= 2 * ROUNDS)
+        works = (heat > 0) & (((do <= ROUNDS) & (k > 0)) | ((do > ROUNDS) & (p < 1)))
+        if do == 0:
+            peak(logits, notes, row, part, T, SLICES, V, SLICE, 512)
+        elif searched:
+            search(logits, notes, sums, bases, row, part, heat, k, p, T, SLICES, V, do - 1, SLICE, 256, PAD, ROUNDS)
+        elif do == 2 * ROUNDS + 1:
+            if heat > 0:
+                race(
+                    logits, seeds, positions, notes, sums, bases, row, part, heat, k, p, T, SLICES, V, SLICE, 512, PAD,
+                    ROUNDS,
+                )  # fmt: skip
+        elif part == 0:
+            choose(notes, tokens, row, heat, T, SLICES, PAD)
+        if (do + 1 < end) & (works | (not searched)):  # a round without k and p says nothing to others
+            count += SLICES
+            wait_for_all(arrived, count)
+        else:
+            tl.debug_barrier()  # what one thread of a program stored, all of them load
 
 
 def launch(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     top_p: torch.Tensor, size: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """tokens of the operator, computed by the kernels in slices of `size` logits, a power of two from 1024 on, or as
+    """tokens of the operator, computed by the kernels in slices of `size` logits, a power of two from 512 on, or as
     many as leave about 256 programs; the tensors are not checked. No choice of it changes a token."""
     given = logits, seeds, positions, temperature, top_k, top_p
     return prepare(*given, size=size)(*given)
@@ -231,29 +283,26 @@ def prepare(
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
     """The launches of the operator for calls like this one."""
     (count, length), rounds = logits.shape, logits.element_size() * 2
-    size = size or min(max(triton.next_power_of_2(triton.cdiv(count * length, 256)), 1024), 32768)
-    grid = (count, triton.cdiv(length, size))
-    padded = {"PAD": triton.next_power_of_2(grid[1])}
-    exact = {"SLICE": size, "ROUNDS": rounds, "enable_fp_fusion": False, **padded}
-    find_peaks = Prepared(peak_kernel, grid, SLICE=size, BLOCK=1024)
-    searches = [Prepared(search_kernel, grid, BLOCK=256, ROUND=i, **exact) for i in range(2 * rounds)]
-    race = Prepared(race_kernel, grid, BLOCK=512, **exact)
-    choose = Prepared(choose_kernel, (count,), **padded)
+    size = size or min(max(triton.next_power_of_2(triton.cdiv(count * length, 256)), 512), 32768)
+    slices, parts = triton.cdiv(length, size), 2 * rounds + 3
+    # All programs of a launch have to run at once where they wait for one another: two of 4 warps fit an SM.
+    together = logits.device.type == "cuda" and count * slices <= 2 * processors(logits.device)
+    kernel = Prepared(
+        sample_kernel, (count, slices), SLICE=size, PAD=triton.next_power_of_2(slices), ROUNDS=rounds,
+        enable_fp_fusion=False, **({"launch_cooperative_grid": True} if together else {}),
+    )  # fmt: skip
+    alone = slices == 1  # and waits for nobody
+    launches = [(0, parts)] if together or alone else [(part, part + 1) for part in range(parts)]
+    notes = count * (2 * rounds * (16 + 1) + 4 * slices + 1)
+    make_notes, make_tokens = blank(torch.int64, notes), blank(torch.int64, count)
 
     def launch(
         logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor,
         top_k: torch.Tensor, top_p: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        make = lambda dtype, *shape: logits.new_empty(shape, dtype=dtype)  # noqa: E731
-        peak, score, tokens = make(torch.float32, *grid), make(torch.float32, *grid), make(torch.int64, count)
-        first, winner = make(torch.int32, *grid), make(torch.int32, *grid)
-        sums, bases = make(torch.int64, 2 * rounds, *grid, 16), make(torch.uint32, 2 * rounds, count)
-        rule = temperature, top_k, top_p, peak, sums, bases
-        find_peaks(logits, peak, first, length)
-        for search in searches:
-            search(logits, *rule, length)
-        race(logits, seeds, positions, *rule, score, winner, length)
-        choose(temperature, peak, first, score, winner, tokens, grid[1])
+        notes, tokens = make_notes(logits).zero_(), make_tokens(logits)
+        for begin, end in launches:
+            kernel(logits, seeds, positions, temperature, top_k, top_p, notes, tokens, length, begin, end)
         return tokens
 
     return launch

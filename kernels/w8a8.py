@@ -3,7 +3,8 @@
     y = quantize(x) w_q^T * s_x * s_w
 
     decode   up to 8 tokens: `w8a8_gemv.py`, which quantizes x inside its one launch
-    gemm     more, or a shape that `w8a8_gemv` does not support: `quantize_activation.py`, then `w8a8_gemm.py`
+    gemm     more, or a shape that `w8a8_gemv` does not support: `quantize_activation.py`, then `w8a8_gemm.py`, with one
+             piece of memory between the two; large tiles whose K is split take a third launch
 
 Both read the same weights: int8 [N, K] row-major with one float32 scale per output channel. On an H200 the decode path
 is faster at 8 tokens for every layer shape that was measured, the gemm path at 16 tokens for the large ones. A token
@@ -51,8 +52,14 @@ def prepare(x: Tensor, w_q: Tensor, s_w: Tensor) -> Callable[[Tensor, Tensor, Te
             return w8a8_gemv.prepare(x, w_q, s_w)
         decode = w8a8_gemv.prepare(x.clone(), w_q, s_w)
         return lambda x, w_q, s_w: decode(x.clone(), w_q, s_w)
+    config = w8a8_gemm.configuration(x.shape[0], *w_q.shape, x.device)
+    return (w8a8_gemm.prepared_joined if w8a8_gemm.is_joined(config) else prepare_three)(x, w_q, config)
+
+
+def prepare_three(x: Tensor, w_q: Tensor, config: dict) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The launches of the gemm path where a tile's sums take one of their own."""
     quantize = quantize_activation.prepare(x)
-    product = w8a8_gemm.prepare(*quantize(x), w_q, s_w, x.dtype)
+    product = w8a8_gemm.prepared(quantize(x)[0], w_q, config, x.dtype)
     return lambda x, w_q, s_w: product(*quantize(x), w_q, s_w)
 
 
@@ -81,10 +88,11 @@ def w8a8(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
 
     x may have any layout, and no tokens. Raises ValueError when shapes, dtypes or devices do not fit.
     """
+    if x.ndim == 2 and x.is_contiguous() and x.numel():
+        return OPERATOR(x, w_q, s_w)
     if x.ndim == 0 or w_q.ndim != 2 or x.shape[-1] != w_q.shape[1]:
         raise ValueError(f"w8a8: x {list(x.shape)} does not fit codes w_q {list(w_q.shape)}; the last sizes are equal")
-    tokens = x if x.ndim == 2 and x.is_contiguous() else x.reshape(-1, w_q.shape[1]).contiguous()
+    tokens = x.reshape(-1, w_q.shape[1]).contiguous()
     if tokens.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], w_q.shape[0])
-    y = OPERATOR(tokens, w_q, s_w)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], w_q.shape[0])
+    return OPERATOR(tokens, w_q, s_w).view(*x.shape[:-1], w_q.shape[0])

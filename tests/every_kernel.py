@@ -14,6 +14,7 @@ import torch
 
 from repro.bench import kernel_list
 from repro.bench.task import tensors
+from repro.kernels import quantize_activation
 from repro.kernels.active_inputs import in_order
 
 SMALL = 3 << 17  # weights of a case; tools that watch every access are slow
@@ -37,6 +38,14 @@ def others(module: ModuleType, inputs: dict, want: torch.Tensor) -> Iterator[tup
     for config in getattr(module, "CHECKED", ()):
         with contextlib.suppress(ValueError):
             yield config, error(module.launch(**inputs, config=config), want)
+
+
+def joined(module: ModuleType, inputs: tuple, config: dict) -> float:
+    """Relative error of `w8a8` in two launches, where the program that comes last to a tile adds up its sums."""
+    _, _, w_q, s_w = inputs
+    x = torch.randn(len(inputs[0]), w_q.shape[1], dtype=torch.bfloat16, device="cuda")
+    got = module.prepared_joined(x, w_q, config)(x, w_q, s_w)
+    return error(got, module.reference(*quantize_activation.reference(x), w_q, s_w))
 
 
 def runs(name: str) -> list[tuple[str, float]]:
@@ -79,6 +88,8 @@ def runs(name: str) -> list[tuple[str, float]]:
                 else:
                     off = error(got, module.reference(*inputs))
                 found.append((f"{case} {more or ''} {config}", off))
+                if name == "w8a8_gemm" and config["split"] > 1:
+                    found.append((f"{case} joined {config}", joined(module, inputs, config)))
     return found
 
 

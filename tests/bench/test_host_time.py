@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro.bench import devices
 from repro.kernels import nvrtc, operators
-from repro.kernels.prepared import Prepared, blank
+from repro.kernels import prepared as prepared_launches
+from repro.kernels.prepared import Encoded, Prepared, blank
 
 
 class Counted:
@@ -219,6 +220,94 @@ def test_triton_binds_the_first_launch_alone(monkeypatch):
     device[0] = 1  # which has a kernel of its own
     prepared(x, 7)
     assert len(kernel.bound) == 2 and len(kernel.launches) == 2
+
+
+class Matrix:
+    """What Triton's descriptor of a matrix holds."""
+
+    def __init__(self, base):
+        self.base = base
+
+
+class Driver:
+    """Triton's driver with its launcher in Python, which is given the one in C."""
+
+    _BASE_ARGS_FORMAT = prepared_launches.IN_C
+
+    class CudaLauncher:
+        launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = True, False, 0, 0
+
+        def __call__(self, *given):
+            raise AssertionError("the launcher in Python")
+
+    def __init__(self):
+        self.encoded, self.launcher = [], self.CudaLauncher()
+
+    def make_tensordesc_arg(self, matrix, form):
+        self.encoded.append((matrix.base.data_ptr(), form))
+        return [form, *matrix.base.shape, *matrix.base.stride()]
+
+    def compiled(self, launches, forms=()):
+        """A kernel; `list.extend` stands for a function in C."""
+        launcher = launches.extend
+
+        def encoding(*given):
+            return launcher(*given)
+
+        self.launcher.launch = encoding if forms else launcher
+        facts = {"run": self.launcher, "function": 1234, "packed_metadata": (4, 1, 0)}
+        return types.SimpleNamespace(**facts, metadata=types.SimpleNamespace(tensordesc_meta=list(forms)))
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setattr(prepared_launches.importlib, "import_module", lambda name: made)
+    return made
+
+
+def test_a_known_launcher_in_c_is_called_without_the_one_in_python(driver):
+    compiled = driver.compiled([])
+    run, flat, what = prepared_launches.in_c(compiled, ())
+    assert run == driver.launcher.launch and what == (1234, True, False, None, None, (4, 1, 0), None, None, None)
+    x = torch.ones(2)
+    assert flat((x, 7, None)) == [x.data_ptr(), 7, None]
+    driver.launcher.global_scratch_size = 128  # memory that Triton gives at every launch
+    assert prepared_launches.in_c(compiled, ()) is None
+    driver.launcher.global_scratch_size = 0
+    driver._BASE_ARGS_FORMAT = "iiiKKOOOOOO"
+    assert prepared_launches.in_c(compiled, ()) is None
+
+
+def test_a_descriptor_is_encoded_once_for_each_address(driver, monkeypatch):
+    launches, matrices = [], (Matrix, Matrix)
+    run, flat, _ = prepared_launches.in_c(driver.compiled(launches, forms=("first", "second")), matrices)
+    assert run == launches.extend and isinstance(flat, Encoded)
+    a, b, other = torch.ones(2, 8), torch.ones(3, 8), torch.ones(2, 8)
+    for x in (a, other, a):
+        assert flat((x, b, x, 7, None)) == ["first", 2, 8, 8, 1, "second", 3, 8, 8, 1, x.data_ptr(), 7, None]
+    flat((b, a))  # another tile
+    first = [(a.data_ptr(), "first"), (b.data_ptr(), "second"), (other.data_ptr(), "first")]
+    assert driver.encoded == [*first, (b.data_ptr(), "first"), (a.data_ptr(), "second")]
+    monkeypatch.setattr(prepared_launches, "MOST_MAPS", 1)
+    for x in (torch.ones(2, 8), a, a):  # the first takes all others' place
+        flat((x, a))
+    assert len(driver.encoded) == 7
+    assert prepared_launches.in_c(driver.compiled(launches), matrices) is None  # not by TMA
+
+
+def test_matrices_are_described_at_a_first_launch_and_for_a_launcher_in_python(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70, raising=False)
+    kernel, x, y = Kernel(), torch.ones(3), torch.ones(4)
+    prepared = Prepared(kernel, (5,), (Matrix,), SPLIT=2, BLOCK=64)
+    prepared(x, 7)
+    prepared(y, 7)
+    ((_, (matrix, number), _),) = kernel.bound
+    assert (matrix.base is x, number) == (True, 7)
+    (((_, (described, *rest), _),)) = kernel.launches
+    assert described.base is y and rest == [7, 64, 2]
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])

@@ -60,6 +60,18 @@ def interpret_w8a8_gemm(case: dict) -> float:
     return max(relative(y, kernel.reference(*inputs)) for y in found)
 
 
+def interpret_joined(case: dict) -> float:
+    """Quantizer and product with one piece of memory between them, against a launch for each step: equal."""
+    from repro.kernels import quantize_activation, w8a8, w8a8_gemm
+
+    x, (_, _, w_q, s_w) = quantize_activation.make_inputs(case), w8a8_gemm.make_inputs(case)
+    for config in (NARROW | {"split": 1}, NARROW | {"k": 128, "split": 2}, GEMM | {"m": 16, "n": 16, "split": 2}):
+        want = w8a8.prepare_three(x, w_q, config)(x, w_q, s_w)
+        joined = w8a8_gemm.prepared_joined(x, w_q, config)
+        assert torch.equal(joined(x, w_q, s_w), want)
+    return relative(want, w8a8.on_cpu(x, w_q, s_w))
+
+
 def interpret_w8a8_gemv(case: dict) -> float:
     from repro.kernels import w8a8_gemv as kernel
 
@@ -275,6 +287,11 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         ],
         5e-4,
     ),
+    "w8a8 joined": (
+        interpret_joined,
+        [{"M": m, "N": n, "K": k, "seed": m, "dtype": "float16"} for m, n, k in ((20, 70, 272), (17, 20, 127))],
+        5e-4,
+    ),
     "rms_norm": (
         interpret_operator,
         operators("rms_norm", *({"T": t, "H": h, "residual": h != 64} for t, h in ((5, 3000), (1, 64), (64, 129)))),
@@ -361,6 +378,8 @@ def variants():
     """(name, function, types of arguments, constants, multiples of 16 among them, options, what PTX must hold)."""
     from repro.kernels import quantize_activation, read_floor, w8a8_gemm, w8a8_gemv
 
+    nowhere, somewhere = {"SCALES_AT": 0, "COUNTERS_AT": 0}, {"SCALES_AT": 4096, "COUNTERS_AT": 4160}
+    no_counters = {"COUNTERS": 0, "SHARE": 1}
     gemm = {"s_x": "*fp32", "s_w": "*fp32", "M": "i32", "N": "i32", "K": "i32"}
     yield (
         "read_floor", read_floor.read_floor_kernel, {"x": "*i32", "out": "*i32", "words": "i32"}, {"BLOCK": 4096},
@@ -368,8 +387,14 @@ def variants():
     )  # fmt: skip
     yield (
         "quantize_activation", quantize_activation.quantize_activation_kernel,
-        {"x": "*bf16", "q": "*i8", "s": "*fp32", "K": "i32"}, {"BLOCK": 1024, "PIECES": 4},
+        {"x": "*bf16", "q": "*i8", "s": "*fp32", "K": "i32"}, {"BLOCK": 1024, "PIECES": 4, **nowhere, **no_counters},
         ("x", "q", "s", "K"), {"num_warps": 4}, {90: "v4.b32"},
+    )  # fmt: skip
+    yield (
+        "quantize_activation in a workspace", quantize_activation.quantize_activation_kernel,
+        {"x": "*bf16", "q": "*i8", "K": "i32"},
+        {"BLOCK": 1024, "PIECES": 4, "s": None, **somewhere, "COUNTERS": 100, "SHARE": 8},
+        ("x", "q", "K"), {"num_warps": 4}, {90: "v4.b32"},
     )  # fmt: skip
     for chunks, even in ((2, True), (3, False)):
         yield (
@@ -378,12 +403,15 @@ def variants():
             {"ROWS": 4, "CHUNK": 512, "CHUNKS": chunks, "EVEN": even, "PLAIN": False}, ("x", "w", "s_w", "y", "N"),
             {"num_warps": 4}, dict.fromkeys((80, 90, 100), "dp4a"),
         )  # fmt: skip
-    for name, config in (("wide", GEMM), ("narrow", NARROW)):
+    for name, config in (("wide", GEMM), ("narrow", NARROW), ("joined", NARROW)):
         options = {"num_warps": config["warps"], "num_stages": config["stages"]}
-        partial = {"partial": "*i32"} if config["split"] > 1 else {}
+        partial = {"partial": "*i32"} if name == "narrow" else {}
+        where = {**somewhere, "SUMS_AT": 8192} if name == "joined" else {**nowhere, "SUMS_AT": 0}
         constants = {
             "BM": config["m"], "BN": config["n"], "BK": config["k"], "SPLIT": config["split"], "SWAP": config["swap"],
-        } | ({} if partial else {"partial": None})  # fmt: skip
+            **where, **({} if partial else {"partial": None}),
+        }  # fmt: skip
+        gemm["s_x"] = "*i8" if name == "joined" else "*fp32"
         tiles = {
             "x_q": f"tensordesc<i8[{config['m']},{config['k']}]>",
             "w_q": f"tensordesc<i8[{config['n']},{config['k']}]>",
@@ -456,32 +484,14 @@ def decode_variants():
     yield from q4_k_variants()
     yield from two_bit_variants()
     yield from dense_variants()
-    types = {"logits": "*bf16", "temperature": "*fp32", "top_k": indices, "top_p": "*fp32", "peak": "*fp32", "V": "i32"}
-    types |= {
-        "sums": "*i64",
-        "bases": "*u32",
-        "seeds": "*i64",
-        "positions": "*i64",
-        "score": "*fp32",
-        "winner": indices,
-    }
-    types |= {"first": indices, "tokens": "*i64", "SLICES": "i32"}
-    tiling = {"SLICE": 1024, "PAD": 16, "ROUNDS": 4}
-    for name, function, constants, options in (
-        ("peak", sample.peak_kernel, {"SLICE": 1024, "BLOCK": 1024}, {}),
-        ("search", sample.search_kernel, tiling | {"BLOCK": 64, "ROUND": 5}, exact),
-        ("race", sample.race_kernel, tiling | {"BLOCK": 512}, exact),
-        ("choose", sample.choose_kernel, {"PAD": 16}, {}),
-    ):
+    types = dict.fromkeys(("seeds", "positions", "sums", "tokens"), "*i64") | {"top_k": indices, "V": "i32"}
+    types |= {"temperature": "*fp32", "top_p": "*fp32", "begin": "i32", "end": "i32"}
+    for dtype, rounds in (("bf16", 4), ("fp32", 8)):
         yield (
-            f"sample {name}",
-            function,
-            types,
-            constants,
-            ("logits", "V") if "V" in function.arg_names else (),
-            options,
-            {},
-        )
+            f"sample {dtype}", sample.sample_kernel, types | {"logits": f"*{dtype}"},
+            {"SLICE": 512, "PAD": 256, "ROUNDS": rounds}, ("logits", "V", "sums"),
+            exact | {"launch_cooperative_grid": True}, dict.fromkeys((80, 90, 100), "acquire"),
+        )  # fmt: skip
 
 
 def two_bit_variants():

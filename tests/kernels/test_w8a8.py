@@ -300,3 +300,26 @@ def test_the_same_bits_every_time_and_in_a_graph():
         again.fill_(float("nan"))
         graph.replay()
         assert torch.equal(first, again)
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize(
+    "m, n, k, tile, split",
+    [(16, 1024, 4096, 16, 4), (65, 4096, 4096, 32, 2), (33, 1000, 4112, 64, 8)],
+)
+def test_sums_by_the_program_that_comes_last_are_those_of_a_launch_of_their_own(m, n, k, tile, split):
+    """Again and again, and in a graph; some numbers of tokens and channels fill no tile."""
+    x, w_q, s_w = w8a8_gemv.make_inputs({"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}, "cuda")
+    config = next(c for c in w8a8_gemm.SPACE if (c["m"], c["split"]) == (tile, split))
+    want = w8a8.prepare_three(x, w_q, config)(x, w_q, s_w)
+    two = w8a8_gemm.prepared_joined(x, w_q, config)
+    for _ in range(50):
+        assert torch.equal(two(x, w_q, s_w), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = two(x, w_q, s_w)
+    for _ in range(50):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, want)
