@@ -214,49 +214,49 @@ def dry_run(place: Path, source: Path, *words: object) -> set[str]:
 
 def jobs(dry_run: str) -> set[str]:
     """The jobs that `snakemake -n` lists, each as its rule and its first output."""
-    found = set()
+    result = set()
     for block in re.split(r"\n(?=(?:local)?rule \w+:\n)", dry_run)[1:]:
         name = block.partition(":")[0].split()[-1]
         output = re.search(r"\n    output: ([^,\n]+)", block)
-        found |= {f"{name} {output[1]}"} if output else set()
-    return found
+        result |= {f"{name} {output[1]}"} if output else set()
+    return result
 
 
 def listing(*places: Path) -> dict[str, str]:
     """Every file under the folders with the hash of its content, and every folder."""
-    found = {}
+    result = {}
     for place in places:
         for path in sorted([place, *place.rglob("*")]):
-            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-    return found
+            result[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+    return result
 
 
 def outputs(place: Path) -> dict[str, bytes]:
     """Every built file of tables and figures under `place`, by its path."""
-    found = []
+    result = []
     for top, kinds in (("tables", BUILT), ("figures", DRAWN)):
-        found += [path for path in sorted((place / top).rglob("*")) if path.suffix in kinds]
-    return {str(p.relative_to(place)): p.read_bytes() for p in found}
+        result += [path for path in sorted((place / top).rglob("*")) if path.suffix in kinds]
+    return {str(p.relative_to(place)): p.read_bytes() for p in result}
 
 
 def observed(place: Path) -> dict[str, tuple[str, str]]:
     """Per job folder under `place` the digest of its observations and the hash of its data file, if it has one."""
-    found = {}
+    result = {}
     for path in sorted((place / "build").rglob("observations.parquet")):
         data = path.with_name("data.safetensors")
         known = hashlib.sha256(data.read_bytes()).hexdigest() if data.is_file() else ""
         digest = observations.load(path).digest if path.stat().st_size else ""
-        found[str(path.parent.relative_to(place))] = (digest, known)
-    return found
+        result[str(path.parent.relative_to(place))] = (digest, known)
+    return result
 
 
 def processes(place: Path) -> list[int]:
     """Processes that work in `place`."""
-    found = []
+    result = []
     for process in psutil.process_iter(["pid", "cwd", "status"]):
         if process.info["cwd"] == str(place.resolve()) and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.info["pid"])
-    return found
+            result.append(process.info["pid"])
+    return result
 
 
 # What every Python of a held build runs first: its first job of the kind $HOLD_KIND announces itself by the file
@@ -356,6 +356,6 @@ def built(tmp_path_factory):
             began = time.monotonic()
             done = quick(repro("make", TARGET, PLOT, "--cores", 2), place, place, timeout=900)
             assert done.code == 0, done.text
-            found = Built(place, twin, done, outputs(place), observed(place), time.monotonic() - began)
-            made.write_bytes(pickle.dumps(found))
+            result = Built(place, twin, done, outputs(place), observed(place), time.monotonic() - began)
+            made.write_bytes(pickle.dumps(result))
         return pickle.loads(made.read_bytes())

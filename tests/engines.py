@@ -79,7 +79,7 @@ class Transformers:
 
     def disagreements(self, engine: Engine, prompts: list[list[int]], count: int) -> list[str]:
         """A line for each sequence of a batch that the engine goes on with otherwise, but for gaps below 1e-5."""
-        found = []
+        result = []
         for ids, text in zip(prompts, engine.generate(prompts, count, eos=False), strict=True):
             tokens, gaps = self.tokens(ids, count)
             first = next((i for i, (ours, theirs) in enumerate(zip(text.tokens, tokens)) if ours != theirs), None)
@@ -87,5 +87,5 @@ class Transformers:
                 self.ties += 1
                 print(f"{engine.name}: {len(ids)} tokens, new token {first}: the logits are {gaps[first]:.2e} apart")
             elif first is not None or len(text.tokens) != count:
-                found.append(f"{len(ids)} prompt tokens, chunks of {engine.chunk}: new token {first}")
-        return found
+                result.append(f"{len(ids)} prompt tokens, chunks of {engine.chunk}: new token {first}")
+        return result

@@ -50,7 +50,7 @@ def joined(module: ModuleType, inputs: tuple, config: dict) -> float:
 
 def runs(name: str) -> list[tuple[str, float]]:
     """(what ran, its error) of one kernel."""
-    module, found = kernel_list.load(name), []
+    module, result = kernel_list.load(name), []
     types = (
         [{"dtype": torch.float16}, {"dtype": torch.bfloat16}] if name == "wna16_gemv" else [{}]
     )  # else the case's own
@@ -64,16 +64,16 @@ def runs(name: str) -> list[tuple[str, float]]:
             if name in LISTS:
                 got[-1] = in_order(got[-1])
             written = [(inputs[n], want_inputs[n]) for n in ("keys", "values") if n in inputs]
-            found.append((str(case), max(error(*pair) for pair in (*zip(got, want), *written))))
-            found += [(f"{case} {config}", off) for config, off in others(module, inputs, want[0])]
+            result.append((str(case), max(error(*pair) for pair in (*zip(got, want), *written))))
+            result += [(f"{case} {config}", off) for config, off in others(module, inputs, want[0])]
         elif name == "dequantize":
             dtype = getattr(torch, case["dtype"])
             got = module.launch(inputs, dtype)
-            found.append((str(case), error(got, module.reference(inputs))))
+            result.append((str(case), error(got, module.reference(inputs))))
         elif name == "quantize_activation":
             want_q, want_s = module.reference(inputs)
             q, s = module.quantize_activation(inputs)
-            found.append((str(case), max(error(s, want_s), float((q != want_q).float().mean()))))
+            result.append((str(case), max(error(s, want_s), float((q != want_q).float().mean()))))
         else:
             last = len(module.SPACE) - 1
             for config in (module.SPACE[last * i // CONFIGURATIONS] for i in range(CONFIGURATIONS + 1)):
@@ -87,10 +87,10 @@ def runs(name: str) -> list[tuple[str, float]]:
                     off = float(module.reference(inputs[0]) != module.reference(inputs[1]))
                 else:
                     off = error(got, module.reference(*inputs))
-                found.append((f"{case} {more or ''} {config}", off))
+                result.append((f"{case} {more or ''} {config}", off))
                 if name == "w8a8_gemm" and config["split"] > 1:
-                    found.append((f"{case} joined {config}", joined(module, inputs, config)))
-    return found
+                    result.append((f"{case} joined {config}", joined(module, inputs, config)))
+    return result
 
 
 def main(names: list[str]) -> int:

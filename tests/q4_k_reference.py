@@ -17,13 +17,13 @@ def quantize(x, importance=None) -> bytes:
 def dequantize(block: bytes) -> np.ndarray:
     """float32 `[256]`: w = d scale q - dmin min."""
     d, dmin = np.frombuffer(block[:4], np.float16).astype(F)
-    found = np.empty(256, F)
+    result = np.empty(256, F)
     for j, (scale, low) in enumerate(_factors(block[4:16])):
         for l in range(32):  # noqa: E741
             byte = block[16 + 32 * (j // 2) + l]
             q = byte >> 4 if j % 2 else byte & 15
-            found[32 * j + l] = d * F(scale) * F(q) - dmin * F(low)
-    return found
+            result[32 * j + l] = d * F(scale) * F(q) - dmin * F(low)
+    return result
 
 
 def _quantize(x, importance):

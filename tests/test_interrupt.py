@@ -35,9 +35,9 @@ def wait_until_gone(place) -> None:
 
 def kill(process, place) -> None:
     """kill -9 for `make`, for the Snakemake that it started in a session of its own, and for its jobs."""
-    found = psutil.Process(process.pid).children(recursive=True)
+    result = psutil.Process(process.pid).children(recursive=True)
     dag.kill(process)
-    for one in found:
+    for one in result:
         try:
             os.killpg(one.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -82,16 +82,16 @@ def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
     """A second build is refused while the first lives, and while only the Snakemake that it started does."""
     place = dag.folder(tmp_path / "work")
     first = dag.start_held(MAKE, place, built.twin, place / "log", "compress")
-    found = []
+    result = []
     try:
         assert locked(place)
-        found = psutil.Process(first.pid).children(recursive=True)
+        result = psutil.Process(first.pid).children(recursive=True)
         second = dag.quick(MAKE, place, built.twin)
         assert second.code == 2
         assert second.err.strip() == f"error: {place}: {ANOTHER}; wait until it ends"
         assert first.poll() is None and locked(place)
-        found = psutil.Process(first.pid).children(recursive=True)
-        for one in found:  # asleep, so that it cannot notice that nobody reads its output any more
+        result = psutil.Process(first.pid).children(recursive=True)
+        for one in result:  # asleep, so that it cannot notice that nobody reads its output any more
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.suspend()
         os.kill(first.pid, signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_one_build_at_a_time_even_when_make_is_gone(built, tmp_path):
         third = dag.quick(MAKE, place, built.twin)
         assert third.code == 2 and ANOTHER in third.err
     finally:
-        for one in found:
+        for one in result:
             try:
                 os.killpg(one.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -34,14 +34,14 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def upward(module: str, text: str) -> list[str]:
     """The imports of a file that point to a folder above its own."""
-    found = []
+    result = []
     own = layer_of(module)
     for name, line in imported(ast.parse(text)):
         if name.split(".")[0] != "repro" or name == "repro.__version__":
             continue
         if LAYERS.index(layer_of(name)) > LAYERS.index(own):
-            found.append(f"line {line}: {own} imports {name}")
-    return found
+            result.append(f"line {line}: {own} imports {name}")
+    return result
 
 
 def modules(layer: str) -> dict[str, Path]:
@@ -54,8 +54,8 @@ def modules(layer: str) -> dict[str, Path]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_go_one_way(layer):
-    found = [f"{name}: {edge}" for name, path in modules(layer).items() for edge in upward(name, path.read_text())]
-    assert not found
+    result = [f"{name}: {edge}" for name, path in modules(layer).items() for edge in upward(name, path.read_text())]
+    assert not result
 
 
 def test_every_folder_is_a_layer():

@@ -27,15 +27,15 @@ def project() -> dict:
 
 def imported(*folders: str) -> dict[str, set[str]]:
     """Top-level module to the files that import it."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
                 for name in names:
-                    found.setdefault(name.split(".")[0], set()).add(str(path.relative_to(ROOT)))
-    return {name: files for name, files in found.items() if name not in sys.stdlib_module_names and name not in LOCAL}
+                    result.setdefault(name.split(".")[0], set()).add(str(path.relative_to(ROOT)))
+    return {name: files for name, files in result.items() if name not in sys.stdlib_module_names and name not in LOCAL}
 
 
 def declared(words: list[str]) -> set[str]:
@@ -45,8 +45,8 @@ def declared(words: list[str]) -> set[str]:
 def test_declared_dependencies_are_those_imported():
     at = project()
     needed, extra = declared(at["dependencies"]), {k: declared(v) for k, v in at["optional-dependencies"].items()}
-    found = imported("repro", "baselines", "methods", "kernels")
-    names = {PROVIDED_BY.get(name, name).lower().replace("_", "-"): files for name, files in found.items()}
+    result = imported("repro", "baselines", "methods", "kernels")
+    names = {PROVIDED_BY.get(name, name).lower().replace("_", "-"): files for name, files in result.items()}
     undeclared = {n: files for n, files in names.items() if n not in needed | set().union(*extra.values()) | PEERS}
     assert not undeclared, f"imported, but not declared: {undeclared}"
     for name in set(names) & (extra["dev"] - extra["train"]):

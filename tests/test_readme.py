@@ -66,15 +66,15 @@ def of_training_and_gate():
 
     Ranks are Table 8's.
     """
-    found = {
+    result = {
         (row["row"], row["col"], row["model"]): float(row["value"])
         for row in accepted("memory")
         if row["metric"] == "recovered: s" and row["value"]
     }
 
     def better(one, other):
-        settings = [key[1:] for key in found if key[0] == one and (other, *key[1:]) in found]
-        return f"{sum(found[one, *at] < found[other, *at] for at in settings)} of {len(settings)}"
+        settings = [key[1:] for key in result if key[0] == one and (other, *key[1:]) in result]
+        return f"{sum(result[one, *at] < result[other, *at] for at in settings)} of {len(settings)}"
 
     yield f"untrained start of the same bytes in {better('SPEAR', 'static')} settings"
     yield f"without it, at equal bytes, perplexity is lower in {better('gate off', 'SPEAR')},"
@@ -95,9 +95,9 @@ def of_any_card(name):
 
 
 def of_bitbybit():
-    found = of_any_card("bitbybit-table1")
-    ours = {key: value for key, value in found.items() if key[1] == "Bit-by-Bit [w2a16 g32]" and "ppl" in key[3]}
-    behind = [value > found[model, "BitDistiller [w2a16 g32]", *rest] for (model, _, *rest), value in ours.items()]
+    result = of_any_card("bitbybit-table1")
+    ours = {key: value for key, value in result.items() if key[1] == "Bit-by-Bit [w2a16 g32]" and "ppl" in key[3]}
+    behind = [value > result[model, "BitDistiller [w2a16 g32]", *rest] for (model, _, *rest), value in ours.items()]
     line = row_of("bitbybit", "| bitbybit B04 | at w2a16 ")
     assert line[2] == "in 8 of 8 columns"
     title = yaml.safe_load(read_text(ROOT / "tables" / "bitbybit" / "table1.yaml"))["title"]

@@ -75,19 +75,19 @@ class House:
 
     def table(self, change=None, rows=None) -> Path:
         """The built table as a CSV; `change` gets and returns its text."""
-        found = [measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")]
-        text = to_csv([m for m in found if rows is None or m.row in rows])
+        result = [measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")]
+        text = to_csv([m for m in result if rows is None or m.row in rows])
         path = self.folder / "table1.csv"
         path.write_text(change(text) if change else text, encoding="utf-8")
         return path
 
     def edited(self, row, col, **changes) -> Path:
         """The built table with one row edited by hand."""
-        found = {cell.cell_key: measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")}
+        result = {cell.cell_key: measure.one(self.flow, cell) for cell in self.flow.cells("spear", "1")}
         key = self.cell(row, col).cell_key
-        found[key] = measure.replace(found[key], **changes)
+        result[key] = measure.replace(result[key], **changes)
         path = self.folder / "table1.csv"
-        path.write_text(to_csv(found.values()), encoding="utf-8")
+        path.write_text(to_csv(result.values()), encoding="utf-8")
         return path
 
     def stored_row(self, row="RTN pc", col="Wiki"):
@@ -96,8 +96,8 @@ class House:
 
     def files(self) -> dict[str, bytes]:
         """Everything under results/."""
-        found = sorted(path for path in self.results.rglob("*") if path.is_file())
-        return {str(path.relative_to(self.results)): path.read_bytes() for path in found}
+        result = sorted(path for path in self.results.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.results)): path.read_bytes() for path in result}
 
 
 def patch(patcher: pytest.MonkeyPatch, place: Path, at: scales.Scale) -> House:

@@ -202,8 +202,8 @@ def _over(number: float, x: Tensor) -> Tensor:
 
 def _nearest(x: Tensor) -> Tensor:
     """int32, ties to even, read off the mantissa of x + 1.5 · 2^23: beyond ±2^22 what ggml finds there, of NaN 0."""
-    found = (x + 12582912.0).view(torch.int32).bitwise_and_(0x7FFFFF).sub_(0x400000)
-    return found.masked_fill_(x != x, 0)
+    rounded = (x + 12582912.0).view(torch.int32).bitwise_and_(0x7FFFFF).sub_(0x400000)
+    return rounded.masked_fill_(x != x, 0)
 
 
 def _packed(scales: Tensor, minima: Tensor) -> Tensor:

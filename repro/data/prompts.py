@@ -192,9 +192,9 @@ def _source(name: str, source: str, sha256: str) -> bytes:
     return content
 
 
-def _lines(found: list[PromptRow]) -> bytes:
+def _lines(rows: list[PromptRow]) -> bytes:
     """Rows as JSON Lines."""
-    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in found).encode()
+    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def write() -> None:

@@ -196,9 +196,9 @@ def _add(
         part = pairs[start : start + CHUNK]
         fresh = list(dict.fromkeys(text for text, _ in part if text not in index))
         ids = tokenizer([*fresh, *(text + answer for text, answer in part)], add_special_tokens=False)["input_ids"]
-        for text, found in zip(fresh, ids):
+        for text, new in zip(fresh, ids):
             index[text] = len(prompts)
-            prompts.append(np.asarray(bos + found or _start(tokenizer), dtype=np.int32))
+            prompts.append(np.asarray(bos + new or _start(tokenizer), dtype=np.int32))
         for (text, _), whole in zip(part, ids[len(fresh) :]):
             answer = (bos + whole)[len(prompts[index[text]]) :] if text else whole
             if not answer:

@@ -58,23 +58,23 @@ def masks_of(lm: LowBitModel, windows: Tensor) -> dict[str, Masks]:
         lm: every position is sparse, and layers that read one tensor share a threshold.
         windows: token ids int64 `[W, L]`, which run through the model.
     """
-    found: dict[str, list[list[Tensor]]] = {}
+    by_kind: dict[str, list[list[Tensor]]] = {}
     layers = {}
     for number, path in enumerate(blocks(lm.model)):
         for kind, (first, *_) in LAYERS.items():
             layer = lm.model.get_submodule(f"{path}.{first}")
             layers[kind, number] = layer.linear if isinstance(layer, SparseLinear) else layer
-            found.setdefault(kind, []).append([])
+            by_kind.setdefault(kind, []).append([])
 
     def note(at: tuple[str, int], x: Tensor) -> None:
         kind, number = at
-        found[kind][number].append((x != 0).flatten(0, -2).cpu())
+        by_kind[kind][number].append((x != 0).flatten(0, -2).cpu())
 
     with each_input(layers, note):
         for window in windows.to(lm.model.device):
             lm.model.base_model(window[None], use_cache=False)
     masks = {}
-    for kind, by_block in found.items():
+    for kind, by_block in by_kind.items():
         kept = [torch.cat(parts) for parts in by_block]
         shares = [part.float().mean() for part in kept]
         masks[kind] = Masks(kept, float(torch.stack(shares).mean()))

@@ -81,8 +81,8 @@ def shape(config: Any) -> dict[str, Any]:
     """What llama.cpp builds the graph from, by the writer's names; refuses what its llama does not have."""
     act, rope = getattr(config, "hidden_act", "none"), getattr(config, "rope_parameters", None) or {}
     if config.model_type != "llama" or act != "silu" or rope.get("rope_type") not in ROPES:
-        found = shortened(f"{config.model_type}, {act}, RoPE {rope.get('rope_type')}")
-        raise UserError(f"a model of type {found} is not exported to GGUF; only llama, silu, RoPE {' or '.join(ROPES)}")
+        said = shortened(f"{config.model_type}, {act}, RoPE {rope.get('rope_type')}")
+        raise UserError(f"a model of type {said} is not exported to GGUF; only llama, silu, RoPE {' or '.join(ROPES)}")
     facts = dict.fromkeys(("rope_dimension_count", "key_length", "value_length"), config.head_dim)
     facts |= {"head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads}
     facts |= {"vocab_size": config.vocab_size, "context_length": config.max_position_embeddings}
@@ -131,9 +131,9 @@ def pattern(definition: dict[str, Any]) -> str:
         for name, cut in PATTERNS.items():
             if cut == (steps, model["ignore_merges"]):
                 return name
-    found = shortened(" + ".join([model["type"], *(step["type"] for step in steps)]))
+    said = shortened(" + ".join([model["type"], *(step["type"] for step in steps)]))
     known = f"it needs merges, cut as {', '.join(PATTERNS)}"
-    raise UserError(f"llama.cpp has no pattern for the tokenizer ({found}); {known}")
+    raise UserError(f"llama.cpp has no pattern for the tokenizer ({said}); {known}")
 
 
 def tensors(model: nn.Module, quantized: bool) -> Iterator[tuple[str, Tensor]]:
@@ -159,14 +159,14 @@ def tensors(model: nn.Module, quantized: bool) -> Iterator[tuple[str, Tensor]]:
 def compare(path: Path, right: bytes) -> None:
     """Refuse a file that does not hold the bytes of a GGUF file, and say why; only its architecture is parsed."""
     try:
-        found = regular(path, f"--gguf {path}").read_bytes()
+        content = regular(path, f"--gguf {path}").read_bytes()
     except OSError as error:
         raise UserError(f"{shortened(path)}: cannot be read ({error.strerror})") from None
-    kind = found[64 : 64 + int.from_bytes(found[56:64], "little")]  # the value of the first key
+    kind = content[64 : 64 + int.from_bytes(content[56:64], "little")]  # the value of the first key
     why = "another model, recipe or version than would be written"
-    if found[32:52] == b"general.architecture" and kind != b"llama":
+    if content[32:52] == b"general.architecture" and kind != b"llama":
         why = f"its architecture is {shortened(kind.decode(errors='replace'))!r}, not 'llama'"
-    why = why if found[:4] == b"GGUF" else "not a GGUF file"
-    why = f"cut, {len(found):,} of {len(right):,} bytes" if right.startswith(found) else why
-    if found != right:
+    why = why if content[:4] == b"GGUF" else "not a GGUF file"
+    why = f"cut, {len(content):,} of {len(right):,} bytes" if right.startswith(content) else why
+    if content != right:
         raise UserError(f"{path}: {why}; export it again")

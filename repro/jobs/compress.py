@@ -133,7 +133,7 @@ def calibration_sequences(folder: Path, crops: Mapping[str, Any]) -> Tensor:
     return corpora.calibration(ids, crops["sequences"], crops["length"], crops["seed"])
 
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
     """Apply the recipe's steps in order and write the compressed model, then what is known of it.
 
     Raises:
@@ -142,10 +142,10 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
     given = job.given()
     parsed = recipe.parse(given["recipe"])
     steps = recipe.on_device(parsed.steps, given["device"])
-    if "start" in found:
+    if "start" in folders:
         steps = steps[-1:]
-    lm = load(given, found.get("start"), keep_full=True)
-    apply_steps(lm, steps, given.get("calibration"), found)
+    lm = load(given, folders.get("start"), keep_full=True)
+    apply_steps(lm, steps, given.get("calibration"), folders)
     meta = {"model": given["model"], "fingerprint": models.fingerprint(given["model"]), "recipe": parsed.name}
     lm.save(folder / OUTPUTS[0], meta)
     counted = bits.report(lm, float_bits=16)
@@ -156,7 +156,7 @@ def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str
 
 
 def apply_steps(
-    lm: LowBitModel, steps: Sequence[Step], crops: Mapping[str, Any] | None, found: Mapping[str, Path]
+    lm: LowBitModel, steps: Sequence[Step], crops: Mapping[str, Any] | None, folders: Mapping[str, Path]
 ) -> None:
     """Apply steps in order, with the texts that they read.
 
@@ -164,17 +164,17 @@ def apply_steps(
         lm: the model; edited.
         steps: of the recipe, as they run on the model's device.
         crops: the option `calibration` of a `compress` job; None where no step reads a text.
-        found: the folders of its needs.
+        folders: the folders of its needs.
 
     Raises:
         UserError: what a step refuses, or a text that is too short for the crops, which are longer than the context.
     """
     data, second = None, {}
     if crops:
-        data = _sequences(steps, crops, found["calibration"])
+        data = _sequences(steps, crops, folders["calibration"])
         perplexity.check_context(lm.model, data.shape[1])
         for name, corpus in crops.get("second", {}).items():
-            second[name] = calibration_sequences(found[f"text {corpus}"], crops)
+            second[name] = calibration_sequences(folders[f"text {corpus}"], crops)
     for step in steps:
         given = data
         if data is not None and crops.get("from_start"):

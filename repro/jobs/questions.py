@@ -24,7 +24,7 @@ def job(target: Target, task: str, limit: int | None) -> Job:
     return make("questions", task, inputs, options | {"threads": 1})
 
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
     """Make and tokenize the prompts, from the repository's files or those of REPRO_DATA.
 
     Raises:

@@ -34,7 +34,7 @@ def _job(tokenizer: str, identifier: str, task: str, limit: int | None, model: s
     return make("requests", task, inputs, options)
 
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
     """Make and tokenize the requests, from the repository's files or those of REPRO_DATA.
 
     Raises:

@@ -39,7 +39,7 @@ def excerpt_job(target: Target, corpus: str, excerpt: corpora.Excerpt) -> Job:
     return make("tokens", f"{corpus}-excerpt", inputs, whole.given() | {"excerpt": excerpt.file})
 
 
-def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
     """Tokenize the corpus in one call, or take the ids of its excerpt; write them with their identity.
 
     Raises:

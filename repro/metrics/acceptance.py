@@ -156,7 +156,7 @@ class Acceptance(Metric):
         return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Decode every prompt; a value a prompt: new tokens, iterations, their median, draft passes, repeated 4-grams.
 
         Raises:
@@ -164,7 +164,7 @@ class Acceptance(Metric):
                 context.
         """
         given = job.given()
-        core = speculating(given, found.get("weights"))
+        core = speculating(given, folders.get("weights"))
         columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
         for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
             how = {"temperature": given["temperature"], "seed": number}
@@ -180,11 +180,11 @@ class Acceptance(Metric):
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """New tokens and iterations of the prompts; of the less repetitive half, those up to the median share."""
         if self.show in ALONE:
-            return found["prompts"].only(ALONE[self.show])  # older observations lack some
-        kept = found["prompts"].series
+            return observed["prompts"].only(ALONE[self.show])  # older observations lack some
+        kept = observed["prompts"].series
         both = {name: kept[name] for name in ("tokens", "iterations")}
         if self.show == "length":
             return both

@@ -41,13 +41,13 @@ class Agreement(Metric):
                 jobs[role] = job
         return jobs
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The damage of every layer by sequence, under both recipes; none in full precision."""
-        if len(found) < 2:
+        if len(observed) < 2:
             return {}
         series = {}
         for role in ("one", "other"):
-            layers = by_layer(found[role].series, "damage")
+            layers = by_layer(observed[role].series, "damage")
             series |= {f"{role} {i}": damages for i, damages in enumerate(layers)}
         return series
 

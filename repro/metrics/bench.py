@@ -34,8 +34,8 @@ class Bench(External):
 
     def read(self) -> Quantity | None:
         """The number; None where it was not measured."""
-        found = _read(self).get(self.show)
-        return None if found is None else constant(float(found))
+        number = _read(self).get(self.show)
+        return None if number is None else constant(float(number))
 
     def absent(self) -> str:
         """Why there is no number."""

@@ -53,7 +53,7 @@ class BlockError(Metric):
         return {"errors": on_text.job("block_error", target, target.scale.text(self.corpus), rule, options)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Measure every window: per kind of inputs a series a block, and one of the blocks' means.
 
         Raises:
@@ -62,8 +62,8 @@ class BlockError(Metric):
         """
         given = job.given()
         full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        quantized = compress.load(given, found.get("weights")).model
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        quantized = compress.load(given, folders.get("weights")).model
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         cut = scoring.windows(ids, given["length"], given["windows"])
         scoring.check_context(full, cut.shape[1])
         group, series = f"{given['label']} on {identity['label']}, first {len(cut)}, blocks", {}
@@ -73,11 +73,11 @@ class BlockError(Metric):
             series |= {f"{inputs}/{number}": Series(one, "windows", group) for number, one in enumerate(values.T)}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The windows of every block, or for a figure the blocks' means."""
         held = {
             name.partition("/")[2]: one
-            for name, one in found["errors"].series.items()
+            for name, one in observed["errors"].series.items()
             if name.startswith(f"{self.inputs}/")
         }
         if self.show == "blocks":
@@ -126,7 +126,7 @@ def errors(full: nn.Module, quantized: nn.Module, windows: Tensor, alone: bool) 
     pairs = list(zip(blocks(full).items(), blocks(quantized).values()))
     if len(blocks(full)) != len(blocks(quantized)):
         raise UserError(f"{len(blocks(full))} blocks in full precision, {len(blocks(quantized))} under the recipe")
-    found: list[float] = []  # window after window, block after block
+    ratios: list[float] = []  # window after window, block after block
     states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(number: int):  # noqa: ANN202
@@ -144,7 +144,7 @@ def errors(full: nn.Module, quantized: nn.Module, windows: Tensor, alone: bool) 
             value = ((_states(out).double() - y).square().sum() / y.square().sum()).item()
             if not np.isfinite(value):
                 raise UserError(f"{name}: its output holds NaN or Inf; the model is damaged")
-            found.append(value)
+            ratios.append(value)
 
         return hook
 
@@ -160,7 +160,7 @@ def errors(full: nn.Module, quantized: nn.Module, windows: Tensor, alone: bool) 
     finally:
         for hook in hooks:
             hook.remove()
-    return np.asarray(found).reshape(len(windows), len(pairs))
+    return np.asarray(ratios).reshape(len(windows), len(pairs))
 
 
 def _states(out: Any) -> Tensor:

@@ -62,7 +62,7 @@ class ByError(Metric):
         return {"tokens": make("by_error", target.label, inputs, options, needs, target.steps)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score every window: sums and counts of each quartile.
 
         Raises:
@@ -70,8 +70,8 @@ class ByError(Metric):
         """
         given = job.given()
         full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        base, model = (compress.load(given, found.get(role)).model for role in ("base", "weights"))
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        base, model = (compress.load(given, folders.get(role)).model for role in ("base", "weights"))
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         check_context(model, given["length"])
         errors, nll = [], []
         for some in windows(ids, given["length"], given["windows"]).to(full.device).split(TOGETHER):
@@ -83,9 +83,9 @@ class ByError(Metric):
             folder / observations.FILE, quartiles(np.concatenate(errors), np.concatenate(nll), group), origin
         )
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """Sum and count of the quartile, by window."""
-        return {name: found["tokens"].series[f"{name} {self.quartile}"] for name in ("nll", "count")}
+        return {name: observed["tokens"].series[f"{name} {self.quartile}"] for name in ("nll", "count")}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean over the tokens of the quartile."""
@@ -105,9 +105,9 @@ class ByError(Metric):
 def quartiles(errors: np.ndarray, nll: np.ndarray, group: str) -> dict[str, Series]:
     """Sum of `nll` and count of tokens, per window and quartile of `errors`, both `[windows, positions]`."""
     of = np.searchsorted(np.quantile(errors, [0.25, 0.5, 0.75]), errors) + 1
-    found = {}
+    series = {}
     for quartile in QUARTILES:
         inside = (of == quartile).astype(float)
         for name, values in (("nll", inside * nll), ("count", inside)):
-            found[f"{name} {quartile}"] = Series(values.sum(1), "windows", group)
-    return found
+            series[f"{name} {quartile}"] = Series(values.sum(1), "windows", group)
+    return series

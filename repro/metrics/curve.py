@@ -44,13 +44,13 @@ class Curve(Metric):
         if not 1 < self.factor < math.inf:
             raise UserError(f"curve: factor is {self.factor}; it must be above 1, as a spike rises")
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """What is shown of the last step's curve; none where nothing was trained.
 
         Raises:
             UserError: a curve that is not made of whole blocks.
         """
-        curve = found["step 0"].series.get(LOSS)
+        curve = observed["step 0"].series.get(LOSS)
         if curve is None or not len(curve.values):
             return {}
         blocks = [merged(block, self.merged) for block in pieces(curve.values, stretches(target))]

@@ -64,7 +64,7 @@ class Decode(Metric):
         return {"rounds": make("decode", target.label, inputs, target.options() | rule, needs, target.steps)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Time the rounds; a series a number, one value a round.
 
         Raises:
@@ -72,7 +72,7 @@ class Decode(Metric):
                 context.
         """
         given = job.given()
-        lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
+        lm = compress.load(given | {"device": "cpu"}, folders.get("weights"))
         context = weights.check(given["model"], lm.model.config, given["prompt"] + given["new"])
         dtype, device = getattr(torch, given["dtype"]), torch.device(given["device"])
         core = Core(given["model"], weights.decoder(lm, context, device, dtype))
@@ -83,9 +83,9 @@ class Decode(Metric):
         series = {shown: Series(one, "items", group) for shown, one in values.items()}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The rounds of one number."""
-        return {self.show: found["rounds"].series[self.show]}
+        return {self.show: observed["rounds"].series[self.show]}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean round."""

@@ -93,7 +93,7 @@ class Exam(Accuracy):
         return {"items": make("exam", target.label, inputs, target.options() | rule, needs, target.steps)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score the items: 1 where one is answered correctly; of generated answers also what chance gives.
 
         Raises:
@@ -101,21 +101,21 @@ class Exam(Accuracy):
                 decoded.
         """
         given = job.given()
-        if "requests" in found:
-            lm = compress.load(given, found.get("weights"))
-            series = scored(lm, found["requests"], given["task"], given["items"], given["tokens"])
+        if "requests" in folders:
+            lm = compress.load(given, folders.get("weights"))
+            series = scored(lm, folders["requests"], given["task"], given["items"], given["tokens"])
         else:
-            one = generated.load(found["questions"] / questions.OUTPUTS[0])
-            lm = compress.load(given | {"device": "cpu"}, found.get("weights"))
+            one = generated.load(folders["questions"] / questions.OUTPUTS[0])
+            lm = compress.load(given | {"device": "cpu"}, folders.get("weights"))
             texts = list(answers(lm, one, given))
             held = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
             label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
             series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in held.items()}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The items, and what chance gives where it was measured."""
-        return dict(found["items"].series)
+        return dict(observed["items"].series)
 
     def status(self, full: Mapping[str, Series]) -> str:
         """`at_chance` where full precision itself is less than 3 standard errors above chance, else `ok`."""
@@ -191,8 +191,8 @@ def greedy(
 
 def _ends(model: nn.Module) -> set[int]:
     """The ids that end a text, by the model's configuration."""
-    found = model.config.eos_token_id
-    return {found} if isinstance(found, int) else set(found or ())
+    ends = model.config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def _text(row: Sequence[int], tokenizer: Any, ends: set[int]) -> str:

@@ -72,7 +72,7 @@ class Histogram(Metric):
         return {"counts": job}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Count weights, and codes where there are some.
 
         Raises:
@@ -80,7 +80,7 @@ class Histogram(Metric):
         """
         given = job.given()
         full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        lm = compress.load(given, found.get("weights"))
+        lm = compress.load(given, folders.get("weights"))
         reach = largest([linear.weight for linear in block_linears(full).values()])
         middles, shares = of_weights([linear.weight for linear in linears(lm.model)], reach, given["bins"])
         series = {"bins": Series(middles, "bins"), "weights": Series(shares, "bins")}
@@ -94,9 +94,9 @@ class Histogram(Metric):
             series |= {"levels": Series(levels, "codes"), "codes": Series(shares, "codes")}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """What is shown; no codes of full precision."""
-        held, name = found["counts"].series, "weights" if self.show == "values" else self.show
+        held, name = observed["counts"].series, "weights" if self.show == "values" else self.show
         if self.show == "values":
             return {"values": Series(np.asarray([effective(held[name].values)]), "model")}
         if name not in held:

@@ -127,15 +127,15 @@ def chosen(params: KernelTime) -> dict[str, KernelRow]:
 def _chosen(params: KernelTime, stamps: kernel_rows.Stamps) -> dict[str, KernelRow]:
     if not params.tokens.isdecimal():
         raise UserError(f"kernel_time: tokens is {params.tokens!r:.40}, not a number of activation rows")
-    wanted, show, found = _names(params), SHOWN[params.show], {}
+    wanted, show, chosen = _names(params), SHOWN[params.show], {}
     device = params.device or kernel_rows.shown_device(stamps)
     for name in wanted:
         rows = kernel_rows.timed(stamps).get((device, name, int(params.tokens), params.mode), ())
         mine = [row for row in rows if any(fnmatchcase(row.label, label) for label in params.who.split())]
         here = [row for row in mine if show(row) is not None]
         if here:
-            found[name] = min(here, key=show if params.show == "recorded" else lambda row: row.us)
-    return found if params.partial or len(found) == len(wanted) else {}
+            chosen[name] = min(here, key=show if params.show == "recorded" else lambda row: row.us)
+    return chosen if params.partial or len(chosen) == len(wanted) else {}
 
 
 def _names(params: KernelTime) -> list[str]:

@@ -72,17 +72,17 @@ class Likelihood(Accuracy):
         return zeroshot.scoring_job("likelihood", zeroshot.ZeroShot(self.tasks), target)
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score the tasks: three series a task, but no choice where there is one answer.
 
         Raises:
             UserError: as of `zeroshot`.
         """
-        zeroshot.score(job, found, folder, origin, KEPT)
+        zeroshot.score(job, folders, folder, origin, KEPT)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """Whether each item is right; of a log probability one value for `NEIGHBOURS` items, in steps of `STEP`."""
-        named = {f"{task}/{self.show}": found["items"].series[f"{task}/{self.show}"] for task in self.tasks}
+        named = {f"{task}/{self.show}": observed["items"].series[f"{task}/{self.show}"] for task in self.tasks}
         if self.show == "correct":
             return named
         return {name: replace(one, values=of_neighbours(one.values)) for name, one in named.items()}

@@ -76,7 +76,7 @@ class LlamaCpp(Metric):
         return {"scores": on_text.job("llamacpp", target, text, inputs, options)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score the text.
 
         Raises:
@@ -84,16 +84,16 @@ class LlamaCpp(Metric):
                 finite.
         """
         given = job.given()
-        lm = compress.load(given, found.get("weights"))
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        lm = compress.load(given, folders.get("weights"))
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         cut = windows(ids, given["context"], given["chunks"])
         nll = score(lm.model, cut, added_bos(models.tokenizer(given["model"], given["hub"])))
         series = {"nll": Series(nll, "windows", f"{given['label']} on {identity['label']}")}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The chunks."""
-        return {"nll": found["scores"].series["nll"]}
+        return {"nll": observed["scores"].series["nll"]}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """Perplexity."""

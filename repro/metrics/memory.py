@@ -39,12 +39,12 @@ class Memory(Metric):
         grid = getattr(config, "stored_grid", None)
         if grid is None:
             return None
-        is_split, found = getattr(config, "split", "none") != "none", 0
+        is_split, total = getattr(config, "split", "none") != "none", 0
         for number, (n, k) in enumerate(shape.linears):
             block = number * shape.layers // len(shape.linears)
             share = splitting.ratio(block, shape.layers, config.split_first, config.split_last) if is_split else 0.0
-            found += layer_bits(n, k, splitting.count(share, k), grid)
-        return found / 8e9
+            total += layer_bits(n, k, splitting.count(share, k), grid)
+        return total / 8e9
 
 
 def layer_bits(n: int, k: int, split: int, grid: GroupGrid) -> int:

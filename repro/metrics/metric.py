@@ -17,8 +17,8 @@ class Metric:
         PROTOCOL, DEFAULT: the scale's part, under a key named like the metric, and what it is when absent; None is a
             scale that does not measure it.
         OUTPUTS: the files of a job of its own.
-        run: `run(job, found, folder, origin)` executes a job of its own; None where it has none, and reads what shared
-            jobs left.
+        run: `run(job, folders, folder, origin)` executes a job of its own, which reads the folders of its needs and
+            writes its own; None where it has none, and reads what shared jobs left.
         LATER: parameters that came after accepted results, with the value that changes nothing, which is not declared.
         TIMES: its job times what it runs, and nothing else runs on its GPU meanwhile.
         FULL_FIRST: a recipe is run only where the status of full precision is not `at_chance`.
@@ -52,7 +52,7 @@ class Metric:
         """Role to job; None where this scale does not measure it."""
         return {}
 
-    def series(self, found: Mapping[str, Any], target: Any) -> dict[str, Any]:
+    def series(self, observed: Mapping[str, Any], target: Any) -> dict[str, Any]:
         """From observations by role, the series that decide the value; these are what is kept."""
         return {}
 

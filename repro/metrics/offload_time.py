@@ -144,7 +144,7 @@ class OffloadTime(Metric):
         return {"times": make("offload_time", label, rule | where, rule | where, {}, ())}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Time the iterations; a value each, in seconds.
 
         Raises:
@@ -158,9 +158,9 @@ class OffloadTime(Metric):
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """What the value is computed from; what a run says once, such as the rate of its bus, has no spread."""
-        kept = found["times"].series
+        kept = observed["times"].series
         if self.bus:
             names = ("iteration", "streamed", "block", "bus", "draft")
         elif self.show == "share drafting":
@@ -220,14 +220,14 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
         if given["alone"]:
             return {"iteration": alone(engine, given, device)}
         iteration = timed(engine, count).seconds[warm:]
-        found = {"iteration": iteration, "streamed": [float(plan.streamed_bytes)], "bus": [rate]}
-        found |= {"draft": [0.0], "verify": iteration, "block": [float(plan.block_bytes)]}
+        numbers = {"iteration": iteration, "streamed": [float(plan.streamed_bytes)], "bus": [rate]}
+        numbers |= {"draft": [0.0], "verify": iteration, "block": [float(plan.block_bytes)]}
         if engine.draft:
             engine.phases = True
             batch = timed(engine, count)
-            found |= {"draft": batch.draft_s[warm:], "verify": batch.verify_s[warm:], "passes": batch.passes[warm:]}
+            numbers |= {"draft": batch.draft_s[warm:], "verify": batch.verify_s[warm:], "passes": batch.passes[warm:]}
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else math.nan
-        return found | {"peak": [float(peak)]}
+        return numbers | {"peak": [float(peak)]}
     finally:
         bound(1.0, device)
 

@@ -67,19 +67,19 @@ class Perplexity(Metric):
         return {"scores": job(target, together if text in together else [text], scale.protocols["perplexity"])}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score every corpus; one series per corpus of nll, and of kl and top1 where compared.
 
         Raises:
             UserError: damaged inputs, a corpus without a full window, windows beyond the context, NaN in the logits.
         """
         given = job.given()
-        lm = compress.load(given, found.get("weights"))
-        compared = given["kl_windows"] if "weights" in found else 0
+        lm = compress.load(given, folders.get("weights"))
+        compared = given["kl_windows"] if "weights" in folders else 0
         full = [models.load(given["model"], given["device"], given["dtype"], given["hub"])] if compared else [None]
         series: dict[str, Series] = {}
         for text in given["texts"]:
-            ids, identity = corpora.load_tokens(found[f"text {text}"] / tokens.OUTPUTS[0])
+            ids, identity = corpora.load_tokens(folders[f"text {text}"] / tokens.OUTPUTS[0])
             cut = scoring.windows(ids, given["length"], given["windows"])
             frame = scoring.score(lm.model, cut, full[0], compared)
             group = f"{given['label']} on {identity['label']}"
@@ -90,11 +90,11 @@ class Perplexity(Metric):
                     series[f"{text}/{name}"] = Series(values, "windows", same)
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The windows of one corpus: nll, kl or top1."""
         name = "nll" if self.show == "perplexity" else self.show
         key = f"{target.scale.text(self.corpus)}/{name}"
-        held = found["scores"].series
+        held = observed["scores"].series
         return {name: held[key]} if key in held else {}
 
     def value(self, mean: Mapping[str, Any]) -> Any:

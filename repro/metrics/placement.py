@@ -24,9 +24,9 @@ class Placement(Metric):
         """The job that compresses the model notes what its steps chose."""
         return {"layers": compress.job(target)}
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """One number a layer, in model order: the rank (0: not chosen) and whether it is above 0."""
-        held = found["layers"].series
+        held = observed["layers"].series
         if "layers/rank" not in held:
             return {}
         ranks = held["layers/rank"]

@@ -103,7 +103,7 @@ class Sensitivity(Metric):
         return {"layers": make("sensitivity", target.label, inputs, options, needs, target.steps)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Measure damage and loss of every quantized layer, by sequence and by passage.
 
         Raises:
@@ -111,10 +111,10 @@ class Sensitivity(Metric):
         """
         given = job.given()
         count, length = given["sequences"], given["tokens"]
-        lm = _quantized(given, found)
+        lm = _quantized(given, folders)
         check_context(lm.model, length)
         full = lm.full_precision()
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         text = passages(ids, count, length, identity["label"])
         source = models.load(given["model"], given["device"], given["dtype"], given["hub"])  # AWQ's rounds differently
         sampled = sample(source, count, length, seed=0)
@@ -129,11 +129,11 @@ class Sensitivity(Metric):
             series |= {f"{name} {i}": Series(values, "sequences", group) for i, values in enumerate(layers)}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The mean of every layer for a figure; for a number every layer by sequence."""
-        if "layers" not in found:
+        if "layers" not in observed:
             return {}
-        held = found["layers"].series
+        held = observed["layers"].series
         if self.show in ("damage", "loss"):
             return {self.show: Series(np.asarray([one.values.mean() for one in by_layer(held, self.show)]), "layers")}
         return {key: one for key, one in held.items() if self.show == "rho" or key.startswith("loss ")}
@@ -164,12 +164,12 @@ class Sensitivity(Metric):
         return None if self.show in ("rho", "tail") else 0.0
 
 
-def _quantized(given: Mapping[str, Any], found: Mapping[str, Path]) -> LowBitModel:
+def _quantized(given: Mapping[str, Any], folders: Mapping[str, Path]) -> LowBitModel:
     """The quantized model with its full-precision weights at hand."""
-    if "weights" in found:
-        return compress.load(given, found["weights"], keep_full=True)
+    if "weights" in folders:
+        return compress.load(given, folders["weights"], keep_full=True)
     lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
-    compress.apply_steps(lm, recipe.parse(given["recipe"]).steps, given["calibration"], found)
+    compress.apply_steps(lm, recipe.parse(given["recipe"]).steps, given["calibration"], folders)
     return lm
 
 
@@ -225,25 +225,25 @@ def _block_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 def last_hidden(model: nn.Module, ids: Tensor, at: int, state: Tensor) -> Tensor:
     """Last hidden states `[S, L, d]` of ids `[S, L]` where block `at` gets `state`; the blocks before it do not run."""
-    earlier, found = list(blocks(model).values())[:at], []
+    earlier, hidden = list(blocks(model).values())[:at], []
     try:
         for some, given in zip(ids.split(TOGETHER), state.split(TOGETHER)):
             for block in earlier:
                 block.forward = lambda *_, given=given, **__: given
-            found.append(model.base_model(some, use_cache=False).last_hidden_state)
+            hidden.append(model.base_model(some, use_cache=False).last_hidden_state)
     finally:
         for block in earlier:
             vars(block).pop("forward", None)
-    return torch.cat(found)
+    return torch.cat(hidden)
 
 
 def token_nll(model: nn.Module, hidden: Tensor, ids: Tensor) -> np.ndarray:
     """Negative log likelihood of ids `[S, L]` after the first, float64 `[S, L - 1]`, from last hidden states."""
-    found = []
+    losses = []
     for states, some in zip(hidden.split(SCORED), ids.split(SCORED)):
         logits = model.get_output_embeddings()(states[:, :-1]).float()
-        found.append(F.cross_entropy(logits.transpose(1, 2), some[:, 1:], reduction="none").double())
-    return torch.cat(found).cpu().numpy()
+        losses.append(F.cross_entropy(logits.transpose(1, 2), some[:, 1:], reduction="none").double())
+    return torch.cat(losses).cpu().numpy()
 
 
 def centred(H: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Setting(Metric):
     factor: float = 1.0
     unit: str = ""
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The option as one number.
 
         Raises:

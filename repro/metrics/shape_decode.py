@@ -120,7 +120,7 @@ class ShapeDecode(Metric):
         return {"rounds": make("shape_decode", f"{self.shape}/{self.how}", rule, rule, {}, ())}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Time the rounds.
 
         Raises:
@@ -133,7 +133,7 @@ class ShapeDecode(Metric):
         if given["method"] == "transformers":
             timed = transformers_steps(given["shape"], device)
         else:
-            masks = trained_masks(given, found) if "weights" in found else None
+            masks = trained_masks(given, folders) if "weights" in folders else None
             engine = loaded(given["shape"], given["recipe"], given["method"], max(lengths) + new + 1, device, masks)
             timed = lambda prompt, new: engine.time(prompt, new).ms_p50  # noqa: E731
         series = {}
@@ -144,9 +144,9 @@ class ShapeDecode(Metric):
             series[name] = Series(np.asarray(rounds, dtype=float), "items", group)
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The rounds."""
-        return {"ms": found["rounds"].series[self.column]}
+        return {"ms": observed["rounds"].series[self.column]}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """Tokens a second of the mean step, or its milliseconds."""
@@ -158,10 +158,10 @@ class ShapeDecode(Metric):
         return (0.0, math.inf)
 
 
-def trained_masks(given: Mapping[str, Any], found: Mapping[str, Path]) -> dict[str, shape_lists.Masks]:
+def trained_masks(given: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, shape_lists.Masks]:
     """What the compressed model of a job keeps of its inputs on the job's text."""
-    lm = compress.load(given, found["weights"])
-    ids, _ = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+    lm = compress.load(given, folders["weights"])
+    ids, _ = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
     return shape_lists.masks_of(lm, scoring.windows(ids, given["length"], given["windows"]))
 
 

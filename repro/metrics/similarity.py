@@ -65,7 +65,7 @@ class Similarity(Metric):
         return {"traces": make("similarity", target.label, inputs, target.options(), needs, target.steps)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Trace nine sequences through both models, for every draw of them.
 
         Raises:
@@ -73,19 +73,19 @@ class Similarity(Metric):
         """
         given = job.given()
         full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         text = passages(ids, DRAWS * PASSAGES, LENGTH, identity["label"])
         drawn = sampling.sample(full, DRAWS * SAMPLED, LENGTH, seed=0)
-        quantized = compress.load(given, found.get("weights")).model
+        quantized = compress.load(given, folders.get("weights")).model
         nines = [torch.cat([drawn[i::DRAWS], text[i::DRAWS].to(drawn)]) for i in range(DRAWS)]
         cosines = np.stack([traces(full, quantized, nine) for nine in nines])
         group = f"{DRAWS} draws of {SAMPLED} sampled sequences and {PASSAGES} passages of {identity['label']}"
         observations.save(folder / observations.FILE, summary(cosines, group), origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The number of every draw; for a figure the series that is drawn."""
         name = f"trace {self.sequence}" if self.show == "trace" else self.show
-        return {name: found["traces"].series[name]}
+        return {name: observed["traces"].series[name]}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean of what is shown, or percent of positions."""
@@ -134,5 +134,5 @@ def summary(cosines: np.ndarray, group: str) -> dict[str, Series]:
     numbers = {"cos_min": means.min(1), "cos_max": means.max(1), "sigma_avg": sigma.mean(1), "sigma_max": sigma.max(1)}
     numbers["wide"] = (sigma > WIDE).mean(1)
     drawn = {f"trace {i}": trace for i, trace in enumerate(cosines[0])} | {"lowest": low[0], "highest": high[0]}
-    found = {name: Series(values, "draws", group) for name, values in numbers.items()}
-    return found | {name: Series(values, "positions") for name, values in drawn.items()}
+    series = {name: Series(values, "draws", group) for name, values in numbers.items()}
+    return series | {name: Series(values, "positions") for name, values in drawn.items()}

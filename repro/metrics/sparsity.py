@@ -42,15 +42,15 @@ class Sparsity(Metric):
         return {"zeros": on_text.job("sparsity", target, text, rule, options)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Count on every window; two series a kind of matrix, its blocks in order: share of zeros, and parameters.
 
         Raises:
             UserError: damaged inputs, or a corpus without a full window.
         """
         given = job.given()
-        lm = compress.load(given, found.get("weights"))
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        lm = compress.load(given, folders.get("weights"))
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         cut = scoring.windows(ids, given["length"], given["windows"])
         group = f"{given['label']} on {identity['label']}, first {len(cut)}, zeros"
         by_kind: dict[str, list[tuple[float, int]]] = {}
@@ -63,9 +63,9 @@ class Sparsity(Metric):
                 series[f"{what}/{kind}"] = Series(column, "layers", group)
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The zeros of each asked matrix, weighted by its parameters, and the parameters."""
-        held = found["zeros"].series
+        held = observed["zeros"].series
         kinds = [name.partition("/")[2] for name in held if name.startswith("zeros/")]
         kinds = [kind for kind in kinds if self.of in ("", kind)]
         if not kinds:

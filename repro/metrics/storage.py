@@ -30,9 +30,9 @@ class Storage(Metric):
         """The job that compresses the model counts its bits."""
         return {"bits": compress.job(target)}
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The bits by kind, and the totals."""
-        return {name: one for name, one in found["bits"].series.items() if name.startswith("bits/")}
+        return {name: one for name, one in observed["bits"].series.items() if name.startswith("bits/")}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The count that was asked for."""
@@ -54,26 +54,26 @@ class Storage(Metric):
             shape: the `PublicShape`.
         """
         layers, weights = shape.linears, sum(map(prod, shape.linears))
-        found = {"bits/unquantized": 16.0 * weights}
+        by_kind = {"bits/unquantized": 16.0 * weights}
         for step in steps:
             config = step.config
             if isinstance(config, Grid) and not getattr(config, "act_order", False):
                 groups = sum(n * (k // config.group if config.group else 1) for n, k in layers)
                 scale, zero = {"float16": 16, "float32": 32}[config.scale_dtype], 0 if config.symmetric else config.bits
-                found = {
+                by_kind = {
                     "bits/codes": config.bits * weights,
                     "bits/scales": scale * groups,
                     "bits/zeros": zero * groups,
                 }
             elif isinstance(config, low_rank.Config) and not config.budget:
                 stored = [low_rank.stored_bytes(config.rank, layer, config.factor_bits) for layer in layers]
-                found[f"bits/{step.name}"] = 8 * sum(stored)
+                by_kind[f"bits/{step.name}"] = 8 * sum(stored)
             else:
                 return None
         if self.count in ("compensation", "share") and not any(
             isinstance(step.config, low_rank.Config) for step in steps
         ):
             return None
-        bits = sum(found.values())
+        bits = sum(by_kind.values())
         totals = {"bits/bpw": bits / weights, "bits/bytes": bits / 8 + 2 * shape.others, "bits/block_weights": weights}
-        return float(self.value(found | totals))
+        return float(self.value(by_kind | totals))

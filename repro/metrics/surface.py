@@ -93,7 +93,7 @@ class Surface(Metric):
         return {"surface": on_text.job("surface", target, target.scale.text(self.corpus), {"surface": rule}, options)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score every point: a series of the losses of the sequences at each, and one of their means.
 
         Raises:
@@ -101,8 +101,8 @@ class Surface(Metric):
                 not finite.
         """
         given = job.given()
-        model = compress.load(given, found.get("weights")).model
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        model = compress.load(given, folders.get("weights")).model
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         check_context(model, given["tokens"])
         text = passages(ids, given["sequences"], given["tokens"], identity["label"]).to(model.device)
         grid = None if given["bits"] == FULL else GroupGrid(given["bits"], given["group"])
@@ -118,9 +118,9 @@ class Surface(Metric):
         series |= {f"at {i} {j}": Series(one, "sequences", group) for (i, j), one in cells_of(losses)}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The sequences at every point, or for a figure the means."""
-        held = found["surface"].series
+        held = observed["surface"].series
         if self.show == "surface":
             return {"loss": held["loss"]}
         return {name: one for name, one in held.items() if name != "loss"}
@@ -162,13 +162,13 @@ def directions(model: nn.Module, seed: int) -> tuple[Direction, Direction]:
     A row of zeros, whose norm is 0, does not move.
     """
     generator = torch.Generator().manual_seed(seed)
-    found: tuple[Direction, Direction] = ({}, {})
-    for direction in found:
+    both: tuple[Direction, Direction] = ({}, {})
+    for direction in both:
         for name, linear in block_linears(model).items():
             drawn = torch.randn(linear.weight.shape, generator=generator).to(linear.weight.device)
             norms = linear.weight.detach().float().norm(dim=1, keepdim=True)
             direction[name] = drawn / drawn.norm(dim=1, keepdim=True) * norms
-    return found
+    return both
 
 
 @torch.no_grad()

@@ -162,7 +162,7 @@ class Switching(Metric):
         return {"texts": _job(self, target)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Generate every prompt's text, and score it.
 
         Raises:
@@ -173,11 +173,11 @@ class Switching(Metric):
         tokenizer = models.tokenizer(given["model"], given["hub"])
         prompts = _prompts(given)
         ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
-        engine, full, beside = _engine(given, found)
+        engine, full, beside = _engine(given, folders)
         held = {
-            role: observations.load(found[role] / observations.FILE).series
+            role: observations.load(folders[role] / observations.FILE).series
             for role in ("full", "signal")
-            if role in found
+            if role in folders
         }
         group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
         rows = []
@@ -200,9 +200,9 @@ class Switching(Metric):
         series |= {name: Series(np.asarray([row[name] for row in rows]), RESAMPLED, group) for name in numbers}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The prompts' numbers; none of the references where the set has none."""
-        held = found["texts"].series
+        held = observed["texts"].series
         if self.show in CURVES:
             name, _, what = self.show.partition(" ")
             return {self.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
@@ -327,12 +327,12 @@ def _text(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
     """Of each token of a text, whether it ends a run of `REPEATED` which the text had before."""
-    seen, found = set(), [False] * len(tokens)
+    seen, ends_in_repeat = set(), [False] * len(tokens)
     for end in range(REPEATED, len(tokens) + 1):
         run_of_tokens = tuple(tokens[end - REPEATED : end])
-        found[end - 1] = run_of_tokens in seen
+        ends_in_repeat[end - 1] = run_of_tokens in seen
         seen.add(run_of_tokens)
-    return found
+    return ends_in_repeat
 
 
 def _cut(ids: Sequence[int], given: Mapping[str, Any]) -> list[int]:
@@ -340,7 +340,7 @@ def _cut(ids: Sequence[int], given: Mapping[str, Any]) -> list[int]:
     return list(ids[-(given["context"] - given["new_tokens"]) :])
 
 
-def _engine(given: Mapping[str, Any], found: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder, float]:
+def _engine(given: Mapping[str, Any], folders: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder, float]:
     """The engine of a schedule, or of one width; full precision's decoder; bits a weight beside the codes (DNS)."""
     on_cpu, device, dtype = (
         dict(given) | {"device": "cpu"},
@@ -348,13 +348,13 @@ def _engine(given: Mapping[str, Any], found: Mapping[str, Path]) -> tuple[Switch
         getattr(torch, given["dtype"]),
     )
     made: dict[int, LowBitModel] = {16: compress.load(on_cpu, None)}
-    made |= {int(role[1:]): compress.load(on_cpu, found[role]) for role in found if role[0] == "w"}
+    made |= {int(role[1:]): compress.load(on_cpu, folders[role]) for role in folders if role[0] == "w"}
     context = weights.check(given["model"], made[16].model.config, given["context"])
     full = weights.decoder(made[16], context, device, dtype)
     if given["schedule"]:
         config = precision.read(given["schedule"])
         if given["quantile"]:
-            config = replace(config, threshold=_threshold(found["validation"], config, given["quantile"]))
+            config = replace(config, threshold=_threshold(folders["validation"], config, given["quantile"]))
         at = {bits: made[bits] for bits in config.path}
         whole = SwitchingCore.of(given["model"], at, config, context, device, dtype, None, given["hub"], made[16])
         return whole, full, 0.0

@@ -85,7 +85,7 @@ class Timeline(Metric):
         return {"spans": make("timeline", label, rule, rule, {}, ())}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Note the spans of one iteration.
 
         Raises:
@@ -101,9 +101,9 @@ class Timeline(Metric):
             series[f"{lane} length"] = Series(np.asarray([end - begin for begin, end in spans]), "spans", group)
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The spans of a lane; none of a lane that a configuration does not have."""
-        return found["spans"].only(f"{self.lane} {self.show}")
+        return observed["spans"].only(f"{self.lane} {self.show}")
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean of what is drawn."""
@@ -155,7 +155,7 @@ def spans_of(lanes: Mapping[str, Sequence[Copy]], draft: subspec.Config | None, 
     verification = lanes["verification"][number]
     begin = passes[0].begin if draft else lanes["verification"][number - 1].end
     copies = [copy for copy in lanes["copies"] if begin < copy.end and copy.begin < verification.end]
-    found = {}
+    by_lane = {}
     for lane, spans in zip(LANES, (copies, passes, [verification])):
-        found[lane] = [(1e3 * (span.begin - begin), 1e3 * (span.end - begin)) for span in spans]
-    return found
+        by_lane[lane] = [(1e3 * (span.begin - begin), 1e3 * (span.end - begin)) for span in spans]
+    return by_lane

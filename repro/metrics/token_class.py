@@ -57,7 +57,7 @@ class TokenClass(Metric):
         return {"classes": make("token_class", target.label, inputs, options, needs, target.steps)}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score the windows with the recipe and in full precision.
 
         Raises:
@@ -65,8 +65,8 @@ class TokenClass(Metric):
         """
         given = job.given()
         full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        low = compress.load(given, found["weights"]).model if "weights" in found else None
-        ids, identity = corpora.load_tokens(found["text"] / tokens.OUTPUTS[0])
+        low = compress.load(given, folders["weights"]).model if "weights" in folders else None
+        ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         tokenizer = models.tokenizer(given["model"], given["hub"])
         of = np.asarray([class_of(tokenizer.decode([i])) for i in range(len(tokenizer))])
         cut = scoring.windows(ids, given["length"], given["windows"])
@@ -75,9 +75,9 @@ class TokenClass(Metric):
         series = {name: Series(np.asarray([row[name] for row in rows]), "windows", group) for name in rows[0]}
         observations.save(folder / observations.FILE, series, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The windows of one class."""
-        return found["classes"].only(f"{self.of}/{self.show}")
+        return observed["classes"].only(f"{self.of}/{self.show}")
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """Nats per token of the text."""
@@ -129,8 +129,8 @@ def by_class(full: nn.Module, low: nn.Module | None, ids: torch.Tensor, of: Sequ
     values = {"nll": F.nll_loss(logs[-1], targets, reduction="none")}
     if low is not None:
         values["kl"] = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
-    place, found = np.asarray(of)[ids[1:].numpy()], {}
+    place, totals = np.asarray(of)[ids[1:].numpy()], {}
     for show, one in values.items():
         sums = np.bincount(place, one.double().cpu().numpy(), minlength=len(CLASSES)) / len(place)
-        found |= {f"{name}/{show}": float(x) for name, x in zip(CLASSES, sums)}
-    return found
+        totals |= {f"{name}/{show}": float(x) for name, x in zip(CLASSES, sums)}
+    return totals

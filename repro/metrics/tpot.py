@@ -177,8 +177,8 @@ def _signal(folder: Path) -> float | None:
     path = folder / "signal.json"
     if not path.is_file():
         return None
-    found = json.loads(path.read_text())
-    return max(0.0, found["listening ms"] - found["plain ms"])
+    times = json.loads(path.read_text())
+    return max(0.0, times["listening ms"] - times["plain ms"])
 
 
 def _part(show: str, path: Sequence[int], share: np.ndarray, each: np.ndarray, short: Sequence[float]) -> float:

@@ -30,18 +30,18 @@ class Training(Metric):
 
     def jobs(self, target: Target) -> dict[str, Job]:
         """The jobs that compress the model train it: one for each step of the recipe, `step 0` the last."""
-        found, job = {}, compress.job(target)
+        jobs, job = {}, compress.job(target)
         while job:
-            found[f"step {len(found)}"] = job
+            jobs[f"step {len(jobs)}"] = job
             job = dict(job.needs).get("start")
-        return found
+        return jobs
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The count of all steps, or the end of the last one's curve; none where it is asked for and there is none."""
         if self.show == "tokens":
-            counts = [step.series[TOKENS].values.sum() for step in found.values() if TOKENS in step.series]
+            counts = [step.series[TOKENS].values.sum() for step in observed.values() if TOKENS in step.series]
             return {TOKENS: Series(np.asarray([sum(counts)], dtype=float), "model")}
-        if (curve := found["step 0"].series.get(LOSS)) is None:
+        if (curve := observed["step 0"].series.get(LOSS)) is None:
             return {}
         return {LOSS: Series(curve.values[-math.ceil(len(curve.values) * LAST) :], curve.axis)}
 

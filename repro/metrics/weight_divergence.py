@@ -43,25 +43,25 @@ class WeightDivergence(Metric):
         return {"layers": job}
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Compare every linear layer of the blocks, in model order.
 
         Raises:
             UserError: damaged inputs.
         """
         given = job.given()
-        full, quantized = compress.load(given, None), compress.load(given, found["weights"])
+        full, quantized = compress.load(given, None), compress.load(given, folders["weights"])
         config = Config(direction=given["direction"], bins=given["bins"], pseudocount=given["pseudocount"])
         other, values = block_linears(quantized.model), []
         for name, linear in block_linears(full.model).items():
             values.append(weight_divergence(linear.weight.detach(), other[name].weight.detach(), config))
         observations.save(folder / observations.FILE, {"layers": Series(np.asarray(values), "layers")}, origin)
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The layers for a figure, else one number."""
-        if "layers" not in found:
+        if "layers" not in observed:
             return {}
-        held = found["layers"].series["layers"]
+        held = observed["layers"].series["layers"]
         if self.show == "layers":
             return {"layers": held}
         number = held.values.mean() if self.show == "mean" else held.values.max() / held.values.min()

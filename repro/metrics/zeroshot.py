@@ -85,17 +85,17 @@ class ZeroShot(Accuracy):
         return scoring_job("zeroshot", self, target)
 
     @staticmethod
-    def run(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
         """Score the tasks: one series a task, 1 where an item is answered correctly.
 
         Raises:
             UserError: damaged inputs, an answer beyond the context, NaN in the logits.
         """
-        score(job, found, folder, origin, ("correct",))
+        score(job, folders, folder, origin, ("correct",))
 
-    def series(self, found: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The items of the tasks that were asked for."""
-        held = found["items"].series
+        held = observed["items"].series
         return {
             f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(self)
         }
@@ -130,15 +130,15 @@ def _job(kind: str, target: Target, tasks: list[str]) -> Job:
     return make(kind, target.label, inputs, target.options() | rule, needs, target.steps)
 
 
-def score(job: Job, found: Mapping[str, Path], folder: Path, origin: dict[str, str], columns: Sequence[str]) -> None:
+def score(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str], columns: Sequence[str]) -> None:
     """Score the tasks of a job and keep columns of `repro.data.zeroshot.run`, a series a task each.
 
     Raises:
         UserError: as `scored`.
     """
     given = job.given()
-    lm = compress.load(given, found.get("weights"))
+    lm = compress.load(given, folders.get("weights"))
     series = {}
     for task in given["tasks"]:
-        series |= scored(lm, found[f"requests {task}"], task, given["limit"], given["tokens"], columns)
+        series |= scored(lm, folders[f"requests {task}"], task, given["limit"], given["tokens"], columns)
     observations.save(folder / observations.FILE, series, origin)

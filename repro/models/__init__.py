@@ -107,13 +107,13 @@ def fingerprint(name: str) -> str:
     return short_hash(name) if place is None else identity.model_digest(place, files, _indexed(place))
 
 
-def check_fingerprint(name: str, found: str, where: Path) -> None:
+def check_fingerprint(name: str, made_of: str, where: Path) -> None:
     """Raise unless a compressed model was made from today's model of that name.
 
     Raises:
         UserError: it was made from another.
     """
-    if found != fingerprint(name):
+    if made_of != fingerprint(name):
         raise UserError(f"{where} was made from another model than today's {name}; delete it and run again")
 
 
@@ -189,8 +189,8 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     if report["missing_keys"]:
         raise UserError(f"model {name!r}: {sorted(report['missing_keys'])[0]} is not in its files; copy it again")
     if report["mismatched_keys"]:
-        key, found, wanted = sorted(report["mismatched_keys"])[0]
-        raise UserError(f"model {name!r}: {key} is {list(found)}, its config.json says {list(wanted)}")
+        key, shape, wanted = sorted(report["mismatched_keys"])[0]
+        raise UserError(f"model {name!r}: {key} is {list(shape)}, its config.json says {list(wanted)}")
     if surplus := sorted(key for key in report["unexpected_keys"] if "inv_freq" not in key):
         raise UserError(f"model {name!r}: its files hold {surplus[0]}, which its config.json has no place for")
     for key, parameter in model.named_parameters():

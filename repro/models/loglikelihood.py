@@ -104,8 +104,8 @@ def score(
         if batch[0].prefix != of:
             of = batch[0].prefix
             cached = _keys_and_values(model, prefixes[of])
-        for found, out in zip(_answers(model, cached, 0 if of < 0 else len(prefixes[of]), batch), (log_p, same)):
-            out.append(found)
+        for answer, out in zip(_answers(model, cached, 0 if of < 0 else len(prefixes[of]), batch), (log_p, same)):
+            out.append(answer)
         for one in batch:
             for place, ids in zip(one.places, one.answers):
                 owner += [place] * len(ids)
@@ -194,13 +194,13 @@ def unscaled_positions(config: Any) -> float:
 
 def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[AnsweredPrompt], np.ndarray]:
     """As `_prompts`, but each row by itself, without a prefix or another answer."""
-    found, cut = [], np.zeros(len(rows), dtype=bool)
+    prompts, cut = [], np.zeros(len(rows), dtype=bool)
     for place, (prefix, ids, count) in enumerate(rows):
         whole = np.concatenate([prefixes[prefix], ids]) if prefix >= 0 else ids
         (prompt,), cut[place : place + 1] = _prompts([], [(-1, whole, count)], window)
         prompt.places = [place]
-        found.append(prompt)
-    return found, cut
+        prompts.append(prompt)
+    return prompts, cut
 
 
 def _batches(

@@ -302,10 +302,10 @@ def _cross_checks(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     seen: set[frozenset] = set()
     count: dict[tuple[str, str], list[bool]] = {}
     for one in sorted(judged, key=lambda j: -len(j.cases)):
-        found: set[str] = set()
+        measured: set[str] = set()
         for case in one.cases:
-            found |= {check.name for check in case.cross_checks}
-        names, rows = [name for name in one.spec.cross_checks if name in found], []
+            measured |= {check.name for check in case.cross_checks}
+        names, rows = [name for name in one.spec.cross_checks if name in measured], []
         for (keys, named), case in zip(one.spec.case_cells(), one.cases):
             key = frozenset(named.values())
             if not case.cross_checks or key in seen:
@@ -323,7 +323,7 @@ def _cross_checks(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
     if not seen:
         yield "No case with a cross-check is measured yet."
         return
-    by_model = (f"{name} on {on} in {judging.counted(found)}" for (on, name), found in count.items())
+    by_model = (f"{name} on {on} in {judging.counted(apart)}" for (on, name), apart in count.items())
     said = "the 95 % interval of the difference to the claim's own value, on the windows that both have, excludes 0"
     yield f"≠: {said}: {'; '.join(by_model)}."
     if any(map(any, count.values())):

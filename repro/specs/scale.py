@@ -318,8 +318,8 @@ def _named(path: Path) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise UserError(f"{shown(path)}: not a scale; expected a mapping with keys of Scale")
     if data.get("name") != path.stem:
-        found = f"its name is {shortened(data['name'])!r}" if "name" in data else "key 'name' is missing"
-        raise UserError(f"{shown(path)}: {found}; a scale is named like its file, {path.stem!r}")
+        said = f"its name is {shortened(data['name'])!r}" if "name" in data else "key 'name' is missing"
+        raise UserError(f"{shown(path)}: {said}; a scale is named like its file, {path.stem!r}")
     return dict(data)
 
 

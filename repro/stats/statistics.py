@@ -241,7 +241,7 @@ def interval(
     if branches:
         lo, hi, df = _ends_of_extreme(value, by_seed.mean(axis=1), errors, n)
     else:
-        variance, df = (float(found[0]) for found in _spread(errors))
+        variance, df = (float(part[0]) for part in _spread(errors))
         half = _quantile(df) * math.sqrt(variance)
         lo, hi = value - half, value + half
         if again and len(errors) == 1:
@@ -264,7 +264,7 @@ def _spread(errors: Sequence[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.
 
 
 def _ends_of_extreme(
-    value: float, found: np.ndarray, errors: Sequence[tuple[np.ndarray, float]], n: int
+    value: float, values: np.ndarray, errors: Sequence[tuple[np.ndarray, float]], n: int
 ) -> tuple[float, float, float]:
     """The ends of an interval of the least or the greatest of smooth expressions, and degrees of freedom.
 
@@ -276,26 +276,26 @@ def _ends_of_extreme(
 
     Args:
         value: of the expression itself.
-        found: of its branches, `[branches]`.
+        values: of its branches, `[branches]`.
         errors: theirs, as `interval` puts them together.
         n: units behind them; fewer than three, as where all are times of one run, count as three.
     """
     variance, freedom = _spread(errors)
     error, quantile = np.sqrt(variance), np.array([_quantile(df) for df in freedom])
-    nearest = int(np.argmin(np.abs(found - value)))
+    nearest = int(np.argmin(np.abs(values - value)))
     df = float(freedom[nearest])
     slack = 1e-9 * (1 + abs(value))
-    if value > found.min() + slack and value < found.max() - slack:
+    if value > values.min() + slack and value < values.max() - slack:
         half = float(quantile[nearest] * error[nearest])
         return value - half, value + half, df
-    sign = 1.0 if value <= found.min() + slack else -1.0
-    found = sign * found
+    sign = 1.0 if value <= values.min() + slack else -1.0
+    values = sign * values
     greatest = _greatest_errors(errors, error, float(freedom.min()))
-    wide = float(np.quantile(greatest(np.full(len(found), True)), 1 - 0.1 / math.log(max(n, 3))))
-    possible = found <= np.min(found + wide * error) + 2 * wide * error
+    wide = float(np.quantile(greatest(np.full(len(values), True)), 1 - 0.1 / math.log(max(n, 3))))
+    possible = values <= np.min(values + wide * error) + 2 * wide * error
     together = float(np.quantile(greatest(possible), (1 + LEVEL) / 2))
-    low = float(np.min((found - quantile * error)[possible]))
-    high = float(np.min((found + np.maximum(together, quantile) * error)[possible]))
+    low = float(np.min((values - quantile * error)[possible]))
+    high = float(np.min((values + np.maximum(together, quantile) * error)[possible]))
     lo, hi = (low, high) if sign > 0 else (0.0 - high, 0.0 - low)  # without a zero of the wrong sign
     return min(lo, value), max(hi, value), df
 

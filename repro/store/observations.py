@@ -98,10 +98,10 @@ def checksum(series: Mapping[str, Series], meta: Mapping[str, str]) -> str:
     return hashlib.sha256(f"{digest(series)} {json.dumps(facts, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
-def origin(job: Job, versions: Mapping[str, int], found: Mapping[str, Path] | None = None) -> dict[str, str]:
+def origin(job: Job, versions: Mapping[str, int], folders: Mapping[str, Path] | None = None) -> dict[str, str]:
     """What is written beside observations: the job, its device, commit, versions, environment, what was read."""
     read = {}
-    for role, folder in (found or {}).items():
+    for role, folder in (folders or {}).items():
         read |= {f"{role}/{path.name}": sha256(path)[:16] for path in stored(folder)}
     device = job.given().get("device", "cpu")
     return {

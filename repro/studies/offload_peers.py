@@ -240,11 +240,11 @@ class Passes:
 
     def _forward(self, *given: Any, **options: Any) -> Any:
         began = time.perf_counter()
-        found = self._inner(*given, **options)
+        output = self._inner(*given, **options)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - began)
-        return found
+        return output
 
 
 if __name__ == "__main__":

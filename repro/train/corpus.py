@@ -153,10 +153,10 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _hashes(found: list[str], n: int) -> np.ndarray:
+def _hashes(words: list[str], n: int) -> np.ndarray:
     """One uint64 per n-gram of the words `[W]`, `[max(W - n + 1, 0)]`; the same within one process."""
-    each = np.fromiter(map(hash, found), dtype=np.int64, count=len(found)).view(np.uint64)
-    out = np.zeros(max(len(found) - n + 1, 0), dtype=np.uint64)
+    each = np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).view(np.uint64)
+    out = np.zeros(max(len(words) - n + 1, 0), dtype=np.uint64)
     for offset in range(n):
         out = out * np.uint64(0x9E3779B97F4A7C15) + each[offset : offset + len(out)]
     return out

@@ -96,9 +96,9 @@ def logits(model: nn.Module, weights: Mapping[str, Tensor], rows: Tensor) -> Ten
     return torch.func.functional_call(model, dict(weights), (), {"input_ids": rows, "use_cache": False}).logits
 
 
-def next_token_loss(found: Tensor, rows: Tensor) -> Tensor:
+def next_token_loss(logits: Tensor, rows: Tensor) -> Tensor:
     """Mean cross entropy in nats of the logits of `rows` `[B, L]` and the token that follows each."""
-    return F.cross_entropy(found[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten())
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
 def fitting(model: nn.Module, length: int) -> int:

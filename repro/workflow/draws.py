@@ -81,7 +81,7 @@ def of(flow: "Workflow", cell: Cell, seeds: Sequence[Mapping[str, Series]]) -> d
         for drawn, deviation, df in _sources(cell, parsed, spread) if damage else ():
             effects.setdefault(drawn, {})[name] = deviation * damage
             freedom[drawn] = df
-    return {drawn: Draw(found, freedom[drawn]) for drawn, found in effects.items()}
+    return {drawn: Draw(effect, freedom[drawn]) for drawn, effect in effects.items()}
 
 
 def _sources(cell: Cell, parsed: recipe.Recipe, spread: Spread) -> Iterable[tuple[str, float, int]]:

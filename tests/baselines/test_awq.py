@@ -86,12 +86,12 @@ def test_groups_cut_at_both_ends_use_both_end_codes(bits, group, symmetric):
 
 @pytest.mark.parametrize("options", [{"bits": 2}, {"bits": 3, "group": 64}, {"group": 64}, {}], ids=str)
 def test_scales_rounded_down_lower_the_output_error(options):
-    found = []
+    result = []
     for kind in (Config, Nearest):
         config = kind(**options)
         m = awq.search_clip(W, X, config)
-        found.append(errors(grid.rtn(grid.split(W, config).clamp(-m, m).flatten(1), config).dequantize())[1])
-    assert found[0] < found[1]
+        result.append(errors(grid.rtn(grid.split(W, config).clamp(-m, m).flatten(1), config).dequantize())[1])
+    assert result[0] < result[1]
 
 
 def test_a_scale_is_the_largest_half_that_does_not_exceed_the_range():

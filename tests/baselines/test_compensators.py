@@ -66,9 +66,9 @@ class Dense:
 def measured(weights=None):
     """Statistics of the known inputs as four sequences of 128."""
     layer = torch.nn.Linear(256, 64)
-    with torch.no_grad(), watching({"x": layer}, 4, ["second_moment"], weights) as found:
+    with torch.no_grad(), watching({"x": layer}, 4, ["second_moment"], weights) as statistics:
         layer(X.view(4, 128, 256))
-    return found["x"]
+    return statistics["x"]
 
 
 def corrected(S) -> torch.Tensor:
@@ -137,8 +137,10 @@ def test_loftq_is_that_of_peft(iterations):
 
 
 def test_eora_weights_of_256_sequences():
-    found = eora.weights(256, True)
-    assert found[-1] == 1 and found[0].item() == pytest.approx(0.37, abs=0.001) and (eora.weights(9, False) == 1).all()
+    result = eora.weights(256, True)
+    assert (
+        result[-1] == 1 and result[0].item() == pytest.approx(0.37, abs=0.001) and (eora.weights(9, False) == 1).all()
+    )
 
 
 # --- what all must hold -----------------------------------------------------------------------------------------------
@@ -198,12 +200,12 @@ def test_exact_whitened_and_eigenspace_products_are_one_and_the_papers(seed, n, 
     E, x = draw(seed, n, k, 60, 0)
     rank = data.draw(st.integers(1, min(n, k)))
     G = x.T @ x / len(x)
-    found = [low_rank.symmetric_root(G), low_rank.eigenspace(G), low_rank.cholesky(G, 0.0)]
-    D = torch.linalg.svdvals(E @ found[0])
+    result = [low_rank.symmetric_root(G), low_rank.eigenspace(G), low_rank.cholesky(G, 0.0)]
+    D = torch.linalg.svdvals(E @ result[0])
     if rank < len(D) and D[rank - 1] - D[rank] < 1e-3 * D[0]:  # a tie: any of its directions is the best
         return
     products = []
-    for S in found:
+    for S in result:
         A, B = low_rank.truncated(E, rank, S)
         U, D, V = torch.linalg.svd(E @ S, full_matrices=False)
         inverse = torch.linalg.inv(S)
@@ -225,10 +227,10 @@ def test_lqer_takes_the_largest_batch():
 def test_loftq_error_can_grow():
     """Rounding W - BA is not bound to be as good as rounding W: shown, not hidden."""
     w = torch.tensor([[0.5, -0.5, 1.5, 0.1], [0.4, 0.6, -1.4, 0.9], [1.6, 0.3, 0.2, -0.7]])
-    found = [
+    result = [
         loftq.alternate(w * s, 1, 6, lambda rest: grid.rtn(rest, grid.Grid(bits=2)))[3] for s in (1.0, 1.1, 1.2, 1.3)
     ]
-    assert any(later > earlier for each in found for earlier, later in zip(each, each[1:]))
+    assert any(later > earlier for each in result for earlier, later in zip(each, each[1:]))
 
 
 # --- as steps ---------------------------------------------------------------------------------------------------------
@@ -330,9 +332,9 @@ def test_eora_sees_compensated_blocks_and_its_own_full_precision_weights():
 
     def second_moment(model, name):
         layer = model.get_submodule(name)
-        with torch.no_grad(), watching({name: layer}, len(IDS), ["second_moment"]) as found:
+        with torch.no_grad(), watching({name: layer}, len(IDS), ["second_moment"]) as statistics:
             model(IDS)
-        return found[name].second_moment
+        return statistics[name].second_moment
 
     o_proj = "model.layers.0.self_attn.o_proj"
     torch.testing.assert_close(seen[names.index(o_proj)], second_moment(full, o_proj), rtol=1e-3, atol=1e-6)
@@ -345,10 +347,10 @@ def test_eora_sees_compensated_blocks_and_its_own_full_precision_weights():
 def test_aser_removes_the_outlier_channels_from_the_quantized_weight():
     lm = compensated("aser", rank=4, outlier_share=0.5)
     full = tiny.model("llama")
-    with torch.no_grad(), watching({NAME: full.get_submodule(NAME)}, len(IDS)) as found:
+    with torch.no_grad(), watching({NAME: full.get_submodule(NAME)}, len(IDS)) as statistics:
         full(IDS)
-    channels = aser.outliers(found[NAME].mean_abs.mean(0), lm.full[NAME], 2)
-    score = found[NAME].mean_abs.mean(0) * lm.full[NAME].abs().mean(0)
+    channels = aser.outliers(statistics[NAME].mean_abs.mean(0), lm.full[NAME], 2)
+    score = statistics[NAME].mean_abs.mean(0) * lm.full[NAME].abs().mean(0)
     assert set(channels.tolist()) == set(score.argsort()[-2:].tolist())
     kept = lm.full[NAME].clone()
     kept[:, channels] = 0
@@ -404,12 +406,12 @@ def test_a_budget_is_spent_and_not_exceeded(factor_bits, budget):
     given = int(budget * sum(weight.codes.numel() for weight in lm.weights.values()) / 2)
     for remainder in ("layers", "unspent"):
         config = low_rank.Config(budget=budget, factor_bits=factor_bits, remainder=remainder)
-        found = low_rank.ranks(lm, config, "qera")
-        spent = sum(low_rank.stored_bytes(r, tuple(lm.weights[n].shape), factor_bits) for n, r in found.items())
-        low, high = min(found.values()), max(found.values())
+        result = low_rank.ranks(lm, config, "qera")
+        spent = sum(low_rank.stored_bytes(r, tuple(lm.weights[n].shape), factor_bits) for n, r in result.items())
+        low, high = min(result.values()), max(result.values())
         assert spent <= given and high - low <= (remainder == "layers")
         each = {name: low_rank.stored_bytes(1, tuple(w.shape), factor_bits) for name, w in lm.weights.items()}
-        rest = [each[name] for name, r in found.items() if r == low]
+        rest = [each[name] for name, r in result.items() if r == low]
         assert given - spent < (min(rest) if remainder == "layers" else sum(each.values()))
     lm = compensated("qera", lm, budget=budget, factor_bits=factor_bits)
     assert max(lm.facts["layers/rank"]) > min(lm.facts["layers/rank"])
@@ -429,15 +431,15 @@ def built(tmp_path):
     given = {"model": str(folder), "device": "cpu", "dtype": "float32", "hub": False, "threads": 1, "seed": 0}
 
     def run(text):
-        found = {"calibration": tmp_path / "tokens"}
+        result = {"calibration": tmp_path / "tokens"}
         for part in filter(None, (recipe.parse(text).before, text)):
             options = given | {"recipe": part, "calibration": {"sequences": 8, "length": 32, "seed": 0}}
             job = make("compress", "tiny", {"steps": recipe.parse(part).config}, options, {}, ())
             place = tmp_path / recipe.parse(part).slug
             place.mkdir(parents=True)
-            compress.run(job, found, place, {key: "" for key in observations.ORIGIN})
-            found = found | {"start": place}
-        return compress.load(given, found["start"]), observations.load(found["start"] / observations.FILE)
+            compress.run(job, result, place, {key: "" for key in observations.ORIGIN})
+            result = result | {"start": place}
+        return compress.load(given, result["start"]), observations.load(result["start"] / observations.FILE)
 
     return run
 

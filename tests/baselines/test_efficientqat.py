@@ -78,15 +78,15 @@ def test_bounds_pass_gradients_straight_through():
 def test_at_rate_0_it_is_rtn(bits):
     """Perplexity of a pocket model to 1e-6, every code, scale and zero point."""
     ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:256]).long()
-    wins, found = ids.view(2, 128), []
+    wins, result = ids.view(2, 128), []
     options = {"bits": bits, "group": 32}
     trained = Config(**options, lr=0.0, quant_lr=0.0, tokens=256, epochs=1)
     for module, config in ((efficientqat, trained), (rtn, rtn.Config(**options))):
         lm = LowBitModel(models.load("pocket-3m"))
         module.apply(lm, wins, config)
-        found.append((math.exp(perplexity.score(lm.model, wins)["nll"].mean()), lm.weights))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    for a, b in zip(found[0][1].values(), found[1][1].values(), strict=True):
+        result.append((math.exp(perplexity.score(lm.model, wins)["nll"].mean()), lm.weights))
+    assert result[0][0] == pytest.approx(result[1][0], rel=1e-6)
+    for a, b in zip(result[0][1].values(), result[1][1].values(), strict=True):
         assert torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales) and torch.equal(a.zeros, b.zeros)
         assert a.stored_bits() == b.stored_bits()
 
@@ -131,13 +131,13 @@ def test_what_is_stored_is_what_was_trained(monkeypatch, layout, tmp_path):
 
 def test_training_beats_rounding():
     """On the text that it trains on."""
-    ids, found = tiny.tokens(32, 24), {}
+    ids, result = tiny.tokens(32, 24), {}
     full = logits(tiny.model("llama"), ids)
     for name, options in {"trained": {"lr": 3e-3, "quant_lr": 1e-3}, "rate 0": {"lr": 0.0, "quant_lr": 0.0}}.items():
         lm = made(ids=ids, tokens=768, epochs=8, **options)
-        found[name] = (logits(lm.model, ids) - full).square().mean().item()
+        result[name] = (logits(lm.model, ids) - full).square().mean().item()
         assert lm.facts["training/tokens"] == [8 * 768]
-    assert found["trained"] < 0.6 * found["rate 0"], found  # 0.2 of it
+    assert result["trained"] < 0.6 * result["rate 0"], result  # 0.2 of it
 
 
 def test_official_settings_are_the_defaults():

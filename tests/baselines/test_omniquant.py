@@ -97,22 +97,22 @@ def block_errors(lm: LowBitModel, ids: torch.Tensor) -> list[float]:
     """Equation 1 of every block: quantized block on quantized inputs against full on full, mean squared."""
     made = heavy_tailed()
     full, kwargs = block_inputs(made, ids)
-    got, found = full, []
+    got, result = full, []
     for ours, block, kw in zip(blocks(lm.model).values(), blocks(made).values(), kwargs, strict=True):
         full, got = [block(h, **kw) for h in full], [ours(h, **kw) for h in got]
-        found.append(sum((a - b).square().mean().item() for a, b in zip(got, full)))
-    return found
+        result.append(sum((a - b).square().mean().item() for a, b in zip(got, full)))
+    return result
 
 
 @pytest.mark.parametrize("options", [{"bits": 3}, {"bits": 3, "group": 32}, {"bits": 2, "group": 32}], ids=str)
 def test_beats_rtn_and_its_own_start_in_every_block(options):
-    ids, found = tiny.tokens(8, 32), []
+    ids, result = tiny.tokens(8, 32), []
     for module, more in ((omniquant, {"epochs": 8, "lwc_lr": 0.05}), (omniquant, {"epochs": 0}), (rtn, {})):
         lm = LowBitModel(heavy_tailed())
         module.apply(lm, ids, module.Config(**options, **more))
-        found.append(block_errors(lm, ids))
-    learned, start, plain = found
-    assert all(a < 0.88 * min(b, c) for a, b, c in zip(learned, start, plain, strict=True)), found
+        result.append(block_errors(lm, ids))
+    learned, start, plain = result
+    assert all(a < 0.88 * min(b, c) for a, b, c in zip(learned, start, plain, strict=True)), result
 
 
 def test_the_loss_falls_and_the_block_is_left_alone():

@@ -419,9 +419,9 @@ def test_every_block_linear_changes_and_nothing_else(form):
 
 def test_importances_are_mean_squares_of_the_inputs():
     lm = quantized("q4_k(importance=mean_square)")
-    found = statistics(wide(), list(block_linears(wide())), tiny.tokens())
+    result = statistics(wide(), list(block_linears(wide())), tiny.tokens())
     for name, linear in block_linears(wide()).items():
-        importance = found[name].mean_square.mean(0).float()
+        importance = result[name].mean_square.mean(0).float()
         assert torch.equal(lm.weights[name].blocks, q4_k.quantize(linear.weight.data, importance)), name
 
 

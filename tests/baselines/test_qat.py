@@ -159,9 +159,9 @@ def test_bad_models_texts_and_rates(step):
     lm.model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj: .*NaN or Inf"):
         step.apply(lm, IDS, step.Config(**SHARED | SMALL[step]))
-    with pytest.raises(NotMeasurable, match=f"{name}: .* not finite .*; lower its learning rate") as found:
+    with pytest.raises(NotMeasurable, match=f"{name}: .* not finite .*; lower its learning rate") as raised:
         made(step, lr=1e37)
-    assert found.value.status == "diverged"
+    assert raised.value.status == "diverged"
     if step is not paretoq:
         with pytest.raises(UserError, match=r"layers\.0\.self_attn\.q_proj: .* groups of 48"):
             made(step, group=48)
@@ -244,8 +244,8 @@ def test_paretoq_known_answers(bits, error, slope):
     a = paretoq.first_scale(W, bits).requires_grad_()
     made = paretoq.fake_quantize(W, a, config)
     assert errors(made.detach())[0] == pytest.approx(error, rel=1e-5)
-    (found,) = torch.autograd.grad(((made - W) @ X.T).square().mean(), a)
-    assert found.sum().item() == pytest.approx(slope, rel=2e-5)
+    (result,) = torch.autograd.grad(((made - W) @ X.T).square().mean(), a)
+    assert result.sum().item() == pytest.approx(slope, rel=2e-5)
 
 
 def test_seq_known_answer_in_groups_of_32():
@@ -297,7 +297,7 @@ def test_a_stored_row_has_the_levels_of_the_paper(bits):
 @pytest.mark.parametrize("bits", [2, 4])
 def test_paretoq_at_rate_0_is_its_starting_grid(bits):
     ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:256]).long()
-    wins, found = ids.view(2, 128), []
+    wins, result = ids.view(2, 128), []
     config = paretoq.Config(bits=bits, lr=0.0, tokens=256)
     lm = LowBitModel(models.load("pocket-3m"))
     paretoq.apply(lm, wins, config)
@@ -308,8 +308,8 @@ def test_paretoq_at_rate_0_is_its_starting_grid(bits):
         return (((2 * v.clamp(-0.99, 0.99) - 0.5).round() + 0.5) / 2 if bits == 2 else v.clamp(-8, 7).round()) * a
 
     for model in (lm.model, rounded(models.load("pocket-3m"), plain)):
-        found.append(perplexity.perplexity(perplexity.score(model, wins)))
-    assert found[0] == found[1]
+        result.append(perplexity.perplexity(perplexity.score(model, wins)))
+    assert result[0] == result[1]
     full = models.load("pocket-3m").state_dict()
     assert all(torch.equal(value, full[name]) for name, value in lm.dense.items())
 
@@ -427,7 +427,7 @@ def test_query_and_key_are_not_clipped_and_the_search_sees_the_layers_inputs(mon
 
 @pytest.mark.parametrize(("name", "tokens"), [("pocket-3m", 0), ("tiny", 64)])
 def test_bitdistiller_at_rate_0_is_rtn_of_the_weights_that_it_cuts(name, tokens):
-    new, wins, found = lambda: tiny.model("llama"), tiny.tokens(4, 32), []
+    new, wins, result = lambda: tiny.model("llama"), tiny.tokens(4, 32), []
     if name == "pocket-3m":
         ids = corpora.token_ids("tiny-held-out", models.tokenizer(name))[:256]
         new, wins = lambda: models.load(name), torch.from_numpy(ids).long().view(4, 64)
@@ -439,8 +439,8 @@ def test_bitdistiller_at_rate_0_is_rtn_of_the_weights_that_it_cuts(name, tokens)
     plain = LowBitModel(rounded(model, lambda name, _: cut[name]))
     rtn.apply(plain, None, rtn.Config(**options))
     for each in (lm, plain):
-        found.append(perplexity.perplexity(perplexity.score(each.model, wins)))
-    assert found[0] == found[1] and lm.facts["training/validation loss"]
+        result.append(perplexity.perplexity(perplexity.score(each.model, wins)))
+    assert result[0] == result[1] and lm.facts["training/validation loss"]
     for name, weight in lm.weights.items():
         assert torch.equal(weight.codes, plain.weights[name].codes)
         assert torch.equal(weight.scales, plain.weights[name].scales)
@@ -599,8 +599,8 @@ def test_matquant_at_rate_0_is_the_rounded_grid():
             return (scales.float() * (q * 2**shift - z)).flatten(1)
 
         other = rounded(models.load("pocket-3m"), plain)
-        found = [perplexity.perplexity(perplexity.score(model, wins)) for model in (lm.model, other)]
-        assert found[0] == found[1]
+        result = [perplexity.perplexity(perplexity.score(model, wins)) for model in (lm.model, other)]
+        assert result[0] == result[1]
 
 
 def test_the_loss_is_the_sum_over_widths():

@@ -196,8 +196,8 @@ def test_below_plain_rounding_on_a_pocket_model():
     config = Config(bits=4, act_bits=4)
     smoothquant.apply(smoothed, ids[:2048].view(8, 256), config)
     unsmoothed(plain, config)
-    found = [math.exp(perplexity.score(lm.model, ids[2048:].view(4, 512))["nll"].mean()) for lm in (smoothed, plain)]
-    assert found[0] < 0.87 * found[1], found  # 0.74 of it
+    result = [math.exp(perplexity.score(lm.model, ids[2048:].view(4, 512))["nll"].mean()) for lm in (smoothed, plain)]
+    assert result[0] < 0.87 * result[1], result  # 0.74 of it
 
 
 def test_outlier_channels_cost_little_once_smoothed():

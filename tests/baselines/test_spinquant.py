@@ -83,9 +83,9 @@ def test_a_fast_rotation_is_the_product_with_the_matrix(n, seed):
     "n, want", [(256, [128, 2]), (768, [12, 64]), (8192, [128, 64]), (14336, [28, 128, 4]), (11008, [172, 64])]
 )
 def test_sizes_of_models_are_products_of_small_factors(n, want):
-    found = hadamard.factors(n)
-    assert [len(factor) for factor in found] == want and math.prod(want) == n
-    for factor in found:
+    result = hadamard.factors(n)
+    assert [len(factor) for factor in result] == want and math.prod(want) == n
+    for factor in result:
         torch.testing.assert_close(factor @ factor.T, identity(factor), rtol=0, atol=1e-12)
 
 
@@ -265,9 +265,9 @@ def test_without_epochs_no_tokens_are_needed(tmp_path):
 @pytest.fixture
 def learned(monkeypatch) -> list:
     """Rotations that `apply` folds, and the losses."""
-    found, true = [], rotation.learn
-    monkeypatch.setattr(rotation, "learn", lambda *a: found.append(true(*a)) or found[-1])
-    return found
+    result, true = [], rotation.learn
+    monkeypatch.setattr(rotation, "learn", lambda *a: result.append(true(*a)) or result[-1])
+    return result
 
 
 @pytest.mark.parametrize("solver, epochs", [("gptq", 6), pytest.param("rtn", 4, marks=pytest.mark.slow)])
@@ -486,8 +486,8 @@ def test_below_plain_rounding_on_a_pocket_model():
     for name, linear in layers.items():
         numbers = inputs.attachment("", linear.in_features, config.inputs(linear)).numbers
         plain.attach(name, Attachment("spinquant", {}, numbers))
-    found = [math.exp(perplexity.score(lm.model, ids[2048:].view(4, 512))["nll"].mean()) for lm in (turned, plain)]
-    assert found[0] < 0.87 * found[1], found  # 0.75 of it
+    result = [math.exp(perplexity.score(lm.model, ids[2048:].view(4, 512))["nll"].mean()) for lm in (turned, plain)]
+    assert result[0] < 0.87 * result[1], result  # 0.75 of it
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

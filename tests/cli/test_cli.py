@@ -61,8 +61,8 @@ def test_it_starts_at_once(tmp_path, name):
     words, code, said = AT_ONCE[name]
     (tmp_path / "tables" / "spear").mkdir(parents=True)
     (tmp_path / "tables" / "spear" / "table1.md").write_text(TABLE)
-    found, slow, done = loaded(tmp_path, *words)
-    assert found == code and said in done.text and slow == set()
+    result, slow, done = loaded(tmp_path, *words)
+    assert result == code and said in done.text and slow == set()
 
 
 def test_make_leaves_a_scale_of_this_checkout_to_snakemake(tmp_path):

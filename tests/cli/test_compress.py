@@ -368,9 +368,9 @@ def test_streams_are_as_many_as_was_said(folders, monkeypatch, tmp_path, text):
     monkeypatch.chdir(tmp_path)
     for step in steps:
         step.module.apply(lm, ids, step.config)
-    found = training_cost.estimate(steps, training_cost.shape(name), 4, 64, 4, "cuda")
-    assert found.streams == most
-    assert found.tokens == sum(lm.facts["training/tokens"])
+    result = training_cost.estimate(steps, training_cost.shape(name), 4, 64, 4, "cuda")
+    assert result.streams == most
+    assert result.tokens == sum(lm.facts["training/tokens"])
 
 
 def test_bytes_follow_where_hidden_states_live():
@@ -379,8 +379,8 @@ def test_bytes_follow_where_hidden_states_live():
     assert of.parameters == sum(p.numel() for p in models.load("pocket-3m").parameters())
 
     def bytes_of(text, device="cuda"):
-        found = training_cost.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, device)
-        return found.gpu, found.host
+        result = training_cost.estimate(recipe.parse(text).steps, of, 4096, 2048, 2, device)
+        return result.gpu, result.host
 
     gpu, host = bytes_of("bitbybit-w2a16")
     assert 5 * stream < gpu < 5 * stream + 2**31 and host == 2 * of.parameters

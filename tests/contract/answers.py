@@ -223,8 +223,8 @@ def metric(name: str, at: scales.Scale) -> Numbers:
         params = KINDS[name](**words)
         jobs = params.jobs(target)
         run(jobs.values())
-        found = {role: observations.load(job.folder / observations.FILE) for role, job in jobs.items()}
-        series = params.series(found, target)
+        result = {role: observations.load(job.folder / observations.FILE) for role, job in jobs.items()}
+        series = params.series(result, target)
         measured = Quantity([series], params.value)
         answer[" ".join(map(str, words.values()))] = float(np.mean(measured.interval().value))
     return answer
@@ -253,10 +253,10 @@ def of_timeline() -> Numbers:
         "draft passes": [Copy(1, 2, 0), Copy(10, 12.5, 0)],
         "verification": [Copy(3, 9, 0), Copy(12.5, 15.5, 0)],
     }
-    found = {}
+    result = {}
     for lane, spans in timeline.spans_of(lanes, subspec.Config(depth=1), 1).items():
-        found |= {f"{lane} begin": sum(a for a, _ in spans), f"{lane} end": sum(b for _, b in spans)}
-    return found
+        result |= {f"{lane} begin": sum(a for a, _ in spans), f"{lane} end": sum(b for _, b in spans)}
+    return result
 
 
 def of_shape_decode() -> Numbers:

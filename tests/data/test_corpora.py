@@ -196,12 +196,12 @@ def test_no_sequence_of_table_17_shares_a_passage_with_an_evaluated_text(mirror)
     evaluated = np.concatenate([passages(ids[name][None]) for name in full.corpora.values()])
 
     def shared(draws: list[tuple[str, int]]) -> int:
-        found = []
+        result = []
         for name, seed in draws:
             crops = calibration(ids[name], full.calibration.sequences, full.calibration.length, seed)
             drawn = crops.reshape(-1, spear.Config.tokens)[: spear.Config.samples]  # as methods/spear takes them
-            found.append(passages(drawn.numpy()))
-        return len(np.intersect1d(np.concatenate(found), evaluated))
+            result.append(passages(drawn.numpy()))
+        return len(np.intersect1d(np.concatenate(result), evaluated))
 
     seeds = tables.table("spear", "17").seeds
     assert seeds and shared(list(product(texts, seeds))) == 0

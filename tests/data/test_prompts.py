@@ -27,10 +27,10 @@ def test_the_sets_whose_licence_allows_it_are_in_the_repository(monkeypatch):
     monkeypatch.delenv("REPRO_DATA", raising=False)
     assert set(STORED) >= {"mt-bench", "humaneval", "gsm8k", "aime24", "math500", "longwriter"}
     for name in STORED:
-        found = prompts.load(name)
-        assert len(found) == prompts.SETS[name].prompts
-        assert len({prompt.id for prompt in found}) == len(found)
-        assert all(prompt.turns[0] in prompt.text and prompt.turns[0] for prompt in found)
+        result = prompts.load(name)
+        assert len(result) == prompts.SETS[name].prompts
+        assert len({prompt.id for prompt in result}) == len(result)
+        assert all(prompt.turns[0] in prompt.text and prompt.turns[0] for prompt in result)
 
 
 def test_known_prompts():

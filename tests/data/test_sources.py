@@ -113,9 +113,9 @@ def declared(folder: str | None, monkeypatch) -> list[str]:
     target = Target(scale, "pocket-3m", "gptq-w4-g128")
     drawn = [text if isinstance(text, str) else text.corpus for text in scale.calibration_texts.values()]
     names = [*scale.corpora.values(), scale.calibration.corpus, *drawn]
-    found = [tokens.job(target, name).id for name in names]
-    found += [requests.job(target, name, None).id for name in scale.protocols["zeroshot"].tasks]
-    return found
+    result = [tokens.job(target, name).id for name in names]
+    result += [requests.job(target, name, None).id for name in scale.protocols["zeroshot"].tasks]
+    return result
 
 
 def test_what_a_job_declares_does_not_depend_on_where_its_text_comes_from(mirror, monkeypatch):

@@ -100,18 +100,18 @@ def restored(found, heads):
 def test_every_parameter_is_written_once(tmp_path, quantized):
     """Row order, type and value of each; q and k interleaved, and their Q4_K blocks those of the codec, moved."""
     model = models.load(llama(tmp_path, attention_bias=True, tie_word_embeddings=True))
-    found, linears = dict(tensors(model, quantized)), block_linears(model)
+    result, linears = dict(tensors(model, quantized)), block_linears(model)
     wanted = dict(model.named_parameters())
-    assert list(found) == list(wanted) and "lm_head.weight" not in found
+    assert list(result) == list(wanted) and "lm_head.weight" not in result
     for name, parameter in wanted.items():
         heads = 4 if "q_proj" in name else 2 if "k_proj" in name else 0
-        value = restored(found[name], heads) if heads else found[name]
+        value = restored(result[name], heads) if heads else result[name]
         if quantized and name.removesuffix(".weight") in linears:
             assert value.dtype == torch.uint8 and (value == q4_k.quantize(parameter.data)).all(), name
         else:
             dtype = torch.float32 if parameter.ndim == 1 else torch.float16
             assert value.dtype == dtype and (value == parameter.to(dtype)).all(), name
-    assert quantized == any(value.dtype == torch.uint8 for value in found.values())
+    assert quantized == any(value.dtype == torch.uint8 for value in result.values())
 
 
 def test_scaled_rope_becomes_factors(tmp_path):
@@ -127,14 +127,14 @@ def test_scaled_rope_becomes_factors(tmp_path):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_vocabulary(name, tmp_path):
     tokenizer = tokenizer_of(name, tmp_path)
-    found = vocabulary(tokenizer, 390)
-    assert (found["tokenizer_pre"], found["add_bos_token"], found["add_eos_token"]) == (name, True, False)
-    assert (found["bos_token_id"], found["eos_token_id"]) == (0, 1)
-    assert found["token_list"][:384] == tokenizer.convert_ids_to_tokens(range(384))
-    assert found["token_list"][384:] == [f"[PAD{i}]" for i in range(384, 390)]
-    assert found["token_types"] == [3, 3, *380 * [1], 1, 4, *6 * [5]]
-    merge = found["token_merges"][-1].split(" ")
-    assert len(merge) == 2 and "".join(merge) in found["token_list"]
+    result = vocabulary(tokenizer, 390)
+    assert (result["tokenizer_pre"], result["add_bos_token"], result["add_eos_token"]) == (name, True, False)
+    assert (result["bos_token_id"], result["eos_token_id"]) == (0, 1)
+    assert result["token_list"][:384] == tokenizer.convert_ids_to_tokens(range(384))
+    assert result["token_list"][384:] == [f"[PAD{i}]" for i in range(384, 390)]
+    assert result["token_types"] == [3, 3, *380 * [1], 1, 4, *6 * [5]]
+    merge = result["token_merges"][-1].split(" ")
+    assert len(merge) == 2 and "".join(merge) in result["token_list"]
     with pytest.raises(UserError, match="has an id 383, the model 383 ids"):
         vocabulary(tokenizer, 383)
 
@@ -144,8 +144,8 @@ def test_what_is_put_around_a_text(single, added, tmp_path):
     tokenizer = tokenizer_of("gpt-2", tmp_path)
     special = [("<s>", 0), ("</s>", 1)]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
-    found = vocabulary(tokenizer, 384)
-    assert (found["add_bos_token"], found["add_eos_token"]) == added
+    result = vocabulary(tokenizer, 384)
+    assert (result["add_bos_token"], result["add_eos_token"]) == added
     other = processors.TemplateProcessing(single="<s> </s> </s> $A", special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = other
     with pytest.raises(UserError, match=r"puts the ids \[0, 1, 1\] around a text"):
@@ -183,9 +183,9 @@ def test_patterns_are_llamacpps_or_refused(tmp_path):
 
 def test_shapes_that_llamacpps_llama_has():
     config = models.load("pocket-3m").config
-    found = shape(config)
-    assert (found["rope_freq_base"], found["head_count"], found["head_count_kv"]) == (5e5, 4, 2)
-    assert (found["embedding_length"], found["feed_forward_length"], found["block_count"]) == (256, 768, 2)
+    result = shape(config)
+    assert (result["rope_freq_base"], result["head_count"], result["head_count_kv"]) == (5e5, 4, 2)
+    assert (result["embedding_length"], result["feed_forward_length"], result["block_count"]) == (256, 768, 2)
     for rope in ("dynamic", "yarn", "longrope"):
         config.rope_parameters["rope_type"] = rope
         with pytest.raises(UserError, match=f"RoPE {rope} is not exported"):
@@ -287,12 +287,12 @@ def weights(package, path, model):
     config = model.config
     names = package.get_tensor_name_map(package.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     read = {t.name: package.quants.dequantize(t.data, t.tensor_type) for t in package.GGUFReader(path).tensors}
-    heads, found = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}, {}
+    heads, result = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}, {}
     for key, _ in model.named_parameters():
         value = torch.from_numpy(np.array(read[names.get_name(key, (".weight", ".bias"))], dtype=np.float32))
         layer = key.split(".")[-2]
-        found[key] = restored(value, heads[layer]) if layer in heads else value
-    return found
+        result[key] = restored(value, heads[layer]) if layer in heads else value
+    return result
 
 
 # --- with llama.cpp ---------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class Loaded:
 
     def chunks(self, text, count, chunk=512):
         """Nats a token of the first `count` chunks, as its own program scores them."""
-        ids, found = self.ids(text), []
+        ids, result = self.ids(text), []
         for i in range(count):
             total = 0.0
             some = ids[i * chunk : (i + 1) * chunk]
@@ -328,8 +328,8 @@ class Loaded:
             for position in range(chunk // 2, chunk - 1):
                 z = logits[position]
                 total += z.max() + np.log(np.exp(z - z.max()).sum()) - z[some[position + 1]]
-            found.append(total / len(range(chunk // 2, chunk - 1)))
-        return np.asarray(found)
+            result.append(total / len(range(chunk // 2, chunk - 1)))
+        return np.asarray(result)
 
     def close(self):
         """Free it before the interpreter ends."""

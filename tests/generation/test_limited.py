@@ -115,10 +115,10 @@ def sibling_visible(monkeypatch):
     real = speculate.Tree.tokens
 
     def tokens(self, nodes=None):
-        found = real(self, nodes)
+        result = real(self, nodes)
         if nodes is None:
-            found.mask[2:] |= self.own[1:-1]
-        return found
+            result.mask[2:] |= self.own[1:-1]
+        return result
 
     monkeypatch.setattr(speculate.Tree, "tokens", tokens)
 
@@ -128,9 +128,9 @@ def bonus_dropped(monkeypatch):
     real = drafted.Drafted.run
 
     def run(self, steps, chunk):
-        for given, found in enumerate(real(self, steps, chunk), start=1):
+        for given, result in enumerate(real(self, steps, chunk), start=1):
             if given == 1 or given < sum(self.lengths):
-                yield found
+                yield result
 
     monkeypatch.setattr(drafted.Drafted, "run", run)
 

@@ -39,10 +39,10 @@ def log(config, rule=None):
 def test_a_chosen_point_switches_where_the_static_schedule_of_that_point_does(point):
     base = Config(path=[4, 3], order="model", layers=100000)
     static = replace(base, interval=point) if point else replace(base, window=0, threshold=1e30)
-    found = log(replace(base, window=0), pmpd.rule_of(point))
-    assert found == log(static) and len(found) == (0 if point == 255 else 3)
-    if found:
-        assert {switch.step for switch in found} == {point + 1}
+    result = log(replace(base, window=0), pmpd.rule_of(point))
+    assert result == log(static) and len(result) == (0 if point == 255 else 3)
+    if result:
+        assert {switch.step for switch in result} == {point + 1}
 
 
 def test_the_right_point_is_the_earliest_that_costs_little_more():

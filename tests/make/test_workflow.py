@@ -124,8 +124,8 @@ def test_touches_and_edits_of_steps_and_memory_measure_nothing_anew(built):
 )
 def test_a_new_version_rebuilds_its_own_jobs_and_an_edit_only_draws(built, file, added, expected):
     with edited(built.folder / file, add=f"\n{added}\n"):
-        found = planned(built)
-    assert matches(found, expected), found
+        result = planned(built)
+    assert matches(result, expected), result
 
 
 def test_a_renamed_model_folder_is_another_label_with_the_same_hash(built):
@@ -134,22 +134,22 @@ def test_a_renamed_model_folder_is_another_label_with_the_same_hash(built):
     (built.folder / dag.MODEL).rename(other)
     try:
         words = yaml.safe_dump({"Llama-3.2-1B": "renamed"}, default_flow_style=True).strip()
-        found = planned(built, "--config", f"models={words}", "--")
+        result = planned(built, "--config", f"models={words}", "--")
     finally:
         other.rename(built.folder / dag.MODEL)
-    files = [job.split()[1].removeprefix("build/") for job in found if " build/" in job and "/tokens/" not in job]
+    files = [job.split()[1].removeprefix("build/") for job in result if " build/" in job and "/tokens/" not in job]
     ids = {file.rsplit("/", 1)[0] for file in files}
     known = {folder.removeprefix("build/") for folder in built.observed if "/tokens/" not in folder}
     assert {name.replace("renamed", NAME) for name in ids} == known
 
 
 def test_everything_is_planned(built):
-    found = dag.dry_run(built.folder, built.folder, "all")
+    result = dag.dry_run(built.folder, built.folder, "all")
     printed = {f"table tables/{p}/table{n}.csv" for p in papers.PAPERS for n in papers.tables(p)}
     own = {"table tables/table1.csv", "table tables/table2.csv", "table tables/audit.csv", "page docs/spear.md"}
     own |= {"table tables/own-numbers.csv"}
     own |= {"figure figures/leaderboard.svg"}
-    assert printed - {f"table {dag.TARGET}"} | own <= found and len(printed) == 45  # that one is built already
+    assert printed - {f"table {dag.TARGET}"} | own <= result and len(printed) == 45  # that one is built already
 
 
 @pytest.mark.parametrize("name", ["pocket", "gpu", pytest.param("paper", marks=pytest.mark.slow)])
@@ -257,9 +257,9 @@ def test_the_example_of_the_readme(built):
         registry.write_text(after.replace("BASELINES = {", "BASELINES = {" + steps["baselines/__init__.py"].strip(), 1))
         assert planned(built) == []  # a new baseline alone rebuilds nothing
         with edited(spec, add=steps["tables/spear/table1.yaml"]):
-            found = planned(built)
-            assert [job.split()[0] for job in found] == ["make", "measure", "table"]
-            assert all(f"/{NAME}/{name}-" in job for job in found[:2])
+            result = planned(built)
+            assert [job.split()[0] for job in result] == ["make", "measure", "table"]
+            assert all(f"/{NAME}/{name}-" in job for job in result[:2])
             done = dag.quick(dag.repro("make", dag.TARGET, "--cores", 2), built.folder, built.folder)
             assert done.code == 0, done.text
     frame = pd.read_csv(built.folder / dag.TARGET, dtype=str)

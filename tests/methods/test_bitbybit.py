@@ -103,10 +103,10 @@ def test_coverage_grows_to_all_before_the_other_kind_begins():
 @FAST
 @given(st.floats(0.05, 1), st.integers(1, 12), st.floats(0, 4), st.integers(0, 5), st.integers(0, 5))
 def test_blocks_of_a_stage(share, count, alpha, seed, stage):
-    found = chosen(share, count, alpha, "biased", seed, stage)
-    assert len(found) == math.ceil(round(share * count, 9)) and found <= set(range(count))
-    assert found == chosen(share, count, alpha, "biased", seed, stage)
-    assert chosen(share, count, alpha, "first", seed, stage) == set(range(len(found)))
+    result = chosen(share, count, alpha, "biased", seed, stage)
+    assert len(result) == math.ceil(round(share * count, 9)) and result <= set(range(count))
+    assert result == chosen(share, count, alpha, "biased", seed, stage)
+    assert chosen(share, count, alpha, "first", seed, stage) == set(range(len(result)))
 
 
 def test_the_first_block_drawn_has_the_probabilities_of_the_appendix():
@@ -136,14 +136,14 @@ def without_ties(model, plain, grid):
 def test_at_8_bits_and_rate_0_it_is_rtn():
     """Perplexity of a pocket model to 1e-6, codes, zero points and scales."""
     ids = torch.from_numpy(corpora.token_ids("tiny-held-out", models.tokenizer("pocket-3m"))[:256]).long()
-    wins, found, plain = ids.view(2, 128), [], rtn.Config(bits=8, group=32, scale_dtype="float32")
+    wins, result, plain = ids.view(2, 128), [], rtn.Config(bits=8, group=32, scale_dtype="float32")
     ours = Config(bits=8, lr=0.0, scale="float32", include_zero=True, tokens=256, epochs=1, split="none")
     for module, config, text in ((bitbybit, ours, wins), (rtn, plain, None)):
         lm = LowBitModel(without_ties(models.load("pocket-3m"), plain, ours.grid(8)))
         module.apply(lm, text, config)
-        found.append((perplexity.score(lm.model, wins)["nll"].mean(), lm.weights))
-    assert math.exp(found[0][0]) == pytest.approx(math.exp(found[1][0]), rel=1e-6)
-    for a, b in zip(found[0][1].values(), found[1][1].values(), strict=True):
+        result.append((perplexity.score(lm.model, wins)["nll"].mean(), lm.weights))
+    assert math.exp(result[0][0]) == pytest.approx(math.exp(result[1][0]), rel=1e-6)
+    for a, b in zip(result[0][1].values(), result[1][1].values(), strict=True):
         assert torch.equal(a.codes, b.codes) and torch.equal(a.zeros.float(), b.zeros)
         assert torch.equal(a.scales, b.scales)
 
@@ -245,9 +245,9 @@ def test_training_beats_rounding_and_the_seed_decides_every_bit():
 
 
 def test_a_rate_that_is_too_high_ends_as_diverged():
-    with pytest.raises(NotMeasurable, match="bitbybit: the loss is not finite at step .* in w8a16; lower") as found:
+    with pytest.raises(NotMeasurable, match="bitbybit: the loss is not finite at step .* in w8a16; lower") as raised:
         made(lr=1e30, epochs=8)
-    assert found.value.status == "diverged"
+    assert raised.value.status == "diverged"
 
 
 def test_a_stage_lowers_only_its_blocks(monkeypatch):
@@ -262,8 +262,8 @@ def test_a_stage_lowers_only_its_blocks(monkeypatch):
     monkeypatch.setattr(bitbybit.TrainedBlock, "at", noted)
     lm = made(sampling="first", lr=0.0, rho=0.5)
     order = list(dict.fromkeys(id(state) for _, state in seen))
-    found = [[p for p, state in seen if id(state) == one] for one in order]
-    kept = [list(dict.fromkeys(each)) for each in found]
+    result = [[p for p, state in seen if id(state) == one] for one in order]
+    kept = [list(dict.fromkeys(each)) for each in result]
     assert kept == [["w8a16", "w4a16", "w2a16"], ["w16a16", "w4a16", "w2a16"]]
     assert all(weight.bits == 2 for weight in lm.weights.values())
     whole = made(lr=0.0).facts["training/tokens"][0]
@@ -289,11 +289,11 @@ def test_16_bit_models_and_streams_train_too(dtype):
     """Latent weights are float32, so that steps below the 16-bit resolution add up."""
     ids = tiny.tokens(16, 24)
     full = logits(tiny.model("llama"), ids)
-    options, found = {"tokens": 384, "epochs": 6, "streams": "bfloat16", "schedule": ["w2a16"]}, []
+    options, result = {"tokens": 384, "epochs": 6, "streams": "bfloat16", "schedule": ["w2a16"]}, []
     for rate in (1e-3, 0.0):
         lm = made(ids=ids, dtype=dtype, lr=rate, **options)
-        found.append((logits(lm.model, ids).float() - full).square().mean().item())
-    assert found[0] < 0.6 * found[1], found  # 0.24 of it
+        result.append((logits(lm.model, ids).float() - full).square().mean().item())
+    assert result[0] < 0.6 * result[1], result  # 0.24 of it
 
 
 def test_streams_in_host_memory_change_nothing():

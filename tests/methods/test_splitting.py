@@ -179,17 +179,17 @@ def test_error_of_the_naive_split_is_four_times_as_large(levels):
     """Δ²/12 and Δ²/3 on uniform weights (appendix C); ends are set by single columns, so that both have one step."""
     u = torch.rand(4000, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     w = torch.cat([torch.tensor([-1.0, 1.0]).expand(4000, 2), u[:, 2:]], 1)
-    found, kept = {}, columns(32, [*range(2, 32)], 64)
+    result, kept = {}, columns(32, [*range(2, 32)], 64)
     for kind in ("rounding_aware", "naive"):
         grid = GroupGrid(8, 64, levels)
         _, scales, _, _ = branches.fit(w, kept, Rounding(grid, kind))
         step = scales.unique().item()
         error = (branches.fake_quantize(w, kept, Rounding(grid, kind)) - w)[:, 2:]
-        found[kind] = error.square().mean().item() / step**2
+        result[kind] = error.square().mean().item() / step**2
         assert error.abs().max() <= step * (0.5 if kind == "rounding_aware" else 1) * 1.001
-    assert found["rounding_aware"] == pytest.approx(1 / 12, rel=0.02)
-    assert found["naive"] == pytest.approx(1 / 3, rel=0.02)
-    assert found["naive"] / found["rounding_aware"] == pytest.approx(4.0, rel=0.02)
+    assert result["rounding_aware"] == pytest.approx(1 / 12, rel=0.02)
+    assert result["naive"] == pytest.approx(1 / 3, rel=0.02)
+    assert result["naive"] / result["rounding_aware"] == pytest.approx(4.0, rel=0.02)
 
 
 @pytest.mark.parametrize(("width", "factor"), [(2, 0.36), (4, 0.2675), (8, 0.2510)])
@@ -297,8 +297,8 @@ def test_without_split_channels_a_weight_is_quantized_as_elsewhere():
 @given(st.integers(1, 90), st.integers(0, 2**31), st.sampled_from([2, 4, 16, 32]), st.floats(0, 1))
 def test_columns_hold_every_pair_in_one_group(channels, seed, group, share):
     twice = torch.rand(channels, generator=torch.Generator().manual_seed(seed)) < share
-    found, size = paired(twice, group), int(twice.sum())
-    index = found.index.tolist()
+    result, size = paired(twice, group), int(twice.sum())
+    index = result.index.tolist()
     assert len(index) == math.ceil((channels + size) / group) * group, "filled up to whole groups, no further"
     assert [index.count(i) for i in range(channels)] == (1 + twice.int()).tolist()
     assert index.count(channels) == len(index) - channels - size
@@ -306,20 +306,20 @@ def test_columns_hold_every_pair_in_one_group(channels, seed, group, share):
     assert max(empty) - min(empty) <= 3, "spread over the groups; one more beside an odd channel"
     for i in twice.nonzero().flatten().tolist():
         places = [place for place, other in enumerate(index) if other == i]
-        assert places[0] // group == places[1] // group and [found.first[i], found.second[i]] == places
-        assert found.sign[places].tolist() == [-1, 1]
+        assert places[0] // group == places[1] // group and [result.first[i], result.second[i]] == places
+        assert result.sign[places].tolist() == [-1, 1]
     singles = [i for i in index if i < channels and not twice[i]]
-    assert singles == sorted(singles) and (found.sign != 0).sum() == 2 * size
-    again = Columns.of(found.stored(), channels, group)
-    assert all(torch.equal(getattr(again, key), getattr(found, key)) for key in ("index", "first", "second", "sign"))
+    assert singles == sorted(singles) and (result.sign != 0).sum() == 2 * size
+    again = Columns.of(result.stored(), channels, group)
+    assert all(torch.equal(getattr(again, key), getattr(result, key)) for key in ("index", "first", "second", "sign"))
 
 
 def test_widened_layers_of_the_paper():
     """10 % of 4096 and of 14336 channels."""
     for channels, width in ((4096, 4512), (14336, 15776)):
         assert splitting.count(0.1, channels) == math.ceil(channels / 10)
-        found = splitting.chosen(torch.arange(channels).double(), splitting.count(0.1, channels), 32)
-        assert len(found.index) == width and found.stored().dtype == torch.int16
+        result = splitting.chosen(torch.arange(channels).double(), splitting.count(0.1, channels), 32)
+        assert len(result.index) == width and result.stored().dtype == torch.int16
     assert columns(2**15, [5], 32).stored().dtype == torch.int32
 
 
@@ -358,9 +358,9 @@ def test_bad_index_lists(index, group, message):
 @pytest.fixture(scope="module")
 def seen():
     layer = torch.nn.Identity()
-    with watching({"x": layer}, 4, ("kurtosis",)) as found:
+    with watching({"x": layer}, 4, ("kurtosis",)) as statistics:
         layer(X.view(4, 128, 256))
-    return found["x"]
+    return statistics["x"]
 
 
 @pytest.mark.parametrize(
@@ -391,17 +391,17 @@ def test_values_of_the_outlier_metrics(seen):
 def test_a_constant_channel_has_no_kurtosis_and_comes_last():
     layer, x = torch.nn.Identity(), X[:64, :32].clone()
     x[:, 7] = 1.0
-    with watching({"x": layer}, 1, ("kurtosis",)) as found:
+    with watching({"x": layer}, 1, ("kurtosis",)) as statistics:
         layer(x[None])
-    values = splitting.sensitivity("kurtosis", W[:, :32], found["x"])
+    values = splitting.sensitivity("kurtosis", W[:, :32], statistics["x"])
     assert values[7] == -math.inf and values.argsort(descending=True)[-1] == 7
 
 
 def test_ratios_grow_with_depth_and_their_mean_is_a_tenth():
     config = Config()
     for depth in (1, 2, 16, 32):
-        found = [splitting.ratio(i, depth, config.split_first, config.split_last) for i in range(depth)]
-        assert sum(found) / depth == pytest.approx(0.1) and all(a < b for a, b in pairwise(found))
+        result = [splitting.ratio(i, depth, config.split_first, config.split_last) for i in range(depth)]
+        assert sum(result) / depth == pytest.approx(0.1) and all(a < b for a, b in pairwise(result))
     assert splitting.ratio(3, 5, 0.2, 0.6) == pytest.approx(0.5)
     assert [splitting.count(r, 256) for r in (0.05, 0.1, 0.15)] == [13, 26, 39] and splitting.count(0.07, 100) == 7
 
@@ -587,12 +587,12 @@ def test_channels_are_chosen_on_the_second_text_and_trained_on_the_first():
 
 
 def test_columns_do_not_change_while_weights_are_trained(monkeypatch):
-    found, true = [], branches.fake_quantize
+    result, true = [], branches.fake_quantize
     monkeypatch.setattr(
-        branches, "fake_quantize", lambda w, kept, *rest: found.append(id(kept)) or true(w, kept, *rest)
+        branches, "fake_quantize", lambda w, kept, *rest: result.append(id(kept)) or true(w, kept, *rest)
     )
     lm = made(lr=1e-3, schedule=["w4a16", "w2a16"], epochs=2)
-    assert len(set(found)) == len(lm.weights) and len(found) > 4 * len(lm.weights)
+    assert len(set(result)) == len(lm.weights) and len(result) > 4 * len(lm.weights)
 
 
 def test_full_precision_is_left_alone_before_its_stage():
@@ -611,19 +611,19 @@ def test_full_precision_is_left_alone_before_its_stage():
 def test_on_planted_outliers_splitting_beats_none_and_the_aware_split_the_naive_one():
     """4 bits without training: error of the logits, and of the weights of split channels."""
     options = {"epochs": 0, "bits": 4, "schedule": ["w4a16"], "split_metric": "weight"}
-    found, of_weights, full = {}, {}, logits(tiny.model("llama"))
+    result, of_weights, full = {}, {}, logits(tiny.model("llama"))
     for kind in ("none", "naive", "rounding_aware"):
         lm = LowBitModel(tiny.model("llama"))
         planted.apply(lm, None, planted.Config(share=0.05, factor=4))
         assert torch.equal(logits(lm.model), full)
         bitbybit.apply(lm, IDS, Config(**SMALL | options, split=kind))
-        found[kind] = (logits(lm.model) - full).square().mean().item()
+        result[kind] = (logits(lm.model) - full).square().mean().item()
         of_weights[kind] = 0.0
         for name, weight in lm.weights.items():
             if kind != "none":
                 twice = weight.columns.second < len(weight.index)
                 of_weights[kind] += (weight.dequantize() - lm.full[name])[:, twice].square().sum().item()
-    assert found["rounding_aware"] < found["naive"] < 0.75 * found["none"], found
+    assert result["rounding_aware"] < result["naive"] < 0.75 * result["none"], result
     assert of_weights["rounding_aware"] < 0.6 * of_weights["naive"], of_weights
 
 

@@ -62,10 +62,10 @@ def logits(model, ids=SCORED) -> torch.Tensor:
     [(0.25, 0.254819, 0.2446), (0.5, 0.524920, 0.4973), (0.65, 0.743491, 0.6477), (0.9, 1.398432, 0.8994)],
 )
 def test_known_answers_of_teal(s, threshold, zeros):
-    found = histogram(X).threshold(s)
-    assert found == pytest.approx(threshold, rel=1e-5)
-    assert (zeroed(X, found) == 0).float().mean().item() == pytest.approx(zeros, abs=5e-5)
-    assert found == pytest.approx(slow.quantile(X.double().numpy(), s), rel=1e-6)
+    result = histogram(X).threshold(s)
+    assert result == pytest.approx(threshold, rel=1e-5)
+    assert (zeroed(X, result) == 0).float().mean().item() == pytest.approx(zeros, abs=5e-5)
+    assert result == pytest.approx(slow.quantile(X.double().numpy(), s), rel=1e-6)
 
 
 @FAST
@@ -73,9 +73,9 @@ def test_known_answers_of_teal(s, threshold, zeros):
 def test_a_threshold_is_the_definition_and_grows_with_sparsity(seed, count, shift, dtype):
     x = shift + torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     held = histogram(x.view(1, -1))
-    found = [held.threshold(s) for s in (0.0, 0.1, 0.3, 0.6, 0.95)]
-    assert found[0] == 0 and found == sorted(found)
-    for s, t in zip((0.3, 0.6, 0.95), found[2:]):
+    result = [held.threshold(s) for s in (0.0, 0.1, 0.3, 0.6, 0.95)]
+    assert result[0] == 0 and result == sorted(result)
+    for s, t in zip((0.3, 0.6, 0.95), result[2:]):
         size = float(x.max() - x.min())
         assert t == pytest.approx(max(slow.quantile(x.double().numpy(), s), 0), abs=1e-3 * size)
 
@@ -84,8 +84,8 @@ def test_a_threshold_is_the_definition_and_grows_with_sparsity(seed, count, shif
     "x", [torch.zeros(500), torch.full((500,), 2.0), torch.zeros(500).index_fill(0, torch.tensor(3), 9.0)]
 )
 def test_inputs_that_are_all_alike_have_a_threshold(x):
-    found = [histogram(x).threshold(s) for s in (0.0, 0.5, 0.9)]
-    assert np.isfinite(found).all() and found == sorted(found) and 0 <= found[-1] <= 9
+    result = [histogram(x).threshold(s) for s in (0.0, 0.5, 0.9)]
+    assert np.isfinite(result).all() and result == sorted(result) and 0 <= result[-1] <= 9
 
 
 @FAST
@@ -115,15 +115,15 @@ def test_greedy_is_the_log_of_rows(seed, count, step, target):
     def error(s):
         return sum(weight[name] * s[name] ** 3 for name in sizes) + 0.1 * max(s.values())
 
-    found = greedy(error, sizes, target, step)
+    result = greedy(error, sizes, target, step)
     want = slow.search(error, sizes, target, step)
-    mean = [sum(s[name] * size for name, size in sizes.items()) / sum(sizes.values()) for s in (found, want)]
+    mean = [sum(s[name] * size for name, size in sizes.items()) / sum(sizes.values()) for s in (result, want)]
     assert mean[0] == pytest.approx(mean[1], abs=1e-9) or abs(mean[0] - target) == pytest.approx(abs(mean[1] - target))
     last = {name: step * 64 / size for name, size in sizes.items()}
-    assert all(0 <= s < 1 + last[name] for name, s in found.items())
+    assert all(0 <= s < 1 + last[name] for name, s in result.items())
     assert abs(mean[0] - target) <= step * 64 / sum(sizes.values()) + 1e-9
     if mean[0] == pytest.approx(mean[1], abs=1e-9):
-        assert found == pytest.approx(want)
+        assert result == pytest.approx(want)
 
 
 def test_every_step_adds_as_many_parameters():
@@ -136,8 +136,8 @@ def test_every_step_adds_as_many_parameters():
 
 def test_a_share_reaches_1_and_its_layer_takes_no_further_step():
     """Known answers, as the authors' code gives them: k costs nothing and takes all steps until it is full, then q."""
-    found = greedy(lambda s: s["q"], {"q": 64, "k": 32}, 0.9, 0.25)
-    assert found == {"q": 0.75, "k": 1.0}
+    result = greedy(lambda s: s["q"], {"q": 64, "k": 32}, 0.9, 0.25)
+    assert result == {"q": 0.75, "k": 1.0}
     assert greedy(lambda s: s["q"], {"q": 64, "k": 16}, 0.5, 0.1) == pytest.approx({"q": 0.3, "k": 1.2})
     tenth = greedy(lambda s: s["q"], {"q": 64, "k": 64}, 0.55, 0.1)
     assert tenth == pytest.approx({"q": 0.1, "k": 1.0}), "ten steps of 0.1 are 1"
@@ -211,13 +211,13 @@ def test_the_first_half_is_dense_and_the_second_is_what_single_tokens_give():
 @pytest.mark.parametrize("options", [{}, {"thresholds": "teal", "step": 0.1}])
 def test_layers_that_read_one_tensor_share_a_threshold_and_a_block_keeps_its_target(options):
     lm = sparse(sparsity=0.5, **options)
-    found, sizes = stored(lm), {name: tiny.model("llama").get_submodule(name).weight.numel() for name in LAYERS}
-    assert list(found) == LAYERS and list(lm.facts["layers/threshold"]) == list(found.values())
+    result, sizes = stored(lm), {name: tiny.model("llama").get_submodule(name).weight.numel() for name in LAYERS}
+    assert list(result) == LAYERS and list(lm.facts["layers/threshold"]) == list(result.values())
     targets = dict(zip(LAYERS, lm.facts["layers/sparsity"]))
     for b in range(2):
         of = {name.rpartition(".")[2]: name for name in LAYERS if f".{b}." in name}
-        assert found[of["q_proj"]] == found[of["k_proj"]] == found[of["v_proj"]]
-        assert found[of["gate_proj"]] == found[of["up_proj"]]
+        assert result[of["q_proj"]] == result[of["k_proj"]] == result[of["v_proj"]]
+        assert result[of["gate_proj"]] == result[of["up_proj"]]
         mean = sum(targets[name] * sizes[name] for name in of.values()) / sum(sizes[name] for name in of.values())
         assert mean == pytest.approx(0.5, abs=0.1 * sizes[of["q_proj"]] / sum(sizes[name] for name in of.values()))
     assert (len(set(targets.values())) == 1) == (not options)
@@ -286,7 +286,7 @@ def test_unified_is_for_every_layout(name):
 
 @pytest.mark.parametrize("positions", ["all", "second_half"])
 def test_zeros_are_counted_where_they_are_multiplied(positions):
-    lm, found = sparse(quantizer=4, positions=positions, sparsity=0.4), {}
+    lm, result = sparse(quantizer=4, positions=positions, sparsity=0.4), {}
     first = {"all": 0, "second_half": 10}[positions]
     for name in LAYERS:
         real, t = lm.model.get_submodule(name), stored(lm)[name]
@@ -294,9 +294,9 @@ def test_zeros_are_counted_where_they_are_multiplied(positions):
         hook = real.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         logits(lm.model)
         hook.remove()
-        found[name] = float(np.mean([abs(v) <= t for v in seen[0][:, first:].flatten().tolist()]))
-    assert reached.zeros(lm, SCORED) == pytest.approx(found, abs=1e-6)
-    assert 0.2 < min(found.values()) and max(found.values()) < 0.6
+        result[name] = float(np.mean([abs(v) <= t for v in seen[0][:, first:].flatten().tolist()]))
+    assert reached.zeros(lm, SCORED) == pytest.approx(result, abs=1e-6)
+    assert 0.2 < min(result.values()) and max(result.values()) < 0.6
     assert not any(module._forward_pre_hooks for module in lm.model.modules())
     assert set(reached.zeros(LowBitModel(tiny.model("llama")), SCORED).values()) == {0.0}, "dense"
     assert list(reached.zeros(sparse(), SCORED)) == LAYERS, "each once, also where nothing is quantized"
@@ -394,6 +394,6 @@ def test_thresholds_of_another_model_or_calibration_text_are_refused(tmp_path, m
 
 
 def test_the_step_is_calibrated_and_its_name_says_what_differs():
-    found = recipe.parse("rtn-w4-g32 + spqt(sparsity=0.25, thresholds=teal, positions=second_half)")
-    assert found.calibrated and found.seeded and found.before == "rtn-w4-g32"
-    assert found.name == "rtn-w4-g32 + spqt-sparsity=0.25-thresholds=teal-positions=second_half"
+    result = recipe.parse("rtn-w4-g32 + spqt(sparsity=0.25, thresholds=teal, positions=second_half)")
+    assert result.calibrated and result.seeded and result.before == "rtn-w4-g32"
+    assert result.name == "rtn-w4-g32 + spqt-sparsity=0.25-thresholds=teal-positions=second_half"

@@ -42,15 +42,15 @@ def job(tmp_path_factory):
 
 
 def test_the_job_counts_what_every_prompt_accepts(job):
-    made, found = job
-    tokens, iterations, repeated = (found.series[name].values for name in ("tokens", "iterations", "repeated"))
-    median = found.series["median"].values
+    made, result = job
+    tokens, iterations, repeated = (result.series[name].values for name in ("tokens", "iterations", "repeated"))
+    median = result.series["median"].values
     assert len(tokens) == len(iterations) == len(median) == len(repeated) == 2
     params = acceptance.Acceptance("mt-bench", show="median iteration")
-    assert params.series({"prompts": found}, None).keys() == {"median"}
+    assert params.series({"prompts": result}, None).keys() == {"median"}
     assert params.value({"median": 3.5}) == 3.5
     passes = acceptance.Acceptance("mt-bench", show="draft passes")
-    shown = passes.series({"prompts": found}, None)
+    shown = passes.series({"prompts": result}, None)
     assert shown["passes"].values.tolist() == [6.0, 6.0] and passes.limits == (0.0, 48.0)
     for count, many, typical in zip(tokens, iterations, median):
         assert 1 <= typical <= 7 and (many > 2 or typical == count - 1), "without the prefill's token"
@@ -61,8 +61,8 @@ def test_the_job_counts_what_every_prompt_accepts(job):
 
 
 def test_prompts_are_the_authors_draw_and_hash_into_the_job(job):
-    made, found = job
-    assert found.series["tokens"].group == "mt-bench, first 2, 12 tokens, T 0"
+    made, result = job
+    assert result.series["tokens"].group == "mt-bench, first 2, 12 tokens, T 0"
     assert json.loads(made.inputs)["prompts"] == prompts.identifier("mt-bench")
 
 
@@ -105,10 +105,10 @@ def test_a_repeated_text_is_counted():
 
 def test_the_less_repetitive_half_leaves_out_what_repeats_most():
     values = {"tokens": [10.0, 20, 30, 40, 50], "iterations": [5.0, 4, 3, 2, 1], "repeated": [0.1, 0.9, 0.2, 0.8, 0.3]}
-    found = {"prompts": Observations({k: Series(np.array(v), "items", "g") for k, v in values.items()}, {})}
-    half = acceptance.Acceptance("gsm8k", show="less repetitive half").series(found, None)
+    result = {"prompts": Observations({k: Series(np.array(v), "items", "g") for k, v in values.items()}, {})}
+    half = acceptance.Acceptance("gsm8k", show="less repetitive half").series(result, None)
     assert half["tokens"].values.tolist() == [10, 30, 50] and half["iterations"].values.tolist() == [5, 3, 1]
-    whole = acceptance.Acceptance("gsm8k").series(found, None)
+    whole = acceptance.Acceptance("gsm8k").series(result, None)
     mean = {name: one.values.mean() for name, one in whole.items()}
     assert acceptance.Acceptance("gsm8k").value(mean) == 150 / 15
 
@@ -159,8 +159,8 @@ def test_the_stored_results_stand_where_a_prompt_set_is_not(monkeypatch):
     flow = Workflow(scales.load(name="pocket"), stored=True)
     cells = [c for c in flow.cells("subspec", "1") if c.row.startswith("SubSpec") and c.stand_in and c.measure]
     taus = [c for c in cells if c.measure == "acceptance" and c.col in ("MT-Bench tau", "Alpaca tau", "CNN/DM tau")]
-    found = {cell.cell_key: measure.one(flow, cell) for cell in taus}
-    assert {(place[1], one.status) for place, one in found.items()} == {
+    result = {cell.cell_key: measure.one(flow, cell) for cell in taus}
+    assert {(place[1], one.status) for place, one in result.items()} == {
         ("MT-Bench tau", "ok"),
         ("Alpaca tau", "ok"),
         ("CNN/DM tau", "too_long"),

@@ -34,8 +34,8 @@ def shown(params, one, other):
     ],
 )
 def test_known_answers(other, rho, jaccard, mismatch, moved):
-    found = [shown(Agreement(show, ""), ONE, other) for show in ("rho", "jaccard", "mismatch", "moved")]
-    assert found == pytest.approx([rho, jaccard, mismatch, moved])
+    result = [shown(Agreement(show, ""), ONE, other) for show in ("rho", "jaccard", "mismatch", "moved")]
+    assert result == pytest.approx([rho, jaccard, mismatch, moved])
 
 
 def test_the_top_is_a_share_of_the_layers_rounded_and_ties_go_to_the_earlier_layer():
@@ -48,14 +48,14 @@ def test_the_top_is_a_share_of_the_layers_rounded_and_ties_go_to_the_earlier_lay
 
 def test_jaccard_of_14_layers_has_five_values():
     orders = [np.random.default_rng(seed).permutation(14) for seed in range(300)]
-    found = {round(shown(Agreement("jaccard", ""), orders[0], order), 6) for order in orders}
-    assert found <= {0, round(1 / 7, 6), round(1 / 3, 6), 0.6, 1.0} and len(found) >= 4
+    result = {round(shown(Agreement("jaccard", ""), orders[0], order), 6) for order in orders}
+    assert result <= {0, round(1 / 7, 6), round(1 / 3, 6), 0.6, 1.0} and len(result) >= 4
 
 
 def test_both_recipes_are_measured_on_the_same_sequences_and_full_precision_gives_nothing():
     at = Target(scale.load(name="pocket"), "pocket-3m", "rtn-w4-pc")
-    found = Agreement("rho", "gptq-w4-pc").jobs(at)
-    assert [job.steps for job in found.values()] == [("rtn",), ("gptq",)] and list(found) == ["one", "other"]
+    result = Agreement("rho", "gptq-w4-pc").jobs(at)
+    assert [job.steps for job in result.values()] == [("rtn",), ("gptq",)] and list(result) == ["one", "other"]
     assert Agreement("rho", "gptq-w4-pc").series({"other": Observations({}, {})}, at) == {}
 
 
@@ -67,9 +67,9 @@ def quantity(show, noise):
         values = ONE[:, None] + noise * random.normal(size=(10, 64))
         series_ = {f"damage {i}": Series(row, "sequences", "probe") for i, row in enumerate(values)}
         held[role] = Observations(series_ | {"loss 0": Series(ONE, "sequences", "text")}, {})
-    found = Agreement(show, "").series(held, None)
-    assert list(found) == [f"{role} {i}" for role, i in product(("one", "other"), range(10))]
-    return Quantity([found], lambda mean: Agreement(show, "").value(mean), True)
+    result = Agreement(show, "").series(held, None)
+    assert list(result) == [f"{role} {i}" for role, i in product(("one", "other"), range(10))]
+    return Quantity([result], lambda mean: Agreement(show, "").value(mean), True)
 
 
 def test_ranks_have_the_interval_that_resampling_gives():

@@ -46,10 +46,10 @@ def verdict(table):
 def test_a_whole_offloaded_run_is_judged_within_five_percent(files, ratio, holds):
     assert verdict(("subspec", "whole")).said == "no verdict: not run"
     files("build/offload", "qwen7b-whole", ratio=ratio, tokens_per_s=80.0, calculated_tokens_per_s=80 / ratio)
-    found = shown(("subspec", "whole"))
-    speed = found["Qwen2.5-7B", "tokens/s"]
+    result = shown(("subspec", "whole"))
+    speed = result["Qwen2.5-7B", "tokens/s"]
     assert (speed.value, speed.device, speed.grade, speed.source) == (80.0, "NVIDIA H200", "B", "fresh")
-    assert found["Qwen2.5-7B", "the same without prefills"].status == "not_run"
+    assert result["Qwen2.5-7B", "the same without prefills"].status == "not_run"
     judged = verdict(("subspec", "whole"))
     assert judged.said.startswith("holds" if holds else "fails")
     assert judged.cases[0].measured == ratio
@@ -67,12 +67,12 @@ def test_peers_have_rows_with_a_number_or_the_reason(files):
     files("results/offload", "llama8b-prefetch", step_s=0.2)
     files("results/offload", "Llama-3.1-8B-llamacpp", status="not_run", why="llama.cpp is not installed")
     files("results/offload", "Llama-3.1-8B-llamacpp-calculated", pass_s=0.3, status="calculated")
-    found = {row: m for (row, _), m in shown(("subspec", "peers")).items()}
-    assert found["Accelerate"].value == pytest.approx(400) and found["prefetching"].value == pytest.approx(200)
-    assert (found["llama.cpp"].status, found["llama.cpp"].note) == ("not_run", "llama.cpp is not installed")
-    line = found["llama.cpp, calculated"]
+    result = {row: m for (row, _), m in shown(("subspec", "peers")).items()}
+    assert result["Accelerate"].value == pytest.approx(400) and result["prefetching"].value == pytest.approx(200)
+    assert (result["llama.cpp"].status, result["llama.cpp"].note) == ("not_run", "llama.cpp is not installed")
+    line = result["llama.cpp, calculated"]
     assert line.value == pytest.approx(300) and line.note == "calculated"
-    assert found["synchronous copies"].note == "offload has no measurement llama8b-sync here"
+    assert result["synchronous copies"].note == "offload has no measurement llama8b-sync here"
     assert verdict(("subspec", "peers")).said.startswith("holds")
 
 
@@ -133,10 +133,10 @@ def test_sparse_products_and_their_lists_are_judged(files):
         added = {"norm us": 2.0, "norm with list us": 3.1, "product us": 2.0, "product with list us": 2.9}
         files("results/sparse", f"list-{k}", **{"as they arrive us": 1.0, "ordered us": 2.0}, **added)
     flow = Workflow(scales.load(name="pocket"))
-    found = {(c.row, c.col, c.metric): measure.one(flow, c) for c in flow.cells("spqt", "targets")}
-    cell = found["28672 x 8192", "s 50", "over zigzag at 0.80 of P"]
+    result = {(c.row, c.col, c.metric): measure.one(flow, c) for c in flow.cells("spqt", "targets")}
+    cell = result["28672 x 8192", "s 50", "over zigzag at 0.80 of P"]
     assert cell.value == pytest.approx(10 * 0.9 / 0.8 / 5) and cell.protocol == "sparse/gemv"
-    assert found["28672 x 8192", "s 50", "over the better dense, list included"].value == pytest.approx(10 / 6)
+    assert result["28672 x 8192", "s 50", "over the better dense, list included"].value == pytest.approx(10 / 6)
     judged = [
         table_results.judge(flow, claim) for name in ("targets", "lists") for claim in tables.table("spqt", name).claims
     ]

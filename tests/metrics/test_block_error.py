@@ -22,7 +22,7 @@ def quantized(name: str, **grid):
 
 def outputs(model, ids, start=None):
     """Hidden states after every block of one window, and the inputs of each; slow: a forward pass a block."""
-    found = []
+    result = []
     for index in range(len(blocks(model))):
         block, kept = list(blocks(model).values())[index], {}
 
@@ -37,24 +37,24 @@ def outputs(model, ids, start=None):
             model.base_model(ids[None], use_cache=False)
         for hook in hooks:
             hook.remove()
-        found.append((kept["in"], kept["out"]))
-    return found
+        result.append((kept["in"], kept["out"]))
+    return result
 
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_errors_are_those_of_a_slow_reference(name, alone):
     full, other, ids = tiny.model(name), quantized(name), tiny.tokens(2, 12)
-    found = block_error.errors(full, other, ids, alone)
-    assert found.shape == (2, 2)
+    result = block_error.errors(full, other, ids, alone)
+    assert result.shape == (2, 2)
     for row, window in enumerate(ids):
         want = outputs(full, window)
         got = outputs(other, window, [x for x, _ in want] if alone else None)
         for block, ((_, y), (_, z)) in enumerate(zip(want, got)):
             expected = ((y - z).double().square().sum() / y.double().square().sum()).item()
-            assert found[row, block] == pytest.approx(expected, rel=1e-4) and expected > 1e-6
+            assert result[row, block] == pytest.approx(expected, rel=1e-4) and expected > 1e-6
     if alone:
-        assert not np.allclose(found[:, 1], block_error.errors(full, other, ids, False)[:, 1]), "inputs differ"
+        assert not np.allclose(result[:, 1], block_error.errors(full, other, ids, False)[:, 1]), "inputs differ"
 
 
 def test_the_first_block_has_the_same_inputs_and_hooks_are_gone():
@@ -72,8 +72,8 @@ def shown(params: block_error.BlockError, values) -> float | np.ndarray:
     series = {"quantized/blocks": Series(values.mean(0), "layers")}
     series |= {f"quantized/{n}": Series(one, "windows", "g") for n, one in enumerate(values.T)}
     series |= {name.replace("quantized", "full"): Series(one.values * 10, one.axis) for name, one in series.items()}
-    found = params.series({"errors": Observations(series, {})}, None)
-    return params.value({name: one.values.mean() for name, one in found.items()})
+    result = params.series({"errors": Observations(series, {})}, None)
+    return params.value({name: one.values.mean() for name, one in result.items()})
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,15 @@ def shown(found, quartile):
 
 def test_known_answers():
     errors, nll = np.array([[1.0, 8, 3, 4], [5, 6, 7, 2]]), np.array([[1.0, 2, 3, 4], [5, 6, 7, 8]])
-    found = quartiles(errors, nll, "two windows")
-    assert [shown(found, quartile) for quartile in (1, 2, 3, 4)] == [(1 + 8) / 2, (3 + 4) / 2, (5 + 6) / 2, (7 + 2) / 2]
-    assert found["count 2"].values.tolist() == [2, 0] and found["nll 4"].values.tolist() == [2, 7]
-    assert found["nll 1"].axis == "windows" and found["nll 1"].group == found["count 1"].group == "two windows"
+    result = quartiles(errors, nll, "two windows")
+    assert [shown(result, quartile) for quartile in (1, 2, 3, 4)] == [
+        (1 + 8) / 2,
+        (3 + 4) / 2,
+        (5 + 6) / 2,
+        (7 + 2) / 2,
+    ]
+    assert result["count 2"].values.tolist() == [2, 0] and result["nll 4"].values.tolist() == [2, 7]
+    assert result["nll 1"].axis == "windows" and result["nll 1"].group == result["count 1"].group == "two windows"
     for odd in (0, 5):
         with pytest.raises(UserError, match=f"quartile is {odd}; it must be 1, 2, 3 or 4"):
             ByError("rtn-w4-pc", odd)
@@ -77,8 +82,8 @@ def test_eight_windows_settle_a_difference_and_no_loss_by_itself():
         for x in (nll, nll + 0.5)
     )
     assert one.interval().lo is None
-    found = compose("b - a", {"a": one, "b": other}).interval()
-    assert (found.lo, found.hi) == pytest.approx((0.5, 0.5)) and found.n == 8
+    result = compose("b - a", {"a": one, "b": other}).interval()
+    assert (result.lo, result.hi) == pytest.approx((0.5, 0.5)) and result.n == 8
 
 
 def test_one_job_for_all_quartiles_and_another_for_another_base():

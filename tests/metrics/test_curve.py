@@ -20,8 +20,8 @@ def target(text: str) -> Target:
 
 def shown(params: curve.Curve, points, text: str = "paretoq(tokens=1024)"):
     held = {"step 0": Observations({training.LOSS: Series(np.asarray(points, float), "layers")}, {})}
-    found = params.series(held, target(text))
-    return next(iter(found.values())).values.tolist() if found else None
+    result = params.series(held, target(text))
+    return next(iter(result.values())).values.tolist() if result else None
 
 
 FLAT = [1.0] * 20

@@ -124,12 +124,12 @@ def test_mathqa_is_asked_as_lm_eval_asks_it(small, monkeypatch):
 
 def test_every_mathqa_record_has_its_right_choice(mirror):
     """A choice with a comma and a blank ends there, as lm-eval reads it; the right one is among those that it finds."""
-    found = tasks.items(tasks.TASKS["mathqa-4"], mirror)[""]["test"]
-    golds = [record["correct"] for _, record in found]
-    assert len(found) == 2983 and max(map(golds.count, "abcd")) / 2983 == pytest.approx(tasks.TASKS["mathqa-4"].chance)
+    result = tasks.items(tasks.TASKS["mathqa-4"], mirror)[""]["test"]
+    golds = [record["correct"] for _, record in result]
+    assert len(result) == 2983 and max(map(golds.count, "abcd")) / 2983 == pytest.approx(tasks.TASKS["mathqa-4"].chance)
     from lm_eval.tasks.mathqa.utils import doc_to_choice
 
-    counts = [len(doc_to_choice(record)) for _, record in found]
+    counts = [len(doc_to_choice(record)) for _, record in result]
     assert min(counts) >= 4, "every letter is found"
 
 
@@ -181,8 +181,8 @@ def test_ifeval_is_registered_and_says_what_is_not_here(small, monkeypatch):
         generated.build("ifeval", small, models.tokenizer("pocket-3m", False))
     at = Workflow(scales.load(name="pocket"), stored=False)
     cell = next(c for c in at.cells("bitbybit", "5") if (c.row, c.col, c.model) == ("FP16", "Ifeval", "Qwen2.5-7B"))
-    found = measure.one(at, cell)
-    assert (found.status, found.note) == ("not_run", why)
+    result = measure.one(at, cell)
+    assert (result.status, result.note) == ("not_run", why)
     assert f"Not run: {why}." in content.remarks(table_results.table_results(at, "bitbybit", "5"))
 
 
@@ -294,9 +294,9 @@ def test_other_recipes_run_only_where_full_precision_is_above_chance(fake, monke
     assert measure.one(at, full).status == status
     kinds = [job.kind for job in at.every_job([low])]
     if status == "at_chance":
-        found = measure.one(at, low)
-        assert (found.status, found.value, found.source) == ("at_chance", None, "") and "not run" in found.note
-        assert content.here(found) == "at chance" and measure.one_measured(at, low).against is None
+        result = measure.one(at, low)
+        assert (result.status, result.value, result.source) == ("at_chance", None, "") and "not run" in result.note
+        assert content.here(result) == "at chance" and measure.one_measured(at, low).against is None
         assert "compress" not in kinds and [j.kind for j in measure.missing(at, [low])] == ["questions", "exam"]
         return
     assert "compress" in kinds and measure.one(at, low).status == "not_run"

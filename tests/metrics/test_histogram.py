@@ -62,8 +62,8 @@ def test_values_of_a_group_are_counted_where_they_are_equal():
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_a_group_has_at_most_as_many_values_as_codes(bits):
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    found = histogram.of_groups([pack(weight, GroupGrid(8, 32)).at(bits).codes], [32])
-    assert 1 < found <= min(32, 2**bits) and (bits > 2 or found > 2)
+    result = histogram.of_groups([pack(weight, GroupGrid(8, 32)).at(bits).codes], [32])
+    assert 1 < result <= min(32, 2**bits) and (bits > 2 or result > 2)
 
 
 HELD = {"counts": Observations({

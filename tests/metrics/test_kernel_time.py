@@ -41,21 +41,21 @@ def row(kernel, provider, dtype, shape, m, us, floor=None, **changes):
 
 def rows():
     """On every layer the floor is 10 us and this project takes 12.5 (one layer: 12), everybody else a round number."""
-    found = [
+    result = [
         KernelRow("read_floor", "read_floor", "uint8", mode="cold", us=200.0, p20=199.0, p80=201.0, bytes=9 * 10**8,
             relerr=0.0, copies=2, rounds=9, **ORIGIN),
         row("bf16", "torch.matmul", "bf16", (8192, 8192), 8192, 1400.0),
     ]  # fmt: skip
     for shape in stored_peers.shapes():
         ours = 12.0 if shape == (4096, 4096) else 12.5
-        found += [
+        result += [
             row("w4-g128", "wna16_gemv", "fp16", shape, 1, ours, 10.0),
             row("w4-g128", "linear", "fp16", shape, 4, ours * 1.1, 10.0),
             *(row("bf16", "torch.matmul", "bf16", shape, m, 30.0, 25.0) for m in (1, 4)),
             row("bf16", "torch.compile", "bf16", shape, 1, 26.0, 25.0),
             row("w4-g128", "awq_gemv", "fp16", shape, 1, 15.0, status="bridged", p20=None, p80=None, copies=None),
         ]
-    return found
+    return result
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_geometric_mean_and_worst_layer(accepted):
 def test_the_interval_is_that_of_the_medians_and_a_rescaled_time_has_none(accepted):
     """p20 and p80 1 % beside the median of 25 rounds: 2.064 * 1.2533 * 2 % / 1.6832 / 5 = 0.615 %."""
     one = dataclasses.replace(OURS, layers="4096x4096")
-    found = number("o", o=one)
-    assert (found.hi - found.value) / found.value == pytest.approx(0.00615, rel=2e-3) and found.n == 25
+    result = number("o", o=one)
+    assert (result.hi - result.value) / result.value == pytest.approx(0.00615, rel=2e-3) and result.n == 25
     ratio = number("t / o", t=dataclasses.replace(AWQ, layers="4096x4096"), o=one)
     assert (ratio.hi - ratio.value) / ratio.value == pytest.approx(0.00615, rel=2e-3)
     both = number("t / o", t=dataclasses.replace(one, who="bf16/bf16/torch.matmul"), o=one)
@@ -145,8 +145,8 @@ def test_a_time_as_it_was_recorded(accepted):
 
 def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
     one = [dataclasses.replace(OURS, layers="4096x4096")]
-    found = KernelTime.origin(one)
-    assert (found["source"], found["status"], found["commit"], found["device"]) == (
+    result = KernelTime.origin(one)
+    assert (result["source"], result["status"], result["commit"], result["device"]) == (
         *("unattested", "ok"),
         *("0123456789", "NVIDIA H200"),
     )
@@ -154,8 +154,8 @@ def test_where_a_time_comes_from_and_whether_it_stands(accepted, monkeypatch):
     today = kernel_rows.versions(label)
     timed = [dataclasses.replace(r, machine="ab", versions=today) for r in rows() if r.label == label]
     accepted(timed)
-    found = KernelTime.origin(one)
-    assert (found["source"], found["status"], found["artifacts"], found["note"]) == ("stored", "ok", "ab", "")
+    result = KernelTime.origin(one)
+    assert (result["source"], result["status"], result["artifacts"], result["note"]) == ("stored", "ok", "ab", "")
     accepted([dataclasses.replace(r, versions="timer=0") for r in timed])
     assert KernelTime.origin(one)["status"] == "stale"
     monkeypatch.setattr(kernel_rows, "BUILT", kernel_rows.files()[0])
@@ -205,8 +205,8 @@ def test_a_damaged_file_is_a_sentence(accepted, flow):
 
 def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
     cells = {(cell.row, cell.metric): cell for cell in flow.cells("kernels", "targets")}
-    found = measure.one(flow, cells["W4A16 g128 fp16, M = 1, large layers, share of the read floor", "worst layer"])
-    assert found.value == pytest.approx(0.8, rel=1e-4) and found.grade == "B" and found.stand_in == "NVIDIA H200"
+    result = measure.one(flow, cells["W4A16 g128 fp16, M = 1, large layers, share of the read floor", "worst layer"])
+    assert result.value == pytest.approx(0.8, rel=1e-4) and result.grade == "B" and result.stand_in == "NVIDIA H200"
     missing = measure.one(flow, cells["W8A8, M = 512, over cuBLAS int8", "worst layer"])
     assert missing.value is None and missing.status == "not_run" and "no such time" in missing.note
     judged = {claim.claim: table_results.judge(flow, claim) for claim in tables.table("kernels", "targets").claims}

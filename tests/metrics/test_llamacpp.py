@@ -41,10 +41,10 @@ def test_perplexity_is_the_definition(length, bos):
     model = tiny.model("llama")
     cut = torch.from_numpy(IDS[: 200 // length * length].reshape(-1, length))
     before = cut.clone()
-    found = score(model, cut, bos)
-    assert found.shape == (200 // length,) and found.dtype == np.float64 and (cut == before).all()
+    result = score(model, cut, bos)
+    assert result.shape == (200 // length,) and result.dtype == np.float64 and (cut == before).all()
     want = plain(tiny.model("llama"), IDS, length, bos)
-    assert LlamaCpp("c4").value({"nll": found.mean()}) == pytest.approx(want, rel=1e-5)
+    assert LlamaCpp("c4").value({"nll": result.mean()}) == pytest.approx(want, rel=1e-5)
 
 
 def test_chunks_beyond_the_context_are_refused():
@@ -56,10 +56,10 @@ def test_a_bos_is_what_the_tokenizer_adds(tmp_path):
     dag.save_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert added_bos(tokenizer) is None
-    for token, found in (("<s>", 0), ("a", None)):  # another token before the text is no BOS
-        before = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, 0 if found == 0 else 66)])
+    for token, result in (("<s>", 0), ("a", None)):  # another token before the text is no BOS
+        before = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, 0 if result == 0 else 66)])
         tokenizer.backend_tokenizer.post_processor = before
-        assert tokenizer("")["input_ids"] and added_bos(tokenizer) == found
+        assert tokenizer("")["input_ids"] and added_bos(tokenizer) == result
 
 
 def test_a_protocol_says_what_differs_from_llamacpps_defaults():

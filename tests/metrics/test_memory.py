@@ -59,12 +59,12 @@ def test_later_blocks_split_more():
 def test_table_3s_memory_is_grade_d_at_every_scale(name):
     flow = Workflow(scale.load(name=name), stored=True)
     cells = [cell for cell in flow.cells("bitbybit", "3") if cell.metric == "memory_gb"]
-    found = [measure.one(flow, cell) for cell in cells]
+    result = [measure.one(flow, cell) for cell in cells]
     assert len([cell for cell in cells if cell.printed]) == 9
     if not all(cell.recipe for cell in cells):  # recipes wait for the rates that are chosen
-        assert {m.status for m in found} == {"not_run"} and not tables.table("bitbybit", "rates").selected
+        assert {m.status for m in result} == {"not_run"} and not tables.table("bitbybit", "rates").selected
         return
-    arithmetic = {m.row: (m.status, m.grade, m.source, m.stand_in, m.unit) for m in found}
+    arithmetic = {m.row: (m.status, m.grade, m.source, m.stand_in, m.unit) for m in result}
     learned = [row for row in arithmetic if "learned steps" in row]  # Block-AP stores other groups; two rows of ours
     assert {arithmetic.pop(row)[0] for row in learned} == {"not_run"} and len(learned) == 2
     assert set(arithmetic.values()) == {("ok", "D", "arithmetic", "", "GB")}

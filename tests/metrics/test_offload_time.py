@@ -140,30 +140,30 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
     params = OffloadTime(
         "tiny", least(draft), draft=draft, draft_model="tiny" if draft in offload_time.MODELS else "", **tree
     )
-    found = offload_time.times(given(params), CPU, torch.float32)
-    assert len(found["iteration"]) == 3 and min(found["iteration"]) > 0
+    result = offload_time.times(given(params), CPU, torch.float32)
+    assert len(result["iteration"]) == 3 and min(result["iteration"]) > 0
     if draft == "alone":
-        assert set(found) == {"iteration"}
+        assert set(result) == {"iteration"}
         return
-    assert len(found["verify"]) == 3 and found["streamed"][0] > 0 and found["streamed"][0] % found["block"][0] == 0
-    assert (len(found["draft"]) == 3 and min(found["draft"]) > 0) if phases else found["draft"] == [0.0]
+    assert len(result["verify"]) == 3 and result["streamed"][0] > 0 and result["streamed"][0] % result["block"][0] == 0
+    assert (len(result["draft"]) == 3 and min(result["draft"]) > 0) if phases else result["draft"] == [0.0]
     if draft == "specexec":
-        assert found["passes"] == [2, 2, 2]  # the root, then the best of its children, which have no better ones
+        assert result["passes"] == [2, 2, 2]  # the root, then the best of its children, which have no better ones
     elif phases:
-        assert found["passes"] == [4, 4, 4]
+        assert result["passes"] == [4, 4, 4]
 
 
 def test_an_8_bit_target_streams_fewer_bytes(tiny):
     """Codes of a byte, and a scale and a zero point of 16 bits for 128 of them; float32 has four bytes a weight."""
     torch.manual_seed(0)
-    found = {}
+    result = {}
     for bits in (16, 8):
         memory = least("subspec", offload_time.EIGHT if bits == 8 else None)
         params = OffloadTime("tiny", memory, depth=4, target_bits=bits)
-        found[bits] = offload_time.times(given(params), CPU, torch.float32)
-        assert len(found[bits]["iteration"]) == 3
-    assert found[8]["block"][0] == pytest.approx(found[16]["block"][0] / 4 * (1 + 4 / 128))
-    assert 0 < found[8]["streamed"][0] < found[16]["streamed"][0] / 2
+        result[bits] = offload_time.times(given(params), CPU, torch.float32)
+        assert len(result[bits]["iteration"]) == 3
+    assert result[8]["block"][0] == pytest.approx(result[16]["block"][0] / 4 * (1 + 4 / 128))
+    assert 0 < result[8]["streamed"][0] < result[16]["streamed"][0] / 2
 
 
 def test_where_nothing_streams_subspec_has_no_draft(tiny):
@@ -174,8 +174,8 @@ def test_where_nothing_streams_subspec_has_no_draft(tiny):
         offload_time.times(given(OffloadTime("tiny", "1GiB", draft="subspec", depth=4)), CPU, torch.float32)
     torch.manual_seed(0)
     params = OffloadTime("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
-    found = offload_time.times(given(params), CPU, torch.float32)
-    assert found["streamed"] == [0.0] and len(found["iteration"]) == 3
+    result = offload_time.times(given(params), CPU, torch.float32)
+    assert result["streamed"] == [0.0] and len(result["iteration"]) == 3
 
 
 def kept(**values):
@@ -186,8 +186,8 @@ def kept(**values):
 
 def value(params, **values):
     """The value of an ask from observations."""
-    found = params.series(kept(**values), target())
-    return params.value({name: one.values.mean() for name, one in found.items()})
+    result = params.series(kept(**values), target())
+    return params.value({name: one.values.mean() for name, one in result.items()})
 
 
 MEASURED = {
@@ -219,8 +219,8 @@ def test_another_rate_of_the_bus_moves_what_is_waited_for():
 )
 def test_what_a_run_says_once_has_no_spread(how, ends):
     """The interval is that of the iterations; peak memory has none."""
-    found = OffloadTime("Qwen2.5-7B", "8GiB", **how).series(kept(**MEASURED | {"verify": [0.3, 0.4]}), target())
-    interval = Quantity([found], lambda mean: OffloadTime("Qwen2.5-7B", "8GiB", **how).value(mean)).interval()
+    result = OffloadTime("Qwen2.5-7B", "8GiB", **how).series(kept(**MEASURED | {"verify": [0.3, 0.4]}), target())
+    interval = Quantity([result], lambda mean: OffloadTime("Qwen2.5-7B", "8GiB", **how).value(mean)).interval()
     assert math.isfinite(interval.value) and (interval.lo is not None and interval.lo < interval.value) is ends
 
 
@@ -245,11 +245,11 @@ def test_a_table_on_the_tiny_model_has_tokens_a_second_from_lengths_and_times(ti
         job.folder.mkdir(parents=True, exist_ok=True)
         if job.kind in ("acceptance", "offload_time"):
             KINDS[job.kind].run(job, {}, job.folder, observations.origin(job, {}))
-    found = {c.metric: flow.quantity(c) for c in cells}
-    assert None not in found.values() and set(found) == {"accept_length", "tokens_per_s", "speedup"}
-    lengths = _value(found["accept_length"])
-    assert _value(found["tokens_per_s"]) == pytest.approx(lengths / 0.4)
-    assert _value(found["speedup"]) == pytest.approx(lengths * 0.1 / 0.4)
+    result = {c.metric: flow.quantity(c) for c in cells}
+    assert None not in result.values() and set(result) == {"accept_length", "tokens_per_s", "speedup"}
+    lengths = _value(result["accept_length"])
+    assert _value(result["tokens_per_s"]) == pytest.approx(lengths / 0.4)
+    assert _value(result["speedup"]) == pytest.approx(lengths * 0.1 / 0.4)
 
 
 def test_specexec_takes_a_verification_and_the_passes_of_the_stand_in():
@@ -279,8 +279,8 @@ def test_the_time_model_is_the_least_squares_line_of_three_depths(slope, off):
     for depth in (8, 32, 64):
         took = line(depth) * (1 + off)
         cell = ratios[f"depth {depth}"]
-        found = evaluate(cell.params.quantity, {"a": ms[4], "b": ms[16], "c": ms[48], "t": took})
-        assert found == pytest.approx(1 / (1 + off))
+        result = evaluate(cell.params.quantity, {"a": ms[4], "b": ms[16], "c": ms[48], "t": took})
+        assert result == pytest.approx(1 / (1 + off))
         parts = flow.operands(cell)
         assert [parts[name].params.config.depth for name in "abct"] == [4, 16, 48, depth]
 

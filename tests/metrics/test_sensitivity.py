@@ -39,13 +39,13 @@ def test_what_is_kept_is_the_damage_and_its_derivative_by_sequence(scale):
     Y, w = X + scale * noise, torch.ones(5, dtype=torch.float64, requires_grad=True)
     cka = weighted_cka(X, Y, w)
     (slope,) = torch.autograd.grad(cka, w)
-    found = found_damages(X, Y)
-    assert found == pytest.approx((1 - cka - 5 * slope).detach().numpy(), abs=1e-12)
-    assert found.mean() == pytest.approx(1 - selection.cka(X.flatten(0, 1), Y.flatten(0, 1)), abs=1e-12)
+    result = found_damages(X, Y)
+    assert result == pytest.approx((1 - cka - 5 * slope).detach().numpy(), abs=1e-12)
+    assert result.mean() == pytest.approx(1 - selection.cka(X.flatten(0, 1), Y.flatten(0, 1)), abs=1e-12)
     weights = torch.tensor([2.0, 0, 1, 1, 1], dtype=torch.float64)  # a resample of the sequences
     again = 1 - weighted_cka(X, Y, weights).item()
     if scale < 1:
-        assert weights.numpy() @ found / 5 == pytest.approx(again, rel=0.2)
+        assert weights.numpy() @ result / 5 == pytest.approx(again, rel=0.2)
 
 
 def test_constant_states_are_all_or_nothing():
@@ -83,8 +83,8 @@ def test_blocks_before_the_quantized_layer_do_not_run():
     model, ids, ran = tiny.model("llama"), tiny.tokens(20, 8), []
     for name in ("layers.0.mlp", "layers.1.mlp"):
         model.base_model.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
-    found = last_hidden(model, ids, 1, torch.zeros(20, 8, 64))
-    assert ran == ["layers.1.mlp"] * 2 and found.shape == (20, 8, 64)
+    result = last_hidden(model, ids, 1, torch.zeros(20, 8, 64))
+    assert ran == ["layers.1.mlp"] * 2 and result.shape == (20, 8, 64)
     ran.clear()
     model(ids)
     assert ran == ["layers.0.mlp", "layers.1.mlp"], "the model runs whole again"
@@ -182,10 +182,12 @@ def held():
     ],
 )
 def test_known_answers(show, expected):
-    found = Sensitivity(show).series({"layers": Observations(held(), {})}, None)
-    assert float(Sensitivity(show).value({k: one.values.mean() for k, one in found.items()})) == pytest.approx(expected)
+    result = Sensitivity(show).series({"layers": Observations(held(), {})}, None)
+    assert float(Sensitivity(show).value({k: one.values.mean() for k, one in result.items()})) == pytest.approx(
+        expected
+    )
     if show in ("damage", "loss"):
-        (only,) = found.values()
+        (only,) = result.values()
         assert only.axis == "layers" and only.values == pytest.approx(DAMAGE if show == "damage" else LOSS)
     assert Sensitivity(show).series({}, None) == {}, "full precision"
 

@@ -21,8 +21,8 @@ HELD = {"traces": Observations(similarity.summary(np.stack([COSINES, ALIKE]), "t
 
 
 def shown(params: similarity.Similarity) -> float:
-    found = params.series(HELD, None)
-    return float(params.value({name: one.values.mean() for name, one in found.items()}))
+    result = params.series(HELD, None)
+    return float(params.value({name: one.values.mean() for name, one in result.items()}))
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_a_trace_of_the_first_draw_is_drawn_by_position():
 
 
 def test_a_number_has_the_t_interval_of_its_draws():
-    found = similarity.Similarity("sigma_max").series(HELD, None)
-    got = Quantity([found], lambda mean: similarity.Similarity("sigma_max").value(mean), True).interval()
+    result = similarity.Similarity("sigma_max").series(HELD, None)
+    got = Quantity([result], lambda mean: similarity.Similarity("sigma_max").value(mean), True).interval()
     half = stats.t.ppf(0.975, 1) * np.std([0.45, 0], ddof=1) / np.sqrt(2)
     assert (got.lo, got.hi, got.n) == pytest.approx((0.225 - half, 0.225 + half, 2)) and got.covers == "draws only"
 
@@ -64,14 +64,14 @@ def test_traces_are_cosines_of_last_hidden_states():
     assert similarity.traces(full, rounded, ids) == pytest.approx(np.ones((3, 7)))
     for linear in block_linears(rounded).values():
         linear.weight.data = (linear.weight.data * 4).round() / 4
-    found = similarity.traces(full, rounded, ids)
+    result = similarity.traces(full, rounded, ids)
     for i in range(3):
         with torch.no_grad():
             a, b = (m.base_model(ids[i : i + 1]).last_hidden_state[0].double().numpy() for m in (full, rounded))
         for t in range(7):
             expected = a[t] @ b[t] / np.sqrt(a[t] @ a[t]) / np.sqrt(b[t] @ b[t])
-            assert found[i, t] == pytest.approx(expected, abs=1e-6)
-    assert found.min() < 0.999
+            assert result[i, t] == pytest.approx(expected, abs=1e-6)
+    assert result.min() < 0.999
 
 
 class GivenJob:

@@ -74,9 +74,9 @@ def test_every_point_is_the_loss_of_the_moved_and_rounded_model(bits):
     grid = None if bits == 16 else GroupGrid(bits, 16)
     pair, sides = surface.directions(model, 5), surface.steps(3, 0.2)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    found = surface.surface(model, pair, ids, grid, sides)
+    result = surface.surface(model, pair, ids, grid, sides)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert found.shape == (3, 3, 3)
+    assert result.shape == (3, 3, 3)
     for i, j in ((0, 0), (1, 1), (0, 2)):
         moved = tiny.model("llama")
         for name, linear in block_linears(moved).items():
@@ -85,7 +85,7 @@ def test_every_point_is_the_loss_of_the_moved_and_rounded_model(bits):
         with torch.no_grad():
             logits = moved(ids).logits[:, :-1].double().log_softmax(-1)
         want = -logits.gather(2, ids[:, 1:, None])[..., 0].mean(1)
-        assert found[i, j] == pytest.approx(want.numpy(), rel=1e-5)
+        assert result[i, j] == pytest.approx(want.numpy(), rel=1e-5)
 
 
 def test_fewer_bits_are_rougher():
@@ -101,8 +101,8 @@ def test_fewer_bits_are_rougher():
 def test_a_table_shows_the_roughness_of_mean_losses_and_a_figure_the_losses():
     losses = np.random.default_rng(0).normal(size=(3, 3, 4))
     rough, drawn = surface.Surface(4), surface.Surface(4, "surface")
-    found = rough.series(held(losses), None)
-    means = {name: one.values.mean() for name, one in found.items()}
+    result = rough.series(held(losses), None)
+    means = {name: one.values.mean() for name, one in result.items()}
     assert rough.value(means) == pytest.approx(surface.roughness(losses.mean(2)))
     several = {name: np.asarray([mean, 2 * mean]) for name, mean in means.items()}
     assert rough.value(several) == pytest.approx(surface.roughness(losses.mean(2)) * np.asarray([1, 2]))

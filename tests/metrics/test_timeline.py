@@ -41,9 +41,9 @@ def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
         "draft passes": [Copy(1, 2, 0), Copy(2, 3, 0), Copy(10, 11, 0), Copy(11, 12.5, 0), Copy(20, 21, 0)],
         "verification": [Copy(3, 9, 0), Copy(12.5, 15.5, 0)],
     }
-    found = spans_of(lanes, DRAFT, 1)
-    assert found["draft passes"] == [(0, 1000), (1000, 2500)] and found["verification"] == [(2500, 5500)]
-    assert found["copies"] == [(-500, 1000), (3000, 4000)]
+    result = spans_of(lanes, DRAFT, 1)
+    assert result["draft passes"] == [(0, 1000), (1000, 2500)] and result["verification"] == [(2500, 5500)]
+    assert result["copies"] == [(-500, 1000), (3000, 4000)]
     plain = spans_of(lanes | {"draft passes": []}, None, 1)  # it begins where the step before ended
     assert plain["verification"] == [(3500, 6500)] and plain["copies"] == [(500, 2000), (4000, 5000)]
     assert plain["draft passes"] == []
@@ -53,12 +53,12 @@ def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
 def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
     params = Timeline("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
     given = job_of(params, context=96, warm=1).given()
-    found = timeline.measured(given | {"draft": given["draft"] and vars(DRAFT)}, CPU, torch.float32)
-    passes, ((begin, end),) = found["draft passes"], found["verification"]
+    result = timeline.measured(given | {"draft": given["draft"] and vars(DRAFT)}, CPU, torch.float32)
+    passes, ((begin, end),) = result["draft passes"], result["verification"]
     assert len(passes) == (2 if draft == "subspec" else 0)
     if passes:
         assert passes[0][0] == 0 and passes[0][1] <= passes[1][0] and passes[1][1] <= begin
-    copies = found["copies"]
+    copies = result["copies"]
     assert begin < end and copies == sorted(copies) and all(0 < length for length in (b - a for a, b in copies))
     assert copies[-1][0] < end and copies[0][1] > 0
     if not prefetch:  # a weight is copied when it is needed
@@ -81,11 +81,11 @@ def test_what_is_shown_of_known_spans():
         "copies begin": Series(np.array([0.0, 4.0]), "spans"),
         "copies length": Series(np.array([1.0, 3]), "spans"),
     }
-    found = {"spans": Observations(series, {})}
+    result = {"spans": Observations(series, {})}
     params = Timeline("Qwen2.5-7B", "8GiB", "copies")
-    assert params.series(found, None)["copies length"].values.tolist() == [1, 3]
+    assert params.series(result, None)["copies length"].values.tolist() == [1, 3]
     assert params.value({"copies length": 2.0}) == 2 and params.limits[0] == 0
-    assert Timeline("Qwen2.5-7B", "8GiB", "draft passes").series(found, None) == {}
+    assert Timeline("Qwen2.5-7B", "8GiB", "draft passes").series(result, None) == {}
 
 
 def test_without_a_gpu_the_result_is_unsupported(tmp_path):

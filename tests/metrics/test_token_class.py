@@ -30,15 +30,15 @@ def test_classes_add_up_to_the_window_and_each_is_the_sum_over_its_own_tokens():
     for linear in block_linears(low).values():
         linear.weight.data = (linear.weight.data * 4).round() / 4
     of = np.arange(full.config.vocab_size) % 4  # no token of the last class
-    found = token_class.by_class(full, low, ids[0], of)
+    result = token_class.by_class(full, low, ids[0], of)
     (whole,) = perplexity.score(low, ids, full, 1).itertuples()
     for show in ("nll", "kl"):
-        parts = [found[f"{name}/{show}"] for name in token_class.CLASSES]
+        parts = [result[f"{name}/{show}"] for name in token_class.CLASSES]
         assert sum(parts) == pytest.approx(getattr(whole, show), rel=1e-5) and parts[4] == 0 < min(parts[:4])
     with torch.no_grad():
         log = torch.log_softmax(low(input_ids=ids).logits[0].double(), -1)
     slow = sum(-float(log[t - 1, ids[0, t]]) for t in range(1, 40) if of[ids[0, t]] == 2) / 39
-    assert found["digits/nll"] == pytest.approx(slow, rel=1e-5)
+    assert result["digits/nll"] == pytest.approx(slow, rel=1e-5)
     alone = token_class.by_class(full, None, ids[0], of)
     assert alone.keys() == {f"{name}/nll" for name in token_class.CLASSES}
     assert sum(alone.values()) == pytest.approx(perplexity.score(full, ids)["nll"][0], rel=1e-5)

@@ -52,8 +52,8 @@ def around(lost):
 
 def shown(params):
     """The value of a cell, or None."""
-    found = params.read()
-    return found and found.interval().value
+    result = params.read()
+    return result and result.interval().value
 
 
 def step(bits, context):
@@ -158,8 +158,8 @@ def test_what_was_not_measured_has_no_value(measured, monkeypatch, tmp_path):
 
 
 def test_where_times_come_from(measured):
-    found = TimePerToken.origin([TimePerToken("ms", "100", bits="8")])
-    assert found["device"] == "NVIDIA H200" and found["note"] == "calculated" and found["source"] == "fresh"
+    result = TimePerToken.origin([TimePerToken("ms", "100", bits="8")])
+    assert result["device"] == "NVIDIA H200" and result["note"] == "calculated" and result["source"] == "fresh"
 
 
 def test_no_threshold_switches_earlier():
@@ -191,7 +191,7 @@ def test_the_table_and_the_figures_ask_for_what_there_is(measured):
     cells = flow.cells("flexquant", "speed")
     assert len(cells) == 7 * 4 * 2 and all(flow.is_external(cell) for cell in cells)
     values = {cell.cell_key: flow.quantity(cell) for cell in cells}
-    assert sum(found is None for found in values.values()) == 7 * 2  # 7,800 tokens were not measured here
+    assert sum(result is None for result in values.values()) == 7 * 2  # 7,800 tokens were not measured here
     for number in ("6", "7"):
         assert all(flow.is_external(cell) for cell in flow.cells("flexquant", number, "figure"))
     assert {claim.claim for claim in tables.table("flexquant", "speed").claims} == {

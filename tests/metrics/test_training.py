@@ -25,8 +25,8 @@ def value(show, *before, **facts):
     for i, one in enumerate((facts, *before)):
         held = {name: Series(np.asarray(values, dtype=float), "layers") for name, values in one.items()}
         steps[f"step {i}"] = Observations(held, {})
-    found = params.series(steps, None)
-    return params.value({name: one.values.mean() for name, one in found.items()}) if found else None
+    result = params.series(steps, None)
+    return params.value({name: one.values.mean() for name, one in result.items()}) if result else None
 
 
 def test_tokens_are_those_that_the_trainer_counted_and_none_without_training():

@@ -16,7 +16,7 @@ from repro.workflow import runner
 
 @pytest.mark.parametrize("direction", ["quantized", "full"])
 def test_every_layer_in_model_order(direction, tmp_path):
-    found = {}
+    result = {}
     for bits in (8, 4):
         target = Target(scales.load(name="pocket").on("cpu"), "pocket-3m", f"rtn-w{bits}-g64")
         params = WeightDivergence("layers", direction)
@@ -32,12 +32,12 @@ def test_every_layer_in_model_order(direction, tmp_path):
             divergence(linear.weight.detach(), block_linears(made)[name].weight.detach(), Config(direction=direction))
             for name, linear in block_linears(full).items()
         ]
-        found[bits] = params.series(held, target)["layers"].values
-        assert found[bits].tolist() == pytest.approx(wanted) and min(wanted) > 0
+        result[bits] = params.series(held, target)["layers"].values
+        assert result[bits].tolist() == pytest.approx(wanted) and min(wanted) > 0
         spread = WeightDivergence("spread", direction).series(held, target)["spread"].values
         assert spread.tolist() == pytest.approx([max(wanted) / min(wanted)])
         assert WeightDivergence("mean").value({"mean": 2.0}) == 2.0
-    assert (found[4] > found[8]).all()
+    assert (result[4] > result[8]).all()
 
 
 def test_full_precision_has_no_job_and_no_divergence():

@@ -210,14 +210,14 @@ REAL_MMLU = (
 
 def asked(task: str, data: Path, limit: int) -> dict[str, list[list[tuple[str, str]]]]:
     """What lm-eval will ask, by its task name: per item the (prompt, answer) pairs."""
-    found = {}
+    result = {}
     for name, (_, _, loaded) in requests.load_shipped(tasks.TASKS[task], data, limit).items():
         loaded.build_all_requests(rank=0, world_size=1)
         items: dict[int, list] = {}
         for instance in loaded.instances:
             items.setdefault(instance.doc_id, []).append(instance.args)
-        found[name] = list(items.values())
-    return found
+        result[name] = list(items.values())
+    return result
 
 
 MMLU = ("mmlu", "mmlu-10")
@@ -232,8 +232,8 @@ def test_prompts_are_the_shipped_ones(task, data):
 
 
 def test_a_prompt_letter_by_letter(small):
-    found = [asked(task, small, 1)[task][0] for task in ("piqa", "winogrande", "boolq", "lambada_openai")]
-    assert found == [
+    result = [asked(task, small, 1)[task][0] for task in ("piqa", "winogrande", "boolq", "lambada_openai")]
+    assert result == [
         [("Question: dry a cup\nAnswer:", " use a towel "), ("Question: dry a cup\nAnswer:", " use a fork")],
         [("Ann met Eve so Ann", " spoke."), ("Ann met Eve so Eve", " spoke.")],
         [("Tin is a metal.\nQuestion: is tin a metal?\nAnswer:", answer) for answer in (" no", " yes")],
@@ -245,23 +245,23 @@ def test_a_prompt_letter_by_letter(small):
 
 
 def test_mmlu_prompt_has_five_examples_of_its_subject(small):
-    found = asked("mmlu", small, 3)
-    assert list(found) == [f"mmlu_{subject}" for subject in SUBJECTS]
-    assert found["mmlu_high_school_physics"] == [[(SMALL_MMLU, f" {letter}") for letter in "ABCD"]]
+    result = asked("mmlu", small, 3)
+    assert list(result) == [f"mmlu_{subject}" for subject in SUBJECTS]
+    assert result["mmlu_high_school_physics"] == [[(SMALL_MMLU, f" {letter}") for letter in "ABCD"]]
 
 
 def test_mmlu_prompt_of_the_mirror(mirror):
-    found = asked("mmlu", mirror, 114)
-    assert len(found) == 57 and {len(items) for items in found.values()} == {2}
-    (prompt, answer), *_ = found["mmlu_abstract_algebra"][0]
+    result = asked("mmlu", mirror, 114)
+    assert len(result) == 57 and {len(items) for items in result.values()} == {2}
+    (prompt, answer), *_ = result["mmlu_abstract_algebra"][0]
     assert prompt.startswith(REAL_MMLU[0]) and prompt.endswith(REAL_MMLU[1]) and answer == " A"
     assert prompt.count("\nAnswer: ") == 5
 
 
 @pytest.mark.parametrize(("limit", "counts"), [(1, [0, 0, 1]), (4, [1, 1, 2]), (6, [2, 2, 2]), (100, [4, 4, 4])])
 def test_a_limit_takes_subjects_evenly(limit, counts, small):
-    found = asked("mmlu", small, limit)
-    assert [len(found.get(f"mmlu_{subject}", [])) for subject in SUBJECTS] == counts
+    result = asked("mmlu", small, limit)
+    assert [len(result.get(f"mmlu_{subject}", [])) for subject in SUBJECTS] == counts
 
 
 def test_a_draw_is_of_the_whole_set_and_always_the_same(small, bytewise):

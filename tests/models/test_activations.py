@@ -36,41 +36,41 @@ def test_statistics_are_those_of_all_inputs(layout):
     weights = torch.tensor([1.0, 2, 3, 4, 5, 6])
     got, want = statistics(model, names, ids, EXTRAS, weights), inputs_of(model, names, ids)
     for name in names:
-        x, found = want[name], got[name]
-        torch.testing.assert_close(found.mean_abs, x.abs().mean(1), rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(found.mean_square, x.square().mean(1), rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(found.max_abs, x.abs().amax(1), rtol=1e-5, atol=1e-7)
+        x, result = want[name], got[name]
+        torch.testing.assert_close(result.mean_abs, x.abs().mean(1), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(result.mean_square, x.square().mean(1), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(result.max_abs, x.abs().amax(1), rtol=1e-5, atol=1e-7)
         each = torch.stack([one.T @ one / len(one) for one in x])
         moment = (weights[:, None, None] * each).sum(0) / weights.sum()
-        torch.testing.assert_close(found.second_moment, moment, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result.second_moment, moment, rtol=1e-4, atol=1e-6)
         flat = x.flatten(0, 1)
         centred = flat - flat.mean(0)
         kurtosis = centred.pow(4).mean(0) / centred.square().mean(0).square() - 3
-        torch.testing.assert_close(found.kurtosis(), kurtosis, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(result.kurtosis(), kurtosis, rtol=1e-3, atol=1e-3)
         for share in (0.1, 0.5, 0.9):
-            assert found.quantile(share) == pytest.approx(torch.quantile(flat.abs(), share).item(), rel=0.02)
+            assert result.quantile(share) == pytest.approx(torch.quantile(flat.abs(), share).item(), rel=0.02)
 
 
 def test_layers_that_read_one_tensor_share_their_statistics():
     model = tiny.model("llama")
     got = statistics(model, list(block_linears(model)), tiny.tokens(9, 8))
-    of = {name.removeprefix("model.layers.0."): found for name, found in got.items() if ".0." in name}
+    of = {name.removeprefix("model.layers.0."): result for name, result in got.items() if ".0." in name}
     assert of["self_attn.q_proj"] is of["self_attn.k_proj"] is of["self_attn.v_proj"]
     assert of["mlp.gate_proj"] is of["mlp.up_proj"]
-    assert len({id(found) for found in of.values()}) == 4 and of["self_attn.q_proj"].seen == 9
+    assert len({id(result) for result in of.values()}) == 4 and of["self_attn.q_proj"].seen == 9
 
 
 def test_any_batches_give_the_same():
     layer = torch.nn.Linear(256, 64, dtype=torch.float64)
-    found = []
+    result = []
     for sizes in ([4], [1, 1, 1, 1], [3, 1]):
         with torch.no_grad(), watching({"x": layer}, 4, EXTRAS) as got:
             for x in X.double().view(4, 128, 256).split(sizes):
                 layer(x)
-        found.append(got["x"])
-    for other in found[1:]:
+        result.append(got["x"])
+    for other in result[1:]:
         for key in ("mean_abs", "mean_square", "max_abs", "second_moment", "powers", "histogram"):
-            one, another = getattr(found[0], key), getattr(other, key)
+            one, another = getattr(result[0], key), getattr(other, key)
             torch.testing.assert_close(one, another, rtol=1e-12, atol=1e-14 * float(one.max()))
     assert not layer._forward_pre_hooks
 
@@ -110,10 +110,10 @@ def test_inputs_that_are_not_finite_are_named():
 def test_equal_weights_round_no_input():
     """300 tokens: 1/300 has no exact root, so inputs that were multiplied by it would have been rounded."""
     layer, x = torch.nn.Identity(), X[:300]
-    with watching({"x": layer}, 7, ["second_moment"]) as found:
+    with watching({"x": layer}, 7, ["second_moment"]) as statistics:
         for _ in range(7):
             layer(x[None].clone())
-    torch.testing.assert_close(found["x"].second_moment, (x.T @ x).double() / 300, rtol=1e-14, atol=0)
+    torch.testing.assert_close(statistics["x"].second_moment, (x.T @ x).double() / 300, rtol=1e-14, atol=0)
 
 
 def gptq_codes() -> torch.Tensor:

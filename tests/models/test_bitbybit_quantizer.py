@@ -194,8 +194,8 @@ def test_the_gradient_passes_straight_through():
     w = W[:4].clone().requires_grad_()
     g = X[:4]
     for options in ({}, {"shift": 6}, {"shift": 4, "delta": "zero"}):
-        (found,) = torch.autograd.grad((fake_quantize(w, GroupGrid(8, 32, scale="e4m3"), **options) * g).sum(), w)
-        assert torch.equal(found, g)
+        (result,) = torch.autograd.grad((fake_quantize(w, GroupGrid(8, 32, scale="e4m3"), **options) * g).sum(), w)
+        assert torch.equal(result, g)
     assert torch.equal(fake_quantize(w, GroupGrid(2, 32)), fake_quantize(w.detach(), GroupGrid(2, 32)))
 
 

@@ -171,5 +171,5 @@ def test_an_index_that_chooses_among_the_weights_counts(folder):
 
 
 def test_the_pocket_models_keep_the_identity_that_stored_results_declare():
-    found = {name: models.fingerprint(name) for name in ("pocket-3m", "pocket-5m", "pocket-10m")}
-    assert found == {"pocket-3m": "f4dd8ddb", "pocket-5m": "8523b7e2", "pocket-10m": "9c809bce"}
+    result = {name: models.fingerprint(name) for name in ("pocket-3m", "pocket-5m", "pocket-10m")}
+    assert result == {"pocket-3m": "f4dd8ddb", "pocket-5m": "8523b7e2", "pocket-10m": "9c809bce"}

@@ -307,7 +307,7 @@ def test_attachments_of_different_kinds_stack_in_order_and_survive_the_disk(tmp_
     back = LowBitModel(tiny.model("llama"))
     assert back.load(path) == META
     assert torch.equal(back.model.get_submodule(NAME)(x), y) and back.extra_bits == lm.extra_bits
-    assert {n: [a.step for a in found] for n, found in back.attachments.items()} == {
+    assert {n: [a.step for a in result] for n, result in back.attachments.items()} == {
         NAME: [a.step for a in chosen],
         "model.layers.0.mlp.up_proj": ["double"],
     }

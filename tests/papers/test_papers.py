@@ -25,8 +25,8 @@ EVERY = [(paper, table) for paper in papers.PAPERS for table in papers.tables(pa
 
 
 def cell(paper, table, row, col, model):
-    (found,) = [c for c in papers.printed(paper, table) if (c.row, c.col, c.model) == (row, col, model)]
-    return found
+    (result,) = [c for c in papers.printed(paper, table) if (c.row, c.col, c.model) == (row, col, model)]
+    return result
 
 
 def test_files_match_their_hashes():
@@ -110,9 +110,9 @@ def test_what_is_no_number_is_known():
     ],
 )
 def test_known_values(paper, table, row, col, model, number, tolerance):
-    found = cell(paper, table, row, col, model)
-    assert found.number == number
-    assert found.tolerance == pytest.approx(tolerance)
+    result = cell(paper, table, row, col, model)
+    assert result.number == number
+    assert result.tolerance == pytest.approx(tolerance)
 
 
 def test_out_of_memory_is_blank_with_a_note():

@@ -22,27 +22,27 @@ def measured():
 
 
 def test_token_classes_add_up_to_the_perplexity(measured):
-    found, model, ids, _ = measured
-    assert sum(c["share"] for c in found.values()) == pytest.approx(1, abs=2e-5)
-    mean = sum(c["nats"] * c["share"] for c in found.values())
+    result, model, ids, _ = measured
+    assert sum(c["share"] for c in result.values()) == pytest.approx(1, abs=2e-5)
+    mean = sum(c["nats"] * c["share"] for c in result.values())
     assert mean == pytest.approx(perplexity.score(model, ids)["nll"].mean(), abs=1e-3)
 
 
 def test_each_token_is_in_its_class(measured):
-    found, _, ids, tokenizer = measured
+    result, _, ids, tokenizer = measured
     texts = [tokenizer.decode([i]) for i in ids[:, 1:].flatten().tolist()]
     newline = sum(text.strip("\n") == "" for text in texts) / len(texts)
     blank = sum(text.strip(" ") == "" for text in texts) / len(texts)
-    assert found["newline"]["share"] == pytest.approx(newline, abs=1e-5) and newline > 0.1
-    assert found["blank"]["share"] == pytest.approx(blank, abs=1e-5) and blank > 0.01
+    assert result["newline"]["share"] == pytest.approx(newline, abs=1e-5) and newline > 0.1
+    assert result["blank"]["share"] == pytest.approx(blank, abs=1e-5) and blank > 0.01
 
 
 def test_a_class_without_a_token(measured):
     _, model, _, tokenizer = measured
     ids = corpora.token_ids("tiny-wikitext", tokenizer)
     plain = torch.tensor([[i for i in ids.tolist() if tokenizer.decode([i]).strip()][:64]])
-    found = card.token_classes(model, plain, tokenizer)
-    assert found["newline"] == found["blank"] == {"nats": 0.0, "share": 0.0} and found["other"]["share"] == 1
+    result = card.token_classes(model, plain, tokenizer)
+    assert result["newline"] == result["blank"] == {"nats": 0.0, "share": 0.0} and result["other"]["share"] == 1
 
 
 BEFORE = {

@@ -62,8 +62,8 @@ def cells_of(flow, number="1"):
 
 def at(flow, *place, number="1"):
     every = [m for m in cells_of(flow, number) if m.cell_key[: len(place)] == place]
-    (found,) = [m for m in every if not m.metric.endswith(tables.LOG_PROBABILITY)]
-    return found
+    (result,) = [m for m in every if not m.metric.endswith(tables.LOG_PROBABILITY)]
+    return result
 
 
 def the_job(flow, row, col="Wiki", model=ONE):
@@ -89,13 +89,13 @@ def test_every_printed_cell_of_every_table_appears_without_any_job(paper, number
     monkeypatch.setattr(accepted, "RESULTS", tmp_path)
     flow = Workflow(scales.load(CONFIG | {"models": {}}), stored=False)
     results = table_results(flow, paper, number)
-    found = results.measurements
+    result = results.measurements
     wanted = [(c.row, c.col, c.model, c.metric, c.value) for c in papers.printed(paper, number)]
-    assert [(*m.cell_key, m.printed) for m in found][: len(wanted)] == wanted
-    assert {m.status for m in found if m.printed} <= {"not_run", "no_stand_in", "other_device", "ok", "stale"}
+    assert [(*m.cell_key, m.printed) for m in result][: len(wanted)] == wanted
+    assert {m.status for m in result if m.printed} <= {"not_run", "no_stand_in", "other_device", "ok", "stale"}
     sheet = content.sheet(results)
     if not tables.path_of(paper, number).is_file():
-        assert "no spec yet" in sheet.notes[0] and str(len(found)) in sheet.notes[0]
+        assert "no spec yet" in sheet.notes[0] and str(len(result)) in sheet.notes[0]
     shown = []
     for row in sheet.rows:
         shown += [one.printed if isinstance(one, Pair) else one for one in row[1:]]
@@ -117,8 +117,8 @@ def test_the_file_holds_every_cell(world, tmp_path):
 def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
     flow = Workflow(scales.load(CONFIG), stored=False)
     sheet = rendered.build(flow, "spqt/table2", tmp_path)
-    found = from_csv(tmp_path / "spqt" / "table2.csv")
-    assert {m.status for m in found} == {"other_device"}
+    result = from_csv(tmp_path / "spqt" / "table2.csv")
+    assert {m.status for m in result} == {"other_device"}
     assert not sheet.paired and "Other device: the whole table." in sheet.notes
     assert "14.78" in set(chain.from_iterable(sheet.rows))
     assert list(sheet.head) == ["", "tokens/s", "speedup"], "one column for all models, which are sections"
@@ -127,9 +127,9 @@ def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
 def test_a_device_of_ours_is_beside_the_printed_ones(tmp_path):
     """SpQt's Table 1 has datasheets; of the GPU that kernels are timed on, the rate that a read reaches."""
     sheet = rendered.build(Workflow(scales.load(CONFIG), stored=False), "spqt/table1", tmp_path)
-    found = from_csv(tmp_path / "spqt" / "table1.csv")
-    assert {m.status for m in found if m.printed} == {"other_device"} and len(sheet.rows) == 5
-    (ours,) = [m for m in found if m.status == "ok"]
+    result = from_csv(tmp_path / "spqt" / "table1.csv")
+    assert {m.status for m in result if m.printed} == {"other_device"} and len(sheet.rows) == 5
+    (ours,) = [m for m in result if m.status == "ok"]
     assert ours.metric == "mem_bandwidth_gbs" and 4000 < ours.value < 4800 and "H200" in ours.device
 
 
@@ -199,9 +199,9 @@ def test_a_place_with_two_metrics_is_two_cells_and_one_entry(world):
     )
     cells = [c for c in flow.cells("spear", "8") if (c.row, c.col) == ("RTN", "4-bit pc K%/r") and c.model == ONE]
     assert [c.metric for c in cells] == ["k_percent", "rank"]
-    found = [measure.one_measured(flow, cell) for cell in cells]
-    assert [one.measurement.value for one in found] == [50.0, 3.0], "2 of 4 layers, of rank 4 and 2"
-    entry = content._pair(found)
+    result = [measure.one_measured(flow, cell) for cell in cells]
+    assert [one.measurement.value for one in result] == [50.0, 3.0], "2 of 4 layers, of rank 4 and 2"
+    entry = content._pair(result)
     assert entry.printed == " / ".join(c.printed for c in cells) and entry.here == "50 / 3"
 
 

@@ -28,11 +28,11 @@ ONE, TWO, _ = (keys["model"] for keys, _ in CLAIM.case_cells())
 
 def specified_claims(paper):
     """The claims of all specs of a paper's tables."""
-    found = []
+    result = []
     for other, number in tables.specified():
         if other == paper:
-            found += tables.table(paper, number).claims
-    return found
+            result += tables.table(paper, number).claims
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,8 @@ def test_claims_of_tables_1_to_6_have_a_predicate_or_arithmetic(bitbybit):
 
 def test_a_claim_of_bitbybit_that_is_not_seen_names_what_changes_it_or_that_no_cause_was_found(stored, bitbybit):
     for claim in own_numbers.claims_of("bitbybit"):
-        found = table_results.judge(stored, claim)
-        if found.measured and found.verdict in judging.DIRECTIONS:
+        result = table_results.judge(stored, claim)
+        if result.measured and result.verdict in judging.DIRECTIONS:
             said = page._why_it_fails(stored, claim)
             assert said.startswith(("; changed by: ", "; cause not found")) and said in bitbybit[0], (
                 f"{claim.claim}, {claim.says}: run what could be the cause, name it in `ablations` or `causes`"
@@ -251,10 +251,10 @@ def test_every_claim_of_a_paper_has_a_line_with_a_verdict_or_what_is_known_inste
 def test_every_finding_of_the_audit_is_a_footnote_that_is_named(stored, tmp_path, paper, spear):
     """For any paper by its name."""
     text = spear[0] if paper == "spear" else page.build(stored, paper, tmp_path)
-    found = {one.id for one in papers.audit(paper)}
+    result = {one.id for one in papers.audit(paper)}
     defined = re.findall(r"^\[\^(\w+)\]: ", text, re.MULTILINE)
     used = re.findall(r"\[\^(\w+)\](?!:)", text)
-    assert set(defined) == set(used) == found and len(defined) == len(found)
+    assert set(defined) == set(used) == result and len(defined) == len(result)
     assert text.startswith(f"# {papers.ABOUT[paper].title}\n") and "\n\n\n" not in text
     if paper != "spear":
         assert (tmp_path / f"{paper}.svg").exists() == ((paper, page.PICTURE) in figures.specified())

@@ -24,25 +24,25 @@ def texts(svg: str) -> list[str]:
 
 def test_a_title_is_broken_between_words(tmp_path):
     """At its width of 5.2 inches a line of 9 points holds some 70 characters; a hyphen is no place to break."""
-    found = texts(drawn(tmp_path / "f.svg", {"m": {"a": one((1, 2))}}, LONG))
-    lines = [text for text in found if text in LONG and len(text) > 5]
+    result = texts(drawn(tmp_path / "f.svg", {"m": {"a": one((1, 2))}}, LONG))
+    lines = [text for text in result if text in LONG and len(text) > 5]
     assert " ".join(lines) == LONG and max(map(len, lines)) <= 5.2 * plot.CHARACTERS
     assert "full" not in lines, "a name with hyphens stays whole"
 
 
 def test_an_unmeasured_panel_has_no_ticks_and_an_unmeasured_figure_says_so(tmp_path):
-    found = texts(drawn(tmp_path / "f.svg", {"m": {"a": one((1, 2), (3, 4))}, "n": {"a": []}}))
-    assert found.count("not measured") == 1 and not any("0.0" in text or "0.5" in text for text in found)
-    found = texts(drawn(tmp_path / "g.svg", {"m": {"a": []}}, LONG))
-    assert " ".join(found) == f"{LONG}: not measured"
+    result = texts(drawn(tmp_path / "f.svg", {"m": {"a": one((1, 2), (3, 4))}, "n": {"a": []}}))
+    assert result.count("not measured") == 1 and not any("0.0" in text or "0.5" in text for text in result)
+    result = texts(drawn(tmp_path / "g.svg", {"m": {"a": []}}, LONG))
+    assert " ".join(result) == f"{LONG}: not measured"
 
 
 @pytest.mark.parametrize("last, ticks", [(4, {"1", "2", "3", "4"}), (90, {"20", "40", "60", "80"})])
 def test_ticks_are_where_points_are(tmp_path, last, ticks):
     """Quartiles have no tick at 1.5, and layers none at 2.5."""
     points = one(*((x, 0.003 * x) for x in range(1, last + 1)))
-    found = {text for text in texts(drawn(tmp_path / "f.svg", {"m": {"a": points}})) if text.isdecimal()}
-    assert ticks <= found and "1.5" not in texts(drawn(tmp_path / "f.svg", {"m": {"a": points}}))
+    result = {text for text in texts(drawn(tmp_path / "f.svg", {"m": {"a": points}})) if text.isdecimal()}
+    assert ticks <= result and "1.5" not in texts(drawn(tmp_path / "f.svg", {"m": {"a": points}}))
 
 
 def test_leading_series_stand_out_and_the_others_are_grey(tmp_path):
@@ -76,8 +76,8 @@ def test_coordinates_have_two_decimals_and_text_is_as_it_was():
 def test_a_legend_names_what_is_not_measured_and_is_as_wide_as_its_figure(tmp_path):
     names = [f"FlexQuant at best, {i} layers a switch" for i in range(6)]
     panels = {"m": {name: one((1, i)) if i else [] for i, name in enumerate(names)}}
-    found = texts(drawn(tmp_path / "f.svg", panels))
-    assert f"{names[0]}: not measured" in found and set(names[1:]) <= set(found)
+    result = texts(drawn(tmp_path / "f.svg", panels))
+    assert f"{names[0]}: not measured" in result and set(names[1:]) <= set(result)
     figure = plot.plt.figure(figsize=(5.2, 2.8), layout="constrained")
     plot._legend(figure, figure.add_subplot().plot([[0] * 6, [1] * 6]), names)
     assert figure.legends[0].get_window_extent().width <= figure.bbox.width and len(figure.legends) == 1

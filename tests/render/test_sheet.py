@@ -319,9 +319,9 @@ def test_latex_compiles_alone(sheet, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:]
     overfull = [float(x) for x in re.findall(r"Overfull \\hbox \(([\d.]+)pt", (tmp_path / "t.log").read_text())]
     assert max(overfull, default=0) <= 1
-    found = [float(x) for x in re.findall(r"\\LT@entry\s*\{\d\}\{([\d.]+)pt\}", (tmp_path / "t.aux").read_text())]
+    result = [float(x) for x in re.findall(r"\\LT@entry\s*\{\d\}\{([\d.]+)pt\}", (tmp_path / "t.aux").read_text())]
     total = sum(layout(sheet).plan.totals)
-    assert 0.999 <= total / sum(found) <= 1.001, "columns are as wide as estimated, none is wider"
+    assert 0.999 <= total / sum(result) <= 1.001, "columns are as wide as estimated, none is wider"
     if shutil.which("pdftotext"):
         done = subprocess.run(["pdftotext", "-raw", "t.pdf", "-"], cwd=tmp_path, capture_output=True, text=True)
         drawn = letters(done.stdout)

@@ -180,8 +180,8 @@ def test_a_flipped_bit_is_one_sentence(house):
     for place in np.random.default_rng(0).integers(0, len(whole), 100):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
         try:
-            found = observations.load(file)  # a byte that decides nothing, such as padding
-            assert (found.digest, found.meta) == (right.digest, right.meta)
+            result = observations.load(file)  # a byte that decides nothing, such as padding
+            assert (result.digest, result.meta) == (right.digest, right.meta)
         except UserError as error:
             assert str(file) in str(error) and "\n" not in str(error)
     at = whole.index(next(iter(right.series.values())).values[3].tobytes())
@@ -327,8 +327,8 @@ def test_a_series_that_many_seeds_share_takes_its_bytes_once(tmp_path):
     ((_, data),) = observations.pack(held)
     assert len(data) < 1.1 * 15_000 * 8
     (tmp_path / "a.parquet").write_bytes(data)
-    found, _ = observations.unpack(tmp_path / "a.parquet")
-    assert {place: observations.digest(one) for place, one in found.items()} == {
+    result, _ = observations.unpack(tmp_path / "a.parquet")
+    assert {place: observations.digest(one) for place, one in result.items()} == {
         place: observations.digest(one) for place, one in held.items()
     }
     table, _ = observations.read(tmp_path / "a.parquet", observations.PACKED)
@@ -503,8 +503,8 @@ def test_a_cell_without_a_job_is_live_everywhere_and_never_accepted(house, monke
         SPEC, extra_columns={"bits": {"kind": "setting", "step": "rtn", "option": "bits"}}, rows={"RTN pc": "rtn-w4-pc"}
     )
     monkeypatch.setattr(tables, "table", lambda paper, number: spec)
-    found = house.stored_row("RTN pc", "bits")
-    assert (found.value, found.source, found.status) == (4.0, "fresh", "ok")
+    result = house.stored_row("RTN pc", "bits")
+    assert (result.value, result.source, result.status) == (4.0, "fresh", "ok")
     accept(house.table())
     assert {row.col for row in from_csv(stored(house))} == {"Wiki", "C4"}
 

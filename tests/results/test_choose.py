@@ -43,28 +43,28 @@ def test_a_list_goes_on_in_steps_of_three_and_ten(end, then):
 
 
 def test_a_rate_that_is_not_the_best_of_its_list_is_refused():
-    found = {"m": INSIDE, "open": INSIDE | {300.0: 1.0}, "half": INSIDE | {1.0: None}}
-    assert choose.wrong(found, ["m, x 30"]) == []
+    result = {"m": INSIDE, "open": INSIDE | {300.0: 1.0}, "half": INSIDE | {1.0: None}}
+    assert choose.wrong(result, ["m, x 30"]) == []
     rows = ["m, x 10", "open, x 300", "half, x 30", "gone, x 1"]
-    assert choose.wrong(found, rows) == rows
+    assert choose.wrong(result, rows) == rows
 
 
 def test_the_rates_that_judged_rows_use_are_the_best_of_their_lists():
     """By accepted results; nothing is chosen of a list that is not measured whole."""
-    found = choose.sweep(Workflow.of_results(scale.load(name="pocket")), "bitbybit", "rates")
-    assert len(found) == 16
-    assert choose.wrong(found, tables.table("bitbybit", "rates").selected_rows) == []
+    result = choose.sweep(Workflow.of_results(scale.load(name="pocket")), "bitbybit", "rates")
+    assert len(result) == 16
+    assert choose.wrong(result, tables.table("bitbybit", "rates").selected_rows) == []
 
 
 def test_a_spec_is_rewritten_with_its_choices_and_longer_lists(tmp_path):
     spec = tmp_path / "rates.yaml"
     shutil.copy(RATES, spec)
     before = load_yaml(spec)["rows"]
-    found = {label.rpartition(", x ")[0]: dict(INSIDE) for label in before}
-    found["ParetoQ w2a2"][300.0] = 1.0
-    found["EfficientQAT w2a16"][1.0] = 1.0
-    found["BitDistiller w2a2"][10.0] = None
-    new = choose.rewrite(spec, found)
+    result = {label.rpartition(", x ")[0]: dict(INSIDE) for label in before}
+    result["ParetoQ w2a2"][300.0] = 1.0
+    result["EfficientQAT w2a16"][1.0] = 1.0
+    result["BitDistiller w2a2"][10.0] = None
+    new = choose.rewrite(spec, result)
     assert new == ["EfficientQAT w2a16, x 0.3", "ParetoQ w2a2, x 1000"]
     after = load_yaml(spec)
     assert after["rows"].keys() - before.keys() == set(new) and len(after["selected"]) == 13
@@ -73,10 +73,10 @@ def test_a_spec_is_rewritten_with_its_choices_and_longer_lists(tmp_path):
     assert high == before["ParetoQ w2a2, x 1"] | {"paretoq_a2_lr": pytest.approx(2e-2)}
     rates = {"efficientqat_lr": 6e-6, "quant_lr": 3e-5, "e2e_lr": 6e-6}
     assert low == before["EfficientQAT w2a16, x 1"] | {key: pytest.approx(value) for key, value in rates.items()}
-    found["ParetoQ w2a2"][1000.0], found["EfficientQAT w2a16"][0.3] = 2.0, 2.0
-    assert choose.rewrite(spec, found) == [] and len(load_yaml(spec)["selected"]) == 15
+    result["ParetoQ w2a2"][1000.0], result["EfficientQAT w2a16"][0.3] = 2.0, 2.0
+    assert choose.rewrite(spec, result) == [] and len(load_yaml(spec)["selected"]) == 15
     again = spec.read_text()
-    choose.rewrite(spec, found)
+    choose.rewrite(spec, result)
     assert spec.read_text() == again
 
 
@@ -90,12 +90,12 @@ def test_a_row_without_a_multiple_is_refused(monkeypatch):
 def test_the_command_says_what_is_chosen_and_whether_to_run_again(monkeypatch, tmp_path, capfd):
     spec = tmp_path / "rates.yaml"
     shutil.copy(RATES, spec)
-    found = {label.rpartition(", x ")[0]: dict(INSIDE) for label in load_yaml(spec)["rows"]}
-    monkeypatch.setattr(choose, "sweep", lambda *words: found)
+    result = {label.rpartition(", x ")[0]: dict(INSIDE) for label in load_yaml(spec)["rows"]}
+    monkeypatch.setattr(choose, "sweep", lambda *words: result)
     monkeypatch.setattr(tables, "path_of", lambda *both: spec)
     assert main(["choose", "bitbybit/rates"]) == 0
     assert "Bit-by-Bit w2a2: x 30 (x 1: 9, x 10: 5, x 30: 4, x 100: 6, x 300: inf)" in capfd.readouterr().out
-    found["Bit-by-Bit w2a2"][300.0] = 1.0
+    result["Bit-by-Bit w2a2"][300.0] = 1.0
     assert main(["choose", "bitbybit/rates"]) == 1
     said = capfd.readouterr().out
     assert "Bit-by-Bit w2a2: no choice yet" in said and "new: Bit-by-Bit w2a2, x 1000" in said

@@ -72,10 +72,10 @@ def traced(function):
 
     sys.setprofile(note)
     try:
-        found = function()
+        result = function()
     finally:
         sys.setprofile(None)
-    return crossed, found
+    return crossed, result
 
 
 def test_what_shows_a_table_looks_nothing_up():

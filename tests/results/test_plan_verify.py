@@ -128,19 +128,19 @@ def test_the_committed_runs_are_of_jobs_that_there_are(here):
 
 
 def test_nothing_of_table_1_at_the_default_scale_is_a_guess():
-    found = replicate.jobs(Workflow(POCKET), "spear/table1")
+    result = replicate.jobs(Workflow(POCKET), "spear/table1")
     runs = estimates.measured_times()
-    assert len(found) > 20 and not [one.id for one in found if estimate(one, runs)[1]]
+    assert len(result) > 20 and not [one.id for one in result if estimate(one, runs)[1]]
 
 
 def test_times_of_public_shapes_which_have_no_model_are_planned(monkeypatch):
     flow = Workflow(POCKET)
-    found = jobs.distinct(
+    result = jobs.distinct(
         chain.from_iterable(stored_rows.jobs(flow.brief, cell) for cell in flow.cells("bitbybit", "decode"))
     )
-    assert {one.kind for one in found} == {"shape_decode"} and not any("model" in one.given() for one in found)
-    assert all(replicate.expected_seconds(one) > 0 for one in found)
-    monkeypatch.setattr(plan, "to_do", lambda *given: (found, 1))
+    assert {one.kind for one in result} == {"shape_decode"} and not any("model" in one.given() for one in result)
+    assert all(replicate.expected_seconds(one) > 0 for one in result)
+    monkeypatch.setattr(plan, "to_do", lambda *given: (result, 1))
     assert "5 shape_decode" in plan.plan(flow, ["tables/bitbybit/decode.tex"], [])
 
 
@@ -173,8 +173,8 @@ def test_the_jobs_are_those_of_the_dry_run(dry):
     kinds = {one.kind: one for one in every}
     said = [f"kind={kind}, job={one.id.partition('/')[2]}" for kind, one in kinds.items()]
     asked = dry(dry_run(*said, "table=spear/table1", "figure=spear/figure13"))
-    found, written = plan.to_do(flow, ["tables/spear/table1.tex"], [])
-    assert {one.id for one in found} == {one.id for one in kinds.values()} and written == 2
+    result, written = plan.to_do(flow, ["tables/spear/table1.tex"], [])
+    assert {one.id for one in result} == {one.id for one in kinds.values()} and written == 2
     words = asked["words"]
     assert words[-2:] == ["--", "tables/spear/table1.tex"] and "-n" in words
     assert words[words.index("--configfile") + 1].endswith("/pocket.yaml") and asked["scale"]["threads"] == 2
@@ -191,9 +191,9 @@ def test_what_snakemake_refuses_is_one_sentence(dry):
 
 
 def test_a_real_dry_run_wants_every_job(here):
-    found, written = plan.to_do(Workflow(POCKET), ["tables/spear/table15.tex"], [])
+    result, written = plan.to_do(Workflow(POCKET), ["tables/spear/table15.tex"], [])
     wanted = replicate.jobs(Workflow(POCKET), "spear/table15")
-    assert {one.id for one in found} == {one.id for one in wanted} and written == 1
+    assert {one.id for one in result} == {one.id for one in wanted} and written == 1
 
 
 def test_a_plan_for_a_device_that_is_not_here(here, dry, monkeypatch):

@@ -75,8 +75,8 @@ def test_the_first_units_are_compared_one_by_one():
      ("fp16", 1.1e-4, False)],
 )  # fmt: skip
 def test_the_bound_is_that_of_what_the_recipe_does(text, shift, agrees):
-    found = replicate.compare(Asked(text), nll([3.0, 3.5]), nll([3.0 + shift, 3.5 - shift]))
-    assert found.agrees is agrees and not found.identical
+    result = replicate.compare(Asked(text), nll([3.0, 3.5]), nll([3.0 + shift, 3.5 - shift]))
+    assert result.agrees is agrees and not result.identical
 
 
 def test_more_units_than_are_stored_or_another_series_never_agree():
@@ -165,8 +165,8 @@ def alter(house, shift: float) -> None:
 
 def test_without_results_all_is_measured_here_and_marked_with_its_windows(small):
     head, sheet = make(small, "table1"), make(small, "spear/table1")
-    found = rows(small)
-    ran = [row for row in found.values() if row.source]
+    result = rows(small)
+    ran = [row for row in result.values() if row.source]
     assert {row.source for row in ran if row.metric != "BPW"} == {"partial"}
     assert {row.n for row in ran if row.unit == "ppl"} == {8} and {row.seeds for row in ran} <= {"", "0"}
     shown = []
@@ -182,12 +182,12 @@ def test_without_results_all_is_measured_here_and_marked_with_its_windows(small)
 def test_with_results_they_are_shown_and_replicated_to_the_last_bit(small):
     accept(small.table())
     head, sheet = make(small, "table1"), make(small, "spear/table1")
-    found = rows(small)
-    wanted = {key: small.stored_row(*key).value for key in found if found[key].source}
-    assert {key: found[key].value for key in wanted} == pytest.approx(wanted, rel=1e-6), "the stored values are shown"
-    assert {found[row, "Wiki"].source for row in ROWS} == {"replicated"}
+    result = rows(small)
+    wanted = {key: small.stored_row(*key).value for key in result if result[key].source}
+    assert {key: result[key].value for key in wanted} == pytest.approx(wanted, rel=1e-6), "the stored values are shown"
+    assert {result[row, "Wiki"].source for row in ROWS} == {"replicated"}
     (said,) = [note for note in sheet.notes if note.startswith("replicated here")]
-    count = sum(row.source == "replicated" for row in found.values())
+    count = sum(row.source == "replicated" for row in result.values())
     assert said.startswith(f"replicated here: {count} of {count} cells agree") and "to the last bit" in said
     assert [note for note in head.notes if note.startswith("replicated here: 2 of 2 cells agree")]
 
@@ -251,9 +251,9 @@ def test_bit_by_bits_first_table_is_replicated_from_what_is_in_the_repository(mo
     monkeypatch.setattr(tables, "table", lambda *both: chosen if both == ("bitbybit", "rates") else kept(*both))
     flow = Workflow(at, stored=None)
     named = [c for c in flow.cells("bitbybit", "1") if c.recipe and c.stand_in and replicate._named(flow, c)]
-    found = {(cell.row, cell.stand_in) for cell in named if cell.measure == "perplexity"}
+    result = {(cell.row, cell.stand_in) for cell in named if cell.measure == "perplexity"}
     everywhere = {(row, f"pocket-{size}m") for row, size in product(("FP16", "RTN [w2a16 g32] (ours)"), (3, 5, 10))}
-    assert found == everywhere | {("GPTQ [w2a16 g32]", "pocket-3m"), ("Bit-by-Bit [w2a16 g32]", "pocket-3m")}
+    assert result == everywhere | {("GPTQ [w2a16 g32]", "pocket-3m"), ("Bit-by-Bit [w2a16 g32]", "pocket-3m")}
     assert not any(replicate.data_lacking(flow, cell) for cell in named)
 
 

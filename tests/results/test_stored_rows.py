@@ -69,8 +69,8 @@ def edit(house, name="table1", row="RTN pc", **changes):
 def accept_own(house, *rows):
     """Accept the second table's own fresh rows."""
     path = house.folder / "own.csv"
-    found = [measure.one(house.flow, one) for one in house.flow.cells("spear", NAME)]
-    path.write_text(to_csv(m for m in found if m.row in rows))
+    result = [measure.one(house.flow, one) for one in house.flow.cells("spear", NAME)]
+    path.write_text(to_csv(m for m in result if m.row in rows))
     return accept(path)
 
 
@@ -80,11 +80,11 @@ def accept_own(house, *rows):
 def test_the_row_of_another_table_stands_for_a_cell_of_equal_inputs(asked):
     accept(asked.table())
     for row, twin in (("ours", "RTN pc"), ("drawn", "GPTQ g128"), ("full", "FP16")):
-        found, fresh, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.stored_row(twin)
-        assert found == replace(fresh, source="stored") and found.status == "ok" and found.note == ""
-        assert found.cell_key == (row, "", MODEL, "wiki") and other.cell_key == (twin, "Wiki", MODEL, "wikitext2_ppl")
-        assert here(found) == here(other)
-        assert [getattr(found, name) for name in SAME] == [getattr(other, name) for name in SAME]
+        result, fresh, other = shown(asked, row), measure.one(asked.flow, cell(asked, row)), asked.stored_row(twin)
+        assert result == replace(fresh, source="stored") and result.status == "ok" and result.note == ""
+        assert result.cell_key == (row, "", MODEL, "wiki") and other.cell_key == (twin, "Wiki", MODEL, "wikitext2_ppl")
+        assert here(result) == here(other)
+        assert [getattr(result, name) for name in SAME] == [getattr(other, name) for name in SAME]
     refused = shown(asked, "refused")
     assert (refused.status, refused.value) == ("unsupported", None) and refused.note
 
@@ -122,9 +122,9 @@ def test_one_seed_of_a_row_with_several_stands_for_a_cell_of_this_seed(asked, se
     accept(asked.table())
     one = replace(cell(asked, "drawn"), seeds=(seed,))
     flow, fresh = Workflow(asked.scale, stored=True), measure.one(asked.flow, one)
-    found = measure.one(flow, one)
-    assert found == replace(fresh, source="stored", artifacts=found.artifacts) and found.seeds == str(seed)
-    assert found.value != asked.stored_row("GPTQ g128").value and "seeds" not in found.covers
+    result = measure.one(flow, one)
+    assert result == replace(fresh, source="stored", artifacts=result.artifacts) and result.seeds == str(seed)
+    assert result.value != asked.stored_row("GPTQ g128").value and "seeds" not in result.covers
     both = [measure.one_measured(here, one).quantity.interval() for here in (flow, asked.flow)]
     assert both[0] == both[1]
 
@@ -179,10 +179,10 @@ def test_a_derived_cell_is_composed_of_its_parts_series(asked):
     fresh = measure.fresh(asked.flow, cell(asked, "drawn", "gain"))
     assert fresh.status == "ok" and fresh.covers == "windows and seeds" and fresh.lo < fresh.value < fresh.hi
     accept(asked.table())
-    found = shown(asked, "drawn", "gain")
-    assert [getattr(found, name) for name in (*SAME, *ORIGIN)] == [getattr(fresh, name) for name in (*SAME, *ORIGIN)]
-    assert (found.source, found.seeds, found.cell_key) == ("stored", "0 1", ("drawn", "", MODEL, "gain"))
-    assert found.versions == fresh.versions == "compress=1 derived=1 gptq=1 perplexity=1 rtn=1 tokens=1"
+    result = shown(asked, "drawn", "gain")
+    assert [getattr(result, name) for name in (*SAME, *ORIGIN)] == [getattr(fresh, name) for name in (*SAME, *ORIGIN)]
+    assert (result.source, result.seeds, result.cell_key) == ("stored", "0 1", ("drawn", "", MODEL, "gain"))
+    assert result.versions == fresh.versions == "compress=1 derived=1 gptq=1 perplexity=1 rtn=1 tokens=1"
     assert shown(asked, "3 bits", "gain").status == "not_run", "one part is not accepted"
     refused = shown(asked, "refused", "gain")
     assert (refused.status, refused.value) == ("unsupported", None) and refused.note == shown(asked, "refused").note
@@ -191,9 +191,9 @@ def test_a_derived_cell_is_composed_of_its_parts_series(asked):
 def test_a_composed_cell_is_stale_if_a_part_is_and_its_origins_are_joined(asked):
     older(asked, "RTN pc")
     accept(asked.table())
-    found = shown(asked, "drawn", "gain")
-    assert (found.status, found.note) == ("stale", OLDER) and found.value is not None
-    assert set(found.commit.split(" + ")) == {"0123456789", "9999999999"}
+    result = shown(asked, "drawn", "gain")
+    assert (result.status, result.note) == ("stale", OLDER) and result.value is not None
+    assert set(result.commit.split(" + ")) == {"0123456789", "9999999999"}
 
 
 def test_an_accepted_derived_cell_is_shared_as_a_whole(asked):
@@ -223,8 +223,8 @@ def test_a_part_that_is_built_beside_accepted_ones_is_accepted_in_a_place_of_its
     part = accepted.find(asked.scale.name, stored_rows.as_drawn(cell(asked, "drawn", "gain"), twin))
     assert part is None, "the cell itself is not measured anew"
     monkeypatch.setattr(runner, "origin", built_here)
-    fresh, found = measure.fresh(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
-    assert [getattr(found, name) for name in SAME] == [getattr(fresh, name) for name in SAME]
+    fresh, result = measure.fresh(asked.flow, cell(asked, "drawn", "gain")), shown(asked, "drawn", "gain")
+    assert [getattr(result, name) for name in SAME] == [getattr(fresh, name) for name in SAME]
     assert shown(asked, "refused", "gain").status == "unsupported"
     row = next(m for m in accepted.every() if (m.row, m.metric) == ("drawn", "gain: s"))
     assert measure.cell_of(asked.flow, row).recipe == "gptq-w4-g128" and (row.printed, row.unit) == ("", "")

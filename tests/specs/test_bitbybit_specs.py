@@ -76,14 +76,14 @@ def test_the_axis_of_figure_2c_is_what_the_recipe_trains_on_and_needs_no_run(at)
     assert len(asked) == 12
     for (method, share), cell in asked.items():
         divisor = {"1": 1, "1/16": 16, "1/64": 64}[share.removeprefix("share ")]
-        found = measure.one(flow, cell)
-        assert (found.status, found.value) == ("ok", 6 * 8388608 / divisor), (method, share)
+        result = measure.one(flow, cell)
+        assert (result.status, result.value) == ("ok", 6 * 8388608 / divisor), (method, share)
 
 
 def test_a_figure_names_no_device_for_what_no_device_measured(at):
     cells = at().cells("bitbybit", "2c", "figure")
-    found = [measure.one(at(), cell) for cell in cells if cell.metric == "six epochs"]
-    said = rendered._markdown("t", figures.figure("bitbybit", "2c"), found)
+    result = [measure.one(at(), cell) for cell in cells if cell.metric == "six epochs"]
+    said = rendered._markdown("t", figures.figure("bitbybit", "2c"), result)
     assert said.endswith("Measured on nothing yet.\n")
 
 
@@ -161,10 +161,10 @@ def test_an_accuracy_and_its_log_probability_are_of_one_job(at):
     """Neither MMLU nor BoolQ is answered for them; the mean's nats are those of `likelihood`, which has all seeds."""
     flow, mean = at(), "zeroshot_avg"
     for number, col in (("2", "Avg"), ("3", "Task avg"), ("4", "Task avg")):
-        found = [c for c in flow.cells("bitbybit", number) if c.col == col and c.stand_in and c.recipe]
-        kinds = {c.metric: (c.unit, c.params.show, c.params.percent) for c in found}
+        result = [c for c in flow.cells("bitbybit", number) if c.col == col and c.stand_in and c.recipe]
+        kinds = {c.metric: (c.unit, c.params.show, c.params.percent) for c in result}
         assert kinds == {mean: ("%", "correct", True), f"{mean}{tables.LOG_PROBABILITY}": ("nats", "choice", False)}
-        for right, log in zip(*([c for c in found if c.unit == unit] for unit in ("%", "nats"))):
+        for right, log in zip(*([c for c in result if c.unit == unit] for unit in ("%", "nats"))):
             assert right.row == log.row and log.seeds == right.seeds[:1]
             assert ids(flow, right)[0] == ids(flow, log)[0]
     own = {c.row: c for c in flow.cells("bitbybit", "likelihood")}
@@ -263,8 +263,8 @@ def test_columns_of_a_spec_of_our_own_give_variables_and_its_choice_rates(write)
     bare = tables.cells("spear", "grid")
     assert [(c.col, c.recipe, c.measure) for c in bare] == [("share 1", "", ""), ("share 1/4", "", "")]
     write("tables/spear/rates.yaml", RATES | {"selected": "x 3"})
-    found = {(c.col, c.metric): c.recipe for c in tables.cells("spear", "grid")}
-    assert found == {
+    result = {(c.col, c.metric): c.recipe for c in tables.cells("spear", "grid")}
+    assert result == {
         ("share 1", "ppl"): "rtn-w4-pc + spear-lr1=0.0003",
         ("BPW, share 1", "BPW"): "rtn-w4-pc + spear-lr1=0.0003",
         ("share 1/4", "ppl"): "rtn-w3-pc + spear-lr1=0.0003",

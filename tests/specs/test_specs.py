@@ -71,8 +71,8 @@ def flow(**changes):
 
 
 def cell(cells, row, col="Wiki", metric=None):
-    (found,) = [c for c in cells if (c.row, c.col, c.model) == (row, col, ONE) and metric in (None, c.metric)]
-    return found
+    (result,) = [c for c in cells if (c.row, c.col, c.model) == (row, col, ONE) and metric in (None, c.metric)]
+    return result
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
         f"rtn-w{b}-pc + {s}" for b, s in product((4, 3), ("spear", "spear-gate=false"))
     }  # fmt: skip
     fake(at.every_job(cells))
-    found = {one.cell_key: measure.one(at, one) for one in cells}
-    m = found["SPEAR", "bits 3", ONE, "recovered"]
+    result = {one.cell_key: measure.one(at, one) for one in cells}
+    m = result["SPEAR", "bits 3", ONE, "recovered"]
     assert (m.status, m.unit, m.seeds, m.covers) == ("ok", "%", "0 1 2", "windows and seeds")
     jobs, values = at.jobs(cell(cells, "SPEAR", "bits 3", "recovered")), []
     for each in jobs:
@@ -140,7 +140,7 @@ def test_a_grid_of_our_own_with_a_derived_quantity(write, fake):  # noqa: F811
         values.append(100 * (b - s) / (b - f))
     assert m.value == pytest.approx(np.mean(values)) and m.lo < m.value < m.hi
     assert len({each["b:scores"].id for each in jobs}) == 1 and len({each["s:scores"].id for each in jobs}) == 3
-    assert found["SPEAR", "bits 4", ONE, "share"].value == pytest.approx(0)
+    assert result["SPEAR", "bits 4", ONE, "share"].value == pytest.approx(0)
     write("tables/spear/gap.yaml", GAP | {"scales": ["gpu"]})
     assert flow().every_job(flow().cells("spear", "gap")) == [], "another scale's question"
 
@@ -152,9 +152,9 @@ def printed_cells(number):
 
 def test_what_is_read_next_to_an_accuracy_has_its_place_and_its_first_seed(write):
     write("tables/spear/table1.yaml", SHORT | {"seeds": {"GPTQ {group}": [3, 1]}})
-    found = [c for c in tables.cells("spear", "1") if c.metric.endswith(tables.LOG_PROBABILITY)]
-    assert {c.col for c in found} == {"ZS"} and {c.printed for c in found} == {""}
-    (gptq,) = (c for c in found if c.row == "GPTQ pc" and c.model == ONE)
+    result = [c for c in tables.cells("spear", "1") if c.metric.endswith(tables.LOG_PROBABILITY)]
+    assert {c.col for c in result} == {"ZS"} and {c.printed for c in result} == {""}
+    (gptq,) = (c for c in result if c.row == "GPTQ pc" and c.model == ONE)
     assert (gptq.seeds, gptq.metric, gptq.unit) == ((3,), "zeroshot_avg, log probability", "nats")
     tasks = {text["tasks"][0] for text in gptq.params.cells.values()}
     assert tasks == {"piqa", "arc_easy", "arc_challenge", "hellaswag-1916", "winogrande"}, "no BoolQ"
@@ -181,9 +181,9 @@ def test_seeds_of_a_row_on_one_model(write):
     """The first label that matches counts, so a row on a model stands before the row."""
     of = {f"GPTQ {{group}} | {ONE}": [0, 1, 2, 3, 4], "GPTQ {group}": [0, 1, 2]}
     write("tables/spear/table1.yaml", SHORT | {"seeds": of})
-    found = {(c.row, c.model): c.seeds for c in printed_cells("1")}
-    assert found["GPTQ pc", ONE] == (0, 1, 2, 3, 4) and found["RTN pc", ONE] == (0,)
-    assert {seeds for (row, model), seeds in found.items() if row == "GPTQ pc" and model != ONE} == {(0, 1, 2)}
+    result = {(c.row, c.model): c.seeds for c in printed_cells("1")}
+    assert result["GPTQ pc", ONE] == (0, 1, 2, 3, 4) and result["RTN pc", ONE] == (0,)
+    assert {seeds for (row, model), seeds in result.items() if row == "GPTQ pc" and model != ONE} == {(0, 1, 2)}
     write("tables/spear/table1.yaml", SHORT | {"seeds": dict(reversed(of.items()))})
     assert {c.seeds for c in printed_cells("1") if c.row == "GPTQ pc"} == {(0, 1, 2)}
     write("tables/spear/table1.yaml", SHORT | {"seeds": {"GPTQ pc | LLaMA-9": [0, 1]}})
@@ -203,8 +203,8 @@ def test_a_recorded_row_with_some_of_the_seeds_stands_for_these(write, fake, mon
     for seeds, status in (([0, 1, 2], "ok"), ([0], "ok"), ([1, 2], "stale")):
         write("tables/spear/table1.yaml", SHORT | {"seeds": seeds})
         recorded = Workflow(at.scale, stored=True)
-        found = measure.one(recorded, cell(recorded.cells("spear", "1"), "GPTQ pc"))
-        assert (found.status, found.seeds, found.value) == (status, "0", old.value), seeds
+        result = measure.one(recorded, cell(recorded.cells("spear", "1"), "GPTQ pc"))
+        assert (result.status, result.seeds, result.value) == (status, "0", old.value), seeds
         assert measure.cell_of(recorded, old).seeds == ((0,) if 0 in seeds else tuple(seeds))
 
 
@@ -366,11 +366,11 @@ def test_a_cell_names_its_calibration_text(write):
 
 
 def test_a_row_that_ran_with_less_effort_says_so_in_its_name():
-    found = []
+    result = []
     for place in [*tables.specified(), *tables.own()]:
-        found += [cell for cell in tables.cells(*place) if "effort=" in cell.recipe]
-    assert {"memory", "choices", "seeds"} <= {cell.number for cell in found}
-    for cell in found:
+        result += [cell for cell in tables.cells(*place) if "effort=" in cell.recipe]
+    assert {"memory", "choices", "seeds"} <= {cell.number for cell in result}
+    for cell in result:
         efforts = {float(value) for value in re.findall(r"effort=([0-9.]+)", cell.recipe)}
         assert efforts == {0.25} and cell.row.endswith(", effort .25"), f"{cell.table}: {cell.row}"
 
@@ -399,13 +399,13 @@ def test_a_figure_of_a_table_has_its_cells_and_takes_both_axes_from_them(write, 
     fake(at.every_job(cells))
     panels, _, text = rendered.draw(at, "spear/summary", [])
     assert list(panels) == [f"bits {bits}, {ONE}; here: pocket-3m" for bits in (4, 3)]
-    found = {(cell.row, cell.col, cell.metric): measure.one(at, cell) for cell in cells}
+    result = {(cell.row, cell.col, cell.metric): measure.one(at, cell) for cell in cells}
     points = panels[f"bits 3, {ONE}; here: pocket-3m"]["gate off"]
     columns = [f"bits 3, budget {budget}" for budget in (0.1, 0.2)]
     assert [p[4] for p in points] == columns
     for x, y, low, high, col in points:
-        m = found["gate off", col, "recovered"]
-        assert (x, y, low, high) == (found["gate off", col, "share"].value, m.value, m.lo, m.hi)
+        m = result["gate off", col, "recovered"]
+        assert (x, y, low, high) == (result["gate off", col, "share"].value, m.value, m.lo, m.hi)
     assert "- gate off, Llama-3.2-1B, bits 3, budget 0.2:" in text
     for odd, said in (
         ({"metrics": ["share"]}, "a figure of a table has `table` and two `metrics`"),

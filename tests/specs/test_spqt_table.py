@@ -36,11 +36,11 @@ def test_every_row_is_live_on_all_pocket_sizes_and_on_no_other(at):
 
 
 def test_recipes_are_the_rows(at):
-    found = {c.row: c.recipe for c in at.cells("spqt", "3") if c.model == "Llama-2-7B"}
-    assert found["Baseline-F16"] == "fp16" and found["Baseline-Q4K"] == "q4_k"
-    assert found["Q4_K zigzag (ours)"] == "q4_k-layout=zigzag"
-    assert found["Unified 25%"] == f"{SPARSE}-sparsity=0.25"
-    assert found["TEAL 65%"] == f"{SPARSE}-sparsity=0.65-thresholds=teal" and len(set(found.values())) == 11
+    result = {c.row: c.recipe for c in at.cells("spqt", "3") if c.model == "Llama-2-7B"}
+    assert result["Baseline-F16"] == "fp16" and result["Baseline-Q4K"] == "q4_k"
+    assert result["Q4_K zigzag (ours)"] == "q4_k-layout=zigzag"
+    assert result["Unified 25%"] == f"{SPARSE}-sparsity=0.25"
+    assert result["TEAL 65%"] == f"{SPARSE}-sparsity=0.65-thresholds=teal" and len(set(result.values())) == 11
 
 
 def test_both_protocols_are_shown_and_ratios_are_paired(at):
@@ -73,9 +73,9 @@ MORE = {"title": "t", "rows": {"FP16": "fp16"}, "extra_rows": {"mine": {"recipe"
 
 def test_rows_of_your_own_have_variables_and_models_of_your_own_have_columns(write):  # noqa: F811
     write("tables/spear/table1.yaml", MORE | {"extra_models": ["Llama-3-8B"]})
-    found = {(c.row, c.col, c.model): c for c in flow().cells("spear", "1")}
-    assert found["mine", "Wiki", "Llama-3.2-1B"].recipe == "rtn-w3-pc"
-    column = {row: c for (row, col, model), c in found.items() if col == "Llama-3-8B (ours)"}
+    result = {(c.row, c.col, c.model): c for c in flow().cells("spear", "1")}
+    assert result["mine", "Wiki", "Llama-3.2-1B"].recipe == "rtn-w3-pc"
+    column = {row: c for (row, col, model), c in result.items() if col == "Llama-3-8B (ours)"}
     assert column["FP16"].recipe == "fp16" and column["mine"].recipe == "rtn-w3-pc"
     assert {c.printed for c in column.values()} == {""} and {c.model for c in column.values()} == {"Llama-3-8B"}
     assert len(column) == len({c.row for c in papers.printed("spear", "1")}) + 1

@@ -30,7 +30,7 @@ US = {  # of every layer by who and mode: 4 and 5 times as fast as the better 16
 
 def rows():
     """Of a tenth more columns W2A2 takes 4 % longer; of four tokens 1.5 times as long as of one."""
-    found = []
+    result = []
     for shapes, counts, modes in two_bit.PARTS.values():
         for (n, k), m, mode in product(shapes, counts, modes):
             for (form, who), us in US.items():
@@ -39,8 +39,8 @@ def rows():
                 more = 1.04 if k in map(two_bit.wider, (3072, 8192, 4096, 14336)) else 1 + (m - 1) / 6
                 numbers = {"us": us[mode] * more, "p20": us[mode] * more, "p80": us[mode] * more, "bytes": n * k}
                 numbers |= {"floor_us": us[mode] * more * 0.9, "fraction": 0.9, "relerr": 2e-7, "rounds": 25}
-                found.append(KernelRow(form, who, "bf16", n, k, m, mode, copies=5, **numbers, **ORIGIN))
-    return found
+                result.append(KernelRow(form, who, "bf16", n, k, m, mode, copies=5, **numbers, **ORIGIN))
+    return result
 
 
 @pytest.fixture
@@ -65,17 +65,17 @@ def verdicts(flow, name):
 
 
 def test_our_times_stand_under_the_printed_ones(accepted, tmp_path):
-    found = of(accepted, "bitbybit/table7")
-    printed = {place: m for place, m in found.items() if m.printed}
+    result = of(accepted, "bitbybit/table7")
+    printed = {place: m for place, m in result.items() if m.printed}
     assert (
         len(printed) == 24
-        and {m.status for m in found.values()} == {"ok"}
-        and {m.grade for m in found.values()} == {"B"}
+        and {m.status for m in result.values()} == {"ok"}
+        and {m.grade for m in result.values()} == {"B"}
     )
     one = printed["(14336, 4096)", "W2A2", "latency_us"]
     assert (one.printed, one.value) == ("11.50", 4.0), "warm and ready, as the paper's"
     assert printed["(14336, 4096)", "BF16", "latency_us"].value == 26.0, "PyTorch's, which is no better than ours there"
-    beside = {col: m.value for (row, col, _), m in found.items() if row == "(1024, 8192)" and not m.printed}
+    beside = {col: m.value for (row, col, _), m in result.items() if row == "(1024, 8192)" and not m.printed}
     assert beside["better BF16, cold"] == 40.0 and beside["better BF16, warm"] == 26.0
     assert beside["W2A2 quantized inside, cold"] == 10.0 and beside["W2A16, warm"] == 11.0 and len(beside) == 7
     sheet = written.build(accepted, "bitbybit/table7", tmp_path)
@@ -102,18 +102,18 @@ def test_claims_on_speed_are_judged_on_our_device(accepted):
 
 
 def test_targets_are_met_or_not(accepted):
-    found = verdicts(accepted, "kernels/two-bit")
-    assert {name: one.verdict for name, one in found.items()} == {
+    result = verdicts(accepted, "kernels/two-bit")
+    assert {name: one.verdict for name, one in result.items()} == {
         "T13": "holds", "T14": "holds", "T15": "fails", "T16": "holds", "T17": "holds", "T18": "holds", "T19": "holds",
     }  # fmt: skip
-    assert [round(case.measured, 3) for case in found["T15"].cases] == [4.0] * 6
-    assert {round(case.measured, 3) for case in found["T17"].cases} == {1.5, 1.04}
-    assert {round(case.measured, 3) for case in found["T19"].cases} == {6.5}
+    assert [round(case.measured, 3) for case in result["T15"].cases] == [4.0] * 6
+    assert {round(case.measured, 3) for case in result["T17"].cases} == {1.5, 1.04}
+    assert {round(case.measured, 3) for case in result["T19"].cases} == {6.5}
 
 
 def test_the_layers_of_the_figure_and_of_the_specs_are_those_that_are_timed(accepted, tmp_path):
     points = drawn.build(accepted, "bitbybit/figure6", tmp_path)[""]
-    assert {who: len(found) for who, found in points.items()} == dict.fromkeys(points, 8) and len(points) == 4
+    assert {who: len(result) for who, result in points.items()} == dict.fromkeys(points, 8) and len(points) == 4
     bf16 = {p[0]: p[1] for p in points["bf16"]}
     assert bf16["4096x15776"] == pytest.approx(41.6) and bf16["4096x14336"] == 40.0
     wide = {

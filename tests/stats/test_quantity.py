@@ -138,9 +138,9 @@ def test_what_compares_by_itself_needs_no_partner():
 
 def test_items_are_independent():
     right = (np.arange(40) % 3 > 0).astype(float)
-    found = windows(right, group="piqa", axis="items").interval()
+    result = windows(right, group="piqa", axis="items").interval()
     want = interval({"x": right}, lambda m: m["x"], axis="items")
-    assert ends(found) == pytest.approx(ends(want)) and found.covers == "items only"
+    assert ends(result) == pytest.approx(ends(want)) and result.covers == "items only"
 
 
 def test_counts_are_exact_also_beside_windows():
@@ -153,11 +153,11 @@ def test_counts_are_exact_also_beside_windows():
 
 def test_seeds_are_paired_and_what_has_one_takes_part_in_every():
     a, b = [drawn(i) for i in (1, 2, 3)], [drawn(i, shift=0.2) for i in (4, 5, 6)]
-    found = compose("b - a - c", {"a": windows(*a), "b": windows(*b), "c": windows(drawn(9))}).interval()
+    result = compose("b - a - c", {"a": windows(*a), "b": windows(*b), "c": windows(drawn(9))}).interval()
     arrays = {"a": np.stack(a), "b": np.stack(b), "c": drawn(9)}
     want = interval(arrays, lambda m: m["b"] - m["a"] - m["c"])
-    assert ends(found) == pytest.approx(ends(want)) and found.covers == "windows and seeds"
-    assert found.by_seed == pytest.approx([y.mean() - x.mean() - drawn(9).mean() for x, y in zip(a, b)])
+    assert ends(result) == pytest.approx(ends(want)) and result.covers == "windows and seeds"
+    assert result.by_seed == pytest.approx([y.mean() - x.mean() - drawn(9).mean() for x, y in zip(a, b)])
 
 
 def test_seeds_that_do_not_fit():
@@ -174,8 +174,8 @@ def test_a_result_of_which_only_the_interval_is_left():
     alone = Quantity([], lambda m: m["x"], known={"x": known})
     assert ends(compose("2 * a", {"a": alone}).interval()) == pytest.approx((20, 18, 22))
     open_ended = Quantity([], lambda m: m["x"], known={"x": Interval(10.0, None, None, 8, None, "", ())})
-    found = compose("a - b", {"a": alone, "b": open_ended}).interval()
-    assert ends(found) == (0.0, None, None) and found.n == 8
+    result = compose("a - b", {"a": alone, "b": open_ended}).interval()
+    assert ends(result) == (0.0, None, None) and result.n == 8
     mixed = compose("a + b", {"a": alone, "b": windows(drawn(1, 120))}).interval()
     assert mixed.hi - mixed.lo > 2
 

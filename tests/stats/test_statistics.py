@@ -38,7 +38,7 @@ def correlated(random, shape, rho):
 
 def coverage(intervals, truth):
     """The share of intervals that contain the truth."""
-    return np.mean([found.lo <= truth <= found.hi for found in intervals])
+    return np.mean([result.lo <= truth <= result.hi for result in intervals])
 
 
 def mean(values, **options):
@@ -59,24 +59,24 @@ def share(m):
 @pytest.mark.parametrize("n", [100, pytest.param(166, marks=pytest.mark.slow), 213])
 def test_covers_a_perplexity(n, random):
     windows = 2 + 0.25 * correlated(random, (SERIES, n), 0.6)
-    found = [interval({"nll": nll}, lambda m: np.exp(m["nll"])) for nll in windows]
-    assert 0.92 <= coverage(found, np.exp(2)) <= 0.97
-    assert {i.covers for i in found} == {"windows only"}
+    result = [interval({"nll": nll}, lambda m: np.exp(m["nll"])) for nll in windows]
+    assert 0.92 <= coverage(result, np.exp(2)) <= 0.97
+    assert {i.covers for i in result} == {"windows only"}
     assert coverage((mean(nll, axis="items") for nll in windows[:1000]), 2) < 0.72  # as if windows were independent
 
 
 @pytest.mark.parametrize("n", [100, 213])
 def test_covers_where_windows_are_strongly_correlated(n, random):
-    found = [mean(windows) for windows in correlated(random, (1000, n), 0.8)]
-    assert 0.92 <= coverage(found, 0) <= 0.97
-    assert np.median([one.df for one in found]) < n // 12 - 1, "blocks are longer than 12"
+    result = [mean(windows) for windows in correlated(random, (1000, n), 0.8)]
+    assert 0.92 <= coverage(result, 0) <= 0.97
+    assert np.median([one.df for one in result]) < n // 12 - 1, "blocks are longer than 12"
 
 
 @pytest.mark.parametrize("n", [100, pytest.param(166, marks=pytest.mark.slow), 213])
 def test_covers_a_paired_difference(n, random):
     common, own = correlated(random, (SERIES, n), 0.6), correlated(random, (SERIES, n), 0.35)
-    found = [interval({"w16": w16, "w4": w16 + 0.1 + 0.02 * d}, difference) for w16, d in zip(common, own)]
-    assert 0.92 <= coverage(found, 0.1) <= 0.97
+    result = [interval({"w16": w16, "w4": w16 + 0.1 + 0.02 * d}, difference) for w16, d in zip(common, own)]
+    assert 0.92 <= coverage(result, 0.1) <= 0.97
     assert coverage((mean(d, axis="items") for d in own[:1000]), 0) < 0.87
 
 
@@ -92,8 +92,8 @@ def test_covers_a_recovered_share(n, random):
     base = full + 0.2 + 0.1 * correlated(random, (SERIES, n), 0.35)
     ours = full + 0.1 + 0.1 * correlated(random, (SERIES, n), 0.35)
     truth = share({"full": 2.0, "base": 2.2, "ours": 2.1})
-    found = (interval({"full": f, "base": b, "ours": s}, share) for f, b, s in zip(full, base, ours))
-    assert 0.92 <= coverage(found, truth) <= 0.97
+    result = (interval({"full": f, "base": b, "ours": s}, share) for f, b, s in zip(full, base, ours))
+    assert 0.92 <= coverage(result, truth) <= 0.97
 
 
 BEST_OF_FIVE, FLAT = "min(a, b, c, d, e) - s", "max(a, b, c) / min(a, b, c) - 1"
@@ -109,31 +109,31 @@ def extremes(gap, expression, count=250):
     losses |= {"s": 0.08} if expression == BEST_OF_FIVE else {}
     own = 0.05 * correlated(random, (count, len(losses), 213), 0.35)
     full = 2 + 0.25 * correlated(random, (count, 213), 0.6)
-    plain, found = [], []
+    plain, result = [], []
     for common, noise in zip(full, own):
         parts = {}
         for (name, lost), each in zip(losses.items(), noise):
             nll = Series(common + lost + each * (0.3 if name == "s" else 1), "windows", "text")
             parts[name] = Quantity([{"nll": nll}], lambda mean: np.exp(mean["nll"]))
         both = compose(expression, parts)
-        found.append(both.interval())
+        result.append(both.interval())
         plain.append(replace(both, branches=tuple).interval())
     truth = float(evaluate(expression, {name: np.exp(2 + lost) for name, lost in losses.items()}))
-    return plain, [replace(one, lo=one.lo - 1e-12) for one in found], truth
+    return plain, [replace(one, lo=one.lo - 1e-12) for one in result], truth
 
 
 @pytest.mark.parametrize("expression", [BEST_OF_FIVE, FLAT])
 @pytest.mark.parametrize("gap, most", [(0.0, 0.99), (0.004, 1.0), (0.1, 0.97)])
 def test_covers_the_least_and_the_greatest_of_several(gap, most, expression):
     """Equal, close and far apart. Where they are close it is only known that several may be the least."""
-    plain, found, truth = extremes(gap, expression)
-    assert 0.93 <= coverage(found, truth) <= most
-    assert all(one.lo <= one.value <= one.hi for one in found)
+    plain, result, truth = extremes(gap, expression)
+    assert 0.93 <= coverage(result, truth) <= most
+    assert all(one.lo <= one.value <= one.hi for one in result)
     if not gap:
         assert coverage(plain, truth) < 0.91, "the least of five estimates is too low"
-        assert min(one.lo for one in found) >= -1e-12 or expression == BEST_OF_FIVE, "at least 0"
+        assert min(one.lo for one in result) >= -1e-12 or expression == BEST_OF_FIVE, "at least 0"
     if gap == 0.1:
-        widths = [(one.hi - one.lo) / (other.hi - other.lo) for one, other in zip(found, plain)]
+        widths = [(one.hi - one.lo) / (other.hi - other.lo) for one, other in zip(result, plain)]
         assert np.median(widths) == pytest.approx(1, abs=0.02), "one alone may be the least"
 
 
@@ -141,8 +141,8 @@ def test_a_least_of_one_certain_and_one_uncertain_value(random):
     """A series without spread beside one with: no correlation to divide by."""
     series = {"a": Series(1 + 0.1 * random.normal(size=120), "windows"), "b": Series(np.full(120, 1.0), "windows")}
     parts = {name: Quantity([{"x": one}], lambda mean: mean["x"]) for name, one in series.items()}
-    found = compose("min(a, b)", parts).interval()
-    assert found.lo < 1 and found.hi == 1.0
+    result = compose("min(a, b)", parts).interval()
+    assert result.lo < 1 and result.hi == 1.0
 
 
 def test_the_choices_of_an_expression():
@@ -156,9 +156,9 @@ def test_covers_windows_and_seeds(count, spread, random):
     """Over seeds that move the value by up to three times the standard error from windows."""
     windows = correlated(random, (SERIES, 1, 100), 0.35) + 0.3 * correlated(random, (SERIES, count, 100), 0.35)
     values = windows + spread * random.normal(size=(SERIES, count, 1))
-    found = [mean(series) for series in values]
-    assert 0.92 <= coverage(found, 0) <= 0.97
-    assert {i.covers for i in found} == {"windows and seeds"}
+    result = [mean(series) for series in values]
+    assert 0.92 <= coverage(result, 0) <= 0.97
+    assert {i.covers for i in result} == {"windows and seeds"}
     if spread == 0.3:
         assert coverage((mean(series.mean(axis=0)) for series in values), 0) < 0.89  # without s^2 / S
         assert coverage((mean(series[0]) for series in values), 0) < 0.7  # what one seed says
@@ -188,24 +188,24 @@ def test_blocks_show_a_part_of_the_variance():
 
 def test_the_lag_one_correlation_is_not_biased(random):
     for rho in (0.0, 0.6):
-        found = [lag_one(windows) for windows in correlated(random, (500, 100), rho)]
-        assert np.median(found) == pytest.approx(rho, abs=0.03)
+        result = [lag_one(windows) for windows in correlated(random, (500, 100), rho)]
+        assert np.median(result) == pytest.approx(rho, abs=0.03)
     assert lag_one(np.ones(100)) == 0.0
 
 
 def test_a_hand_computed_case():
     """Blocks of two with means 2, 4, 5, 9: mean 5, standard error sqrt(26 / (4 * 3)), t quantile 3.1824 with 3."""
-    found = mean([1.0, 3, 4, 4, 2, 8, 9, 9])
+    result = mean([1.0, 3, 4, 4, 2, 8, 9, 9])
     half = 3.182446305284263 * np.sqrt(26 / 12)
-    assert (found.lo, found.hi, found.df) == pytest.approx((5 - half, 5 + half, 3))
-    assert (found.value, found.n, found.covers, found.by_seed) == (5, 8, "windows only", (5,))
+    assert (result.lo, result.hi, result.df) == pytest.approx((5 - half, 5 + half, 3))
+    assert (result.value, result.n, result.covers, result.by_seed) == (5, 8, "windows only", (5,))
 
 
 def test_equal_blocks_give_the_t_interval_of_block_means(random):
     values = random.normal(size=96)
-    found, means = mean(values), values.reshape(8, 12).mean(axis=1)
+    result, means = mean(values), values.reshape(8, 12).mean(axis=1)
     want = stats.t.interval(0.95, 7, loc=means.mean(), scale=stats.sem(means))
-    assert (found.lo, found.hi, found.df) == pytest.approx((*want, 7))
+    assert (result.lo, result.hi, result.df) == pytest.approx((*want, 7))
 
 
 def test_a_draw_adds_its_variance(random):
@@ -221,28 +221,28 @@ def test_a_draw_adds_its_variance(random):
 def test_a_hand_computed_case_of_two_seeds():
     """Seeds 4 and 6 of the same windows: s^2 / S = 1 with 1 degree of freedom, beside 26 / 12 with 3."""
     windows = np.array([1.0, 3, 4, 4, 2, 8, 9, 9])
-    found = mean([windows - 1, windows + 1])
+    result = mean([windows - 1, windows + 1])
     variance = 26 / 12 + 1
     df = variance**2 / ((26 / 12) ** 2 / 3 + 1)
-    assert (found.value, found.df, found.by_seed) == (5, pytest.approx(df), (4, 6))
-    assert found.hi - 5 == pytest.approx(stats.t.ppf(0.975, df) * np.sqrt(variance))
+    assert (result.value, result.df, result.by_seed) == (5, pytest.approx(df), (4, 6))
+    assert result.hi - 5 == pytest.approx(stats.t.ppf(0.975, df) * np.sqrt(variance))
 
 
 @given(st.integers(2, 40))
 def test_items_get_the_classic_t_interval(n):
     values = np.random.default_rng(n).normal(size=n)
-    found = mean(values, axis="items", paired=None)
+    result = mean(values, axis="items", paired=None)
     want = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
-    assert (found.lo, found.hi) == pytest.approx(want) and found.covers == "items only"
+    assert (result.lo, result.hi) == pytest.approx(want) and result.covers == "items only"
 
 
 def test_sequences_are_resampled(random):
     """Of a mean the bootstrap gives the normal interval; of a step that no single sequence moves, both its values."""
     values = random.normal(size=64)
-    found, jackknife = mean(values, axis="sequences"), mean(values, axis="draws")
+    result, jackknife = mean(values, axis="sequences"), mean(values, axis="draws")
     half = 1.96 * values.std() / 8
-    assert (found.lo, found.hi) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
-    assert (found.covers, found.df, found.n) == ("sequences only", 63, 64) and jackknife.covers == "draws only"
+    assert (result.lo, result.hi) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.15 * half)
+    assert (result.covers, result.df, result.n) == ("sequences only", 63, 64) and jackknife.covers == "draws only"
     values += 0.1 - values.mean()
     step = [interval({"x": values}, lambda m: (m["x"] > 0) * 1.0, axis=axis) for axis in ("draws", "sequences")]
     assert [(one.lo, one.value, one.hi) for one in step] == [(1, 1, 1), (0, 1, 2)], "quantiles and their reflection"
@@ -256,21 +256,21 @@ def test_covers_a_rank_correlation_that_noise_lowers(random):
         one, other = (np.stack([means[f"{role}{i}"] for i in range(layers)]).argsort(0).argsort(0) for role in "ab")
         return 1 - 6 * ((one - other) ** 2).sum(0) / (layers**3 - layers)
 
-    found, truths = [], []
+    result, truths = [], []
     for _ in range(100):
         true = random.normal(size=layers) + 0.4 * random.normal(size=(2, layers))
         values = true[:, :, None] + 2 * random.normal(size=(2, layers, 64))
         arrays = {f"{role}{i}": row for role, rows in zip("ab", values) for i, row in enumerate(rows)}
-        found.append(interval(arrays, rho, axis="sequences"))
+        result.append(interval(arrays, rho, axis="sequences"))
         truths.append(rho({f"{role}{i}": x for role, rows in zip("ab", true) for i, x in enumerate(rows)}))
-    assert np.mean([one.value for one in found]) < np.mean(truths) - 0.03
-    assert coverage_of(found, truths) >= 0.92
-    assert coverage_of([replace(one, hi=one.value) for one in found], truths) < 0.5, "the reflected end is needed"
+    assert np.mean([one.value for one in result]) < np.mean(truths) - 0.03
+    assert coverage_of(result, truths) >= 0.92
+    assert coverage_of([replace(one, hi=one.value) for one in result], truths) < 0.5, "the reflected end is needed"
 
 
 def coverage_of(intervals, truths):
     """The share of intervals that contain their own truth."""
-    return np.mean([found.lo <= truth <= found.hi for found, truth in zip(intervals, truths, strict=True)])
+    return np.mean([result.lo <= truth <= result.hi for result, truth in zip(intervals, truths, strict=True)])
 
 
 def test_resampled_groups_are_paired_within_and_independent_between(random):
@@ -284,28 +284,30 @@ def test_resampled_groups_are_paired_within_and_independent_between(random):
 
 def test_resampled_sequences_beside_seeds_give_a_symmetric_interval(random):
     seeds = random.normal(size=(3, 64)) + np.array([[0], [1], [2]])
-    found = mean(seeds, axis="sequences")
-    assert found.hi - found.value == pytest.approx(found.value - found.lo) and found.covers == "sequences and seeds"
-    assert found.hi - found.value > stats.t.ppf(0.975, 2) * np.std(seeds.mean(1), ddof=1) / np.sqrt(3) * 0.95
+    result = mean(seeds, axis="sequences")
+    assert (
+        result.hi - result.value == pytest.approx(result.value - result.lo) and result.covers == "sequences and seeds"
+    )
+    assert result.hi - result.value > stats.t.ppf(0.975, 2) * np.std(seeds.mean(1), ddof=1) / np.sqrt(3) * 0.95
 
 
 def test_items_of_several_tasks_are_independent(random):
     tasks = {"arc": random.normal(size=300), "boolq": random.normal(size=200)}
-    found = interval(tasks, lambda m: (m["arc"] + m["boolq"]) / 2, {t: t for t in tasks}, axis="items")
+    result = interval(tasks, lambda m: (m["arc"] + m["boolq"]) / 2, {t: t for t in tasks}, axis="items")
     variances = [values.var(ddof=1) / len(values) / 4 for values in tasks.values()]
     df = sum(variances) ** 2 / sum(v**2 / (len(values) - 1) for v, values in zip(variances, tasks.values()))
-    assert (found.n, found.df) == (500, pytest.approx(df))
-    assert found.hi - found.value == pytest.approx(stats.t.ppf(0.975, df) * np.sqrt(sum(variances)))
+    assert (result.n, result.df) == (500, pytest.approx(df))
+    assert result.hi - result.value == pytest.approx(stats.t.ppf(0.975, df) * np.sqrt(sum(variances)))
 
 
 def test_seeds_share_what_has_none(random):
     """Base and full precision are measured once; each seed's share is a ratio of its own."""
     full = random.normal(2, 0.2, 60)
     base, ours = full + random.normal(0.2, 0.02, 60), full + random.normal(0.1, 0.02, (3, 60))
-    found = interval({"full": full, "base": base, "ours": ours}, share)
+    result = interval({"full": full, "base": base, "ours": ours}, share)
     each = [float(share({"full": full.mean(), "base": base.mean(), "ours": seed.mean()})) for seed in ours]
-    assert found.by_seed == pytest.approx(each) and found.value == pytest.approx(np.mean(each))
-    assert found.lo < found.value < found.hi and found.covers == "windows and seeds"
+    assert result.by_seed == pytest.approx(each) and result.value == pytest.approx(np.mean(each))
+    assert result.lo < result.value < result.hi and result.covers == "windows and seeds"
     one = interval({"full": full, "base": base, "ours": ours[:1]}, share)
     assert one == interval({"full": full, "base": base, "ours": ours[0]}, share) and one.covers == "windows only"
 
@@ -332,8 +334,8 @@ def test_pairing_removes_the_common_noise(random):
 
 def test_a_difference_with_itself_is_exactly_zero(random):
     values = random.normal(size=20)
-    found = interval({"w4": values, "w16": values}, difference)
-    assert (found.value, found.lo, found.hi, found.df) == (0, 0, 0, 5)
+    result = interval({"w4": values, "w16": values}, difference)
+    assert (result.value, result.lo, result.hi, result.df) == (0, 0, 0, 5)
 
 
 def test_a_single_perplexity_of_few_windows_has_no_interval(random):
@@ -359,9 +361,9 @@ def test_a_known_result_adds_its_variance(random):
     values = random.normal(2, 0.2, 120)
     whole = interval({"w4": values, "w16": values[::-1]}, difference, {"w4": "here", "w16": "there"})
     part = mean(values[::-1])
-    found = interval({"w4": values}, difference, known={"w16": part})
-    assert (found.value, found.lo, found.hi) == pytest.approx((whole.value, whole.lo, whole.hi))
-    assert (found.n, found.df, found.covers) == (240, pytest.approx(whole.df), "windows only")
+    result = interval({"w4": values}, difference, known={"w16": part})
+    assert (result.value, result.lo, result.hi) == pytest.approx((whole.value, whole.lo, whole.hi))
+    assert (result.n, result.df, result.covers) == (240, pytest.approx(whole.df), "windows only")
     normal = Interval(1.0, 1 - 1.959964, 1 + 1.959964, 50, None, "items only", (1.0,))  # of an older result
     alone = interval({}, lambda m: 3 * m["x"], known={"x": normal}, axis="items")
     assert (alone.lo, alone.hi) == pytest.approx(

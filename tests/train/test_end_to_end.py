@@ -45,7 +45,7 @@ def test_training_is_adamw_by_hand(tmp_path):
     tensors, want = embedding(), embedding()
     losses = train(loss_of(tensors), tensors, IDS, SETTINGS, tmp_path / "x", "test")
     optimizer = torch.optim.AdamW([w.requires_grad_() for w in want.values()], weight_decay=0.1)
-    found, norms = [], []
+    result, norms = [], []
     for step in range(12):
         done = (step - 3) / 9
         rate = 1e-2 * ((step + 1) / 3 if step < 3 else 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
@@ -58,8 +58,8 @@ def test_training_is_adamw_by_hand(tmp_path):
         for w in want.values():
             w.grad *= min(1.0, 0.5 / norm.item())
         optimizer.step()
-        found.append(value.item())
-    assert max(norms) > 0.5 and losses == pytest.approx(found, rel=1e-5)
+        result.append(value.item())
+    assert max(norms) > 0.5 and losses == pytest.approx(result, rel=1e-5)
     for name in want:
         torch.testing.assert_close(tensors[name], want[name].detach(), rtol=1e-4, atol=1e-5)
         assert not tensors[name].requires_grad and tensors[name].grad is None
@@ -99,9 +99,11 @@ def test_a_loss_that_is_not_finite_is_refused_with_its_step(tmp_path):
         calls.append(None)
         return loss_of(tensors)(rows) * (math.inf if len(calls) == 7 else 1)
 
-    with pytest.raises(NotMeasurable, match="test: the loss is not finite at step 7; lower its learning rate") as found:
+    with pytest.raises(
+        NotMeasurable, match="test: the loss is not finite at step 7; lower its learning rate"
+    ) as raised:
         train(loss, tensors, IDS, SETTINGS, tmp_path, "test")
-    assert found.value.status == "diverged"
+    assert raised.value.status == "diverged"
 
 
 def test_a_tensor_that_is_not_finite_at_the_end_is_refused(tmp_path):
@@ -189,15 +191,15 @@ def test_logits_that_fit():
 
 def made(**options) -> tuple[LowBitModel, LowBitModel]:
     """A tiny model under RTN, and under RTN and E2E-QP."""
-    found = []
+    result = []
     for more in (False, True):
         lm = LowBitModel(tiny.model("llama"))
         rtn.apply(lm, None, rtn.Config(bits=2, group=16))
         if more:
             small = {"compute": "float32", "tokens": 128, "batch": 2, "epochs": 4, "lr": 3e-3}
             e2e_qp.apply(lm, IDS, e2e_qp.Config(**small | options))
-        found.append(lm)
-    return found[0], found[1]
+        result.append(lm)
+    return result[0], result[1]
 
 
 def test_the_scales_alone_change_and_the_loss_falls():

@@ -68,9 +68,9 @@ def test_the_tokenizer_is_trained_as_configured(tmp_path):
 
 
 def test_every_fifth_document_of_a_wikipedia_shard_has_the_layout(corpus):
-    found = list(room.prepared(corpus / "train-wiki-00.txt.xz", 5))
-    assert [i for i, (one, plain) in enumerate(zip(found, PLAIN)) if one != plain] == [0, 5, 10]
-    assert found[5] == wikitext_layout.write(PLAIN[5]) and " self @-@ made " in found[5]
+    result = list(room.prepared(corpus / "train-wiki-00.txt.xz", 5))
+    assert [i for i, (one, plain) in enumerate(zip(result, PLAIN)) if one != plain] == [0, 5, 10]
+    assert result[5] == wikitext_layout.write(PLAIN[5]) and " self @-@ made " in result[5]
     assert list(room.prepared(corpus / "train-books-00.txt.xz", 5)) == PLAIN, "only Wikipedia"
     assert list(room.prepared(corpus / "train-wiki-00.txt.xz", 0)) == PLAIN
 
@@ -122,8 +122,8 @@ def test_a_planted_13_gram_is_found_whatever_its_layout(corpus):
     path = corpus / "train-books-01.txt.xz"
     path.write_bytes(lzma.compress(f"Title\nMore. {SENTENCE}. More.".encode()))
     text = wikitext_layout.write("Yardstick\n" + SENTENCE.upper() + " and after.")
-    found = room.shared_ngrams(corpus, ["Nothing in common.", text], 5)
-    assert found == sorted(" ".join(words[i : i + 13]) for i in range(len(words) - 12)) and len(found) > 3
+    result = room.shared_ngrams(corpus, ["Nothing in common.", text], 5)
+    assert result == sorted(" ".join(words[i : i + 13]) for i in range(len(words) - 12)) and len(result) > 3
     assert room.shared_ngrams(corpus, [" ".join(words[:12])], 5, n=13) == []
     assert room.shared_ngrams(corpus, [" ".join(words[:12])], 5, n=12) == [" ".join(words[:12])]
 

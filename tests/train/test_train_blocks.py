@@ -174,19 +174,19 @@ def test_a_loss_that_is_not_finite_is_refused_with_its_step(tmp_path, step):
         return squares(outputs, full, seconds) * (math.nan if len(calls) == step else 1)
 
     where = f"test: the loss is not finite at step {step} of model.layers.0 in w4; lower"
-    with pytest.raises(NotMeasurable, match=where) as found:
+    with pytest.raises(NotMeasurable, match=where) as raised:
         run.run("w4", task_of(latents), broken)
-    assert found.value.status == "diverged" and not list(tmp_path.glob("*"))
+    assert raised.value.status == "diverged" and not list(tmp_path.glob("*"))
 
 
 def test_two_runs_of_a_seed_agree_bit_for_bit_and_another_seed_does_not(tmp_path):
-    found = []
+    result = []
     for number, seed in enumerate((7, 7, 8)):
         run, latents = trainer(tmp_path / str(number), seed=seed)
         run.run("w", task_of(latents), squares)
-        found.append((torch.cat([w.flatten() for latent in latents for w in latent.values()]), run.losses))
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-    assert not torch.equal(found[0][0], found[2][0])
+        result.append((torch.cat([w.flatten() for latent in latents for w in latent.values()]), run.losses))
+    assert torch.equal(result[0][0], result[1][0]) and result[0][1] == result[1][1]
+    assert not torch.equal(result[0][0], result[2][0])
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_the_same_on_a_gpu_from_host_memory(tmp_path):
 def test_a_compiled_step_takes_the_gradient_of_a_plain_one(monkeypatch, columns):
     """Of fake-quantized weights, also of split channels, and of quantized inputs; sums are in another order."""
     chosen = Config(compute="float32", tokens=96, group=16, act_bits=8, split="rounding_aware" if columns else "none")
-    made, found = tiny.model("llama").cuda(), []
+    made, result = tiny.model("llama").cuda(), []
     for form in (lambda function, *_: torch.compile(function), lambda function, *_: function):
         monkeypatch.setattr(training, "compiled", form)
         states = bitbybit.trained_blocks(LowBitModel(made), made, {}, chosen)
@@ -275,8 +275,8 @@ def test_a_compiled_step_takes_the_gradient_of_a_plain_one(monkeypatch, columns)
         start, kwargs = streams.embedded(made, IDS, "float32", "device")
         task = bitbybit.block_task(states[0], kwargs[0], True, [Precision(4, 8)], False)
         losses = fit(task, partial(bitbybit.loss, [1.0], 1.0), [start, start], chosen.settings())
-        found.append((losses, states[0].latent["mlp.up_proj"]))
-    (losses, latent), (plain_losses, plain) = found
+        result.append((losses, states[0].latent["mlp.up_proj"]))
+    (losses, latent), (plain_losses, plain) = result
     assert losses == pytest.approx(plain_losses, rel=1e-3) and losses != plain_losses[::-1]
     moved = (plain - made.model.layers[0].mlp.up_proj.weight).abs().mean()
     assert (latent - plain).abs().mean() < 0.05 * moved

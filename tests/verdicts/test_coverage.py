@@ -86,8 +86,8 @@ def row(flow, cell, **changes):
 
 
 def line(lines, paper="spear", kind="table", number="15"):
-    (found,) = [x for x in lines if (x.paper, x.kind, x.number) == (paper, kind, number)]
-    return found
+    (result,) = [x for x in lines if (x.paper, x.kind, x.number) == (paper, kind, number)]
+    return result
 
 
 def test_nothing_measured_is_seventy_lines(at):
@@ -113,18 +113,18 @@ def test_possible_is_what_has_a_stand_in_and_a_protocol(at, flow):
     assert line(lines, number="3").possible == 0 and line(lines, number="10").possible == 102, "no spec is needed"
     assert line(at(numbers=("1",)), number="1").possible == 153
     less = Workflow(replace(flow.scale, models={"Llama-3.2-1B": "pocket-3m"}), stored=False)
-    found = at(on=less, numbers=("1", "25"))
-    assert line(found, number="1").possible == 51 and line(found, number="25").status == "no_stand_in"
-    assert line(found, kind="figure", number="13").status == "no_stand_in"
+    result = at(on=less, numbers=("1", "25"))
+    assert line(result, number="1").possible == 51 and line(result, number="25").status == "no_stand_in"
+    assert line(result, kind="figure", number="13").status == "no_stand_in"
 
 
 @pytest.mark.parametrize(
     ("measured", "status"), [(0, "missing"), (1, "partial"), (19, "partial"), (20, "fresh"), (24, "fresh")]
 )
 def test_four_fifths_is_the_boundary(at, flow, measured, status):
-    found = line(at(fresh=rows(flow)[:measured]))
-    assert (found.status, found.measured, found.possible, found.printed) == (status, measured, 24, 24)
-    assert found.grades == ({"C": measured} if measured else {})
+    result = line(at(fresh=rows(flow)[:measured]))
+    assert (result.status, result.measured, result.possible, result.printed) == (status, measured, 24, 24)
+    assert result.grades == ({"C": measured} if measured else {})
 
 
 def test_stored_is_not_fresh_and_a_cell_counts_once(at, flow):
@@ -157,8 +157,8 @@ def test_own_rows_and_columns_beside_do_not_count(at, flow):
 
 def test_a_figure_counts_its_declared_points(at, flow, monkeypatch):
     points = rows(flow, number="13", kind="figure", source="")
-    found = [line(at(points[:n]), kind="figure", number="13") for n in range(3)]
-    assert [(x.status, x.measured, x.possible, x.printed) for x in found] == [
+    result = [line(at(points[:n]), kind="figure", number="13") for n in range(3)]
+    assert [(x.status, x.measured, x.possible, x.printed) for x in result] == [
         ("missing", 0, 2, 0),
         ("partial", 1, 2, 0),
         ("stored", 2, 2, 0),
@@ -201,9 +201,9 @@ def test_what_would_have_to_come(at, flow):
 def test_what_a_result_that_is_none_waits_for(at, flow):
     stale, other = rows(flow, source="", versions="perplexity=0"), rows(flow, source="", inputs="01234567")
     refused = rows(flow, source="", status="oom")
-    found = line(at([*stale[:3], *other[3:5], *refused[5:9], *rows(flow, source="")[9:]]))
-    assert found.wanted["another outcome than oom"] == 4
-    assert found.wanted["a run"] == 5
+    result = line(at([*stale[:3], *other[3:5], *refused[5:9], *rows(flow, source="")[9:]]))
+    assert result.wanted["another outcome than oom"] == 4
+    assert result.wanted["a run"] == 5
 
 
 @pytest.mark.parametrize("value", ["", "-", "–", "—"])
@@ -236,8 +236,8 @@ def test_text_is_aligned_and_totalled(at, flow):
     head, *body, total, tables, figures = shown.splitlines()
     last = waiting.splitlines()[-1]
     assert head.split() == [*HEADER[:5], "fresh", "stored", "possible", "printed", *"ABCD"]
-    (found,) = [text for text in body if text.split()[:3] == ["spear", "table", "15"]]
-    assert found.split()[3:] == ["stored", "24", "2", "22", "24", "24", "0", "0", "24", "0"]
+    (result,) = [text for text in body if text.split()[:3] == ["spear", "table", "15"]]
+    assert result.split()[3:] == ["stored", "24", "2", "22", "24", "24", "0", "0", "24", "0"]
     assert len(body) == 70 and len({len(text) for text in (head, *body, total)}) == 1
     assert total.split()[:4] == ["total", "24", "2", "22"] and total.split()[-4:] == ["0", "0", "24", "0"]
     assert tables == "45 tables: 0 fresh, 1 stored, 0 partial, 39 missing, 1 no_stand_in, 4 other_device"

@@ -67,10 +67,10 @@ def flow(**changes):
 def kept(tmp_path, monkeypatch):
     """An empty working folder, and accepted results of its own: scale and place to row and series by seed."""
     monkeypatch.chdir(tmp_path)
-    found = {}
-    monkeypatch.setattr(accepted, "find", lambda scale, cell: found.get((scale, cell.cell_key), (None, []))[0])
-    monkeypatch.setattr(accepted, "series", lambda row: found[row.scale, row.cell_key][1])
-    return found
+    result = {}
+    monkeypatch.setattr(accepted, "find", lambda scale, cell: result.get((scale, cell.cell_key), (None, []))[0])
+    monkeypatch.setattr(accepted, "series", lambda row: result[row.scale, row.cell_key][1])
+    return result
 
 
 def cells(at, row, col="Wiki"):
@@ -353,9 +353,9 @@ def test_a_changed_predicate_says_so():
 @given(st.lists(st.floats(1.97, 6), min_size=1, max_size=6), st.integers(0, 20))
 def test_holm_rejects_no_more_than_single_tests_and_no_less_than_bonferroni(ts, more):
     cases = [failing_case(t) for t in ts] + [Case("m", "> 0", 1.0, 1.0, 0.5, 1.5, verdict=0)] * more
-    found = len(judging.rejected(cases))
+    result = len(judging.rejected(cases))
     bonferroni = sum(judging.p_failing(case) <= 0.05 / len(cases) for case in cases)
-    assert bonferroni <= found <= len(ts)
+    assert bonferroni <= result <= len(ts)
 
 
 @pytest.mark.parametrize(
@@ -511,9 +511,9 @@ def test_what_rests_on_the_papers_numbers_alone_is_a_table_of_its_own():
 
 
 def test_the_headline_names_ten_measured_claims_of_tables_own_specs(monkeypatch):
-    found = tables.headline_claims()
-    assert len(HEAD.measured) >= 10 and found[len(HEAD.measured) :] == list(HEAD.claims)
-    assert all(claim in tables.table(*tables.split(claim.table)).claims for claim in found[: len(HEAD.measured)])
+    result = tables.headline_claims()
+    assert len(HEAD.measured) >= 10 and result[len(HEAD.measured) :] == list(HEAD.claims)
+    assert all(claim in tables.table(*tables.split(claim.table)).claims for claim in result[: len(HEAD.measured)])
     wrong = dataclasses.replace(HEAD, measured=("spear/1: spear C022x",))
     monkeypatch.setattr(tables, "headline", lambda: wrong)
     with pytest.raises(UserError, match="measured: unknown claim of spear/1 'spear C022x'; did you mean 'spear C022'"):
@@ -776,9 +776,9 @@ def test_a_headline_has_at_most_twenty_measured_claims():
 
 
 def test_a_table_s_own_claims_are_about_that_table():
-    found = tables.table("spear", "1").claims
-    assert found and {claim.table for claim in found} == {"spear/1"}
-    everywhere = next(claim for claim in found if claim.cells.get("s", "").endswith("Wiki"))
+    result = tables.table("spear", "1").claims
+    assert result and {claim.table for claim in result} == {"spear/1"}
+    everywhere = next(claim for claim in result if claim.cells.get("s", "").endswith("Wiki"))
     rows = set()
     for _, named in everywhere.case_cells():
         row, _, model, _ = named["s"]
@@ -793,7 +793,7 @@ def written_claims():
     """Every claim of the project, by the file that it is in."""
     files = {"tables/table1.yaml": HEAD.claims}
     files |= {str(tables.path_of(*both).relative_to(ROOT)): tables.table(*both).claims for both in tables.specified()}
-    return {name: found for name, found in files.items() if found}
+    return {name: result for name, result in files.items() if result}
 
 
 def test_no_threshold_changes_without_its_reason():
@@ -801,9 +801,9 @@ def test_no_threshold_changes_without_its_reason():
     kept = yaml.safe_load((ROOT / "tests" / "claim_thresholds.yaml").read_text())
     today = written_claims()
     assert kept.keys() == today.keys()
-    for name, found in today.items():
-        assert [entry["claim"] for entry in kept[name]] == [claim.claim for claim in found]
-        for claim, entry in zip(found, kept[name], strict=True):
+    for name, result in today.items():
+        assert [entry["claim"] for entry in kept[name]] == [claim.claim for claim in result]
+        for claim, entry in zip(result, kept[name], strict=True):
             holds = list(dict.fromkeys(claim.holds.format(**keys) for keys, _ in claim.case_cells()))
             assert (claim.quantity, holds) == (entry["quantity"], entry["holds"]), f"{name}: {claim.claim}"
             nats = list(dict.fromkeys(claim.log_probability.format(**keys) for keys, _ in claim.case_cells()))
