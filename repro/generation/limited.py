@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from repro.core.errors import shortened, unknown
-from repro.core.strict import build, parse_yaml
 from repro.engine import budget, weights
 from repro.engine.core import needs_weights
 from repro.engine.decoding import Decoding
@@ -26,6 +24,7 @@ from repro.generation import engine
 from repro.jobs import compressed_folder
 from repro.jobs.target import Target
 from repro.methods import subspec
+from repro.recipes.recipe_text import read_one
 from repro.specs import scale as scales
 
 
@@ -144,11 +143,4 @@ def parse_draft(text: str) -> subspec.Config:
     Raises:
         UserError: another draft, an option that there is not, or a value that does not fit.
     """
-    name, bracket, inside = text.strip().partition("(")
-    if name != "subspec" or (bracket and not inside.endswith(")")):
-        raise unknown("draft", shortened(text), ["subspec", "subspec(bits=3, depth=32)"])
-    values = {}
-    for word in filter(None, (word.strip() for word in inside.removesuffix(")").split(","))):
-        key, _, value = word.partition("=")
-        values[key.strip()] = parse_yaml(value, f"draft {shortened(text)!r}: {key.strip()}")
-    return build(subspec.Config, values, f"draft {shortened(text)!r}")
+    return read_one(text, {"subspec": subspec.Config}, "draft")

@@ -2,20 +2,17 @@
 
     flexquant                                   the paper's defaults
     flexquant(threshold=2.0, layers=4)          fields of `repro.methods.flexquant.config.Config`
-    flexquant=threshold=2.0,layers=4            the same, as a shell likes it
 
 A recipe names the quantizer of the copies at any width; full precision is the copy of 16 bits.
 """
 
 import dataclasses
-import re
 from dataclasses import fields
 
-from repro.core.errors import UserError, unknown
-from repro.core.strict import build
+from repro.core.errors import UserError
 from repro.methods.flexquant.config import Config
 from repro.recipes.recipe import Recipe, parse
-from repro.recipes.recipe_text import read_value, split, write_value
+from repro.recipes.recipe_text import read_one, write_value
 
 DEFAULT = "gptq-w4-g128"  # section 5.1: GPTQ; groups of 128, AutoGPTQ's default, are our choice
 
@@ -26,23 +23,7 @@ def read(text: str) -> Config:
     Raises:
         UserError: another method, an unknown option, or a value that it cannot have.
     """
-    form = re.fullmatch(r"\s*([a-z]+)\s*(?:\((.*)\)|=(.*))?\s*", text, re.DOTALL)
-    if form is None or form[1] != "flexquant":
-        raise UserError(f"precision {text!r}: write flexquant, or flexquant(threshold=2.0, layers=4)")
-    inside = form[2] if form[2] is not None else form[3]
-    options = {}
-    try:
-        words = split(inside, ",") if inside and inside.strip() else []
-        for word in words:
-            name, equals, value = (part.strip() for part in word.partition("="))
-            if name not in (known := [each.name for each in fields(Config)]):
-                raise unknown("option of flexquant", name, known)
-            if not equals:
-                raise UserError(f"option {name!r} of flexquant needs a value: {name}=...")
-            options[name] = read_value(value, name, "flexquant")
-        return build(Config, options, f"precision {text!r}")
-    except ValueError as error:
-        raise UserError(f"precision {text!r}: {error}") from None
+    return read_one(text, {"flexquant": Config}, "precision")
 
 
 def recipe_at(text: str, bits: int) -> str:

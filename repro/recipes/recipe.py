@@ -1,12 +1,6 @@
 """A recipe names the ordered steps that make a model low-bit: `gptq-w4-g128`, `rtn-w4-pc + spear`, `fp16` (no step).
 
-A step is a baseline or method with fields of its `Config`. There are two forms, and both give the same step:
-
-    gptq-w4-g128-act_order-percdamp=5e-05        gptq(w=4, g=128, act_order, percdamp=5e-05)
-
-    w4 → bits=4    a8 → act_bits=8    g128 → group=128    r8 → rank=8    pc → group=0    sym / asym → symmetric
-    g-1, g=-1 → group=0 (as GPTQ's own code spells it)
-    w2a16 → w2 and a16                act_order → act_order=True           percdamp=0.05 → percdamp=0.05
+A step is a baseline or method with fields of its `Config`, in either spelling of `recipe_text.py`.
 
 Values are YAML, and `5e-05` is a float (YAML 1.1 reads it as text). `Recipe.name` is the canonical spelling, so that
 two spellings of a recipe have one name: the dash form unless a value needs the other (a list, null, text with a blank).
@@ -21,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise, zip_longest
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 from repro.baselines import BASELINES
 from repro.core import strict
@@ -29,15 +23,12 @@ from repro.core.errors import UserError, unknown
 from repro.core.files import short_hash
 from repro.methods import METHODS
 from repro.models.attachments import REGISTRIES
-from repro.recipes.recipe_text import cut, read_value, split, widths, write_value
+from repro.recipes.recipe_text import SHORT, WORDS, check_option, cut, names, options, write_value
 
 STEPS: ChainMap[str, ModuleType] = ChainMap(METHODS, BASELINES)
 REGISTRIES.append(BASELINES)  # METHODS adds itself
-SHORT = {"w": "bits", "a": "act_bits", "g": "group", "r": "rank"}
-WORDS = {"pc": ("group", 0), "sym": ("symmetric", True), "asym": ("symmetric", False)}
 ALWAYS = ("bits", "group")  # in every name, default or not: a table's reader looks for them first
-PER_CHANNEL = -1  # a group elsewhere, such as in GPTQ's own code; here it is 0
-LONGEST, SLUG = 4000, 80
+SLUG = 80  # characters
 _optioned: dict[tuple, str] = {}  # what `with_options` gave, by what it was asked
 
 
@@ -166,19 +157,23 @@ def _parsed(text: str, steps: tuple[tuple[str, ModuleType], ...]) -> Recipe:
     return Recipe(built)
 
 
-def with_options(text: str, options: Mapping[str, Mapping[str, Any]]) -> str:
-    """The recipe with further `options` for the steps of a given name, except where its text gives them.
+def with_options(text: str, more: Mapping[str, Mapping[str, Any]]) -> str:
+    """The recipe with further options for the steps of a given name, except where its text gives them.
 
     Raises:
         UserError: as `parse`, or an option that its step does not have.
     """
-    key = (str(text), repr(options), *METHODS.items(), *BASELINES.items())
+    key = (str(text), repr(more), *METHODS.items(), *BASELINES.items())
     if key not in _optioned:  # asked for by every change of a scale, thousands of times a table
         steps = []
         for name, values in _read(str(text)):
-            for option in (more := options.get(name, {})):
-                _check_option(name, option, option, str(text))
-            steps.append(_build(name, dict(more) | values, str(text)))
+            further = more.get(name, {})
+            for option in further:
+                try:
+                    check_option(name, option, option, STEPS[name].Config)
+                except ValueError as error:
+                    raise _error(text, error) from None
+            steps.append(_build(name, dict(further) | values, str(text)))
         _optioned[key] = " + ".join(_spell(step, step.given) for step in steps) or "fp16"
     return _optioned[key]
 
@@ -227,86 +222,20 @@ def computed_in(steps: tuple[Step, ...], device: str) -> dict[str, str]:
 
 def _read(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The name of each step and the values that the text gives, not yet checked for their types."""
-    if len(text) > LONGEST:
-        raise _error(text, f"{len(text):,} characters; at most {LONGEST:,} are read")
-    line = re.sub(r"[\t\r\n]", " ", text)
-    if strange := next((c for c in line if not c.isprintable()), None):
-        raise _error(text, f"the character U+{ord(strange):04X} is not allowed in a recipe")
+    steps = []
     try:
-        parts = [part.strip() for part in split(line, "+")]
-        if parts == ["fp16"]:
+        parts = names(text)
+        if parts == [("fp16", [])] and text.strip() == "fp16":
             return []
-        steps = []
-        for part in parts:
-            name, words = _words(part)
+        for name, words in parts:
             if name == "fp16":
                 raise ValueError("fp16 is full precision, alone and without options")
             if name not in STEPS:
                 raise ValueError(unknown("step", cut(name), [*STEPS, "fp16"]))
-            values: dict[str, Any] = {}
-            for word in widths(words, get_type_hints(STEPS[name].Config)):
-                key, value = _option(name, word, text)
-                if key in values:
-                    raise ValueError(f"{key} of {name} is given twice")
-                values[key] = value
-            steps.append((name, values))
+            steps.append((name, options(name, words, STEPS[name].Config)))
     except ValueError as error:
         raise _error(text, error) from None
     return steps
-
-
-def _words(part: str) -> tuple[str, list[str]]:
-    """The name of a step and its options as text."""
-    call = re.match(r"([^-=()\[\]{}'\"]*)\(", part)
-    if call is None:
-        name, *words = split(part, "-")
-        return name, _signed(words)
-    if not part.endswith(")"):
-        raise ValueError(f"{cut(part[part.rindex(')') + 1 :])!r} follows the closing bracket of {cut(call[1])!r}")
-    inside = part[call.end() : -1]
-    return call[1].strip(), [word.strip() for word in split(inside, ",")] if inside.strip() else []
-
-
-def _signed(words: list[str]) -> list[str]:
-    """The words of a dash form, those that a minus sign has cut put together again: `g`, `1` of `g-1` as `g=-1`."""
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1] in SHORT and re.fullmatch("[0-9]{1,9}", word):
-            joined[-1] += f"=-{word}"
-        else:
-            joined.append(word)
-    return joined
-
-
-def _option(step: str, word: str, text: str) -> tuple[str, Any]:
-    """The field that a word of a step sets, and its value."""
-    hints = get_type_hints(STEPS[step].Config)
-    key, equals, raw = (part.strip() for part in word.partition("="))
-    short = re.fullmatch("([a-z])([0-9]{1,9})", word)
-    if equals:
-        name = key if key in hints else SHORT.get(key, key)
-        _check_option(step, name, key, text)
-        value = read_value(raw, name, step)
-        return name, 0 if name == "group" and type(value) is int and value == PER_CHANNEL else value
-    if word in WORDS and word not in hints:
-        name, value = WORDS[word]
-    elif short and short[1] in SHORT and word not in hints:
-        name, value = SHORT[short[1]], int(short[2])
-    else:
-        name, value = word, True
-    _check_option(step, name, word, text)
-    if name == word:
-        try:
-            strict.convert(hints[name], True, name)
-        except UserError:
-            raise ValueError(f"option {name!r} of {step} needs a value: {name}=...") from None
-    return name, value
-
-
-def _check_option(step: str, name: str, word: str, text: str) -> None:
-    fields = sorted(f.name for f in dataclasses.fields(STEPS[step].Config) if f.init)
-    if name not in fields:
-        raise _error(text, f"{step} has no option {cut(word)!r}; options: {', '.join(fields) or 'none'}")
 
 
 def _build(name: str, values: dict[str, Any], text: str) -> Step:

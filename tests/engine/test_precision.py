@@ -451,7 +451,7 @@ def test_neighbours_of_one_width_are_one_launch(name):
 @pytest.mark.parametrize("copies_on", ["device", "host"])
 def test_generate_streams_and_says_what_was_switched(capsys, copies_on):
     given = ["generate", "--model", "pocket-3m", "--recipe", "rtn-w4-g64", "--max-new-tokens", "30", "--device", "cpu"]
-    options = f"flexquant=window=3,layers=20,threshold=1000,copies={copies_on}"
+    options = f"flexquant-window=3-layers=20-threshold=1000-copies={copies_on}"
     assert main([*given, "--precision", options, "Once upon a time"]) == 0
     out = capsys.readouterr().out
     assert "bits a weight | " in out and "layers switched" in out and "tokens/s" in out
@@ -461,8 +461,8 @@ def test_generate_streams_and_says_what_was_switched(capsys, copies_on):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("pmpd", "write flexquant, or flexquant(threshold=2.0, layers=4)"),
-        ("flexquant(treshold=2)", "unknown option of flexquant 'treshold'; did you mean 'threshold'?"),
+        ("pmpd", "unknown precision 'pmpd'; choose from: flexquant"),
+        ("flexquant(treshold=2)", "flexquant has no option 'treshold'; options: advance, "),
         ("flexquant(path=[4, 8])", "path is [4, 8]; it goes down only"),
         ("flexquant(threshold=0.5)", "PPLE is never below 1"),
         ("flexquant(threshold)", "needs a value"),
@@ -477,7 +477,7 @@ def test_a_schedule_that_means_nothing_is_a_sentence(text, said):
 
 def test_both_spellings_of_a_schedule_mean_the_same():
     assert named.read("flexquant") == Config()
-    assert named.read("flexquant=threshold=2.0,path=[4, 3]") == named.read("flexquant(threshold=2, path=[4, 3])")
+    assert named.read("flexquant-threshold=2.0-path=[4, 3]") == named.read("flexquant(threshold=2, path=[4, 3])")
     assert named.recipe_at("gptq-w4-g128-sym", 8) == "gptq-w8-g128-sym" and named.recipe_at("rtn-w4-pc", 16) == "fp16"
 
 
