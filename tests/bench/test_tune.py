@@ -94,10 +94,10 @@ def test_what_is_compiled_by_a_sweep_is_compiled_beforehand(monkeypatch):
             submitted.append((function, job))
             return SimpleNamespace(exception=lambda: None)
 
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *given: submitted.append(given))
     tune.compile_ahead([task(4), task(8), task(4)], Pool())
     jobs = [(Path("toy.cu"), (("WARPS", warps),), "sm_90a") for warps in (4, 8)]
     assert submitted == [(nvrtc.compile_job, job) for job in jobs] and not launched
-    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *given: submitted.append(given))
     nvrtc.compile_job(jobs[0])
     assert submitted[-1] == (Path("toy.cu"), {"WARPS": 4}, "sm_90a")
     monkeypatch.setattr(nvrtc, "Function", lambda *given: "loaded")
