@@ -24,7 +24,7 @@ ROUNDING = 1e-9  # steps that add up to a whole layer may give a little less tha
 Sparsities = Mapping[str, float]
 
 
-class Histogram(NamedTuple):
+class InputHistogram(NamedTuple):
     """Centres of the bins, and how many values lie up to the end of each, float64 `[BINS]`."""
 
     centres: np.ndarray
@@ -38,7 +38,7 @@ class Histogram(NamedTuple):
         return float(np.float32(max(t, 0.0))) if s else 0.0
 
 
-def histogram(x: Tensor) -> Histogram:
+def histogram(x: Tensor) -> InputHistogram:
     """Of all entries of `x`, in any shape: BINS bins, the outer two hold the extreme TAIL on each side.
 
     UserError if an entry is not finite, or if there are fewer than 1/TAIL.
@@ -53,7 +53,7 @@ def histogram(x: Tensor) -> Histogram:
     inner = np.linspace(low, max(high, np.nextafter(low, np.inf)), BINS - 1)
     counts = torch.cat([(x < low).sum()[None], x.histc(BINS - 2, inner[0], inner[-1]).long()])
     edges, below = np.concatenate([[least], inner, [most]]), counts.cumsum(0).cpu().numpy()
-    return Histogram((edges[1:] + edges[:-1]) / 2, np.append(below, len(x)).astype(float))
+    return InputHistogram((edges[1:] + edges[:-1]) / 2, np.append(below, len(x)).astype(float))
 
 
 def greedy(error: Callable[[Sparsities], float], sizes: Mapping[str, int], target: float, step: float) -> Sparsities:
@@ -95,7 +95,7 @@ class TealBlock(NamedTuple):
 
     readers: list[list[str]]
     sizes: dict[str, int]
-    histograms: dict[str, Histogram]
+    histograms: dict[str, InputHistogram]
     error: Callable[[Sparsities], float]
 
 
@@ -115,7 +115,7 @@ def each_block(lm: LowBitModel, ids: Tensor, search: int) -> Iterator[TealBlock]
         readers: dict[int, list[str]] = {}  # by the tensor that they read
         for name, (tensor, *_) in inputs.items():
             readers.setdefault(id(tensor), []).append(name)
-        histograms: dict[str, Histogram] = {}
+        histograms: dict[str, InputHistogram] = {}
         for group in readers.values():
             with in_layer(group[0]):
                 histograms |= dict.fromkeys(group, histogram(torch.cat(inputs[group[0]])))
@@ -126,7 +126,7 @@ def each_block(lm: LowBitModel, ids: Tensor, search: int) -> Iterator[TealBlock]
 
 
 def _error(
-    block: nn.Module, layers: Mapping[str, nn.Linear], histograms: Mapping[str, Histogram], x: Tensor, words: Any
+    block: nn.Module, layers: Mapping[str, nn.Linear], histograms: Mapping[str, InputHistogram], x: Tensor, words: Any
 ) -> Callable[[Sparsities], float]:
     """How much the block's output changes: the norm over the last positions, averaged over channels and sequences.
 

@@ -382,7 +382,7 @@ class SwitchingDecoding(Decoding):
 
 
 @dataclass(frozen=True)
-class Switching:
+class SwitchingRecord:
     """What became of a generation's precision; every list has an entry a sequence.
 
     Attributes:
@@ -421,7 +421,7 @@ class Along:
 
     kl: list[list[float]]
     gap: list[list[float]]
-    switching: Switching
+    switching: SwitchingRecord
 
 
 class SwitchingCore(Core):
@@ -447,7 +447,7 @@ class SwitchingCore(Core):
         rule: Rule | Sequence[Rule] | None = None,
     ) -> None:
         super().__init__(name, model, hub)
-        self.config, self.ahead, self.rule, self.switching = config, list(ahead), rule, Switching()
+        self.config, self.ahead, self.rule, self.switching = config, list(ahead), rule, SwitchingRecord()
         self.weights, self.high, self._held = copies.weights_of(model), self.steps.widths[0], None
 
     @classmethod
@@ -561,9 +561,9 @@ class SwitchingCore(Core):
         finally:
             self.switching = self._became(batch)
 
-    def _became(self, batch: SwitchingDecoding) -> Switching:
+    def _became(self, batch: SwitchingDecoding) -> SwitchingRecord:
         """The record of a batch that has ended, of the switches that took effect."""
-        high, record = self.high, Switching(signal=batch.signal)
+        high, record = self.high, SwitchingRecord(signal=batch.signal)
         first = 8 if self.config.prefill == "w8a8" else high
         switched_before = [Switch(1, layer, bits) for layer, bits in (self._held or {}).items()]
         for controller, signal in zip(batch.controllers, batch.signal):

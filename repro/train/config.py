@@ -35,7 +35,7 @@ class ModelArgs:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     learning_rate: float
     batch_tokens: int
     length: int
@@ -56,7 +56,7 @@ class PocketConfig:
     tokenizer: TokenizerArgs
     models: dict[str, ModelArgs]
     architecture: Architecture
-    training: Training
+    training: TrainingSettings
 
     def of(self, name: str, **given: Any) -> "PocketConfig":
         """With the training settings of the model `name`, and those that are `given`, instead of the ones for all.
@@ -65,7 +65,7 @@ class PocketConfig:
             UserError: a key that is no training setting, or a value of another type.
         """
         settings = asdict(self.training) | self.models[name].training | given
-        return replace(self, training=build(Training, settings, f"training settings of {name}"))
+        return replace(self, training=build(TrainingSettings, settings, f"training settings of {name}"))
 
 
 def load_config(path: Path = CONFIG) -> PocketConfig:

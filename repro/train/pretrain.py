@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.core.errors import UserError, unknown
 from repro.core.files import ROOT, atomic, sha256, write_text
-from repro.train.config import Architecture, PocketConfig, Training, load_config
+from repro.train.config import Architecture, PocketConfig, TrainingSettings, load_config
 from repro.train.corpus import cached_ids
 
 POCKET = ROOT / "repro" / "pocket"
@@ -55,19 +55,19 @@ def llama_config(architecture: Architecture, layers: int, vocab: int) -> LlamaCo
     )
 
 
-def learning_rate(step: int, steps: int, training: Training) -> float:
+def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
     """Warm-up, constant, linear decay to zero."""
     warmup = max(1, round(training.warmup_share * steps))
     decay = max(1, round(training.decay_share * steps))
     return training.learning_rate * min((step + 1) / warmup, 1.0, (steps - step) / decay)
 
 
-def length_at(step: int, steps: int, training: Training) -> int:
+def length_at(step: int, steps: int, training: TrainingSettings) -> int:
     """Context length of a step: short, then long for the last share of the tokens."""
     return training.long_length if step >= steps - round(training.long_share * steps) else training.length
 
 
-def batch_starts(step: int, length: int, total: int, training: Training) -> np.ndarray:
+def batch_starts(step: int, length: int, total: int, training: TrainingSettings) -> np.ndarray:
     """Start positions of the windows of a step, `[batch_tokens / length]`: a fresh permutation and offset per epoch."""
     rows = training.batch_tokens // length
     windows = (total - 1 - length) // length
