@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from repro.core.errors import UserError
 from repro.core.files import sha256
 from repro.train import pretrain as room
-from repro.train.config import Architecture, ModelArgs, PocketConfig, TokenizerArgs, Training, load_config
+from repro.train.config import Architecture, ModelArgs, PocketConfig, TokenizerArgs, TrainingSettings, load_config
 from repro.train.pretrain import batch_starts, learning_rate, length_at
 
-TRAINING = Training(
+TRAINING = TrainingSettings(
     learning_rate=1e-2, batch_tokens=64, length=16, long_length=32, long_share=0.25, warmup_share=0.1, decay_share=0.4,
     weight_decay=0.1, beta1=0.9, beta2=0.95, clip=1.0, seed=3, wikitext_every=0,
 )  # fmt: skip
