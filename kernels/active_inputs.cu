@@ -45,6 +45,14 @@ INLINE void store(char *to, const float (&v)[8], u32 i, u32 count) {
         *(float4 *)(to + i * 4 + 16) = {v[4], v[5], v[6], v[7]};
     }
 }
+// v / (1 + exp(-v)) as __fdiv_rn divides, without its branch for what is not normal: v below -87 counts as -87, whose
+// result is -1e-36, and an infinite one as no number.
+INLINE float silu(float v) {
+    v = v < -87 ? -87 : v;
+    const float d = 1 + __expf(-v), first = reciprocal(d);
+    const float inverse = fmaf(first, fmaf(-d, first, 1), first), quotient = v * inverse;
+    return fmaf(fmaf(-d, quotient, v), inverse, quotient);
+}
 INLINE float rounded(float v) { return TYPE ? to_float<TYPE == 2>(to_half<TYPE == 2>(v)) : v; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -90,7 +98,7 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
             float up[8];
             load(up, ups, first + 8 * n, K);
             UNROLL for (int j = 0; j < 8; j++)
-                v[n][j] = rounded(rounded(__fdiv_rn(v[n][j], 1 + __expf(-v[n][j]))) * up[j]);
+                v[n][j] = rounded(rounded(silu(v[n][j])) * up[j]);
         }
     }
     if (MAKES == NORM) {
@@ -136,18 +144,13 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
     if (lane == 31) counts[warp] = before;
     before -= own;
     __syncthreads();
-    u32 of_block = 0;
-    UNROLL for (u32 w = 0; w < WARPS; w++) {
-        before += w < warp ? counts[w] : 0;
-        of_block += counts[w];
-    }
+    const u32 of_warp = lane < WARPS ? counts[lane] : 0; // of the warp that is this lane's number
+    const u32 of_block = __reduce_add_sync(~0u, of_warp);
+    before += __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
     exchange(all_counts, __uint_as_float(of_block), 0);
-    u32 start = 0, all = 0; // listed before the block, and in all
-    UNROLL for (u32 b = 0; b < CLUSTER; b++) {
-        const u32 count = __float_as_uint(all_counts[b]);
-        start += b < block ? count : 0;
-        all += count;
-    }
+    const u32 of_one = lane < CLUSTER ? __float_as_uint(all_counts[lane]) : 0; // of the block that is this lane's number
+    const u32 all = __reduce_add_sync(~0u, of_one);
+    const u32 start = __reduce_add_sync(~0u, lane < block ? of_one : 0); // listed before the block
     if (first == 0) active[0] = all;
     // Written through shared memory, one after the other: neighbours of a thread are no neighbours of its warp.
     UNROLL for (u32 n = 0; n < VECTORS; n++)

@@ -76,6 +76,11 @@ template <int BRAIN> INLINE u32 half_above(float v) { // the least number of 16 
     return h;
 }
 
+INLINE float reciprocal(float v) { // within an ulp; 0 of what is infinite or has one that is not normal
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
 INLINE u32 from_e4m3(u32 two) { // float16 of the E4M3 in the low two bytes, which are not negative
     u32 halves;
 #if __CUDA_ARCH__ >= 890

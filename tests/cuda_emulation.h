@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -176,9 +177,18 @@ inline u32 __reduce_max_sync(unsigned, u32 v) {
     __syncwarp();
     return got;
 }
+inline u32 __reduce_add_sync(unsigned, u32 v) {
+    Warp &w = warp_of();
+    w.value[threadIdx.x % 32] = v;
+    __syncwarp();
+    u32 got = std::accumulate(w.value, w.value + 32, 0u);
+    __syncwarp();
+    return got;
+}
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float reciprocal(float v) { return std::nextafter(1 / v, 0); } // as far off as the instruction may be
 inline float __expf(float v) { return std::exp(v); }
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
 inline int atomicAdd(int *to, int v) { int old = *to; *to += v; return old; } // fibers of one thread
