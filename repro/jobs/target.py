@@ -45,6 +45,12 @@ class Target:
         """The key of the model's tokenizer; whoever scores a dozen tasks on one target reads its files' times once."""
         return models.tokenizer_key(self.model)
 
+    @cached_property
+    def threads(self) -> int:
+        """CPU threads of a job on it."""
+        trained = any(step.work for step in self.recipe.steps)
+        return max(self.scale.threads, self.scale.training_threads) if trained else self.scale.threads
+
     @property
     def short(self) -> str:
         """The stand-in's name as part of a file name: no blank and no character that a shell or Snakemake reads."""
@@ -68,11 +74,11 @@ class Target:
         """What every job on it declares."""
         scale = self.scale
         facts = {"model": models.fingerprint(self.model), "steps": self.recipe.config, "dtype": scale.dtype}
-        facts |= {"device": scale.device} | ({"threads": scale.threads} if scale.device == "cpu" else {})
+        facts |= {"device": scale.device} | ({"threads": self.threads} if scale.device == "cpu" else {})
         return facts
 
     def options(self) -> dict[str, Any]:
         """How every job on it runs."""
         scale = self.scale
         words = {"model": self.model, "recipe": self.recipe.name, "seed": self.seed, "device": scale.device}
-        return words | {"dtype": scale.dtype, "threads": scale.threads, "hub": scale.hub}
+        return words | {"dtype": scale.dtype, "threads": self.threads, "hub": scale.hub}

@@ -125,6 +125,7 @@ class Scale:
         replicate: what a build measures itself, next to what is stored.
         grade: what evidence from these stand-ins is worth (A the paper's model and protocol, C a scaled analogue).
         threads: CPU threads of every job, whatever `--cores` is, so that results do not depend on it.
+        training_threads: the least that a job has whose recipe is trained.
         memory_mb: memory of a job, for a cluster's scheduler.
         hub: whether models and corpora may be fetched from the hub.
         protocols: kind of cell to its protocol, from the keys that are named after kinds.
@@ -142,12 +143,13 @@ class Scale:
     device: Literal["any", "cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: int = 1
+    training_threads: int = 1
     memory_mb: int = 4000
     hub: bool = False
     protocols: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, most in {"threads": 1024, "memory_mb": 10**8}.items():
+        for name, most in {"threads": 1024, "training_threads": 1024, "memory_mb": 10**8}.items():
             if not 1 <= getattr(self, name) <= most:
                 raise UserError(
                     f"scale {self.name}: {name} is {getattr(self, name)}; it must be 1 or more, at most {most}"

@@ -39,6 +39,7 @@ from repro.train.compiled import compiled
 from repro.train.streams import Forward, Stream, embedded
 
 POINTS = 64  # of a block's loss curve in one pass
+KEPT = 2**28  # bytes of full precision's hidden states after all blocks that are kept from pass to pass
 QUIET = {"leave": False, "mininterval": 10, "delay": 10}
 Loss = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor | None]], Tensor]
 
@@ -223,6 +224,7 @@ class BlockTrainer:
         self.losses: list[float] = []
         self.block_tokens, self.steps, self.passes, self.seconds = 0, 0, 0, 0.0
         self.start, self.kwargs = embedded(model, ids, settings.streams, settings.place)
+        self._outputs: list[Stream] = []  # of the full-precision blocks, the same in every pass
 
     @property
     def tokens(self) -> int:
@@ -240,9 +242,9 @@ class BlockTrainer:
         Raises:
             NotMeasurable: a loss is not finite.
         """
-        started, trained = time.perf_counter(), 0
+        started, trained, stack = time.perf_counter(), 0, blocks(self.model)
         full, earlier, inputs = self.start.copy(), None, []
-        for index, (prefix, block) in enumerate(tqdm(blocks(self.model).items(), f"{self.who} {name}", **QUIET)):
+        for index, (prefix, block) in enumerate(tqdm(stack.items(), f"{self.who} {name}", **QUIET)):
             task = tasks(block, self.kwargs[index], index)
             if not index:
                 inputs = [self.start.copy() for _ in task.students]
@@ -251,14 +253,16 @@ class BlockTrainer:
             if task.tensors:
                 sources = zip([earlier, *inputs], task.seconds)
                 targets = [source.mapped(forward) for source, forward in sources if forward is not None]
-            full.advance(partial(_called, block, self.kwargs[index]))
-            if earlier is not None:
+            full = self._output(index, block, full)
+            last = index == len(stack) - 1  # no block reads what the streams of the others would be after it
+            if earlier is not None and not last:
                 earlier.advance(task.earlier)
             if task.tensors:
                 trained += 1
                 self._train(f"{prefix} in {name}", index, task, loss, [*inputs, full, *targets])
-            for stream, forward in zip(inputs, task.students, strict=True):
-                stream.advance(forward)
+            if not last:
+                for stream, forward in zip(inputs, task.students, strict=True):
+                    stream.advance(forward)
         self.passes += 1
         self.steps += self.settings.epochs * steps_per_epoch(len(self.ids), self.settings)
         used = steps_per_epoch(len(self.ids), self.settings) * self.settings.batch
@@ -266,6 +270,17 @@ class BlockTrainer:
         self.seconds += time.perf_counter() - started
         curve = " ".join(f"{value:.3g}" for value in self.losses[-POINTS :: POINTS // 4])
         print(f"{self.who}: {name}, {self.tokens:,} tokens, {self.seconds:.1f} s, last block {curve}", file=sys.stderr)
+
+    def _output(self, index: int, block: nn.Module, full: Stream) -> Stream:
+        """Full precision's hidden states after a block, from those before it; computed once where all are few."""
+        if index < len(self._outputs):
+            return self._outputs[index]
+        forward = partial(_called, block, self.kwargs[index])
+        if self.start.hidden.nbytes * len(self.kwargs) > KEPT:
+            full.advance(forward)
+            return full
+        self._outputs.append(full.mapped(forward))
+        return self._outputs[-1]
 
     def _train(self, where: str, index: int, task: BlockTask, loss: Loss, streams: list[Stream]) -> None:
         """Train a block, or take what it was trained to from its checkpoint."""

@@ -61,6 +61,19 @@ def test_a_job_trains_in_float32_and_says_so_beside_its_result(target, seen):
     assert "compute" not in json.loads(runner.origin(tokens)["environment"])
 
 
+def test_a_job_that_trains_has_threads_of_its_own(target):
+    """Stored results are found whatever they are (test_scale.py)."""
+    for given, trained, rounded in (
+        ({}, 1, 1),
+        ({"training_threads": 2}, 2, 1),
+        ({"threads": 3, "training_threads": 2}, 3, 3),
+    ):
+        for text, threads in ((TRAINED, trained), ("rtn-w4-pc", rounded)):
+            job = compress.job(target(text, **given))
+            assert job.given()["threads"] == job.declared()["threads"] == threads
+    assert scale.load().training_threads == 2
+
+
 def test_the_declared_inputs_of_a_job_name_the_recipes_dtype():
     """A stored result was declared so, on whichever device it ran."""
     config = dict(recipe.parse("bitbybit").config)["bitbybit"]

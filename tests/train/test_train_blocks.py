@@ -1,6 +1,8 @@
 """The block-wise trainer: batches, slow references of step and streams, resuming, divergence, what it counts."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -58,6 +60,40 @@ def task_of(latents, rate=1e-3, earlier=False, trained=(0, 1)):
         return BlockTask([run], [second], run if earlier else None, tensors, dict.fromkeys(tensors, rate))
 
     return task
+
+
+@pytest.mark.parametrize(("kept", "of_full"), [(2**28, 2), (0, 4)])
+def test_nothing_is_computed_that_no_block_and_no_pass_reads(tmp_path, monkeypatch, kept, of_full):
+    """Two passes, two blocks: full precision once where its states are few, students behind the first block alone."""
+    calls, called = Counter(), training._called
+    monkeypatch.setattr(training, "KEPT", kept)
+    monkeypatch.setattr(training, "_called", lambda *given: calls.update(["full"]) or called(*given))
+    made, latents = trainer(tmp_path / str(kept))
+    tasks = task_of(latents, earlier=True)
+
+    def task(block, kwargs, index):
+        own = tasks(block, kwargs, index)
+
+        def counted(name, forward):
+            return lambda x: calls.update([name] * (not torch.is_grad_enabled())) or forward(x)
+
+        return replace(own, students=[counted("student", own.students[0])], earlier=counted("earlier", own.earlier))
+
+    for name in ("one", "two"):
+        made.run(name, task, squares)
+    assert calls == {"full": of_full, "student": 2, "earlier": 2}
+
+
+def test_kept_states_change_no_bit(tmp_path, monkeypatch):
+    ends = []
+    for kept in (0, 2**28):
+        monkeypatch.setattr(training, "KEPT", kept)
+        made, latents = trainer(tmp_path / str(kept))
+        for name in ("one", "two"):
+            made.run(name, task_of(latents, earlier=True), squares)
+        ends.append(latents)
+    for first, second in zip(*ends, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in NAMES)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
