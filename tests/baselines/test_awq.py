@@ -304,19 +304,6 @@ def test_is_deterministic():
         assert torch.equal(a, b), name
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("layout", ["llama-mha", "phi", "qwen2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_bit_equal(tmp_path, layout, dtype):
-    lm, path = quantized(with_outliers(layout).to(dtype), group=32), tmp_path / "model.safetensors"
-    lm.save(path, {"recipe": "awq"})
-    back = LowBitModel(with_outliers(layout).to(dtype))
-    assert back.load(path) == {"recipe": "awq"} and back.dense.keys() == lm.dense.keys()
-    assert torch.equal(back.model(tiny.tokens()).logits, lm.model(tiny.tokens()).logits)
-    back.save(tmp_path / "again.safetensors", {"recipe": "awq"})
-    assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
-
-
 def test_a_changed_norm_in_the_file_is_noticed(tmp_path):
     lm, path = quantized(tiny.model("llama"), group=32), tmp_path / "model.safetensors"
     lm.save(path, {})

@@ -140,19 +140,6 @@ def test_training_beats_rounding():
     assert result["trained"] < 0.6 * result["rate 0"], result  # 0.2 of it
 
 
-def test_official_settings_are_the_defaults():
-    config = recipe.parse("efficientqat").steps[0].config
-    assert (config.bits, config.group, config.lr, config.quant_lr, config.epochs, config.batch) == (
-        2,
-        64,
-        2e-5,
-        1e-4,
-        2,
-        2,
-    )
-    assert config.tokens == 4096 * 2048 and config.lr_final == 0.05
-
-
 def test_bad_input():
     for text, said in {
         "efficientqat-sym": "takes neither sym nor clip",

@@ -209,28 +209,6 @@ def test_bad_options(text):
     assert BAD[text] in refusal(recipe.parse, text)
 
 
-def test_recipes_round_trip():
-    for text in (
-        "paretoq-w2",
-        "paretoq-w2-a2",
-        "bitdistiller-w2-g128",
-        "matquant-g32",
-        "matquant(g=0, lambdas={2: 1.0})",
-    ):
-        assert recipe.parse(recipe.parse(text).name) == recipe.parse(text)
-    assert recipe.parse("matquant + sliced-w2").before == "matquant-g32"
-
-
-def test_official_settings_are_the_defaults():
-    plain = paretoq.Config()
-    assert (plain.bits, plain.lr, plain.epochs, plain.trained, plain.act_levels) == (2, 2e-5, 1, "all", "seq")
-    assert plain.tokens == 8192 * 2048
-    taught = bitdistiller.Config()
-    assert (taught.bits, taught.group, taught.lr, taught.batch, taught.length) == (2, 128, 8e-6, 128, 1024)
-    assert (taught.clip_tokens, taught.every, taught.confidence, taught.data) == (512, 4, "maximum", "sampled")
-    assert matquant.Config().lambdas == {8: 1.0, 4: 1.0, 2: 1.0}
-
-
 # --- ParetoQ ----------------------------------------------------------------------------------------------------------
 
 

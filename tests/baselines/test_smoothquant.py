@@ -10,7 +10,7 @@ import torch
 from known import W, X, errors
 
 from repro import models
-from repro.baselines import awq, rtn, smoothquant
+from repro.baselines import rtn, smoothquant
 from repro.baselines.smoothquant import Config, fake_quantize, rounded, scale
 from repro.core.errors import UserError
 from repro.data import corpora
@@ -172,15 +172,6 @@ def test_a_layer_of_another_model_and_the_engine_are_refused():
         weights.product(lm, [name], torch.device("cpu"), torch.float32)
 
 
-def test_an_older_reader_refuses_the_file(tmp_path, monkeypatch):
-    lm = LowBitModel(tiny.model("llama"))
-    smoothquant.apply(lm, IDS, Config())
-    lm.save(tmp_path / "model", {})
-    monkeypatch.delitem(recipe.BASELINES, "smoothquant")
-    with pytest.raises(UserError, match="model: .*q_proj: no method 'smoothquant'"):
-        LowBitModel(tiny.model("llama")).load(tmp_path / "model")
-
-
 def unsmoothed(lm: LowBitModel, config: Config) -> None:
     """The same rounding of weights and inputs."""
     for name, linear in block_linears(lm.model).items():
@@ -214,15 +205,6 @@ def test_outlier_channels_cost_little_once_smoothed():
         module(lm, IDS, Config())
         off.append((logits(lm.model) - want).norm().item())
     assert off[0] < 0.2 * off[1], off
-
-
-def test_defaults_and_the_papers_setting():
-    config = recipe.parse("smoothquant").steps[0].config
-    assert (config.bits, config.act_bits, config.group, config.symmetric, config.alpha) == (8, 8, 0, True, 0.85)
-    config = recipe.parse("smoothquant-w2-a2-g32").steps[0].config
-    assert (config.bits, config.act_bits, config.group) == (2, 2, 32)
-    assert set(awq.FOLDS) == {"llama", "mistral", "qwen2", "phi"}  # `smooth` takes those before a norm
-    assert recipe.parse("smoothquant + rtn").before == ""
 
 
 def test_bad_input():

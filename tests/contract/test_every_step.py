@@ -5,17 +5,48 @@ What is a step's own (its equations, its paper's settings) is tested in tests/me
 
 import answers
 import pytest
+import tiny
 import torch
 
+from repro.baselines import BASELINES, awq
 from repro.core.errors import UserError
 from repro.engine import weights
+from repro.methods import METHODS
+from repro.models import bits
 from repro.models.lowbit import LowBitModel
+from repro.models.quantized import FORMATS
 from repro.recipes import recipe
 from repro.store import job
 from repro.train import end_to_end
 
 NAMES = sorted(answers.RECIPES)
 ROTATED = "spinquant"  # trains rotations by a solver of its own in seconds, and keeps nothing in between
+WITH_COLLECTIONS = (  # recipes whose options are lists and mappings
+    "bitbybit(w=2, g=64, schedule=[w8a16, w2a16])",
+    "bitbybit(w=2, g=32, any_precision, lambdas={2: 2.0, 8: 0.5}) + sliced-w4",
+    "bitbybit(w=2, g=32, split=naive, split_metric=kurtosis, split_first=0.08, split_last=0.12, split_text=c4)",
+    "matquant(g=0, lambdas={2: 1.0}) + sliced-w2",
+)
+# What the papers' own code or text sets, by step.
+OFFICIAL = {
+    "efficientqat": {
+        **{"bits": 2, "group": 64, "lr": 2e-5, "quant_lr": 1e-4, "lr_final": 0.05, "epochs": 2, "batch": 2},
+        "tokens": 4096 * 2048,
+    },
+    "e2e_qp": {"lr": 2e-5, "epochs": 1, "batch": 32, "tokens": 4096 * 4096, "warmup": 0.03, "clip": 0.3},
+    "paretoq": {"bits": 2, "lr": 2e-5, "epochs": 1, "trained": "all", "act_levels": "seq", "tokens": 8192 * 2048},
+    "bitdistiller": {
+        **{"bits": 2, "group": 128, "lr": 8e-6, "batch": 128, "length": 1024, "clip_tokens": 512, "every": 4},
+        **{"confidence": "maximum", "data": "sampled"},
+    },
+    "matquant": {"lambdas": {8: 1.0, 4: 1.0, 2: 1.0}},
+    "smoothquant": {"bits": 8, "act_bits": 8, "group": 0, "symmetric": True, "alpha": 0.85},
+    "spinquant": {
+        **{"lr": 1.5, "batch": 8, "tokens": 800 * 2048, "epochs": 1, "bits": 4, "act_bits": 4, "group": 0},
+        **{"solver": "gptq", "online": True},
+    },
+    "bitbybit": {"split": "rounding_aware"},  # the paper's method splits channels
+}
 TRAINED = [name for name in NAMES if name != ROTATED and recipe.parse(answers.RECIPES[name]).steps[-1].work]
 
 
@@ -62,20 +93,55 @@ def test_an_unknown_option_is_one_sentence_with_those_that_there_are(name):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_its_name_is_read_back_as_the_same_config(name):
-    parsed = recipe.parse(answers.RECIPES[name])
+@pytest.mark.parametrize("text", [*(answers.RECIPES[name] for name in NAMES), *WITH_COLLECTIONS])
+def test_its_name_is_read_back_as_the_same_config(text):
+    parsed = recipe.parse(text)
     assert recipe.parse(parsed.name).config == parsed.config
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_official_settings_are_the_defaults(name):
+    config = recipe.STEPS[name].Config()
+    assert {key: getattr(config, key) for key in OFFICIAL[name]} == OFFICIAL[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_saved_computes_the_same_bits(name, made, tmp_path):
-    lm = made(name)
-    lm.save(tmp_path / "model.safetensors", {"of": "a test"})
+    lm, path = made(name), tmp_path / "model.safetensors"
+    lm.save(path, {"of": "a test"})
     again = LowBitModel(answers.tiny_model(name))
     assert not torch.equal(logits(again), logits(lm)), "the step changes something"
-    assert again.load(tmp_path / "model.safetensors") == {"of": "a test"}
-    assert torch.equal(logits(again), logits(lm))
+    assert again.load(path) == {"of": "a test"}
+    assert torch.equal(logits(again), logits(lm)) and bits.report(again) == bits.report(lm)
+    assert again.dense.keys() == lm.dense.keys() and not again.full
+    again.save(tmp_path / "again.safetensors", {"of": "a test"})
+    assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["phi", "qwen2"])
+def test_so_it_is_of_other_layouts_and_dtypes(layout, dtype, tmp_path):
+    """Of the step that changes the most beside its codes: norms, biases and weights that take scales in."""
+    lm = LowBitModel(tiny.model(layout).to(dtype))
+    awq.apply(lm, tiny.tokens(), awq.Config(group=32))
+    lm.save(tmp_path / "model.safetensors", {})
+    again = LowBitModel(tiny.model(layout).to(dtype))
+    again.load(tmp_path / "model.safetensors")
+    assert torch.equal(again.model(tiny.tokens()).logits, lm.model(tiny.tokens()).logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reader_that_lacks_a_step_or_format_refuses_its_file(name, made, tmp_path, monkeypatch):
+    lm = made(name)
+    lm.save(tmp_path / "model.safetensors", {})
+    attached = {one.step for present in lm.attachments.values() for one in present}
+    formats = {weight.FORMAT for weight in lm.weights.values()}
+    for known in (BASELINES, METHODS, FORMATS):
+        for missing in attached | formats:
+            monkeypatch.delitem(known, missing, raising=False)
+    with pytest.raises(UserError, match="no method '|not a compressed model that this version reads"):
+        LowBitModel(answers.tiny_model(name)).load(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", TRAINED)

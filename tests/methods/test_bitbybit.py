@@ -20,13 +20,13 @@ from repro.core.errors import NotMeasurable, UserError
 from repro.data import corpora
 from repro.engine import weights
 from repro.methods import bitbybit
-from repro.methods.bitbybit import schedule, sliced
+from repro.methods.bitbybit import sliced
 from repro.methods.bitbybit.config import Config
 from repro.methods.bitbybit.schedule import Precision, chosen, coverage, precisions
 from repro.models import bits, perplexity
 from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, fake_quantize
-from repro.models.groups.weight import GroupWeight, nested, pack
+from repro.models.groups.weight import nested, pack
 from repro.models.lowbit import LowBitModel, block_inputs, block_linears
 from repro.recipes import recipe
 from repro.store import job
@@ -553,14 +553,6 @@ def test_nested_widths():
 # --- recipes and bad input --------------------------------------------------------------------------------------------
 
 
-def test_recipes_round_trip():
-    for text in ("bitbybit-w2-g32", "bitbybit(w=2, g=64, schedule=[w8a16, w2a16])", "bitbybit-w2-a2-g32-order=D",
-                 "bitbybit(w=2, g=32, any_precision, lambdas={2: 2.0, 8: 0.5}) + sliced-w4"):  # fmt: skip
-        assert recipe.parse(recipe.parse(text).name) == recipe.parse(text)
-    assert recipe.parse("bitbybit-w2-g32 + sliced-w4").before == "bitbybit-w2-g32"
-    assert recipe.with_seed(recipe.parse("bitbybit-w2-g32"), 3).steps[0].config.seed == 3
-
-
 BAD = {
     "bitbybit(any_precision, w=3)": "3 bits are not nested in a master of 8; choose from: 8, 4, 2",
     "bitbybit(schedule=[w2a16, w4a16, w2a16])": "rises from w2a16 to w4a16; only the cyclic one may, so give order=D",
@@ -605,15 +597,3 @@ def test_bad_models_and_texts():
     broken = torch.full((2, 32), math.nan)
     with pytest.raises(UserError, match="a 2x32 weight holds NaN or Inf"):
         pack(broken, GroupGrid(2, 32))
-
-
-def test_a_file_of_the_format_is_refused_by_a_reader_without_it(tmp_path, monkeypatch):
-    from repro.models.quantized import FORMATS
-
-    lm = made(epochs=0)
-    lm.save(tmp_path / "model.safetensors", {})
-    monkeypatch.delitem(FORMATS, GroupWeight.FORMAT)
-    with pytest.raises(UserError, match="not a compressed model that this version reads"):
-        LowBitModel(tiny.model("llama")).load(tmp_path / "model.safetensors")
-    assert replace(lm.weights["model.layers.0.mlp.up_proj"], bits=2).shape == (128, 64)
-    assert schedule.FULL == 16

@@ -668,12 +668,6 @@ def test_continues_from_a_step_that_came_before():
 # --- recipes and bad input --------------------------------------------------------------------------------------------
 
 
-def test_recipes_round_trip():
-    text = "bitbybit(w=2, g=32, split=naive, split_metric=kurtosis, split_first=0.08, split_last=0.12, split_text=c4)"
-    assert recipe.parse(recipe.parse(text).name) == recipe.parse(text)
-    assert recipe.parse("bitbybit-w2-g32").steps[0].config.split == "rounding_aware", "the paper's method splits"
-
-
 BAD = {
     "bitbybit(split_first=0)": "split_first is 0.0; a share of the channels above 0 and below 1 is split (split=none",
     "bitbybit(split_last=1)": "split_last is 1.0; a share of the channels above 0 and below 1 is split",

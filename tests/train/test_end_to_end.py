@@ -225,11 +225,6 @@ def test_rate_0_changes_nothing_and_the_first_loss_is_the_models():
     assert trained.facts["training/end-to-end loss"][0] == pytest.approx(want, rel=1e-5)
 
 
-def test_official_settings_are_the_defaults():
-    config = recipe.parse("efficientqat-w2-g64 + e2e_qp").steps[1].config
-    assert config == e2e_qp.Config(2e-5, 1, 32, 4096 * 4096, 0.03, 0.3)
-
-
 def test_bad_input():
     for text, said in {
         "e2e_qp(lr=-1.0)": "0 or more",
