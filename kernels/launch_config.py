@@ -20,6 +20,7 @@ MEASURED = {  # files to compute capability and number of SMs of their device; t
     "nvidia-h200": (9, 0, 132),
     "nvidia-h100-80gb-hbm3": (9, 0, 132),
 }
+CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # of n thread blocks, on 132 SMs at once
 LOG = logging.getLogger(__name__)
 
 

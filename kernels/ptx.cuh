@@ -48,10 +48,15 @@ template <int BRAIN> INLINE u32 least(u32 a, u32 b) { // of both halves
     else asm("min.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
     return v;
 }
-template <int BRAIN> INLINE u32 most(u32 a, u32 b) {
+template <int BRAIN> INLINE u32 most(u32 a, u32 b) { // of both halves; NaN where one is
     u32 v;
-    if (BRAIN) asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-    else asm("max.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    if (BRAIN) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    else asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+INLINE float most(float a, float b) { // NaN where one is
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
     return v;
 }
 template <int BRAIN> INLINE u32 at_least(u32 a, u32 b) { // all bits of a half whose number in a is not below that in b
@@ -259,6 +264,7 @@ INLINE void store_matrices(u32 p, uint4 v) { // four of 8 x 8 16-bit values; lan
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                  ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+INLINE void store8(u32 p, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(p), "r"(v.x), "r"(v.y) : "memory"); }
 INLINE void store16(u32 p, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }

@@ -4,7 +4,7 @@
 
 x: fp16, bf16 or float32 [M, K], K a multiple of 32. Codes int32 [M, 2, G] in bit planes, scales float32 and zeros int32
 [M, G] (`w2a2_format.py`). Rounding is half up, a group of zeros has scale 1.
-Every range includes 0, so that z is a code. x has to be finite: on a GPU a NaN gets a code like any number.
+Every range includes 0, so that z is a code. A group with a NaN has a scale of NaN; its codes mean nothing.
 """
 
 import torch

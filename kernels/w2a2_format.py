@@ -171,4 +171,6 @@ def quantized_group(value, lane):  # noqa: ANN001, ANN201
     code = tl.minimum(tl.maximum(half_up(steps) + zero[:, None], 0.0), 3.0).to(tl.int32)
     plane0 = tl.sum((code & 1) << lane[None, :], axis=1)
     plane1 = tl.sum((code >> 1) << lane[None, :], axis=1)
+    has_nan = tl.max((value != value).to(tl.int32), axis=1)  # which minimum and maximum leave out
+    scale = tl.where(has_nan == 1, float("nan"), scale)
     return plane0, plane1, scale, zero.to(tl.int32)

@@ -5,12 +5,13 @@
 //   G       groups of 32 columns                     TOKENS  1..4
 //   X       type of x: 0 fp16, 1 bf16, 2 float32     READY   x is quantized beforehand: x_codes, x_scales, x_zeros
 //   GATHER  columns of x by `index`                  REAL    zeros are float16
+//   LAYERS  that read columns of their own, 1 to 3   LAYER_TILES, LAYER_BLOCKS   of each one, 20 bits a layer
 //   WARPS   that multiply                            BLOCKS  of an SM
 //   STAGES  of the ring that bulk copies fill; 0: weights are loaded straight into registers (bulk: 9.0 and later)
 //   TILES   of 8 rows in a stage, or that a warp has on their way to its registers
 //   KEPT    1: what a warp needs of x stays in its registers; 0: in shared memory
 //   PASS    tokens at a time; fewer than TOKENS where the stages hold all weights of a thread block
-//   MOST    tiles of a thread block at most
+//   MOST    tiles of a thread block at most          SPLIT   blocks of a cluster, which share the columns (9.0 and later)
 //
 // A thread block has a range of tiles, one after the other in memory; each of its warps has the same units of every tile,
 // and quantizes its share of x once. Sums of a tile wait in shared memory until all are there.
@@ -24,8 +25,11 @@
 // is 1 is complemented, and its factor changes its sign.
 #include "ptx.cuh"
 
-constexpr u32 UNITS = (G + 15) / 16, OWN = (UNITS + WARPS - 1) / WARPS; // of a tile, and of a warp
+constexpr u32 UNITS = (G + 15) / 16, SHARE = (UNITS + SPLIT - 1) / SPLIT; // of a tile, and of these a block's
+constexpr u32 OWN = (SHARE + WARPS - 1) / WARPS;                          // a warp's
 constexpr u32 SCALES_AT = 1024, ZEROS_AT = SCALES_AT + 128, UNIT = ZEROS_AT + (REAL ? 256 : 32), TILE = UNITS * UNIT;
+constexpr u32 PIECE = SHARE * UNIT; // of a tile in a stage
+INLINE u32 of_layer(u64 all, u32 layer) { return (u32)(all >> 20 * layer) & 0xFFFFF; }
 constexpr bool AGAIN = STAGES && MOST > STAGES * TILES; // stages are used more than once: a warp more refills them
 constexpr u32 THREADS = 32 * (WARPS + AGAIN), SUMS = 8 * (WARPS | 1); // floats of a tile's sums of a token
 constexpr u32 AT_ONCE = TILES % 2 ? 1 : 2;                                   // tiles that share what is read of x
@@ -51,29 +55,42 @@ constexpr u32 SIZE = X == 2 ? 4 : 2, WORDS = COLUMNS * SIZE / 4;                
 struct Columns {
     uint4 word[WORDS / 4];
 };
-struct Places { // of the columns, by `index`
-    uint4 word[GATHER ? COLUMNS / 4 : 1];
-};
-INLINE u32 column_of(u32 group, u32 lane) { return group * 32 + (LANES == 2 ? lane % 2 * 16 : 0); }
-INLINE Places places_of(const int *index, u32 group, u32 lane) {
-    Places found = {};
-    if (GATHER && group < G)
-        UNROLL for (u32 i = 0; i < COLUMNS / 4; i++)
-            found.word[GATHER ? i : 0] = load_early(index + column_of(group, lane) + 4 * i);
-    return found;
-}
-INLINE Columns columns_of(const char *token, const Places &places, u32 group, u32 lane, u32 K) { // 0 past the last group
+INLINE Columns columns_of(const char *token, u32 group, u32 lane) { // 0 past the last group
     Columns v = {};
-    if (GATHER) {
-        UNROLL for (u32 i = 0; i < COLUMNS; i++) {
-            const u32 place = at(places.word[GATHER ? i / 4 : 0], i % 4), part = 16 * (SIZE == 2 ? i % 2 : 0);
-            const u32 value = load_early_if<SIZE>(token + place * SIZE, group < G && place < K), in = i * SIZE / 4;
-            put(v.word[in / 4], in % 4, at(v.word[in / 4], in % 4) | value << part);
-        }
-    } else if (group < G) {
-        UNROLL for (u32 i = 0; i < WORDS / 4; i++) v.word[i] = load_early(token + column_of(group, lane) * SIZE + 16 * i);
+    if (group < G) {
+        const char *first = token + (group * 32 + (LANES == 2 ? lane % 2 * 16 : 0)) * SIZE;
+        UNROLL for (u32 i = 0; i < WORDS / 4; i++) v.word[i] = load_early(first + 16 * i);
     }
     return v;
+}
+
+// By `index` a warp takes the 512 columns of a unit as they are in memory, four neighbours a lane, and passes them on in
+// shared memory to the lanes whose groups they are.
+constexpr u32 FOURS = GATHER ? 4 : 0; // neighbours that a lane takes of a unit
+struct Places {
+    uint4 word[FOURS + 1];
+};
+INLINE Places places_of(const int *index, u32 unit, u32 lane, u32 K) { // of columns past the last one K, as where x is 0
+    Places found;
+    UNROLL for (u32 i = 0; i < FOURS; i++) {
+        const u32 column = 512 * unit + 128 * i + 4 * lane;
+        found.word[i] = {K, K, K, K};
+        if (column < 32 * G) found.word[i] = load_early(index + column);
+    }
+    return found;
+}
+INLINE void gather(u32 to, const char *token, const Places &places, u32 lane, u32 K) {
+    UNROLL for (u32 i = 0; i < FOURS; i++) {
+        uint4 four = {};
+        UNROLL for (u32 j = 0; j < 4; j++) {
+            const u32 place = at(places.word[i], j), part = 16 * (SIZE == 2 ? j % 2 : 0), word = j * SIZE / 4;
+            const u32 value = load_early_if<SIZE>(token + (u64)place * SIZE, place < K);
+            put(four, word, at(four, word) | value << part);
+        }
+        const u32 column = 128 * i + 4 * lane;
+        if (SIZE == 2) store8(to + 2 * column, uint2{four.x, four.y});
+        else store16(to + 4 * column, four);
+    }
 }
 
 struct Group { // of a token, in every lane that has columns of it
@@ -93,13 +110,14 @@ INLINE float threshold(float s, float c) {
     const float size = c < 0 ? -c : c, half = size > 2 ? 0x1p-23f : size > 1 ? 0x1p-24f : c < 0 ? 0x1p-25f : 0x1p-26f;
     return __fmaf_ru(s, c, -(s * half));
 }
-// On the min-max grid that includes 0, as quantize_2bit does: a code is how many borders a value reaches.
+// On the min-max grid that includes 0, as quantize_2bit does: a code is how many borders a value reaches. A NaN makes
+// `high` one, and with it the group's factors and the token's sums.
 INLINE Group quantized(const Columns &v, u32 group, u32 lane) {
     float low = 0, high = 0;
     if (X == 2) {
         UNROLL for (u32 i = 0; i < WORDS; i++) {
             const float value = __uint_as_float(at(v.word[i / 4], i % 4));
-            low = fminf(low, value), high = fmaxf(high, value);
+            low = fminf(low, value), high = most(high, value);
         }
     } else {
         u32 lows = 0, highs = 0;
@@ -108,11 +126,11 @@ INLINE Group quantized(const Columns &v, u32 group, u32 lane) {
             lows = least<X == 1>(lows, two), highs = most<X == 1>(highs, two);
         }
         low = fminf(to_float<X == 1>(lows & 0xFFFF), to_float<X == 1>(lows >> 16));
-        high = fmaxf(to_float<X == 1>(highs & 0xFFFF), to_float<X == 1>(highs >> 16));
+        high = most(to_float<X == 1>(highs & 0xFFFF), to_float<X == 1>(highs >> 16));
     }
     if (LANES == 2) {
         low = fminf(low, __shfl_xor_sync(~0u, low, 1));
-        high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+        high = most(high, __shfl_xor_sync(~0u, high, 1));
     }
     float scale = __fdiv_rn(high - low, 3.0f);
     if (scale == 0) scale = 1;
@@ -173,27 +191,56 @@ INLINE void add(float &total, const Unit &unit, const Token &token) { // of a la
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+#if SPLIT > 1
+#define CLUSTER __cluster_dims__(SPLIT)
+#else
+#define CLUSTER
+#endif
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, BLOCKS)
 w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, const char *__restrict__ x,
           const int *__restrict__ index, const u32 *__restrict__ x_codes, const float *__restrict__ x_scales,
-          const int *__restrict__ x_zeros, void *__restrict__ y, u32 N, u32 K, u32 each, u32 more) {
-    extern __shared__ __align__(128) char shared[]; // stages; sums [MOST][TOKENS][WARPS | 1][8]; x unless KEPT
+          const int *__restrict__ x_zeros, void *__restrict__ y, u32 N, u32 K) {
+    // Stages; sums [MOST][TOKENS][WARPS | 1][8], and other blocks'; x unless KEPT; columns that warps gather.
+    extern __shared__ __align__(128) char shared[];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const u32 begin = blockIdx.x * each + min(blockIdx.x, more); // `more` blocks have a tile more than `each`
-    const u32 end = begin + each + (blockIdx.x < more);
+    const u32 rank = blockIdx.x % SPLIT, first_unit = rank * SHARE, units = min(SHARE, UNITS - first_unit);
+    u32 layer = 0, block = blockIdx.x / SPLIT, begin = 0, each = 0, more = 0;
+    UNROLL for (u32 i = 0; i + 1 < LAYERS; i++)
+        if (layer == i && block >= of_layer(LAYER_BLOCKS, i))
+            block -= of_layer(LAYER_BLOCKS, i), begin += of_layer(LAYER_TILES, i), layer++;
+    UNROLL for (u32 i = 0; i < LAYERS; i++)
+        if (layer == i) {
+            each = of_layer(LAYER_TILES, i) / of_layer(LAYER_BLOCKS, i);
+            more = of_layer(LAYER_TILES, i) % of_layer(LAYER_BLOCKS, i); // so many blocks have a tile more than `each`
+        }
+    begin += block * each + min(block, more);
+    const u32 end = begin + each + (block < more);
     const u32 rows = min(N, 8 * end) - 8 * begin;
     float factor = __uint_as_float(load_early_if<4>(factors + 8 * begin + threadIdx.x, threadIdx.x < rows));
-    float *sums = (float *)(shared + STAGES * TILES * TILE);
-    float *of_x = sums + MOST * TOKENS * SUMS; // [PASS][OWN][WARPS][80]: 4 times 12 factors, 8 times 4 words
+    float *sums = (float *)(shared + STAGES * TILES * PIECE);
+    float *of_x = sums + MOST * TOKENS * (SUMS + 8 * (SPLIT - 1)); // [PASS][OWN][WARPS][80]: 4 times 12 factors, 8 times 4 words
+    const u32 my_columns = shared_address(of_x + (KEPT ? 0 : PASS * OWN * WARPS * 80)) + warp * TOGETHER * 512 * SIZE;
+    if (GATHER && layer) index += (u64)layer * 32 * G;
+    weight += first_unit * UNIT;
+#if SPLIT > 1
+    __shared__ u64 received; // mbarrier: the other blocks' sums
+    float *others = sums + MOST * TOKENS * SUMS; // [SPLIT - 1][TOKENS][8 MOST]
+    const u32 arrived = shared_address(&received);
+    if (rank == 0 && threadIdx.x == 0) expect_bytes(arrived, (SPLIT - 1) * TOKENS * rows * 4);
+    cluster_arrive();
+#endif
 
 #if STAGES
     __shared__ u64 full[STAGES], empty[STAGES]; // mbarriers: a stage has arrived, is read
     const u32 stages = (end - begin + TILES - 1) / TILES;
     auto bring = [&](u32 stage, u32 slot) { // by one thread
-        const u32 from = begin + stage * TILES, bytes = min((u32)TILES, end - from) * TILE;
-        const u32 arrived = shared_address(full + slot), to = shared_address(shared) + slot * TILES * TILE;
-        signal_expect(arrived, bytes);
-        copy_bulk(to, weight + (u64)from * TILE, bytes, arrived, evict_first());
+        const u32 from = begin + stage * TILES, tiles = min((u32)TILES, end - from), bytes = units * UNIT;
+        const u32 arrived = shared_address(full + slot), to = shared_address(shared) + slot * TILES * PIECE;
+        signal_expect(arrived, tiles * bytes);
+        if (SPLIT == 1) copy_bulk(to, weight + (u64)from * TILE, tiles * TILE, arrived, evict_first());
+        else
+            for (u32 i = 0; i < tiles; i++)
+                copy_bulk(to + i * PIECE, weight + (u64)(from + i) * TILE, bytes, arrived, evict_first());
     };
     constexpr u32 BRINGERS = AGAIN ? 1 : WARPS; // the first stages, in turns
     if (lane == 0 && (!AGAIN || warp == WARPS)) {
@@ -221,23 +268,40 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
     {
 #endif
         u32 offset[OWN]; // of a warp's units; where it has fewer than OWN, it repeats the last unit, with an x of zeros
-        UNROLL for (u32 own = 0; own < OWN; own++) offset[own] = kept(min(warp + own * WARPS, UNITS - 1) * UNIT);
+        UNROLL for (u32 own = 0; own < OWN; own++) offset[own] = kept(min(warp + own * WARPS, units - 1) * UNIT);
 
         constexpr u32 STEPS = (OWN * PASS + TOGETHER - 1) / TOGETHER;
         constexpr u32 AHEAD = READY || X == 2 || GATHER || STEPS < 2 ? 1 : 2; // steps whose x is loaded before the first
         auto item_of = [&](u32 step) { return step * TOGETHER + (LANES == 2 ? 0 : lane / 16); }; // token, then unit
         auto group_of = [&](u32 step) {
-            const u32 item = item_of(step);
-            return item < OWN * PASS ? 16 * (warp + item % OWN * WARPS) + lane / LANES % 16 : G;
+            const u32 item = item_of(step), unit = warp + item % OWN * WARPS;
+            return item < OWN * PASS && unit < SHARE ? 16 * (first_unit + unit) + lane / LANES % 16 : G;
         };
         auto columns_at = [&](u32 first, u32 step) { // of the tokens from `first` on
-            const Places places = places_of(index, group_of(step), lane);
-            return columns_of(x + (u64)(first + item_of(step) / OWN) * K * SIZE, places, group_of(step), lane, K);
+            return columns_of(x + (u64)(first + item_of(step) / OWN) * K * SIZE, group_of(step), lane);
+        };
+        auto places_at = [&](u32 item) {
+            const u32 unit = warp + item % OWN * WARPS;
+            return places_of(index, unit < SHARE ? first_unit + unit : UNITS, lane, K);
+        };
+        auto gathered = [&](u32 first, u32 step) {
+            UNROLL for (u32 which = 0; which < TOGETHER; which++) {
+                const u32 item = step * TOGETHER + which, m = first + item / OWN;
+                if (item >= OWN * PASS) break;
+                gather(my_columns + which * 512 * SIZE, x + (u64)m * K * SIZE, places_at(item), lane, K);
+            }
+            __syncwarp();
+            Columns v;
+            UNROLL for (u32 i = 0; i < WORDS / 4; i++) v.word[i] = load16(my_columns + COLUMNS * lane * SIZE + 16 * i);
+            __syncwarp();
+            return v;
         };
         Columns columns[AHEAD];
-        if (!READY) UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = columns_at(0, i);
+        if (GATHER) columns[0] = gathered(0, 0);
+        else if (!READY)
+            UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = columns_at(0, i);
 #if !STAGES
-        Unit held[TILES][OWN]; // of the next tiles
+        Unit next_units[TILES][OWN]; // of the next tiles
         const u64 policy = evict_first();
         auto load = [&](Unit *to, u32 tile) {
             UNROLL for (u32 own = 0; own < OWN; own++) {
@@ -251,10 +315,9 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
             }
         };
         UNROLL for (u32 i = 0; i < TILES; i++)
-            if (begin + i < end) load(held[i], begin + i);
-#else
-        __syncthreads();
+            if (begin + i < end) load(next_units[i], begin + i);
 #endif
+        if (STAGES) __syncthreads();
 
         auto ready = [&](u32 first, u32 step) {
             const u32 m = first + item_of(step) / OWN, group = group_of(step);
@@ -306,7 +369,8 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
         auto take = [&](u32 first) { // the tokens from `first` on
             UNROLL for (u32 step = 0; step < STEPS; step += AHEAD) {
                 if (!READY && (step || first))
-                    UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = columns_at(first, step + i);
+                    UNROLL for (u32 i = 0; i < AHEAD; i++)
+                        columns[i] = GATHER ? gathered(first, step + i) : columns_at(first, step + i);
                 UNROLL for (u32 i = 0; i < AHEAD; i++) {
                     const Group mine = READY ? ready(first, step + i) : quantized(columns[i], group_of(step + i), lane);
                     UNROLL for (u32 which = 0; which < TOGETHER; which++) {
@@ -368,7 +432,7 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
                     float total[AT_ONCE][PASS] = {};
                     UNROLL for (u32 own = 0; own < OWN; own++) {
                         Unit unit[AT_ONCE];
-                        UNROLL for (u32 r = 0; r < AT_ONCE; r++) read(unit[r], (slot * TILES + i + r) * TILE + offset[own]);
+                        UNROLL for (u32 r = 0; r < AT_ONCE; r++) read(unit[r], (slot * TILES + i + r) * PIECE + offset[own]);
                         UNROLL for (u32 m = 0; m < PASS; m++) {
                             const Token token = token_at(m, own);
                             UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r][m], unit[r], token);
@@ -396,22 +460,35 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
                 UNROLL for (u32 own = 0; own < OWN; own++)
                     UNROLL for (u32 m = 0; m < PASS; m++) {
                         const Token token = token_at(m, own);
-                        UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r][m], held[i + r][own], token);
+                        UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r][m], next_units[i + r][own], token);
                     }
                 UNROLL for (u32 r = 0; r < AT_ONCE; r++) {
-                    if (tile + r + TILES < end) load(held[i + r], tile + r + TILES);
+                    if (tile + r + TILES < end) load(next_units[i + r], tile + r + TILES);
                     if (tile + r < end) finish(0, tile + r - begin, total[r]);
                 }
             }
 #endif
     }
+#if SPLIT > 1
+    cluster_wait(); // the first block has started
+#endif
     __syncthreads();
+#if SPLIT > 1
+    if (rank == 0) wait_for_bytes(arrived);
+#endif
     for (u32 row = threadIdx.x; row < rows; row += THREADS) {
         if (row >= THREADS) factor = __ldg(factors + 8 * begin + row);
         UNROLL for (u32 m = 0; m < TOKENS; m++) {
             const float *of_row = sums + (row / 8 * TOKENS + m) * SUMS + row % 8;
             float sum = 0;
             UNROLL for (int w = 0; w < WARPS; w++) sum += of_row[8 * w];
+#if SPLIT > 1
+            if (rank) {
+                send(shared_address(others + ((rank - 1) * TOKENS + m) * 8 * MOST + row), sum, arrived, 0);
+                continue;
+            }
+            UNROLL for (u32 r = 1; r < SPLIT; r++) sum += others[((r - 1) * TOKENS + m) * 8 * MOST + row];
+#endif
             sum *= factor * DOWN;
             const u64 to = (u64)m * N + 8 * begin + row;
             if (READY || X == 2) ((float *)y)[to] = sum;

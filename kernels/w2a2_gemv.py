@@ -8,9 +8,8 @@ K': a layer whose channels are split. The inner sum is
 
     sum q_w q_x - z_w sum q_x - z_x sum q_w + 32 z_w z_x,      sum q_w = |w0| + 2 |w1|
 
-and exact in integers; of real zeros the same in float32, which is exact as well where they have few bits. x has to be
-finite: on a GPU a NaN counts as the least code, while the reference carries it to y. Bytes moved:
-9.25 N K / 32 (11 with real zeros) and the vectors.
+and exact in integers; of real zeros the same in float32, which is exact as well where they have few bits. A token with
+a NaN or an infinity gets NaN. Bytes moved: 9.25 N K / 32 (11 with real zeros) and the vectors.
 
 Bit planes are multiplied on the tensor cores, 8 rows times 8 groups an instruction, and nothing is unpacked. A thread
 block has a range of rows, and each of its warps a share of the columns. That share of x is quantized once, while
@@ -18,7 +17,7 @@ weights are on their way, and stays in registers. Weights are loaded straight to
 shared memory (compute capability 9.0 and later), which are requested before x is quantized, as many as fit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from repro.kernels import nvrtc, quantize_2bit
 from repro.kernels import w2a2_format as form
-from repro.kernels.launch_config import lacks, launch_config, processors
+from repro.kernels.launch_config import CLUSTERS, lacks, launch_config, processors
 from repro.kernels.operators import FLOATS, VECTOR, Argument, operator
 from repro.kernels.w2a2_format import FACTORS, UNITS
 
@@ -45,12 +44,13 @@ CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B)
 SOURCE = Path(__file__).with_suffix(".cu")
 TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
 REGISTERS, MOST_REGISTERS = 512, 255  # of a thread that has a warp for itself on its part of an SM, and at most
-TOKEN, OTHERS = 20, 50  # registers of a thread for a unit of a token, and for everything else
+TOKEN, OTHERS = 20, 48  # registers of a thread for a unit of a token, and for everything else
 SHARED_TOKEN = 320  # bytes of a unit of x in shared memory
 STATIC = 1024  # bytes of shared memory of a block for its mbarriers and the system
+MOST_LAYERS = 3  # of a launch, each with columns of its own
 MOST_WARPS = 32  # of an SM that multiply
 SPACE = []  # warps of a thread block; tiles of 8 rows in a copy, or on their way to registers; blocks of an SM
-for warps in (4, 6, 7, 8, 9, 14, 16, 18, 28, 31):
+for warps in (4, 6, 7, 8, 9, 10, 14, 16, 17, 18, 28, 31, 32):
     for tiles in (1, 2, 3, 4):
         for blocks in (1, 2, 3, 4, 5):
             if warps * blocks <= MOST_WARPS:
@@ -108,7 +108,7 @@ def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.de
 def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, processors: int = 132) -> dict:
     """The configuration of an untuned shape: what was fastest of some on an H200.
 
-    One token: loads, a warp for every unit of the columns up to 31 of them, and blocks that fill an SM with 32 warps.
+    One token: loads, a warp for every unit of the columns up to 32 of them, and blocks that fill an SM with 32 warps.
     Several: bulk copies, which arrive while all of them are quantized.
 
     Args:
@@ -120,11 +120,12 @@ def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, p
         processors: its SMs.
     """
     units = -(-columns // (form.GROUP * form.GROUPS))
-    own = -(-units // (MOST_WARPS - 1))
+    own = -(-units // (MOST_WARPS if m == 1 else MOST_WARPS - 1))
     warps = -(-units // own)
     if m > 1:
         return {"warps": warps, "tiles": 2 if bulk and warps < 16 else 1, "blocks": 1, "bulk": bulk}
-    return {"warps": warps, "tiles": 2 if own == 1 else 1, "blocks": max(1, min(3, MOST_WARPS // warps)), "bulk": False}
+    blocks = 1 if own > 1 else 3 if warps <= 8 else max(1, min(2, MOST_WARPS // warps))
+    return {"warps": warps, "tiles": 2 if own == 1 else 1, "blocks": blocks, "bulk": False}
 
 
 @dataclass(frozen=True)
@@ -134,30 +135,26 @@ class LaunchPlan:
     Attributes:
         grid: thread blocks.
         threads: of a block.
-        each: tiles of 8 rows that every block has, at least.
-        more: blocks that have one more.
         macros: of the source.
         shared: bytes of dynamic shared memory of a block.
     """
 
     grid: int
     threads: int
-    each: int
-    more: int
     macros: dict[str, int]
     shared: int
 
 
 @cache
 def plan(
-    tokens: int, rows: int, groups: int, real: bool, x: torch.dtype | None, gather: bool, warps: int, tiles: int,
-    blocks: int, bulk: bool, processors: int, most: int,
+    tokens: int, layers: tuple[int, ...], groups: int, real: bool, x: torch.dtype | None, gather: bool, warps: int,
+    tiles: int, blocks: int, bulk: bool, processors: int, most: int, split: int = 1,
 ) -> LaunchPlan:  # fmt: skip
     """How a configuration partitions a shape: with bulk copies, as many as shared memory holds, or as a block needs.
 
     Args:
         tokens: M.
-        rows: N.
+        layers: N, or the outputs of each layer that reads columns of its own.
         groups: G.
         real: zeros are float16.
         x: the type of x; None: activations are quantized.
@@ -168,22 +165,29 @@ def plan(
         bulk: weights come in bulk copies.
         processors: SMs of the device.
         most: bytes of shared memory that a block may have that is alone on its SM.
+        split: blocks of a cluster, which share the columns.
 
     Raises:
-        ValueError: not even one copy fits.
+        ValueError: not even one copy fits, or a block of a cluster would have no columns.
     """
-    down, across = -(-rows // form.ROWS), -(-groups // form.GROUPS)
-    grid = min(down, processors * blocks)
-    each, more = divmod(down, grid)
-    longest, own = each + (more > 0), -(-across // warps)
-    copy = tiles * across * (form.REAL_UNIT if real else form.UNIT)
-    sums, copies = longest * tokens * 4 * form.ROWS * (warps | 1), -(-longest // tiles)
+    down, across = [-(-rows // form.ROWS) for rows in layers], -(-groups // form.GROUPS)
+    share = -(-across // split)  # of the units across, of a block
+    if (split - 1) * share >= across:
+        raise ValueError(f"w2a2_gemv: {split} thread blocks of a cluster for {across} units of columns")
+    at_once = CLUSTERS[split] * processors // CLUSTERS[1] * blocks
+    counts = shared_out(min(sum(down), max(1, at_once)), down)  # of blocks or clusters, by layer
+    longest, own = max(-(-rows // count) for rows, count in zip(down, counts)), -(-share // warps)
+    copy = tiles * share * (form.REAL_UNIT if real else form.UNIT)
+    sums, copies = longest * tokens * 4 * form.ROWS * ((warps | 1) + split - 1), -(-longest // tiles)
     room = most // blocks - STATIC - sums
+    step = 1 if tokens * own == 1 else 2  # units of x that a warp quantizes at a time
+    gathered = warps * step * form.GROUPS * form.GROUP * x.itemsize if gather else 0
+    room -= gathered
     whole = bulk and copies * copy <= room  # all weights of a block are in shared memory, and are gone through again
     threads = 32 * (warps + (bulk and not whole))
     registers = min(MOST_REGISTERS, REGISTERS // -(-threads * blocks // 128))  # four parts of an SM have their own
-    counts = [count for count in (4, 3, 2, 1) if tokens % count == 0] if whole else [tokens]
-    fitting = [count for count in counts if count * own == 1 or TOKEN * count * own + OTHERS <= registers]
+    passes = [count for count in (4, 3, 2, 1) if tokens % count == 0] if whole else [tokens]
+    fitting = [count for count in passes if count * own == 1 or TOKEN * count * own + OTHERS <= registers]
     at_a_time = fitting[0] if fitting else tokens
     rest = 0 if fitting else tokens * own * warps * SHARED_TOKEN
     stages = min((room - rest) // copy, copies) if bulk else 0
@@ -192,10 +196,32 @@ def plan(
     macros = {"G": groups, "TOKENS": tokens, "X": TYPES.index(x or torch.float32), "READY": int(x is None)}
     macros |= {"GATHER": int(gather), "REAL": int(real), "WARPS": warps, "BLOCKS": blocks, "STAGES": stages}
     macros |= {"TILES": tiles, "KEPT": int(bool(fitting)), "PASS": at_a_time, "MOST": longest}
-    return LaunchPlan(grid, threads, each, more, macros, stages * copy + sums + rest)
+    macros |= {"LAYERS": len(layers), "LAYER_TILES": in_one(down), "LAYER_BLOCKS": in_one(counts), "SPLIT": split}
+    return LaunchPlan(sum(counts) * split, threads, macros, stages * copy + sums + gathered + rest)
 
 
-def run(y: Tensor, given: tuple[Tensor | None, ...], units: Tensor, factors: Tensor, config: dict) -> Tensor:
+def shared_out(blocks: int, tiles: Sequence[int]) -> list[int]:
+    """Thread blocks of each layer, so that the longest one has as few tiles as can be; one each at least."""
+    shares = [1] * len(tiles)
+    for _ in range(blocks - len(tiles)):
+        longest = max(range(len(tiles)), key=lambda layer: tiles[layer] / shares[layer])
+        shares[longest] += 1
+    return shares
+
+
+def in_one(numbers: Sequence[int]) -> int:
+    """Numbers below 2^20 as one macro."""
+    return sum(number << 20 * place for place, number in enumerate(numbers))
+
+
+def run(
+    y: Tensor,
+    given: tuple[Tensor | None, ...],
+    units: Tensor,
+    factors: Tensor,
+    config: dict,
+    layers: tuple[int, ...] = (),
+) -> Tensor:
     """Fill y [M, N] by the kernel; x and index that do not begin at a multiple of 16 bytes are copied.
 
     Args:
@@ -204,6 +230,7 @@ def run(y: Tensor, given: tuple[Tensor | None, ...], units: Tensor, factors: Ten
         units: of the weight.
         factors: of its rows.
         config: one of SPACE.
+        layers: outputs of each layer that reads columns of its own, whose indices follow one another in `index`.
 
     Raises:
         ValueError: the device has no bulk copies, or too little shared memory for them.
@@ -211,20 +238,20 @@ def run(y: Tensor, given: tuple[Tensor | None, ...], units: Tensor, factors: Ten
     x, index, *quantized = given
     x, index = aligned(x), aligned(index)
     kernel, how = prepared(
-        *y.shape, groups_of(*given), units.shape[2] == form.REAL_UNIT, None if x is None else x.dtype,
-        index is not None, y.device, **config,
+        len(y), layers or (y.shape[1],), groups_of(*given, layers=len(layers) or 1), units.shape[2] == form.REAL_UNIT,
+        None if x is None else x.dtype, index is not None, y.device, **config,
     )  # fmt: skip
     pointers = (0 if tensor is None else tensor for tensor in (x, index, *quantized))
     columns = 0 if x is None else x.shape[1]
-    kernel(how.grid, how.threads, units, factors, *pointers, y, y.shape[1], columns, how.each, how.more)
+    kernel(how.grid, how.threads, units, factors, *pointers, y, y.shape[1], columns)
     return y
 
 
-def groups_of(x: Tensor | None, index: Tensor | None, *quantized: Tensor | None) -> int:
-    """G of what `run` is given."""
+def groups_of(x: Tensor | None, index: Tensor | None, *quantized: Tensor | None, layers: int = 1) -> int:
+    """G of what `run` is given, for so many layers with columns of their own."""
     if x is None:
         return quantized[1].shape[1]
-    return (x.shape[1] if index is None else len(index)) // form.GROUP
+    return (x.shape[1] if index is None else len(index) // layers) // form.GROUP
 
 
 def aligned(tensor: Tensor | None) -> Tensor | None:
@@ -234,32 +261,42 @@ def aligned(tensor: Tensor | None) -> Tensor | None:
 
 @cache
 def prepared(
-    tokens: int, rows: int, groups: int, real: bool, x: torch.dtype | None, gather: bool, device: torch.device,
-    **config: int,
+    tokens: int, layers: tuple[int, ...], groups: int, real: bool, x: torch.dtype | None, gather: bool,
+    device: torch.device, **config: int,
 ) -> tuple[Callable[..., None], LaunchPlan]:  # fmt: skip
     """The compiled source for a shape and a configuration, and how it is launched."""
-    if config["bulk"] and (sentence := bulk_unsupported(device)):
+    if (config["bulk"] or config.get("split", 1) > 1) and (sentence := bulk_unsupported(device)):
         raise ValueError(sentence)
     facts = torch.cuda.get_device_properties(device)
     sizes = facts.multi_processor_count, facts.shared_memory_per_block_optin
-    how = plan(tokens, rows, groups, real, x, gather, processors=sizes[0], most=sizes[1], **config)
+    how = plan(tokens, layers, groups, real, x, gather, processors=sizes[0], most=sizes[1], **config)
     return nvrtc.load(SOURCE, "w2a2_gemv", how.macros, device, how.shared), how
 
 
 def launch(
-    x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None, config: dict | None = None
-) -> Tensor:
-    """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    return into(x.new_empty(x.shape[0], len(factors)), x, units, factors, index, config)
+    x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None, config: dict | None = None,
+    layers: tuple[int, ...] = (),
+) -> Tensor:  # fmt: skip
+    """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked.
+
+    Args:
+        x: [M, K'].
+        units, factors, index: as of the operator; of several layers one behind the other.
+        config: the tuned one where none is given.
+        layers: outputs of each layer of x that reads columns of its own, at most three of as many columns; multiples
+            of 8 except the last.
+    """
+    return into(x.new_empty(x.shape[0], len(factors)), x, units, factors, index, config, layers)
 
 
 def into(
-    y: Tensor, x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None, config: dict | None = None
-) -> Tensor:
+    y: Tensor, x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None, config: dict | None = None,
+    layers: tuple[int, ...] = (),
+) -> Tensor:  # fmt: skip
     """The same into y [M, N], contiguous, which may be a part of a longer row."""
     given = x, index, None, None, None
-    shape = x.shape[0], len(factors), groups_of(*given) * form.GROUP
-    return run(y, given, units, factors, config or configuration("w2a2_gemv", *shape, x.device))
+    shape = x.shape[0], len(factors), groups_of(*given, layers=len(layers) or 1) * form.GROUP
+    return run(y, given, units, factors, config or configuration("w2a2_gemv", *shape, x.device), layers)
 
 
 def on_cuda(x: Tensor, units: Tensor, factors: Tensor, index: Tensor | None = None) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels import nvrtc, packing
-from repro.kernels.launch_config import lacks, launch_config, processors
+from repro.kernels.launch_config import CLUSTERS, lacks, launch_config, processors
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.prepared import blank
 
@@ -182,7 +182,6 @@ LATENCY = 0.77  # us of a trip to memory: so many bytes must be on their way
 PRODUCTS = {"mma": 2.83e6, "wgmma": 4.41e6}  # operations
 UNPACK = 5.6e-4  # us of a warp for 16 rows of a column
 JOIN = 0.11  # us to add up the parts of a cluster
-CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # of n thread blocks, on 132 SMs at once
 
 
 def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float:

@@ -250,6 +250,7 @@ inline void store_matrices(unsigned p, uint4 v) {
     for (int i = 0; i < 4; i++) at_shared<u32>(w.value[8 * i + lane / 4] + lane % 4 * 4) = (&v.x)[i];
     __syncwarp();
 }
+inline void store8(unsigned p, uint2 v) { at_shared<uint2>(p) = v; }
 inline void store16(unsigned p, uint4 v) { at_shared<uint4>(p) = v; }
 inline void store16(unsigned p, float4 v) { at_shared<float4>(p) = v; }
 inline void load16_if(uint4 &v, unsigned p, bool when) { if (when) v = load16(p); }
@@ -371,8 +372,9 @@ template <int BRAIN, class F> u32 of_halves(u32 a, u32 b, F f) { // f of two flo
 template <int BRAIN> u32 least(u32 a, u32 b) {
     return of_halves<BRAIN>(a, b, [](float p, float q) { return to_half<BRAIN>(fminf(p, q)); });
 }
+inline float most(float a, float b) { return std::isnan(a) ? a : std::isnan(b) ? b : std::fmax(a, b); }
 template <int BRAIN> u32 most(u32 a, u32 b) {
-    return of_halves<BRAIN>(a, b, [](float p, float q) { return to_half<BRAIN>(fmaxf(p, q)); });
+    return of_halves<BRAIN>(a, b, [](float p, float q) { return to_half<BRAIN>(most(p, q)); });
 }
 template <int BRAIN> u32 at_least(u32 a, u32 b) {
     return of_halves<BRAIN>(a, b, [](float p, float q) { return u16(p >= q ? 0xFFFF : 0); });

@@ -42,12 +42,12 @@ def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.devi
         if hasattr(grid, "split_metric"):
             shared = [rows] if grid.split == "none" else [linear.out_features for linear in linears]
             parts = []
-            for number, size in enumerate(shared):  # each layer has split channels of its own, and so a launch
+            for number, size in enumerate(shared):  # each layer has split channels of its own
                 split = split_columns(grid, names[number], columns, config.num_hidden_layers)
                 own = None if bias is None else bias.split(shared)[number].contiguous()
                 parts.append(two_bit.random(size, columns, split, grid.act_bits, own, device, dtype))
                 stored += stored_bytes(size, columns if split is None else len(split.index), split is not None)
-            return parts[0] if len(parts) == 1 else weights.Joined(parts)
+            return parts[0] if len(parts) == 1 else weights.joined(parts)
         if hasattr(grid, "layout"):
             made = q4_k.random(rows, columns, grid.layout != "row", bias, device)
             stored += made.codes.nbytes + made.headers.nbytes

@@ -106,6 +106,25 @@ class W2A2(nn.Module):
         return OnQuantized(_dense(self.weight(dtype), self.bias), self.taken)
 
 
+def can_join(products: Sequence[nn.Module]) -> bool:
+    """Whether `w2a2_gemv` takes products of one input as one launch, each with columns of its own, but as many."""
+    if len(products) > w2a2_gemv.MOST_LAYERS or not all(isinstance(product, W2A2) for product in products):
+        return False
+    if any(product.index is None for product in products):
+        return False
+    alike = {(product.units.shape[1:], product.groups, product.bias is None) for product in products}
+    return len(alike) == 1 and all(product.outputs % form.ROWS == 0 for product in products[:-1])
+
+
+def one_behind_another(products: Sequence[nn.Module], name: str) -> Tensor:
+    """A buffer of all products in one tensor, of which theirs become parts."""
+    parts = [getattr(product, name) for product in products]
+    whole = torch.cat(parts)
+    for product, part in zip(products, whole.split([len(part) for part in parts])):
+        setattr(product, name, part)
+    return whole
+
+
 class Wide(nn.Module):
     """A product with a packed weight whose split channels have two columns: inputs are gathered, 0 for empty ones."""
 

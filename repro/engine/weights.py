@@ -22,10 +22,11 @@ from repro.core.errors import NotMeasurable, UserError
 from repro.engine import q4_k, two_bit
 from repro.engine.step import Block, Decoder
 from repro.kernels import linear as kernel
-from repro.kernels import packing, zigzag_gemv
+from repro.kernels import packing, w2a2_gemv, zigzag_gemv
 from repro.kernels.active_inputs import active_inputs
 from repro.kernels.dequantize import dequantize
 from repro.kernels.packing import PackedWeight
+from repro.kernels.w2a2_format import MOST_TOKENS
 from repro.methods.spqt.teal import zeroed
 from repro.models import bits as counting
 from repro.models.lowbit import LowBitModel, blocks, in_layer
@@ -155,6 +156,42 @@ class Joined(nn.ModuleList):
         return Joined(expanded(product, tokens, dtype) for product in self)
 
 
+class JoinedColumns(Joined):
+    """2-bit products of one input whose split channels differ: one launch for as few tokens as the kernel takes.
+
+    Its products' weights are parts of one.
+
+    Args:
+        products: that `can_join`.
+    """
+
+    def __init__(self, products: Sequence[two_bit.W2A2]) -> None:
+        super().__init__(products)
+        self.layers = tuple(product.outputs for product in products)
+        self.units, self.factors, self.index = (
+            two_bit.one_behind_another(products, name) for name in ("units", "factors", "index")
+        )
+        biased = products[0].bias is not None
+        self.bias = two_bit.one_behind_another(products, "bias") if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.together(x) if x.is_cuda and len(x) <= MOST_TOKENS else super().forward(x)
+
+    def together(self, x: Tensor) -> Tensor:
+        """y `[T, N]` by one launch."""
+        y = w2a2_gemv.launch(x, self.units, self.factors, self.index, layers=self.layers)
+        return y if self.bias is None else y + self.bias
+
+    def expanded(self, tokens: int, dtype: torch.dtype) -> Joined:
+        """The same with dense weights where they would be dequantized."""
+        return self if tokens <= MOST_TOKENS else super().expanded(tokens, dtype)
+
+
+def joined(products: Sequence[nn.Module]) -> Joined:
+    """Products of one input, in one launch where that is possible."""
+    return JoinedColumns(products) if two_bit.can_join(products) else Joined(products)
+
+
 def captured(x: Tensor) -> bool:
     """Whether what reads a tensor now is captured in a graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -257,7 +294,7 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
         keys = [None if each is None else each.key for each in taken]
         formats = list(zip(map(_format, weights), map(two_bit.key_of, weights), thresholds, keys))
         if len(set(formats)) > 1:
-            return Joined(product(lm, names[first:end], device, dtype) for first, end in runs(formats))
+            return joined([product(lm, names[first:end], device, dtype) for first, end in runs(formats)])
         layer = _product(linears, weights, taken[0], device, dtype)
     corrections, start = [], 0
     for linear, own in zip(linears, beside):

@@ -142,6 +142,33 @@ def test_layers_that_share_an_input_are_one_launch_with_factors_of_their_own(mad
     assert len(qkv.factors.unique()) == 3 and not any(name == "weight" for name, _ in qkv.named_buffers())
 
 
+def test_split_layers_that_share_an_input_are_one_launch(made, by_kernels, monkeypatch):
+    """Each with its columns, factors and rows of one weight, which is not stored twice."""
+    block = weights.decoder(made(), 64, CPU, torch.float32).blocks[0]
+    qkv, x = block.qkv, torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    assert isinstance(qkv, weights.JoinedColumns) and isinstance(block.gate_up, weights.JoinedColumns)
+
+    def launch(x, units, factors, index, layers):
+        parts = units.split([rows // 8 for rows in layers]), factors.split(layers), index.chunk(len(layers))
+        return torch.cat([two_bit.w2a2_gemv.reference(x, *part) for part in zip(*parts)], 1)
+
+    monkeypatch.setattr(two_bit.w2a2_gemv, "launch", launch)
+    wanted = torch.cat([product(x) for product in qkv], 1)
+    assert torch.equal(qkv.together(x), wanted) and torch.equal(qkv(x), wanted)
+    assert qkv.units.nbytes == sum(product.units.nbytes for product in qkv)
+    assert {product.units.untyped_storage().data_ptr() for product in qkv} == {qkv.units.untyped_storage().data_ptr()}
+    assert qkv.expanded(4, torch.float32) is qkv and not isinstance(qkv.expanded(5, x.dtype), weights.JoinedColumns)
+
+
+def test_layers_of_other_widths_or_beyond_three_stay_apart(made, by_kernels):
+    block = weights.decoder(made(), 64, CPU, torch.float32).blocks[0]
+    q, k, v = block.qkv
+    assert two_bit.can_join([q, k, v]) and not two_bit.can_join([q, k, v, q])
+    assert not two_bit.can_join([q, block.down]), "other groups"
+    plain = weights.decoder(made(split="none"), 64, CPU, torch.float32).blocks[0]
+    assert not two_bit.can_join([plain.out, plain.out]), "one list of columns for both, if any"
+
+
 @pytest.mark.parametrize("levels", ["asymmetric", "seq"])
 def test_real_zeros_run_as_well(made, by_kernels, ids, levels):
     """SEQ's half steps, and a group whose range is far from 0 (weights alone; inputs always include it)."""

@@ -182,6 +182,8 @@ SOURCE_CASES = [  # tokens, rows, columns, type of x, what else; warps, tiles, b
     (2, 21, 640, "bfloat16", {"split": 30}, (1, 3, 1, False), SHARED),
     (4, 19, 1120, "bfloat16", {"split": 100}, (1, 2, 1, True), SHARED),  # two tokens at a time
     (4, 19, 1632, "bfloat16", {}, (1, 1, 1, False), SHARED),  # x in shared memory
+    (4, 43, 1120, "bfloat16", {}, (2, 2, 1, True, 2), SHARED),  # two blocks of a cluster, with two units and one
+    (3, 43, 2592, "float32", {"split": 120}, (1, 1, 2, False, 3), SHARED),  # three of them, two clusters
     pytest.param(1, 3, 32, "float32", {"real": True}, (2, 2, 1, True), SHARED, marks=pytest.mark.slow),
     pytest.param(2, 50, 1056, "float32", {"split": 30, "real": True}, (3, 1, 1, False), SHARED, marks=pytest.mark.slow),
 ]
@@ -197,7 +199,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
         monkeypatch.setattr(w2a2_gemv, "bulk_unsupported", lambda device: None)
         w2a2_gemv.prepared.cache_clear()
-        return module.launch(**inputs, config=dict(zip(("warps", "tiles", "blocks", "bulk"), config)))
+        return module.launch(**inputs, config=dict(zip(("warps", "tiles", "blocks", "bulk", "split"), config)))
 
     yield run
     w2a2_gemv.prepared.cache_clear()
@@ -223,32 +225,68 @@ def test_source_on_the_cpu(m, n, k, dtype, more, config, shared, on_cpu):
         assert error(on_cpu(w2a2_ready, ready, config, shared=shared), want) < 1e-6
 
 
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("config", [(2, 2, 1, True), (3, 1, 2, False)], ids=["bulk", "loads"])
+def test_layers_with_columns_of_their_own_are_one_launch(config, on_cpu):
+    """Three layers of 3, 1 and 2 tiles, whose columns are other ones, 35 groups in two units."""
+    layers, x = (24, 8, 13), normal(2, 1000)
+    parts = [form.make_weight({"N": n, "K": 1120, "seed": n}) for n in layers]
+    indices = [(torch.arange(1120) * (1001 - n) // 1120 + (torch.arange(1120) >= 1110) * n).int() for n in layers]
+    wanted = [w2a2_gemv.reference(x.double(), **part, index=index) for part, index in zip(parts, indices)]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    given = {"x": x, **joined, "index": torch.cat(indices), "layers": layers}
+    assert error(on_cpu(w2a2_gemv, given, config), torch.cat(wanted, 1)) < 1e-6
+
+
+def test_blocks_are_shared_out_so_that_the_longest_is_short():
+    assert w2a2_gemv.shared_out(132, [512, 128, 128]) == [88, 22, 22]
+    assert w2a2_gemv.shared_out(5, [4, 1, 1]) == [3, 1, 1]
+    assert w2a2_gemv.shared_out(2, [4, 1, 1]) == [1, 1, 1]
+
+
 def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-def test_the_source_s_codes_are_the_nearest_also_at_halves(on_cpu):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_source_s_codes_are_the_nearest_also_at_halves(dtype, on_cpu):
     """Values on and beside the borders between codes, one group a border: 0 of 2,000 codes differ from division's."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator)
     x[:, 0], x[:, 1] = -torch.rand(64, generator=generator), torch.rand(64, generator=generator) * 3 + 0.1
+    x = x.to(dtype)
     low, high = x[:, :2].amin(1).clamp(max=0), x[:, :2].amax(1).clamp(min=0)
-    step = (high - low) / 3
+    step = (high.float() - low.float()) / 3
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
     for place in range(2, 32):
         border = (torch.arange(64) % 6 - 2.5) * step
-        beside = (border.view(torch.int32) + place % 5 - 2).view(torch.float32)  # up to two float32 away
+        beside = (border.to(dtype).view(bits) + place % 5 - 2).view(dtype)  # up to two numbers of the type away
         x[:, place] = beside.clamp(min=low, max=high)
     codes, scales, zeros = quantize_2bit.reference(x)
     one_hot = torch.eye(32, dtype=torch.uint8).repeat(1, 64)  # row n picks column n of every group
     ones = torch.ones(32, 64)
     weight = {"units": form.pack(one_hot, ones.to(torch.float8_e4m3fn), 0 * ones), "factors": torch.ones(32)}
-    for at in range(64):  # a group alone, the others being 0
-        alone = torch.zeros(1, 2048)
-        alone[0, 32 * at : 32 * at + 32] = x[at]
-        got = on_cpu(w2a2_gemv, {"x": alone} | weight, (4, 2, 1, True))[0]
-        q = form.codes_of(codes)[at].float() - zeros[at].float()
-        torch.testing.assert_close(got, q * scales[at], rtol=1e-6, atol=0)
+    wanted = scales[..., None] * (form.codes_of(codes).view(64, 1, 32) - zeros[..., None])
+    for first in range(0, 64, 4):  # each group alone in a token, the others being 0
+        alone = torch.zeros(4, 2048, dtype=dtype)
+        for token in range(4):
+            at = first + token
+            alone[token, 32 * at : 32 * at + 32] = x[at]
+        got = on_cpu(w2a2_gemv, {"x": alone} | weight, (4, 2, 1, True))
+        torch.testing.assert_close(got, wanted[first : first + 4, 0].to(dtype), rtol=1e-6, atol=0)
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("what", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_that_is_not_finite_gives_nan(dtype, what, on_cpu):
+    """By the source and by the reference; the token beside it keeps its values."""
+    inputs = w2a2_gemv.make_inputs({"M": 2, "N": 9, "K": 352, "dtype": dtype, "seed": 0})
+    inputs["x"][1, 77] = what
+    y, want = on_cpu(w2a2_gemv, inputs, (2, 1, 1, False)), w2a2_gemv.reference(**inputs)
+    assert y[1].isnan().all() and want[1].isnan().all()
+    assert error(y[0], want[0].double()) < 4e-3
 
 
 SHAPES = [*two_bit.TABLE7, *two_bit.STEP, *two_bit.SPLIT_LAYERS]
@@ -271,6 +309,20 @@ def test_the_heuristic_knows_the_device_s_sms(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_nan_is_a_nan_on_a_gpu(tokens, dtype):
+    """Also through `quantize_2bit` and `w2a2_ready`."""
+    inputs = w2a2_gemv.make_inputs({"M": tokens, "N": 64, "K": 1056, "dtype": "float32", "seed": 0}, "cuda")
+    x = inputs.pop("x").to(dtype)
+    x[-1, 100] = float("nan")
+    ready = w2a2_ready.w2a2_ready(*quantize_2bit.quantize_2bit(x), **inputs)
+    for y in (w2a2_gemv.w2a2_gemv(x, **inputs), ready):
+        assert y[-1].isnan().all() and y[:-1].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name, case", [(name, case) for name in NAMES for case in load(name).CASES], ids=str)
 def test_kernels_on_a_gpu(name, case):
     """Against the reference, twice with the same bits; every source where there are some."""
@@ -288,7 +340,7 @@ def test_kernels_on_a_gpu(name, case):
 
 def planned(tokens, rows, columns, x=torch.bfloat16, real=False, gather=False, **config):
     config = w2a2_gemv.heuristic(x is None, tokens, rows, columns) | config
-    return w2a2_gemv.plan(tokens, rows, columns // 32, real, x, gather, processors=132, most=232448, **config)
+    return w2a2_gemv.plan(tokens, (rows,), columns // 32, real, x, gather, processors=132, most=232448, **config)
 
 
 def test_a_plan_covers_the_rows_and_fits_shared_memory():
@@ -296,7 +348,8 @@ def test_a_plan_covers_the_rows_and_fits_shared_memory():
     for (rows, columns), tokens in itertools.product(SHAPES, (1, 4)):
         how = planned(tokens, rows, columns, bulk=True)
         stages, tiles, longest = (how.macros[name] for name in ("STAGES", "TILES", "MOST"))
-        assert how.grid * how.each + how.more == -(-rows // 8) and longest == how.each + (how.more > 0)
+        down = -(-rows // 8)
+        assert how.grid == min(down, 132 * how.macros["BLOCKS"]) and longest == -(-down // how.grid)
         copy = tiles * -(-columns // 512) * 1184
         room = 232448 // how.macros["BLOCKS"] - 1024
         assert how.shared <= room

@@ -100,7 +100,7 @@ def test_bit_by_bit_s_shapes_decode_by_its_products(monkeypatch, how):
     monkeypatch.setattr(two_bit, "runs_kernels", lambda device, dtype: True)
     core = shape_decode.loaded("tiny", *AT_LENGTHS[how], 9, torch.device("cpu"))
     block = core.model.blocks[0]
-    kinds = {"w2a2": two_bit.W2A2, "w2a2-split": weights.Joined, "w2a16": weights.Dense}
+    kinds = {"w2a2": two_bit.W2A2, "w2a2-split": weights.JoinedColumns, "w2a16": weights.Dense}
     assert type(block.qkv) is kinds[how] and core.time(3, 3).new_tokens == 3
     if how == "w2a2":
         assert block.qkv.outputs == 512 and block.down.units.shape == (32, 1, 1184)
