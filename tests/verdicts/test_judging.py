@@ -78,10 +78,10 @@ def cells(at, row, col="Wiki"):
 
 
 def nlls(row, seed=0, n=24, noise=0.01):
-    """Windows that rows share, a shift by row, and a little noise of their own."""
+    """Windows that rows share, a shift by row, and a little noise of their own; in single precision, as stored."""
     shared = np.random.default_rng(99).normal(3.0, 0.4, n)
     own = np.random.default_rng([seed, *row.encode()]).normal(0, noise, n)
-    return shared + SHIFTS[row] + own
+    return (shared + SHIFTS[row] + own).astype(np.float32).astype(float)
 
 
 def observe(at, rows=SHIFTS, col="Wiki", n=24, seeds=(0,), c4=None):
