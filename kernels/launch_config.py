@@ -10,6 +10,7 @@ many SMs, else from a kernel's own heuristic; either is logged once per process 
 
 import json
 import logging
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,24 @@ MEASURED = {  # files to compute capability and number of SMs of their device; t
 }
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}  # of n thread blocks, on 132 SMs at once
 LOG = logging.getLogger(__name__)
+REGISTERS, MOST_REGISTERS = 512, 255  # of a thread that has a warp for itself on its part of an SM, and at most
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One launch.
+
+    Attributes:
+        grid: thread blocks.
+        threads: of a block.
+        macros: of the source.
+        shared: bytes of dynamic shared memory of a block.
+    """
+
+    grid: int
+    threads: int
+    macros: dict[str, int]
+    shared: int
 
 
 def device_slug(device: torch.device | str) -> str:
@@ -50,6 +69,11 @@ def lacks(kernel: str, device: torch.device | str, capability: tuple[int, int] =
 def processors(device: torch.device) -> int:
     """The number of SMs; that of an H200 where there is no CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def registers(warps: int) -> int:
+    """Of a thread, where so many warps share an SM, whose four parts have their own."""
+    return min(MOST_REGISTERS, REGISTERS // -(-warps // 4))
 
 
 @cache

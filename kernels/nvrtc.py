@@ -111,8 +111,11 @@ def _nvcc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> byt
 class Function:
     """A kernel on one device. Call it with the size of the grid and of a block and the arguments: tensors and ints.
 
-    `defines`, with which it was compiled, are for the message of the ValueError that `load` documents.
+    `defines` are those with which it was compiled. Its PROGRAMS, if there are some, wait for one another outside a
+    cluster: such a launch has all of its thread blocks on the device at once, or fails.
     """
+
+    _together = False
 
     def __init__(
         self, cubin: bytes, name: str, index: int, shared_bytes: int, defines: Mapping[str, int] | None = None
@@ -138,6 +141,7 @@ class Function:
         if (defines or {}).get("CLUSTER", 1) > PORTABLE_CLUSTER:
             large = driver.CUfunction_attribute(LARGE_CLUSTERS)
             _checked(driver.cuFuncSetAttribute(self._function, large, 1))
+        self._together = (defines or {}).get("PROGRAMS", 1) > 1
 
     def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
         """Launch on torch's current stream of the kernel's device. Tensors become pointers, ints become C ints."""
@@ -151,8 +155,11 @@ class Function:
         except IndexError:
             room = Room(len(arguments))
         room.fill(arguments)
-        launch = self._driver.cuLaunchKernel
-        _checked(launch(self._function, grid, 1, 1, block, 1, 1, self._shared, stream, room.address, 0))
+        what = self._function, grid, 1, 1, block, 1, 1, self._shared, stream, room.address
+        if self._together:
+            _checked(self._driver.cuLaunchCooperativeKernel(*what))
+        else:
+            _checked(self._driver.cuLaunchKernel(*what, 0))
         self._rooms.append(room)  # the driver has copied the arguments
 
 

@@ -1,149 +1,171 @@
 // y = W x of one token for a weight in Q4_K in rows. Method: q4_k_gemv.py.
 //
-// Compile-time constants (-D). BF16 0 1 (else float16). Launch: WARPS of a thread block, which take its super-blocks in
-// turn; TILES of 16 rows; STAGES super-blocks of all its rows that a warp has in flight; BLOCKS of an SM,
-// which caps the registers; CLUSTER 1, or thread blocks that divide the super-blocks of rows and send each other their
-// sums (compute capability 9.0 and later).
+// Compiled once per shape and configuration; the launcher defines:
+//   BF16    0 1 (else float16)                SUPERS  super-blocks of a row
+//   RAGGED  1: 8 do not divide the rows       WARPS   of a thread block
+//   BLOCKS  of an SM                          AHEAD   units that a warp has on their way to its registers
+//   KEPT    1: a warp's share of x stays in its registers; 0: in shared memory
+//   EACH    tiles of a thread block               MORE    blocks that have one more
 //
-// Column n of operand B is nonzero for the inputs of sub-block n, so that one product has the sums of 16 rows for eight
-// sub-blocks: nothing is wasted, and scales act once a sub-block. Lane 4 g + t holds sub-blocks 2 t (low nibbles) and
-// 2 t + 1 (high ones of the same bytes) of rows g and g + 8, for which there are two products with one operand B.
+// A tile is 8 rows, a unit of it one super-block of each. A thread block has a range of tiles; each of its warps has the
+// same units of every tile, and prepares its share of x once. Sums of a tile wait in shared memory until all are there.
+//
+// Lane 4 g + t holds pieces t and 4 + t of row g, 16 of 128 bytes, which belong to groups t / 2 and 2 + t / 2 of 64
+// weights. Row g of operand A has their codes q + 16 q' and row g + 8 the high nibbles 16 q' of the same bytes; column n
+// of operand B has the inputs of sub-block n where a lane's bytes are of its group, and zeros elsewhere. So one product
+// sums 8 rows for the four sub-blocks of half a super-block; the other half has sums of its own, with the same operand B.
 
 #include "q4_k.cuh"
 
-constexpr u32 SUPER = 256, ROWS = 16 * TILES, STEP = WARPS * CLUSTER;
-constexpr u32 X_AT = TILES * BATCH, SLOT = X_AT + SUPER * 2;
+constexpr u32 SUPER = 256, ROWS = 8, MEAN = (SUPERS + WARPS - 1) / WARPS;
+constexpr u32 OWN = AHEAD < MEAN ? (MEAN + AHEAD - 1) / AHEAD * AHEAD : MEAN; // units of a warp in a tile
+constexpr u32 TILES = AHEAD < OWN ? 1 : AHEAD / OWN, HELD = AHEAD < OWN ? AHEAD : TILES * OWN;
+constexpr bool EVEN = WARPS * OWN == SUPERS; // else a warp has some units twice, the second time with an x of zeros
+constexpr u32 TILE_CODES = ROWS * SUPERS * LINE, TILE_HEADERS = ROWS * SUPERS * HEADER;
+constexpr u32 SUMS = ROWS * (WARPS | 1);                                // floats of a tile's sums
+constexpr u32 SUMS_OF_X = SUPER * 2, SHARE = SUMS_OF_X + 8 * 4; // bytes of a super-block of x in shared memory
 
-// Converts a super-block of inputs to float16, in place, four neighbours as 0 2 1 3, which is the order of masked codes.
-// bfloat16 is scaled by the power of two that brings the largest to 2^14 ... 2^15 (as wna16_gemv.cu). Returns the inverse
-// of the power; `sums` are those of sub-blocks 2 t and 2 t + 1.
-INLINE float arrange(char *x, u32 lane, float sums[2]) {
-    auto own = (uint2 *)x + lane;
-    u32 most = 0;
-    UNROLL for (int i = 0; i < 2; i++)
-        most = __vmaxu2(most, __vmaxu2(own[32 * i].x & 0x7FFF7FFF, own[32 * i].y & 0x7FFF7FFF));
-    const Power power = BF16 ? power_of(most) : Power{1, 1};
-    const float factor = power.factor;
-    float quarter[2]; // sums of sub-blocks lane / 8 and 4 + lane / 8
-    UNROLL for (int i = 0; i < 2; i++) {
-        const u32 a = own[32 * i].x, b = own[32 * i].y;
-        const float v[4] = {to_float<BF16>(a & 0xFFFF), to_float<BF16>(a >> 16), to_float<BF16>(b & 0xFFFF),
-                            to_float<BF16>(b >> 16)};
-        if (BF16)
-            own[32 * i] = {to_halves<0>(v[0] * factor, v[2] * factor), to_halves<0>(v[1] * factor, v[3] * factor)};
-        else
-            own[32 * i] = {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)};
-        quarter[i] = (v[0] + v[1]) + (v[2] + v[3]);
-        UNROLL for (int mask = 1; mask < 8; mask *= 2) quarter[i] += __shfl_xor_sync(~0u, quarter[i], mask);
+struct Unit { // what a lane has of it
+    uint4 code[2], header;
+};
+struct Inputs { // what a lane needs of a super-block of x
+    u32 word[8];  // operand B of the four words of a piece
+    float sum[2]; // of sub-blocks 2 t and 2 t + 1
+};
+
+// Values 16 (t % 2) and on of sub-block g, scaled by `factor`: four neighbours as 0 2 and 1 3, the order of masked codes.
+INLINE Inputs arranged(const uint4 value[2], float factor, u32 g, u32 t, bool mine) {
+    Inputs to;
+    float sum = 0;
+    UNROLL for (int i = 0; i < 4; i++) {
+        const u32 a = word_of(value[i / 2], 2 * (i % 2)), b = word_of(value[i / 2], 2 * (i % 2) + 1);
+        const float v[4] = {to_float<BF16>(a & 0xFFFF) * factor, to_float<BF16>(a >> 16) * factor,
+                            to_float<BF16>(b & 0xFFFF) * factor, to_float<BF16>(b >> 16) * factor};
+        sum += (v[0] + v[1]) + (v[2] + v[3]);
+        const u32 even = BF16 ? to_halves<0>(v[0], v[2]) : __byte_perm(a, b, 0x5410);
+        const u32 odd = BF16 ? to_halves<0>(v[1], v[3]) : __byte_perm(a, b, 0x7632);
+        to.word[2 * i] = mine ? even : 0, to.word[2 * i + 1] = mine ? odd : 0;
     }
-    UNROLL for (int i = 0; i < 2; i++) {
-        const u32 from = lane % 2 * 16 + 8 * i;
-        const float first = __shfl_sync(~0u, quarter[0], from, 32), second = __shfl_sync(~0u, quarter[1], from, 32);
-        sums[i] = lane % 4 < 2 ? first : second;
-    }
-    __syncwarp();
-    return power.inverse;
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum *= 1 / UNITS;
+    UNROLL for (u32 i = 0; i < 2; i++) to.sum[i] = __shfl_sync(~0u, sum, 4 * (2 * t + i), 32);
+    return to;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
 q4_k_rows(const char *__restrict__ codes, const char *__restrict__ headers, const u16 *__restrict__ x,
-          u16 *__restrict__ y, u32 N, u32 SUPERS) {
-    extern __shared__ __align__(128) char shared[]; // sums of all warps, then their rings
-    auto sums = (float (*)[ROWS])shared;
+          u16 *__restrict__ y, u32 N) {
+    extern __shared__ __align__(128) char shared[]; // sums [tiles][WARPS | 1][8]; x unless KEPT
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const u32 part = blockIdx.x % CLUSTER, first = part * WARPS + warp; // super-block of the warp
-    const u32 row = blockIdx.x / CLUSTER * ROWS, rows = N - 1 - row; // beyond the last row it is repeated, and dropped
-    char *ring = shared + WARPS * ROWS * 4 + warp * STAGES * SLOT;
-    const u64 policy = evict_first();
-#if CLUSTER > 1
-    __shared__ Joined<ROWS> joined;
-    joined.begin(part);
-#endif
+    const u32 begin = blockIdx.x * EACH + min(blockIdx.x, (u32)MORE), count = EACH + (blockIdx.x < (u32)MORE); // its tiles
+    const u32 first = warp * SUPERS / WARPS, own_count = (warp + 1) * SUPERS / WARPS - first;
+    float *sums = (float *)shared;
+    char *own_x = shared + (EACH + (MORE > 0)) * SUMS * 4 + warp * OWN * SHARE;
 
-    auto load = [&](u32 slot, u32 super) {
-        const bool more = super < SUPERS;
-        copy(slot + X_AT + lane * 16, x + super * SUPER + lane * 8, more, false);
-        UNROLL for (u32 tile = 0; tile < TILES; tile++) {
-            const u32 to = slot + tile * BATCH;
-            u64 place = (u64)(row + min(tile * 16 + lane % 16, rows)) * SUPERS + super;
-            copy_once(to + HEADERS_AT + lane * HEADER, headers + place * HEADER, policy, more && lane < LINES, false);
-            UNROLL for (u32 i = 0; i < LINES; i += 4) { // eight lanes a line
-                u32 line = i + lane / 8;
-                place = (u64)(row + min(tile * 16 + line, rows)) * SUPERS + super;
-                u32 piece = lane % 8 ^ line & 1;
-                copy_once(to + line * LINE + piece * 16, codes + place * LINE + lane % 8 * 16, policy, more, false);
-            }
+    uint4 values[OWN][2]; // of x, which is requested before the weights
+    UNROLL for (u32 own = 0; own < OWN; own++)
+        UNROLL for (u32 i = 0; i < 2; i++) {
+            values[own][i] = {0, 0, 0, 0};
+            const u16 *from = x + (first + own) * SUPER + 32 * g + 16 * (t % 2) + 8 * i;
+            if (EVEN || own < own_count) values[own][i] = load_early(from);
         }
-        end_of_copies();
+
+    Unit held[HELD];
+    const u64 policy = evict_first(), place = (u64)(begin * ROWS + g) * SUPERS + first;
+    const char *from_codes = codes + place * LINE + t * 16, *from_headers = headers + place * HEADER;
+    auto load = [&](u32 next, u32 unit) { // units are counted from those of tile `next`, where the pointers are
+        const u32 later = unit / OWN, own = EVEN ? unit % OWN : min(unit % OWN, SUPERS - 1 - first);
+        if (next + later >= count) return;
+        const char *of_codes = from_codes + later * TILE_CODES + own * LINE;
+        const char *of_headers = from_headers + later * TILE_HEADERS + own * HEADER;
+        if (RAGGED) { // beyond the last row it is repeated, and dropped
+            const u64 here = (u64)min((begin + next + later) * ROWS + g, N - 1) * SUPERS + first + own;
+            of_codes = codes + here * LINE + t * 16, of_headers = headers + here * HEADER;
+        }
+        Unit &to = held[unit % HELD];
+        UNROLL for (u32 half = 0; half < 2; half++) to.code[half] = load_past_l1(of_codes + half * LINE / 2, policy);
+        to.header = __ldg((const uint4 *)of_headers);
+    };
+    UNROLL for (u32 unit = 0; unit < HELD; unit++) load(0, unit);
+
+    Power power{1, 1};
+    if (BF16) {
+        u32 most = 0;
+        UNROLL for (u32 own = 0; own < OWN; own++)
+            UNROLL for (int i = 0; i < 8; i++) most = __vmaxu2(most, word_of(values[own][i / 4], i % 4) & 0x7FFF7FFF);
+        power = power_of(most);
+    }
+    const bool mine = t / 2 == g / 2 % 2; // the lane's bytes are of the group of sub-block g
+    Inputs inputs[KEPT ? OWN : 1];
+    UNROLL for (u32 own = 0; own < OWN; own++) {
+        const Inputs made = arranged(values[own], power.factor, g, t, mine);
+        if (KEPT) {
+            inputs[KEPT ? own : 0] = made;
+            continue;
+        }
+        char *to = own_x + own * SHARE;
+        if (mine)
+            UNROLL for (u32 i = 0; i < 8; i += 4)
+                store16(shared_address(to) + g * 64 + t % 2 * 32 + 4 * i,
+                        uint4{made.word[i], made.word[i + 1], made.word[i + 2], made.word[i + 3]});
+        if (g == 0)
+            UNROLL for (u32 i = 0; i < 2; i++) ((float *)(to + SUMS_OF_X))[2 * t + i] = made.sum[i];
+    }
+    if (!KEPT) __syncwarp();
+    auto inputs_of = [&](u32 own) {
+        if (KEPT) return inputs[KEPT ? own : 0];
+        Inputs read;
+        const u32 from = shared_address(own_x) + own * SHARE;
+        uint4 words[2] = {};
+        UNROLL for (u32 i = 0; i < 2; i++) load16_if(words[i], from + g * 64 + t % 2 * 32 + 16 * i, mine);
+        UNROLL for (u32 i = 0; i < 8; i++) read.word[i] = word_of(words[i / 4], i % 4);
+        const uint2 both = load8(from + SUMS_OF_X + 8 * t);
+        read.sum[0] = __uint_as_float(both.x), read.sum[1] = __uint_as_float(both.y);
+        return read;
     };
 
     const Bits bits(t >= 2);
-    float total[TILES][2] = {}; // rows g and g + 8
-    auto compute = [&](char *slot_pointer) {
-        const u32 slot = shared_address(slot_pointer);
-        wait_for_copies<STAGES - 1>();
-        __syncwarp();
-        float x_sums[2];
-        const float unit = arrange(slot_pointer + X_AT, lane, x_sums) * UNITS;
-        uint4 b[4] = {}; // column g of operand B
-        UNROLL for (int i = 0; i < 4; i++) load16_if(b[i], slot + X_AT + g * 64 + i * 16, t == g / 2);
-        UNROLL for (int tile = 0; tile < TILES; tile++) {
-            const u32 from = slot + tile * BATCH;
-            float both[4] = {}, high[4] = {}; // sums of q + 16 q', and of 16 q'
-            UNROLL for (u32 h = 0; h < 2; h++) {
-                const u32 piece = (2 * t + h ^ g & 1) * 16;
-                const uint4 p = load16(from + g * LINE + piece), q = load16(from + (g + 8) * LINE + piece);
-                UNROLL for (int i = 0; i < 4; i++) {
-                    const u32 p0 = word_of(p, i), q0 = word_of(q, i), p1 = upper_bytes(p0), q1 = upper_bytes(q0);
-                    const u32 whole[4] = {lower_bytes(p0), lower_bytes(q0), p1, q1};
-                    const u32 upper[4] = {high_nibbles(p0), high_nibbles(q0), high_nibbles(p1), high_nibbles(q1)};
-                    const uint4 &pairs = b[2 * h + i / 2];
-                    const u32 b0 = i % 2 ? pairs.z : pairs.x, b1 = i % 2 ? pairs.w : pairs.y;
-                    mma<0>(both, whole, b0, b1);
-                    mma<0>(high, upper, b0, b1);
-                }
+    const u32 spread = kept(t % 2 ? 0x4342 : 0x4140); // bytes of sub-blocks 2 t and 2 t + 1 as float16 subnormals
+    auto sum_of = [&](const Unit &unit, const Inputs &in) { // of the lane's two sub-blocks, in units of 2^-48
+        float c[2][4] = {};
+        UNROLL for (int i = 0; i < 4; i++)
+            UNROLL for (int half = 0; half < 2; half++) {
+                const u32 word = word_of(unit.code[half], i), upper = upper_bytes(word);
+                const u32 a[4] = {lower_bytes(word), high_nibbles(word), upper, high_nibbles(upper)};
+                mma<0>(c[half], a, in.word[2 * i], in.word[2 * i + 1]);
             }
-            UNROLL for (u32 half = 0; half < 2; half++) {
-                const uint4 header = load16(from + HEADERS_AT + (g + 8 * half) * HEADER);
-                const u32 scales = bits.scales(header), minima = bits.minima(header), at = t % 2 * 2;
-                const float first = both[2 * half] - high[2 * half], second = high[2 * half + 1] * (1.f / 16);
-                const float product = byte_to_float(scales, at) * first + byte_to_float(scales, at + 1) * second;
-                const float less = byte_to_float(minima, at) * x_sums[0] + byte_to_float(minima, at + 1) * x_sums[1];
-                total[tile][half] += half_to_float(header.x) * unit * product - half_to_float(header.x >> 16) * less;
-            }
-        }
+        const bool last = t >= 2; // the lane's sub-blocks are in the second half
+        const float both = last ? c[1][0] : c[0][0], high = last ? c[1][2] : c[0][2];
+        const float first_sum = both - high, second_sum = (last ? c[1][3] : c[0][3]) * (1.f / 16);
+        const u32 scales = __byte_perm(bits.scales(unit.header), 0, spread);
+        const u32 minima = __byte_perm(bits.minima(unit.header), 0, spread);
+        const float product = half_to_float(scales & 0xFFFF) * first_sum + half_to_float(scales >> 16) * second_sum;
+        const float less = half_to_float(minima & 0xFFFF) * in.sum[0] + half_to_float(minima >> 16) * in.sum[1];
+        return half_to_float(unit.header.x & 0xFFFF) * product - half_to_float(unit.header.x >> 16) * less;
     };
 
-    UNROLL for (u32 i = 0; i < STAGES; i++) load(shared_address(ring + i * SLOT), first + i * STEP);
-    for (u32 super = first, at = 0; super < SUPERS; super += STEP) {
-        compute(ring + at);
-        __syncwarp();
-        load(shared_address(ring + at), super + STAGES * STEP);
-        at = at == (STAGES - 1) * SLOT ? 0 : at + SLOT;
-    }
-
-    UNROLL for (int tile = 0; tile < TILES; tile++)
-        UNROLL for (int half = 0; half < 2; half++) {
-            float sum = total[tile][half];
+#pragma unroll 1
+    for (u32 next = 0; next < count; next += TILES) {
+        UNROLL for (u32 tile = 0; tile < TILES; tile++) {
+            if (next + tile >= count) break;
+            float sum = 0;
+            UNROLL for (u32 own = 0; own < OWN; own++) {
+                const u32 unit = tile * OWN + own;
+                sum += sum_of(held[unit % HELD], inputs_of(own));
+                load(next, unit + HELD);
+            }
+            sum = sum * (UNITS * UNITS) * power.inverse;
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            if (t == 0) sums[warp][tile * 16 + half * 8 + g] = sum;
+            if (t == 0) sums[(next + tile) * SUMS + warp * ROWS + g] = sum;
         }
+        from_codes += TILES * TILE_CODES, from_headers += TILES * TILE_HEADERS;
+    }
     __syncthreads();
-    auto sum_of = [&](u32 i) {
+    for (u32 i = threadIdx.x; i < count * ROWS; i += 32 * WARPS) {
         float sum = 0;
-        UNROLL for (int w = 0; w < WARPS; w++) sum += sums[w][i];
-        return sum;
-    };
-    auto write = [&](u32 i, float sum) {
-        if (i <= rows) y[row + i] = to_half<BF16>(sum);
-    };
-#if CLUSTER > 1
-    joined.end(part, 32 * WARPS, sum_of, write);
-#else
-    for (u32 i = threadIdx.x; i < ROWS; i += 32 * WARPS) write(i, sum_of(i));
-#endif
+        UNROLL for (int w = 0; w < WARPS; w++) sum += sums[i / ROWS * SUMS + w * ROWS + i % ROWS];
+        const u32 row = begin * ROWS + i;
+        if (!RAGGED || row < N) y[row] = to_half<BF16>(sum);
+    }
 }

@@ -5,14 +5,17 @@
 x: fp16 or bf16 [1, K], on a CPU float32 as well; codes and headers of the weight in two planes (`q4_k_planes.py`), K a
 multiple of 256; y: [1, N] like x. Bytes moved: 144 N K / 256 + (K + N) sizes of x; operations 2 N K.
 
-A warp reads a super-block of 16 rows at a time by asynchronous copies into a ring of its own, with its share of x.
-Codes are operand A of `mma.m16n8k16` as they are, float16 subnormals; operand B has the inputs of sub-block n in column
-n and zeros elsewhere, so that one product sums 16 rows for eight sub-blocks and all of its sums are used. Scales and
-minima act in float32, once a sub-block. bf16 inputs become float16 by a power of two a super-block, which rounds those
-below 2^-29 of the largest. The warps of a thread block divide the columns and add up once, in a fixed order; so do the
-thread blocks of a `cluster` in the configuration, which send each other their sums (compute capability 9.0 and later).
+A thread block has a range of rows, eight at a time, and each of its warps a share of the columns. That share of x is
+prepared once, while the first weights are on their way, and stays in the warp's registers, or in shared memory where
+there are too few; weights are loaded straight to registers. Codes are operand A of `mma.m16n8k16` as they are, float16
+subnormals, with high nibbles as rows of their own; operand B has the inputs of sub-block n in column n, so that one
+product sums eight rows for four sub-blocks. Scales and minima act in float32, once a sub-block. bf16 inputs become
+float16 by a power of two a warp, which rounds those below 2^-29 of its largest. The warps of a thread block add up
+once, in a fixed order.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from repro.kernels import nvrtc
 from repro.kernels import q4_k_planes as planes
-from repro.kernels.launch_config import lacks, launch_config
+from repro.kernels.launch_config import LaunchPlan, lacks, launch_config, processors, registers
 from repro.kernels.operators import operator
 from repro.kernels.q4_k_planes import CODES, HEADERS, SUPER, X
 
@@ -32,17 +35,21 @@ CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), d
     {"N": 8192, "K": 28672, "dtype": "bfloat16", "seed": 4},
 ]
 SOURCE = Path(__file__).with_suffix(".cu")
-ROWS = 16  # of a tile
-TILE = ROWS * (planes.LINE + planes.HEADER)  # bytes of a super-block of a tile
-FORMS = (  # tiles of a block, super-blocks that a warp has in flight, threads of an SM
-    (1, 1, 1024), (1, 2, 1024), (1, 2, 768), (1, 3, 768), (1, 3, 512), (1, 4, 512), (2, 1, 768), (2, 2, 512),
-)  # fmt: skip
-SPACE = []  # with warps of a block, and blocks of an SM
-for warps in (2, 4, 8, 16):
-    for tiles, stages, threads in FORMS:
-        SPACE.append({"warps": warps, "tiles": tiles, "stages": stages, "blocks": threads // (32 * warps)})
-SPACE += [config | {"cluster": 2} for config in SPACE]  # blocks that divide the columns (capability 9.0 and later)
-DEFAULT = {"warps": 4, "tiles": 1, "stages": 2, "blocks": 6}  # without clusters the best in the mean of 18 shapes, H200
+ROWS = 8  # of a tile
+UNIT = ROWS * (planes.LINE + planes.HEADER)  # bytes of a super-block of a tile
+MOST_WARPS, MOST_SHARES = 32, 8  # of an SM; super-blocks of a row that a warp has, worth trying
+OF_UNIT, OF_X, OTHERS = 12, 10, 26  # registers of a thread for a unit on its way, for a super-block of x, and the rest
+SHARE = 2 * SUPER + 4 * planes.BLOCKS  # bytes of a super-block of x in shared memory
+DELIVERED, ON_THEIR_WAY = 40_000, (28_000, 160_000)  # bytes of an SM: in a microsecond; at once, worth trying
+SPACE = []  # warps of a thread block; blocks of an SM; units that a warp has on their way to its registers
+for warps in range(2, 29):
+    for blocks in (1, 2, 3, 4, 8):
+        if 14 <= warps * blocks <= MOST_WARPS:
+            SPACE += [{"warps": warps, "blocks": blocks, "ahead": ahead} for ahead in (1, 2, 3, 4, 6)]
+CHECKED = [  # that tests on a GPU and the sanitizer run, too
+    {"warps": 3, "blocks": 2, "ahead": 4},
+    {"warps": 2, "blocks": 8, "ahead": 1},
+]
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
@@ -60,29 +67,76 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("q4_k_gemv", device) or nvrtc.unavailable()
 
 
+def heuristic(columns: int) -> dict:
+    """The configuration of an untuned shape: what was fastest of some on an H200.
+
+    Warps that have one super-block of a tile each, or two, or fourteen that have more; blocks for 32 warps of one on an
+    SM; and units on their way that are an SM's share of what memory delivers in a microsecond.
+    """
+    supers = columns // SUPER
+    own = 1 if supers <= 20 else 2 if supers <= 56 else -(-supers // 14)
+    warps = max(2, -(-supers // own))
+    blocks = next(blocks for blocks in (8, 4, 3, 2, 1) if warps * blocks * own <= MOST_WARPS or blocks == 1)
+    return {"warps": warps, "blocks": blocks, "ahead": max(1, round(DELIVERED / (warps * blocks * UNIT)))}
+
+
+def shares(config: dict, supers: int) -> int:
+    """Super-blocks of a row that a warp has, of which the last may be there twice."""
+    mean = -(-supers // config["warps"])
+    return -(-mean // config["ahead"]) * config["ahead"] if config["ahead"] < mean else mean
+
+
+def kept(config: dict, supers: int) -> bool:
+    """Whether a warp's share of x stays in its registers."""
+    needed = OTHERS + OF_UNIT * config["ahead"] + OF_X * shares(config, supers)
+    return needed <= registers(config["warps"] * config["blocks"])
+
+
+def worth_trying(config: dict, columns: int) -> bool:
+    """Whether a configuration of SPACE shares so many columns evenly, and registers hold what is on its way."""
+    supers = columns // SUPER
+    own, ahead = shares(config, supers), config["ahead"]
+    if own > MOST_SHARES or own * config["warps"] > max(1.08 * supers, 4) or (own % ahead and ahead % own):
+        return False
+    few, many = ON_THEIR_WAY
+    fits = OTHERS + OF_UNIT * ahead <= registers(config["warps"] * config["blocks"])
+    return fits and few <= config["warps"] * config["blocks"] * ahead * UNIT <= many
+
+
+def plan(rows: int, columns: int, dtype: torch.dtype, config: dict, processors: int) -> LaunchPlan:
+    """The partition of a weight [N, K] on a device with so many SMs."""
+    supers, tiles = columns // SUPER, -(-rows // ROWS)
+    grid = min(tiles, processors * config["blocks"])
+    each, more = divmod(tiles, grid)
+    longest, in_registers = each + (more > 0), kept(config, supers)
+    macros = {"BF16": int(dtype == torch.bfloat16), "SUPERS": supers, "RAGGED": int(rows % ROWS > 0)}
+    macros |= {name.upper(): value for name, value in config.items()}
+    macros |= {"KEPT": int(in_registers), "EACH": each, "MORE": more}
+    shared = longest * 4 * ROWS * (config["warps"] | 1)
+    if not in_registers:
+        shared += config["warps"] * shares(config, supers) * SHARE
+    return LaunchPlan(grid, 32 * config["warps"], macros, shared)
+
+
 def launch(x: Tensor, codes: Tensor, headers: Tensor, config: dict | None = None) -> Tensor:
     """y of the operator by the kernel, with one configuration of SPACE; its tensors are not checked."""
-    rows, supers = codes.shape[:2]
-    config = config or launch_config("q4_k_gemv", f"{rows}x{x.shape[1]}", x.device) or DEFAULT
+    rows, columns = codes.shape[0], x.shape[1]
+    config = config or launch_config("q4_k_gemv", f"{rows}x{columns}", x.device) or heuristic(columns)
     if x.data_ptr() % 16:
         x = x.clone()
     y = x.new_empty(1, rows)
-    function = nvrtc.load(SOURCE, "q4_k_rows", defines(x.dtype, config), x.device, shared_bytes(config))
-    blocks = -(-rows // (ROWS * config["tiles"])) * config.get("cluster", 1)
-    function(blocks, 32 * config["warps"], codes, headers, x, y, rows, supers)
+    kernel, how = prepared(rows, columns, x.dtype, x.device, **config)
+    kernel(how.grid, how.threads, codes, headers, x, y, rows)
     return y
 
 
-def defines(dtype: torch.dtype, config: dict) -> dict[str, int]:
-    """The macros of q4_k_gemv.cu."""
-    macros = {"BF16": int(dtype == torch.bfloat16), "CLUSTER": 1}
-    return macros | {name.upper(): value for name, value in config.items()}
-
-
-def shared_bytes(config: dict) -> int:
-    """Shared memory of a block: float32 sums and a ring of every warp."""
-    tiles = config["tiles"]
-    return config["warps"] * (4 * ROWS * tiles + config["stages"] * (tiles * TILE + 2 * SUPER))
+@cache
+def prepared(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, **config: int
+) -> tuple[Callable[..., None], LaunchPlan]:
+    """The compiled source for a shape and a configuration, and how it is launched."""
+    how = plan(rows, columns, dtype, config, processors(device))
+    return nvrtc.load(SOURCE, "q4_k_rows", how.macros, device, how.shared), how
 
 
 def on_cuda(x: Tensor, codes: Tensor, headers: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ shared memory (compute capability 9.0 and later), which are requested before x i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from repro.kernels import nvrtc, quantize_2bit
 from repro.kernels import w2a2_format as form
-from repro.kernels.launch_config import CLUSTERS, lacks, launch_config, processors
+from repro.kernels.launch_config import CLUSTERS, LaunchPlan, lacks, launch_config, processors, registers
 from repro.kernels.operators import FLOATS, VECTOR, Argument, operator
 from repro.kernels.w2a2_format import FACTORS, UNITS
 
@@ -43,7 +42,6 @@ CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B)
 ]
 SOURCE = Path(__file__).with_suffix(".cu")
 TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
-REGISTERS, MOST_REGISTERS = 512, 255  # of a thread that has a warp for itself on its part of an SM, and at most
 TOKEN, OTHERS = 20, 48  # registers of a thread for a unit of a token, and for everything else
 SHARED_TOKEN = 320  # bytes of a unit of x in shared memory
 STATIC = 1024  # bytes of shared memory of a block for its mbarriers and the system
@@ -128,23 +126,6 @@ def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, p
     return {"warps": warps, "tiles": 2 if own == 1 else 1, "blocks": blocks, "bulk": False}
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """One launch.
-
-    Attributes:
-        grid: thread blocks.
-        threads: of a block.
-        macros: of the source.
-        shared: bytes of dynamic shared memory of a block.
-    """
-
-    grid: int
-    threads: int
-    macros: dict[str, int]
-    shared: int
-
-
 @cache
 def plan(
     tokens: int, layers: tuple[int, ...], groups: int, real: bool, x: torch.dtype | None, gather: bool, warps: int,
@@ -185,9 +166,12 @@ def plan(
     room -= gathered
     whole = bulk and copies * copy <= room  # all weights of a block are in shared memory, and are gone through again
     threads = 32 * (warps + (bulk and not whole))
-    registers = min(MOST_REGISTERS, REGISTERS // -(-threads * blocks // 128))  # four parts of an SM have their own
     passes = [count for count in (4, 3, 2, 1) if tokens % count == 0] if whole else [tokens]
-    fitting = [count for count in passes if count * own == 1 or TOKEN * count * own + OTHERS <= registers]
+    fitting = [
+        count
+        for count in passes
+        if count * own == 1 or TOKEN * count * own + OTHERS <= registers(threads // 32 * blocks)
+    ]
     at_a_time = fitting[0] if fitting else tokens
     rest = 0 if fitting else tokens * own * warps * SHARED_TOKEN
     stages = min((room - rest) // copy, copies) if bulk else 0

@@ -19,7 +19,7 @@ COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-pthread")
 COUNT = itertools.count()
 HEADER = Path(__file__).with_name("cuda_emulation.h")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU emulation of CUDA needs g++")
-CLUSTER = ("SPLITS", "SPLIT", "CLUSTER")  # macros that say how many blocks form a cluster
+CLUSTER = ("SPLITS", "SPLIT", "CLUSTER", "PROGRAMS")  # macros that say how many blocks run together
 SHARED_BYTES = 227 * 1024  # of a block on sm_90
 
 
@@ -54,7 +54,7 @@ def _launcher(path: Path, name: str, cluster: int, macros: tuple[tuple[str, obje
 def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int = 0) -> Callable:
     """A stand-in for `nvrtc.load`."""
     assert shared_bytes <= SHARED_BYTES, f"{name} with {macros} takes {shared_bytes} bytes of shared memory"
-    cluster = next((macros[key] for key in CLUSTER if key in macros), 1)
+    cluster = max((macros[key] for key in CLUSTER if key in macros), default=1)
     function = _launcher(path, name, cluster, tuple(macros.items()))
 
     def launch(grid: int, block: int, *arguments: torch.Tensor | int) -> None:

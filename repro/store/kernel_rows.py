@@ -41,7 +41,7 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "active_inputs": 1,
     "rms_norm_active": 1,
     "silu_product_active": 1,
-    "q4_k_gemv": 2,
+    "q4_k_gemv": 3,
     "q4_k_naive_sparse": 1,
     "zigzag_gemv": 2,
     "zigzag_sparse": 1,

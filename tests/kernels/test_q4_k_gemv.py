@@ -14,14 +14,14 @@ from repro.bench import operators  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import nvrtc, q4_k_gemv, q4_k_planes, zigzag_gemv  # noqa: E402
 
-ROWS = {"warps": 2, "tiles": 1, "stages": 2, "blocks": 1}
+ROWS = {"warps": 2, "blocks": 1, "ahead": 2}
 BANDS = {"n1": 3, "n2": 2, "stages": 2, "blocks": 1}
 CASES = [  # operator, shape, what differs from the configurations above
-    ("q4_k_gemv", {"N": 19, "K": 1280, "dtype": "bfloat16"}, {}),  # a ragged tile; a warp has one super-block more
-    ("q4_k_gemv", {"N": 33, "K": 512, "dtype": "float16"}, {"tiles": 2, "stages": 1}),  # a tile without rows
-    ("q4_k_gemv", {"N": 5, "K": 256, "dtype": "bfloat16"}, {"warps": 4, "stages": 3}),  # warps without super-blocks
-    ("q4_k_gemv", {"N": 33, "K": 1792, "dtype": "bfloat16"}, {"cluster": 3}),  # rows that three do not divide
-    ("q4_k_gemv", {"N": 19, "K": 512, "dtype": "float16"}, {"cluster": 4, "tiles": 2}),  # a block without super-blocks
+    ("q4_k_gemv", {"N": 19, "K": 1280, "dtype": "bfloat16"}, {"ahead": 3}),  # a ragged tile; a warp has one unit more
+    ("q4_k_gemv", {"N": 40, "K": 512, "dtype": "float16"}, {}),  # two tiles at a time, of three or two
+    ("q4_k_gemv", {"N": 33, "K": 1792, "dtype": "bfloat16"}, {}),  # half of a tile at a time
+    ("q4_k_gemv", {"N": 5, "K": 256, "dtype": "bfloat16"}, {"warps": 3, "ahead": 1}),  # warps without super-blocks
+    ("q4_k_gemv", {"N": 19, "K": 1280, "dtype": "float16"}, {"blocks": 16, "ahead": 1}),  # x in shared memory
     ("zigzag_gemv", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),  # an odd number of columns
     ("zigzag_gemv", {"N": 256, "K": 97, "dtype": "float16", "ordered": True}, {"n1": 1, "n2": 1, "stages": 1}),
     ("zigzag_gemv", {"N": 20, "K": 30, "dtype": "bfloat16", "ordered": False}, {"n1": 2, "stages": 3}),
@@ -44,6 +44,7 @@ def made(name, case):
 def emulate(monkeypatch, name, inputs, config):
     """The operator's own launch path, its source compiled as C++ for the CPU."""
     monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(q4_k_gemv, "processors", lambda device: 2)  # so that a thread block has some tiles of rows
     return load(name).launch(**inputs, config=config)
 
 
@@ -126,9 +127,13 @@ def test_float32_is_refused_on_a_gpu():
 
 def test_configurations_fit_an_sm():
     """227 KB of shared memory and 64 K registers, of which a source takes at least 56 or 120 a thread."""
-    for config in q4_k_gemv.SPACE:
-        assert config["blocks"] * (q4_k_gemv.shared_bytes(config) + 1024) <= 228 * 1024
-        assert 32 * config["warps"] * config["blocks"] <= 1024
+    for columns in (1024, 4096, 5120, 11008, 28672):
+        tried = [config for config in q4_k_gemv.SPACE if q4_k_gemv.worth_trying(config, columns)]
+        assert 5 < len(tried) < 70 and q4_k_gemv.heuristic(columns) in q4_k_gemv.SPACE
+        for config in tried:
+            how = q4_k_gemv.plan(57344, columns, torch.bfloat16, config, 132)
+            assert config["blocks"] * (how.shared + 1024) <= 228 * 1024
+            assert 32 * config["warps"] * config["blocks"] <= 1024
     for config in zigzag_gemv.SPACE:
         assert config["blocks"] * (zigzag_gemv.shared_bytes(config) + 1024) <= 228 * 1024
         assert 32 * config["n2"] * config["blocks"] <= 512
@@ -156,7 +161,9 @@ def test_the_sources_compile_without_spills(arch, tmp_path):
     if arch != "sm_80":
         config = zigzag_gemv.heuristic(56, 4096)
         forms.append((zigzag_gemv.SOURCE, zigzag_gemv.defines(1, True, torch.bfloat16, config)))
-    forms.append((q4_k_gemv.SOURCE, q4_k_gemv.defines(torch.bfloat16, q4_k_gemv.DEFAULT)))
+    for columns in (4096, 8192):
+        how = q4_k_gemv.plan(8192, columns, torch.bfloat16, q4_k_gemv.heuristic(columns), 132)
+        forms.append((q4_k_gemv.SOURCE, how.macros))
     for source, macros in forms:
         words = [f"-D{name}={value}" for name, value in macros.items()]
         command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
