@@ -55,6 +55,36 @@ template <u32 N> struct Joined {
 };
 #endif
 
+// Sums of N rows over some programs, in their order; each adds up a share of the rows, which the others post to it. `boxes`
+// are those of all: 32-bit words, 0 where there is no sum, as before and after a launch; a sum of 0 is posted as -0. As
+// they wait for one another, all programs have to be on the device. `received` is shared memory for PROGRAMS shares, where
+// sum_of(row), the program's own sum, may read; write(row, sum) takes that of all. All threads of the program call it.
+template <u32 COUNT, u32 N> constexpr u32 POSTS = (N + COUNT - 1) / COUNT * COUNT * COUNT; // words of all boxes
+template <u32 COUNT, u32 N, class S, class W>
+INLINE void post(u32 *boxes, u32 part, u32 threads, float *received, S sum_of, W write) {
+    constexpr u32 SHARE = (N + COUNT - 1) / COUNT, BOX = COUNT * SHARE;
+    for (u32 row = threadIdx.x; row < N; row += threads) {
+        const u32 bits = __float_as_uint(sum_of(row));
+        *(volatile u32 *)(boxes + row / SHARE * BOX + part * SHARE + row % SHARE) = bits ? bits : 1u << 31;
+    }
+    __syncthreads();
+    const u32 first = part * SHARE;
+    for (u32 i = threadIdx.x; i < BOX; i += threads)
+        if (first + i % SHARE < N) {
+            volatile u32 *place = boxes + part * BOX + i;
+            u32 bits = 0;
+            while (bits == 0) bits = *place;
+            *place = 0;
+            received[i] = __uint_as_float(bits);
+        }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < SHARE && first + i < N; i += threads) {
+        float sum = 0;
+        UNROLL for (u32 from = 0; from < COUNT; from++) sum += received[from * SHARE + i];
+        write(first + i, sum);
+    }
+}
+
 INLINE u32 high_nibbles(u32 v) { return v & 0x00F000F0; } // of the lower bytes
 INLINE u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 

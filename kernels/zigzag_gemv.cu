@@ -3,7 +3,8 @@
 // Compile-time constants (-D). Problem: MODE 0 all columns, 1 the listed ones, 2 those above the threshold; ORDERED 0 1;
 // BF16 0 1 (else float16). Launch: N2 warps of a program; STAGES batches of 16 columns that a warp has in flight; BLOCKS
 // programs of an SM, which caps the registers; CLUSTER 1, or n1 thread blocks that send each other their sums (compute
-// capability 9.0 and later). An argument: n1 programs of a band of 256 rows.
+// capability 9.0 and later); PROGRAMS 1, or n1 that post them in memory, all on the device at once. An argument: n1
+// programs of a band of 256 rows.
 //
 // Row g of operand A has the low nibbles of piece g of the lines, 16 bytes of sub-blocks g / 2 * 2 (low nibbles) and the
 // next (high ones), and row g + 8 the high nibbles; column n of operand B has x d scale of sub-block n. A byte of the
@@ -138,37 +139,41 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
     const float low = t % 2 ? ends[2] : ends[0], high = t % 2 ? ends[3] : ends[1];
     const float inverse = __uint_as_float(254 - power << 23);
     if (t == g / 2)
-        UNROLL for (int m = 0; m < LINES; m++) {
-            float *to = &sums[warp][64 * t + 16 * (g % 2) + m];
-            to[0] = (c[m][0] - c[m][2]) * UNITS * inverse - low;
-            to[32] = c[m][3] * (UNITS / 16) * inverse - high;
+        UNROLL for (int m = 0; m < LINES; m += 4) { // four neighbours at once
+            const u32 to = shared_address(&sums[warp][64 * t + 16 * (g % 2) + m]);
+            float v[2][4];
+            UNROLL for (int i = 0; i < 4; i++) {
+                v[0][i] = (c[m + i][0] - c[m + i][2]) * UNITS * inverse - low;
+                v[1][i] = c[m + i][3] * (UNITS / 16) * inverse - high;
+            }
+            UNROLL for (u32 i = 0; i < 2; i++) store16(to + 32 * 4 * i, float4{v[i][0], v[i][1], v[i][2], v[i][3]});
         }
     __syncthreads();
-
-#if CLUSTER > 1
     auto sum_of = [&](u32 row) {
         float sum = 0;
         UNROLL for (int w = 0; w < N2; w++) sum += sums[w][row];
         return sum;
     };
-    joined.end(part, 32 * N2, sum_of, [&](u32 i, float sum) {
-        const u32 row = band * BAND + i;
-        if (row < N) y[row] = to_half<BF16>(sum);
-    });
+    auto write = [&](u32 row, float sum) {
+        if (band * BAND + row < N) y[band * BAND + row] = to_half<BF16>(sum);
+    };
+
+#if CLUSTER > 1
+    joined.end(part, 32 * N2, sum_of, write);
+    return;
+#endif
+#if PROGRAMS > 1
+    post<PROGRAMS, BAND>((u32 *)parts + band * POSTS<PROGRAMS, BAND>, part, 32 * N2, (float *)shared, sum_of, write);
     return;
 #endif
 
     // Sums of the program, then of the band by its last program.
     float *own_part = parts + (u64)(ORDERED ? blockIdx.x : band) * BAND;
     for (u32 row = threadIdx.x; row < BAND; row += 32 * N2) {
-        float sum = 0;
-        UNROLL for (int w = 0; w < N2; w++) sum += sums[w][row];
-        if (n1 == 1) {
-            if (band * BAND + row < N) y[band * BAND + row] = to_half<BF16>(sum);
-        } else if (ORDERED)
-            own_part[row] = sum;
-        else
-            atomicAdd(own_part + row, sum);
+        const float sum = sum_of(row);
+        if (n1 == 1) write(row, sum);
+        else if (ORDERED) own_part[row] = sum;
+        else atomicAdd(own_part + row, sum);
     }
     if (n1 == 1) return;
     __threadfence();
@@ -185,7 +190,7 @@ zigzag(const char *__restrict__ codes, const char *__restrict__ headers, const u
             sum = __ldcg(own_part + row);
             own_part[row] = 0; // for the next launch
         }
-        if (band * BAND + row < N) y[band * BAND + row] = to_half<BF16>(sum);
+        write(row, sum);
     }
     if (threadIdx.x == 0) tickets[band] = 0;
 }

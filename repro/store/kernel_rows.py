@@ -43,7 +43,7 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "silu_product_active": 1,
     "q4_k_gemv": 3,
     "q4_k_naive_sparse": 1,
-    "zigzag_gemv": 2,
+    "zigzag_gemv": 3,
     "zigzag_sparse": 1,
     "zigzag_masked": 1,
     "quantize_2bit": 1,

@@ -26,6 +26,8 @@ CASES = [  # operator, shape, what differs from the configurations above
     ("zigzag_gemv", {"N": 256, "K": 97, "dtype": "float16", "ordered": True}, {"n1": 1, "n2": 1, "stages": 1}),
     ("zigzag_gemv", {"N": 20, "K": 30, "dtype": "bfloat16", "ordered": False}, {"n1": 2, "stages": 3}),
     ("zigzag_gemv", {"N": 300, "K": 133, "dtype": "bfloat16", "ordered": False}, {"n1": 7, "n2": 1, "cluster": True}),
+    ("zigzag_gemv", {"N": 300, "K": 133, "dtype": "bfloat16", "ordered": False}, {"n1": 7, "n2": 1, "posts": True}),
+    ("zigzag_sparse", {"N": 300, "K": 97, "dtype": "float16", "ordered": True}, {"n1": 2, "posts": True}),
     ("zigzag_sparse", {"N": 512, "K": 97, "dtype": "float16", "ordered": False}, {"n1": 2, "cluster": True}),
     ("zigzag_sparse", {"N": 20, "K": 200, "dtype": "bfloat16"}, {"n1": 13, "n2": 1, "cluster": True}),  # more than 8
     ("zigzag_sparse", {"N": 300, "K": 333, "dtype": "bfloat16", "ordered": True}, {}),
@@ -150,7 +152,7 @@ def test_programs_fill_the_device_in_one_wave(bands, columns, clusters):
     assert bands * config["n1"] <= 132 * config["blocks"] or config["n1"] == 1
     assert columns < 4096 or bands < 16 or zigzag_gemv.fill(config, bands) >= 0.84
     tried = [config for config in zigzag_gemv.SPACE if zigzag_gemv.worth_trying(config, bands)]
-    assert bands > 112 or 3 < len(tried) < 110
+    assert bands > 112 or 3 < len(tried) < 140
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -161,7 +163,7 @@ def test_the_sources_compile_without_spills(arch, tmp_path):
     if arch != "sm_80":
         config = zigzag_gemv.heuristic(56, 4096)
         forms.append((zigzag_gemv.SOURCE, zigzag_gemv.defines(1, True, torch.bfloat16, config)))
-    for columns in (4096, 8192):
+    for columns in (4096, 14336):
         how = q4_k_gemv.plan(8192, columns, torch.bfloat16, q4_k_gemv.heuristic(columns), 132)
         forms.append((q4_k_gemv.SOURCE, how.macros))
     for source, macros in forms:
