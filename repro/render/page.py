@@ -1,13 +1,17 @@
 """One page per paper, `docs/<paper>.md`: what was reproduced and what was not, what is open, where numbers differ.
 
 It is made of specs and accepted results alone, so that it comes out the same wherever it is built; a test compares the
-committed copy with them.
+committed copy with them. Its sentences are in `page.md.jinja` and `page_sections.md.jinja`; here are their data.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from repro import papers
 from repro.core.errors import UserError, unknown
@@ -26,18 +30,6 @@ from repro.workflow.workflow import Workflow
 PICTURE = "summary"  # figures/<paper>/summary.yaml is the page's picture
 CLASSES = "tokens"  # tables/<paper>/tokens.yaml says which tokens make two measures disagree
 FIRST = 5  # claims at the top
-WORDS = """## Words
-
-- holds on the stand-ins: in every case that has a stand-in, the whole 95 % interval satisfies the predicate
-- same direction, smaller (or larger); no effect; opposite direction: it fails, by Holm's procedure over its cases
-- undecided, k of n hold: neither; no verdict: nothing that is measured can decide it, and why
-- grade A: the paper's model and protocol; B: its shapes and real kernels; C: a scaled analogue
-- rtn-w4-g128: rounding to 4 bits, a scale for each 128 weights; pc: one a channel; w2a2: 2-bit inputs, too
-- here: what was measured by this project; stand-in: the small model that stands in for one of the paper's
-- one seed: a cell rests on a single draw of calibration text or initialization; an interval over pooled seeds adds what
-  three seeds of SPEAR and its quantizers vary (repro/workflow/draws.py), one of accuracy covers items alone"""
-OF_CAUSES = """
-- changed by: what was exchanged so that the claim no longer fails; cause not found: nothing that was tried does that"""
 HEAD = ("claim", "what it says", "printed", "measured here", "verdict", "grade")
 
 
@@ -60,26 +52,42 @@ def build(flow: Workflow, paper: str, out: Path = Path("docs")) -> str:
     for one in judged:
         if one.verdict:
             shown.update(_numbers(one))
-    parts = [
-        f"# {papers.ABOUT[paper].title}",
-        f"What this project has seen of arXiv {papers.ABOUT[paper].arxiv}, and what not. `make docs/{paper}.md` makes "
-        f"it from the accepted results of scale {at.name}: {at.about}. Grades and words: README.md.",
-        *_first(paper, judged),
-        *_picture(flow, paper, out),
-        *_measured_grids(paper, grids),
-        *_notes(paper),
-        WORDS + OF_CAUSES * any(one.spec.ablations for one in judged),
-        *_verdicts(flow, paper, judged, grids),
-        *_own_numbers(paper, judged),
-        *_summary(paper, judged),
-        *_folded("Every claim of the paper in its order, with its verdicts", _every(paper, judged)),
-        *_folded("Every case with its cross-checks", _cross_checks(paper, judged), _classes(flow, paper)),
-        *_questions(flow, paper),
-        *_findings(paper, shown),
-    ]
-    text = "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    facts = {
+        "paper": paper,
+        "about": papers.ABOUT[paper],
+        "scale": at,
+        "first": _first(paper, judged),
+        "measured": content.measured,
+        "picture": _picture(flow, paper, out),
+        "grids": [_link(paper, number) for number in grids],
+        "notes": _notes(paper),
+        "ablated": any(one.spec.ablations for one in judged),
+        "verdicts": _verdicts(flow, paper, judged, grids),
+        "own_numbers": _own_numbers(judged),
+        "summary": _summary(paper, judged),
+        "every_claim": _every(paper, judged),
+        "cross_checks": _cross_checks(paper, judged),
+        "classes": _classes(flow, paper),
+        "questions": _questions(flow, paper),
+        "findings": _findings(paper),
+        "elsewhere": [f"[^{f.id}]" for f in papers.audit(paper) if not shown & set(f.table.split("; "))],
+    }
+    text = re.sub(r"\n{3,}", "\n\n", _templates().get_template("page.md.jinja").render(facts))
     write_text(out / f"{paper}.md", text)
     return text
+
+
+def section(name: str, *data: Any, **named: Any) -> str:
+    """A section of a page as Markdown: a macro of `page_sections.md.jinja` with its data."""
+    sections = _templates().get_template("page_sections.md.jinja").module
+    return getattr(sections, name)(*data, **named)
+
+
+@cache
+def _templates() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent)
+    how = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
+    return Environment(loader=loader, **how)
 
 
 def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
@@ -101,87 +109,52 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
     return written
 
 
-def _measured_grids(paper: str, grids: Sequence[str]) -> Iterator[str]:
-    """Links to the pages of the tables that are measured."""
-    if grids:
-        yield f"Every measured cell, table by table: {', '.join(_link(paper, number) for number in grids)}."
-
-
-def _notes(paper: str) -> Iterator[str]:
-    """What the specs of printed tables note of them, such as what is trained on; once what several note."""
+def _notes(paper: str) -> dict[str, list[str]]:
+    """What the specs of printed tables note, such as what is trained on, with the titles of the tables that note it."""
     about: dict[str, list[str]] = {}
     for number in papers.tables(paper):
         for note in tables.table(paper, number).notes:
             about.setdefault(note, []).append(own_numbers.title(number))
-    if about:
-        yield "\n".join(f"- {', '.join(titles)}: {note}" for note, titles in about.items())
+    return about
 
 
 def _link(paper: str, number: str) -> str:
     return f"[{own_numbers.title(number)}]({paper}/table{number}.md)"
 
 
-def _first(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+def _first(paper: str, judged: Sequence[Judged]) -> list[Judged]:
     """What a reader should know first: measured claims, the headline's, then others of the paper's tables."""
     of = {id(one.spec): one for one in judged}
     headline = [of[id(claim)] for claim in tables.headline_claims() if id(claim) in of]
     others = [one for one in judged if one not in headline and not one.spec.target]
-    first = [one for one in (*headline, *others) if one.measured]
-    yield "## First"
-    if not first:
-        yield "No claim of it is measured yet; what its own numbers say is below."
-        return
-    lines = []
-    for one in first[:FIRST]:
-        shown = content.measured(one)
-        lines.append(f"- {one.spec.says}: **{one.said}**, {shown}. Printed: {one.spec.printed}.")
-    yield "\n".join(lines)
+    return [one for one in (*headline, *others) if one.measured][:FIRST]
 
 
-def _folded(summary: str, *parts: Iterator[str]) -> Iterator[str]:
-    """Parts that are shown when they are asked for; a heading in them stays outside."""
-    every = list(chain(*parts))
-    while every and every[0].startswith("## "):
-        yield every.pop(0)
-    yield f"<details>\n<summary>{summary}</summary>"
-    yield from every
-    yield "</details>"
-
-
-def _summary(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
-    """How many claims have which verdict, and which have none."""
-    yield "## What was seen, and what not"
-    words: dict[str, list[Judged]] = {}
+def _summary(paper: str, judged: Sequence[Judged]) -> dict[str, list]:
+    """Which claims have which verdict, and which have none."""
+    by_word: dict[str, list[str]] = {}
+    undecided = judging.PLAIN[judging.UNDECIDED]
     for one in judged:
         if one.verdict:
-            word = (
-                judging.PLAIN[judging.UNDECIDED]
-                if one.verdict.startswith(judging.PLAIN[judging.UNDECIDED])
-                else one.verdict
-            )
-            words.setdefault(word, []).append(one)
+            word = undecided if one.verdict.startswith(undecided) else one.verdict
+            says = f", {one.spec.says}" if one.measured else ""
+            by_word.setdefault(word, []).append(_ids(one) + says)
     order = [judging.ON_STAND_INS, *judging.PLAIN, *reversed(judging.DIRECTIONS)]
-    lines = []
-    for word in sorted(words, key=lambda word: order.index(word) if word in order else len(order)):
-        said = (f"{_ids(one)}{f', {one.spec.says}' * one.measured}" for one in words[word])
-        lines.append(f"- {word} ({len(words[word])}): {'; '.join(said)}")
-    yield "\n".join(lines)
+    words = sorted(by_word, key=lambda word: order.index(word) if word in order else len(order))
     bare = own_numbers.without_predicate(paper, [one.spec for one in judged])
-    if bare:
-        listed = (f"{line['id']} {line['statement']} ({line['where']}; {_carrier(line)})" for line in bare)
-        yield f"Without a predicate ({len(bare)}): {'; '.join(listed)}."
-    known = own_numbers.by_formula(bare)
-    if known:
-        lines = (f"{line['id']} {line['recomputed']} ({own_numbers.WORDS[line['consistent']]})" for line in known)
-        yield f"Of these by arithmetic on printed numbers ({len(known)}): {'; '.join(lines)}."
     reasons = judging.unjudged(paper)
-    left = [line["id"] for line in bare if line["id"] in reasons]
-    if left:
-        lines = (f"{name} {reasons[name]}" for name in left)
-        yield f"Of these nothing can judge ({len(left)}): {'; '.join(lines)}."
+    by_formula = []
+    for line in own_numbers.by_formula(bare):
+        by_formula.append(f"{line['id']} {line['recomputed']} ({own_numbers.WORDS[line['consistent']]})")
+    return {
+        "verdicts": [{"word": word, "claims": by_word[word]} for word in words],
+        "bare": [f"{line['id']} {line['statement']} ({line['where']}; {_carrier(line)})" for line in bare],
+        "by_formula": by_formula,
+        "unjudged": [f"{line['id']} {reasons[line['id']]}" for line in bare if line["id"] in reasons],
+    }
 
 
-def _every(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+def _every(paper: str, judged: Sequence[Judged]) -> str:
     """One line a claim of the paper: what it prints, what its own numbers say, every verdict or why there is none."""
     reasons = judging.unjudged(paper)
     rows = []
@@ -195,7 +168,7 @@ def _every(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
         verdict = "; ".join(said) or reasons.get(name) or f"no predicate ({_carrier(line)})"
         rows.append([name, line["statement"], printed, "; ".join(by_cells) or "–", verdict])
     head = ("claim", "what it says", "printed", "its own numbers", "verdict here, or why none")
-    yield markdown(Sheet("Claims in the paper's order", head, rows, left=len(head)))
+    return _table(Sheet("Claims in the paper's order", head, rows, left=len(head)))
 
 
 def _carrier(line: Mapping[str, str]) -> str:
@@ -211,13 +184,12 @@ def _ids(one: Judged) -> str:
     return f"{one.spec.claim.partition(' ')[2] or bare} ({own_numbers.title(_numbers(one)[0])})"
 
 
-def _picture(flow: Workflow, paper: str, out: Path) -> Iterator[str]:
-    path = out / f"{paper}.svg"
-    if (paper, PICTURE) in drawn.specified():
-        figure_files.draw(flow, f"{paper}/{PICTURE}", [path])
-        spec = drawn.figure(paper, PICTURE)
-        yield f"![{spec.title}]({path.name})"
-        yield f"{spec.title}. Printed: {spec.printed or 'no numbers'}."
+def _picture(flow: Workflow, paper: str, out: Path) -> drawn.FigureSpec | None:
+    """The spec of the page's picture, which is drawn; None where there is none."""
+    if (paper, PICTURE) not in drawn.specified():
+        return None
+    figure_files.draw(flow, f"{paper}/{PICTURE}", [out / f"{paper}.svg"])
+    return drawn.figure(paper, PICTURE)
 
 
 def _numbers(one: Judged) -> list[str]:
@@ -225,7 +197,7 @@ def _numbers(one: Judged) -> list[str]:
     return [tables.split(name)[1] for name in (one.spec.table, *one.spec.more)]
 
 
-def _verdicts(flow: Workflow, paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> Iterator[str]:
+def _verdicts(flow: Workflow, paper: str, judged: Sequence[Judged], grids: Sequence[str]) -> str:
     """Every verdict by table with a link to its grid, the audit's findings on the table as footnotes at its title."""
     with_verdict = [one for one in judged if one.verdict]
     about: dict[str, set[str]] = {}  # by table all that its claims are about
@@ -248,17 +220,15 @@ def _verdicts(flow: Workflow, paper: str, judged: Sequence[Judged], grids: Seque
         if one.verdict in judging.DIRECTIONS:
             word += _why_it_fails(flow, one.spec)
         rows.append([one.spec.claim, one.spec.says, one.spec.printed, here, word, one.grade or "–"])
-    yield "## Verdicts"
-    yield markdown(Sheet("One line a claim; 95 % intervals", HEAD, rows, left=len(HEAD)))
+    return _table(Sheet("One line a claim; 95 % intervals", HEAD, rows, left=len(HEAD)))
 
 
-def _own_numbers(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+def _own_numbers(judged: Sequence[Judged]) -> str:
     """What arithmetic on the paper's own cells says of its claims; no verdict on the method, and without a grade."""
     rows = list(own_numbers.rows(judged))
-    if rows:
-        yield "## The paper's own numbers"
-        head = own_numbers.HEAD
-        yield markdown(Sheet("Arithmetic on printed cells, each within its rounding", head, rows, left=len(head)))
+    head = own_numbers.HEAD
+    title = "Arithmetic on printed cells, each within its rounding"
+    return _table(Sheet(title, head, rows, left=len(head))) if rows else ""
 
 
 def _why_it_fails(flow: Workflow, claim: ClaimSpec) -> str:
@@ -296,9 +266,9 @@ def _cause(text: str) -> str:
     return f"{row} ({own_numbers.title(tables.split(name)[1])})"
 
 
-def _cross_checks(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
+def _cross_checks(paper: str, judged: Sequence[Judged]) -> dict[str, Any]:
     """Every measured case that has cross-checks, once: its value and theirs, and by model how many are apart."""
-    yield "## Do the measures agree?"
+    cases = []
     seen: set[frozenset] = set()
     count: dict[tuple[str, str], list[bool]] = {}
     for one in sorted(judged, key=lambda j: -len(j.cases)):
@@ -319,24 +289,18 @@ def _cross_checks(paper: str, judged: Sequence[Judged]) -> Iterator[str]:
             rows.append([label, own, *(of.get(name, "–") for name in names)])
         if rows:
             head = ["case", "its own", *names]
-            yield markdown(Sheet(f"{one.spec.claim}: {one.spec.says}", head, rows, left=len(head)))
-    if not seen:
-        yield "No case with a cross-check is measured yet."
-        return
-    by_model = (f"{name} on {on} in {judging.counted(apart)}" for (on, name), apart in count.items())
-    said = "the 95 % interval of the difference to the claim's own value, on the windows that both have, excludes 0"
-    yield f"≠: {said}: {'; '.join(by_model)}."
-    if any(map(any, count.values())):
-        asked = (paper, CLASSES) in tables.own()
-        more = f"tables/{paper}/{CLASSES}.yaml asks it by token class" if asked else "no spec asks it"
-        yield f"Windows do not say which tokens make the difference; {more}."
+            cases.append(_table(Sheet(f"{one.spec.claim}: {one.spec.says}", head, rows, left=len(head))))
+    by_class = f"tables/{paper}/{CLASSES}.yaml" if (paper, CLASSES) in tables.own() else ""
     wanted = set(chain.from_iterable(one.spec.cross_checks for one in judged))
-    bare = sorted(wanted - {name for _, name in count})
-    if bare:
-        yield f"Not measured yet: {', '.join(bare)}."
+    return {
+        "cases": cases,
+        "apart": [f"{name} on {on} in {judging.counted(apart)}" for (on, name), apart in count.items()],
+        "classes_in": by_class if any(map(any, count.values())) else None,
+        "missing": sorted(wanted - {name for _, name in count}),
+    }
 
 
-def _classes(flow: Workflow, paper: str) -> Iterator[str]:
+def _classes(flow: Workflow, paper: str) -> str:
     """By model and cross-check, what each class of tokens adds to the difference of two recovered shares.
 
     The spec CLASSES has a class a row, a text a column, and two pairs of measures, damage and what of it is recovered:
@@ -344,7 +308,7 @@ def _classes(flow: Workflow, paper: str) -> Iterator[str]:
     what the cross-checks are compared with.
     """
     if (paper, CLASSES) not in tables.own():
-        return
+        return ""
     by_key = table_results.table_results(flow, paper, CLASSES).by_key
     cells = [one.cell for one in by_key.values()]
     rows = []
@@ -368,34 +332,34 @@ def _classes(flow: Workflow, paper: str) -> Iterator[str]:
             most = max(values[1:], key=lambda one: abs(one.value))
             shown = [content.quantity(one.value, one.lo, one.hi) + " ←" * (one is most) for one in values]
             rows.append([f"{next(iter(mine.values())).stand_in} {measures[2] if text == texts[0] else text}", *shown])
-    if rows:
-        title = "Which tokens make the difference: points of the recovered share, by class; ← at the largest"
-        yield markdown(Sheet(title, [f"less that of {texts[0]}", "all tokens", *classes], rows, left=1))
+    title = "Which tokens make the difference: points of the recovered share, by class; ← at the largest"
+    return _table(Sheet(title, [f"less that of {texts[0]}", "all tokens", *classes], rows, left=1)) if rows else ""
 
 
-def _questions(flow: Workflow, paper: str) -> Iterator[str]:
+def _questions(flow: Workflow, paper: str) -> list[dict[str, Any]]:
     """The specs of our own, such as what the paper leaves open; of rows without any measured cell their names."""
+    asked = []
     for one, name in tables.own():
         if one != paper:
             continue
         results = table_results.table_results(flow, paper, name)
-        yield f"## {name[0].upper()}{name[1:]}"
         measured = {m.row for m in results.measurements if m.status in SHOWN}
-        if measured:
-            yield markdown(content.sheet(results, only=measured))
-        if rows := "; ".join(dict.fromkeys(cell.row for cell in results.cells if cell.row not in measured)):
-            yield f"{tables.table(paper, name).title}. " * (not measured) + f"Not measured yet: {rows}."
+        facts = {"name": name, "title": tables.table(paper, name).title}
+        facts["table"] = _table(content.sheet(results, only=measured)) if measured else ""
+        facts["missing"] = list(dict.fromkeys(cell.row for cell in results.cells if cell.row not in measured))
+        asked.append(facts)
+    return asked
 
 
-def _findings(paper: str, shown: set[str]) -> Iterator[str]:
-    """The audit, as footnotes by id; those of tables without a claim are named here."""
-    findings = papers.audit(paper)
-    yield "## Where the paper and its own numbers differ"
-    rest = [f"[^{f.id}]" for f in findings if not shown & set(f.table.split("; "))]
-    yield f"{len(findings)} findings; at the tables above, and elsewhere: {' '.join(rest) or 'none'}."
+def _findings(paper: str) -> list[dict[str, str]]:
+    """The audit, as the text of footnotes by id."""
     notes = []
-    for f in findings:
+    for f in papers.audit(paper):
         where = f"Table {f.table}" if f.table[:1].isdigit() else f.table
         text = f"{where}, {f.cell}: printed {f.printed}; recomputed {f.recomputed}; difference {f.difference}."
-        notes.append(f"[^{f.id}]: " + text.replace("<", "\\<"))
-    yield "\n".join(notes)
+        notes.append({"id": f.id, "text": text.replace("<", "\\<")})
+    return notes
+
+
+def _table(sheet: Sheet) -> str:
+    return markdown(sheet).strip("\n")

@@ -293,10 +293,20 @@ def test_a_question_shows_the_rows_with_a_measured_cell_and_names_the_others(flo
         return Measured(cell, m)
 
     monkeypatch.setattr(measure, "one_measured", measured)
-    text = "\n".join(page._questions(flow, "spear")).partition("## Memory")[2].partition("## ")[0]
+    text = page.section("questions", page._questions(flow, "spear")).partition("## Memory")[2].partition("## ")[0]
     assert "| LoftQ |" in text and "| LQER |" not in text and "Measured on a GPU, commit 0123456." in text
     assert re.search(r"^Not measured yet: SPEAR, effort .25; gate off, effort .25; .*LQER", text, re.MULTILINE)
     assert not re.search(r"^[. ]*\.$", text, re.MULTILINE), "no remark is empty: stored bits have no protocol"
+
+
+def cross_checks(paper, *claims):
+    """The section of the page that says whether measures agree."""
+    return page.section("cross_checks", **page._cross_checks(paper, claims))
+
+
+def summary(claim):
+    """The section of SPEAR's page that counts verdicts."""
+    return page.section("summary", **page._summary("spear", [claim]))
 
 
 def test_cross_checks_that_are_apart_are_marked_and_counted_by_model():
@@ -304,19 +314,17 @@ def test_cross_checks_that_are_apart_are_marked_and_counted_by_model():
     c4 = CrossCheck("C4", 0.6, 0.5, 0.7, judging.HOLDS, False)
     one = judged(case(ONE, 0.7, judging.HOLDS, kl, c4), case(TWO, 0.6, judging.HOLDS, kl._replace(apart=False)))
     again = dataclasses.replace(one, spec=dataclasses.replace(CLAIM, says="the same again"))
-    text = "\n".join(page._cross_checks("spear", [one, again]))
+    text = cross_checks("spear", one, again)
     assert f"| of {ONE} | 70.0 % [60.0, 80.0] | 30.0 % [25.0, 35.0] ≠ | 60.0 % [50.0, 70.0] |" in text
     assert f"| of {TWO} | 60.0 % [50.0, 70.0] | 30.0 % [25.0, 35.0] | – |" in text
     assert f"KL on of {ONE} in 1 of 1 case; C4 on of {ONE} in 0 of 1 case; KL on of {TWO} in 0 of 1 case." in text
     assert "tables/spear/tokens.yaml asks it by token class" in text, "what names the tokens is said"
-    assert "no spec asks it" in "\n".join(page._cross_checks("spqt", [one]))
+    assert "no spec asks it" in cross_checks("spqt", one)
     assert "the same again" not in text, "a case is shown once"
     assert "Not measured yet: held-out." in text
-    calm = "\n".join(page._cross_checks("spear", [judged(case(ONE, 0.7, judging.HOLDS, c4))]))
+    calm = cross_checks("spear", judged(case(ONE, 0.7, judging.HOLDS, c4)))
     assert "token class" not in calm and "≠ |" not in calm
-    assert "No case with a cross-check is measured yet." in "\n".join(
-        page._cross_checks("spear", [judged(case(ONE, 0.7, 0))])
-    )
+    assert "No case with a cross-check is measured yet." in cross_checks("spear", judged(case(ONE, 0.7, 0)))
 
 
 def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
@@ -347,15 +355,15 @@ def test_the_class_of_tokens_that_makes_two_measures_differ_is_named(spear):
 def test_the_summary_counts_verdicts_and_leaves_out_what_is_printed_alone():
     part = judged(case(ONE, 0.7, judging.HOLDS), Case(TWO, ">= 0.5", 0.6, missing="not_run"))
     part = dataclasses.replace(part, verdict="undecided, 1 of 2 hold")
-    text = "\n".join(page._summary("spear", [part]))
+    text = summary(part)
     assert f"- undecided (1): C001 C004 (Table 1), {CLAIM.says}\n" in text
     bare = dataclasses.replace(part, measured=False, verdict="no verdict: not run")
-    assert "- no verdict: not run (1): C001 C004 (Table 1)\n" in "\n".join(page._summary("spear", [bare]))
+    assert "- no verdict: not run (1): C001 C004 (Table 1)\n" in summary(bare)
     alone = dataclasses.replace(bare, verdict="", own_numbers="consistent")
-    text = "\n".join(page._summary("spear", [alone]))
+    text = summary(alone)
     assert "C001 C004" not in text
     assert "C002 " in text and "C001 share" not in text, "claims without a predicate are named"
-    numbers = "\n".join(page._own_numbers("spear", [alone, part]))
+    numbers = page._own_numbers([alone, part])
     assert numbers.count(CLAIM.says) == 1 and "| consistent" in numbers
 
 
