@@ -185,6 +185,7 @@ inline u32 __reduce_add_sync(unsigned, u32 v) {
     __syncwarp();
     return got;
 }
+inline u32 __ballot_sync(unsigned, bool v) { return __reduce_add_sync(0, u32(v) << threadIdx.x % 32); }
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -389,6 +390,7 @@ inline u32 from_e4m3(u32 two) { // exponent and mantissa as those of a small flo
     return to_halves<0>(one(two), one(two >> 8));
 }
 inline u32 kept(u32 v) { return v; }
+inline const char *kept(const char *p) { return p; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline float __fmaf_ru(float a, float b, float c) { // exact in double for factors of a few bits
     double exact = (double)a * b + c;
