@@ -44,10 +44,12 @@ SOURCE = Path(__file__).with_suffix(".cu")
 TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
 TOKEN, OTHERS = 20, 48  # registers of a thread for a unit of a token, and for everything else
 SHARED_TOKEN = 320  # bytes of a unit of x in shared memory
+HELD = 200_000  # bytes of weights that the shared memory of an SM holds beside sums
 STATIC = 1024  # bytes of shared memory of a block for its mbarriers and the system
 MOST_LAYERS = 3  # of a launch, each with columns of its own
 MOST_WARPS = 32  # of an SM that multiply
-SPACE = []  # warps of a thread block; tiles of 8 rows in a copy, or on their way to registers; blocks of an SM
+# Warps of a thread block; tiles of 8 rows in a copy, or on their way to registers; blocks of an SM; of a cluster.
+SPACE = []
 for warps in (4, 6, 7, 8, 9, 10, 14, 16, 17, 18, 28, 31, 32):
     for tiles in (1, 2, 3, 4):
         for blocks in (1, 2, 3, 4, 5):
@@ -55,6 +57,13 @@ for warps in (4, 6, 7, 8, 9, 10, 14, 16, 17, 18, 28, 31, 32):
                 SPACE.append({"warps": warps, "tiles": tiles, "blocks": blocks, "bulk": False})
         if tiles < 4:
             SPACE.append({"warps": warps, "tiles": tiles, "blocks": 1, "bulk": True})
+for warps, blocks in ((6, 2), (7, 2), (8, 2), (8, 1), (9, 1), (14, 1), (16, 1)):  # whose registers hold four tokens
+    for tiles in (1, 2, 3):
+        for split in (1, 2, 4):
+            for bulk in (False, True):
+                config = {"warps": warps, "tiles": tiles, "blocks": blocks, "bulk": bulk}
+                SPACE += [config | {"split": split} if split > 1 else config]
+SPACE = [config for place, config in enumerate(SPACE) if config not in SPACE[:place]]
 CHECKED = [  # that tests on a GPU and the sanitizer run, too
     {"warps": 4, "tiles": 2, "blocks": 1, "bulk": True},
     {"warps": 4, "tiles": 3, "blocks": 2, "bulk": False},
@@ -106,24 +115,42 @@ def configuration(kernel: str, m: int, rows: int, columns: int, device: torch.de
 def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, processors: int = 132) -> dict:
     """The configuration of an untuned shape: what was fastest of some on an H200.
 
-    One token: loads, a warp for every unit of the columns up to 32 of them, and blocks that fill an SM with 32 warps.
-    Several: bulk copies, which arrive while all of them are quantized.
+    One token: loads, a warp for every unit of the columns up to 32 of them, and blocks that fill an SM with warps.
+    Several: bulk copies, which arrive while all of them are quantized, and blocks of a cluster that share the columns
+    where the registers of one do not hold what it needs of the tokens.
 
     Args:
         ready: activations are quantized beforehand.
         m: tokens.
         rows: N.
         columns: K.
-        bulk: the device has bulk copies.
+        bulk: the device has bulk copies, and clusters.
         processors: its SMs.
     """
     units = -(-columns // (form.GROUP * form.GROUPS))
     own = -(-units // (MOST_WARPS if m == 1 else MOST_WARPS - 1))
     warps = -(-units // own)
+    if m > 1 and bulk:
+        return of_several(units, -(-rows // form.ROWS), processors)
     if m > 1:
-        return {"warps": warps, "tiles": 2 if bulk and warps < 16 else 1, "blocks": 1, "bulk": bulk}
-    blocks = 1 if own > 1 else 3 if warps <= 8 else max(1, min(2, MOST_WARPS // warps))
-    return {"warps": warps, "tiles": 2 if own == 1 else 1, "blocks": blocks, "bulk": False}
+        return {"warps": warps, "tiles": 1, "blocks": 1, "bulk": False}
+    if own > 1:
+        return {"warps": warps, "tiles": 1, "blocks": 1, "bulk": False}
+    blocks = 3 if warps <= 8 else max(1, min(2, MOST_WARPS // warps))
+    return {"warps": warps, "tiles": 3 if warps <= 10 else 2, "blocks": blocks, "bulk": False}
+
+
+def of_several(units: int, tiles: int, processors: int) -> dict:
+    """The configuration for 2 to 4 tokens, units of columns and tiles of rows of an untuned shape."""
+    held = tiles * units * form.UNIT <= processors * HELD  # all weights wait in shared memory, and no warp refills it
+    # The registers of 16 warps and one that refills do not hold what is needed of four tokens.
+    split = 1 if units <= 15 + held else 2 if units <= 32 else 4
+    share = -(-units // split)
+    warps = -(-share // -(-share // 16))
+    if split == 1 and warps <= 8 and held and tiles >= 6 * processors:  # three of each block
+        return {"warps": warps, "tiles": 1, "blocks": 2, "bulk": True}
+    config = {"warps": warps, "tiles": 2 if warps <= 8 else 1, "blocks": 1, "bulk": True}
+    return config if split == 1 else config | {"split": split}
 
 
 @cache

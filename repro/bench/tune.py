@@ -159,17 +159,21 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[TuningPoint]:
 
     points = []
     for n, k in (*two_bit.TABLE7, *two_bit.STEP, *two_bit.SPLIT_LAYERS):
-        space = [config for config in module.SPACE if shares_evenly(config["warps"], k)]
         for m in (1, 4) if (n, k) in two_bit.TABLE7 else (1,):
+            space = [config for config in module.SPACE if worth_trying(config, m, k)]
             case = {"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}
             points.append(TuningPoint(f"{m}x{n}x{k}", space, functools.partial(prepare, case)))
     return points
 
 
-def shares_evenly(warps: int, columns: int) -> bool:
-    """Whether so many warps of w2a2_gemv.cu share units of 512 columns, and fewer would have more of them each."""
-    units = -(-columns // 512)
-    return warps == -(-units // -(-units // warps))
+def worth_trying(config: Config, tokens: int, columns: int) -> bool:
+    """Whether the warps of a configuration of w2a2_gemv.cu share units of 512 columns, and fewer would have more each.
+
+    One token never needs the registers of several blocks.
+    """
+    split, warps = config.get("split", 1), config["warps"]
+    units = -(-columns // (512 * split))
+    return (split == 1 or tokens > 1) and warps == -(-units // -(-units // warps))
 
 
 TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {

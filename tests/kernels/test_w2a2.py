@@ -4,6 +4,7 @@ The Triton kernel of `quantize_2bit` runs in the interpreter in `test_kernels_tr
 """
 
 import itertools
+import math
 import shutil
 import subprocess
 import types
@@ -182,7 +183,7 @@ SOURCE_CASES = [  # tokens, rows, columns, type of x, what else; warps, tiles, b
     (2, 21, 640, "bfloat16", {"split": 30}, (1, 3, 1, False), SHARED),
     (4, 19, 1120, "bfloat16", {"split": 100}, (1, 2, 1, True), SHARED),  # two tokens at a time
     (4, 19, 1632, "bfloat16", {}, (1, 1, 1, False), SHARED),  # x in shared memory
-    (4, 43, 1120, "bfloat16", {}, (2, 2, 1, True, 2), SHARED),  # two blocks of a cluster, with two units and one
+    (4, 43, 1120, "bfloat16", {}, (3, 2, 1, True, 2), SHARED),  # two blocks of a cluster, with two units and one
     (3, 43, 2592, "float32", {"split": 120}, (1, 1, 2, False, 3), SHARED),  # three of them, two clusters
     pytest.param(1, 3, 32, "float32", {"real": True}, (2, 2, 1, True), SHARED, marks=pytest.mark.slow),
     pytest.param(2, 50, 1056, "float32", {"split": 30, "real": True}, (3, 1, 1, False), SHARED, marks=pytest.mark.slow),
@@ -347,15 +348,22 @@ def test_a_plan_covers_the_rows_and_fits_shared_memory():
     """Bulk copies of every shape: as many as a block needs, or as fit."""
     for (rows, columns), tokens in itertools.product(SHAPES, (1, 4)):
         how = planned(tokens, rows, columns, bulk=True)
-        stages, tiles, longest = (how.macros[name] for name in ("STAGES", "TILES", "MOST"))
-        down = -(-rows // 8)
-        assert how.grid == min(down, 132 * how.macros["BLOCKS"]) and longest == -(-down // how.grid)
-        copy = tiles * -(-columns // 512) * 1184
+        stages, tiles, longest, split = (how.macros[name] for name in ("STAGES", "TILES", "MOST", "SPLIT"))
+        down, at_once = -(-rows // 8), {1: 132, 2: 66, 4: 30}[split] * how.macros["BLOCKS"]
+        assert how.grid == split * min(down, at_once) and longest == -(-down // min(down, at_once))
+        copy = tiles * math.ceil(math.ceil(columns / 512) / split) * 1184
         room = 232448 // how.macros["BLOCKS"] - 1024
         assert how.shared <= room
         assert stages == -(-longest // tiles) or how.shared + copy > room
     with pytest.raises(ValueError, match="4 tokens of 5120 groups do not fit 232448 bytes"):
-        planned(4, 8192, 163840, bulk=True)
+        planned(4, 8192, 163840, bulk=True, split=1)
+    with pytest.raises(ValueError, match="4 thread blocks of a cluster for 3 units of columns"):
+        planned(4, 8192, 1536, split=4)
+
+
+def test_four_tokens_stay_in_registers_at_every_shape():
+    for rows, columns in SHAPES:
+        assert planned(4, rows, columns).macros["KEPT"] == 1
 
 
 def test_what_a_device_lacks_for_bulk_copies_is_said():
