@@ -21,7 +21,7 @@ LONGEST = (  # of these only the first needs the build that workers share at onc
     "test_workflow.py", "test_page.py", "test_interrupt.py", "test_w4a16_gemm.py", "test_kernels_triton.py",
     "test_engine_sparse.py", "test_spinquant.py", "test_statistics.py", "test_engine.py", "test_limited.py",
     "test_bad_input.py", "test_wna16_gemv.py", "test_toy_kind.py", "test_pool.py", "test_package.py",
-    "test_plan_verify.py",
+    "test_verify.py",
 )  # fmt: skip
 
 

@@ -123,7 +123,6 @@ NAMES: list[Case] = [
     (("table", "spear/table99"), ("unknown table 'spear/table99'", "did you mean 'spear/table9'"), None),
     (("table", "spear/figure99"), ("unknown figure", "spear/figure4"), None),
     (("table", "audit"), ("tables/audit.csv", "cannot be written"), write("tables", "")),
-    (("plan", "spear/table99"), ("unknown table 'spear/table99'",), None),
     (("verify", "--seed", "1"), ("--seed and --minutes belong to a draw; add --sample N",), None),
     (("verify", "--sample", "0"), ("'0' is not a whole number of 1 or more",), None),
     (("verify", "spear/table99"), ("unknown table 'spear/table99'",), None),

@@ -197,7 +197,6 @@ def of_settings():
     yield f"Python {re.search(r'requires-python = .>=([0-9.]+)', text)[1]} or newer"
     at = scales.load(name="pocket")
     yield f"the first {at.replicate.windows} windows or {at.replicate.items} items"
-    assert at.replicate.seconds == 120
     yield "marked, as in `27.1*8` for 8 windows"
     rounds, trains = replicate.BOUNDS["nats"]
     yield f"within {rounds:g} nats a token, what calibrates or trains within {trains:g}"

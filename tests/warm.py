@@ -29,7 +29,7 @@ LIBRARIES = (
     "matplotlib.pyplot",
 )  # fmt: skip
 
-STARTED = ("snakemake", "repro.workflow.fork_server")  # modules that a build runs as processes of their own
+STARTED = ("snakemake",)  # modules that a build runs as processes of their own
 
 
 @cache

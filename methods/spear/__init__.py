@@ -23,7 +23,7 @@ from repro.models.lowbit import LowBitModel
 
 VERSION = 1
 CALIBRATED = True
-COST = 10.0  # relative to RTN, for scheduling alone
+COST = 50.0  # relative to RTN, for scheduling alone
 KIND = "compensator"  # a layer takes one
 
 

@@ -1,12 +1,11 @@
-"""Build targets with Snakemake and print the tables among them."""
+"""Build targets and print the tables among them."""
 
 import argparse
 import os
 
 from repro.cli import options as common
 from repro.cli import show
-from repro.make import build
-from repro.specs import names, scale_files
+from repro.specs import names
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +18,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Build targets, print the tables among them, then the paths of each paper's own Table 1."""
     names.check_targets(args.targets)
-    scale = scale_files.file_of(args.scale).stem
-    if args.config or args.configfile:  # what is wrong with them is said before Snakemake starts
-        scale = common.workflow(args, stored=True).scale.name
-    code = build.build(args.targets, args.cores, scale, args.configfile, args.config or ())
+    from repro.make import build
+
+    code = build.build(args.targets, args.cores, common.workflow(args, stored=True).scale)
     if code:
         return code
     for target in args.targets:

@@ -13,7 +13,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     draw = "rebuild N stored cells that this machine can rebuild, drawn at random, and compare them window by window"
     parser.add_argument("--sample", type=common.number(1), metavar="N", help=draw)
     parser.add_argument("--seed", type=common.number(0), default=0, metavar="S", help="seed of the sample (default 0)")
-    minutes = "draw only what takes no longer than that together, as plan estimates it"
+    minutes = "start no job after this many minutes, and compare what is rebuilt by then; 0: no limit"
     parser.add_argument("--minutes", type=common.number(0, float), default=0.0, metavar="M", help=minutes)
 
 

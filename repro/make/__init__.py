@@ -1,1 +1,1 @@
-"""Builds: what Snakemake asks of specs and a scale, the plan of a build, its progress line."""
+"""Builds: what Snakemake asks of specs and a scale, and one build from its jobs to what is drawn of them."""

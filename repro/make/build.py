@@ -1,161 +1,97 @@
-"""Build targets with Snakemake behind one progress line."""
+"""A build: the pool runs the jobs behind the targets, then tables, figures and pages are drawn here.
+
+It does what the rules of the Snakefile do, in one process that has imported everything once.
+"""
 
 import contextlib
 import fcntl
-import os
-import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+from tqdm import tqdm
 
 from repro.core.errors import UserError
-from repro.core.files import HOME, writing
-from repro.core.machine import gpus
-from repro.workflow import fork_server
+from repro.core.files import writing
+from repro.render.draw import DRAWN
+from repro.results import replicate
+from repro.specs import figures, tables
+from repro.specs.names import OWN, canonical
+from repro.specs.scale import Scale
+from repro.store.job import Job, distinct
+from repro.workflow import pool
+from repro.workflow.workflow import Workflow
 
-LOG = Path("build") / "logs" / "snakemake.log"
-STEPS = re.compile(r"(\d+) of (\d+) steps \((\d+)%\) done")
 
-
-def build(
-    targets: Sequence[str],
-    cores: int,
-    scale: str,
-    configfile: Path | None = None,
-    config: Sequence[str] = (),
-) -> int:
-    """Run Snakemake on `targets`, which exist; returns its exit code, 2 for bad input.
-
-    Args:
-        scale: its name.
-        configfile: a scale's file, in place of the one of that name in config/.
-        config: KEY=VALUE for single keys of it.
+def build(targets: Sequence[str], cores: int, at: Scale) -> int:
+    """Build targets (`names.targets`) at a scale; returns the exit code, 2 where a job failed.
 
     Raises:
-        UserError: another build at work in this folder.
+        UserError: another build at work in this folder, or damaged results.
     """
-    words = [sys.executable, "-m", "snakemake", "-s", str(HOME / "Snakefile"), "--cores", str(cores)]
-    words += ["--rerun-incomplete", "--nocolor", "--resources", f"gpu={max(1, gpus())}"]
-    words += ["--configfile", str(configfile)] if configfile else []
-    words += ["--config", *config] if config else []
-    env = os.environ | ({} if configfile else {"SCALE": scale})
-    with _alone(Path.cwd()) as lock, fork_server.running() as server:
-        return _watched([*words, "--", *targets], env | server, lock)
-
-
-def _watched(words: list[str], env: dict[str, str], lock: int) -> int:
-    """Run Snakemake, its output to the log; one line of progress, and the first sentence of what failed last.
-
-    Snakemake inherits the descriptor `lock`, so that the folder stays locked while it lives, whatever becomes of us.
-    """
-    with writing(LOG):
-        LOG.parent.mkdir(parents=True, exist_ok=True)
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with open(LOG, "w", encoding="utf-8") as log:
-            process = subprocess.Popen(words, env=env, **pipe, pass_fds=(lock,), start_new_session=True)
-            try:
-                shown, code = _follow(process.stdout, log), process.wait()
-            except KeyboardInterrupt:
-                _end(process, log)
-                print("\ninterrupted; run again to resume", file=sys.stderr)
-                return 130
+        with _alone(Path.cwd()):
+            planned = Workflow(at, remember=True)  # what is to be done is asked before any job has run
+            wanted = drawn_for(planned, targets)
+            if pool.run_on_machine(jobs_behind(planned, wanted), cores):
+                return 2
+            for folder in ("tables", "figures", "docs"):
+                for left in Path(folder).glob("**/.*.tmp*"):  # half written by a build that was killed
+                    left.unlink()
+            flow = Workflow(at, remember=True)
+            for what, name in tqdm(wanted, "drawing", leave=False, disable=not sys.stderr.isatty()):
+                DRAWN[what](flow, name)
+            return 0
     finally:
         signal.signal(signal.SIGTERM, before)
-    if shown and sys.stderr.isatty():
-        print(file=sys.stderr)
-    if code:
-        text = LOG.read_text(encoding="utf-8")
-        said = [line.strip() for line in text.splitlines() if line.strip().startswith("error: ")]
-        if not said:
-            print(f"the whole log: {LOG}", file=sys.stderr)
-        print(said[0] if said else _reason(text), file=sys.stderr)
-        return 2
-    if not shown:
-        print("Nothing to be done: everything is up to date.", file=sys.stderr)
-    return 0
 
 
-def _end(process: subprocess.Popen, log: Any) -> None:
-    """End Snakemake and its jobs: it cleans up behind itself, unless it is interrupted once more."""
-    try:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
-        log.writelines(process.stdout)
-    except KeyboardInterrupt:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def drawn_for(flow: Workflow, targets: Sequence[str]) -> list[tuple[str, str]]:
+    """What is drawn for targets, as its kind (`draw.DRAWN`) and name; what the headline table shows comes before it."""
+    wanted: list[tuple[str, str]] = []
+    for target in everything() if "all" in targets else targets:
+        folder, _, name = target.partition("/")
+        if folder == "docs":
+            wanted.append(("page", Path(name).stem))
+            continue
+        if canonical(target) == "table1":
+            wanted += [("table", f"{paper}/table1") for paper in flow.beside_headline()]
+        wanted.append((folder.removesuffix("s"), canonical(target)))
+    return list(dict.fromkeys(wanted))
 
 
-def _follow(lines: Any, log: Any) -> bool:
-    """Copy lines to the log, print progress; whether any job ran."""
-    total, shown = 0, False
-    for line in lines:
-        log.write(line)
-        log.flush()
-        if match := re.match(r"total\s+(\d+)$", line):
-            total = total or int(match[1])
-            if total:
-                shown = _say(0, total)
-        elif match := STEPS.search(line):
-            shown = _say(int(match[1]), int(match[2]))
-    return shown
+def everything() -> list[str]:
+    """A file of every table, figure and page."""
+    written = [f"tables/{name}.tex" for name in (*tables.names(), *OWN)]
+    drawn = [f"figures/{name}.svg" for name in figures.names()]
+    return [*written, *drawn, *(f"docs/{paper}.md" for paper in tables.pages())]
 
 
-def _say(done: int, total: int) -> bool:
-    end = "\r" if sys.stderr.isatty() else "\n"
-    if sys.stderr.isatty() or done in (0, total) or done * 10 // total != (done - 1) * 10 // total:
-        print(f"{done} of {total} jobs done", end=end, file=sys.stderr, flush=True)
-    return True
-
-
-def _reason(text: str) -> str:
-    """What Snakemake itself says of a failure, as one sentence."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["Snakemake failed without a word"]
-    marked = []
-    for mark in ("Exception", "Error"):
-        marked += [i for i, line in enumerate(lines) if mark in line]
-    return "error: " + " ".join(lines[marked[0] : marked[0] + 3] if marked else lines[-1:])[:400]
+def jobs_behind(flow: Workflow, wanted: Sequence[tuple[str, str]]) -> list[Job]:
+    """The jobs that a build of tables and figures runs here, in an order in which they can run; of a page none."""
+    jobs: list[Job] = []
+    for what, name in wanted:
+        if what != "page":
+            jobs += replicate.jobs(flow, name)
+    return distinct(jobs)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[int]:
-    """One build at a time in a folder; a lock that a dead Snakemake left is removed. Yields the lock's descriptor.
+def _alone(folder: Path) -> Iterator[None]:
+    """One build at a time in a folder, as long as one of its workers lives.
 
     Raises:
         UserError: another build is at work.
     """
-    path = folder / ".snakemake" / "repro.lock"
+    path = folder / "build" / "lock"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w", encoding="utf-8")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left = list((folder / ".snakemake" / "locks").glob("*.lock"))
-            busy = bool(left) and _working(folder)
         except BlockingIOError:
-            busy = True
-        if busy:
-            raise UserError(f"{folder}: another build is running here; wait until it ends")
-        for lock in left:
-            lock.unlink(missing_ok=True)
-        yield file.fileno()
-
-
-def _working(folder: Path) -> bool:
-    """Whether a Snakemake that a user started directly works in a folder."""
-    import psutil  # only where a lock was left
-
-    for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
-        if process.info["pid"] == os.getpid() or process.info["cwd"] != str(folder.resolve()):
-            continue
-        words = (process.info["cmdline"] or [])[:3]
-        if any(re.search(r"(^|/)snakemake$", word) for word in words):
-            return True
-    return False
+            raise UserError(f"{folder}: another build is running here; wait until it ends") from None
+        yield

@@ -14,6 +14,7 @@ from snakemake.io import ancient
 from repro import models
 from repro.core.errors import UserError, sentence, unknown
 from repro.core.files import HOME, ROOT
+from repro.make.build import everything
 from repro.metrics import KINDS
 from repro.papers.cell import table_name
 from repro.results import replicate
@@ -22,6 +23,7 @@ from repro.specs.names import FORMATS, OWN, canonical
 from repro.store import accepted, kernel_rows, provenance, row_list
 from repro.store.job import Job
 from repro.workflow import runner, versions
+from repro.workflow.pool import work_left
 from repro.workflow.workflow import Workflow
 
 __all__ = ["FORMATS", "SnakemakeAdapter", "config_file"]
@@ -70,7 +72,7 @@ class SnakemakeAdapter:
         self.kinds = "|".join(name for name in KINDS if name in runner.JOBS)
         self._jobs_of: dict[str, list[Job]] = {}
         self._known: dict[str, Job] = {}
-        self._seconds_left: dict[str, float] = {}
+        self._work_left: dict[str, float] = {}
 
     def _settle(self) -> None:
         """Let contents decide a rerun, in Snakemake's settings, which it makes after it has read the Snakefile.
@@ -98,18 +100,6 @@ class SnakemakeAdapter:
             by_id |= {job.id: job for job in self.jobs_of(name)}
         return by_id
 
-    def jobs_behind(self, targets: Iterable[str]) -> dict[str, Job]:
-        """The jobs that a build of target files runs here, by id; of `all` every job."""
-        by_id: dict[str, Job] = {}
-        for target in targets:
-            if not target.startswith(("tables/", "figures/")):
-                return self.jobs
-            name = canonical(str(Path(target).with_suffix("").relative_to(Path(target).parts[0])))
-            beside = [f"{paper}/table1" for paper in self.flow.beside_headline()] if name == "table1" else []
-            for each in (name, *beside):
-                by_id |= {job.id: job for job in self.jobs_of(each)}
-        return by_id
-
     def jobs_of(self, name: str) -> list[Job]:
         """The jobs that a build of a table or figure runs here."""
         if name not in self._jobs_of:
@@ -125,10 +115,8 @@ class SnakemakeAdapter:
 
     @plainly
     def everything(self) -> list[str]:
-        """Every table and every figure with a spec."""
-        drawn = [f"figures/{name}.svg" for name in figures.names()]
-        pages = [f"docs/{paper}.md" for paper in tables.pages()]
-        return [f"tables/{name}.tex" for name in (*tables.names(), *OWN)] + drawn + pages
+        """Every table, figure and page."""
+        return everything()
 
     @plainly
     def _job(self, wildcards: Any) -> Job:
@@ -143,15 +131,18 @@ class SnakemakeAdapter:
     def job_inputs(self, wildcards: Any) -> list[str]:
         """What a job reads: a local model's files, outputs of the jobs it needs, and the versions behind it.
 
-        The times of a model's files decide nothing: its fingerprint is part of the job's id.
+        The times of a model's files decide nothing: its fingerprint is part of the job's id. Of a job that is done
+        (`runner.done`), by whomever, no time decides anything.
         """
         self._settle()
         job = self._job(wildcards)
+        done = runner.done(job)
         weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
         needed = []
         for _, need in job.needs:
             needed += runner.outputs(need)
-        return [*_known_as([self._there(versions.file(job)), *needed]), *map(ancient, _known_as(weights))]
+        own = _known_as([self._there(versions.file(job, again=not done)), *needed])
+        return [*(map(ancient, own) if done else own), *map(ancient, _known_as(weights))]
 
     @plainly
     def job_json(self, wildcards: Any) -> str:
@@ -163,10 +154,10 @@ class SnakemakeAdapter:
         return int(self._job(wildcards).given().get("threads", 1))
 
     def priority(self, wildcards: Any) -> float:
-        """Expected seconds until all that waits for a job can have ended, so that the longest way is begun first."""
-        if len(self._seconds_left) != len(self._known):
-            self._seconds_left = _seconds_left(self._known.values())
-        return self._seconds_left[self._job(wildcards).id]
+        """How much work waits for a job, itself included, so that the longest chain is begun first."""
+        if len(self._work_left) != len(self._known):
+            self._work_left = work_left(self._known.values())
+        return self._work_left[self._job(wildcards).id]
 
     def gpus(self, wildcards: Any) -> int:
         """GPUs of a job."""
@@ -200,24 +191,6 @@ class SnakemakeAdapter:
         """The file of the hash of the code that draws: drawing is cheap, so it is done again after any change of it."""
         self._settle()
         return [self._there(versions.input_file("sources", provenance.sources_hash()))]
-
-
-def _seconds_left(jobs: Iterable[Job]) -> dict[str, float]:
-    """By id the expected seconds of each job and of the longest chain of jobs that waits for it."""
-    waiting: dict[str, list[Job]] = {job.id: [] for job in jobs}
-    for job in jobs:
-        for _, need in job.needs:
-            waiting[need.id].append(job)
-    seconds: dict[str, float] = {}
-
-    def left(job: Job) -> float:
-        if job.id not in seconds:
-            seconds[job.id] = replicate.expected_seconds(job) + max(map(left, waiting[job.id]), default=0.0)
-        return seconds[job.id]
-
-    for job in jobs:
-        left(job)
-    return seconds
 
 
 def _known_as(paths: Iterable[Path]) -> list[str]:

@@ -16,7 +16,6 @@ and on what a unit is. The bounds were fixed before the comparisons that they ju
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,11 @@ from repro.papers.cell import Cell, CellKey
 from repro.recipes import recipe
 from repro.results import measure, stored_rows
 from repro.results.measured import Measured
+from repro.specs.names import LEADERBOARD
 from repro.store.job import Job, distinct
 from repro.store.measurement import MEASURED
 from repro.store.observations import Series
-from repro.workflow import job_times, runner
+from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
 COMPARED = (
@@ -41,6 +41,8 @@ COMPARED = (
     "surface",
     "histogram",
 )  # kinds whose units are the same on every machine
+OVERVIEWS = ("table2", LEADERBOARD)  # which show the cells of all tables
+OF_TEXTS = ("tokens", "compress", "perplexity")  # kinds of jobs that take seconds on the first windows of a text
 SHARES = ("weights", "codes", "bins", "levels", "values", "groups")  # series of a histogram
 BOUNDS = {  # what a unit is: the bound for what only rounds, and for what calibrates or trains
     "nats": (1e-4, 3e-3),
@@ -150,15 +152,15 @@ def replica(flow: Workflow, stored: Measured) -> Replica | None:
 def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     """The cells of a table or figure that a build measures itself: stored ones again, and those without a stored value.
 
-    Stored ones are those that the scale names for the table, else what takes little time together, in their order. A
-    table that the scale names is one that everybody builds first: a kind that was never timed does not delay it.
+    Of stored ones those that the scale names for the table; of any other table what only rounds, which takes minutes.
+    An overview over all tables measures none of them again. What trains and has no stored value takes hours, and is
+    left to `run`. A table that the scale names is one that everybody builds first: it waits for texts alone.
     """
     if flow.stored_only or not flow.stored_first:
         return [], []
     again: list[Cell] = []
     missing: list[Cell] = []
-    always = name in flow.scale.replicate.tables
-    spent: dict[str, float] = {}
+    first = name in flow.scale.replicate.tables
     for cell in flow.table_cells(name):
         if not _has_jobs(flow, cell):
             continue
@@ -166,9 +168,10 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
         if not made or data.lacking(made):
             continue
         if stored_rows.stands(flow, cell):
-            if cell.measure in COMPARED and (_named(flow, cell) if always else _fits(flow, made, spent)):
+            wanted = _named(flow, cell) if first else name not in OVERVIEWS and _only_rounds(cell)
+            if wanted and cell.measure in COMPARED:
                 again.append(cell)
-        elif _seconds_if_too_long(flow, made) is None and not (always and _never_timed(made)):
+        elif not trains(made) and not (first and any(job.kind not in OF_TEXTS for job in made)):
             missing.append(cell)
     return again, missing
 
@@ -182,14 +185,13 @@ def jobs(flow: Workflow, name: str) -> list[Job]:
     return distinct([*wanted, *flow.brief.every_job(missing)])
 
 
-def too_long(flow: Workflow, cell: Cell) -> float | None:
-    """Seconds that a build's own measurement of a cell takes, estimated, where that is too long here; else None."""
-    return _seconds_if_too_long(flow, distinct(stored_rows.jobs(flow.brief, cell)))
-
-
-def _seconds_if_too_long(flow: Workflow, made: Sequence[Job]) -> float | None:
-    seconds = sum(map(expected_seconds, made))
-    return seconds if seconds > flow.scale.replicate.cell_seconds else None
+def trains(made: Sequence[Job]) -> bool:
+    """Whether one of the jobs trains a model."""
+    for job in made:
+        steps = recipe.parse(job.given()["recipe"]).steps if job.given().get("recipe") else ()
+        if any(step.work is not None for step in steps):
+            return True
+    return False
 
 
 def data_lacking(flow: Workflow, cell: Cell) -> str:
@@ -201,10 +203,9 @@ def _has_jobs(flow: Workflow, cell: Cell) -> bool:
     return flow.is_measured_here(cell) and not flow.is_external(cell) and any(flow.jobs(cell))
 
 
-def _never_timed(made: Sequence[Job]) -> bool:
-    """Whether the time of jobs is unknown, since no run of such a kind was timed."""
-    timed = {run.kind for run in _committed()}
-    return any(job.kind not in timed for job in made)
+def _only_rounds(cell: Cell) -> bool:
+    """Whether a cell's recipe rounds to nearest without a draw or a calibration."""
+    return not recipe.parse(cell.recipe).seeded
 
 
 def _named(flow: Workflow, cell: Cell) -> bool:
@@ -216,27 +217,6 @@ def _named(flow: Workflow, cell: Cell) -> bool:
     named = {recipe.parse(text).name: models for text, models in flow.scale.replicate.recipes.items()}
     rows = flow.scale.replicate.rows.get(cell.table, {})
     return cell.stand_in in {*named.get(recipe.parse(cell.recipe).name, ()), *rows.get(cell.row, ())}
-
-
-def _fits(flow: Workflow, made: Sequence[Job], spent: dict[str, float]) -> bool:
-    """Whether a table's own measurements, with these jobs, still take little time; `spent` are the seconds by job."""
-    new = {job.id: expected_seconds(job) for job in made if job.id not in spent}
-    if sum(spent.values()) + sum(new.values()) > flow.scale.replicate.seconds:
-        return False
-    spent |= new
-    return True
-
-
-@cache
-def _committed() -> tuple[job_times.JobTime, ...]:
-    """The committed times alone: what a build measures must not depend on what was built here before."""
-    return tuple(job_times.measured_times(build=job_times.KNOWN.parent))
-
-
-@cache
-def expected_seconds(job: Job) -> float:
-    """What a job takes here, by the committed times alone."""
-    return job_times.estimate(job, _committed())[0]
 
 
 # --- what a table says of it ------------------------------------------------------------------------------------------
@@ -278,12 +258,12 @@ def shown(
             changes[stored.cell.cell_key] = {"source": "differs", "note": _apart(replicated)}
     for key, one in by_key.items():
         if one.measurement.status == "not_run" and flow.stored_first and _has_jobs(flow, one.cell):
-            seconds, absent = too_long(flow, one.cell), data_lacking(flow, one.cell)
+            made, absent = distinct(stored_rows.jobs(flow.brief, one.cell)), data_lacking(flow, one.cell)
             if absent:
                 note = f"set REPRO_DATA to a folder that has {absent}, which is not carried by this repository"
                 changes[key] = {"note": note}
-            elif seconds is not None:
-                note = f"takes about {seconds / 60:.0f} minutes of a CPU core here"
+            elif trains(made):
+                note = f"trains for long; python -m repro run {name} --missing measures it"
                 changes[key] = {"status": "too_long", "note": note}
     return changes, said(again)
 

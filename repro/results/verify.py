@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,9 +13,9 @@ from repro.papers.cell import Cell, table_name
 from repro.results import measure, replicate, stored_rows
 from repro.specs import figures, tables
 from repro.store import accepted
-from repro.store.job import built_under, distinct
+from repro.store.job import Job, built_under, distinct
 from repro.store.measurement import Measurement
-from repro.workflow import job_times, pool
+from repro.workflow import pool, runner
 from repro.workflow.workflow import Workflow, has_cuda
 
 FOLDER = Path("build/verify")
@@ -59,8 +60,8 @@ class Sample:
     """A draw among stored cells: how many, from which seed, and for how long they may be rebuilt.
 
     Attributes:
-        minutes: of all jobs together as `plan` estimates them; a cell that would take longer is passed over. 0 is any
-            time.
+        minutes: after that many no further job is started, and cells that are not rebuilt by then are left out; 0 is
+            any time. What takes least comes first.
     """
 
     cells: int
@@ -93,9 +94,16 @@ def verify(flow: Workflow, names: list[str], sample: Sample | None = None) -> in
             if absent := flow.lacking(cell):
                 why = f"cannot be rebuilt: {absent}"
         raise UserError(f"verify: the stored cells of scale {flow.scale.name} {why}")
-    jobs = chain.from_iterable(stored_rows.jobs(flow, cell) for cell in here.values())
-    failed = pool.rebuild(distinct(jobs), FOLDER)
+    by_cell = {key: distinct(stored_rows.jobs(flow, cell)) for key, cell in here.items()}
+    jobs = distinct(chain.from_iterable(by_cell.values()))
+    minutes = sample.minutes if sample is not None else 0.0
+    failed = pool.rebuild(jobs, FOLDER, minutes, _lightest_first(by_cell)) > 0
     with built_under(FOLDER):
+        if failed and minutes:
+            failed = any(job.folder.is_dir() and not runner.done(job) for job in jobs)  # one that was begun
+            here = {key: cell for key, cell in here.items() if all(map(runner.done, by_cell[key]))}
+            rows = [row for row in rows if row.key in here]
+            print(f"{len(here)} of {len(by_cell)} cells were rebuilt in {minutes:g} minutes")
         new = {key: measure.fresh(flow, cell) for key, cell in here.items()}
         outcomes = {row.key: judged(flow, row, here[row.key], new[row.key]) for row in rows if row.key in here}
     verdicts: Counter[str] = Counter()
@@ -122,24 +130,26 @@ def drawn(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measu
     """
     order = sorted((row for row in rows if row.observations), key=lambda row: row.key)
     random.Random(sample.seed).shuffle(order)
-    runs = job_times.measured_times() if sample.minutes else []
-    seconds: dict[str, float] = {}
     taken: dict[str, Measurement] = {}
     for row in order:
         if len(taken) == sample.cells:
             break
         cell = measure.asked(flow, row)
-        if row.observations in taken or cell is None or not _compared_here(flow, cell, row):
-            continue
-        jobs = distinct(stored_rows.jobs(flow, cell)) if sample.minutes else []
-        more = {job.id: job_times.estimate(job, runs)[0] for job in jobs if job.id not in seconds}
-        if sum(seconds.values()) + sum(more.values()) <= 60 * sample.minutes:
-            seconds |= more
+        if row.observations not in taken and cell is not None and _compared_here(flow, cell, row):
             taken[row.observations] = row
     if not taken:
-        limit = f" within {sample.minutes:g} minutes" if sample.minutes else ""
-        raise UserError(f"verify: of {len(rows)} stored cells none can be rebuilt and compared on this machine{limit}")
+        raise UserError(f"verify: of {len(rows)} stored cells none can be rebuilt and compared on this machine")
     return list(taken.values())
+
+
+def _lightest_first(by_cell: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int]:
+    """By a job's id its turn (`pool.run_all`), so that the cells whose jobs weigh least are rebuilt first."""
+    order = sorted(by_cell, key=lambda key: sum(map(pool.weight, by_cell[key])))
+    turns: dict[str, int] = {}
+    for turn, key in enumerate(order):
+        for job in by_cell[key]:
+            turns.setdefault(job.id, turn)
+    return turns
 
 
 def _compared_here(flow: Workflow, cell: Cell, row: Measurement) -> bool:

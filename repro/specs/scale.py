@@ -83,28 +83,24 @@ class Pool:
 
 @dataclass(frozen=True)
 class Replicate:
-    """What a build measures itself of a table: on how many units, how long, and what in any case.
+    """What a build measures itself: on how many units, and what of the tables that everybody builds first.
 
     Attributes:
         windows: the first windows of each text.
         items: the first items of each task.
-        seconds: the most that a table's stored cells may take, estimated for a CPU core, if they are replicated.
-        cell_seconds: likewise the most that a cell without a stored value may take.
-        tables: where `recipes` are replicated whatever they take.
+        tables: where `recipes` are replicated; of any other table what only rounds.
         recipes: to the stand-ins on which that is done.
         rows: likewise of a table, by its label: a row whose recipe has a rate that a sweep chooses.
     """
 
     windows: int = 8
     items: int = 100
-    seconds: float = 120.0
-    cell_seconds: float = 600.0
     tables: tuple[str, ...] = ()
     recipes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rows: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in {"windows": 1, "items": 2, "seconds": 0, "cell_seconds": 0}.items():
+        for name, least in {"windows": 1, "items": 2}.items():
             if not least <= getattr(self, name) < 2**31:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
         for text in self.recipes:

@@ -49,7 +49,7 @@ class Job:
 
     @property
     def benchmark(self) -> Path:
-        """Where the seconds that it took are written, as Snakemake does; `plan` reads them."""
+        """Where the seconds that it took are written, as Snakemake does, and what it held of a GPU."""
         return BUILD / "benchmarks" / f"{self.id}.tsv"
 
     def given(self) -> dict[str, Any]:

@@ -1,23 +1,28 @@
-"""Many jobs without Snakemake: forked workers that import torch once, several on a GPU, resumable.
+"""The pool that runs jobs: forked workers that import torch once, several on a GPU, resumable.
 
     python -m repro run spear/table1 --missing --side-by-side 16 --gpus 2 --minutes 9
 
-That is what a GPU machine without the workflow's packages uses. Each result is written as it ends; a second call does
-only what is missing. Where NVIDIA's MPS daemon may be started, workers share a GPU through it. Jobs are side by side on
-a GPU only while the bytes that they declare fit it (`memory`). A job that times has its GPU to itself.
+`make` runs the jobs of its targets through it, too. Each result is written as it ends; a second call does only what is
+missing. Where NVIDIA's MPS daemon may be started, workers share a GPU through it.
+
+What a job holds of a GPU is measured, not predicted: the first of its kind, steps and model runs while no other of them
+does, and its peak decides how many of them fit beside each other. A job that times has its GPU to itself.
 """
 
 import contextlib
+import csv
 import io
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -27,23 +32,29 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+from tqdm import tqdm
 
 from repro import models
 from repro.core.errors import Crowded, UserError, shortened
 from repro.core.files import write_text, writing
-from repro.core.machine import gpus
+from repro.core.machine import free_bytes, gpus, visible_gpus
 from repro.engine import limits
 from repro.recipes.recipe import STEPS
 from repro.store import job as built
 from repro.store.job import Job
-from repro.workflow import memory, runner, versions
+from repro.train.training_cost import CONTEXT
+from repro.workflow import runner
+
+Alike = tuple[str, tuple[str, ...], str]  # kind, steps and model: jobs whose GPU memory is taken to be the same
 
 
 @dataclass
 class Worker:
-    """A process that runs one job after another, on one GPU where there are some; its job and the bytes of it there.
+    """A process that runs one job after another, on one GPU where there are some.
 
     Attributes:
+        job: what it runs now.
+        alone: whether that job has its GPU to itself.
         compiled: steps that it ran before, whose training steps it need not compile again (30 to 75 s each).
     """
 
@@ -51,8 +62,79 @@ class Worker:
     pipe: Connection
     gpu: int
     job: Job | None = None
-    held: int = 0
+    alone: bool = False
     compiled: set[tuple[str, ...]] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job that ended.
+
+    Attributes:
+        seconds: that it took.
+        problem: what went wrong, in one sentence; empty if nothing did.
+        crowded: whether that was GPU memory which other programs held.
+        gpu_bytes: the most that it held of a GPU, CUDA's context included; 0 for a job that used none.
+    """
+
+    seconds: float
+    problem: str = ""
+    crowded: bool = False
+    gpu_bytes: int = 0
+
+
+@dataclass
+class Memory:
+    """GPU memory: what is free of each GPU at the start, and what jobs were measured to hold of it.
+
+    Attributes:
+        free: bytes by GPU; one that the driver does not tell of takes any number of jobs.
+        peaks: the most that a job of a kind held.
+        alone: ids of jobs that did not fit beside others, and wait for a GPU to themselves.
+    """
+
+    free: Mapping[int, int] = field(default_factory=dict)
+    peaks: dict[Alike, int] = field(default_factory=dict)
+    alone: set[str] = field(default_factory=set)
+
+    @classmethod
+    def measured(cls, jobs: Sequence[Job], todo: Mapping[str, Job], gpus: int) -> "Memory":
+        """What is free on this many GPUs, and what those of some jobs that ran before held of one."""
+        memory = cls(free_bytes(gpus) if jobs else {})
+        for job in jobs:
+            if job.id not in todo and (known := gpu_bytes_of(job)) is not None:
+                memory.note(job, known)
+        return memory
+
+    def note(self, job: Job, gpu_bytes: int) -> None:
+        """Keep what a job was measured to hold."""
+        self.peaks[alike(job)] = max(gpu_bytes, self.peaks.get(alike(job), 0))
+
+    def fits(self, job: Job, worker: Worker, workers: Sequence[Worker]) -> bool:
+        """Whether a job may start on the GPU of an idle worker, beside what runs there."""
+        others = [other for other in workers if other.job and other.gpu == worker.gpu]
+        if any(other.alone for other in others) or (others and self.needs_gpu_alone(job)):
+            return False
+        if not on_gpu(job):
+            return True
+        if alike(job) not in self.peaks:
+            return not any(other.job and alike(other.job) == alike(job) for other in workers)
+        held = sum(self.peaks.get(alike(other.job), 0) for other in others)
+        return not held or held + self.peaks[alike(job)] <= self.free.get(worker.gpu, sys.maxsize)
+
+    def needs_gpu_alone(self, job: Job) -> bool:
+        """Whether nothing may run beside a job on its GPU: it times what it runs, or did not fit beside others."""
+        return job.id in self.alone or runner.alone(job)
+
+
+def on_gpu(job: Job) -> bool:
+    """Whether a job runs on a GPU."""
+    return job.given().get("device") == "cuda"
+
+
+def alike(job: Job) -> Alike:
+    """What jobs have in common that hold about as much of a GPU."""
+    return job.kind, job.steps, job.given().get("model", "")
 
 
 def run_all(
@@ -67,7 +149,7 @@ def run_all(
         minutes: start nothing after that many; 0 is no limit.
         turns: by a job's id, what is started first: of jobs that are ready those of the least number, and among them
             what nothing else needs, so that what is compressed is measured at once: a run that is cut leaves numbers.
-            Then steps that an idle worker ran before, steps that none ran, and the longest.
+            Then, on a GPU, steps that an idle worker ran before, steps that none ran; and the longest chain.
 
     Raises:
         UserError: fewer than one worker.
@@ -75,46 +157,29 @@ def run_all(
     if side_by_side < 1 or gpus < 0:
         raise UserError(f"run: {side_by_side} workers on {gpus} GPUs; at least one worker is needed")
     todo = {job.id: job for job in jobs if not runner.done(job)}
-    needs = chain.from_iterable(job.needs for job in jobs)
-    needed_by = Counter(need.id for _, need in needs)
-    for job in jobs:
-        versions.file(job)  # older than the results, so that Snakemake takes them as they are
     if any("model" in job.given() for job in todo.values()):
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  once, and not in every worker
-    order = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0, -weight(job)) for job in todo.values()}
+    needed_by = Counter(need.id for _, need in chain.from_iterable(job.needs for job in jobs))
+    work = work_left(jobs)
+    order = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0, -work[job.id]) for job in todo.values()}
+    memory = Memory.measured([job for job in jobs if on_gpu(job)], todo, gpus)
     began, problems, total = time.monotonic(), [], len(todo)
-    declared = {job.id: memory.gpu_bytes(job) for job in todo.values()}
-    room = memory.free(gpus) if any(declared.values()) else {}
-    with _mps(gpus), _workers(min(side_by_side, max(1, total)), gpus) as workers:
+    with _mps(gpus), _workers(min(side_by_side, max(1, total)), gpus) as workers, Progress(total) as progress:
         while todo or any(worker.job for worker in workers):
-            late = minutes and time.monotonic() - began > 60 * minutes
-            missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
-            ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
-            ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
-            while not late and (pair := _next(workers, ready, order, declared, room)):
-                worker, job = pair
-                ready.remove(job)
-                worker.job, worker.held = todo.pop(job.id), declared[job.id]
-                worker.compiled |= {job.steps}
-                worker.pipe.send(job)
-            busy = [worker for worker in workers if worker.job]
-            if not busy:
+            if not minutes or time.monotonic() - began <= 60 * minutes:
+                _start(workers, todo, order, memory)
+            if not any(worker.job for worker in workers):
                 break
-            ended = wait([worker.pipe for worker in busy])
-            for worker in (worker for worker in busy if worker.pipe in ended):
-                job, worker.job, worker.held = worker.job, None, 0
-                try:
-                    seconds, problem, crowded = worker.pipe.recv()
-                except (EOFError, OSError):
-                    raise UserError(f"{job.id}: a worker died; run again to resume, with fewer side by side") from None
-                if crowded and declared[job.id] <= room.get(worker.gpu, -1):  # declared too little: it waits for more
+            for job, outcome in _ended(workers):
+                if outcome.crowded and job.id not in memory.alone:
+                    memory.alone.add(job.id)
                     todo[job.id] = job
-                    declared[job.id] += max(declared[job.id], room[worker.gpu]) // 2
                     continue
-                problems += [f"{job.id}: {problem}"] if problem else []
-                finished = total - len(todo) - sum(worker.job is not None for worker in workers)
-                failed = f" FAILED {problem}" if problem else ""
-                print(f"{finished}/{total} {job.id} {seconds:.1f} s{failed}", flush=True)
+                if outcome.problem:
+                    problems.append(f"{job.id}: {outcome.problem}")
+                else:
+                    memory.note(job, outcome.gpu_bytes)
+                progress.ended(job, outcome)
     left = len(todo) + len(problems)
     if left:
         print(f"{left} of {total} jobs are not done; run again to resume", file=sys.stderr)
@@ -123,16 +188,49 @@ def run_all(
     return left
 
 
-def rebuild(jobs: Sequence[Job], folder: Path, side_by_side: int = 0) -> int:
-    """Run jobs from nothing under `folder`, on all GPUs or cores of this machine; returns how many are not done.
+def _start(workers: Sequence[Worker], todo: dict[str, Job], order: Mapping[str, tuple], memory: Memory) -> None:
+    """Start jobs of `todo` that can run now on idle workers, and take them out of it."""
+    missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
+    ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
+    ready = [job for job in ready if all(runner.done(need) for _, need in job.needs)]
+    while pair := _next(workers, ready, order, memory):
+        worker, job = pair
+        ready.remove(job)
+        worker.job, worker.alone = todo.pop(job.id), memory.needs_gpu_alone(job)
+        worker.compiled |= {job.steps}
+        worker.pipe.send(job)
 
-    `side_by_side` are the worker processes; 0 is one for each GPU, or as many as the cores carry.
+
+def _ended(workers: Sequence[Worker]) -> list[tuple[Job, Outcome]]:
+    """Wait until at least one job has ended; those that have, whose workers are idle again.
+
+    Raises:
+        UserError: a worker died.
     """
+    busy = [worker for worker in workers if worker.job]
+    told, ended = wait([worker.pipe for worker in busy]), []
+    for worker in busy:
+        if worker.pipe in told:
+            job, worker.job, worker.alone = worker.job, None, False
+            try:
+                ended.append((job, worker.pipe.recv()))
+            except (EOFError, OSError):
+                raise UserError(f"{job.id}: a worker died; run again to resume, with fewer side by side") from None
+    return ended
+
+
+def rebuild(jobs: Sequence[Job], folder: Path, minutes: float = 0.0, turns: Mapping[str, int] = {}) -> int:
+    """Run jobs from nothing under `folder`, on all GPUs or cores of this machine; returns how many are not done."""
     shutil.rmtree(folder, ignore_errors=True)
-    on_gpus = gpus() if any(job.given().get("device") == "cuda" for job in jobs) else 0
-    threads = max((int(job.given().get("threads", 1)) for job in jobs), default=1)
     with built.built_under(folder):
-        return run_all(jobs, side_by_side or on_gpus or max(1, (os.cpu_count() or 1) // threads), on_gpus)
+        return run_on_machine(jobs, os.cpu_count() or 1, minutes, turns)
+
+
+def run_on_machine(jobs: Sequence[Job], cores: int, minutes: float = 0.0, turns: Mapping[str, int] = {}) -> int:
+    """As `run_all`: a worker for each GPU of this machine where jobs take one, else as many as the cores carry."""
+    on_gpus = gpus() if any(map(on_gpu, jobs)) else 0
+    threads = max((int(job.given().get("threads", 1)) for job in jobs), default=1)
+    return run_all(jobs, on_gpus or max(1, cores // threads), on_gpus, minutes, turns)
 
 
 def run_here(jobs: Sequence[Job]) -> None:
@@ -143,21 +241,39 @@ def run_here(jobs: Sequence[Job]) -> None:
     """
     todo = [job for job in jobs if not runner.done(job)]
     for i, job in enumerate(todo, start=1):
-        versions.file(job)
         shown = sys.stderr if sys.stderr.isatty() else None
-        seconds, problem, _ = _run(job, shown)
-        if problem and shown:
+        outcome = _run(job, shown)
+        if outcome.problem and shown:
             print(file=shown)  # behind an unfinished bar
-        if problem:
-            raise UserError(f"{job.id}: {problem}")
-        print(f"{i}/{len(todo)} {job.id} {seconds:.1f} s", flush=True)
+        if outcome.problem:
+            raise UserError(f"{job.id}: {outcome.problem}")
+        print(f"{i}/{len(todo)} {job.id} {outcome.seconds:.1f} s", flush=True)
 
 
 def weight(job: Job) -> float:
-    """A guess of how long a job takes, so that long ones start first: its steps' relative cost times the model size."""
+    """A guess of how long a job takes, for its turn alone: the model's size, times the cost of the steps it applies."""
     name = job.given().get("model")
     size = sum(path.stat().st_size for path in models.weight_files(name)) if name else 1
-    return size * sum(getattr(STEPS[step], "COST", 1.0) for step in job.steps)
+    applied = job.steps if job.kind == "compress" else ()
+    return size * (1.0 + sum(getattr(STEPS[step], "COST", 1.0) for step in applied))
+
+
+def work_left(jobs: Iterable[Job]) -> dict[str, float]:
+    """By id the weight (`weight`) of each job and of the longest chain of jobs that waits for it."""
+    waiting: dict[str, list[Job]] = {job.id: [] for job in jobs}
+    for job in jobs:
+        for _, need in job.needs:
+            waiting[need.id].append(job)
+    work: dict[str, float] = {}
+
+    def left(job: Job) -> float:
+        if job.id not in work:
+            work[job.id] = weight(job) + max(map(left, waiting[job.id]), default=0.0)
+        return work[job.id]
+
+    for job in jobs:
+        left(job)
+    return work
 
 
 class Bars(io.TextIOBase):
@@ -178,11 +294,45 @@ class Bars(io.TextIOBase):
         self.log.flush()
 
 
-def _run(job: Job, shown: TextIO | None = None) -> tuple[float, str, bool]:
-    """Seconds that a job took, kept for `plan`; what went wrong in one sentence; whether it was others' GPU memory.
+class Progress:
+    """How far a run is: a bar on a terminal, elsewhere a line for each job that ended.
 
-    Its output goes to its log, with the most that it held of a GPU beside what it declared. Progress bars inside a step
-    are shown on `shown`, too.
+    Both say how much time is left at the pace of this run so far.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, unit="job", smoothing=0, leave=False, disable=not sys.stderr.isatty())
+        self._total, self._ended, self._began = total, 0, time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def ended(self, job: Job, outcome: Outcome) -> None:
+        """Count a job that ended, and say so."""
+        self._ended += 1
+        self._bar.update()
+        said = f"{self._ended}/{self._total} {job.id} {outcome.seconds:.1f} s"
+        if outcome.problem:
+            tqdm.write(f"{said} FAILED {outcome.problem}", file=sys.stderr)
+        elif self._bar.disable:
+            print(f"{said}{self._time_left()}", file=sys.stderr, flush=True)
+
+    def _time_left(self) -> str:
+        """The time that the other jobs take if they take as long as those that ended; empty behind the last one."""
+        others = self._total - self._ended
+        if not others:
+            return ""
+        seconds = (time.monotonic() - self._began) / self._ended
+        return f", {tqdm.format_interval(seconds * others)} left"
+
+
+def _run(job: Job, shown: TextIO | None = None) -> Outcome:
+    """Run a job, its output to its log; what it took is kept in its benchmark file.
+
+    Progress bars inside a step are shown on `shown`, too.
     """
     began, path, problem, crowded = time.monotonic(), job.folder / "log.txt", "", False
     if torch.cuda.is_initialized():
@@ -195,48 +345,45 @@ def _run(job: Job, shown: TextIO | None = None) -> tuple[float, str, bool]:
             errors = Bars(log, shown) if shown else log
             with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(log):
                 runner.run(job)
-                if torch.cuda.is_initialized():
-                    reserved, said = torch.cuda.max_memory_reserved() / 2**30, memory.gpu_bytes(job) / 2**30
-                    print(f"GPU memory at most {reserved:.1f} GiB, declared {said:.1f}")
         except UserError as error:
             problem, crowded = " ".join(str(error).split()), isinstance(error, Crowded)
+            print(problem, file=log)
         except Exception as error:
             traceback.print_exc(file=log)
             said = " ".join(f"{type(error).__name__}: {error}".split())
             problem = f"{shortened(said, 300)}; the traceback is in {path}"
-    seconds = time.monotonic() - began
+    gpu_bytes = torch.cuda.max_memory_reserved() + CONTEXT if torch.cuda.is_initialized() else 0
+    outcome = Outcome(time.monotonic() - began, problem, crowded, gpu_bytes)
     if not problem:
-        write_text(job.benchmark, f"s\th:m:s\n{seconds:.4f}\t{timedelta(seconds=round(seconds))}\n")
-    return seconds, problem, crowded
+        clock = timedelta(seconds=round(outcome.seconds))
+        write_text(job.benchmark, f"s\th:m:s\tgpu_bytes\n{outcome.seconds:.4f}\t{clock}\t{gpu_bytes}\n")
+    return outcome
+
+
+def gpu_bytes_of(job: Job) -> int | None:
+    """The most that a job which ran before held of a GPU; None where Snakemake ran it, which does not measure it."""
+    if not job.benchmark.is_file():
+        return None
+    lines = csv.DictReader(job.benchmark.read_text(encoding="utf-8").splitlines(), delimiter="\t")
+    return next((int(line["gpu_bytes"]) for line in lines if "gpu_bytes" in line), None)
 
 
 def _next(
-    workers: Sequence[Worker], ready: Sequence[Job], order: Mapping[str, tuple], needed: Mapping[str, int],
-    room: Mapping[int, int],
-) -> tuple[Worker, Job] | None:  # fmt: skip
-    """What is started next, and where: a job that has room on the GPU of an idle worker, None if there is none."""
-    taken_bytes: Counter[int] = Counter()
-    for worker in workers:
-        taken_bytes[worker.gpu] += worker.held
+    workers: Sequence[Worker], ready: Sequence[Job], order: Mapping[str, tuple], memory: Memory
+) -> tuple[Worker, Job] | None:
+    """What is started next, and where: a job that fits on the GPU of an idle worker, None if there is none."""
+    jobs_on = Counter(worker.gpu for worker in workers if worker.job)
     idle = [worker for worker in workers if worker.job is None]
-    left = {worker.gpu: room.get(worker.gpu, sys.maxsize) - taken_bytes[worker.gpu] for worker in idle}
 
     def preference(job: Job, worker: Worker) -> tuple:
-        known = job.steps in worker.compiled
-        new = not any(job.steps in other.compiled for other in workers)
-        turn, need, size = order[job.id]
-        return turn, need, not known, not new, size, bool(worker.compiled), -left[worker.gpu]
-
-    def fits(job: Job, worker: Worker) -> bool:  # a GPU without jobs takes any
-        return needed[job.id] <= left[worker.gpu] or not (needed[job.id] and taken_bytes[worker.gpu])
-
-    def undisturbed(job: Job, worker: Worker) -> bool:
-        others = [other.job for other in workers if other.job and other.gpu == worker.gpu]
-        return not others or not any(map(runner.alone, [job, *others]))
+        known = on_gpu(job) and job.steps in worker.compiled
+        new = on_gpu(job) and not any(job.steps in other.compiled for other in workers)
+        turn, need, work = order[job.id]
+        return turn, need, not known, not new, work, bool(worker.compiled), jobs_on[worker.gpu]
 
     pairs = []
     for job in ready:
-        pairs += [(worker, job) for worker in idle if fits(job, worker) and undisturbed(job, worker)]
+        pairs += [(worker, job) for worker in idle if memory.fits(job, worker, workers)]
     return min(pairs, key=lambda pair: preference(pair[1], pair[0]), default=None)
 
 
@@ -252,7 +399,7 @@ def _workers(count: int, gpus: int) -> Iterator[list[Worker]]:
         process = context.Process(target=_serve, args=words, daemon=True)
         process.start()
         theirs.close()
-        workers.append(Worker(process, pipe, number % len(memory.visible(gpus)) if gpus else 0))
+        workers.append(Worker(process, pipe, number % len(visible_gpus(gpus)) if gpus else 0))
     try:
         yield workers
     finally:
@@ -268,6 +415,8 @@ def _serve(pipe: Connection, inherited: Sequence[Connection], number: int, gpus:
     """A worker: run what comes through the pipe until it is closed."""
     for other in inherited:  # else it would stay open in here
         other.close()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half written is removed
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _begin(number, gpus, build)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
@@ -275,11 +424,17 @@ def _serve(pipe: Connection, inherited: Sequence[Connection], number: int, gpus:
             limits.release()  # what a job held is the others' again
 
 
+def _end_with_parent() -> None:
+    """End this worker when the process that started it is gone, in the middle of a job, too."""
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _begin(number: int, gpus: int, build: Path) -> None:
     """Give this worker its folder, and its GPU, one of those that are visible, before anything touches CUDA."""
     built.BUILD = build
     if gpus:
-        some = memory.visible(gpus)
+        some = visible_gpus(gpus)
         os.environ["CUDA_VISIBLE_DEVICES"] = some[number % len(some)]
 
 

@@ -118,14 +118,14 @@ def changed(old: Versions, new: Versions) -> str:
     return ", ".join(said)
 
 
-def file(job: Job) -> Path:
-    """Snakemake's input for the versions behind a job: a small file, rewritten only when one of them changes."""
-    return input_file("-".join([job.kind, *job.steps]), text(own(job)))
+def file(job: Job, again: bool = False) -> Path:
+    """Snakemake's input for the versions behind a job: a small file, rewritten when one of them changes, or `again`."""
+    return input_file("-".join([job.kind, *job.steps]), text(own(job)), again)
 
 
-def input_file(name: str, content: str) -> Path:
-    """A small file under build/versions/, rewritten only when its content changes."""
+def input_file(name: str, content: str, again: bool = False) -> Path:
+    """A small file under build/versions/, rewritten only when its content changes, or `again`."""
     path = FOLDER / f"{name}.txt"
-    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != f"{content}\n":
+    if again or not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != f"{content}\n":
         write_text(path, f"{content}\n")
     return path

@@ -65,13 +65,6 @@ def test_it_starts_at_once(tmp_path, name):
     assert result == code and said in done.text and slow == set()
 
 
-def test_make_leaves_a_scale_of_this_checkout_to_snakemake(tmp_path):
-    """Its own process imports nothing slow, so that a build with nothing to do takes Snakemake's time alone."""
-    (tmp_path / "build").write_text("")  # which ends it before Snakemake starts
-    code, slow, done = loaded(tmp_path, "make", "tables/table1.md")
-    assert code == 2 and "in its place" in done.text and slow == set()
-
-
 def test_what_takes_time_would_be_seen(tmp_path):
     _, slow, _ = loaded(tmp_path, "list")
     assert {"torch", "numpy"} <= slow and "pandas" not in slow, "a quarter of a second, which only who scores pays"

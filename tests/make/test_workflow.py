@@ -53,7 +53,6 @@ def test_every_file_of_the_table_and_the_figure_appears(built):
     assert set(built.tables) == {
         *(f"tables/spear/table1{kind}" for kind in dag.BUILT), *(f"figures/spear/figure13{kind}" for kind in dag.DRAWN),
     }  # fmt: skip
-    assert "GPTQ g128" in built.done.out and "written: tables/spear/table1.tex" in built.done.out
     frame = pd.read_csv(built.folder / dag.TARGET, dtype=str, keep_default_na=False)
     fresh = frame[frame["live"] == "fresh"]
     assert set(fresh["row"]) == {"FP16", "RTN pc", "GPTQ g128", "+SPEAR pc on RTN"}
@@ -74,16 +73,16 @@ def test_names_in_paths_run_nothing_and_every_job_has_its_log(built):
     assert len(folders) == 11 and all(f"/{NAME}/" in folder for folder in folders if "/tokens/" not in folder)
     for folder in folders:
         name = folder.removeprefix("build/")
-        assert (built.folder / "build" / "logs" / f"{name}.txt").is_file()
+        assert (built.folder / "build" / name / "log.txt").is_file()
         assert (built.folder / "build" / "benchmarks" / f"{name}.tsv").is_file()
 
 
-def test_nothing_changed_and_nothing_runs(built):
-    before = {p: p.stat().st_mtime_ns for top in ("tables", "figures") for p in (built.folder / top).rglob("*.*")}
-    done = dag.run(["make", "CORES=2", f"PYTHON={sys.executable}", dag.TARGET], built.folder, built.folder)
-    assert done.code == 0, done.text
-    assert "Nothing to be done" in done.text and "GPTQ g128" in done.out
-    assert {p: p.stat().st_mtime_ns for p in before} == before
+def test_make_runs_nothing_anew_and_prints_the_table(built):
+    before = {p: p.stat().st_mtime_ns for p in (built.folder / "build").rglob("observations.parquet")}
+    done = dag.run(["make", "CORES=2", f"PYTHON={sys.executable}", dag.TARGET, dag.PLOT], built.folder, built.folder)
+    assert done.code == 0 and done.err == "", done.text
+    assert "GPTQ g128" in done.out and "written: tables/spear/table1.tex" in done.out
+    assert {p: p.stat().st_mtime_ns for p in before} == before and dag.outputs(built.folder) == built.tables
 
 
 def test_a_copied_and_a_moved_checkout_rebuild_nothing(built, tmp_path):
@@ -225,10 +224,14 @@ def test_a_failed_jobs_sentence_comes_last(built, tmp_path):
     config = {"base": "tiny", "name": "far", "about": "too far", "perplexity": {"length": 300}}
     with edited(built.folder / "config" / "far.yaml", add=yaml.safe_dump(config)):
         done = dag.quick(dag.repro("make", dag.TARGET, "--scale", "far", "--cores", 1), place, built.folder)
+        raw = dag.quick(dag.snakemake(built.folder, "--", dag.TARGET), place, built.folder, SCALE="far")
     last = done.err.strip().splitlines()[-1]
     assert done.code == 2 and last.startswith("error: ") and "256" in last and "Traceback" not in done.err, done.text
+    name, _, why = last.removeprefix("error: ").partition(": ")
+    assert why in (place / "build" / name / "log.txt").read_text()
+    assert raw.code == 1 and why in raw.err, raw.text
     logs = [log.read_text() for log in (place / "build" / "logs" / "perplexity" / NAME).glob("*.txt")]
-    assert any(last in log for log in logs) and (place / "build" / "logs" / "snakemake.log").is_file()
+    assert any(why in log for log in logs)
     assert not (place / dag.TARGET).exists()
     scores = (place / "build" / "perplexity").rglob("observations.parquet")
     assert not any(file.stat().st_size for file in scores)  # a refusal leaves an empty file

@@ -11,12 +11,12 @@ from repro.jobs.target import Target
 from repro.make.snake import SnakemakeAdapter
 from repro.metrics import training
 from repro.recipes import recipe
-from repro.results import replicate
 from repro.specs import scale as scales
 from repro.specs import tables
 from repro.specs.templates import build
 from repro.store import observations
 from repro.store.observations import Observations, Series
+from repro.workflow.pool import weight
 
 
 def value(show, *before, **facts):
@@ -86,7 +86,7 @@ def test_the_longest_way_through_the_headline_is_begun_first():
     others = [job for job in jobs.values() if job not in way and job != trained]
     assert min(map(priority, way)) > priority(trained) > 2 * max(map(priority, others))
     for job in jobs.values():
-        assert all(priority(need) >= priority(job) + replicate.expected_seconds(need) for _, need in job.needs)
+        assert all(priority(need) >= priority(job) + weight(need) for _, need in job.needs)
 
 
 def test_a_training_of_no_epochs_is_kept_without_a_curve(tmp_path):

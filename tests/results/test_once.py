@@ -14,11 +14,10 @@ from repro.make.snake import SnakemakeAdapter
 from repro.models import identity
 from repro.render import content, draw, sheet, table_files
 from repro.render.latex import latex
-from repro.results import measure, replicate, stored_rows
+from repro.results import measure, stored_rows
 from repro.specs import scale
 from repro.specs import tables as specs
 from repro.verdicts import coverage, judging, table_results
-from repro.workflow import job_times
 from repro.workflow.workflow import Workflow
 
 TABLE = "bitbybit/table1"  # cells, ratios to full precision and claims over them, from stored results
@@ -140,7 +139,7 @@ def test_an_interval_is_resampled_once(monkeypatch):
     assert (first.value, first.lo) == (measure.one(flow, cell).value, measure.one(flow, cell).lo), "as it is shown"
 
 
-def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
+def test_a_listing_of_jobs_makes_each_once(monkeypatch):
     """A build with nothing to do lists the jobs of every cell before it may say so."""
     counts = Counter()
 
@@ -158,17 +157,13 @@ def test_a_listing_of_jobs_makes_and_times_each_once(monkeypatch):
         return (protocols, repr(target.scale.calibration), target.model, target.text, target.seed)
 
     count(compress, "_job", of_target)
-    count(job_times, "job_time", lambda job, *seconds: (job,))
     count(identity, "tokenizer_digest", lambda place: ())
     count(stored_rows, "_recomputed", lambda row, quantity: row.key)
-    replicate.expected_seconds.cache_clear()
     adapter = SnakemakeAdapter(scale.load(name="pocket").as_config())
     assert adapter.jobs_of(TABLE)
     digests = counts.pop(("tokenizer_digest",))
     assert not [key for key in counts if key[0] == "_recomputed"], "whether a row stands needs no value"
-    assert "_job" in {name for name, *_ in counts} and set(counts.values()) == {1}, (
-        "of job_time, where times choose cells"
-    )
+    assert "_job" in {name for name, *_ in counts} and set(counts.values()) == {1}
     assert digests <= sum(name == "_job" for name, *_ in counts), "once a target, not once a text or task of it"
     assert adapter.flow.once(("a key",), lambda: 1) == adapter.flow.once(("a key",), lambda: 2) == 1
 

@@ -207,7 +207,7 @@ def test_a_stored_observation_that_was_altered_differs_and_is_named(small):
 
 def test_verify_uses_the_same_bounds_and_ends_with_1(small, capsys, monkeypatch):
     accept(small.table())
-    monkeypatch.setattr(verify.pool, "rebuild", lambda jobs, folder: shutil.copytree("build", folder) and 0)
+    monkeypatch.setattr(verify.pool, "rebuild", lambda jobs, folder, *rest: shutil.copytree("build", folder) and 0)
     assert verify.verify(small.flow, ["spear/table1"]) == 0
     out = capsys.readouterr().out
     assert "identical  spear/table1 | RTN pc | Wiki" in out and " 0 differs" in out
@@ -218,20 +218,24 @@ def test_verify_uses_the_same_bounds_and_ends_with_1(small, capsys, monkeypatch)
         assert f"{word}  spear/table1 | RTN pc | Wiki" in capsys.readouterr().out
 
 
-def test_what_takes_too_long_is_not_run_and_says_so(small):
-    small.scale = replace(small.scale, replicate=replace(small.scale.replicate, cell_seconds=0.0))
-    assert replicate.jobs(Workflow(small.scale), "spear/table1") == []
+def test_what_trains_is_not_run_and_says_so(small, monkeypatch):
+    """Where it has no stored value: it would keep a build for hours."""
+    monkeypatch.setattr(recipe.STEPS["gptq"], "work", lambda *given: None, raising=False)
+    assert {job.steps for job in replicate.jobs(Workflow(small.scale), "spear/table1")} == {(), ("rtn",)}
     make(small, "spear/table1")
-    assert {row.status for row in rows(small).values() if row.row in ROWS and row.unit == "ppl"} == {"too_long"}
+    trained = [row for row in rows(small).values() if row.row == "GPTQ g128" and row.unit == "ppl"]
+    assert {row.status for row in trained} == {"too_long"}
+    assert {row.note for row in trained} == {"trains for long; python -m repro run spear/table1 --missing measures it"}
 
 
-def test_of_other_tables_only_what_fits_into_their_time_is_replicated(small):
+def test_of_other_tables_what_only_rounds_is_replicated(small):
     accept(small.table())
     at = replace(small.scale.replicate, tables=())
-    for seconds, some in ((0.0, False), (1e6, True)):
-        flow = Workflow(replace(small.scale, replicate=replace(at, seconds=seconds)))
-        again, missing = replicate.chosen(flow, "spear/table1")
-        assert bool(again) is some and not any(cell.recipe != "fp16" for cell in missing)
+    again, missing = replicate.chosen(Workflow(replace(small.scale, replicate=at)), "spear/table1")
+    assert {cell.row for cell in again} == {"FP16", "RTN pc"}
+    assert not any(cell.recipe != "fp16" for cell in missing)
+    for name in ("table2", "leaderboard"):
+        assert replicate.chosen(Workflow(replace(small.scale, replicate=at)), name)[0] == [], "what others show"
 
 
 def test_a_row_is_named_by_its_label_where_a_sweep_chooses_its_rate(small):

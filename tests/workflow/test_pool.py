@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -14,16 +15,19 @@ from types import SimpleNamespace
 import dag
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 from tqdm import tqdm
 
 from repro.__main__ import main
+from repro.core import machine
 from repro.core.errors import Crowded, NotMeasurable, UserError
+from repro.core.files import ROOT
 from repro.store import observations
 from repro.store.job import distinct, from_json, make
 from repro.store.observations import Series
-from repro.workflow import job_times, memory, pool, runner, versions
+from repro.workflow import pool, runner, versions
 
 RUN = ("run", "spear/table1", "spear/figure13", "--side-by-side", 2)
 
@@ -37,7 +41,7 @@ def test_the_same_bytes_as_snakemake_and_nothing_left_for_it_but_drawing(built, 
     assert done.code == 0 and "FAILED" not in done.text, done.text
     assert dag.observed(place) == built.observed
     again = dag.quick(dag.repro(*RUN), place, built.twin)
-    assert again.code == 0 and again.out == "", again.text
+    assert again.code == 0 and again.text == "", again.text
     assert dag.dry_run(place, built.twin, dag.TARGET, dag.PLOT) == {
         f"table {dag.TARGET}", f"figure {dag.PLOT}"
     }, "Snakemake takes what lies there"  # fmt: skip
@@ -131,12 +135,12 @@ def test_a_failing_job_stops_what_needs_it_and_nothing_else(job, capfd):
     out, err = capfd.readouterr()
     *_, count, last = err.strip().splitlines()
     assert count == "3 of 5 jobs are not done; run again to resume" and last.startswith("error: fake/b")
-    assert "FAILED this cannot work" in out and "ZeroDivisionError: a bug; the traceback is in build/fake/bug" in out
-    assert "Traceback" not in out + err and "said by" not in out
+    assert "FAILED this cannot work" in err and "ZeroDivisionError: a bug; the traceback is in build/fake/bug" in err
+    assert "Traceback" not in err and out == ""
     assert "Traceback" in (bug.folder / "log.txt").read_text()
     assert (top.folder / "log.txt").read_text() == "said by top\n"
     assert pool.run_all(jobs) == 3, "what was done is not done again"
-    assert "fake/top" not in capfd.readouterr().out
+    assert "fake/top" not in capfd.readouterr().err
 
 
 def test_progress_inside_a_step_is_shown_where_a_job_runs_at_once(job, capfd, monkeypatch):
@@ -155,23 +159,40 @@ def test_progress_inside_a_step_is_shown_where_a_job_runs_at_once(job, capfd, mo
     assert "loss goes down" not in capfd.readouterr().err, "beside others nobody could read them"
 
 
-def test_the_seconds_of_a_job_are_kept_for_plan(job):
-    """As Snakemake writes them; these are without the start of a process, which plan adds."""
+def test_what_a_job_took_is_kept(job):
+    """As Snakemake writes it, and what it held of a GPU."""
     done, bad = job("done", device="cpu"), job("bad", "fail")
     assert pool.run_all([done, bad]) == 1
     text = done.benchmark.read_text()
     assert done.benchmark == Path("build/benchmarks") / f"{done.id}.tsv" and not bad.benchmark.exists()
-    names, (seconds, clock) = (line.split("\t") for line in text.splitlines())
-    assert names == ["s", "h:m:s"] and clock == str(timedelta(seconds=round(float(seconds))))
-    (run,) = job_times.measured_times(known=write_runs())
-    assert run.kind == "fake" and run.seconds == pytest.approx(float(seconds) + job_times.START_S)
+    names, (seconds, clock, gpu_bytes) = (line.split("\t") for line in text.splitlines())
+    assert names == ["s", "h:m:s", "gpu_bytes"] and clock == str(timedelta(seconds=round(float(seconds))))
+    assert gpu_bytes == "0" and pool.gpu_bytes_of(done) == 0 and pool.gpu_bytes_of(bad) is None
+    done.benchmark.write_text("s\th:m:s\tmax_rss\n12.5\t0:00:12\t88\n")
+    assert pool.gpu_bytes_of(done) is None, "as Snakemake writes it"
 
 
-def write_runs():
-    """A file of committed runs with none in it."""
-    path = Path("known.csv")
-    path.write_text("kind,steps,recipe,parameters,tokens,device,seconds\n")
-    return path
+def test_the_time_left_is_that_of_the_jobs_of_this_run(job, capfd, monkeypatch):
+    ended = pool.Outcome(60.0)
+    clock = iter((0.0, 120.0, 150.0))
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pool.Progress(4) as progress:
+        progress.ended(job("one"), ended)
+        progress.ended(job("two"), ended)
+        progress.ended(job("three"), pool.Outcome(1.0, "it broke"))
+        progress.ended(job("four"), ended)
+    first, second, third, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("1/4 fake/one.") and first.endswith(" 60.0 s, 06:00 left")
+    assert second.endswith(" 60.0 s, 02:30 left")
+    assert third.endswith(" 1.0 s FAILED it broke") and last.startswith("4/4 fake/four.") and last.endswith(" 60.0 s")
+
+
+def test_a_bar_is_shown_on_a_terminal(job, capfd, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert pool.run_all([job("one"), job("bad", "fail"), job("two")]) == 1
+    out, err = capfd.readouterr()
+    assert out == "" and "/3 [" in err and "FAILED this cannot work" in err
+    assert "fake/one" not in err, "the bar counts what ends well"
 
 
 def test_workers_after_cuda_was_touched_find_the_folder_of_the_build(tmp_path, monkeypatch):
@@ -214,21 +235,17 @@ def test_too_little_memory_is_a_result_only_on_a_gpu_that_is_not_shared(job, mon
         assert not runner.done(one) and not (one.folder / runner.REFUSED).exists()
 
 
-@pytest.mark.parametrize(("times", "room", "left"), [(1, {0: 100}, 0), (2, {0: 100}, 0), (9, {0: 100}, 1), (1, {}, 1)])
-def test_a_job_that_declared_too_little_waits_for_more_room(job, monkeypatch, capfd, tmp_path, times, room, left):
-    """Until it is alone on the GPU, where too little memory is the user's business; with no word of room, at once."""
-    monkeypatch.setattr(memory, "gpu_bytes", lambda job: 10)
-    monkeypatch.setattr(memory, "free", lambda gpus: room)
+@pytest.mark.parametrize(("times", "left"), [(1, 0), (9, 1)])
+def test_what_does_not_fit_beside_others_is_run_again_alone(job, capfd, tmp_path, times, left):
+    """Too little memory for a job that has the GPU to itself is the user's business."""
     tries = tmp_path / "tries"
     one = job("one", "crowd", tries=str(tries), times=times)
     assert pool.run_all([one, job("other")], 2) == left and runner.done(one) == (not left)
-    assert len(tries.read_text()) == (times + 1 if not left else 3 if room else 1)
-    assert ("FAILED the GPU's memory" in capfd.readouterr().out) == bool(left)
+    assert len(tries.read_text()) == 2
+    assert ("FAILED the GPU's memory" in capfd.readouterr().err) == bool(left)
 
 
-def test_bad_input_is_not_run_again(job, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "gpu_bytes", lambda job: 10)
-    monkeypatch.setattr(memory, "free", lambda gpus: {0: 100})
+def test_bad_input_is_not_run_again(job, tmp_path):
     assert pool.run_all([job("bad", "fail", tries=str(tmp_path / "tries"))], 1) == 1
     assert (tmp_path / "tries").read_text() == "x"
 
@@ -239,7 +256,7 @@ def test_jobs_of_an_earlier_turn_start_first(job, capfd):
     one, other, third = job("one", needs=[shared]), job("other", needs=[shared]), job("third")
     turns = {third.id: 0, shared.id: 1, other.id: 1, one.id: 2}
     assert pool.run_all(distinct([one, other, third]), 1, turns=turns) == 0
-    ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().out.splitlines()]
+    ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().err.splitlines()]
     assert ran == ["fake/third", "fake/shared", "fake/other", "fake/one"]
 
 
@@ -248,12 +265,13 @@ def test_what_is_compressed_is_measured_at_once(job, capfd):
     first, second = job("first"), job("second")
     results = [job("score-first", needs=[first]), job("score-second", needs=[second])]
     assert pool.run_all([first, second, *results], 1) == 0
-    ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().out.splitlines()]
+    ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().err.splitlines()]
     assert ran == ["fake/first", "fake/score-first", "fake/second", "fake/score-second"]
 
 
-def test_a_worker_goes_on_with_the_steps_that_it_has_compiled(job):
-    """A training step takes 30 to 75 s to compile; two workers of two methods compile one each, not two."""
+def test_a_worker_goes_on_with_the_steps_that_it_has_compiled(job, monkeypatch):
+    """A training step takes 30 to 75 s to compile on a GPU; two workers of two methods compile one each, not two."""
+    monkeypatch.setattr(pool, "on_gpu", lambda one: True)
     one, other = ("bitbybit",), ("paretoq",)
     jobs = [job(f"{i}", "hold", bytes=0, until=i // 2 * 2 + 2) for i in range(8)]  # neither gets ahead by two
     jobs = [replace(each, steps=other if i % 2 else one) for i, each in enumerate(jobs)]
@@ -262,6 +280,17 @@ def test_a_worker_goes_on_with_the_steps_that_it_has_compiled(job):
     for each in jobs:
         ran[each.steps] |= {json.loads((each.folder / "held.json").read_text())[-1]}
     assert len(ran[one]) == len(ran[other]) == 1 and ran[one] != ran[other]
+
+
+def test_the_longest_chain_is_begun_first(job, capfd, monkeypatch):
+    """What a training needs comes before what is short itself: the training alone at the end would leave cores idle."""
+    text = job("text")
+    training, plain = job("training", needs=[text]), [job(f"plain{i}") for i in range(2)]
+    monkeypatch.setattr(pool, "weight", lambda one: 100 if one is training else 1)
+    scores = [job(f"score-{need.label}", needs=[need]) for need in (*plain, training)]
+    assert pool.run_all(distinct([*scores, *plain]), 1) == 0
+    ran = [line.split()[1].partition(".")[0] for line in capfd.readouterr().err.splitlines()]
+    assert ran[:3] == ["fake/text", "fake/training", "fake/score-training"]
 
 
 def test_the_needs_of_a_file_of_results_have_its_turn(job, tmp_path, monkeypatch):
@@ -278,10 +307,10 @@ def test_the_needs_of_a_file_of_results_have_its_turn(job, tmp_path, monkeypatch
 
 def test_minutes_stop_starting(job, capfd, monkeypatch):
     jobs = [job(f"{i}") for i in range(4)]
-    clock = itertools.count(0, 30)  # half a minute from one look to the next
+    clock = itertools.count(0, 10)  # ten seconds from one look to the next; a job takes four
     with monkeypatch.context() as patch:
         patch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-        assert pool.run_all(jobs, 1, minutes=1.2) == 2
+        assert pool.run_all(jobs, 1, minutes=0.8) == 2
     assert [runner.done(one) for one in jobs] == [True, True, False, False]
     assert "2 of 4 jobs are not done; run again to resume" in capfd.readouterr().err
     assert pool.run_all(jobs, 2) == 0
@@ -344,22 +373,67 @@ def test_workers_stay_on_the_gpus_that_are_visible(monkeypatch, visible, taken):
 # --- memory of GPUs ---------------------------------------------------------------------------------------------------
 
 
+def started(memory, ready, *running, gpus=1):
+    """Labels of what is started in turn on idle workers of GPUs beside what runs on the first of them, and where."""
+    workers = [pool.Worker(None, None, i % gpus, one, bool(one) and memory.needs_gpu_alone(one))
+               for i, one in enumerate([*running, *[None] * (6 - len(running))])]  # fmt: skip
+    order = {one.id: (0, False, i) for i, one in enumerate(ready)}
+    found, ready = [], list(ready)
+    while pair := pool._next(workers, ready, order, memory):
+        worker, one = pair
+        ready.remove(one)
+        worker.job, worker.alone = one, memory.needs_gpu_alone(one)
+        found.append((one.label, worker.gpu))
+    return found
+
+
 @pytest.fixture
-def holding(job, monkeypatch):
-    """Run jobs that declare so many bytes on GPUs of some size, of which the first `until` fit beside each other.
+def sized(job):
+    """Jobs on a GPU, alike where they are of one model."""
+    return lambda label, model: job(label, device="cuda", model=model)
 
-    What each held: began, ended, GPU, bytes.
-    """
 
-    def run(sizes, room, workers, gpus, until):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(memory, "gpu_bytes", lambda job: job.given()["bytes"])
-        monkeypatch.setattr(memory, "free", lambda count: room if count == gpus else pytest.fail("of other GPUs"))
-        jobs = [job(f"job{i}", "hold", bytes=size, until=until) for i, size in enumerate(sizes)]
-        assert pool.run_all(jobs, workers, gpus) == 0
-        return [json.loads((one.folder / "held.json").read_text()) for one in jobs]
+def test_the_first_of_a_kind_is_measured_before_others_of_it_start(sized):
+    one, two, other = sized("one", "a"), sized("two", "a"), sized("other", "b")
+    memory = pool.Memory({0: 100})
+    assert started(memory, [one, two, other]) == [("one", 0), ("other", 0)]
+    memory.note(one, 40)
+    assert started(memory, [two, other], one) == [("two", 0), ("other", 0)]
 
-    return run
+
+def test_side_by_side_run_only_jobs_whose_measured_bytes_fit(sized):
+    """A job that is too large for the GPU has it to itself."""
+    large, middle, small = (sized(name, name) for name in ("large", "middle", "small"))
+    memory = pool.Memory({0: 100, 1: 130})
+    for one, size in ((large, 200), (middle, 60), (small, 30)):
+        memory.note(one, size)
+    more = [sized(f"more{i}", "middle") for i in range(4)]
+    assert started(memory, [large, middle, small]) == [("large", 0)]
+    assert started(memory, [middle, large, small]) == [("middle", 0), ("small", 0)]
+    assert sorted(started(memory, more, gpus=2)) == [("more0", 0), ("more1", 1), ("more2", 1)]
+    assert len(started(pool.Memory({}, memory.peaks), more)) == 4, "where the driver tells of no memory"
+    memory.note(small, 10)
+    assert memory.peaks[pool.alike(small)] == 30, "the most that one of them held"
+
+
+def test_what_an_earlier_run_measured_is_used(sized, monkeypatch):
+    one, two = sized("one", "a"), sized("two", "a")
+    one.benchmark.parent.mkdir(parents=True)
+    one.benchmark.write_text("s\th:m:s\tgpu_bytes\n1.0\t0:00:01\t40\n")
+    monkeypatch.setattr(pool, "free_bytes", lambda gpus: {0: 100})
+    assert pool.Memory.measured([one, two], {two.id: two}, 1) == pool.Memory({0: 100}, {pool.alike(two): 40})
+    assert pool.Memory.measured([one, two], {one.id: one, two.id: two}, 1).peaks == {}, "it is run again"
+
+
+def test_what_a_worker_measures_decides_what_runs_beside(job, monkeypatch):
+    """For real: peaks come back from the workers, and four jobs of one kind run two by two where two fit."""
+    monkeypatch.setattr(pool, "free_bytes", lambda gpus: {0: 100})
+    monkeypatch.setattr(pool, "on_gpu", lambda one: True)
+    monkeypatch.setattr(pool, "_run", lambda one, run=pool._run: replace(run(one), gpu_bytes=45))
+    jobs = [job("first"), *(job(f"job{i}", "hold", bytes=45, until=2) for i in range(4))]
+    assert pool.run_all(jobs, 5, turns={jobs[0].id: -1}) == 0
+    held = [json.loads((one.folder / "held.json").read_text()) for one in jobs[1:]]
+    assert max(len(together(held, began)) for began, *_ in held) == 2
 
 
 def together(held, moment):
@@ -367,46 +441,25 @@ def together(held, moment):
     return [size for began, ended, _, size, _ in held if began <= moment < ended]
 
 
-def test_side_by_side_run_only_jobs_whose_bytes_fit(holding):
-    """A job that is too large for the GPU has it to itself; one that takes none of it waits for nobody."""
-    held = holding([60, 200, 50, 40, 30, 0, 0], {0: 100}, 4, 0, until=4)
-    moments = [began for began, *_ in held]
-    for some in (together(held, moment) for moment in moments):
-        assert sum(some) <= 100 or sum(size > 0 for size in some) == 1, some
-    assert max(len([size for size in together(held, moment) if size]) for moment in moments) >= 2
-    assert any(0 in together(held, moment) and sum(together(held, moment)) >= 60 for moment in moments)
-
-
-def test_each_gpu_has_its_own_room(holding):
-    held = holding([60] * 6, {0: 100, 1: 130}, 6, 2, until=3)
-    for gpu, most in (("0", 1), ("1", 2)):
-        own = [one for one in held if one[2] == gpu]
-        assert own and max(len(together(own, began)) for began, *_ in own) == most
-    assert max(len(together(held, began)) for began, *_ in held) == 3
-
-
-def test_without_a_word_of_the_driver_every_worker_works(holding):
-    held = holding([60] * 4, {}, 4, 1, until=4)
-    assert max(len(together(held, began)) for began, *_ in held) == 4
-
-
 def test_a_job_that_times_has_its_gpu_to_itself(job, monkeypatch):
-    plain, timed = job("plain", device="cuda"), job("timed", device="cuda")
+    plain, timed = job("plain", device="cuda", model="a"), job("timed", device="cuda", model="b")
     on_cpu = job("on-cpu", device="cpu")
     monkeypatch.setattr(runner.JOBS["fake"], "TIMES", True, raising=False)
     monkeypatch.setattr(runner, "alone", lambda one, alone=runner.alone: alone(one) and one is not plain)
+    memory = pool.Memory()
 
     def following(running, *ready):
-        """Which job is started on which worker, where the first three of four workers have GPU 0 and the last GPU 1."""
+        """Which job is started first, where the first three of four workers have GPU 0 and the last GPU 1."""
         jobs = [*running, *[None] * (4 - len(running))]
-        workers = [pool.Worker(None, None, int(i == 3), one) for i, one in enumerate(jobs)]
+        workers = [pool.Worker(None, None, int(i == 3), one, bool(one) and memory.needs_gpu_alone(one))
+                   for i, one in enumerate(jobs)]  # fmt: skip
         order = {one.id: (0, False, i) for i, one in enumerate(ready)}
-        found = pool._next(workers, ready, order, dict.fromkeys(order, 0), {})
+        found = pool._next(workers, ready, order, memory)
         return found and (found[1].label, found[0].gpu)
 
     assert following([], timed, plain) == ("timed", 0)
     assert following([plain], timed, plain) == ("timed", 1), "on the other GPU"
-    assert following([plain, None, None, on_cpu], timed, plain) == ("plain", 0), "it waits while another one runs"
+    assert following([plain, None, None, on_cpu], timed) is None, "it waits while another one runs"
     assert following([timed, None, None, timed], plain, timed) is None, "and others wait for it"
     assert following([on_cpu, None, None, on_cpu], on_cpu) == ("on-cpu", 0), "on a CPU nothing does"
 
@@ -418,27 +471,40 @@ def test_free_memory_is_that_of_the_visible_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for visible, found in {"": {0: 1000}, "2,0": {0: 3000, 1: 1000}, "1,GPU-cc": {1: 3000}, "9": {}}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert memory.free(2) == {gpu: size * 2**20 for gpu, size in found.items()}
+        assert machine.free_bytes(2) == {gpu: size * 2**20 for gpu, size in found.items()}
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert memory.free(2) == {}
+    assert machine.free_bytes(2) == {}
 
 
-def test_a_job_declares_what_its_training_holds():
-    """Streams of hidden states above all: five in Bit-by-Bit's stages after the first, 4.3 GB each at full size."""
-    given = {"model": "pocket-3m", "dtype": "bfloat16", "device": "cuda", "hub": False}
-    crops = {"calibration": {"corpus": "x", "sequences": 4096, "length": 2048, "seed": 0}}
+# --- the end of a pool ------------------------------------------------------------------------------------------------
 
-    def declared(kind, recipe, needs=None, **more):
-        return memory.gpu_bytes(make(kind, "x", {"recipe": recipe}, given | {"recipe": recipe} | more, needs))
 
-    stream = 4096 * 2048 * 256 * 2
-    trained = declared("compress", "bitbybit-w2-g32", **crops)
-    assert 5 * stream < trained < 5 * stream + 2**31
-    first = make("compress", "y", {}, given | {"recipe": "bitbybit-w2-g32"} | crops)
-    both = "rtn-w4-g32 + bitbybit-w2-g32"
-    assert 5 * stream < declared("compress", both, {"start": first}, **crops) < 5 * stream + 2**31
-    plain = declared("perplexity", "bitbybit-w2-g32")
-    assert plain == declared("compress", "rtn-w4-pc") < 2**32 and plain > memory.ROOM
-    assert declared("compress", "bitbybit-w2-g32", device="cpu", **crops) == 0
-    assert declared("perplexity", "fp16", model="no such model") == declared("tokens", "", model="") == 0
-    assert declared("perplexity", "fp16", model="some/model@0123abc") == 0, "its configuration may be on the hub alone"
+def test_workers_end_with_the_process_that_started_them(job, tmp_path):
+    """Also in the middle of a job, when that process is killed."""
+    code = """
+import os, signal, time
+from types import SimpleNamespace
+from repro.store.job import make
+from repro.workflow import pool, runner, versions
+def work(job, found, folder, origin):
+    open("pid", "w").write(str(os.getpid()))
+    os.rename("pid", "worker")
+    time.sleep(60)
+    os.kill(os.getppid(), signal.SIGTERM)
+runner.JOBS["fake"] = versions.SHARED["fake"] = SimpleNamespace(run=work, OUTPUTS=("x",), VERSION=1)
+pool.run_all([make("fake", "a", {}, {})], 1)
+"""
+    started = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until(lambda: Path("worker").is_file())
+    worker = psutil.Process(int(Path("worker").read_text()))
+    started.kill()
+    started.wait()
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+def until(condition):
+    """Wait until something is so."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
