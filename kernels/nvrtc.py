@@ -153,7 +153,7 @@ class Function:
         try:
             room = self._rooms.pop()
         except IndexError:
-            room = Room(len(arguments))
+            room = Room(arguments)
         room.fill(arguments)
         what = self._function, grid, 1, 1, block, 1, 1, self._shared, stream, room.address
         if self._together:
@@ -169,8 +169,10 @@ class Room:
     Making it takes 4 us, filling it 1. A thread that launches a kernel while another does has a room of its own.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, arguments: Sequence["Tensor | int | TensorMap"]) -> None:
         # 64-bit words for all: a C int is read from the first half of its word, devices and hosts being little-endian.
+        count = len(arguments)
+        self._maps = [i for i, argument in enumerate(arguments) if type(argument) is TensorMap]  # passed by value
         self.words = (ctypes.c_int64 * count)()
         first = ctypes.addressof(self.words)
         self.pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
@@ -180,6 +182,49 @@ class Room:
     def fill(self, arguments: Sequence[Tensor | int]) -> None:
         """Put in the arguments of a launch."""
         self._pack(self.words, 0, *[a if type(a) is int else a.data_ptr() for a in arguments])
+        for i in self._maps:
+            self.pointers[i] = self.words[i]
+
+
+class TensorMap:
+    """How a kernel copies boxes of a matrix `[rows, columns]` of 16-bit numbers into the layout of `wgmma`.
+
+    A box is 64 columns of `box` rows, zeros outside the matrix, in rows of 128 bytes with the 128-byte swizzle. Rows of
+    the matrix begin at multiples of 16 bytes. It is an argument of a launch, passed by value.
+    """
+
+    def __init__(self, matrix: Tensor, box: int) -> None:
+        self._words = (ctypes.c_uint64 * 24)()
+        self._address = -(-ctypes.addressof(self._words) // 64) * 64
+        ctypes.memmove(self._address, encode(matrix, box), 128)
+
+    def data_ptr(self) -> int:
+        """The address of the 128 bytes that are passed, a multiple of 64."""
+        return self._address
+
+
+def encode(matrix: Tensor, box: int) -> bytes:
+    """The 128 bytes of a tensor map, by the driver."""
+    from cuda.bindings import driver
+
+    kind = "FLOAT16" if matrix.dtype == torch.float16 else "BFLOAT16"
+    rows, columns = matrix.shape
+    made = _checked(
+        driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            2,
+            matrix.data_ptr(),
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(2 * columns)],
+            [driver.cuuint32_t(64), driver.cuuint32_t(box)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return struct.pack("16Q", *map(int, made.opaque))
 
 
 def _checked(answer: tuple) -> object:

@@ -133,43 +133,77 @@ INLINE u32 transpose(u32 pair) {
     return out;
 }
 
-// One warpgroup, four warps with 16 of the 64 rows each: D [64, N] += A [64, 16] B [16, N], N 16, 32, 48 or 64. Lanes
+// One warpgroup, four warps with 16 of the 64 rows each: D [64, N] += A [64, 16] B [16, N], N a multiple of 8 up to 64,
+// or 128. Lanes
 // hold A and D as for `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one per
 // column of B, with the 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from
 // the address, so B is aligned to 1024 bytes. `b` is the descriptor `matrix(first row)` plus the offset of the 16
 // elements in pieces.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define OF_16 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define OF_32 OF_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define OF_48 OF_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define OF_64 OF_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define PRODUCT(N, TYPE, A, B, ...)                                                                                    \
+#define OF_8 "%0,%1,%2,%3"
+#define SUMS_8 FOUR(0)
+#define OF_16 OF_8 ",%4,%5,%6,%7"
+#define SUMS_16 SUMS_8, FOUR(1)
+#define OF_24 OF_16 ",%8,%9,%10,%11"
+#define SUMS_24 SUMS_16, FOUR(2)
+#define OF_32 OF_24 ",%12,%13,%14,%15"
+#define SUMS_32 SUMS_24, FOUR(3)
+#define OF_40 OF_32 ",%16,%17,%18,%19"
+#define SUMS_40 SUMS_32, FOUR(4)
+#define OF_48 OF_40 ",%20,%21,%22,%23"
+#define SUMS_48 SUMS_40, FOUR(5)
+#define OF_56 OF_48 ",%24,%25,%26,%27"
+#define SUMS_56 SUMS_48, FOUR(6)
+#define OF_64 OF_56 ",%28,%29,%30,%31"
+#define SUMS_64 SUMS_56, FOUR(7)
+#define OF_128 OF_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SUMS_128 SUMS_64, FOUR(8), FOUR(9), FOUR(10), FOUR(11), FOUR(12), FOUR(13), FOUR(14), FOUR(15)
+#define PRODUCT(N, TYPE, A, B)                                                                                           \
     asm volatile("{.reg .b64 b; mov.b64 b, {" B ", 0x40000040};" /* swizzle of 128 bytes; 8 rows are 1024 */           \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" OF_##N "}, {" A "}, b, "         \
                  "1, 1, 1, 0;}"                                                                                        \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
-#define PRODUCTS(TYPE)                                                                                                 \
-    if constexpr (N == 16) PRODUCT(16, TYPE, "%8,%9,%10,%11", "%12", FOUR(0), FOUR(1));                                \
-    else if constexpr (N == 32) PRODUCT(32, TYPE, "%16,%17,%18,%19", "%20", FOUR(0), FOUR(1), FOUR(2), FOUR(3));       \
-    else if constexpr (N == 48)                                                                                        \
-        PRODUCT(48, TYPE, "%24,%25,%26,%27", "%28", FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5));             \
-    else                                                                                                               \
-        PRODUCT(64, TYPE, "%32,%33,%34,%35", "%36", FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6),     \
-                FOUR(7))
+                 : SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+#define PRODUCTS(TYPE) \
+    if constexpr (N == 8) PRODUCT(8, TYPE, "%4,%5,%6,%7", "%8"); \
+    else if constexpr (N == 16) PRODUCT(16, TYPE, "%8,%9,%10,%11", "%12"); \
+    else if constexpr (N == 24) PRODUCT(24, TYPE, "%12,%13,%14,%15", "%16"); \
+    else if constexpr (N == 32) PRODUCT(32, TYPE, "%16,%17,%18,%19", "%20"); \
+    else if constexpr (N == 40) PRODUCT(40, TYPE, "%20,%21,%22,%23", "%24"); \
+    else if constexpr (N == 48) PRODUCT(48, TYPE, "%24,%25,%26,%27", "%28"); \
+    else if constexpr (N == 56) PRODUCT(56, TYPE, "%28,%29,%30,%31", "%32"); \
+    else if constexpr (N == 64) PRODUCT(64, TYPE, "%32,%33,%34,%35", "%36"); \
+    else PRODUCT(128, TYPE, "%64,%65,%66,%67", "%68");
 INLINE u32 matrix(u32 p) { return p / 16 + (1 << 16); }
 template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
-    static_assert(N % 16 == 0 && N <= 64, "no such product");
+    
     if constexpr (BRAIN) { PRODUCTS("bf16"); }
     else { PRODUCTS("f16"); }
 }
 #undef PRODUCTS
 #undef PRODUCT
 #undef OF_64
+#undef SUMS_64
+#undef OF_56
+#undef SUMS_56
 #undef OF_48
+#undef SUMS_48
+#undef OF_40
+#undef SUMS_40
 #undef OF_32
+#undef SUMS_32
+#undef OF_24
+#undef SUMS_24
 #undef OF_16
+#undef SUMS_16
+#undef OF_8
+#undef SUMS_8
+#undef OF_128
+#undef SUMS_128
 #undef FOUR
+// A warpgroup gives registers back, or takes what others gave: a multiple of 8 for each thread.
+template <int COUNT> INLINE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> INLINE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 INLINE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); } // registers are ready
 INLINE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); } // commits a group
 template <int PENDING> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
@@ -238,8 +272,13 @@ INLINE float load4(u32 p) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(p) : "memory");
     return v;
 }
+INLINE u32 load_word(u32 p) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+    return v;
+}
 INLINE void load_few(u32 (&v)[2], u32 p) { *(uint2 *)v = load8(p); }
-INLINE void load_few(u32 (&v)[1], u32 p) { asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(p) : "memory"); }
+INLINE void load_few(u32 (&v)[1], u32 p) { v[0] = load_word(p); }
 
 // cp.async: copies of 16 bytes into shared memory, or of zeros if `zero`; no operation unless `when`.
 INLINE void copy(u32 to, const void *from, bool when, bool zero) { // through L1
@@ -294,6 +333,24 @@ INLINE void signal_expect(u32 signal, u32 bytes) { // arrives; the phase also wa
 INLINE void copy_bulk(u32 to, const void *from, u32 bytes, u32 signal, u64 policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(signal), "l"(policy) : "memory");
+}
+#endif
+#if __CUDA_ARCH__ >= 900
+struct alignas(64) TensorMap { u64 words[16]; };
+// Copies a box of a matrix, 64 columns from `column` on of rows from `row` on, in the layout of `wgmma`; to every thread
+// block of the cluster whose bit is in `blocks`, at the same place, each with its own `signal`. Zeros outside.
+INLINE void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 signal) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(signal) : "memory");
+}
+INLINE void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 signal, u32 blocks) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(signal), "h"((u16)blocks) : "memory");
+}
+INLINE void signal_arrive(u32 signal, u32 rank) { // of a thread block of the cluster
+    asm volatile("{.reg .u32 s; mapa.shared::cluster.u32 s, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [s];}"
+                 ::"r"(signal), "r"(rank) : "memory");
 }
 #endif
 INLINE void barrier(u32 which, u32 threads) { // named barrier 1 to 15; __syncthreads uses 0

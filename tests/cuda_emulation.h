@@ -28,6 +28,7 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
+#define __grid_constant__
 #define __shared__ thread_local
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH__ 900
@@ -84,6 +85,7 @@ struct Member { // a block, as the others of its cluster see it
     char *base = nullptr;
     std::mutex lock;
     std::map<u32, Arrivals> arrivals; // by the address of the counter
+    std::vector<std::function<void()>> posts; // what others do to its signals, when it waits for one
     template <class F> bool with(u32 counter, F f) {
         std::lock_guard<std::mutex> guard(lock);
         return f(arrivals[counter]);
@@ -136,14 +138,52 @@ inline void copy_bulk(u32 to, const void *from, u32 bytes, u32 p, u64) {
     if (to % 16 || (u64)from % 16 || bytes % 16) std::abort();
     block->signals[p].copies.push_back({to, from, false, (int)bytes});
 }
+inline void post(u32 rank, std::function<void()> what) {
+    Member &there = cluster->members[rank];
+    std::lock_guard<std::mutex> guard(there.lock);
+    there.posts.push_back(std::move(what));
+}
+inline void take_posts() {
+    std::vector<std::function<void()>> posts;
+    {
+        std::lock_guard<std::mutex> guard(cluster->members[rank_here].lock);
+        posts.swap(cluster->members[rank_here].posts);
+    }
+    for (auto &what : posts) what();
+}
+inline void signal_arrive(u32 p, u32 rank) { post(rank, [=] { signal_arrive(p); }); }
+struct alignas(64) TensorMap { u64 address, rows, columns, box, rest[12]; }; // in place of what the driver encodes
+inline void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 p, u32 blocks) {
+    if (to % 1024 || map->address % 16 || map->columns % 8) std::abort();
+    std::vector<Copy> copies; // pieces of 16 bytes
+    for (u32 r = 0; r < map->box; r++)
+        for (u32 piece = 0; piece < 8; piece++) {
+            const u32 at = column + piece * 8;
+            const bool none = row + r >= map->rows || at >= map->columns;
+            const char *from = (const char *)map->address + ((row + r) * map->columns + at) * 2;
+            copies.push_back({to + r * 128 + (piece ^ r % 8) * 16, from, none});
+        }
+    for (u32 rank = 0; blocks >> rank; rank++)
+        if (blocks >> rank & 1) post(rank, [=] {
+            auto &there = block->signals[p].copies;
+            there.insert(there.end(), copies.begin(), copies.end());
+        });
+}
+inline void copy_box(u32 to, const TensorMap *map, u32 column, u32 row, u32 p) {
+    copy_box(to, map, column, row, p, 1u << rank_here);
+}
 inline void signal_wait(u32 p, u32 turn) { // lands bulk copies, as late as they may
     Signal &s = block->signals[p];
-    while ((s.turn - 1 - turn) % 2) {
-        for (const Copy &c : s.copies) check_read(c.from, c.bytes), memcpy(shared + c.to, c.from, c.bytes), s.bytes -= c.bytes;
+    for (take_posts(); (s.turn - 1 - turn) % 2; take_posts()) {
+        for (const Copy &c : s.copies) {
+            if (!c.zero) check_read(c.from, c.bytes);
+            c.zero ? memset(shared + c.to, 0, c.bytes) : memcpy(shared + c.to, c.from, c.bytes);
+            s.bytes -= c.bytes;
+        }
         bool landed = s.copies.size();
         s.copies.clear();
         if (landed) s.end_phase();
-        else give_way();
+        else give_way(), std::this_thread::yield();
     }
 }
 inline void __syncthreads() { barrier(0, block->fibers.size()); }
@@ -325,6 +365,9 @@ template <int BRAIN, int N> void wgmma(float (*d)[4], const unsigned a[4], unsig
         for (int n = 0; n < N / 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
     });
 }
+template <int> void fewer_registers() {}
+template <int> void more_registers() {}
+inline u32 load_word(unsigned p) { return at_shared<u32>(p); }
 inline void wgmma_begin() {}
 inline void wgmma_end() { block->fibers[threadIdx.x]->products.emplace_back(); }
 template <int PENDING> void wgmma_wait() {

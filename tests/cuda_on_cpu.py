@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import itertools
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,7 @@ COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-pthread")
 COUNT = itertools.count()
 HEADER = Path(__file__).with_name("cuda_emulation.h")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU emulation of CUDA needs g++")
-CLUSTER = ("SPLITS", "SPLIT", "CLUSTER", "PROGRAMS")  # macros that say how many blocks run together
+CLUSTER = ("CLUSTER", "SPLITS", "SPLIT", "PROGRAMS")  # macros that say how many blocks run together
 SHARED_BYTES = 227 * 1024  # of a block on sm_90
 
 
@@ -58,12 +59,25 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
     function = _launcher(path, name, cluster, tuple(macros.items()))
 
     def launch(grid: int, block: int, *arguments: torch.Tensor | int) -> None:
-        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-        starts = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-        sizes = (ctypes.c_uint64 * len(tensors))(*(tensor.nbytes for tensor in tensors))
-        room = nvrtc.Room(len(arguments))
+        given = [spans(argument) for argument in arguments if not isinstance(argument, int)]
+        starts = (ctypes.c_void_p * len(given))(*(start for start, _ in given))
+        sizes = (ctypes.c_uint64 * len(given))(*(size for _, size in given))
+        room = nvrtc.Room(arguments)
         room.fill(arguments)
-        outside = function(grid, block, room.pointers, len(tensors), starts, sizes)
+        outside = function(grid, block, room.pointers, len(given), starts, sizes)
         assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
 
     return launch
+
+
+def spans(argument: torch.Tensor | nvrtc.TensorMap) -> tuple[int, int]:
+    """Address and size in bytes of the memory that an argument gives a kernel to read."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr(), argument.nbytes
+    start, rows, columns = struct.unpack("3Q", ctypes.string_at(argument.data_ptr(), 24))
+    return start, 2 * rows * columns
+
+
+def encode(matrix: torch.Tensor, box: int) -> bytes:
+    """A stand-in for `nvrtc.encode`: what the emulation's tensor map has."""
+    return struct.pack("16Q", matrix.data_ptr(), *matrix.shape, box, *[0] * 12)

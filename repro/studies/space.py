@@ -1,6 +1,8 @@
-"""Quality of the heuristic of `w4a16_gemm`: all configurations of its space, on layers that it was not fitted to.
+"""Quality of the heuristic of `w4a16_gemm`: all configurations it chooses from, on layers that it was not fitted to.
 
     python -m repro.studies.space --out DIR     # on a GPU; goes on where it was cut; about 200 s on an H200
+
+Those of `w4a16_multicast.cu`, which `w4a16_gemm.multicast` chooses from, are not among them.
 
 Writes `DIR/space.json`: for every case (tokens and shape, W4 g128, bf16) the fastest time and, configuration by
 configuration, by how many percent it is slower. Committed as `results/<device>/space.json` it is what
@@ -60,14 +62,14 @@ def key(case: Case) -> str:
 
 
 def able(case: Case) -> list[int]:
-    """Positions in SPACE of the configurations that are tried."""
+    """Positions in PLAIN_SPACE of the configurations that are tried."""
     most = max(COUNTS[0], case[0])
-    return [i for i, config in enumerate(w4a16_gemm.SPACE) if w4a16_gemm.tokens_of(config) <= most]
+    return [i for i, config in enumerate(w4a16_gemm.PLAIN_SPACE) if w4a16_gemm.tokens_of(config) <= most]
 
 
 def as_text(times: Mapping[int, float]) -> str:
-    """Times by position in SPACE, as one character a configuration: by how many percent it is slower."""
-    best, marks = min(times.values()), [NOT_RUN] * len(w4a16_gemm.SPACE)
+    """Times by position in PLAIN_SPACE, as one character a configuration: by how many percent it is slower."""
+    best, marks = min(times.values()), [NOT_RUN] * len(w4a16_gemm.PLAIN_SPACE)
     for i, us in times.items():
         marks[i] = STEPS[min(round(100 * (us / best - 1)), len(STEPS) - 1)]
     return "".join(marks)
@@ -80,18 +82,18 @@ def ratios(content: Mapping[str, Any]) -> dict[str, float]:
         ValueError: the file is of another space.
     """
     if content["space"] != space_hash():
-        raise ValueError("recorded with another SPACE of w4a16_gemm; measure again")
+        raise ValueError("recorded with another PLAIN_SPACE of w4a16_gemm; measure again")
     by_case = {}
     for case in cases():
         if key(case) in content["places"]:
-            chosen = w4a16_gemm.SPACE.index(w4a16_gemm.heuristic(*case, FORM[0], content["sms"]))
+            chosen = w4a16_gemm.PLAIN_SPACE.index(w4a16_gemm.heuristic(*case, FORM[0], content["sms"]))
             by_case[key(case)] = 1 + STEPS.index(content["places"][key(case)]["over"][chosen]) / 100
     return by_case
 
 
 def space_hash() -> str:
     """What changes with the space, or with the layers."""
-    return short_hash(json.dumps([w4a16_gemm.SPACE, shapes()], sort_keys=True))
+    return short_hash(json.dumps([w4a16_gemm.PLAIN_SPACE, shapes()], sort_keys=True))
 
 
 # ---- on a GPU
@@ -102,7 +104,7 @@ def sources(case: Case) -> Iterator[tuple[Path, dict[str, int]]]:
     m, n, k = case
     defines = w4a16_gemm.format_defines(*FORM, torch.bfloat16)
     for i in able(case):
-        config = w4a16_gemm.SPACE[i]
+        config = w4a16_gemm.PLAIN_SPACE[i]
         plan = w4a16_gemm.plan_wgmma if "WGS" in config else w4a16_gemm.plan_mma
         source, constants, *_ = plan(m, n, k, FORM, config, (9, 0))
         yield source, defines | constants
@@ -130,23 +132,23 @@ def weights(layer: Layer) -> list[packing.PackedWeight]:
 
 
 def measure(case: Case, layer: Layer, copies: Sequence[packing.PackedWeight], backend: timing.Cuda) -> dict[int, float]:
-    """Microseconds of a launch by position in SPACE; those that fail or are wrong are left out."""
+    """Microseconds of a launch by position in PLAIN_SPACE; those that fail or are wrong are left out."""
     x = layer.activations(case[0], torch.bfloat16)
     want = x.float() @ layer.held(4, 128).T
     times = {}
     for i in able(case):
-        launch = functools.partial(w4a16_gemm.launch, x, config=w4a16_gemm.SPACE[i])
+        launch = functools.partial(w4a16_gemm.launch, x, config=w4a16_gemm.PLAIN_SPACE[i])
         try:
             error = (launch(packed=copies[0]).float() - want).norm() / want.norm()
             graph = backend.capture([functools.partial(launch, packed=packed) for packed in copies])
             seconds = min(graph.replay() for _ in range(REPLAYS))
         except (RuntimeError, ValueError) as reason:
-            print(f"{key(case)}: {w4a16_gemm.SPACE[i]}: {str(reason).splitlines()[0]}")
+            print(f"{key(case)}: {w4a16_gemm.PLAIN_SPACE[i]}: {str(reason).splitlines()[0]}")
             continue
         if error < WORST:
             times[i] = seconds * 1e6 / len(copies)
         else:
-            print(f"{key(case)}: {w4a16_gemm.SPACE[i]} is off by {error:.2g}")
+            print(f"{key(case)}: {w4a16_gemm.PLAIN_SPACE[i]} is off by {error:.2g}")
     return times
 
 

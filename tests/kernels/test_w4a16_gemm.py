@@ -1,5 +1,6 @@
 """W4A16 GEMM: the kernel's index arithmetic lane by lane, the operator on a CPU, misuse, and that it compiles."""
 
+import functools
 import re
 import shutil
 import subprocess
@@ -91,6 +92,41 @@ def test_wgmma_source_on_the_cpu(case, monkeypatch):
     assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
+MULTICAST_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MB STAGES RING SPLIT PAIR
+    (4, 128, False, "bfloat16", 72, 300, 512, (2, 3, 3, 1, 2)),
+    (4, 64, False, "float16", 60, 230, 384, (4, 3, 3, 2, 2)),
+    (4, 128, False, "bfloat16", 200, 130, 256, (4, 2, 2, 2, 1)),
+    (4, 32, True, "float16", 140, 130, 544, (2, 3, 3, 2, 2)),
+    (2, 64, False, "float16", 100, 200, 576, (2, 3, 2, 1, 2)),
+    (8, 0, True, "bfloat16", 70, 200, 264, (4, 3, 2, 1, 2)),
+    (4, 0, False, "bfloat16", 130, 300, 301, (2, 3, 2, 2, 1)),
+]
+
+
+def multicast(case):
+    """x, weight and configuration of a case."""
+    bits, group, symmetric, dtype, m, rows, columns, numbers = case
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    packed = random_weight(rows, columns, bits, group, symmetric)
+    return x, packed, dict(zip(w4a16_gemm.MULTICAST_CONSTANTS, numbers))
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", some_slow(MULTICAST_CASES, (3, 4, 6)), ids=str)
+def test_multicast_source_on_the_cpu(case, monkeypatch):
+    """Boxes of x land in every thread block of a cluster as late as they may, and no stage is filled before all of them
+    have read it."""
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x, packed, config = multicast(case)
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    launch, other = w4a16_gemm.prepared(x, *form, config), -x
+    want = w4a16_gemm.reference(x, packed)
+    for tokens, sign in ((x, 1), (other, -1), (x, 1)):  # a tensor map holds an address
+        assert error(sign * launch(tokens, packed.codes, packed.scale_zero), want) < BOUND[case[3]]
+
+
 @cuda_on_cpu.NEEDS_COMPILER
 @pytest.mark.parametrize("bits, group, symmetric, dtype, rows, columns", [
     (4, 128, False, "float16", 40, 384), (2, 0, True, "bfloat16", 33, 301), (8, 64, False, "bfloat16", 16, 320),
@@ -125,6 +161,18 @@ def test_wgmma_on_a_gpu(case):
     x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to("cuda", getattr(torch, dtype))
     config = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, numbers))
     assert error(w4a16_gemm.launch(x, packed, config), w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("case", MULTICAST_CASES, ids=str)
+def test_multicast_on_a_gpu(case):
+    x, packed, config = multicast(case)
+    x, packed = x.cuda(), packed.to("cuda")
+    launch = functools.partial(w4a16_gemm.launch, x, packed, config)
+    assert error(launch(), w4a16_gemm.reference(x, packed)) < BOUND[case[3]] and torch.equal(launch(), launch())
 
 
 @pytest.mark.gpu
@@ -180,6 +228,12 @@ def test_tiles_have_no_more_tokens_than_there_are():
 def test_every_configuration_divides(m, n, k):
     recorded = configurations("nvidia-h200").get("w4a16_gemm", {}).values()
     for config in [w4a16_gemm.heuristic(m, n, k), *w4a16_gemm.SPACE, *recorded]:
+        if "PAIR" in config:
+            assert set(config) == set(w4a16_gemm.MULTICAST_CONSTANTS) and config["SPLIT"] * config["PAIR"] <= 8
+            for bits in packing.BITS:
+                plan = w4a16_gemm.plan_multicast(m, n, k, (bits, 32, False), config, (9, 0))
+                assert plan[1]["MT"] % (8 * config["PAIR"]) == 0 and plan[4] <= 232448
+            continue
         if "WGS" in config:
             assert set(config) == set(w4a16_gemm.WGMMA_CONSTANTS)
             assert w4a16_gemm.wgmma_fitted(config, 4, 128, False) == config and 1 <= config["SPLIT"] <= 8

@@ -313,10 +313,21 @@ def test_kernel_on_the_gpu(case, dtype):
 def test_arguments_of_a_launch_lie_where_their_addresses_say():
     """Tensor pointers of 64 bits and C ints of 32, negative ones too."""
     x = torch.zeros(3)
-    room = nvrtc.Room(5)
+    room = nvrtc.Room((x, 0, 0, x, 0))
     at = (ctypes.c_void_p * 5).from_address(room.address)
     for first, last in ((7, 2**31 - 1), (-7, -(2**31))):  # a room serves one launch after the other
         room.fill((x, first, -5, x[1:], last))
         read = [ctypes.c_uint64.from_address(at[i]).value for i in (0, 3)]
         assert read == [x.data_ptr(), x.data_ptr() + 4]
         assert [ctypes.c_int.from_address(at[i]).value for i in (1, 2, 4)] == [first, -5, last]
+
+
+def test_a_tensor_map_is_passed_by_value_each_launch_its_own(monkeypatch):
+    monkeypatch.setattr(nvrtc, "encode", lambda matrix, box: bytes([box]) * 128)
+    maps = [nvrtc.TensorMap(torch.zeros(2, 64), box) for box in (8, 16)]
+    room = nvrtc.Room((maps[0], 3))
+    for each, box in zip(maps, (8, 16)):
+        room.fill((each, 3))
+        at = (ctypes.c_void_p * 2).from_address(room.address)
+        assert at[0] % 64 == 0 and ctypes.string_at(at[0], 128) == bytes([box]) * 128
+        assert ctypes.c_int.from_address(at[1]).value == 3

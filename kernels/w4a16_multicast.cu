@@ -1,0 +1,180 @@
+// y[M, N] = x[M, K] W^T for packed low-bit W and 65 tokens or more, with the `wgmma` instruction of the tensor cores of
+// compute capability 9.0 and x copied by tensor maps (w4a16_gemm.py).
+//
+// Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, once for up to 256
+// tokens, and x in shared memory. One thread copies x; every warp of the others copies, unpacks and multiplies 16 rows of
+// W. PAIR thread blocks of a cluster have the same tokens, and each copies a part of them to all. There is no block-wide
+// barrier in the main loop: each stage of x has two mbarriers, for full and for free.
+//
+// Compile-time constants: BITS, GROUP columns (0: one group per row), SYMMETRIC, BF16 (unpack.cuh);
+//   MT      tokens of a tile, a multiple of 8 PAIR     STAGES  stages of 64 columns of x in shared memory
+//   RING    stages of 128 columns of packed words, per warp that unpacks
+//   SPLIT   thread blocks of a cluster that split K    PAIR    those with the same columns of x; CLUSTER is all of them
+
+#include "unpack.cuh"
+
+constexpr int KS = 128, STEP = 64;  // columns of a stage of W, and of x
+constexpr int WARPS = 8, NT = MT / 8, ROWS = 16 * WARPS, DEPTH = KS / KB;  // two warpgroups that unpack and multiply
+constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
+constexpr int X = MT * STEP * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
+constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
+constexpr int WORDS = STAGES * X, STAGED = WORDS + RING * WARPS * W, LANDED = SPLIT * SLOTS * 512;
+constexpr int MBARRIERS = LANDED > STAGED ? LANDED : STAGED;
+constexpr int HELD = STEP / 8;                      // words that a lane reads for a step, two registers of A each
+constexpr int SHARE = MT / PAIR, TOGETHER = ((1 << CLUSTER) - 1) / ((1 << SPLIT) - 1);  // blocks 0, SPLIT, ...
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER)
+#endif
+    __launch_bounds__(32 * WARPS + 128, 1)
+        gemm(const __grid_constant__ TensorMap x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K,
+             int groups) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int member = blockIdx.x % CLUSTER, rank = member % SPLIT, half = member / SPLIT, cluster = blockIdx.x / CLUSTER;
+    const int token_tiles = (M + MT - 1) / MT;
+    const int m0 = M > MT ? cluster % token_tiles * MT : 0;
+    const int n0 = ((M > MT ? cluster / token_tiles : cluster) * PAIR + half) * ROWS;
+    const int slabs = (K + KS - 1) / KS;
+    const u32 begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
+    const u32 stages = shared_address(shared), landing = stages, full = stages + MBARRIERS;
+    const u32 free = full + STAGES * 8, landed = free + STAGES * 8;
+    if (threadIdx.x == 0) {
+        UNROLL for (int i = 0; i < STAGES; i++) signal_init(full + i * 8, 1), signal_init(free + i * 8, WARPS * PAIR);
+        if (SPLIT > 1) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
+        show_signals();
+    }
+    const bool is_producer = warp >= WARPS;
+    const int tiles = (N + 15) / 16;
+    const u32 tile = n0 / 16 + warp, blocks = (K + KB - 1) / KB;
+    const uint4* const words_from = codes + tile * blocks * 32 + lane;
+    const Scales* const scales_from = scales + tile * groups * 8 + g;
+    const u32 last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
+    const u32 ring = stages + WORDS + warp * W;
+    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // only one block reads these weights?
+    auto copy_stage = [&](u32 slab, int j) {
+        const u32 to = ring + j * WARPS * W;
+        if (slab < end) {
+            UNROLL for (int d = 0; d < DEPTH; d++) copy_once(
+                to + d * 512 + t * 128 + (g * 16 ^ t * 32), words_from + (slab * DEPTH + d) * 32, policy, true, slab * DEPTH + d >= last);
+            UNROLL for (int f = 0; f < FOLDS; f++) {
+                const u32 group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
+                copy_few<sizeof(Scales)>(to + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales),
+                                         scales_from + group * 8, t == 0, group >= last_group);
+            }
+        }
+        end_of_copies();
+    };
+    if (!is_producer) UNROLL for (int j = 0; j < RING - 1; j++) copy_stage(begin + j, j);
+    __syncthreads();
+    if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
+
+    if (is_producer) {
+        fewer_registers<40>();
+        if (threadIdx.x == 32 * WARPS) {
+            int i = 0, phase = 0;
+            for (u32 column = begin * KS; column < end * KS; column += STEP) {
+                signal_wait(free + i * 8, phase - 1);  // in phase 0 every stage is free
+                signal_expect(full + i * 8, X);
+                const u32 to = stages + i * X + half * SHARE * 128;
+                if (PAIR == 1) copy_box(to, &x, column, m0, full + i * 8);
+                else copy_box(to, &x, column, m0 + half * SHARE, full + i * 8, TOGETHER << rank);
+                if (++i == STAGES) i = 0, phase++;
+            }
+        }
+#if CLUSTER > 1
+        __syncwarp();
+        cluster_arrive();
+#endif
+    } else {
+        more_registers<232>();  // with the others' 40 as many as 168 for each, which the block is launched with
+        u32 held[HELD];
+        Scales scaling[FOLDS];
+        // A lane of `wgmma` has columns 2 t, 2 t + 1 of each eight, a lane's packed words (packing.py) eight neighbouring
+        // ones of each 32: lane t reads field t of the words of its quad's four lanes. Their 16 bytes are stored so that
+        // neither eight lanes that copy nor all that read meet in a bank.
+        const u32 word = 2 * t / PER_WORD * 4, shift = 2 * t % PER_WORD * BITS;
+        u32 mine[4];
+        UNROLL for (int n = 0; n < 4; n++) mine[n] = ring + n * 128 + (g * 16 ^ n * 32) + word;
+        auto read_words = [&](int j, int column) {  // of a step
+            UNROLL for (int n = 0; n < HELD; n++) {
+                const int block = column / 32 + n / 4, of = block * 32 / KB, first = block * 32 % KB * 4 / KB;
+                held[n] = load_word(mine[n % 4] + j * WARPS * W + of * 512 + first * 4) >> shift;
+            }
+        };
+        auto wait_for_stage = [&](int j) {
+            wait_for_copies<RING - 2>();
+            __syncwarp();
+            UNROLL for (int f = 0; f < FOLDS; f++)
+                load_few(scaling[f].rows, ring + j * WARPS * W + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales));
+        };
+        float sum[NT][4] = {};
+        u32 a[2][STEP / 4];
+        int i = 0, phase = 0, j = 0, before = -1;
+        wait_for_stage(0);
+        read_words(0, 0);
+        for (u32 slab = begin; slab < end; slab++) {
+            copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
+            UNROLL for (int column = 0; column < KS; column += STEP) {
+                auto& now = a[column / STEP];
+                UNROLL for (int v = 0; v < STEP / 4; v++) now[v] =
+                    unpack(held[v / 2], v % 2, factors(scaling[(column + v / 4 * 16) / FOLD], v % 2));
+                if (column + STEP == KS) {
+                    if (++j == RING) j = 0;
+                    wait_for_stage(j);
+                }
+                read_words(j, (column + STEP) % KS);
+                signal_wait(full + i * 8, phase);
+                wgmma_begin();
+                UNROLL for (int k = 0; k < STEP; k += 16) {
+                    const u32 of = matrix(stages + i * X) + k / 8;
+                    constexpr int WIDE = MT / 128 * 128, WHOLE = MT / 64 * 64;
+                    UNROLL for (int m = 0; m < WIDE; m += 128) wgmma<BF16, 128>(sum + m / 8, now + k / 4, of + m * 8);
+                    if constexpr (WHOLE > WIDE) wgmma<BF16, 64>(sum + WIDE / 8, now + k / 4, of + WIDE * 8);
+                    if constexpr (MT > WHOLE) wgmma<BF16, MT - WHOLE>(sum + WHOLE / 8, now + k / 4, of + WHOLE * 8);
+                }
+                wgmma_end();
+                wgmma_wait<1>();  // the previous step's: its `a` and its stage are free
+                if (before >= 0) {
+                    if (PAIR == 1) { if (lane == 0) signal_arrive(free + before * 8); }
+                    else if (lane < PAIR) signal_arrive(free + before * 8, lane * SPLIT + rank);
+                }
+                before = i;
+                if (++i == STAGES) i = 0, phase++;
+            }
+        }
+        wgmma_wait<0>();
+        wait_for_copies<0>();
+#if CLUSTER > 1
+        cluster_arrive(), cluster_wait();  // every warp of the cluster has read its stages
+#else
+        barrier(1, 32 * WARPS);
+#endif
+        UNROLL for (int n = 0; n < NT; n++) {
+            const int unit = warp * NT + n;
+            const u32 to = landing + (rank * SLOTS + unit / SPLIT) * 512 + lane * 16;
+            const float4 v = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
+            if (unit % SPLIT == rank) store16(to, v);  // much faster than a send to this block itself
+#if SPLIT > 1
+            else send(to, v, landed, half * SPLIT + unit % SPLIT);
+#endif
+        }
+        barrier(1, 32 * WARPS);
+        if (SPLIT > 1) wait_for_bytes(landed);
+        for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += WARPS) {
+            // Row 8 h + r, token 2 p + e of a unit is value 2 h + e of lane 4 r + p; a lane reads four rows of a token.
+            const u32 unit = slot * SPLIT + rank, column = lane % 8, quad = lane / 8;
+            const u32 from = landing + slot * 512 + quad % 2 * 256 + column / 2 * 16 + quad / 2 * 8 + column % 2 * 4;
+            float parts[SPLIT][4], total[4] = {};
+            UNROLL for (int v = 0; v < SPLIT * 4; v++) parts[v / 4][v % 4] = load4(from + v / 4 * SLOTS * 512 + v % 4 * 64);
+            UNROLL for (int v = 0; v < SPLIT * 4; v++) total[v % 4] += parts[v / 4][v % 4];
+            const uint2 four = {to_halves<BF16>(total[0], total[1]), to_halves<BF16>(total[2], total[3])};
+            const int token = m0 + unit % NT * 8 + column, row = n0 + unit / NT * 16 + quad * 4;
+            const int left = token < M ? N - row : 0;
+            u16* to = y + (u64)token * N + row;
+            if (left > 3 && N % 4 == 0) *(uint2*)to = four;
+            else UNROLL for (int e = 0; e < 4; e++) if (e < left) to[e] = (&four.x)[e / 2] >> 16 * (e % 2);
+        }
+    }
+}
