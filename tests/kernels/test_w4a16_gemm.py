@@ -307,6 +307,16 @@ def test_headers_take_no_name_that_a_kernel_is_given():
     headers = [header.read_text() for header in w4a16_gemm.SOURCE.parent.glob("*.cuh")]
     taken = set(chain.from_iterable(re.findall(r"#\s*(?:define|undef)\s+(\w+)", header) for header in headers))
     assert len(headers) == 4
-    given = {*w4a16_gemm.CONSTANTS, *w4a16_gemm.WGMMA_CONSTANTS, "BITS", "GROUP", "SYMMETRIC", "BF16", "K", "COLUMNS"}
+    given = {
+        *w4a16_gemm.CONSTANTS,
+        *w4a16_gemm.WGMMA_CONSTANTS,
+        *w4a16_gemm.MULTICAST_CONSTANTS,
+        "BITS",
+        "GROUP",
+        "SYMMETRIC",
+        "BF16",
+        "K",
+        "COLUMNS",
+    }
     given |= {name.upper() for config in (*wna16_gemv.SPACE, *w8a8_gemv.SPACE) for name in config}
     assert not taken & given
