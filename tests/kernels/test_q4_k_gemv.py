@@ -114,6 +114,29 @@ def test_nothing_is_written_past_the_last_row(name, config, monkeypatch):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
+def test_posted_sums_are_taken_away(monkeypatch):
+    """A launch finds no sums of the one before; sums of 0 are posted, too."""
+    module, inputs = made("zigzag_gemv", {"N": 40, "K": 97, "dtype": "bfloat16"})
+    config = BANDS | {"n2": 1, "posts": True}
+    for factor in (1, 0, 2):
+        given = inputs | {"x": inputs["x"] * factor}
+        want = in_double(module, given)
+        assert (emulate(monkeypatch, "zigzag_gemv", given, config) - want).norm() <= 4e-3 * want.norm()
+
+
+def test_programs_that_do_not_fit_post_nothing(monkeypatch):
+    """They would wait for programs that wait for their place."""
+    _, inputs = made("zigzag_gemv", {"N": 600, "K": 97, "dtype": "bfloat16"})
+    asked = []
+    load_it = lambda path, name, macros, *rest: asked.append(macros["PROGRAMS"]) or (lambda *arguments: None)  # noqa: E731
+    monkeypatch.setattr(nvrtc, "load", load_it)
+    for processors in (8, 9):
+        monkeypatch.setattr(zigzag_gemv, "processors", lambda device, count=processors: count)
+        zigzag_gemv.launch(**inputs, config=BANDS | {"posts": True})
+    assert asked == [1, 3]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
 def test_a_list_of_nothing_gives_zeros(monkeypatch):
     _, inputs = made("zigzag_sparse", {"N": 40, "K": 97, "dtype": "bfloat16"})
     inputs["active"] = torch.zeros_like(inputs["active"])

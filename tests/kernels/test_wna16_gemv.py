@@ -297,6 +297,27 @@ def test_more_shared_memory_than_a_block_has(monkeypatch):
     assert asked[1:] == [(nvrtc.MAX_DYNAMIC_SHARED, 976)] * 2 + [(nvrtc.LARGE_CLUSTERS, 1)]
 
 
+def test_programs_that_wait_for_one_another_are_launched_together(monkeypatch):
+    launched = []
+    driver = SimpleNamespace(
+        cuLaunchKernel=lambda *what: launched.append(("alone", len(what))) or (0,),
+        cuLaunchCooperativeKernel=lambda *what: launched.append(("together", len(what))) or (0,),
+        cuModuleLoadData=lambda cubin: (0, cubin),
+        cuModuleGetFunction=lambda module, name: (0, name),
+        CUfunction_attribute=int,
+        cuFuncGetAttribute=lambda attribute, function: (0, 0),
+        cuFuncSetAttribute=lambda function, attribute, value: (0,),
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    device = SimpleNamespace(shared_memory_per_block_optin=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    for programs in (1, 8):
+        nvrtc.Function(b"", "zigzag", 0, 0, {"PROGRAMS": programs})(8, 32, 5)
+    assert launched == [("alone", 11), ("together", 10)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
