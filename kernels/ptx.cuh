@@ -101,6 +101,11 @@ INLINE u32 kept(u32 v) { // in a register: not computed again where it is used
     return v;
 }
 
+INLINE const char *kept(const char *p) {
+    asm volatile("" : "+l"(p));
+    return p;
+}
+
 // ---- tensor core. Lane 4 g + t holds rows g, g + 8 of A and C and column g of B.
 
 #define MMA(TYPE)                                                                                                      \

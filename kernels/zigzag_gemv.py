@@ -9,9 +9,9 @@ columns.
 
 A warp reads 16 columns of a band at a time by asynchronous copies, eight neighbouring lanes a line of 128 bytes, into a
 ring of its own. Codes are operand A of `mma.m16n8k16` as they are, float16 subnormals; operand B is x d scale by
-sub-block, in float16 with a power of two that follows its largest value, so that one product has 16 columns of 16 rows
-and no sum needs another scale. d minimum x is a float32 sum a sub-block. That rounds x d scale once to 11 bits: about
-2.5e-4 of the result, too much for an x in float32.
+sub-block, in float16 with a power of two that follows the largest x d, so that one product has 16 columns of 16 rows
+and no sum needs another scale. d minimum x is a float32 sum a sub-block. That rounds to 11 bits twice, x d and its
+product with the scale: about 3.5e-4 of the result, too much for an x in float32.
 
 A band has only one vector of results, so that `n1` programs (the paper's threadgroups) of `n2` warps (its simdgroups)
 divide its columns, or its listed ones evenly, which is SpQt's load balance (section 4.2.3); above a threshold every
@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from repro.kernels import nvrtc
 from repro.kernels import q4_k_planes as planes
@@ -48,7 +47,7 @@ CASES = [  # output and input channels (ragged ones; Llama 3 8B, Llama 2 70B), o
 ]
 SOURCE = Path(__file__).with_suffix(".cu")
 OPERAND = 2 * 16 * 8  # bytes of operand B
-SLOT = 16 * (planes.LINE + planes.HEADER + 4)  # bytes of a batch of 16 columns: codes, headers, inputs
+SLOT = 16 * (planes.LINE + planes.HEADER)  # bytes of a batch of 16 columns
 FORMS = [  # warps of a program, batches that each has in flight, programs of an SM: 12 to 16 warps there
     {"n2": n2, "stages": stages, "blocks": blocks}
     for n2, stages, blocks in (
@@ -135,10 +134,6 @@ def run(
         size = bands * SUPER * (n1 if ordered else 1)
         parts = scratch_parts("zigzag ordered" if ordered else "zigzag", size, x.device)
     tickets = planes.scratch("zigzag tickets", bands, torch.int32, x.device)
-    if columns % 2:  # inputs are copied in pairs
-        x = pad(x, (0, 1))
-    elif x.data_ptr() % 4:
-        x = x.clone()
     y = x.new_empty(1, rows)
     function = nvrtc.load(SOURCE, "zigzag", defines(mode, ordered, x.dtype, config), x.device, shared_bytes(config))
     function(
