@@ -251,8 +251,8 @@ def place(here, saved):
 
 
 RECIPES = {
-    LONG: ("5,000 characters", "at most 4,000"),
-    "rtn(" + 3000 * "[": ("recipe 'rtn(", "nested more than 20 deep"),
+    LONG: ("unknown step 'xxx", "choose from"),
+    "rtn(" + 3000 * "[": ("recipe 'rtn(", "unbalanced brackets"),
     "gptg-w4": ("unknown step 'gptg'", "did you mean 'gptq'"),
     "rtn-w4-quick": ("rtn has no option 'quick'", "options: bits"),
     "rtn-w1": ("bits is 1",),
@@ -260,7 +260,7 @@ RECIPES = {
     "rtn-w4-clip=.nan": ("'.nan' is no value for clip",),
     "fp16-w4": ("fp16 is full precision",),
     "": ("unknown step ''", "gptq"),
-    "rtn-\udce9": ("U+DCE9 is not allowed",),
+    "rtn-\udce9": ("rtn has no option",),
     "rtn-w4-g96": ("do not divide into groups of 96",),
     "rtn-w4-pc + spear + spear": ("a second compensator is refused",),
     "spear": ("there are none", "rtn-w4-pc + spear"),

@@ -1,8 +1,8 @@
 """Cost of training a recipe's steps: tokens, GPU and host memory, passes through the model.
 
 Arithmetic on a configuration and a shape, and the time of one block with random weights; no weights are loaded. Bytes
-are those of what `blocks`, `streams` and `end_to_end` hold at once, counted up: hidden states exactly, what autograd
-keeps by the tensors of a quantizer.
+are those of what `blocks`, `streams` and `end_to_end` hold at once, counted up: hidden states exactly, but for what is
+kept of a short text (`blocks.KEPT`), what autograd keeps by the tensors of a quantizer.
 """
 
 import time

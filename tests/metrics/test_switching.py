@@ -217,7 +217,7 @@ def replace_protocol(target, protocol):
             "leave threshold out of the schedule",
         ),
         (lambda: Switching("bits", prompts="longwrite"), "unknown prompt set 'longwrite'; did you mean 'longwriter'?"),
-        (lambda: Switching("bits", schedule="pmpd"), "write flexquant"),
+        (lambda: Switching("bits", schedule="pmpd"), "unknown precision 'pmpd'"),
         (lambda: Protocol(new_tokens=2048), "a context of 2048 has room for fewer"),
         (lambda: Protocol(together=65), "at most 64 are decoded together"),
     ],
