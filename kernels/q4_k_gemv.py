@@ -70,11 +70,12 @@ def unsupported(device: torch.device | str) -> str | None:
 def heuristic(columns: int) -> dict:
     """The configuration of an untuned shape: what was fastest of some on an H200.
 
-    Warps that have one super-block of a tile each, or two, or fourteen that have more; blocks for 32 warps of one on an
-    SM; and units on their way that are an SM's share of what memory delivers in a microsecond.
+    Warps that have one super-block of a tile each, or two, or up to sixteen that have an even number; blocks for 32 of
+    them on an SM if they have one; and units on their way that are an SM's share of what memory delivers in a
+    microsecond.
     """
     supers = columns // SUPER
-    own = 1 if supers <= 20 else 2 if supers <= 56 else -(-supers // 14)
+    own = 1 if supers <= 20 else 2 if supers <= 56 else 2 * -(-supers // 32)
     warps = max(2, -(-supers // own))
     blocks = next(blocks for blocks in (8, 4, 3, 2, 1) if warps * blocks * own <= MOST_WARPS or blocks == 1)
     return {"warps": warps, "blocks": blocks, "ahead": max(1, round(DELIVERED / (warps * blocks * UNIT)))}

@@ -154,9 +154,10 @@ def test_configurations_fit_an_sm():
     """227 KB of shared memory and 64 K registers, of which a source takes at least 56 or 120 a thread."""
     in_registers = [q4_k_gemv.kept(q4_k_gemv.heuristic(columns), columns // 256) for columns in (4096, 14336, 28672)]
     assert in_registers == [True, True, False]
-    for columns in (1024, 4096, 5120, 11008, 28672):
+    for columns in (1024, 4096, 5120, 11008, 16384, 28672):
         tried = [config for config in q4_k_gemv.SPACE if q4_k_gemv.worth_trying(config, columns)]
         assert 5 < len(tried) < 70 and q4_k_gemv.heuristic(columns) in q4_k_gemv.SPACE
+        assert q4_k_gemv.heuristic(columns) in tried
         for config in tried:
             how = q4_k_gemv.plan(57344, columns, torch.bfloat16, config, 132)
             assert config["blocks"] * (how.shared + 1024) <= 228 * 1024
