@@ -4,7 +4,8 @@
 
 Writes `DIR/steps.json`: microseconds of `linear` (W4 g128, bf16) at numbers of tokens from 8 to 600, pairs of
 neighbours where anything changes, next to those of every path that it could take and of cuBLAS in bf16; then says which
-of the three targets hold. Times are the best of a few replays of a CUDA graph over weights that no cache holds.
+of the three targets hold. Times are the best of a few replays of a CUDA graph over weights that no cache holds. The
+project's own are in `results/<device>/steps.json`.
 
     step        one token more takes at most 1.15 times as long, or as much more as with cuBLAS
     dequantize  from 96 to 512 tokens at most 1.02 times as long as to dequantize and use cuBLAS

@@ -1,6 +1,13 @@
 """Verdicts on how the time of a layer grows with its tokens."""
 
+import json
+
+import pytest
+
+from repro.core.files import ROOT
 from repro.studies import steps
+
+RECORDS = sorted((ROOT / "results").glob("*/steps.json"))
 
 
 def row(linear, library=10.0, dequantize=20.0):
@@ -35,3 +42,13 @@ def test_slower_than_bf16_is_named_in_the_mean_and_at_the_worst_layer():
         "128 tokens: 0.78 in the geometric mean, 0.90 asked",
         "128 tokens, 8192x8192: 0.67, 0.70 asked",
     ]
+
+
+@pytest.mark.skipif(not RECORDS, reason="not recorded: python -m repro.studies.steps")
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
+def test_two_of_three_targets_hold_where_they_are_recorded(path):
+    """The log says which steps are larger; there are no more of them, and a complete record has every layer."""
+    recorded = json.loads(path.read_text(encoding="utf-8"))["times"]
+    assert set(recorded) == {f"{n}x{k}" for n, k in steps.SHAPES}
+    missed = steps.verdicts(recorded)
+    assert not missed["dequantize"] and not missed["bf16"] and len(missed["step"]) <= 31
