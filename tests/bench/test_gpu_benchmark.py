@@ -48,6 +48,11 @@ def test_it(gpu_benchmark, backend, cost, who):
     alone = timing.measure([one], backend, floor=timing.read_floors)[0]
     assert found.us == pytest.approx(alone.us, rel=1e-9) and found.fraction == pytest.approx(alone.fraction)
 
+def test_host(host_benchmark, benchmark, monkeypatch):
+    times = iter([(99.0, 99.0), *[(30.0 + i, 20.0 + i) for i in range(9)]])  # the first warms up
+    monkeypatch.setattr(FAKE, "host_us", lambda *calls: [*next(times)], raising=False)
+    assert host_benchmark(str, str) == (24.0 if benchmark.enabled else 99.0)
+
 def test_cheat(gpu_benchmark):
     with pytest.raises(Unsound):
         gpu_benchmark(task(kernel(FAKE, side=True)))
@@ -66,7 +71,10 @@ def test_what_is_stored(tmp_path, words):
         return
     assert "UNSERIALIZABLE" not in (tmp_path / "run.json").read_text()
     benchmarks = json.loads((tmp_path / "run.json").read_text())["benchmarks"]
-    ours, library = (next(b for b in benchmarks if b["params"]["cost"] == cost) for cost in (3e-6, 9e-6))
+    host = next(b for b in benchmarks if b["name"] == "test_host")
+    assert host["stats"]["median"] == pytest.approx(34e-6) and host["stats"]["rounds"] == 9
+    timed = [b for b in benchmarks if b["params"]]
+    ours, library = (next(b for b in timed if b["params"]["cost"] == cost) for cost in (3e-6, 9e-6))
     assert ours["stats"]["median"] == pytest.approx(3e-6) and library["stats"]["median"] == pytest.approx(9e-6)
     assert ours["stats"]["rounds"] == 25 and ours["group"] == "48 x 64, M = 2"
     info = ours["extra_info"]
