@@ -9,7 +9,6 @@
 
 constexpr int NORM = 1, GATED = 2; // what is made
 constexpr u32 THREADS = 32 * WARPS, OF_BLOCK = THREADS * 8 * VECTORS; // values of a block
-constexpr u32 COUNTS = CLUSTER * WARPS;
 
 // The i-th value of a vector.
 INLINE float value_of(const char *from, u32 i) {
@@ -63,7 +62,8 @@ __cluster_dims__(CLUSTER, 1, 1)
 active_inputs(const char *__restrict__ x, const char *__restrict__ residual, const char *__restrict__ weight,
               char *__restrict__ y, char *__restrict__ total, int *__restrict__ active, u32 K, u32 eps, u32 threshold) {
     __shared__ float squares[WARPS], all_squares[CLUSTER];
-    __shared__ float counts[COUNTS]; // the bits of integers: how many each warp of the cluster lists
+    __shared__ u32 counts[WARPS];
+    __shared__ float all_counts[CLUSTER]; // the bits of integers
     extern __shared__ __align__(128) char shared[];
     auto staged = (u16 *)shared; // places within the block of what it lists
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.x;
@@ -71,26 +71,21 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
 #if CLUSTER > 1
     __shared__ u64 arrived[2];
     if (threadIdx.x == 0) {
-        expect_bytes(shared_address(arrived), COUNTS * 4);
+        expect_bytes(shared_address(arrived), CLUSTER * 4);
         if (MAKES == NORM) expect_bytes(shared_address(arrived + 1), CLUSTER * 4);
     }
     cluster_arrive();
     bool all_started = false;
 #endif
-    // Gives a value to all blocks of the cluster, at the same place; lanes with numbers of blocks call it.
-    auto give = [&](float *to, float value, u32 phase) {
+    // Gives the block's value to all blocks of the cluster, which then have those of all in their order.
+    auto exchange = [&](float (&all)[CLUSTER], float own, u32 phase) {
 #if CLUSTER > 1
         if (!all_started) cluster_wait();
         all_started = true;
-        if (lane < CLUSTER) send(shared_address(to), value, shared_address(arrived + phase), lane);
-#else
-        if (lane == 0) *to = value;
-#endif
-    };
-    auto wait_for_all = [&](u32 phase) {
-#if CLUSTER > 1
+        if (threadIdx.x < CLUSTER) send(shared_address(all + block), own, shared_address(arrived + phase), threadIdx.x);
         wait_for_bytes(shared_address(arrived + phase));
 #else
+        if (threadIdx.x == 0) all[0] = own;
         __syncthreads();
 #endif
     };
@@ -124,8 +119,7 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
         __syncthreads();
         sum = 0;
         UNROLL for (int w = 0; w < WARPS; w++) sum += squares[w];
-        if (warp == 0) give(all_squares + block, sum, 1);
-        wait_for_all(1);
+        exchange(all_squares, sum, 1);
         sum = 0;
         UNROLL for (int b = 0; b < CLUSTER; b++) sum += all_squares[b];
         const float factor = rsqrtf(__fdiv_rn(sum, K) + __uint_as_float(eps));
@@ -146,19 +140,15 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
     UNROLL for (u32 n = 0; n < VECTORS; n++)
         UNROLL for (u32 j = 0; j < 8; j++)
             before += __popc(__ballot_sync(~0u, listed[n] >> j & 1) & (1u << lane) - 1);
-    give(counts + block * WARPS + warp, __uint_as_float(__shfl_sync(~0u, before + own, 31, 32)), 0);
-    wait_for_all(0);
-    u32 all = 0, start = 0, to_warp = 0, to_next = 0; // listed in all, before the block, the warp and the next block
-    UNROLL for (u32 i = 0; i < COUNTS; i += 32) {
-        const u32 at = i + lane, count = at < COUNTS ? __float_as_uint(counts[at]) : 0;
-        all += count;
-        start += at < block * WARPS ? count : 0;
-        to_warp += at < block * WARPS + warp ? count : 0;
-        to_next += at < (block + 1) * WARPS ? count : 0;
-    }
-    all = __reduce_add_sync(~0u, all), start = __reduce_add_sync(~0u, start);
-    before += __reduce_add_sync(~0u, to_warp) - start;
-    const u32 of_block = __reduce_add_sync(~0u, to_next) - start;
+    if (lane == 31) counts[warp] = before + own;
+    __syncthreads();
+    const u32 of_warp = lane < WARPS ? counts[lane] : 0; // of the warp that is this lane's number
+    const u32 of_block = __reduce_add_sync(~0u, of_warp);
+    before += __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
+    exchange(all_counts, __uint_as_float(of_block), 0);
+    const u32 of_one = lane < CLUSTER ? __float_as_uint(all_counts[lane]) : 0; // of the block that is this lane's number
+    const u32 all = __reduce_add_sync(~0u, of_one);
+    const u32 start = __reduce_add_sync(~0u, lane < block ? of_one : 0); // listed before the block
     if (first == 0) active[0] = all;
     // Written through shared memory, one after the other: neighbours of a thread are no neighbours of its warp.
     UNROLL for (u32 n = 0; n < VECTORS; n++)

@@ -9,8 +9,8 @@ As the paper has it, a program makes the exclusive prefix sum of a segment of at
 of the list by one atomic addition, whose order is that in which segments arrive: products that add up in the list's
 order then differ in their last bits from run to run, and nobody writes the entries after the n-th.
 
-`ordered` lists by k instead, and the entries after the n-th are 0: the thread blocks of a cluster have a segment each,
-and each warp sends all blocks how many inputs it lists (compute capability 9.0 and later; one block before). The same
+`ordered` lists by k instead, and the entries after the n-th are 0: the thread blocks of a cluster have a segment each
+and send each other how many inputs it lists (compute capability 9.0 and later; one thread block before). The same
 source makes the vector as well: `rms_norm_active.py`, `silu_product_active.py`.
 """
 
@@ -37,7 +37,7 @@ CASES = [  # inputs, share above the threshold, ordered, dtype, seed
 SOURCE = Path(__file__).with_suffix(".cu")
 NOTHING, NORM, GATED = 0, 1, 2  # what the source makes: no vector, RMSNorm, SiLU of gate times up
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-BLOCKS, LARGE = 8, 8192  # of a cluster; inputs beyond which it has twice as many: 5 to 10 % faster (H200)
+BLOCKS, LARGE = 8, 8192  # of a cluster; inputs beyond which it has twice as many: 5 to 15 % faster (H200)
 EIGHT = 8  # neighbours that a thread loads at once
 SEGMENT = 1024  # inputs of a program
 MOST = 1 << 16  # inputs, whose places are 16 bits, and a list in any order as many
