@@ -135,7 +135,7 @@ WIDTHS = {"A": 16, "B": 16, "W1": 16, "b1": 16, "W2": 16, "b2": 16, "A_scale": 3
 
 def test_every_method_is_packed():
     steps = {step.name for text in METHODS.values() for step in recipe.parse(text).steps}
-    others = {"q4_k", "bitbybit", "sliced", "matquant", "group_qat", "planted", "saved", "master", "hqq", "dns"}
+    others = {"q4_k", "bitbybit", "sliced", "matquant", "group_qat", "planted", "load", "hqq", "dns"}
     assert steps == set(recipe.STEPS) - others, (
         "formats of their own: test_q4_k, test_bitbybit, test_qat and test_baselines hold them"
     )
