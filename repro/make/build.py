@@ -20,7 +20,7 @@ from repro.specs import figures, tables
 from repro.specs.names import OWN, canonical
 from repro.specs.scale import Scale
 from repro.store.job import Job, distinct
-from repro.workflow import pool
+from repro.workflow import pool, runner
 from repro.workflow.workflow import Workflow
 
 
@@ -35,12 +35,14 @@ def build(targets: Sequence[str], cores: int, at: Scale) -> int:
         with _alone(Path.cwd()):
             planned = Workflow(at, remember=True)  # what is to be done is asked before any job has run
             wanted = drawn_for(planned, targets)
-            if pool.run_on_machine(jobs_behind(planned, wanted), cores):
+            jobs = jobs_behind(planned, wanted)
+            nothing_to_do = all(map(runner.done, jobs))
+            if pool.run_on_machine(jobs, cores):
                 return 2
             for folder in ("tables", "figures", "docs"):
                 for left in Path(folder).glob("**/.*.tmp*"):  # half written by a build that was killed
                     left.unlink()
-            flow = Workflow(at, remember=True)
+            flow = planned if nothing_to_do else Workflow(at, remember=True)
             for what, name in tqdm(wanted, "drawing", leave=False, disable=not sys.stderr.isatty()):
                 DRAWN[what](flow, name)
             return 0

@@ -165,6 +165,11 @@ def chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
     An overview over all tables measures none of them again. What trains and has no stored value takes hours, and is
     left to `run`. A table that the scale names is one that everybody builds first: it waits for texts alone.
     """
+    return flow.once(("replicated", name), lambda: _chosen(flow, name))
+
+
+def _chosen(flow: Workflow, name: str) -> tuple[list[Cell], list[Cell]]:
+    """The same, computed."""
     if flow.stored_only or not flow.stored_first:
         return [], []
     again: list[Cell] = []

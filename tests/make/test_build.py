@@ -1,0 +1,25 @@
+"""A build lists its jobs, runs them and draws; where nothing had to run, what was read for the list is drawn."""
+
+import pytest
+
+from repro.make import build
+from repro.specs import scale
+
+
+@pytest.mark.parametrize(("is_done", "workflows"), [(True, 1), (False, 2)])
+def test_results_are_read_again_only_where_a_job_ran(tmp_path, monkeypatch, is_done, workflows):
+    monkeypatch.chdir(tmp_path)
+    made, drawn = [], []
+
+    def workflow(at, remember):
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(build, "Workflow", workflow)
+    monkeypatch.setattr(build, "drawn_for", lambda flow, targets: [("table", "spear/table1")])
+    monkeypatch.setattr(build, "jobs_behind", lambda flow, wanted: ["a job"])
+    monkeypatch.setattr(build.runner, "done", lambda job: is_done)
+    monkeypatch.setattr(build.pool, "run_on_machine", lambda jobs, cores: 0)
+    monkeypatch.setattr(build, "DRAWN", {"table": lambda flow, name: drawn.append(flow)})
+    assert build.build(["tables/spear/table1.tex"], 1, scale.load(name="pocket")) == 0
+    assert drawn == [made[-1]] and len(made) == workflows
