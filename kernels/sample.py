@@ -260,7 +260,7 @@ def sample_kernel(  # noqa: ANN201
                 )  # fmt: skip
         elif part == 0:
             choose(notes, tokens, row, heat, T, SLICES, PAD)
-        if (do + 1 < end) & (works | (not searched)):  # a round without k and p says nothing to others
+        if (do + 1 < end) & (works | (not searched)):  # a round without k and p stores nothing that others read
             count += SLICES
             wait_for_all(arrived, count)
         else:

@@ -27,6 +27,7 @@ SPLIT thread blocks of a cluster split K. Each adds up and stores a part of the 
 shared memory, always in the same order: no workspace, and bitwise reproducible results.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -91,12 +92,9 @@ for constants, tiles in (
             PLAIN_SPACE.append(dict(zip(constants, (*tile, split))))
 MULTICAST_CONSTANTS = ("MB", "STAGES", "RING", "SPLIT", "PAIR")  # of `w4a16_multicast.cu`, likewise
 MULTICAST_TILES = [(2, 6, 4), (3, 6, 3), (4, 4, 3)]  # fastest of eight on an H200, with what fits into shared memory
-MULTICAST_SPACE = [
-    dict(zip(MULTICAST_CONSTANTS, (*tile, split, pair)))
-    for tile in MULTICAST_TILES
-    for pair in (1, 2)
-    for split in (1, 2, 3, 4)
-]
+MULTICAST_SPACE = []
+for tile, pair, split in itertools.product(MULTICAST_TILES, (1, 2), (1, 2, 3, 4)):
+    MULTICAST_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, pair))))
 SPACE = PLAIN_SPACE + MULTICAST_SPACE
 
 

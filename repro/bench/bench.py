@@ -132,7 +132,8 @@ def bench(
     """
     device = device or this_gpu()
     choices = device.choices()
-    labels = [*device.providers, *dict.fromkeys(task.name for tasks in choices for task in tasks)]
+    names = [task.name for task in itertools.chain.from_iterable(choices)]
+    labels = [*device.providers, *dict.fromkeys(names)]
     for word in only:
         if not any(word in label for label in labels):
             raise unknown("provider", word, labels)

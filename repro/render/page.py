@@ -111,11 +111,11 @@ def _grids(flow: Workflow, paper: str, out: Path) -> list[str]:
 
 def _notes(paper: str) -> dict[str, list[str]]:
     """What the specs of printed tables note, such as what is trained on, with the titles of the tables that note it."""
-    about: dict[str, list[str]] = {}
+    titles_by_note: dict[str, list[str]] = {}
     for number in papers.tables(paper):
         for note in tables.table(paper, number).notes:
-            about.setdefault(note, []).append(own_numbers.title(number))
-    return about
+            titles_by_note.setdefault(note, []).append(own_numbers.title(number))
+    return titles_by_note
 
 
 def _link(paper: str, number: str) -> str:
