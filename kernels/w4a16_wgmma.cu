@@ -24,6 +24,8 @@ static_assert(STAGES > 1 && RING > 1 && MT % 16 == 0 && KS % KB == 0 && KS % 64 
                   (GROUP == 0 || GROUP % FOLD == 0),
               "a stage does not divide, or there are too few");
 
+#include "joined_sums.cuh"
+
 // x is stored in the layout of `wgmma`, rows of 64 columns, and passes through registers: packing.py puts two of eight
 // neighbouring columns in each half of two k-steps, so each 8-column half takes columns from four lanes.
 struct Share {  // of a stage, what one producer lane loads: 8 of every 64 columns, of every 16th token
@@ -151,30 +153,9 @@ __cluster_dims__(SPLIT)
         }
         wgmma_wait<0>();
         wait_for_copies<0>();
-        UNROLL for (int n = 0; n < NT; n++) {
-            const int unit = warp * NT + n;
-            const u32 to = landing + (rank * SLOTS + unit / SPLIT) * 512 + lane * 16;
-            const float4 v = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
-            if (unit % SPLIT == rank) store16(to, v);  // much faster than a send to this block itself
-#if SPLIT > 1
-            else send(to, v, landed, unit % SPLIT);
-#endif
-        }
+        land_sums(sum, landing, landed, rank, 0, warp, lane);
     }
     __syncthreads();
     if (SPLIT > 1) wait_for_bytes(landed);
-    for (u32 slot = warp; slot * SPLIT + rank < UNITS; slot += WARPS + 4) {
-        // Row 8 h + r, token 2 p + e of a unit is value 2 h + e of lane 4 r + p; a lane reads four rows of a token.
-        const u32 unit = slot * SPLIT + rank, column = lane % 8, quad = lane / 8;
-        const u32 from = landing + slot * 512 + quad % 2 * 256 + column / 2 * 16 + quad / 2 * 8 + column % 2 * 4;
-        float parts[SPLIT][4], total[4] = {};
-        UNROLL for (int v = 0; v < SPLIT * 4; v++) parts[v / 4][v % 4] = load4(from + v / 4 * SLOTS * 512 + v % 4 * 64);
-        UNROLL for (int v = 0; v < SPLIT * 4; v++) total[v % 4] += parts[v / 4][v % 4];
-        const uint2 four = {to_halves<BF16>(total[0], total[1]), to_halves<BF16>(total[2], total[3])};
-        const int token = m0 + unit % NT * 8 + column, row = n0 + unit / NT * 16 + quad * 4;
-        const int left = token < M ? N - row : 0;
-        u16* to = y + (u64)token * N + row;
-        if (left > 3 && N % 4 == 0) *(uint2*)to = four;
-        else UNROLL for (int e = 0; e < 4; e++) if (e < left) to[e] = (&four.x)[e / 2] >> 16 * (e % 2);
-    }
+    store_sums(y, landing, rank, warp, WARPS + 4, lane, m0, n0, M, N);
 }
