@@ -200,7 +200,6 @@ def of_settings():
     yield "marked, as in `27.1*8` for 8 windows"
     rounds, trains = replicate.BOUNDS["nats"]
     yield f"within {rounds:g} nats a token, what calibrates or trains within {trains:g}"
-    yield f"or within {replicate.TRAINED:g} (all weights, as another seed"
 
 
 # What `test_page` compares with the coverage of results, and names.

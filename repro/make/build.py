@@ -7,13 +7,15 @@ import contextlib
 import fcntl
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from tqdm import tqdm
 
 from repro.core.errors import UserError
-from repro.core.files import writing
+from repro.core.files import write_text, writing
 from repro.render.draw import DRAWN
 from repro.results import replicate
 from repro.specs import figures, tables
@@ -44,10 +46,19 @@ def build(targets: Sequence[str], cores: int, at: Scale) -> int:
                     left.unlink()
             flow = planned if nothing_to_do else Workflow(at, remember=True)
             for what, name in tqdm(wanted, "drawing", leave=False, disable=not sys.stderr.isatty()):
+                began = time.monotonic()
                 DRAWN[what](flow, name)
+                _note_time(what, name, time.monotonic() - began)
             return 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _note_time(what: str, name: str, seconds: float) -> None:
+    """Keep what a table, figure or page took to draw, where the rules of the Snakefile keep it."""
+    folder = "docs" if what == "page" else f"{what}s"
+    path = Path("build") / "benchmarks" / folder / f"{name}.tsv"
+    write_text(path, f"s\th:m:s\n{seconds:.4f}\t{timedelta(seconds=round(seconds))}\n")
 
 
 def drawn_for(flow: Workflow, targets: Sequence[str]) -> list[tuple[str, str]]:

@@ -9,10 +9,6 @@ and on what a unit is. The bounds were fixed before the comparisons that they ju
 - What calibrates or trains adds up such differences: through a Cholesky factor of a Hessian, or through thousands of
   steps. GPTQ with its whole calibration on two cores differed from an H200's by 0.0009 nats (WikiText-2) and 0.0015
   (C4), SPEAR's whole training by 0.0004 and 0.0008. 3e-3 is twice the largest.
-- A whole training at 2 bits is another draw on another device: float32 on a CPU, bfloat16 on a GPU, and two kinds of
-  GPU differ. It agrees where it is as near as another seed: two of three of Bit-by-Bit (pocket-3m, w2a16) differ by
-  0.033 to 0.060 nats on the first 8 windows of WikiText-2 and C4. This bound alone was set after its first comparison
-  (0.046 and 0.017), which exceeded 3e-3.
 - Top-1 agreement and answers are counts: one token of a thousand, or one item of a hundred, may lie at a tie.
 - Stored bits are exact, except where a training decides which layers get how much.
 - A bin's share of the weights, in percent, moves where a weight lies at the edge of a bin.
@@ -57,9 +53,6 @@ BOUNDS = {  # what a unit is: the bound for what only rounds, and for what calib
 }
 
 
-TRAINED = 6e-2  # nats: the bound for a recipe whose steps train the model's weights
-
-
 @dataclass(frozen=True)
 class Replica:
     """A stored cell that was measured again here.
@@ -99,8 +92,6 @@ def unit_of(name: str) -> str:
 def bound(name: str, text: str) -> float:
     """The bound on a series' mean difference for a recipe."""
     parsed = recipe.parse(text)
-    if unit_of(name) == "nats" and any(step.work for step in parsed.steps):
-        return TRAINED
     return BOUNDS[unit_of(name)][parsed.seeded]
 
 

@@ -23,3 +23,4 @@ def test_results_are_read_again_only_where_a_job_ran(tmp_path, monkeypatch, is_d
     monkeypatch.setattr(build, "DRAWN", {"table": lambda flow, name: drawn.append(flow)})
     assert build.build(["tables/spear/table1.tex"], 1, scale.load(name="pocket")) == 0
     assert drawn == [made[-1]] and len(made) == workflows
+    assert (tmp_path / "build" / "benchmarks" / "tables" / "spear" / "table1.tsv").is_file()

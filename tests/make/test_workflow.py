@@ -283,8 +283,9 @@ def test_the_headline_table_takes_seven_minutes_on_two_cores():
     flow = Workflow(scale.load())
     firsts = [f"{paper}/table1" for paper in flow.beside_headline()]
     jobs = {job.id for name in ("table1", *firsts) for job in replicate.jobs(flow, name)}
+    names = [*sorted(jobs), *(f"tables/{name}" for name in ("table1", *firsts))]
     seconds = {}
-    for name in sorted(jobs):
+    for name in names:
         path = ROOT / "build" / "benchmarks" / f"{name}.tsv"
         assert path.is_file(), f"{path.relative_to(ROOT)} is not there: another version or scale built the table"
         seconds[name] = float(path.read_text().splitlines()[1].split("\t")[0])
