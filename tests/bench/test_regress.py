@@ -161,7 +161,8 @@ def test_peers_and_the_library_are_not_judged(tmp_path, base):
 # ---- recorded on an H200: whole runs, runs with a kernel that really was slower, and the accepted baseline
 
 RECORDED = json.loads(read_text(ROOT / "tests" / "recorded_noise.json.xz"))["runs"]
-ACCEPTED = sorted((ROOT / "results" / "nvidia-h200").glob("benchmark-*.json.xz"))
+STORED = sorted((ROOT / "results" / "nvidia-h200").glob("benchmark-?.json.xz"))
+ACCEPTED = {"accepted": STORED[:3], "accepted, larger layers": STORED[3:]}
 MATMUL = "/".join(regress.LIBRARY)
 
 
@@ -186,12 +187,10 @@ def recorded(folder, kind):
     return [as_file(folder / f"{r['process']}.json", r["cells"]) for r in RECORDED if r["kind"] == kind]
 
 
-@pytest.fixture(scope="module", params=["recorded", "accepted"])
+@pytest.fixture(scope="module", params=["recorded", *ACCEPTED])
 def whole_runs(request, tmp_path_factory):
     """Runs of the same kernels, a process each, with the rounds of their cells; nothing is tuned on them."""
-    if request.param == "accepted" and len(ACCEPTED) < 3:
-        pytest.skip("results/nvidia-h200 has no three accepted benchmark runs")
-    paths = ACCEPTED if request.param == "accepted" else recorded(tmp_path_factory.mktemp("runs"), "noise")
+    paths = ACCEPTED.get(request.param) or recorded(tmp_path_factory.mktemp("runs"), "noise")
     runs = []
     for path in paths:
         rounds = {}
