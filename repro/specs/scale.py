@@ -182,7 +182,7 @@ class Scale:
         Raises:
             UserError: there is neither.
         """
-        known = dict(zip(corpora.CORPORA, corpora.CORPORA)) | self.calibration_texts
+        known = {corpus: corpus for corpus in corpora.CORPORA} | self.calibration_texts
         if name not in known:
             raise UserError(f"scale {self.name}: {unknown('second text', name, known)}")
         text = known[name]
