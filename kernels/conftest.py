@@ -5,7 +5,7 @@ stores is device time per launch, so its tables and its `compare` are correct fo
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ class DeviceClock:
 
 
 CLOCK = DeviceClock()
-HOST_ROUNDS = 9  # of the host's calls, each the fastest of a few series
+TURNS = 25  # rounds of what is timed in turns with a call beside it
 torch.set_num_threads(1)  # CPU times do not depend on the number of cores
 
 
@@ -35,9 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU benchmarks use the device's clock, those of the host's calls what was measured in turns."""
+    """GPU benchmarks use the device's clock, also those that are timed in turns with a call beside them."""
     for item in items:
-        if {"gpu_benchmark", "host_benchmark"} & set(getattr(item, "fixturenames", ())):
+        if {"gpu_benchmark", "graph_benchmark", "host_benchmark"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.benchmark(timer=CLOCK))
 
 
@@ -111,25 +111,41 @@ def gpu_benchmark(benchmark, backend) -> Callable[..., timing.Timing]:  # noqa: 
     return run
 
 
+def in_turns(benchmark: Any, once: Callable[[], tuple[float, float]], rounds: int) -> float:  # noqa: ANN401
+    """Record rounds of what `once` times; the median of what it times beside it. Both in microseconds."""
+    others = []
+
+    def start() -> None:
+        CLOCK.seconds = 0.0
+
+    def one_round() -> None:
+        mine, beside = once()
+        CLOCK.seconds += mine * 1e-6
+        others.append(beside)
+
+    benchmark.pedantic(one_round, setup=start, rounds=rounds, warmup_rounds=1)
+    return statistics.median(others[-rounds:])
+
+
+@pytest.fixture
+def graph_benchmark(benchmark, backend) -> Callable[..., float]:  # noqa: ANN001
+    """A function that times calls as one CUDA graph in turns with others as a second one; the second one's median."""
+
+    def run(calls: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]], rounds: int = TURNS) -> float:
+        mine, beside = backend.capture(calls), backend.capture(others)
+        return in_turns(benchmark, lambda: (mine.replay() * 1e6, beside.replay() * 1e6), rounds)
+
+    return run
+
+
 @pytest.fixture
 def host_benchmark(benchmark, backend) -> Callable[..., float]:  # noqa: ANN001
-    """A function that times a call on the host in turns with another one, whose median it returns in microseconds.
+    """A function that times a call on the host in turns with another one; the other one's median.
 
     One after the other, calls of a shared host differ by up to 44 % between processes, in turns by 7 %.
     """
 
-    def run(call: Callable[[], Any], other: Callable[[], Any], rounds: int = HOST_ROUNDS) -> float:
-        others = []
-
-        def start() -> None:
-            CLOCK.seconds = 0.0
-
-        def one_round() -> None:
-            mine, beside = backend.host_us(call, other)
-            CLOCK.seconds += mine * 1e-6
-            others.append(beside)
-
-        benchmark.pedantic(one_round, setup=start, rounds=rounds, warmup_rounds=1)
-        return statistics.median(others[-rounds:])
+    def run(call: Callable[[], Any], other: Callable[[], Any], rounds: int = TURNS) -> float:
+        return in_turns(benchmark, lambda: tuple(backend.host_us(call, other)), rounds)
 
     return run

@@ -5,11 +5,14 @@
 Files are what `pytest kernels --benchmark-only --benchmark-json=new.json` writes, each from a process of its own, plain
 or in xz.
 A kernel's absolute time never counts: it is divided by two reference times of its own run, the read floor of its bytes
-(for the host's time of a call that of `F.linear`, for a prefill bf16 products alone) and the library's bf16 matmul (the
-median over its shapes), and is called slower only by as much as both agree on.
+(for a prefill bf16 products alone) and the library's bf16 matmul (the median over its shapes), and is called slower
+only by as much as both agree on.
 Where the two references moved apart, the one that moved less counts alone: a library that became slower, beside read
 floors as before, hides nothing.
-What is allowed is the threshold, or more where repeats say that a cell is noisier. One slow run is a suspicion (exit 3:
+The host's time of a call has one reference, `F.linear` on the host in turns with it: what a device does says nothing of
+its host, which other processes share.
+What is allowed is the threshold, or more where repeats say that a cell is noisier, or that cells of its kind, the
+device's or the host's, are. One slow run is a suspicion (exit 3:
 measure again); two runs that agree are a regression (exit 1, a sentence with kernel, shape and percent).
 """
 
@@ -33,17 +36,23 @@ LIBRARY = ("bf16", "bf16", "torch.matmul")  # kernel, dtype, provider of the lib
 RANGE = {2: 1.128, 3: 1.693, 4: 2.059, 5: 2.326, 6: 2.534, 7: 2.704, 8: 2.847}  # of n values, in standard deviations
 SHORTEST, LONGEST = 1e-6, 1e12  # microseconds that a kernel can take
 MORE = 2.97  # of nine or more
+HOST = "host"  # the mode of a call's time on the host
 
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """One kernel on one shape in one run: median microseconds, its relative standard error, and its read floor's."""
+    """One kernel on one shape in one run: median microseconds, its relative standard error, and its read floor's.
+
+    Attributes:
+        on_host: it is a call's time on the host, its floor that of `F.linear`.
+    """
 
     us: float
     error: float
     floor_us: float
     is_library: bool
     judged: bool
+    on_host: bool
 
 
 @dataclass(frozen=True)
@@ -66,18 +75,22 @@ class BenchmarkFile:
         return statistics.median(math.log(self.cells[name].us / other.cells[name].us) for name in common)
 
     def floor_level(self, other: "BenchmarkFile") -> float:
-        """The same of the read floors, over all common cells."""
-        common = [name for name in self.cells if name in other.cells]
+        """The same of the read floors, over all common cells of the device."""
+        common = [name for name, cell in self.cells.items() if name in other.cells and not cell.on_host]
         return statistics.median(math.log(self.cells[name].floor_us / other.cells[name].floor_us) for name in common)
 
-    def ratios(self, other: "BenchmarkFile") -> dict[str, tuple[float, float]]:
-        """log of each cell's time over its read floor, and over the library's level between this run and another.
+    def ratios(self, other: "BenchmarkFile") -> dict[str, tuple[float, ...]]:
+        """log of each cell's time over its floor and, on the device, over the library's level since another run.
 
         Raises:
             UserError: as `library_level`.
         """
         level = self.library_level(other)
-        return {name: (math.log(c.us / c.floor_us), math.log(c.us) - level) for name, c in self.cells.items()}
+        logs: dict[str, tuple[float, ...]] = {}
+        for name, cell in self.cells.items():
+            over_floor = math.log(cell.us / cell.floor_us)
+            logs[name] = (over_floor,) if cell.on_host else (over_floor, math.log(cell.us) - level)
+        return logs
 
     def references(self, other: "BenchmarkFile") -> slice:
         """Which of the two ratios count between this run and another: both, or that whose reference moved less."""
@@ -133,8 +146,9 @@ def load(path: Path) -> BenchmarkFile:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{path}: {name} has no times that can be read; measure again") from None
-        library = tuple(info[key] for key in PLACE[:3]) == LIBRARY
-        cells[name] = TimedKernel(us, error, info["floor_us"], library, info.get("ours", True) and not library)
+        library, on_host = tuple(info[key] for key in PLACE[:3]) == LIBRARY, info["mode"] == HOST
+        judged = info.get("ours", True) and not library
+        cells[name] = TimedKernel(us, error, info["floor_us"], library, judged, on_host)
     devices = {str(info.get("device", "unknown")) for info, _ in kernels}
     if len(devices) > 1:
         raise UserError(f"{path}: measured on {', '.join(sorted(devices))}; one run is one device")
@@ -154,15 +168,19 @@ def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: fl
     olds = {name: [ratios[name] for ratios in then if name in ratios] for name, c in new.cells.items() if c.judged}
     olds = {name: theirs for name, theirs in olds.items() if theirs}
     # Rounds say how well a median is known; several baseline runs say how much it moves between runs. A spread of a few
-    # runs is itself uncertain, so it goes half and half with what is usual among the cells.
+    # runs is itself uncertain, so it goes half and half with what is usual among the cells of its kind.
     spreads = {name: max(map(_spread, zip(*theirs))) for name, theirs in olds.items() if len(theirs) > 1}
-    usual = statistics.median(spreads.values()) if spreads else 0.0
+    usual = {}
+    for on_host in (False, True):
+        alike = [spread for name, spread in spreads.items() if new.cells[name].on_host == on_host]
+        usual[on_host] = statistics.median(alike) if alike else 0.0
     changes, counted = {}, new.references(baseline[0])
     for name, theirs in olds.items():
         steps = [mine - statistics.median(old) for mine, old in zip(here[name], zip(*theirs))]
-        step = min(steps[counted])
+        on_host = new.cells[name].on_host
+        step = min(steps if on_host else steps[counted])
         rounds = statistics.median(run.cells[name].error for run in baseline if name in run.cells)
-        between = math.sqrt((spreads.get(name, usual) ** 2 + usual**2) / 2)
+        between = math.sqrt((spreads.get(name, usual[on_host]) ** 2 + usual[on_host] ** 2) / 2)
         error = math.hypot(new.cells[name].error, rounds, between)
         changes[name] = Change(math.expm1(step), max(threshold, SIGMAS * error))
     return changes

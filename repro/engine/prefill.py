@@ -62,9 +62,23 @@ def together(
     Returns:
         The last hidden states `[T, H]` of each prompt after the last norm, for `model.head`.
     """
-    eps = model.config.rms_norm_eps
     lengths = [len(prompt) for prompt in prompts]
     tokens = packed(prompts, first, model.device)
+    states = forward(model, cache, tokens, spans(lengths, first), chunk)
+    cache.lengths[first : first + len(prompts)] = torch.tensor(lengths, dtype=torch.int32, device=model.device)
+    return list(states.split(lengths))
+
+
+@torch.inference_mode()
+def forward(model: Decoder, cache: Cache, tokens: Tokens, groups: Sequence[Span], chunk: int = CHUNK) -> Tensor:
+    """The last hidden states `[T, H]` of `together`: all that it does on the device, so that a graph can capture it.
+
+    Args:
+        tokens: of all prompts, as `packed` puts them on the device.
+        groups: the prompts, as `spans` puts them together.
+        chunk: tokens that products compute at a time.
+    """
+    eps = model.config.rms_norm_eps
     parts = [part.split(chunk) for part in (tokens.positions, tokens.rows, tokens.slots)]
     where = list(zip(*parts))
     hidden: list[Tensor] = list(model.embedding[tokens.ids].split(chunk))
@@ -77,14 +91,12 @@ def together(
             x, residuals[number] = block.norm(x, block.input_norm, eps, residuals[number])
             queries.append(block.rope(block.qkv(x), model.cos, model.sin, *where[number], keys, values))
         q = queries[0] if len(queries) == 1 else torch.cat(queries)
-        y = causal_attention(block, q, keys, values, tokens, spans(lengths, first))
+        y = causal_attention(block, q, keys, values, tokens, groups)
         for number, x in enumerate(y.flatten(1).split(chunk)):
             x, residuals[number] = block.norm(block.out(x), block.post_norm, eps, residuals[number])
             hidden[number] = block.down(block.product(block.gate_up(x)))
     norm = model.blocks[0].norm
-    last_states = [norm(x, model.norm, eps, residual)[0] for x, residual in zip(hidden, residuals)]
-    cache.lengths[first : first + len(prompts)] = torch.tensor(lengths, dtype=torch.int32, device=model.device)
-    return list(torch.cat(last_states).split(lengths))
+    return torch.cat([norm(x, model.norm, eps, residual)[0] for x, residual in zip(hidden, residuals)])
 
 
 def causal_attention(

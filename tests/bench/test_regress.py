@@ -135,6 +135,52 @@ def test_one_reference_that_got_slower_hides_nothing(tmp_path, base, reference):
     assert status == 1 and len(lines) == 1 and "4096 x 4096" in lines[0]
 
 
+CALL = {"kernel": "rms_norm", "dtype": "bf16", "provider": "call"}
+HOST_NOISE = 0.02  # of the ratio of two calls in turns, between processes
+
+
+def with_host(path, slower=1.0, host=1.0, seed=0, calls=8, spread=0.1, **more):
+    """A run and calls on its host, which is `host` times as slow; one call `slower` times its own time."""
+    rng = random.Random(f"host {seed}")
+    content = json.loads(run(path, seed=seed, **more).read_text())
+    for i in range(calls):
+        floor_us = 14.0 * host * math.exp(rng.gauss(0, spread))
+        us = (0.8 + i / 10) * floor_us * math.exp(rng.gauss(0, HOST_NOISE)) * (slower if i == 2 else 1.0)
+        content["benchmarks"].append(benchmark(us, floor_us, 1024, 1024 + i, CALL, rng=rng, mode="host"))
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    return [with_host(tmp_path / f"host{i}.json", seed=200 + i, host=1 + 0.2 * i) for i in range(3)]
+
+
+@pytest.mark.parametrize("host", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("library", [0.9, 1.0, 1.1])
+def test_a_call_is_judged_by_the_one_beside_it_alone(tmp_path, hosts, host, library):
+    """Whatever the host is like, and whatever the device's library became."""
+    for slower, wanted in ((1.0, 0), (1.25, 1)):
+        new = [with_host(tmp_path / f"new{i}.json", slower, host, seed=i, library=library) for i in range(2)]
+        status, lines = regress.regress(new, hosts)
+        assert status == wanted, lines
+    (line,) = lines
+    assert "call (rms_norm, bf16) at 1024 x 1026, M = 1, host is " in line
+
+
+def test_what_the_host_is_like_loosens_nothing_of_the_device(tmp_path, hosts):
+    """The former are more, and vary by more."""
+    new = regress.load(with_host(tmp_path / "new.json", seed=1))
+    changes = regress.compare(new, [regress.load(path) for path in hosts])
+    host = [change.allowed for name, change in changes.items() if new.cells[name].on_host]
+    device = {name: change for name, change in changes.items() if not new.cells[name].on_host}
+    assert len(host) == 8 and len(device) == len(SHAPES) and min(host) > 0.03 > HOST_NOISE
+    alone = regress.compare(regress.load(run(tmp_path / "alone.json", seed=1)), [
+        regress.load(run(tmp_path / f"base{i}.json", seed=200 + i)) for i in range(3)
+    ])  # fmt: skip
+    assert device == alone
+
+
 def test_noisy_rounds_raise_what_is_allowed(tmp_path, base):
     new = [run(tmp_path / f"new{i}.json", 1.05, seed=i, spread=0.12) for i in range(2)]
     assert regress.regress(new, base)[0] == 0

@@ -14,6 +14,7 @@ from repro.generation import Engine
 from repro.kernels import packing
 
 PROMPTS = [[5, 6, 7], [8, 9, 10], list(range(20, 60)), [11]]
+GROUPS = spans([3, 3, 40, 1], 1)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -39,6 +40,15 @@ def test_a_batch_is_its_prompts_one_by_one(model, chunk):
         for mine, theirs in ((cache.keys, alone.keys), (cache.values, alone.values)):
             torch.testing.assert_close(mine[:, row, :, : len(ids)], theirs[:, 0, :, : len(ids)], rtol=1e-4, atol=1e-5)
             assert not mine[:, row, :, len(ids) :].any() and not mine[:, [0, 5]].any()
+
+
+def test_what_a_graph_captures_is_the_prefill(model):
+    """States and keys, from tokens that were put on the device before."""
+    cache, alone = Cache(model, 6), Cache(model, 6)
+    states = prefill.forward(model, cache, prefill.packed(PROMPTS, 1, model.device), GROUPS, 7)
+    assert torch.equal(states, torch.cat(together(model, alone, PROMPTS, 7, first=1)))
+    assert torch.equal(cache.keys, alone.keys) and torch.equal(cache.values, alone.values)
+    assert not cache.lengths.any()
 
 
 def test_attention_skips_what_a_mask_would_hide(model, monkeypatch):
