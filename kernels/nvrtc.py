@@ -109,7 +109,7 @@ def _nvcc(path: Path, source: str, defines: Mapping[str, int], arch: str) -> byt
 
 
 class Function:
-    """A kernel on one device. Call it with the size of the grid and of a block and the arguments: tensors and ints.
+    """A kernel on one device. Call it with the size of the grid and of a block and the arguments.
 
     `defines` are those with which it was compiled. Its PROGRAMS, if there are some, wait for one another outside a
     cluster: such a launch has all of its thread blocks on the device at once, or fails.
@@ -143,8 +143,11 @@ class Function:
             _checked(driver.cuFuncSetAttribute(self._function, large, 1))
         self._together = (defines or {}).get("PROGRAMS", 1) > 1
 
-    def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
-        """Launch on torch's current stream of the kernel's device. Tensors become pointers, ints become C ints."""
+    def __call__(self, grid: int, block: int, *arguments: "Tensor | int | TensorMap") -> None:
+        """Launch on torch's current stream of the kernel's device.
+
+        Tensors become pointers, ints become C ints, tensor maps are passed by value.
+        """
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self(grid, block, *arguments)
@@ -179,7 +182,7 @@ class Room:
         self.address = ctypes.addressof(self.pointers)
         self._pack = struct.Struct(f"{count}q").pack_into
 
-    def fill(self, arguments: Sequence[Tensor | int]) -> None:
+    def fill(self, arguments: Sequence["Tensor | int | TensorMap"]) -> None:
         """Put in the arguments of a launch."""
         self._pack(self.words, 0, *[a if type(a) is int else a.data_ptr() for a in arguments])
         for i in self._maps:
@@ -207,7 +210,7 @@ def encode(matrix: Tensor, box: int) -> bytes:
     """The 128 bytes of a tensor map, by the driver."""
     from cuda.bindings import driver
 
-    kind = "FLOAT16" if matrix.dtype == torch.float16 else "BFLOAT16"
+    kind = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}[matrix.dtype]
     rows, columns = matrix.shape
     made = _checked(
         driver.cuTensorMapEncodeTiled(

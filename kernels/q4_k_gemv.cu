@@ -5,7 +5,7 @@
 //   RAGGED  1: 8 do not divide the rows       WARPS   of a thread block
 //   BLOCKS  of an SM                          AHEAD   units that a warp has on their way to its registers
 //   KEPT    1: a warp's share of x stays in its registers; 0: in shared memory
-//   EACH    tiles of a thread block               MORE    blocks that have one more
+//   EACH    tiles of a thread block           MORE    blocks that have one more
 //
 // A tile is 8 rows, a unit of it one super-block of each. A thread block has a range of tiles; each of its warps has the
 // same units of every tile, and prepares its share of x once. Sums of a tile wait in shared memory until all are there.
@@ -22,7 +22,7 @@ constexpr u32 OWN = AHEAD < MEAN ? (MEAN + AHEAD - 1) / AHEAD * AHEAD : MEAN; //
 constexpr u32 TILES = AHEAD < OWN ? 1 : AHEAD / OWN, HELD = AHEAD < OWN ? AHEAD : TILES * OWN;
 constexpr bool EVEN = WARPS * OWN == SUPERS; // else a warp has some units twice, the second time with an x of zeros
 constexpr u32 TILE_CODES = ROWS * SUPERS * LINE, TILE_HEADERS = ROWS * SUPERS * HEADER;
-constexpr u32 SUMS = ROWS * (WARPS | 1);                                // floats of a tile's sums
+constexpr u32 SUMS = ROWS * (WARPS | 1);                        // floats of a tile's sums
 constexpr u32 SUMS_OF_X = SUPER * 2, SHARE = SUMS_OF_X + 8 * 4; // bytes of a super-block of x in shared memory
 
 struct Unit { // what a lane has of it

@@ -271,8 +271,13 @@ def launch(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     top_p: torch.Tensor, size: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """tokens of the operator, computed by the kernels in slices of `size` logits, a power of two from 512 on, or as
-    many as leave about 256 programs; the tensors are not checked. No choice of it changes a token."""
+    """tokens of the operator by the kernel; the tensors are not checked.
+
+    Args:
+        logits, seeds, positions, temperature, top_k, top_p: as of the operator.
+        size: logits of a slice, a power of two from 512 on, which changes no token; None: so many that there are about
+            256 slices.
+    """
     given = logits, seeds, positions, temperature, top_k, top_p
     return prepare(*given, size=size)(*given)
 

@@ -115,9 +115,9 @@ def test_host_time(host_benchmark, benchmark, name, count) -> None:  # noqa: ANN
     call = calls[name] if name in calls else operator(name)
     call()
     library = host_benchmark(call, calls["F.linear"])
-    place = {"N": 1024, "K": 1024, "M": count, "mode": "host", "device": torch.cuda.get_device_name()}
     who = {"kernel": name, "dtype": "bf16", "provider": "call"}
-    benchmark.extra_info |= who | place | {"ours": name != "F.linear", "floor_us": library}
+    where = {"N": 1024, "K": 1024, "M": count, "mode": "host", "device": torch.cuda.get_device_name()}
+    benchmark.extra_info |= who | where | {"ours": name != "F.linear", "floor_us": library}
 
 
 @pytest.mark.gpu
@@ -144,9 +144,9 @@ def test_prefill(graph_benchmark, benchmark) -> None:  # noqa: ANN001
     products = 3 * model.config.num_hidden_layers
     library = graph_benchmark([whole], [lambda: torch.mm(x, weight.T, out=y)] * products)
     torch.testing.assert_close(states[0], prefill.together(model, cache, [prompt])[0], rtol=1e-2, atol=1e-2)
-    who = {"kernel": "w4-g128", "dtype": "bf16", "provider": "prefill", "N": rows, "K": columns, "M": count}
-    facts = {"mode": "whole", "ours": True, "device": torch.cuda.get_device_name()}
-    benchmark.extra_info |= who | facts | {"floor_us": library}
+    who = {"kernel": "w4-g128", "dtype": "bf16", "provider": "prefill"}
+    where = {"N": rows, "K": columns, "M": count, "mode": "whole", "device": torch.cuda.get_device_name()}
+    benchmark.extra_info |= who | where | {"ours": True, "floor_us": library}
 
 
 # ---- on a CPU, at small sizes

@@ -49,21 +49,24 @@ STATIC = 1024  # bytes of shared memory of a block for its mbarriers and the sys
 MOST_LAYERS = 3  # of a launch, each with columns of its own
 MOST_WARPS = 32  # of an SM that multiply
 # Warps of a thread block; tiles of 8 rows in a copy, or on their way to registers; blocks of an SM; of a cluster.
-SPACE = []
+every = []
 for warps in (4, 6, 7, 8, 9, 10, 14, 16, 17, 18, 28, 31, 32):
     for tiles in (1, 2, 3, 4):
         for blocks in (1, 2, 3, 4, 5):
             if warps * blocks <= MOST_WARPS:
-                SPACE.append({"warps": warps, "tiles": tiles, "blocks": blocks, "bulk": False})
+                every.append({"warps": warps, "tiles": tiles, "blocks": blocks, "bulk": False})
         if tiles < 4:
-            SPACE.append({"warps": warps, "tiles": tiles, "blocks": 1, "bulk": True})
+            every.append({"warps": warps, "tiles": tiles, "blocks": 1, "bulk": True})
 for warps, blocks in ((6, 2), (7, 2), (8, 2), (8, 1), (9, 1), (14, 1), (16, 1)):  # whose registers hold four tokens
     for tiles in (1, 2, 3):
         for split in (1, 2, 4):
             for bulk in (False, True):
                 config = {"warps": warps, "tiles": tiles, "blocks": blocks, "bulk": bulk}
-                SPACE += [config | {"split": split} if split > 1 else config]
-SPACE = [config for place, config in enumerate(SPACE) if config not in SPACE[:place]]
+                every.append(config | {"split": split} if split > 1 else config)
+SPACE = []
+for config in every:
+    if config not in SPACE:
+        SPACE.append(config)
 CHECKED = [  # that tests on a GPU and the sanitizer run, too
     {"warps": 4, "tiles": 2, "blocks": 1, "bulk": True},
     {"warps": 4, "tiles": 3, "blocks": 2, "bulk": False},
@@ -132,9 +135,7 @@ def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, p
     warps = -(-units // own)
     if m > 1 and bulk:
         return of_several(units, -(-rows // form.ROWS), processors)
-    if m > 1:
-        return {"warps": warps, "tiles": 1, "blocks": 1, "bulk": False}
-    if own > 1:
+    if m > 1 or own > 1:
         return {"warps": warps, "tiles": 1, "blocks": 1, "bulk": False}
     blocks = 3 if warps <= 8 else max(1, min(2, MOST_WARPS // warps))
     return {"warps": warps, "tiles": 3 if warps <= 10 else 2, "blocks": blocks, "bulk": False}
@@ -142,12 +143,13 @@ def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, p
 
 def of_several(units: int, tiles: int, processors: int) -> dict:
     """The configuration for 2 to 4 tokens, units of columns and tiles of rows of an untuned shape."""
-    held = tiles * units * form.UNIT <= processors * HELD  # all weights wait in shared memory, and no warp refills it
+    whole = tiles * units * form.UNIT <= processors * HELD  # all weights wait in shared memory, and no warp refills it
     # The registers of 16 warps and one that refills do not hold what is needed of four tokens.
-    split = 1 if units <= 15 + held else 2 if units <= 32 else 4
+    alone = 16 if whole else 15
+    split = 1 if units <= alone else 2 if units <= 32 else 4
     share = -(-units // split)
     warps = -(-share // -(-share // 16))
-    if split == 1 and warps <= 8 and held and tiles >= 6 * processors:  # three of each block
+    if split == 1 and warps <= 8 and whole and tiles >= 6 * processors:  # three of each block
         return {"warps": warps, "tiles": 1, "blocks": 2, "bulk": True}
     config = {"warps": warps, "tiles": 2 if warps <= 8 else 1, "blocks": 1, "bulk": True}
     return config if split == 1 else config | {"split": split}

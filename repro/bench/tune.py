@@ -72,7 +72,7 @@ def _read_floor() -> list[TuningPoint]:
     ]
 
 
-def _places(
+def _points(
     name: str,
     cases: Iterable[Case],
     hot: tuple[str, ...] = ("x",),
@@ -111,14 +111,14 @@ def _wna16_gemv() -> list[TuningPoint]:
         form = {"bits": bits, "group": group, "symmetric": symmetric}
         for n, k in shapes():
             cases += [{"rows": n, "columns": k, **form, "m": m, "seed": 0} for m in (1, 8, 16)]
-    return _places("wna16_gemv", cases, key=lambda c: f"w{c['bits']} m{c['m']} {c['rows']}x{c['columns']}")
+    return _points("wna16_gemv", cases, key=lambda c: f"w{c['bits']} m{c['m']} {c['rows']}x{c['columns']}")
 
 
 def _w4a16_gemm() -> list[TuningPoint]:
     """A tile has at most as many tokens as there are, or 16."""
     tokens_of = load("w4a16_gemm").tokens_of
     cases = _cases(16, 32, 64, 128, 256, bits=4, group=128, symmetric=False)
-    return _places("w4a16_gemm", cases, fits=lambda case, config: tokens_of(config) <= max(16, case["M"]))
+    return _points("w4a16_gemm", cases, fits=lambda case, config: tokens_of(config) <= max(16, case["M"]))
 
 
 def _q4_k(name: str) -> list[TuningPoint]:
@@ -180,7 +180,7 @@ TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
     "read_floor": _read_floor,
     "wna16_gemv": _wna16_gemv,
     "w4a16_gemm": _w4a16_gemm,
-    "w8a8_gemv": lambda: _places("w8a8_gemv", _cases(1, 2, 4, 8)),
+    "w8a8_gemv": lambda: _points("w8a8_gemv", _cases(1, 2, 4, 8)),
     "q4_k_gemv": lambda: _q4_k("q4_k_gemv"),
     "q4_k_naive_sparse": lambda: _q4_k("q4_k_naive_sparse"),
     "zigzag_gemv": lambda: _q4_k("zigzag_gemv"),
@@ -188,7 +188,7 @@ TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
     "zigzag_masked": lambda: _q4_k("zigzag_masked"),
     "w2a2_gemv": lambda: _two_bit("w2a2_gemv", ("x",)),
     "w2a2_ready": lambda: _two_bit("w2a2_ready", QUANTIZED),
-    "w8a8_gemm": lambda: _places("w8a8_gemm", _cases(16, 32, 64, 128, 256, 512, 1024, 2048), hot=("x_q", "s_x")),
+    "w8a8_gemm": lambda: _points("w8a8_gemm", _cases(16, 32, 64, 128, 256, 512, 1024, 2048), hot=("x_q", "s_x")),
 }
 
 
@@ -243,8 +243,9 @@ def compile_ahead(tasks: Sequence[Task], pool: ProcessPoolExecutor) -> None:
     jobs = nvrtc.jobs_of(functools.partial(task.launch, **task.inputs) for task in tasks)
     if len(jobs) <= 1:
         return
-    for done in [pool.submit(nvrtc.compile_job, job) for job in jobs]:
-        done.exception()  # met again by the measurement
+    compiling = [pool.submit(nvrtc.compile_job, job) for job in jobs]
+    for one in compiling:
+        one.exception()  # met again by the measurement
 
 
 def swept(
@@ -383,9 +384,9 @@ def of_layers(points: Sequence[TuningPoint], layers: Sequence[tuple[int, int]]) 
     by_layer: dict[str, list[TuningPoint]] = {}
     for point in points:
         by_layer.setdefault("x".join(point.key.split()[-1].split("x")[-2:]), []).append(point)
-    found = []
+    chosen = []
     for n, k in layers:
         if f"{n}x{k}" not in by_layer:
             raise unknown("layer", f"{n}x{k}", by_layer)
-        found += by_layer[f"{n}x{k}"]
-    return found
+        chosen += by_layer[f"{n}x{k}"]
+    return chosen

@@ -116,8 +116,8 @@ def can_join(products: Sequence[nn.Module]) -> bool:
     return len(alike) == 1 and all(product.outputs % form.ROWS == 0 for product in products[:-1])
 
 
-def one_behind_another(products: Sequence[nn.Module], name: str) -> Tensor:
-    """A buffer of all products in one tensor, of which theirs become parts."""
+def merged_buffer(products: Sequence[nn.Module], name: str) -> Tensor:
+    """A buffer of all products, one behind another in one tensor, of which theirs become parts."""
     parts = [getattr(product, name) for product in products]
     whole = torch.cat(parts)
     for product, part in zip(products, whole.split([len(part) for part in parts])):

@@ -169,10 +169,10 @@ class JoinedColumns(Joined):
         super().__init__(products)
         self.layers = tuple(product.outputs for product in products)
         self.units, self.factors, self.index = (
-            two_bit.one_behind_another(products, name) for name in ("units", "factors", "index")
+            two_bit.merged_buffer(products, name) for name in ("units", "factors", "index")
         )
         biased = products[0].bias is not None
-        self.bias = two_bit.one_behind_another(products, "bias") if biased else None
+        self.bias = two_bit.merged_buffer(products, "bias") if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.together(x) if x.is_cuda and len(x) <= MOST_TOKENS else super().forward(x)
