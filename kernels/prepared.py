@@ -10,7 +10,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,8 +69,28 @@ class Encoded:
         kept = self._kept[number]
         if len(kept) >= MOST_MAPS:
             kept = self._kept[number] = {}
-        found = kept[matrix.data_ptr()] = self._encode(describe(matrix), form)
-        return found
+        descriptor = kept[matrix.data_ptr()] = self._encode(describe(matrix), form)
+        return descriptor
+
+
+class KnownLaunch(NamedTuple):
+    """What a first launch left for later ones.
+
+    Attributes:
+        device: the number of the device that it ran on; -1 before.
+        run: Triton's launcher, in C where this module knows it.
+        arrange: makes the list that `run` takes of a launch's arguments.
+        grid: programs in three dimensions.
+        before: what `run` takes between the stream and the arguments.
+        constants: of the kernel, in its order.
+    """
+
+    device: int = -1
+    run: Callable[..., Any] | None = None
+    arrange: Callable[[Sequence[Any]], list[Any]] = addresses
+    grid: tuple[int, ...] = ()
+    before: tuple = ()
+    constants: tuple = ()
 
 
 class Prepared:
@@ -84,28 +104,27 @@ class Prepared:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], matrices: Sequence[Describe] = (), **constants: Any) -> None:  # noqa: ANN401
         self._kernel, self._grid, self._matrices, self._constants = kernel, grid, tuple(matrices), constants
-        # a device, what launches there, how it takes arguments, what comes before them but the stream, constants
-        self._found: tuple[int, Any, Any, tuple, tuple, tuple] = (-1, None, None, (), (), ())
+        self._known = KnownLaunch()
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         """Launch on torch's current stream: tensors, numbers and None for the parameters that are no constants."""
-        device, run, flat, grid, what, rest = self._found  # at once: another thread may launch on another device
+        device, run, arrange, grid, before, constants = self._known  # at once: another thread may launch elsewhere
         if run is None or torch._C._cuda_getDevice() != device:
             self._first(arguments)
             return
-        run(*grid, torch._C._cuda_getCurrentRawStream(device), *what, *flat(arguments), *rest)
+        run(*grid, torch._C._cuda_getCurrentRawStream(device), *before, *arrange(arguments), *constants)
 
     def _first(self, arguments: tuple) -> None:
-        rest = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
+        constants = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
         compiled = self._kernel[self._grid](*self._described(arguments), **self._constants)
         if compiled is not None:  # as by Triton's interpreter
             grid = (*self._grid, 1, 1)[:3]
-            found = in_c(compiled, self._matrices)
-            if found is None:  # Triton's launcher in Python: no metadata, no hooks
-                what = compiled.function, compiled.packed_metadata, None, None, None
-                found = compiled.run, lambda arguments: addresses(self._described(arguments)), what
-            run, flat, what = found
-            self._found = torch.cuda.current_device(), run, flat, grid, what, rest
+            launcher = in_c(compiled, self._matrices)
+            if launcher is None:  # Triton's launcher in Python: no metadata, no hooks
+                before = compiled.function, compiled.packed_metadata, None, None, None
+                launcher = compiled.run, lambda arguments: addresses(self._described(arguments)), before
+            run, arrange, before = launcher
+            self._known = KnownLaunch(torch.cuda.current_device(), run, arrange, grid, before, constants)
 
     def _described(self, arguments: Sequence[Any]) -> list[Any]:
         matrices = [describe(matrix) for describe, matrix in zip(self._matrices, arguments)]
@@ -126,12 +145,12 @@ def in_c(compiled: Any, matrices: Sequence[Describe]) -> tuple[Callable, Callabl
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None
-    launch, flat = run.launch, addresses
+    launch, arrange = run.launch, addresses
     if matrices:  # then `launch` is a function in Python that encodes them, around the one in C
         forms = getattr(compiled.metadata, "tensordesc_meta", None)
         launch = inspect.getclosurevars(launch).nonlocals.get("launcher") if inspect.isfunction(launch) else None
         if not forms or launch is None:
             return None
-        flat = Encoded(driver.make_tensordesc_arg, forms, matrices)
+        arrange = Encoded(driver.make_tensordesc_arg, forms, matrices)
     own = run.launch_cooperative_grid, run.launch_pdl, None, None  # no memory of Triton's
-    return launch, flat, (compiled.function, *own, compiled.packed_metadata, None, None, None)
+    return launch, arrange, (compiled.function, *own, compiled.packed_metadata, None, None, None)
