@@ -28,6 +28,7 @@ from repro.core.errors import UserError
 from repro.core.files import read_text
 
 THRESHOLD = 0.03  # a smaller slowdown of one cell is never called one
+HOST_THRESHOLD = 0.1  # nor of a call on the host, whose ratio to `F.linear` differs between processes by so much
 SIGMAS = 3.0  # nor one within so many standard errors
 APART = 0.02  # of a time: references that moved by more against each other do not count both
 FINE, REGRESSION, SUSPICION = 0, 1, 3
@@ -182,7 +183,8 @@ def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: fl
         rounds = statistics.median(run.cells[name].error for run in baseline if name in run.cells)
         between = math.sqrt((spreads.get(name, usual[on_host]) ** 2 + usual[on_host] ** 2) / 2)
         error = math.hypot(new.cells[name].error, rounds, between)
-        changes[name] = Change(math.expm1(step), max(threshold, SIGMAS * error))
+        least = max(threshold, HOST_THRESHOLD) if on_host else threshold
+        changes[name] = Change(math.expm1(step), max(least, SIGMAS * error))
     return changes
 
 

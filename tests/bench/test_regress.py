@@ -174,7 +174,7 @@ def test_what_the_host_is_like_loosens_nothing_of_the_device(tmp_path, hosts):
     changes = regress.compare(new, [regress.load(path) for path in hosts])
     host = [change.allowed for name, change in changes.items() if new.cells[name].on_host]
     device = {name: change for name, change in changes.items() if not new.cells[name].on_host}
-    assert len(host) == 8 and len(device) == len(SHAPES) and min(host) > 0.03 > HOST_NOISE
+    assert len(host) == 8 and len(device) == len(SHAPES) and min(host) >= 0.1
     alone = regress.compare(regress.load(run(tmp_path / "alone.json", seed=1)), [
         regress.load(run(tmp_path / f"base{i}.json", seed=200 + i)) for i in range(3)
     ])  # fmt: skip
@@ -208,7 +208,7 @@ def test_peers_and_the_library_are_not_judged(tmp_path, base):
 
 RECORDED = json.loads(read_text(ROOT / "tests" / "recorded_noise.json.xz"))["runs"]
 STORED = sorted((ROOT / "results" / "nvidia-h200").glob("benchmark-?.json.xz"))
-ACCEPTED = {"accepted": STORED[:3], "accepted, larger layers": STORED[3:]}
+ACCEPTED = {f"accepted {first + 1} to {first + 3}": STORED[first : first + 3] for first in range(0, len(STORED), 3)}
 MATMUL = "/".join(regress.LIBRARY)
 
 
@@ -236,7 +236,10 @@ def recorded(folder, kind):
 @pytest.fixture(scope="module", params=["recorded", *ACCEPTED])
 def whole_runs(request, tmp_path_factory):
     """Runs of the same kernels, a process each, with the rounds of their cells; nothing is tuned on them."""
-    paths = ACCEPTED.get(request.param) or recorded(tmp_path_factory.mktemp("runs"), "noise")
+    if request.param == "recorded":
+        paths = recorded(tmp_path_factory.mktemp("runs"), "noise")
+    else:
+        paths = ACCEPTED[request.param]
     runs = []
     for path in paths:
         rounds = {}
@@ -278,13 +281,16 @@ def test_silent_on_noise_200_times(whole_runs, monkeypatch):
         assert code == 0, lines
 
 
-@pytest.mark.parametrize("percent", [5, 10])
+@pytest.mark.parametrize("percent", [5, 10, 25])
 def test_a_slowdown_in_noise_is_caught(whole_runs, monkeypatch, percent):
-    """Of any one kernel on any one shape; two runs are a weaker baseline than the usual three."""
+    """Of any kernel on any shape, and of 25 % of any call on the host; two runs are a weaker baseline than three."""
     rng, caught, draws = random.Random(percent), 0, 100
     for i in range(draws):
         new, others = one_against_the_others(whole_runs, i)
-        name = rng.choice([name for name, cell in new[0].cells.items() if cell.judged])
+        judged = [name for name, cell in new[0].cells.items() if cell.judged and cell.on_host == (percent == 25)]
+        if not judged:
+            pytest.skip("no call on the host in these runs")
+        name = rng.choice(judged)
         slow = [drawn(*new, rng, name, 1 + percent / 100) for _ in range(2)]
         code, lines = verdict(monkeypatch, slow, [drawn(*o, rng) for o in others])
         assert all(name in line for line in lines if code)
@@ -292,7 +298,7 @@ def test_a_slowdown_in_noise_is_caught(whole_runs, monkeypatch, percent):
     assert caught >= LEAST_CAUGHT[percent] * draws
 
 
-LEAST_CAUGHT = {5: 0.85, 10: 0.98}
+LEAST_CAUGHT = {5: 0.85, 10: 0.98, 25: 0.9}
 SLOWER = {  # percent by which each format was slower in the runs with worse launch configurations
     ("w4-g128", "fp16", 14336): 9.6, ("w4-g128", "bf16", 14336): 8.3, ("w4-g128-sym", "fp16", 14336): 14.2,
     ("w4-g128", "fp16", 8192): 9.1, ("w4-g128", "bf16", 8192): 7.8, ("w4-g128-sym", "fp16", 8192): 4.1,
