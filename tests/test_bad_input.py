@@ -720,7 +720,7 @@ def test_pins_of_hub_models(checkout, capfd, text, said):
 
 ROW = dict.fromkeys(COLUMNS, "") | {
     **{"paper": "spear", "kind": "table", "number": "1", "row": "RTN pc", "col": "Wiki", "model": "Llama-3.2-1B"},
-    **{"metric": "wikitext2_ppl", "value": "20.0", "status": "ok", "grade": "C", "live": "fresh", "scale": "pocket"},
+    **{"metric": "wikitext2_ppl", "value": "20.0", "status": "ok", "grade": "C", "source": "fresh", "scale": "pocket"},
 }
 KERNELS = ",".join(kernel_rows.COLUMNS) + "\n"
 
@@ -747,7 +747,7 @@ CSV: list[tuple[str | bytes, tuple[str, ...]]] = [
     (rows(row=LONG), ("has no cell", "xxx")),
     (rows(row=200_000 * "x"), ("not a CSV file",)),
     (rows(scale="nope"), ("unknown scale 'nope'",)),
-    (rows(live="stored"), ("no measured row",)),
+    (rows(source="stored"), ("no measured row",)),
     (rows(seeds="a b"), ("line 2", "seeds is 'a b'", "whole numbers")),
     (rows(seeds="0 -1"), ("line 2", "seeds is '0 -1'")),
     (rows(seeds=LONG), ("line 2", "seeds is 'xxx")),

@@ -163,7 +163,7 @@ def of_subspec():
 
 def of_accuracies():
     status = [row["status"] for number in range(19, 25) for row in accepted(f"table{number}")]
-    yield f"Of the accuracies {status.count('floor')} of {len(status)} are at chance"
+    yield f"Of the accuracies {status.count('at_chance')} of {len(status)} are at chance"
 
 
 def of_cells():

@@ -13,14 +13,14 @@ from repro.specs import scale as scales
 from repro.store import accepted, kernel_rows, provenance
 from repro.store.accepted import AcceptedRow
 from repro.store.job import Job, distinct
-from repro.store.measurement import FIELDS, MEASURED, Measurement, from_csv
+from repro.store.measurement import COLUMNS, MEASURED, Measurement, from_csv
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
 TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under other versions than today's
 # An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
 SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
-COMPARED = tuple(column for column, name in FIELDS.items() if name != "source")
+COMPARED = tuple(name for name in COLUMNS if name != "source")
 
 
 def accept(path: Path) -> dict[str, int]:
@@ -83,7 +83,7 @@ def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
         except UserError as error:
             raise UserError(f"{where}: {row.where}: {error}") from None
     if not any(one.row.status in MEASURED for one in taken.values()):
-        raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status ok or floor")
+        raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status ok or at_chance")
     return accepted.write(taken.values())
 
 

@@ -100,21 +100,16 @@ class Measurement:
 
     def texts(self) -> dict[str, str]:
         """Its fields as CSV text, by column."""
-        values = {column: text(getattr(self, name)) for column, name in FIELDS.items()}
-        return values | {"status": STORED_STATUS.get(self.status, self.status)}
+        return {name: text(getattr(self, name)) for name in COLUMNS}
 
     def signed(self) -> dict[str, str]:
         """The fields that its digest is of: all but the digest."""
         return {name: value for name, value in self.texts().items() if name != "digest"}
 
 
-# Files in results/ have two columns and a status under older names, which the digests of their rows cover.
-STORED_COLUMN = {"source": "live", "lower_bound": "floor"}
-STORED_STATUS = {"at_chance": "floor"}
-FIELDS = {STORED_COLUMN.get(f.name, f.name): f.name for f in fields(Measurement)}  # by column
-COLUMNS = tuple(FIELDS)
+COLUMNS = tuple(f.name for f in fields(Measurement))
 SEEDS = "([0-9]{1,10}( [0-9]{1,10})*)?"
-NUMBERS: dict[str, type] = {"value": float, "lo": float, "hi": float, "n": int, "floor": float}  # by column
+NUMBERS: dict[str, type] = {"value": float, "lo": float, "hi": float, "n": int, "lower_bound": float}
 
 
 def inputs_hash(inputs: Mapping[str, Any]) -> str:
@@ -168,7 +163,7 @@ def from_csv(path: Path) -> list[Measurement]:
 def _row(line: Mapping[str, str], width: int, where: str) -> Measurement:
     if width != len(COLUMNS):
         raise UserError(f"{where}: {width} values for {len(COLUMNS)} columns; the file was cut short")
-    values: dict[str, object] = {name: line[column] for column, name in FIELDS.items()}
+    values: dict[str, object] = dict(line)
     for column, kind in NUMBERS.items():
         try:
             number = kind(line[column]) if line[column] else None
@@ -177,11 +172,9 @@ def _row(line: Mapping[str, str], width: int, where: str) -> Measurement:
         if number is not None and not math.isfinite(number):
             given = line[column]
             raise UserError(f"{where}: {column} is {given}; a number that is not finite is a status, never a value")
-        values[FIELDS[column]] = number
-    by_stored = {STORED_STATUS.get(status, status): status for status in STATUSES}
-    if line["status"] not in by_stored:
-        raise UserError(f"{where}: {unknown('status', line['status'], by_stored)}")
-    values["status"] = by_stored[line["status"]]
+        values[column] = number
+    if line["status"] not in STATUSES:
+        raise UserError(f"{where}: {unknown('status', line['status'], STATUSES)}")
     if not re.fullmatch(SEEDS, line["seeds"], re.ASCII):
         raise UserError(f"{where}: seeds is {shortened(line['seeds'])!r}, not whole numbers with blanks between them")
     return Measurement(**values)  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
 A table's line counts its printed cells (blanks and dashes are none), those possible at this scale (the model has a
 stand-in, and the scale has a protocol for what measures the metric, whether or not a spec asks for it yet) and those
-measured (status ok or floor, once each; neither rows and columns of your own count nor arithmetic on shapes). A figure
-prints no cells: its line counts measured points against those that its spec declares. What is missing is counted by
-what would have to come.
+measured (status ok or at_chance, once each; neither rows and columns of your own count nor arithmetic on shapes). A
+figure prints no cells: its line counts measured points against those that its spec declares. What is missing is
+counted by what would have to come.
 
     fresh          at least 80 % of the possible cells are measured here
     stored         at least 80 %, stored measurements that still stand included

@@ -198,8 +198,7 @@ class Workflow:
                 params[key] = value
         jobs = [{role: _without_device(job.declared()) for role, job in each.items()} for each in self.jobs(cell)]
         config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
-        # "ask" is what accepted rows were hashed with: another name would lose them all
-        return {"measure": cell.measure, "ask": params, "recipe": config, "jobs": jobs}
+        return {"measure": cell.measure, "params": params, "recipe": config, "jobs": jobs}
 
     def inputs_hash(self, cell: Cell) -> str:
         """The hash of what decides a cell's value, by which accepted rows are found."""

@@ -118,7 +118,7 @@ def test_a_kind_is_one_file_and_one_dict_line(tmp_path):
     done = dag.quick(dag.repro("make", TOYS, PLOT, "--cores", 2), place, place, timeout=500)
     assert done.code == 0, done.text
     frame = pd.read_csv(place / "tables/spear/toys.csv").set_index(["row", "metric"])
-    assert set(frame["status"]) == {"ok"} and set(frame["live"]) == {"fresh"}
+    assert set(frame["status"]) == {"ok"} and set(frame["source"]) == {"fresh"}
     full, small = (frame.loc[(row, "bytes")] for row in ("FP16", "RTN"))
     assert full["value"] > small["value"] > 100 and full["n"] == 20 and full["lo"] < full["value"] < full["hi"]
     assert frame.loc[("FP16", "kB"), "value"] == pytest.approx(full["value"] / 1000, rel=1e-6)

@@ -54,7 +54,7 @@ def test_every_file_of_the_table_and_the_figure_appears(built):
         *(f"tables/spear/table1{kind}" for kind in dag.BUILT), *(f"figures/spear/figure13{kind}" for kind in dag.DRAWN),
     }  # fmt: skip
     frame = pd.read_csv(built.folder / dag.TARGET, dtype=str, keep_default_na=False)
-    fresh = frame[frame["live"] == "fresh"]
+    fresh = frame[frame["source"] == "fresh"]
     assert set(fresh["row"]) == {"FP16", "RTN pc", "GPTQ g128", "+SPEAR pc on RTN"}
     assert set(fresh.loc[fresh["row"] != "+SPEAR pc on RTN", "status"]) == {"ok"}
     assert set(fresh["stand_in"]) == {dag.MODEL}

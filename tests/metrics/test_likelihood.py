@@ -141,9 +141,9 @@ def test_percent_is_declared_where_it_is_asked_for():
     """Rows that were stored before it was an option stand."""
     flow = Workflow(scales.load(name="pocket"), stored=True)
     cell = next(c for c in flow.cells("spear", "19") if c.metric == "BLiMP" and c.stand_in)
-    assert "percent" not in flow.inputs(cell)["ask"]
+    assert "percent" not in flow.inputs(cell)["params"]
     asked = dataclasses.replace(cell, params=dataclasses.replace(cell.params, percent=True))
-    assert flow.inputs(asked)["ask"]["percent"] is True
+    assert flow.inputs(asked)["params"]["percent"] is True
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

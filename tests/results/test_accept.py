@@ -17,7 +17,7 @@ from repro.results import accept as accepting
 from repro.results import measure, stored_rows
 from repro.results.accept import accept
 from repro.specs import tables
-from repro.store import accepted, measurement, observations, provenance
+from repro.store import accepted, observations, provenance
 from repro.store.job import distinct
 from repro.store.measurement import COLUMNS, from_csv, text
 from repro.store.observations import FILE, Series
@@ -109,8 +109,7 @@ def test_what_was_not_measured_here_is_left_out(house):
 def test_an_edited_row_is_refused_by_name(house, change):
     (name,) = change
     sentence = refusal(accept, house.edited("RTN pc", "Wiki", **change))
-    name = measurement.STORED_COLUMN.get(name, name)
-    given = measurement.STORED_STATUS.get(text(*change.values()), text(*change.values()))
+    given = text(*change.values())
     assert (
         f"spear table 1 / RTN pc / Wiki / {MODEL} / wikitext2_ppl: {name} is {given!r}, but its jobs give" in sentence
     )
@@ -118,7 +117,7 @@ def test_an_edited_row_is_refused_by_name(house, change):
 
 
 def test_every_column_is_compared():
-    assert {*accepting.COMPARED, "live"} == set(COLUMNS)
+    assert {*accepting.COMPARED, "source"} == set(COLUMNS)
 
 
 @pytest.mark.parametrize(

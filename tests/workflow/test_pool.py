@@ -52,7 +52,7 @@ def test_the_same_bytes_as_snakemake_and_nothing_left_for_it_but_drawing(built, 
 
 def test_what_cannot_be_done_is_a_status_with_its_reason(built):
     frame = pd.read_csv(io.BytesIO(built.tables[dag.TARGET]), dtype=str, keep_default_na=False)
-    rows = frame[(frame["row"] == "+SPEAR pc on RTN") & (frame["live"] == "fresh")]
+    rows = frame[(frame["row"] == "+SPEAR pc on RTN") & (frame["source"] == "fresh")]
     assert set(rows["status"]) == {"unsupported"} and set(rows["value"]) == {""}
     assert {"Wiki", "C4", "KL", "BPW"} == set(rows["col"])
     (reason,) = set(rows["note"])
