@@ -84,8 +84,8 @@ def active_inputs_kernel(  # noqa: ANN201
     value = tl.load(x + index, mask=index < K, other=0.0).to(tl.float32)
     keep = ((index < K) & ((tl.abs(value) <= threshold) == 0)).to(tl.int32)
     before, own = tl.cumsum(keep, axis=0) - keep, tl.sum(keep, axis=0)
-    found = tl.atomic_add(state, own + (1 << 20))
-    start, arrived = found & 0xFFFFF, found >> 20
+    noted = tl.atomic_add(state, own + (1 << 20))  # by the segments before
+    start, arrived = noted & 0xFFFFF, noted >> 20
     tl.store(active + 1 + start + before, index, mask=keep != 0)
     if arrived == SEGMENTS - 1:
         tl.store(active, start + own)

@@ -100,9 +100,9 @@ def pple_kernel(logits, pple, tokens, V, BLOCK: tl.constexpr):  # noqa: ANN001, 
     chosen = tl.min(tl.where(best == largest, at, V), axis=0)
     total, weighted = rescaled(total, weighted, best, largest)
     size = tl.sum(total, axis=0)
-    found = tl.exp(tl.log(size) - tl.sum(weighted, axis=0) / size)
+    hesitated = tl.exp(tl.log(size) - tl.sum(weighted, axis=0) / size)
     sound = (size == size) & (tl.abs(largest) < float("inf"))  # a NaN among the logits is one in the sum
-    tl.store(pple + row, tl.where(sound, found, float("nan")))
+    tl.store(pple + row, tl.where(sound, hesitated, float("nan")))
     tl.store(tokens + row, tl.where(sound, chosen, -1).to(tl.int64))
 
 
@@ -119,9 +119,9 @@ def prepare(logits: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor
     make_pple, make_tokens = blank(torch.float32, count), blank(torch.int64, count)
 
     def launch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found, tokens = make_pple(logits), make_tokens(logits)
-        kernel(logits, found, tokens, length)
-        return found, tokens
+        values, tokens = make_pple(logits), make_tokens(logits)
+        kernel(logits, values, tokens, length)
+        return values, tokens
 
     return launch
 

@@ -1,8 +1,8 @@
 """Launch a Triton kernel repeatedly on arguments of the same kind, without binding them each time.
 
 Triton binds, specializes and hashes all arguments of a launch in Python, 5 to 10 us of the host; a call with the same
-dtypes, alignments and numbers always finds the same compiled kernel. What is found is Triton's launcher in C, as far as
-this module knows it, without the one in Python around it. `blank` makes outputs as fast.
+dtypes, alignments and numbers always finds the same compiled kernel. It is launched by Triton's launcher in C, where
+this module knows that, without the one in Python around it. `blank` makes outputs as fast.
 """
 
 import importlib
@@ -96,7 +96,7 @@ class KnownLaunch(NamedTuple):
 class Prepared:
     """A kernel with its grid and constants, for arguments that differ in their addresses alone.
 
-    The first launch goes through Triton, which compiles what is missing; later ones pass addresses to what it found,
+    The first launch goes through Triton, which compiles what is missing; later ones pass addresses to that kernel,
     and call no hooks of profilers, for which Triton would collect facts at every launch. The caller answers for what
     Triton would have looked at: dtypes, addresses modulo 16, and every number. The kernel takes its first arguments by
     the descriptors that `matrices` make of them.

@@ -71,13 +71,13 @@ struct Places {
     uint4 word[FOURS + 1];
 };
 INLINE Places places_of(const int *index, u32 unit, u32 lane, u32 K) { // of columns past the last one K, as where x is 0
-    Places found;
+    Places places;
     UNROLL for (u32 i = 0; i < FOURS; i++) {
         const u32 column = 512 * unit + 128 * i + 4 * lane;
-        found.word[i] = {K, K, K, K};
-        if (column < 32 * G) found.word[i] = load_early(index + column);
+        places.word[i] = {K, K, K, K};
+        if (column < 32 * G) places.word[i] = load_early(index + column);
     }
-    return found;
+    return places;
 }
 INLINE void gather(u32 to, const char *token, const Places &places, u32 lane, u32 K) {
     UNROLL for (u32 i = 0; i < FOURS; i++) {

@@ -89,7 +89,7 @@ def _product(name: str, bits: int, group: int, symmetric: bool, dtype: str) -> C
 
         kernel = load(name)
         packed = layer.once(("packed", bits, group, symmetric), pack)
-        x, want = layer.activations(count, DTYPES[dtype]), against(layer.held(bits, group, symmetric))
+        x, want = layer.activations(count, DTYPES[dtype]), against(layer.dequantized(bits, group, symmetric))
         if name == "linear":
             return {"x": x, "packed": packed}, kernel.wna16, want
         inputs = {"x": x, "codes": packed.codes, "scale_zero": packed.scale_zero}

@@ -39,8 +39,8 @@ def listed_reader_kernel(  # noqa: ANN201
         place = (band * K + column)[:, None]
         total += tl.load(words + place * 32 + word[None, :], mask=here, other=0, eviction_policy="evict_first")
         others += tl.load(headers + place * 4 + header[None, :], mask=here, other=0, eviction_policy="evict_first")
-    found = tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(tl.sum(others, axis=1), axis=0)
-    tl.store(out + band * SPLITS + part, found)
+    all_words = tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(tl.sum(others, axis=1), axis=0)
+    tl.store(out + band * SPLITS + part, all_words)
 
 
 def launch(codes: Tensor, headers: Tensor, active: Tensor, config: Mapping[str, int]) -> Tensor:

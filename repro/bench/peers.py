@@ -231,7 +231,11 @@ def gemlite_task(bits: int, group: int, layer: Layer, count: int) -> tuple[dict[
     linear = layer.once(("gemlite", bits, group), make)
     packed, meta = linear.get_tensor_args(), linear.get_meta_args()
     inputs = {"x": layer.activations(count, torch.float16), "packed": packed}
-    return inputs, lambda x, packed: forward_functional(x, None, packed, meta, kernel), against(layer.held(bits, group))
+    return (
+        inputs,
+        lambda x, packed: forward_functional(x, None, packed, meta, kernel),
+        against(layer.dequantized(bits, group)),
+    )
 
 
 def _gemlite(bits: int, group: int, most: int) -> Provider:

@@ -65,9 +65,9 @@ class Layer:
 
         return self.once(("codes", bits, group, symmetric), make)
 
-    def held(self, bits: int, group: int, symmetric: bool = False) -> Tensor:
+    def dequantized(self, bits: int, group: int, symmetric: bool = False) -> Tensor:
         """float32 `[rows, columns]`: the weight that those codes stand for."""
-        return self.once(("held", bits, group, symmetric), lambda: dense(*self.codes(bits, group, symmetric)))
+        return self.once(("dequantized", bits, group, symmetric), lambda: dense(*self.codes(bits, group, symmetric)))
 
     def int8(self) -> tuple[Tensor, Tensor]:
         """int8 `[rows, columns]` and scales float32 `[rows]`: symmetric, one scale a row."""

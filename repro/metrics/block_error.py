@@ -75,14 +75,14 @@ class BlockError(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The windows of every block, or for a figure the blocks' means."""
-        held = {
+        recorded = {
             name.partition("/")[2]: one
             for name, one in observed["errors"].series.items()
             if name.startswith(f"{self.inputs}/")
         }
         if self.show == "blocks":
-            return {"blocks": held["blocks"]}
-        return {name: one for name, one in held.items() if name != "blocks"}
+            return {"blocks": recorded["blocks"]}
+        return {name: one for name, one in recorded.items() if name != "blocks"}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean over blocks, or that of the later ones over that of the earlier ones."""

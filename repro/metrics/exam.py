@@ -108,9 +108,9 @@ class Exam(Accuracy):
             one = generated.load(folders["questions"] / questions.OUTPUTS[0])
             lm = compress.load(given | {"device": "cpu"}, folders.get("weights"))
             texts = list(answers(lm, one, given))
-            held = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
+            graded = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
             label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
-            series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in held.items()}
+            series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in graded.items()}
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:

@@ -96,13 +96,13 @@ class Histogram(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """What is shown; no codes of full precision."""
-        held, name = observed["counts"].series, "weights" if self.show == "values" else self.show
+        recorded, name = observed["counts"].series, "weights" if self.show == "values" else self.show
         if self.show == "values":
-            return {"values": Series(np.asarray([effective(held[name].values)]), "model")}
-        if name not in held:
+            return {"values": Series(np.asarray([effective(recorded[name].values)]), "model")}
+        if name not in recorded:
             return {}
         scaled = 100 if name in ("weights", "codes") else 1
-        return {name: Series(scaled * held[name].values, held[name].axis)}
+        return {name: Series(scaled * recorded[name].values, recorded[name].axis)}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The number, or the mean of what is drawn."""

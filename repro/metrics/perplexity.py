@@ -94,8 +94,8 @@ class Perplexity(Metric):
         """The windows of one corpus: nll, kl or top1."""
         name = "nll" if self.show == "perplexity" else self.show
         key = f"{target.scale.text(self.corpus)}/{name}"
-        held = observed["scores"].series
-        return {name: held[key]} if key in held else {}
+        recorded = observed["scores"].series
+        return {name: recorded[key]} if key in recorded else {}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """Perplexity, KL in nats, or agreement in percent."""

@@ -26,10 +26,10 @@ class Placement(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """One number a layer, in model order: the rank (0: not chosen) and whether it is above 0."""
-        held = observed["layers"].series
-        if "layers/rank" not in held:
+        recorded = observed["layers"].series
+        if "layers/rank" not in recorded:
             return {}
-        ranks = held["layers/rank"]
+        ranks = recorded["layers/rank"]
         return {"rank": ranks, "chosen": Series((ranks.values > 0).astype(float), "layers")}
 
     def value(self, mean: Mapping[str, Any]) -> Any:

@@ -133,10 +133,12 @@ class Sensitivity(Metric):
         """The mean of every layer for a figure; for a number every layer by sequence."""
         if "layers" not in observed:
             return {}
-        held = observed["layers"].series
+        recorded = observed["layers"].series
         if self.show in ("damage", "loss"):
-            return {self.show: Series(np.asarray([one.values.mean() for one in by_layer(held, self.show)]), "layers")}
-        return {key: one for key, one in held.items() if self.show == "rho" or key.startswith("loss ")}
+            return {
+                self.show: Series(np.asarray([one.values.mean() for one in by_layer(recorded, self.show)]), "layers")
+            }
+        return {key: one for key, one in recorded.items() if self.show == "rho" or key.startswith("loss ")}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean over layers, the rank correlation, or the tail's share in percent."""

@@ -65,14 +65,14 @@ class Sparsity(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The zeros of each asked matrix, weighted by its parameters, and the parameters."""
-        held = observed["zeros"].series
-        kinds = [name.partition("/")[2] for name in held if name.startswith("zeros/")]
+        recorded = observed["zeros"].series
+        kinds = [name.partition("/")[2] for name in recorded if name.startswith("zeros/")]
         kinds = [kind for kind in kinds if self.of in ("", kind)]
         if not kinds:
             return {}
-        sizes = np.concatenate([held[f"parameters/{kind}"].values for kind in kinds])
-        shares = np.concatenate([held[f"zeros/{kind}"].values for kind in kinds])
-        group = held[f"zeros/{kinds[0]}"].group
+        sizes = np.concatenate([recorded[f"parameters/{kind}"].values for kind in kinds])
+        shares = np.concatenate([recorded[f"zeros/{kind}"].values for kind in kinds])
+        group = recorded[f"zeros/{kinds[0]}"].group
         return {"zeros": Series(shares * sizes, "layers", group), "parameters": Series(sizes, "layers", group)}
 
     def value(self, mean: Mapping[str, Any]) -> Any:

@@ -120,10 +120,10 @@ class Surface(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The sequences at every point, or for a figure the means."""
-        held = observed["surface"].series
+        recorded = observed["surface"].series
         if self.show == "surface":
-            return {"loss": held["loss"]}
-        return {name: one for name, one in held.items() if name != "loss"}
+            return {"loss": recorded["loss"]}
+        return {name: one for name, one in recorded.items() if name != "loss"}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The roughness of the mean losses, or their mean."""

@@ -174,7 +174,7 @@ class Switching(Metric):
         prompts = _prompts(given)
         ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
         engine, full, beside = _engine(given, folders)
-        held = {
+        recorded = {
             role: observations.load(folders[role] / observations.FILE).series
             for role in ("full", "signal")
             if role in folders
@@ -183,7 +183,7 @@ class Switching(Metric):
         rows = []
         for start in range(0, len(ids), given["together"]):
             numbers = range(start, min(start + given["together"], len(ids)))
-            rows += _together(engine, full, given, numbers, ids, held)
+            rows += _together(engine, full, given, numbers, ids, recorded)
         series = _logged(rows)
         for row, prompt in zip(rows, prompts):
             text, reference = (_text(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
@@ -202,14 +202,14 @@ class Switching(Metric):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The prompts' numbers; none of the references where the set has none."""
-        held = observed["texts"].series
+        recorded = observed["texts"].series
         if self.show in CURVES:
             name, _, what = self.show.partition(" ")
-            return {self.show: Series(_curve(held, name, spread=what == "spread"), "tokens")}
-        names = [self.show] if self.show in held else []
+            return {self.show: Series(_curve(recorded, name, spread=what == "spread"), "tokens")}
+        names = [self.show] if self.show in recorded else []
         if self.show == "bleu":
-            names = [name for name in held if name.startswith("bleu ")]
-        return {name: Series(held[name].values, RESAMPLED, held[name].group) for name in names}
+            names = [name for name in recorded if name.startswith("bleu ")]
+        return {name: Series(recorded[name].values, RESAMPLED, recorded[name].group) for name in names}
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean over prompts; BLEU of all of them together."""
@@ -371,9 +371,9 @@ def _threshold(folder: Path, config: Config, quantile: float) -> float:
     Raises:
         UserError: no prompt's text is as long as a window.
     """
-    held = observations.load(folder / observations.FILE).series
+    recorded = observations.load(folder / observations.FILE).series
     means = []
-    for name, one in held.items():
+    for name, one in recorded.items():
         signal = one.values[1:]  # token 0 is the prefill's
         if name.startswith("PPLE ") and len(signal) >= config.window:
             means.append(np.convolve(signal, np.ones(config.window) / config.window, "valid"))
@@ -388,13 +388,13 @@ def _together(
     given: Mapping[str, Any],
     numbers: Sequence[int],
     ids: Sequence[Sequence[int]],
-    held: Mapping[str, Mapping[str, Series]],
+    recorded: Mapping[str, Mapping[str, Series]],
 ) -> list[dict[str, Any]]:
     """What is kept of prompts that are decoded together: a mapping each."""
-    prompts, signal = [ids[i] for i in numbers], held.get("signal")
+    prompts, signal = [ids[i] for i in numbers], recorded.get("signal")
     references = []
-    if "full" in held:
-        references = [list(map(int, held["full"][f"tokens {i}"].values)) for i in numbers]
+    if "full" in recorded:
+        references = [list(map(int, recorded["full"][f"tokens {i}"].values)) for i in numbers]
     if engine.config.order == "oracle":
         engine.foresee(prompts, references, full)
     engine.rule = _rules(engine, given, numbers, signal, "") if signal else None
@@ -488,10 +488,10 @@ def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def _curve(held: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
+def _curve(recorded: Mapping[str, Series], name: str, spread: bool) -> np.ndarray:
     """By token, the mean over prompts of a window's mean, or its standard deviation, over the texts that go on."""
     means, of = [], "tokens" if name == "repeated" else name
-    for key, one in held.items():
+    for key, one in recorded.items():
         if key.startswith(f"{of} ") and len(one.values) > WINDOW:
             each = 100 * np.asarray(repeated(one.values.tolist())) if name == "repeated" else one.values
             means.append(np.convolve(each[1:], np.ones(WINDOW) / WINDOW, "valid"))

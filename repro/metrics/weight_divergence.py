@@ -61,10 +61,10 @@ class WeightDivergence(Metric):
         """The layers for a figure, else one number."""
         if "layers" not in observed:
             return {}
-        held = observed["layers"].series["layers"]
+        recorded = observed["layers"].series["layers"]
         if self.show == "layers":
-            return {"layers": held}
-        number = held.values.mean() if self.show == "mean" else held.values.max() / held.values.min()
+            return {"layers": recorded}
+        number = recorded.values.mean() if self.show == "mean" else recorded.values.max() / recorded.values.min()
         return {self.show: Series(np.asarray([number]), "model")}
 
     def value(self, mean: Mapping[str, Any]) -> Any:

@@ -95,9 +95,9 @@ class ZeroShot(Accuracy):
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """The items of the tasks that were asked for."""
-        held = observed["items"].series
+        recorded = observed["items"].series
         return {
-            f"{task}/correct": held[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(self)
+            f"{task}/correct": recorded[f"{task}/correct"] for task in target.scale.protocols["zeroshot"].answered(self)
         }
 
 

@@ -134,7 +134,7 @@ def weights(layer: Layer) -> list[packing.PackedWeight]:
 def measure(case: Case, layer: Layer, copies: Sequence[packing.PackedWeight], backend: timing.Cuda) -> dict[int, float]:
     """Microseconds of a launch by position in PLAIN_SPACE; those that fail or are wrong are left out."""
     x = layer.activations(case[0], torch.bfloat16)
-    want = x.float() @ layer.held(4, 128).T
+    want = x.float() @ layer.dequantized(4, 128).T
     times = {}
     for i in able(case):
         launch = functools.partial(w4a16_gemm.launch, x, config=w4a16_gemm.PLAIN_SPACE[i])

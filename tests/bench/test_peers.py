@@ -145,4 +145,4 @@ def test_gemlite_runs_with_recorded_configurations_only(monkeypatch):
 def test_what_providers_of_a_layer_share_is_made_once():
     layer = Layer(48, 256, device="cpu")
     assert layer.codes(4, 128)[0] is layer.codes(4, 128)[0] and layer.codes(4, 128)[0] is not layer.codes(4, 0)[0]
-    assert torch.equal(layer.held(4, 128), dense(*layer.codes(4, 128))) and layer.int8()[0] is layer.int8()[0]
+    assert torch.equal(layer.dequantized(4, 128), dense(*layer.codes(4, 128))) and layer.int8()[0] is layer.int8()[0]
