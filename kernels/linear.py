@@ -3,7 +3,8 @@
     y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
 
     decode      `wna16_gemv.py`, few tokens: bound by the bytes of the weights
-    gemm        `w4a16_gemm.py`, more tokens, from the same packed weights
+    gemm        `w4a16_gemm.py`, more tokens, from the same packed weights; where a few tokens more than its tiles hold
+                would take a wave of thread blocks of their own, they are a second launch beside the first (beside.cuh)
     dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of temporary memory
 
 The largest M for which each of the first two paths is used is data: `kernels/configs/<device>.json`, "linear", "w4 NxK"
@@ -21,6 +22,7 @@ from repro.kernels import w4a16_gemm, wna16_gemv
 from repro.kernels.launch_config import launch_config
 from repro.kernels.operators import HALVES, Argument, operator
 from repro.kernels.packing import TENSORS, PackedWeight, misfit
+from repro.kernels.prepared import blank
 
 CASES = w4a16_gemm.CASES  # the number of tokens selects the path
 LIMITS = {"decode": 16, "gemm": 2048}
@@ -99,9 +101,40 @@ def prepare(
     if chosen == "decode":
         return wna16_gemv.prepare(x, *weight)
     if chosen == "gemm":
-        return w4a16_gemm.prepare(x, *weight)
+        head = tokens_of_head(x, rows, columns, bits)
+        return prepare_two(x, head, *weight[2:]) if head else w4a16_gemm.prepare(x, *weight)
     dequantize = dense.prepare(*weight, x.dtype)
     return lambda x, codes, scale_zero, *_: x @ dequantize(codes, scale_zero).T
+
+
+def tokens_of_head(x: Tensor, rows: int, columns: int, bits: int) -> int:
+    """How many tokens of x have a launch of their own, with the others beside them; 0 for one launch."""
+    if not w4a16_gemm.is_aligned(x):
+        return 0
+    return w4a16_gemm.tokens_of_head(x.shape[0], rows, columns, bits, x.device)
+
+
+def prepare_two(
+    x: Tensor, head: int, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Callable[..., Tensor]:
+    """Two launches for activations like x: the first `head` tokens, and beside them the others."""
+    form, tail = (bits, group, rows, columns, symmetric), x[head:]
+    config = w4a16_gemm.configuration(head, rows, columns, bits, x.device)
+    write_head = w4a16_gemm.writer(x, head, *form, config, "HEAD")
+    if known_path(tail.shape[0], rows, columns, bits, x.device) == "decode":
+        write_tail = wna16_gemv.tail(tail, *form)
+    else:
+        config = w4a16_gemm.configuration(tail.shape[0], rows, columns, bits, x.device)
+        write_tail = w4a16_gemm.writer(tail, tail.shape[0], *form, config, "TAIL")
+    made = blank(x.dtype, x.shape[0], rows)
+
+    def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
+        y = made(x)
+        write_head(x, codes, scale_zero, y)
+        write_tail(x[head:], codes, scale_zero, y[head:])
+        return y
+
+    return launch
 
 
 def limit(

@@ -17,8 +17,9 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata, util
 from pathlib import Path
 
@@ -164,6 +165,44 @@ class Function:
         else:
             _checked(self._driver.cuLaunchKernel(*what, 0))
         self._rooms.append(room)  # the driver has copied the arguments
+
+    @cached_property
+    def beside(self) -> "Beside":
+        """What launches it so that it may run beside the launch before it."""
+        return Beside(self)
+
+
+class Beside:
+    """Launches of a kernel that may run beside the launch before them, as those of `Function` else; one at a time.
+
+    They begin once every thread block of that one has called `begin_next` or ended, and end after it if one of their
+    own calls `wait_for_launch_before` (ptx.cuh).
+    """
+
+    def __init__(self, function: Function) -> None:
+        driver = function._driver
+        value, attribute, config = driver.CUlaunchAttributeValue(), driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.sharedMemBytes = function._shared
+        config.attrs, config.numAttrs = [attribute], 1
+        self._function, self._config, self._lock = function, config, threading.Lock()
+        self._room: Room | None = None
+
+    def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
+        """Launch on torch's current stream."""
+        function, config = self._function, self._config
+        if torch._C._cuda_getDevice() != function._index:
+            with torch.cuda.device(function._index):
+                return self(grid, block, *arguments)
+        with self._lock:
+            room = self._room = self._room or Room(arguments)
+            room.fill(arguments)
+            config.gridDimX, config.blockDimX = grid, block
+            config.hStream = torch._C._cuda_getCurrentRawStream(function._index)
+            _checked(function._driver.cuLaunchKernelEx(config, function._function, room.address, 0))
 
 
 class Room:

@@ -138,9 +138,8 @@ INLINE u32 transpose(u32 pair) {
     return out;
 }
 
-// One warpgroup, four warps with 16 of the 64 rows each: D [64, N] += A [64, 16] B [16, N], N a multiple of 8 up to 64,
-// or 128. Lanes
-// hold A and D as for `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one per
+// One warpgroup, four warps with 16 of the 64 rows each: D [64, N] += A [64, 16] B [16, N], N a multiple of 8 up to
+// 160. Lanes hold A and D as for `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one per
 // column of B, with the 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from
 // the address, so B is aligned to 1024 bytes. `b` is the descriptor `matrix(first row)` plus the offset of the 16
 // elements in pieces.
@@ -162,8 +161,30 @@ INLINE u32 transpose(u32 pair) {
 #define SUMS_56 SUMS_48, FOUR(6)
 #define OF_64 OF_56 ",%28,%29,%30,%31"
 #define SUMS_64 SUMS_56, FOUR(7)
-#define OF_128 OF_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define SUMS_128 SUMS_64, FOUR(8), FOUR(9), FOUR(10), FOUR(11), FOUR(12), FOUR(13), FOUR(14), FOUR(15)
+#define OF_72 OF_64 ",%32,%33,%34,%35"
+#define SUMS_72 SUMS_64, FOUR(8)
+#define OF_80 OF_72 ",%36,%37,%38,%39"
+#define SUMS_80 SUMS_72, FOUR(9)
+#define OF_88 OF_80 ",%40,%41,%42,%43"
+#define SUMS_88 SUMS_80, FOUR(10)
+#define OF_96 OF_88 ",%44,%45,%46,%47"
+#define SUMS_96 SUMS_88, FOUR(11)
+#define OF_104 OF_96 ",%48,%49,%50,%51"
+#define SUMS_104 SUMS_96, FOUR(12)
+#define OF_112 OF_104 ",%52,%53,%54,%55"
+#define SUMS_112 SUMS_104, FOUR(13)
+#define OF_120 OF_112 ",%56,%57,%58,%59"
+#define SUMS_120 SUMS_112, FOUR(14)
+#define OF_128 OF_120 ",%60,%61,%62,%63"
+#define SUMS_128 SUMS_120, FOUR(15)
+#define OF_136 OF_128 ",%64,%65,%66,%67"
+#define SUMS_136 SUMS_128, FOUR(16)
+#define OF_144 OF_136 ",%68,%69,%70,%71"
+#define SUMS_144 SUMS_136, FOUR(17)
+#define OF_152 OF_144 ",%72,%73,%74,%75"
+#define SUMS_152 SUMS_144, FOUR(18)
+#define OF_160 OF_152 ",%76,%77,%78,%79"
+#define SUMS_160 SUMS_152, FOUR(19)
 #define PRODUCT(N, TYPE, A, B)                                                                                           \
     asm volatile("{.reg .b64 b; mov.b64 b, {" B ", 0x40000040};" /* swizzle of 128 bytes; 8 rows are 1024 */           \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" OF_##N "}, {" A "}, b, "         \
@@ -178,7 +199,18 @@ INLINE u32 transpose(u32 pair) {
     else if constexpr (N == 48) PRODUCT(48, TYPE, "%24,%25,%26,%27", "%28"); \
     else if constexpr (N == 56) PRODUCT(56, TYPE, "%28,%29,%30,%31", "%32"); \
     else if constexpr (N == 64) PRODUCT(64, TYPE, "%32,%33,%34,%35", "%36"); \
-    else PRODUCT(128, TYPE, "%64,%65,%66,%67", "%68");
+    else if constexpr (N == 72) PRODUCT(72, TYPE, "%36,%37,%38,%39", "%40"); \
+    else if constexpr (N == 80) PRODUCT(80, TYPE, "%40,%41,%42,%43", "%44"); \
+    else if constexpr (N == 88) PRODUCT(88, TYPE, "%44,%45,%46,%47", "%48"); \
+    else if constexpr (N == 96) PRODUCT(96, TYPE, "%48,%49,%50,%51", "%52"); \
+    else if constexpr (N == 104) PRODUCT(104, TYPE, "%52,%53,%54,%55", "%56"); \
+    else if constexpr (N == 112) PRODUCT(112, TYPE, "%56,%57,%58,%59", "%60"); \
+    else if constexpr (N == 120) PRODUCT(120, TYPE, "%60,%61,%62,%63", "%64"); \
+    else if constexpr (N == 128) PRODUCT(128, TYPE, "%64,%65,%66,%67", "%68"); \
+    else if constexpr (N == 136) PRODUCT(136, TYPE, "%68,%69,%70,%71", "%72"); \
+    else if constexpr (N == 144) PRODUCT(144, TYPE, "%72,%73,%74,%75", "%76"); \
+    else if constexpr (N == 152) PRODUCT(152, TYPE, "%76,%77,%78,%79", "%80"); \
+    else PRODUCT(160, TYPE, "%80,%81,%82,%83", "%84");
 INLINE u32 matrix(u32 p) { return p / 16 + (1 << 16); }
 template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
     
@@ -187,6 +219,30 @@ template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], const u32 a[4], u32
 }
 #undef PRODUCTS
 #undef PRODUCT
+#undef OF_160
+#undef SUMS_160
+#undef OF_152
+#undef SUMS_152
+#undef OF_144
+#undef SUMS_144
+#undef OF_136
+#undef SUMS_136
+#undef OF_128
+#undef SUMS_128
+#undef OF_120
+#undef SUMS_120
+#undef OF_112
+#undef SUMS_112
+#undef OF_104
+#undef SUMS_104
+#undef OF_96
+#undef SUMS_96
+#undef OF_88
+#undef SUMS_88
+#undef OF_80
+#undef SUMS_80
+#undef OF_72
+#undef SUMS_72
 #undef OF_64
 #undef SUMS_64
 #undef OF_56
@@ -203,8 +259,6 @@ template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], const u32 a[4], u32
 #undef SUMS_16
 #undef OF_8
 #undef SUMS_8
-#undef OF_128
-#undef SUMS_128
 #undef FOUR
 // A warpgroup gives registers back, or takes what others gave: a multiple of 8 for each thread.
 template <int COUNT> INLINE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
@@ -361,6 +415,13 @@ INLINE void signal_arrive(u32 signal, u32 rank) { // of a thread block of the cl
 INLINE void barrier(u32 which, u32 threads) { // named barrier 1 to 15; __syncthreads uses 0
     asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }
+
+// ---- a launch beside the one before it; compute capability 9.0 and later
+
+#if __CUDA_ARCH__ >= 900
+INLINE void begin_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); } // once all blocks say so
+INLINE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); } // to end
+#endif
 
 // ---- thread block clusters and distributed shared memory; compute capability 9.0 and later
 

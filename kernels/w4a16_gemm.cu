@@ -8,6 +8,7 @@
 //   SPLIT   thread blocks of a cluster, which split K  SCALED  1: a group's scale multiplies the weights; 0: its sums,
 //                                                              with one rounding less and more registers
 
+#include "beside.cuh"
 #include "unpack.cuh"
 
 #ifndef MT
@@ -76,6 +77,7 @@ __cluster_dims__(SPLIT)
     const int tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB, slabs = (K + KS - 1) / KS;
     const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
     const u32 landing = shared_address(shared) + LANDING;
+    let_tail_begin();
 #if SPLIT > 1
     const u32 landed = landing + SPLIT * WK * SLOTS * 512;
     if (threadIdx.x == 0) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * SPLIT * WK * 512);
@@ -85,7 +87,7 @@ __cluster_dims__(SPLIT)
     // The WR warps that share columns are a pipeline with its own stages and named barrier, so that two pipelines drift
     // apart and one unpacks while the other multiplies. Past the end of x or W the copies write zeros.
     const u32 stages = shared_address(shared) + warp / WR * STAGES * STAGE;
-    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // only one block reads these weights?
+    const u64 policy = token_tiles == 1 && !READ_AGAIN ? evict_first() : evict_normal();  // only one block reads these weights?
     auto stage = [&](int to, int buffer) {
         const u32 at = stages + buffer * STAGE;
         const int first = to * KS + my_column;
@@ -193,5 +195,6 @@ __cluster_dims__(SPLIT)
             }
         }
     }
+    end_behind_head();
 }
 #endif

@@ -17,9 +17,9 @@ weights are multiplied by it in the activations' type, which rounds once more (i
 registers, SCALED, and shares each read of x. Producer warps load x; the others unpack while the tensor cores multiply
 what they unpacked before.
 
-A tile of tokens is no larger than they need: of 65 tokens and a configuration for 128 it has 80 (`trimmed`).
+A tile of tokens is no larger than they need: of 65 tokens and a configuration for 128 it has 72 (`trimmed`).
 
-`w4a16_multicast.cu` runs if a configuration has PAIR, for more than 64 tokens on the same devices: up to 256 tokens
+`w4a16_multicast.cu` runs if a configuration has PAIR, for more than 64 tokens on the same devices: up to 320 tokens
 share what is unpacked, and x is copied by tensor maps, one thread instead of four warps that pass it through
 registers.
 
@@ -44,6 +44,8 @@ SOURCE = Path(__file__).with_suffix(".cu")
 WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
 MULTICAST_SOURCE = SOURCE.with_name("w4a16_multicast.cu")
 MAX_ROWS = 2048
+MOST_BOX = 256  # rows of a box of a tensor map
+MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
 MAPS = 64  # tensor maps that a launch keeps
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
@@ -91,11 +93,21 @@ for constants, tiles in (
         for split in (1, 2, 3, 4, 5, 6, 7, 8):
             PLAIN_SPACE.append(dict(zip(constants, (*tile, split))))
 MULTICAST_CONSTANTS = ("MB", "STAGES", "RING", "SPLIT", "PAIR")  # of `w4a16_multicast.cu`, likewise
-MULTICAST_TILES = [(2, 6, 4), (3, 6, 3), (4, 4, 3)]  # fastest of eight on an H200, with what fits into shared memory
+MULTICAST_TILES = [
+    (2, 6, 4),
+    (3, 6, 3),
+    (4, 4, 3),
+    (5, 4, 3),
+]  # fastest on an H200, with what fits into shared memory
 MULTICAST_SPACE = []
 for tile, pair, split in itertools.product(MULTICAST_TILES, (1, 2), (1, 2, 3, 4)):
     MULTICAST_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, pair))))
-SPACE = PLAIN_SPACE + MULTICAST_SPACE
+BETWEEN_CONSTANTS = ("WGS", "MT", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`, for at most MT tokens a tile
+BETWEEN_TILES = [(4, 96, 64, 5, 6)]  # 256 rows, for which the registers do not hold the sums of 128 tokens
+BETWEEN_SPACE = []
+for tile, split in itertools.product(BETWEEN_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
+    BETWEEN_SPACE.append(dict(zip(BETWEEN_CONSTANTS, (*tile, split))))
+SPACE = PLAIN_SPACE + MULTICAST_SPACE + BETWEEN_SPACE
 
 
 def random_weight(case: dict) -> packing.PackedWeight:
@@ -140,7 +152,7 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     do not fill: the heuristic's is taken where its estimate for them is lower.
     """
     tuned = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
-    tokens = whole(m) if m <= 64 else -(-m // 16) * 16
+    tokens = whole(m) if m <= 64 else -(-m // 8) * 8
     if tuned and tokens in TOKENS:
         return tuned
     device = torch.device(device)
@@ -151,6 +163,8 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
         able.insert(0, tuned)
     if capability == (9, 0) and tokens > 64:
         able.append(multicast(*place))
+        if bits > 2:  # of 2 bits a stage is 128 columns
+            able.append(between(*place))
     return min(able, key=lambda config: estimate(config, *place))
 
 
@@ -158,6 +172,12 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
 def multicast(m: int, n: int, k: int, bits: int = 4, sms: int = 132) -> dict[str, int]:
     """The configuration of MULTICAST_SPACE with the least `estimate`."""
     return min(MULTICAST_SPACE, key=lambda config: estimate(config, m, n, k, bits, sms))
+
+
+@lru_cache(maxsize=4096)
+def between(m: int, n: int, k: int, bits: int = 4, sms: int = 132) -> dict[str, int]:
+    """The configuration of BETWEEN_SPACE with the least `estimate`."""
+    return min(BETWEEN_SPACE, key=lambda config: estimate(config, m, n, k, bits, sms))
 
 
 def whole(m: int) -> int:
@@ -190,8 +210,10 @@ def tokens_of(config: dict) -> int:
 
 def trimmed(config: dict, m: int) -> int:
     """Tokens of a tile when m share as many tiles as a configuration needs: a multiple of what its source adds up."""
-    tiles, step = -(-m // tokens_of(config)), 8 * config["PAIR"] if "PAIR" in config else 16 if "WGS" in config else 8
-    return max(min(TOKENS[0], tokens_of(config)), -(-m // tiles // step) * step)
+    tiles = -(-m // tokens_of(config))
+    tokens = -(-m // tiles)
+    step = 16 if config.get("PAIR") == 2 or tokens > MOST_BOX else 8
+    return max(min(TOKENS[0], tokens_of(config)), -(-tokens // step) * step)
 
 
 # What an SM of an H200 does in a microsecond, and what its launches take, fitted to the configurations that are
@@ -203,6 +225,12 @@ LATENCY = 0.77  # us of a trip to memory: so many bytes must be on their way
 PRODUCTS = {"mma": 2.83e6, "wgmma": 4.41e6}  # operations
 UNPACK = 5.6e-4  # us of a warp for 16 rows of a column
 JOIN = 0.11  # us to add up the parts of a cluster
+SHORT = 0.045  # us of a stage of 64 columns of `w4a16_wgmma.cu`, where thread blocks share weights
+
+
+def at_once(together: int, sms: int, resident: int = 1) -> int:
+    """Clusters of so many thread blocks that a device runs at once, with `resident` of them on an SM."""
+    return max(1, CLUSTERS[together] * sms // CLUSTERS[1] * resident)
 
 
 def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float:
@@ -220,31 +248,87 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
     resident = 1 if wgmma else config["BLOCKS"]
     tokens, columns = trimmed(config, m), -(-k // split // config["KS"]) * config["KS"]
     tiles = -(-m // tokens) * -(-n // rows)
-    waves = -(-tiles // max(1, CLUSTERS[split] * sms // CLUSTERS[1] * resident))
+    waves = -(-tiles // at_once(split, sms, resident))
     together = min(resident, -(-tiles * split // sms)) * rows  # rows that share an SM
     ahead = config["RING" if wgmma else "STAGES"] * config["KS"] * together * bits / 8
     reading = together * columns * (bits / 8 + 4 / 128) / min(READ, ahead / LATENCY)
     unpacking = UNPACK * columns * (1 if wgmma else config["RT"] / config["WK"])
     multiplying = 2 * together * columns * tokens / PRODUCTS["wgmma" if wgmma else "mma"] + unpacking
     wave = START + max(reading, multiplying) + min(reading, multiplying) / 4
+    if wgmma and m > tokens and config["KS"] == 64:
+        wave += SHORT * columns / 64
     return waves * wave + (JOIN if split > 1 else 0)
 
 
-# The same of `w4a16_multicast.cu`, fitted to 255 times of 22 shapes and 65 to 512 tokens: the error is 5 % in the mean.
-MULTICAST_START = 3.75  # us of a wave
-MULTICAST_STEP = 0.265  # us of 64 columns, whatever the tokens: unpacking, waiting
-MULTICAST_PRODUCT = 1.6e-3  # us of 64 columns for a token
-MULTICAST_JOIN = 0.0148  # us to send the sums of a token
+# The same of `w4a16_multicast.cu`, fitted to 254 times of 7 shapes and 65 to 600 tokens: the error is 5 % in the mean.
+MULTICAST_START = 3.4  # us of a wave
+MULTICAST_STEP = 0.235  # us of 64 columns, whatever the tokens: unpacking, waiting
+MULTICAST_PRODUCT = 1.72e-3  # us of 64 columns for a token
+MULTICAST_JOIN = 0.018  # us to send the sums of a token
 
 
 def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
     """Microseconds of a product with a configuration of MULTICAST_SPACE; PAIR decides how many clusters fit."""
     split, tokens = min(config["SPLIT"], -(-k // 128)), trimmed(config, m)
     tiles = -(-m // tokens) * -(-n // (128 * config["PAIR"]))
-    waves = -(-tiles // max(1, CLUSTERS[split * config["PAIR"]] * sms // CLUSTERS[1]))
+    waves = -(-tiles // at_once(split * config["PAIR"], sms))
     steps = 2 * -(-k // 128 // split)
     joining = MULTICAST_JOIN * tokens * (split - 1) / split
     return waves * (MULTICAST_START + steps * (MULTICAST_STEP + MULTICAST_PRODUCT * tokens) + joining)
+
+
+# Two launches beside each other (beside.cuh), of an H200.
+BESIDE = 1.0  # us that the second takes where it has room
+DECODE_START, DECODE_TOKEN = 2.5, 0.06  # us of `wna16_gemv.cu`, and by how much a token more is slower
+
+
+@lru_cache(maxsize=4096)
+def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> int:
+    """How many of m tokens to multiply in a launch of their own, with the others beside them; 0 for one launch.
+
+    The last wave of thread blocks leaves SMs free, which a few tokens more would make a wave of their own.
+    """
+    if m <= 64 or (device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0)):
+        return 0
+    sms = processors(device)
+
+    def alone(count: int) -> float:
+        return estimate(configuration(count, n, k, bits, device), count, n, k, bits, sms)
+
+    times = {0: alone(m)}
+    for head in range(64, m, 64):
+        if m - head <= MOST_BESIDE:
+            tail = decoding(m - head, n, k, bits, sms) if m - head <= 8 else alone(m - head)
+            config = configuration(head, n, k, bits, device)
+            times[head] = beside(alone(head), *last_wave(config, head, n, k, bits, sms), tail)
+    return min(times, key=times.get)
+
+
+def decoding(m: int, n: int, k: int, bits: int, sms: int) -> float:
+    """Microseconds of up to 8 tokens by `wna16_gemv.cu`."""
+    return (DECODE_START + n * k * (bits / 8 + 4 / 128) / (READ * sms)) * (1 + DECODE_TOKEN * (m - 1))
+
+
+def last_wave(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> tuple[int, float]:
+    """Waves of thread blocks, and the share of the SMs that the last one leaves free."""
+    tokens = trimmed(config, m)
+    if "PAIR" in config:
+        together, rows = min(config["SPLIT"], -(-k // 128)) * config["PAIR"], 128 * config["PAIR"]
+    elif "WGS" in config:
+        together, rows = min(config["SPLIT"], -(-k // config["KS"])), 64 * config["WGS"]
+    else:
+        together, rows = min(config["SPLIT"], -(-k // config["KS"])), 16 * config["RT"] * config["WR"]
+    tiles, room = -(-m // tokens) * -(-n // rows), at_once(together, sms, config.get("BLOCKS", 1))
+    waves = -(-tiles // room)
+    blocks = (tiles - (waves - 1) * room) * together
+    return waves, 1 - min(1.0, blocks / config.get("BLOCKS", 1) / sms)
+
+
+def beside(head: float, waves: int, free: float, tail: float) -> float:
+    """Microseconds of two launches: the second one's thread blocks take turns on the free share of the SMs while the
+    first one's last wave runs; the rest comes behind it."""
+    done = int(head / waves / tail) * free
+    return head + (BESIDE if done >= 1 else max(BESIDE, min(tail, DECODE_START + (1 - done) * tail)))
 
 
 def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOST_SHARED[9, 0]) -> dict:
@@ -281,14 +365,14 @@ def format_defines(bits: int, group: int, symmetric: bool, dtype: torch.dtype) -
     return {"BITS": bits, "GROUP": group, "SYMMETRIC": int(symmetric), "BF16": int(dtype == torch.bfloat16)}
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Whether rows of x begin at multiples of 16 bytes."""
     return x.shape[1] % 8 == 0 and x.is_contiguous() and x.data_ptr() % VECTOR == 0
 
 
 def _aligned(x: Tensor) -> Tensor:
     """x with rows aligned to 16 bytes, padded with zeros."""
-    if not _is_aligned(x):
+    if not is_aligned(x):
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).clone(memory_format=torch.contiguous_format)
     return x
 
@@ -307,19 +391,45 @@ def prepared(
     x: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool, config: dict
 ) -> Callable[..., Tensor]:
     """The launch with one configuration for activations like x; it takes x, codes and scale_zero first."""
+    write = writer(x, x.shape[0], bits, group, rows, columns, symmetric, config)
+    aligned, made = is_aligned(x), blank(x.dtype, x.shape[0], rows)
+
+    def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
+        x = x if aligned else _aligned(x)
+        y = made(x)
+        write(x, codes, scale_zero, y)
+        return y
+
+    return launch
+
+
+def writer(
+    x: Tensor, count: int, bits: int, group: int, rows: int, columns: int, symmetric: bool, config: dict, part: str = ""
+) -> Callable[..., None]:
+    """The launch for the first `count` tokens of activations like x; it takes x, codes, scale_zero and y.
+
+    Args:
+        x: float16 or bfloat16 `[M, K]`; what the launch gets has rows that are aligned to 16 bytes.
+        count: tokens, at most M.
+        bits, group, rows, columns, symmetric: of the weight.
+        config: one of SPACE.
+        part: "HEAD" or "TAIL" of two launches that run beside each other (beside.cuh), or all.
+    """
     capability = torch.cuda.get_device_capability(x.device)
     if ("WGS" in config or "PAIR" in config) and capability != (9, 0):
         raise ValueError(f"w4a16_gemm: {config} is for compute capability 9.0, this device has {capability}")
     if capability < (9, 0):  # no clusters
         config = config | {"SPLIT": 1}
     plan = plan_multicast if "PAIR" in config else plan_wgmma if "WGS" in config else plan_mma
-    count, form = x.shape[0], (bits, group, symmetric)
+    form = bits, group, symmetric
     source, config, thread_blocks, threads, shared = plan(count, rows, columns, form, config, capability)
-    kernel = nvrtc.load(source, "gemm", format_defines(*form, x.dtype) | config, x.device, shared)
+    kernel = nvrtc.load(
+        source, "gemm", format_defines(*form, x.dtype) | config | ({part: 1} if part else {}), x.device, shared
+    )
+    kernel = kernel.beside if part == "TAIL" else kernel
     padded, groups = columns + -columns % 8, columns // group if group else 1
-    aligned, made = _is_aligned(x), blank(x.dtype, count, rows)
     maps: dict[int, nvrtc.TensorMap] = {}  # by address of x
-    box = config["MT"] // config["PAIR"] if "PAIR" in config else 0
+    box = box_rows(config) if "PAIR" in config else 0
 
     def mapped(x: Tensor) -> nvrtc.TensorMap:
         known = maps.get(x.data_ptr())
@@ -329,13 +439,10 @@ def prepared(
             known = maps[x.data_ptr()] = nvrtc.TensorMap(x, box)
         return known
 
-    def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
-        x = x if aligned else _aligned(x)
-        y = made(x)
+    def write(x: Tensor, codes: Tensor, scale_zero: Tensor, y: Tensor) -> None:
         kernel(thread_blocks, threads, mapped(x) if box else x, codes, scale_zero, y, count, rows, padded, groups)
-        return y
 
-    return launch
+    return write
 
 
 def plan_mma(
@@ -364,7 +471,7 @@ def wgmma_shared_bytes(config: dict, tokens: int, bits: int, group: int, symmetr
     """Dynamic shared memory of a block of `w4a16_wgmma.cu`: stages of x, of words and scales, sums, mbarriers."""
     tiles, columns, split = 4 * config["WGS"], config["KS"], config["SPLIT"]
     groups = columns // group if group and group < columns else 1
-    x = config["STAGES"] * tokens * columns * 2
+    x = config["STAGES"] * -(-tokens // 16) * 16 * columns * 2
     words = config["RING"] * tiles * (2 * columns * bits + groups * (32 if symmetric else 64))
     return x + words + split * -(-tiles * tokens // 8 // split) * 512 + 8 * (2 * config["STAGES"] + 1)
 
@@ -390,6 +497,12 @@ def multicast_shared_bytes(config: dict, tokens: int, bits: int, group: int, sym
     words = config["RING"] * tiles * (2 * 128 * bits + groups * (32 if symmetric else 64))
     sums = split * -(-tiles * tokens // 8 // split) * 512
     return max(x + words, sums) + 8 * (2 * config["STAGES"] + 1)
+
+
+def box_rows(config: dict) -> int:
+    """Tokens that one copy of `w4a16_multicast.cu` brings: a thread block's part of a tile, or half of that."""
+    part = config["MT"] // config["PAIR"]
+    return part if part <= MOST_BOX else part // 2
 
 
 def plan_multicast(

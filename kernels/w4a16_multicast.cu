@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] W^T for packed low-bit W and 65 tokens or more, with the `wgmma` instruction of the tensor cores of
 // compute capability 9.0 and x copied by tensor maps (w4a16_gemm.py).
 //
-// Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, once for up to 256
+// Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, once for up to 320
 // tokens, and x in shared memory. One thread copies x; every warp of the others copies, unpacks and multiplies 16 rows of
 // W. PAIR thread blocks of a cluster have the same tokens, and each copies a part of them to all. There is no block-wide
 // barrier in the main loop: each stage of x has two mbarriers, for full and for free.
@@ -11,6 +11,7 @@
 //   RING    stages of 128 columns of packed words, per warp that unpacks
 //   SPLIT   thread blocks of a cluster that split K    PAIR    those with the same columns of x; CLUSTER is all of them
 
+#include "beside.cuh"
 #include "unpack.cuh"
 
 constexpr int KS = 128, STEP = 64;  // columns of a stage of W, and of x
@@ -21,7 +22,8 @@ constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
 constexpr int WORDS = STAGES * X, STAGED = WORDS + RING * WARPS * W, LANDED = SPLIT * SLOTS * 512;
 constexpr int MBARRIERS = LANDED > STAGED ? LANDED : STAGED;
 constexpr int HELD = STEP / 8;                      // words that a lane reads for a step, two registers of A each
-constexpr int SHARE = MT / PAIR, TOGETHER = ((1 << CLUSTER) - 1) / ((1 << SPLIT) - 1);  // blocks 0, SPLIT, ...
+constexpr int BOXES = MT > 256 && PAIR == 1 ? 2 : 1, BOX = MT / PAIR / BOXES;  // a box has at most 256 rows
+constexpr int TOGETHER = ((1 << CLUSTER) - 1) / ((1 << SPLIT) - 1);  // blocks 0, SPLIT, ...
 
 #include "joined_sums.cuh"
 
@@ -42,6 +44,7 @@ __cluster_dims__(CLUSTER)
     const u32 begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
     const u32 stages = shared_address(shared), landing = stages, full = stages + MBARRIERS;
     const u32 free = full + STAGES * 8, landed = free + STAGES * 8;
+    let_tail_begin();
     if (threadIdx.x == 0) {
         UNROLL for (int i = 0; i < STAGES; i++) signal_init(full + i * 8, 1), signal_init(free + i * 8, WARPS * PAIR);
         if (SPLIT > 1) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
@@ -54,7 +57,7 @@ __cluster_dims__(CLUSTER)
     const Scales* const scales_from = scales + tile * groups * 8 + g;
     const u32 last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
     const u32 ring = stages + WORDS + warp * W;
-    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // only one block reads these weights?
+    const u64 policy = token_tiles == 1 && !READ_AGAIN ? evict_first() : evict_normal();  // only one block reads these weights?
     auto copy_stage = [&](u32 slab, int j) {
         const u32 to = ring + j * WARPS * W;
         if (slab < end) {
@@ -79,9 +82,9 @@ __cluster_dims__(CLUSTER)
             for (u32 column = begin * KS; column < end * KS; column += STEP) {
                 signal_wait(free + i * 8, phase - 1);  // in phase 0 every stage is free
                 signal_expect(full + i * 8, X);
-                const u32 to = stages + i * X + half * SHARE * 128;
-                if (PAIR == 1) copy_box(to, &x, column, m0, full + i * 8);
-                else copy_box(to, &x, column, m0 + half * SHARE, full + i * 8, TOGETHER << rank);
+                const u32 to = stages + i * X + half * BOX * 128;
+                if (PAIR == 1) UNROLL for (int b = 0; b < BOXES; b++) copy_box(to + b * BOX * 128, &x, column, m0 + b * BOX, full + i * 8);
+                else copy_box(to, &x, column, m0 + half * BOX, full + i * 8, TOGETHER << rank);
                 if (++i == STAGES) i = 0, phase++;
             }
         }
@@ -130,11 +133,7 @@ __cluster_dims__(CLUSTER)
                 signal_wait(full + i * 8, phase);
                 wgmma_begin();
                 UNROLL for (int k = 0; k < STEP; k += 16) {
-                    const u32 of = matrix(stages + i * X) + k / 8;
-                    constexpr int WIDE = MT / 128 * 128, WHOLE = MT / 64 * 64;
-                    UNROLL for (int m = 0; m < WIDE; m += 128) wgmma<BF16, 128>(sum + m / 8, now + k / 4, of + m * 8);
-                    if constexpr (WHOLE > WIDE) wgmma<BF16, 64>(sum + WIDE / 8, now + k / 4, of + WIDE * 8);
-                    if constexpr (MT > WHOLE) wgmma<BF16, MT - WHOLE>(sum + WHOLE / 8, now + k / 4, of + WHOLE * 8);
+                    multiply_tile(sum, now + k / 4, matrix(stages + i * X) + k / 8);
                 }
                 wgmma_end();
                 wgmma_wait<1>();  // the previous step's: its `a` and its stage are free

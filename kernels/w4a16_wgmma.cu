@@ -1,26 +1,27 @@
 // y[M, N] = x[M, K] W^T for packed low-bit W and about 64 tokens, with the `wgmma` instruction of the tensor cores of
 // compute capability 9.0 (w4a16_gemm.py).
 //
-// Rows of W are the rows of `wgmma`: D [64, 64] += W [64, 16] x^T [16, 64], W unpacked in registers, x in shared
-// memory; the last 16, 32 or 48 tokens of a tile are an instruction of their own. Four producer warps load x; every
-// other warp copies, unpacks and multiplies 16 rows of W. There is no block-wide barrier in the main loop: each stage of
+// Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, x in shared
+// memory. Four producer warps load x; every other warp copies, unpacks and multiplies 16 rows of W. There is no block-wide barrier in the main loop: each stage of
 // x has two mbarriers, for full and for free.
 //
 // Compile-time constants: BITS, GROUP columns (0: one group per row), SYMMETRIC, BF16 (unpack.cuh);
-//   WGS     consumer warpgroups, 64 rows each         MT      tokens of a tile, a multiple of 16
+//   WGS     consumer warpgroups, 64 rows each         MT      tokens of a tile, a multiple of 8
 //   KS      columns of a stage                        SPLIT   thread blocks of a cluster, which split K
 //   STAGES  stages of x in shared memory              RING    stages of packed words and scales, per consumer warp
 
+#include "beside.cuh"
 #include "unpack.cuh"
 
-constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB, WHOLE = MT / 64 * 64;
+constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
+constexpr int HELD = (MT + 15) / 16, PLACES = 16 * HELD;                   // tokens that a producer lane loads; of a stage
 constexpr int STEP = KS >= 128 ? 64 : 32, BUFFERS = KS / STEP;             // columns per unpack and multiply
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
-constexpr int X = MT * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
+constexpr int X = PLACES * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
 constexpr int WORDS = STAGES * X, LANDING = WORDS + RING * WARPS * W, MBARRIERS = LANDING + SPLIT * SLOTS * 512;
-static_assert(STAGES > 1 && RING > 1 && MT % 16 == 0 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
+static_assert(STAGES > 1 && RING > 1 && MT % 8 == 0 && KS % KB == 0 && KS % 64 == 0 && KS % FOLD == 0 &&
                   (GROUP == 0 || GROUP % FOLD == 0),
               "a stage does not divide, or there are too few");
 
@@ -29,15 +30,15 @@ static_assert(STAGES > 1 && RING > 1 && MT % 16 == 0 && KS % KB == 0 && KS % 64 
 // x is stored in the layout of `wgmma`, rows of 64 columns, and passes through registers: packing.py puts two of eight
 // neighbouring columns in each half of two k-steps, so each 8-column half takes columns from four lanes.
 struct Share {  // of a stage, what one producer lane loads: 8 of every 64 columns, of every 16th token
-    uint4 v[MT / 16][KS / 64];
+    uint4 v[HELD][KS / 64];
 };
-INLINE void fetch(Share& to, const u16* const (&row)[MT / 16], int first, int columns) {
-    UNROLL for (int j = 0; j < MT / 16; j++) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
+INLINE void fetch(Share& to, const u16* const (&row)[HELD], int first, int columns) {
+    UNROLL for (int j = 0; j < HELD; j++) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
         row[j] && first + c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
 }
 INLINE void put(u32 to, const Share& from) {
-    UNROLL for (int j = 0; j < MT / 16; j++) UNROLL for (int c = 0; c < KS / 64; c++)
-        store_matrices(to + c * MT * 128 + j * 2048, from.v[j][c]);
+    UNROLL for (int j = 0; j < HELD; j++) UNROLL for (int c = 0; c < KS / 64; c++)
+        store_matrices(to + c * PLACES * 128 + j * 2048, from.v[j][c]);
 }
 
 extern "C" __global__ void
@@ -54,14 +55,15 @@ __cluster_dims__(SPLIT)
     const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
     const u32 stages = shared_address(shared), landing = stages + LANDING, full = stages + MBARRIERS;
     const u32 free = full + STAGES * 8, landed = free + STAGES * 8;
+    let_tail_begin();
     if (threadIdx.x == 0) {
         UNROLL for (int i = 0; i < STAGES; i++) signal_init(full + i * 8, 4), signal_init(free + i * 8, WARPS);
         if (SPLIT > 1) expect_bytes(landed, (UNITS - rank + SPLIT - 1) / SPLIT * (SPLIT - 1) * 512);
     }
 
     const bool is_producer = warp >= WARPS;
-    const u16* row[MT / 16];  // of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token
-    UNROLL for (int j = 0; j < MT / 16; j++) {
+    const u16* row[HELD];  // of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token
+    UNROLL for (int j = 0; j < HELD; j++) {
         const int token = m0 + j * 16 + warp % 4 * 4 + lane / 8;
         row[j] = token < M ? x + (u64)token * K + lane % 8 * 8 : nullptr;
     }
@@ -72,7 +74,7 @@ __cluster_dims__(SPLIT)
     const uint4* const words_from = codes + tile * blocks * 32 + lane;
     const Scales* const scales_from = scales + tile * groups * 8 + g;
     const u32 ring = stages + WORDS + warp * W;
-    const u64 policy = token_tiles == 1 ? evict_first() : evict_normal();  // only one block reads these weights?
+    const u64 policy = token_tiles == 1 && !READ_AGAIN ? evict_first() : evict_normal();  // only one block reads these weights?
     auto copy_stage = [&](int slab, int j) {
         const u32 to = ring + j * WARPS * W;
         if (slab < end) {
@@ -138,9 +140,8 @@ __cluster_dims__(SPLIT)
                 if (column == 0) signal_wait(full + i * 8, phase);
                 wgmma_begin();
                 UNROLL for (int k = 0; k < STEP; k += 16) {
-                    const u32 of = matrix(stages + i * X) + (column + k) / 64 * MT * 8 + (column + k) % 64 / 8;
-                    UNROLL for (int m = 0; m < WHOLE; m += 64) wgmma<BF16, 64>(sum + m / 8, now + k / 4, of + m * 8);
-                    if constexpr (MT > WHOLE) wgmma<BF16, MT - WHOLE>(sum + WHOLE / 8, now + k / 4, of + WHOLE * 8);
+                    const u32 of = matrix(stages + i * X) + (column + k) / 64 * PLACES * 8 + (column + k) % 64 / 8;
+                    multiply_tile(sum, now + k / 4, of);
                 }
                 wgmma_end();
                 wgmma_wait<BUFFERS - 1>();  // the next buffer of `a` is free; before the last step, the previous stage
@@ -158,4 +159,5 @@ __cluster_dims__(SPLIT)
     __syncthreads();
     if (SPLIT > 1) wait_for_bytes(landed);
     store_sums(y, landing, rank, warp, WARPS + 4, lane, m0, n0, M, N);
+    end_behind_head();
 }

@@ -52,15 +52,7 @@ def prepare(x: Tensor, w_q: Tensor, s_w: Tensor) -> Callable[[Tensor, Tensor, Te
             return w8a8_gemv.prepare(x, w_q, s_w)
         decode = w8a8_gemv.prepare(x.clone(), w_q, s_w)
         return lambda x, w_q, s_w: decode(x.clone(), w_q, s_w)
-    config = w8a8_gemm.configuration(x.shape[0], *w_q.shape, x.device)
-    return (w8a8_gemm.prepared_joined if w8a8_gemm.is_joined(config) else prepare_three)(x, w_q, config)
-
-
-def prepare_three(x: Tensor, w_q: Tensor, config: dict) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The launches of the gemm path where a tile's sums take one of their own."""
-    quantize = quantize_activation.prepare(x)
-    product = w8a8_gemm.prepared(quantize(x)[0], w_q, config, x.dtype)
-    return lambda x, w_q, s_w: product(*quantize(x), w_q, s_w)
+    return w8a8_gemm.behind_quantizer(x, w_q, w8a8_gemm.configuration(x.shape[0], *w_q.shape, x.device))
 
 
 def limit(x: Tensor, w_q: Tensor, s_w: Tensor) -> str | None:

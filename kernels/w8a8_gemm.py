@@ -26,6 +26,7 @@ from repro.kernels.triton_language import TensorDescriptor, tl, triton
 
 MAX_COLUMNS = 133_000  # 127 * 127 * K stays below 2^31
 MOST_JOINED = 6144  # sums that one program adds
+ADDED = 1024  # channels of a program that adds the sums of the splits
 
 CASES = [  # tokens, output channels, input channels (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), dtype, seed
     {"M": 128, "N": 4096, "K": 4096, "dtype": "bfloat16", "seed": 0},
@@ -102,7 +103,7 @@ def w8a8_gemm_kernel(  # noqa: ANN201
     x_q, w_q, s_x, s_w, y, partial, M, N, K,  # noqa: ANN001
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT: tl.constexpr, SWAP: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    SCALES_AT: tl.constexpr, COUNTERS_AT: tl.constexpr, SUMS_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr, COUNTERS_AT: tl.constexpr, SUMS_AT: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     # Grouped order, so that concurrent programs share tiles in L2: all row tiles of eight column tiles at a time.
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -129,7 +130,7 @@ def w8a8_gemm_kernel(  # noqa: ANN201
     n = column + (tl.arange(0, BN)[:, None] if SWAP else tl.arange(0, BN)[None, :])
     if SPLIT == 1:
         store_scaled(y, acc, s_x, s_w, m, n, M, N)
-    elif SUMS_AT > 0:
+    elif JOINED:
         # Whole tiles in the order of acc: nobody else reads them.
         place = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
         sums = part_of(workspace, SUMS_AT, tl.int32) + tl.program_id(0).to(tl.int64) * SPLIT * BM * BN + place
@@ -141,12 +142,19 @@ def w8a8_gemm_kernel(  # noqa: ANN201
                 acc += tl.load(sums + other * BM * BN, mask=tl.program_id(1) != other, other=0)
             store_scaled(y, acc, s_x, s_w, m, n, M, N)
     else:
+        if SUMS_AT > 0:
+            partial = part_of(workspace, SUMS_AT, tl.int32)
         share = tl.program_id(1).to(tl.int64) * M * N
         tl.store(partial + share + m.to(tl.int64) * N + n, acc, mask=(m < M) & (n < N))
 
 
 @triton.jit
-def add_partial_sums_kernel(partial, s_x, s_w, y, M, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
+def add_partial_sums_kernel(  # noqa: ANN201
+    partial, s_x, s_w, y, M, N,  # noqa: ANN001
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, SCALES_AT: tl.constexpr, SUMS_AT: tl.constexpr,
+):  # fmt: skip
+    if SUMS_AT > 0:
+        partial, s_x = part_of(s_x, SUMS_AT, tl.int32), part_of(s_x, SCALES_AT, tl.float32)
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -189,8 +197,7 @@ def prepared(x_q: torch.Tensor, w_q: torch.Tensor, config: dict, dtype: torch.dt
     (m, k), n, split = x_q.shape, w_q.shape[0], config["split"]
     kernel = prepared_product((m, k), w_q, config, aligned(x_q, w_q))
     make_y, make_sums = blank(dtype, m, n), blank(torch.int32, split, m, n)
-    block = 1024
-    add = Prepared(add_partial_sums_kernel, (m, triton.cdiv(n, block)), SPLIT=split, BLOCK=block)
+    add = prepared_adding(m, n, split)
 
     def launch(
         x_q: torch.Tensor, s_x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor, *_: torch.dtype
@@ -204,12 +211,21 @@ def prepared(x_q: torch.Tensor, w_q: torch.Tensor, config: dict, dtype: torch.dt
     return launch
 
 
+def prepared_adding(m: int, n: int, split: int, where: Workspace | None = None) -> Prepared:
+    """The second kernel: takes the sums of the splits, s_x, s_w, y, M and N; with a workspace None and that first."""
+    scales, sums = (where.scales, where.sums) if where else (0, 0)
+    return Prepared(
+        add_partial_sums_kernel, (m, triton.cdiv(n, ADDED)), SPLIT=split, BLOCK=ADDED, SCALES_AT=scales, SUMS_AT=sums
+    )
+
+
 def prepared_product(
-    shape: tuple[int, int], w_q: torch.Tensor, config: dict, descriptor: bool, where: Workspace | None = None
-) -> Prepared:
+    shape: tuple[int, int], w_q: torch.Tensor, config: dict, descriptor: bool, where: Workspace | None = None,
+    joined: bool = False,
+) -> Prepared:  # fmt: skip
     """The first kernel for codes of x of a shape: takes x_q, w_q, s_x, s_w, y, sums or None, M, N and K.
 
-    With a workspace it takes that for x_q and s_x, and None for the sums.
+    With a workspace it takes that for x_q and s_x, and None for the sums; only then may tiles be joined.
     """
     (m, k), n = shape, w_q.shape[0]
     tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
@@ -218,7 +234,7 @@ def prepared_product(
     return Prepared(
         w8a8_gemm_kernel, (tiles, config["split"]), matrices if descriptor else (),
         BM=config["m"], BN=config["n"], BK=config["k"], SPLIT=config["split"], SWAP=config["swap"],
-        DESCRIPTOR=descriptor, SCALES_AT=scales, COUNTERS_AT=counters, SUMS_AT=sums,
+        DESCRIPTOR=descriptor, SCALES_AT=scales, COUNTERS_AT=counters, SUMS_AT=sums, JOINED=joined,
         num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 
@@ -231,26 +247,39 @@ def is_joined(config: dict) -> bool:
     return config["m"] * config["n"] * (config["split"] - 1) <= MOST_JOINED
 
 
-def workspace_of(m: int, n: int, k: int, config: dict) -> Workspace:
-    """The memory between the quantizer and a product whose tiles are joined."""
-    tiles = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"])
-    split = config["split"]
-    return workspace(m, k, tiles, tiles * split * config["m"] * config["n"]) if split > 1 else workspace(m, k, 0, 0)
+def workspace_of(m: int, n: int, k: int, config: dict, joined: bool) -> Workspace:
+    """The memory between the quantizer and a product, and between that and the launch that adds its sums."""
+    tiles, split = triton.cdiv(m, config["m"]) * triton.cdiv(n, config["n"]), config["split"]
+    if split == 1:
+        return workspace(m, k, 0, 0)
+    if joined:
+        return workspace(m, k, tiles, tiles * split * config["m"] * config["n"])
+    return workspace(m, k, 0, split * m * n)
 
 
-def prepared_joined(x: torch.Tensor, w_q: torch.Tensor, config: dict) -> Callable[..., torch.Tensor]:
-    """Quantizer and product in two launches, with a configuration whose tiles are joined; they take x, w_q and s_w."""
-    (m, k), n = x.shape, w_q.shape[0]
-    where = workspace_of(m, n, k, config)
+def behind_quantizer(
+    x: torch.Tensor, w_q: torch.Tensor, config: dict, joined: bool | None = None
+) -> Callable[..., torch.Tensor]:
+    """Quantizer and product with a configuration, for tensors like these; they take x, w_q and s_w.
+
+    Two launches with one piece of memory between them. Where K is split and tiles are not joined (by default
+    `is_joined`) a third one adds their sums, from the same memory.
+    """
+    (m, k), n, split = x.shape, w_q.shape[0], config["split"]
+    joined = is_joined(config) if joined is None else joined
+    where = workspace_of(m, n, k, config, joined)
     descriptor = k % VECTOR == 0 and w_q.data_ptr() % VECTOR == 0
     quantize = quantize_activation.prepared(x, where)
-    product = prepared_product((m, k), w_q, config, descriptor, where)
+    product = prepared_product((m, k), w_q, config, descriptor, where, joined)
+    add = prepared_adding(m, n, split, where) if split > 1 and not joined else None
     make_workspace, make_y = blank(torch.int8, where.nbytes), blank(x.dtype, m, n)
 
     def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
         between, y = make_workspace(x), make_y(x)
         quantize(x, between, None, k)
         product(between, w_q, between, s_w, y, None, m, n, k)
+        if add:
+            add(None, between, s_w, y, m, n)
         return y
 
     return launch

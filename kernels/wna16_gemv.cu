@@ -11,6 +11,7 @@
 // reduction. The time of a small layer depends on the instructions before the first copy and after the last: hence K is
 // a compile-time constant, and there is no loop if every warp has one chunk.
 
+#include "beside.cuh"
 #include "halves.cuh"
 
 constexpr u32 PARTS = CHUNK / 128;                 // of a chunk; one part's codes are in registers at a time
@@ -266,7 +267,10 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
                     *to = value;
                 }
 #if SPLITS > 1
-    if (rank) return;
+    if (rank) {
+        end_behind_head();
+        return;
+    }
     wait_for_bytes(arrived);
 #endif
     __syncthreads();
@@ -277,4 +281,5 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
         UNROLL for (int w = 0; w < WORKERS; w++) sum[w % 4] += partial[w][i];
         y[(u64)column * N + row] = to_half<BF16>((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
+    end_behind_head();
 }

@@ -201,13 +201,16 @@ def _form(packed: PackedWeight) -> tuple:
 
 
 @cache
-def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, **config: int) -> tuple:
-    """(loaded kernel, grid, block, rows, padded columns) for calls of one shape, with `config` or the tuned one."""
+def _plan(form: tuple, dtype: torch.dtype, m: int, device: torch.device, part: str = "", **config: int) -> tuple:
+    """(loaded kernel, grid, block, rows, padded columns) for calls of one shape, with `config` or the tuned one.
+
+    `part` is "TAIL" for the second of two launches that run beside each other (beside.cuh).
+    """
     if sentence := unsupported(device):
         raise RuntimeError(sentence)
     bits, group, rows, columns, symmetric = form
     config = config or configuration(rows, columns, bits, m, device)
-    macros = defines(bits, group, columns, symmetric, dtype, m, config)
+    macros = defines(bits, group, columns, symmetric, dtype, m, config) | ({part: 1} if part else {})
     function = nvrtc.load(SOURCE, "wna16_gemv", macros, device, shared_bytes(macros))
     tiles = -(-rows // TILE)
     return function, -(-tiles // config["tiles"]) * config["splits"], 32 * config["warps"], rows, columns + -columns % 8
@@ -241,6 +244,21 @@ def prepare(
         return y
 
     return launch
+
+
+def tail(x: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool) -> Callable[..., None]:
+    """The launch for tokens like x that runs beside the launch before it; it takes x, codes, scale_zero and y.
+
+    Rows of x are aligned to 16 bytes.
+    """
+    form, count = (bits, group, rows, columns, symmetric), x.shape[0]
+    function, grid, block, *_ = _plan(form, x.dtype, count, x.device, "TAIL")
+    launch = function.beside
+
+    def write(x: Tensor, codes: Tensor, scale_zero: Tensor, y: Tensor) -> None:
+        launch(grid, block, codes, scale_zero, x, y, rows, count)
+
+    return write
 
 
 def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple, y: Tensor | None = None) -> Tensor:

@@ -365,6 +365,8 @@ template <int BRAIN, int N> void wgmma(float (*d)[4], const unsigned a[4], unsig
         for (int n = 0; n < N / 8; n++) mma<BRAIN>(d[n], a, element(n * 8 + g, 2 * t), element(n * 8 + g, 2 * t + 8));
     });
 }
+inline void begin_next() {}
+inline void wait_for_launch_before() {}
 template <int> void fewer_registers() {}
 template <int> void more_registers() {}
 inline u32 load_word(unsigned p) { return at_shared<u32>(p); }

@@ -67,6 +67,7 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
         outside = function(grid, block, room.pointers, len(given), starts, sizes)
         assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
 
+    launch.beside = launch
     return launch
 
 

@@ -40,12 +40,15 @@ def others(module: ModuleType, inputs: dict, want: torch.Tensor) -> Iterator[tup
             yield config, error(module.launch(**inputs, config=config), want)
 
 
-def joined(module: ModuleType, inputs: tuple, config: dict) -> float:
-    """Relative error of `w8a8` in two launches, where the program that comes last to a tile adds up its sums."""
+def behind_quantizer(module: ModuleType, inputs: tuple, config: dict, case: str) -> list[tuple[str, float]]:
+    """The same of `w8a8`, whose sums the program that comes last to a tile adds up, or a launch of their own."""
     _, _, w_q, s_w = inputs
     x = torch.randn(len(inputs[0]), w_q.shape[1], dtype=torch.bfloat16, device="cuda")
-    got = module.prepared_joined(x, w_q, config)(x, w_q, s_w)
-    return error(got, module.reference(*quantize_activation.reference(x), w_q, s_w))
+    want, found = module.reference(*quantize_activation.reference(x), w_q, s_w), []
+    for joined in (True, False):
+        got = module.behind_quantizer(x, w_q, config, joined)(x, w_q, s_w)
+        found.append((f"{case} joined {joined} {config}", error(got, want)))
+    return found
 
 
 def runs(name: str) -> list[tuple[str, float]]:
@@ -89,7 +92,7 @@ def runs(name: str) -> list[tuple[str, float]]:
                     off = error(got, module.reference(*inputs))
                 result.append((f"{case} {more or ''} {config}", off))
                 if name == "w8a8_gemm" and config["split"] > 1:
-                    result.append((f"{case} joined {config}", joined(module, inputs, config)))
+                    result += behind_quantizer(module, inputs, config, str(case))
     return result
 
 

@@ -1,6 +1,6 @@
 """Time of a 4-bit layer by its number of tokens: finds cliffs where a path, a tile or a configuration changes.
 
-    python -m repro.studies.steps --out DIR     # on a GPU, about 100 s; measures what the file lacks
+    python -m repro.studies.steps --out DIR     # on a GPU, about 140 s; measures what the file lacks
 
 Writes `DIR/steps.json`: microseconds of `linear` (W4 g128, bf16) at numbers of tokens from 8 to 600, pairs of
 neighbours where anything changes, next to those of every path that it could take and of cuBLAS in bf16; then says which
@@ -16,7 +16,10 @@ import argparse
 import functools
 import json
 import math
+import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -28,17 +31,16 @@ from torch import Tensor
 from repro.bench import bench, timing
 from repro.bench.task import Layer
 from repro.core.files import write_text
-from repro.kernels import dequantize, linear, w4a16_gemm, wna16_gemv
+from repro.kernels import dequantize, linear, nvrtc, w4a16_gemm, wna16_gemv
 from repro.kernels.packing import PackedWeight
 from repro.studies import space
 
 SHAPES = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)]
-EDGES = (8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)  # measured with the number of tokens after it
+EDGES = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 160, 192, 256, 320, 328, 336, 352, 384, 512)  # and one token more
 COUNTS = sorted({*EDGES, *(m + 1 for m in EDGES), 600})
 STEP, AGAINST = 1.15, {128: 0.90, 256: 0.85}
 WORST = 0.70
 SAME = 1.02  # times as long is the same within noise
-TAIL = 16  # tokens behind a multiple of 64 that could be a launch of their own
 
 Times = Mapping[str, Mapping[str, Mapping[str, float]]]  # by shape, tokens and who
 
@@ -58,32 +60,28 @@ def candidates(x: Tensor, copies: Sequence[PackedWeight], dense: Sequence[Tensor
     }
     if count <= wna16_gemv.MAX_ROWS:
         calls["decode"] = over(lambda packed: wna16_gemv.wna16_gemv(x, packed))
-    configs = {
-        "gemm": w4a16_gemm.configuration(*place, first.bits, x.device),
-        "estimated": w4a16_gemm.heuristic(-(-count // 64) * 64 if count > 64 else count, *place[1:], first.bits),
-    }
-    for name, config in configs.items():
-        calls[name] = over(lambda packed, config=config: w4a16_gemm.launch(x, packed, config))
-    head = (count - 1) // 64 * 64
-    if head and count - head <= TAIL:
-        at_head = w4a16_gemm.configuration(head, *place[1:], first.bits, x.device)
-
-        def both(packed: PackedWeight) -> None:
-            w4a16_gemm.launch(x[:head], packed, at_head)
-            linear.wna16(x[head:], packed)
-
-        calls["head and tail"] = over(both)
+    config = w4a16_gemm.configuration(*place, first.bits, x.device)
+    calls["gemm"] = over(lambda packed: w4a16_gemm.launch(x, packed, config))  # in one launch
     return calls
 
 
-def measure(shape: tuple[int, int], backend: timing.Cuda) -> dict[str, dict[str, float]]:
+def compile_all(calls: Sequence[Callable], pool: Executor) -> None:
+    """Compile what calls will load, side by side; a call of two launches says what the second needs after the first."""
+    for _ in range(2):
+        list(pool.map(nvrtc.compile_job, nvrtc.jobs_of(calls)))
+
+
+def measure(shape: tuple[int, int], backend: timing.Cuda, pool: Executor) -> dict[str, dict[str, float]]:
     """Microseconds by tokens and who."""
     layer, times = Layer(*shape), {}
     copies = space.weights(layer)
     count = max(2, math.ceil(timing.COLD_BYTES / (2 * layer.weight.numel())))
     dense = [layer.weight.to(torch.bfloat16) for _ in range(count)]
-    for tokens in COUNTS:
-        x, row = layer.activations(tokens, torch.bfloat16), {}
+    inputs = {tokens: layer.activations(tokens, torch.bfloat16) for tokens in COUNTS}
+    made = [candidates(x, copies, dense).values() for x in inputs.values()]
+    compile_all([calls[0] for each in made for calls in each], pool)
+    for tokens, x in inputs.items():
+        row = {}
         for who, calls in candidates(x, copies, dense).items():
             graph = backend.capture(calls)
             row[who] = round(min(graph.replay() for _ in range(5)) * 1e6 / len(calls), 3)
@@ -125,12 +123,13 @@ def record(out: Path) -> dict[str, Any]:
         content = {"times": {}}
     content |= about
     backend = timing.Cuda()
-    for shape in SHAPES:
-        name = f"{shape[0]}x{shape[1]}"
-        if name not in content["times"]:
-            content["times"][name] = measure(shape, backend)
-            write_text(out, json.dumps(content) + "\n")
-            backend.release()
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for shape in SHAPES:
+            name = f"{shape[0]}x{shape[1]}"
+            if name not in content["times"]:
+                content["times"][name] = measure(shape, backend, pool)
+                write_text(out, json.dumps(content) + "\n")
+                backend.release()
     return content
 
 

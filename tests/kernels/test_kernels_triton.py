@@ -61,14 +61,14 @@ def interpret_w8a8_gemm(case: dict) -> float:
 
 
 def interpret_joined(case: dict) -> float:
-    """Quantizer and product with one piece of memory between them, against a launch for each step: equal."""
+    """Quantizer and product with one piece of memory between them, against operators of their own: equal."""
     from repro.kernels import quantize_activation, w8a8, w8a8_gemm
 
     x, (_, _, w_q, s_w) = quantize_activation.make_inputs(case), w8a8_gemm.make_inputs(case)
     for config in (NARROW | {"split": 1}, NARROW | {"k": 128, "split": 2}, GEMM | {"m": 16, "n": 16, "split": 2}):
-        want = w8a8.prepare_three(x, w_q, config)(x, w_q, s_w)
-        joined = w8a8_gemm.prepared_joined(x, w_q, config)
-        assert torch.equal(joined(x, w_q, s_w), want)
+        want = w8a8_gemm.launch(*quantize_activation.launch(x), w_q, s_w, config, x.dtype)
+        for joined in (True, False):
+            assert torch.equal(w8a8_gemm.behind_quantizer(x, w_q, config, joined)(x, w_q, s_w), want)
     return relative(want, w8a8.on_cpu(x, w_q, s_w))
 
 
@@ -403,15 +403,16 @@ def variants():
             {"ROWS": 4, "CHUNK": 512, "CHUNKS": chunks, "EVEN": even, "PLAIN": False}, ("x", "w", "s_w", "y", "N"),
             {"num_warps": 4}, dict.fromkeys((80, 90, 100), "dp4a"),
         )  # fmt: skip
-    for name, config in (("wide", GEMM), ("narrow", NARROW), ("joined", NARROW)):
+    for name, config in (("wide", GEMM), ("narrow", NARROW), ("joined", NARROW), ("split", NARROW)):
         options = {"num_warps": config["warps"], "num_stages": config["stages"]}
         partial = {"partial": "*i32"} if name == "narrow" else {}
-        where = {**somewhere, "SUMS_AT": 8192} if name == "joined" else {**nowhere, "SUMS_AT": 0}
+        behind = name in ("joined", "split")  # a quantizer
+        where = {**somewhere, "SUMS_AT": 8192} if behind else {**nowhere, "SUMS_AT": 0}
         constants = {
             "BM": config["m"], "BN": config["n"], "BK": config["k"], "SPLIT": config["split"], "SWAP": config["swap"],
-            **where, **({} if partial else {"partial": None}),
+            **where, "JOINED": name == "joined", **({} if partial else {"partial": None}),
         }  # fmt: skip
-        gemm["s_x"] = "*i8" if name == "joined" else "*fp32"
+        gemm["s_x"] = "*i8" if behind else "*fp32"
         tiles = {
             "x_q": f"tensordesc<i8[{config['m']},{config['k']}]>",
             "w_q": f"tensordesc<i8[{config['n']},{config['k']}]>",
@@ -426,10 +427,15 @@ def variants():
             {"x_q": "*i8", "w_q": "*i8", **gemm, **partial, "y": "*fp16"}, constants | {"DESCRIPTOR": False},
             (), options, {},
         )  # fmt: skip
+    sums = {"s_x": "*fp32", "s_w": "*fp32", "y": "*fp16", "M": "i32", "N": "i32"}
     yield (
-        "w8a8_gemm partial sums", w8a8_gemm.add_partial_sums_kernel,
-        {"partial": "*i32", "s_x": "*fp32", "s_w": "*fp32", "y": "*fp16", "M": "i32", "N": "i32"},
-        {"SPLIT": 4, "BLOCK": 1024}, ("partial", "y", "N"), {"num_warps": 4}, {},
+        "w8a8_gemm partial sums", w8a8_gemm.add_partial_sums_kernel, {"partial": "*i32", **sums},
+        {"SPLIT": 4, "BLOCK": 1024, "SCALES_AT": 0, "SUMS_AT": 0}, ("partial", "y", "N"), {"num_warps": 4}, {},
+    )  # fmt: skip
+    yield (
+        "w8a8_gemm partial sums in a workspace", w8a8_gemm.add_partial_sums_kernel, {**sums, "s_x": "*i8"},
+        {"SPLIT": 4, "BLOCK": 1024, "SCALES_AT": 4096, "SUMS_AT": 8192, "partial": None}, ("s_x", "y", "N"),
+        {"num_warps": 4}, {},
     )  # fmt: skip
     yield from decode_variants()
 

@@ -1,11 +1,12 @@
 """The dispatcher: every way gives the same product, the crossover is data, and the way that is taken can be asked."""
 
+import cuda_on_cpu
 import pytest
 import torch
 from test_w4a16_gemm import error, random_weight, weight
 
 from repro.bench import kernel_list
-from repro.kernels import dequantize, linear, nvrtc, packing, w4a16_gemm, w8a8, warm
+from repro.kernels import dequantize, linear, nvrtc, packing, w4a16_gemm, w8a8, warm, wna16_gemv
 
 
 def inputs(tokens, rows=48, columns=256, bits=4, dtype=torch.float16):
@@ -74,6 +75,70 @@ def test_one_token_none_and_misuse():
     assert linear.w4a16(x[:0], packed).shape == (0, 48)
     with pytest.raises(ValueError, match=r"\[3, 128\] does not fit a weight of 48 x 256"):
         linear.path(x[:, :128], packed)
+
+
+TWO_CASES = [  # tokens, of the first launch, rows, columns, bits, dtype
+    (66, 64, 70, 256, 4, torch.bfloat16),
+    (85, 64, 70, 256, 4, torch.float16),
+    (110, 64, 130, 512, 8, torch.bfloat16),
+]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", [*TWO_CASES[:2], pytest.param(TWO_CASES[2], marks=pytest.mark.slow)], ids=str)
+def test_two_launches_beside_each_other_on_the_cpu(case, monkeypatch, recorded):
+    """Every token is written by one of them, by the decode kernel where few are left."""
+    tokens, head, rows, columns, bits, dtype = case
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(nvrtc, "encode", cuda_on_cpu.encode)
+    monkeypatch.setattr(wna16_gemv, "unsupported", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(w4a16_gemm, "tokens_of_head", lambda m, *_: head)
+    recorded["default"] = {"decode": 8, "gemm": 512}
+    x, packed = inputs(tokens, rows, columns, bits, dtype)
+    y = linear.prepare(x, *weight(packed))(x, packed.codes, packed.scale_zero)
+    assert error(y, w4a16_gemm.reference(x, packed)) < (1e-3 if dtype == torch.float16 else 4e-3)
+
+
+def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monkeypatch):
+    """By the estimates for an H200: 321 tokens of a tile for 320, which 112 of its 132 SMs compute."""
+    monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
+    w4a16_gemm.tokens_of_head.cache_clear()
+    device = torch.device("cpu")
+    heads = {m: w4a16_gemm.tokens_of_head(m, 14336, 4096, 4, device) for m in (1, 64, 256, 257, 320, 321, 352, 512)}
+    assert heads == dict.fromkeys((1, 64, 256, 257, 320, 512), 0) | {321: 320, 352: 320}
+    waves, free = w4a16_gemm.last_wave(w4a16_gemm.multicast(320, 14336, 4096), 320, 14336, 4096, 4, 132)
+    assert waves == 1 and free == pytest.approx(20 / 132)
+    assert w4a16_gemm.beside(50.0, 1, 0.5, 10.0) == 50 + w4a16_gemm.BESIDE < w4a16_gemm.beside(50.0, 1, 0.1, 10.0)
+    x = torch.zeros(321, 4096, dtype=torch.float16)
+    assert linear.tokens_of_head(x, 14336, 4096, 4) == 320
+    assert linear.tokens_of_head(torch.zeros(321, 4097).half(), 14336, 4097, 4) == 0  # rows that are not aligned
+    w4a16_gemm.tokens_of_head.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("tokens, rows, columns", [(321, 6144, 4096), (330, 14336, 4096), (380, 28672, 4096)])
+def test_two_launches_beside_each_other_on_a_gpu(tokens, rows, columns):
+    """Again and again in a graph, and what comes behind them finds both done."""
+    x, packed = inputs(tokens, rows, columns, dtype=torch.bfloat16)
+    x, packed = x.cuda(), packed.to("cuda")
+    head = linear.tokens_of_head(x, rows, columns, packed.bits)
+    assert head == 320
+    launch = linear.prepare_two(x, head, *weight(packed)[2:])
+    want = launch(x, packed.codes, packed.scale_zero)
+    assert error(want, w4a16_gemm.reference(x, packed)) < 4e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = launch(x, packed.codes, packed.scale_zero)
+        copied = y.clone()
+    for _ in range(50):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(copied, want)
+        assert torch.equal(launch(x, packed.codes, packed.scale_zero).clone(), want)
 
 
 @pytest.mark.parametrize("case", [c for c in dequantize.CASES if c["N"] < 1000], ids=str)

@@ -100,6 +100,8 @@ MULTICAST_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; MB S
     (2, 64, False, "float16", 100, 200, 576, (2, 3, 2, 1, 2)),
     (8, 0, True, "bfloat16", 70, 200, 264, (4, 3, 2, 1, 2)),
     (4, 0, False, "bfloat16", 130, 300, 301, (2, 3, 2, 2, 1)),
+    (4, 128, False, "bfloat16", 257, 70, 256, (5, 2, 2, 1, 1)),
+    (4, 64, False, "float16", 300, 130, 256, (5, 3, 2, 1, 2)),
 ]
 
 
@@ -112,7 +114,7 @@ def multicast(case):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", some_slow(MULTICAST_CASES, (3, 4, 6)), ids=str)
+@pytest.mark.parametrize("case", some_slow(MULTICAST_CASES, (3, 4, 6, 7)), ids=str)
 def test_multicast_source_on_the_cpu(case, monkeypatch):
     """Boxes of x land in every thread block of a cluster as late as they may, and no stage is filled before all of them
     have read it."""
@@ -214,11 +216,15 @@ def test_recorded_number_of_tokens(monkeypatch):
 
 
 def test_tiles_have_no_more_tokens_than_there_are():
-    """Each as many, a multiple of 8, or of 16 for the tensor cores of Hopper; 16 at least."""
+    """Each as many, a multiple of 8, or of 16 where two copies bring it; 16 at least."""
     tile = dict(zip(w4a16_gemm.CONSTANTS, w4a16_gemm.TILES[-1]))
     assert [w4a16_gemm.trimmed(tile, m) for m in (1, 16, 17, 40, 41, 64, 65, 129)] == [16, 16, 24, 40, 48, 64, 40, 48]
     tile = {"WGS": 1, "MB": 2}
-    assert [w4a16_gemm.trimmed(tile, m) for m in (1, 33, 65, 113, 128, 129, 300)] == [16, 48, 80, 128, 128, 80, 112]
+    assert [w4a16_gemm.trimmed(tile, m) for m in (1, 33, 65, 113, 128, 129, 300)] == [16, 40, 72, 120, 128, 72, 104]
+    for pair, want in ((1, [72, 136, 256, 272, 320, 168]), (2, [80, 144, 256, 272, 320, 176])):
+        tile = {"MB": 5, "PAIR": pair}
+        assert [w4a16_gemm.trimmed(tile, m) for m in (65, 129, 256, 257, 320, 321)] == want
+        assert [w4a16_gemm.box_rows({"MT": mt, "PAIR": pair}) for mt in (256, 272)] == [256 // pair, 136]
     for config in w4a16_gemm.SPACE[::7]:
         whole = w4a16_gemm.estimate(config, 192, 4096, 4096, 4, 132)
         assert w4a16_gemm.estimate(config, 129, 4096, 4096, 4, 132) <= whole
@@ -235,12 +241,13 @@ def test_every_configuration_divides(m, n, k):
                 assert plan[1]["MT"] % (8 * config["PAIR"]) == 0 and plan[4] <= 232448
             continue
         if "WGS" in config:
-            assert set(config) == set(w4a16_gemm.WGMMA_CONSTANTS)
+            most = "MT" if config in w4a16_gemm.BETWEEN_SPACE else "MB"
+            assert set(config) == {*w4a16_gemm.WGMMA_CONSTANTS} - {"MB"} | {most}
             assert w4a16_gemm.wgmma_fitted(config, 4, 128, False) == config and 1 <= config["SPLIT"] <= 8
             for bits in packing.BITS:
                 fitted = w4a16_gemm.wgmma_fitted(config, bits, 32, False)
                 assert fitted["KS"] % packing.block_columns(bits) == 0 and min(fitted["STAGES"], fitted["RING"]) > 1
-                assert w4a16_gemm.wgmma_shared_bytes(fitted, 64 * fitted["MB"], bits, 32, False) <= 232448
+                assert w4a16_gemm.wgmma_shared_bytes(fitted, w4a16_gemm.tokens_of(fitted), bits, 32, False) <= 232448
             continue
         assert set(config) == set(w4a16_gemm.CONSTANTS)
         for bits in packing.BITS:
@@ -283,7 +290,7 @@ COMPILED = [*w4a16_gemm.WGMMA_TILES[::2], *w4a16_gemm.LARGE_WGMMA_TILES]
 @pytest.mark.parametrize("tile", some_slow(COMPILED, (0, 3, 6)), ids=str)
 def test_wgmma_compiles(tmp_path, tile, group, symmetric, bf16):
     """For the one architecture that has the instruction, without spilling; products do not wait."""
-    config, tokens = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2))), 64 * tile[1] - 48
+    config, tokens = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*tile, 2))), 64 * tile[1] - 40
     _, constants, *_ = w4a16_gemm.plan_wgmma(tokens, 4096, 4096, (4, group, bool(symmetric)), config, (9, 0))
     assert constants["MT"] == tokens
     words = defines(BITS=4, GROUP=group, SYMMETRIC=symmetric, BF16=bf16, **constants)
@@ -293,6 +300,21 @@ def test_wgmma_compiles(tmp_path, tile, group, symmetric, bf16):
     assert "serialized" not in done.stderr
     if (tile[0], group) != (4, 32):  # five warpgroups leave 96 registers each, four scales of a stage take a few more
         assert "0 bytes spill stores" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("config, tokens", [
+    (w4a16_gemm.BETWEEN_SPACE[1], 96), (w4a16_gemm.MULTICAST_SPACE[-7], 320),
+])  # fmt: skip
+def test_the_largest_tiles_compile(tmp_path, config, tokens):
+    """What holds the most sums in its registers does not spill, and no product waits for another."""
+    plan = w4a16_gemm.plan_multicast if "PAIR" in config else w4a16_gemm.plan_wgmma
+    source, constants, *_ = plan(tokens, 4096, 4096, (4, 128, False), config, (9, 0))
+    words = defines(BITS=4, GROUP=128, SYMMETRIC=0, BF16=1, HEAD=1, **constants)
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", "-Xptxas", "-v", *words, "-o", str(tmp_path / "k")]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0 and constants["MT"] == tokens, done.stderr
+    assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
 
 
 def test_a_configuration_for_wgmma_serves_one_capability(monkeypatch):
@@ -306,7 +328,7 @@ def test_a_configuration_for_wgmma_serves_one_capability(monkeypatch):
 def test_headers_take_no_name_that_a_kernel_is_given():
     headers = [header.read_text() for header in w4a16_gemm.SOURCE.parent.glob("*.cuh")]
     taken = set(chain.from_iterable(re.findall(r"#\s*(?:define|undef)\s+(\w+)", header) for header in headers))
-    assert len(headers) == 5
+    assert len(headers) == 6
     given = {
         *w4a16_gemm.CONSTANTS,
         *w4a16_gemm.WGMMA_CONSTANTS,
@@ -317,6 +339,8 @@ def test_headers_take_no_name_that_a_kernel_is_given():
         "BF16",
         "K",
         "COLUMNS",
+        "HEAD",
+        "TAIL",
     }
     given |= {name.upper() for config in (*wna16_gemv.SPACE, *w8a8_gemv.SPACE) for name in config}
     assert not taken & given

@@ -312,8 +312,10 @@ def test_sums_by_the_program_that_comes_last_are_those_of_a_launch_of_their_own(
     """Again and again, and in a graph; some numbers of tokens and channels fill no tile."""
     x, w_q, s_w = w8a8_gemv.make_inputs({"M": m, "N": n, "K": k, "dtype": "bfloat16", "seed": 0}, "cuda")
     config = next(c for c in w8a8_gemm.SPACE if (c["m"], c["split"]) == (tile, split))
-    want = w8a8.prepare_three(x, w_q, config)(x, w_q, s_w)
-    two = w8a8_gemm.prepared_joined(x, w_q, config)
+    codes, scales = quantize_activation.launch(x)
+    want = w8a8_gemm.launch(codes, scales, w_q, s_w, config)
+    three, two = (w8a8_gemm.behind_quantizer(x, w_q, config, joined) for joined in (False, True))
+    assert torch.equal(three(x, w_q, s_w), want)
     for _ in range(50):
         assert torch.equal(two(x, w_q, s_w), want)
     graph = torch.cuda.CUDAGraph()

@@ -318,6 +318,30 @@ def test_programs_that_wait_for_one_another_are_launched_together(monkeypatch):
     assert launched == [("alone", 11), ("together", 10)]
 
 
+def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
+    """With the grid, the stream and the arguments of each call."""
+    launched = []
+    driver = SimpleNamespace(
+        cuLaunchKernelEx=lambda config, *what: launched.append((dict(vars(config)), *what)) or (0,),
+        CUlaunchConfig=SimpleNamespace,
+        CUlaunchAttribute=SimpleNamespace,
+        CUlaunchAttributeValue=SimpleNamespace,
+        CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6),
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    beside = nvrtc.Beside(SimpleNamespace(_driver=driver, _shared=96, _index=0, _function="gemm"))
+    for grid, number in ((8, 5), (9, 6)):
+        beside(grid, 32, number)
+        config, function, address, _ = launched[-1]
+        assert (config["gridDimX"], config["blockDimX"], config["sharedMemBytes"]) == (grid, 32, 96)
+        assert (config["hStream"], config["numAttrs"], function) == (77, 1, "gemm")
+        attribute = config["attrs"][0]
+        assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
+        at = (ctypes.c_void_p * 1).from_address(address)
+        assert ctypes.c_int.from_address(at[0]).value == number
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
