@@ -12,17 +12,35 @@ from tiny_results import house, tiny_jobs  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.core.files import ROOT
+from repro.specs import scale
+from repro.workflow.workflow import Workflow
 
 torch.set_num_threads(1)
 short_texts.register()
 hypothesis.settings.register_profile("suite", max_examples=25, deadline=None)  # HYPOTHESIS_PROFILE=default: 100
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 LONGEST = (  # of these only the first needs the build that workers share at once; the longest first
-    "test_workflow.py", "test_page.py", "test_interrupt.py", "test_w4a16_gemm.py", "test_kernels_triton.py",
-    "test_engine_sparse.py", "test_spinquant.py", "test_statistics.py", "test_engine.py", "test_limited.py",
+    "test_workflow.py", "test_page.py", "test_interrupt.py", "test_compress.py", "test_w4a16_gemm.py",
+    "test_w2a2.py", "test_statistics.py", "test_engine_sparse.py", "test_kernels_triton.py", "test_spinquant.py",
+    "test_baselines.py", "test_qat.py", "test_q4_k_gemv.py", "test_accept.py", "test_limited.py", "test_engine.py",
     "test_bad_input.py", "test_wna16_gemv.py", "test_toy_kind.py", "test_pool.py", "test_package.py",
     "test_verify.py",
 )  # fmt: skip
+
+STORED = ("test_page.py", "test_once.py", "test_content.py", "test_choose.py")  # they show what is accepted
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A worker takes whole files; those that look up what is accepted here are one, so that it is looked up once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            path = super()._split_scope(nodeid)
+            return "stored" if path.endswith(STORED) else path
+
+    return Files(config, log)
 
 
 def pytest_collection_finish():
@@ -48,6 +66,12 @@ def mirror(monkeypatch):
         pytest.skip(f"no data mirror: REPRO_DATA is {named or 'not set'}, and {folder} has no wikitext-2")
     monkeypatch.setenv("REPRO_DATA", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def stored():
+    """What is accepted in this checkout at scale pocket, looked up once for all tests of a worker."""
+    return Workflow.of_results(scale.load(name="pocket"))
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@
 // as they may: when the fiber waits for their group. Slow on purpose.
 #pragma once
 #define PTX_CUH
+#undef _FORTIFY_SOURCE // whose longjmp takes another fiber's stack for a damaged one
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -58,8 +60,10 @@ struct Warp { // what the lanes of a warp show one another
 };
 struct Copy { unsigned to; const void *from; bool zero; int bytes = 16; };
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
+    ucontext_t beginning;
+    jmp_buf now; // swapcontext would ask the kernel for signals twice a turn
+    std::unique_ptr<char[]> stack{new char[1 << 16]};
+    bool begun = false;
     bool done = false;
     int cluster_barriers = 0;
     std::deque<std::vector<Copy>> groups{1}; // the last one is still open
@@ -74,7 +78,7 @@ struct Signal {
 struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Warp> warps;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     int running = 0, alive = 0;
     struct { int arrived = 0, turn = 0; } barriers[16];
     std::map<u32, Signal> signals; // by their addresses
@@ -111,7 +115,7 @@ inline thread_local u32 rank_here;
 
 inline void give_way() {
     Fiber &fiber = *block->fibers[block->running];
-    swapcontext(&fiber.context, &block->scheduler);
+    if (_setjmp(fiber.now) == 0) _longjmp(block->scheduler, 1);
     threadIdx.x = block->running;
 }
 inline void meet(int &arrived, int &turn, int parties) {
@@ -467,7 +471,14 @@ inline void fiber_entry() {
     block->body();
     block->fibers[block->running]->done = true;
     block->alive--;
-    swapcontext(&block->fibers[block->running]->context, &block->scheduler);
+    _longjmp(block->scheduler, 1);
+}
+// Until the fiber gives way or ends.
+inline __attribute__((noinline)) void run_on(Block &mine, Fiber &fiber) {
+    if (_setjmp(mine.scheduler) != 0) return;
+    if (fiber.begun) _longjmp(fiber.now, 1);
+    fiber.begun = true;
+    setcontext(&fiber.beginning);
 }
 inline void run_block(u32 index, u32 rank, u32 grid, u32 threads, Cluster *of, const std::function<void()> &body) {
     Block mine;
@@ -477,11 +488,10 @@ inline void run_block(u32 index, u32 rank, u32 grid, u32 threads, Cluster *of, c
     for (unsigned i = 0; i < threads; i++) {
         mine.fibers.push_back(std::make_unique<Fiber>());
         Fiber &fiber = *mine.fibers.back();
-        fiber.stack.resize(1 << 16);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, fiber_entry, 0);
+        getcontext(&fiber.beginning);
+        fiber.beginning.uc_stack.ss_sp = fiber.stack.get(), fiber.beginning.uc_stack.ss_size = 1 << 16;
+        fiber.beginning.uc_link = nullptr;
+        makecontext(&fiber.beginning, fiber_entry, 0);
     }
     of->members[rank].base = shared;
     for (of->started++; of->started < (int)of->members.size();) std::this_thread::yield();
@@ -489,7 +499,7 @@ inline void run_block(u32 index, u32 rank, u32 grid, u32 threads, Cluster *of, c
         for (unsigned i = 0; i < threads; i++)
             if (!mine.fibers[i]->done) {
                 mine.running = threadIdx.x = i;
-                swapcontext(&mine.scheduler, &mine.fibers[i]->context);
+                run_on(mine, *mine.fibers[i]);
             }
 }
 inline void run_grid(u32 grid, u32 threads, u32 cluster_size, const std::function<void()> &body) {

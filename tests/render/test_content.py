@@ -136,13 +136,12 @@ def test_a_device_of_ours_is_beside_the_printed_ones(tmp_path):
 # --- fresh ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_of_several_measures_says_which_they_are():
-    flow = Workflow.of_results(scales.load(name="pocket"))
+def test_a_cell_of_several_measures_says_which_they_are(stored):
     assert (
         "In a cell: WikiText-2 / C4 / tokens / six epochs."
-        in content.sheet(table_results(flow, "bitbybit", "budget")).notes
+        in content.sheet(table_results(stored, "bitbybit", "budget")).notes
     )
-    assert not any(note.startswith("In a cell:") for note in content.sheet(table_results(flow, "spear", "4")).notes)
+    assert not any(note.startswith("In a cell:") for note in content.sheet(table_results(stored, "spear", "4")).notes)
 
 
 def test_a_live_perplexity(world):

@@ -41,12 +41,6 @@ def flow():
 
 
 @pytest.fixture(scope="module")
-def stored():
-    """What is stored of this checkout, computed once for all tests of this file."""
-    return Workflow.of_results(scale.load(name="pocket"))
-
-
-@pytest.fixture(scope="module")
 def spear(stored, tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     return page.build(stored, "spear", folder), folder
@@ -111,10 +105,10 @@ def test_a_grid_shows_every_measured_cell(spear):
     assert read_markdown(grid.partition("\n\n")[2].partition("\n\n")[2]).paired
 
 
-def test_the_grid_of_a_table_that_is_not_measured_any_more_goes(flow, tmp_path):
+def test_the_grid_of_a_table_that_is_not_measured_any_more_goes(stored, tmp_path):
     (tmp_path / "flexquant").mkdir()
     (tmp_path / "flexquant" / "table99.md").write_text("old", encoding="utf-8")
-    page._grids(Workflow.of_results(flow.scale), "flexquant", tmp_path)
+    page._grids(stored, "flexquant", tmp_path)
     assert not (tmp_path / "flexquant" / "table99.md").exists()
 
 
@@ -186,8 +180,8 @@ def test_stale_rows_of_a_question_are_shown_with_their_mark(bitbybit):
 
 
 @pytest.mark.skipif(not shutil.which("pdflatex"), reason="no LaTeX here")
-def test_the_headline_is_one_page(flow, tmp_path):
-    rendered.build(flow, "table1", tmp_path)
+def test_the_headline_is_one_page(stored, tmp_path):
+    rendered.build(stored, "table1", tmp_path)
     done = subprocess.run(["pdflatex", "-interaction=batchmode", "table1.tex"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0 and "(1 page" in (tmp_path / "table1.log").read_text(errors="replace")
 

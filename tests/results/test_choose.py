@@ -11,8 +11,7 @@ from repro.core.errors import UserError
 from repro.core.files import HOME
 from repro.core.strict import load_yaml
 from repro.results import choose
-from repro.specs import scale, tables
-from repro.workflow.workflow import Workflow
+from repro.specs import tables
 
 RATES = HOME / "tables" / "bitbybit" / "rates.yaml"
 INSIDE = {1.0: 9.0, 10.0: 5.0, 30.0: 4.0, 100.0: 6.0, 300.0: math.inf}
@@ -49,9 +48,9 @@ def test_a_rate_that_is_not_the_best_of_its_list_is_refused():
     assert choose.wrong(result, rows) == rows
 
 
-def test_the_rates_that_judged_rows_use_are_the_best_of_their_lists():
+def test_the_rates_that_judged_rows_use_are_the_best_of_their_lists(stored):
     """By accepted results; nothing is chosen of a list that is not measured whole."""
-    result = choose.sweep(Workflow.of_results(scale.load(name="pocket")), "bitbybit", "rates")
+    result = choose.sweep(stored, "bitbybit", "rates")
     assert len(result) == 16
     assert choose.wrong(result, tables.table("bitbybit", "rates").selected_rows) == []
 

@@ -61,26 +61,28 @@ def test_a_workflow_whose_files_may_change_computes_again(monkeypatch):
 
 def traced(function):
     """Files of this package, below repro/, and their functions that a call passes through; and what it returns."""
-    crossed = set()
+    called, crossed = set(), set()
 
     def note(frame, event, _):
-        path = Path(frame.f_code.co_filename).resolve()
-        whole = frame.f_code.co_name == "<lambda>" or not frame.f_code.co_name.startswith("<")  # no comprehension
-        if event == "call" and whole and path.is_relative_to(ROOT.resolve() / "repro"):
-            crossed.add((str(path.relative_to(ROOT.resolve() / "repro")), frame.f_code.co_qualname))
+        if event == "call":
+            called.add(frame.f_code)
 
     sys.setprofile(note)
     try:
         result = function()
     finally:
         sys.setprofile(None)
+    for code in called:
+        path = Path(code.co_filename).resolve()
+        whole = code.co_name == "<lambda>" or not code.co_name.startswith("<")  # no comprehension
+        if whole and path.is_relative_to(ROOT.resolve() / "repro"):
+            crossed.add((str(path.relative_to(ROOT.resolve() / "repro")), code.co_qualname))
     return crossed, result
 
 
-def test_what_shows_a_table_looks_nothing_up():
+def test_what_shows_a_table_looks_nothing_up(stored):
     """From measured cells to LaTeX a number passes through rendering and statistics alone."""
-    flow = Workflow.of_results(scale.load(name="pocket"))
-    whole = table_results.table_results(flow, *specs.split(TABLE))
+    whole = table_results.table_results(stored, *specs.split(TABLE))
     crossed, (text, plain) = traced(lambda: (latex(content.sheet(whole)), sheet.markdown(content.sheet(whole))))
     assert "18.11" in text and "18.11" in plain, "pocket-3m in full precision"
     files = {file for file, _ in crossed}
@@ -88,32 +90,30 @@ def test_what_shows_a_table_looks_nothing_up():
     assert len(files) <= 18 and len(crossed) <= 115, "more than a table takes; 46 and 246 once"
 
 
-def test_a_claim_is_judged_on_the_cells_that_it_is_given(monkeypatch):
-    flow = Workflow.of_results(scale.load(name="pocket"))
-    whole = table_results.table_results(flow, *specs.split(TABLE))
+def test_a_claim_is_judged_on_the_cells_that_it_is_given(stored, monkeypatch):
+    whole = table_results.table_results(stored, *specs.split(TABLE))
     first = next(judged for judged in whole.verdicts if judged.measured)
-    cells = [measure.one_measured(flow, cell) for cell in flow.claim_cells(first.spec)]
+    cells = [measure.one_measured(stored, cell) for cell in stored.claim_cells(first.spec)]
     for owner, name in ((measure, "_computed"), (stored_rows, "find"), (Workflow, "quantity"), (Workflow, "cells")):
         monkeypatch.setattr(owner, name, lambda *given: pytest.fail("looked up"))
-    assert judging.verdict(first.spec, cells, flow.scale.name) == first
+    assert judging.verdict(first.spec, cells, stored.scale.name) == first
     gone = [one.marked(status="not_run", value=None) for one in cells]
     assert judging.verdict(first.spec, gone, "x").said == "no verdict: not run"
 
 
-def test_a_line_of_coverage_and_the_leaderboard_take_what_was_looked_up(monkeypatch):
-    flow = Workflow.of_results(scale.load(name="pocket"))
-    cells = table_results.looked_up(flow, *specs.split(TABLE)).by_key.values()
+def test_a_line_of_coverage_and_the_leaderboard_take_what_was_looked_up(stored, monkeypatch):
+    cells = table_results.looked_up(stored, *specs.split(TABLE)).by_key.values()
     line = next(
-        one for one in coverage.coverage(flow) if (one.paper, one.kind, one.number) == ("bitbybit", "table", "1")
+        one for one in coverage.coverage(stored) if (one.paper, one.kind, one.number) == ("bitbybit", "table", "1")
     )
-    alike = table_files.compared(flow)
+    alike = table_files.compared(stored)
     for owner in (measure, stored_rows, Workflow):
         for name in [name for name, part in vars(owner).items() if inspect.isfunction(part)]:
             monkeypatch.setattr(owner, name, lambda *given, **words: pytest.fail("looked up"))
     due = [one for one in cells if one.cell.printed not in coverage.NOTHING]
-    again = coverage.line_of(flow.scale, "bitbybit", "table", "1", due, [one.cell.model for one in due])
+    again = coverage.line_of(stored.scale, "bitbybit", "table", "1", due, [one.cell.model for one in due])
     assert again == line and line.measured > 50
-    entries, ratios = table_files.leaders(alike, flow.scale)
+    entries, ratios = table_files.leaders(alike, stored.scale)
     assert ratios["pocket-3m", "rtn-w4-pc"].value > 1 and "bpw" in entries["pocket-3m"]["rtn-w4-pc"]
 
 

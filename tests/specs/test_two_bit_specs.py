@@ -5,6 +5,7 @@ from itertools import chain, product
 import numpy as np
 import pytest
 
+from repro import papers
 from repro.bench import two_bit
 from repro.metrics import kernel_time
 from repro.render import figure_files as drawn
@@ -88,7 +89,8 @@ def test_without_times_the_printed_ones_are_of_another_device(monkeypatch, tmp_p
     sheet = written.build(flow, "bitbybit/table7", tmp_path)
     shown = list(chain.from_iterable(row[1:] for row in sheet.rows))
     assert not sheet.paired and "Other device: the whole table." in sheet.notes and "509.98" in shown
-    (line,) = [x for x in coverage.coverage(flow) if (x.paper, x.kind, x.number) == ("bitbybit", "table", "7")]
+    monkeypatch.setattr(papers, "PAPERS", ("bitbybit",))
+    (line,) = [x for x in coverage.coverage(flow) if (x.kind, x.number) == ("table", "7")]
     assert (line.status, line.printed, line.possible) == ("other_device", 24, 24)
 
 
