@@ -131,6 +131,10 @@ def of_spqt():
     )
     assert row_of("spqt", "| spqt Q01 ")[2] == "up to 1.55x"
     yield "(printed: up to 1.55)"
+    cost = row_of("spqt", "| spqt Q07 ")
+    every = float(cost[3].split(" %")[0])
+    half = float(re.search(r"second half: ([\d.]+) %", cost[4])[1])
+    yield f"costs {every:.0f} % of perplexity on pocket-10m (printed: 7 %), {half:.0f} % with a dense first half"
     cells = {(cell.row, cell.col): cell.number for cell in papers.printed("spqt", "3")}
     sizes = dict.fromkeys(column for _, column in cells)
     more = [cells["Unified 50%", size] - cells["Baseline-Q4K", size] > 0.4 for size in sizes]
