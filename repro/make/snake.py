@@ -20,8 +20,9 @@ from repro.papers.cell import table_name
 from repro.results import replicate
 from repro.specs import figures, scale, tables
 from repro.specs.names import FORMATS, OWN, canonical
-from repro.store import accepted, kernel_rows, provenance, row_list
+from repro.store import accepted, kernel_rows, provenance
 from repro.store.job import Job
+from repro.store.stored_row import ENDING
 from repro.workflow import runner, versions
 from repro.workflow.pool import work_left
 from repro.workflow.workflow import Workflow
@@ -206,7 +207,7 @@ def _known_as(paths: Iterable[Path]) -> list[str]:
 def _sources(name: str) -> list[Path]:
     """Specs, printed cells and accepted results behind a table or figure: what rebuilds it besides its jobs."""
     if name in (*OWN, figures.LEADERBOARD):
-        return [*sorted((HOME / "results").glob(f"*/*{row_list.ENDING}")), HOME / "tables" / "table1.yaml"]
+        return [*sorted((HOME / "results").glob(f"*/*{ENDING}")), HOME / "tables" / "table1.yaml"]
     drawn = figures.is_figure(name)
     paper, number = (figures if drawn else tables).split(name)
     paths = accepted.files() + [ROOT / "repro" / "papers" / paper / "measures.yaml"] * (not drawn)

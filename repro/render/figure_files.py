@@ -17,7 +17,8 @@ from repro.specs.figures import FigureSpec
 from repro.specs.names import canonical
 from repro.specs.tables import FOLDERS
 from repro.stats.quantity import Quantity
-from repro.store.measurement import SHOWN, Measurement, text
+from repro.store.measurement import SHOWN, Measurement
+from repro.store.stored_row import text
 from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 

@@ -18,7 +18,8 @@ from repro.specs import tables
 from repro.specs.names import canonical
 from repro.specs.scale import Scale
 from repro.stats.statistics import Interval
-from repro.store.measurement import MEASURED, Measurement, text, to_csv
+from repro.store.measurement import MEASURED, Measurement, to_csv
+from repro.store.stored_row import text
 from repro.verdicts import coverage, judging, table_results
 from repro.workflow.workflow import Workflow
 

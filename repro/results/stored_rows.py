@@ -22,7 +22,8 @@ from repro.stats.quantity import Quantity, compose
 from repro.stats.statistics import Interval
 from repro.store import accepted, observations
 from repro.store.job import Job
-from repro.store.measurement import MEASURED, Measurement, text
+from repro.store.measurement import MEASURED, Measurement
+from repro.store.stored_row import text
 from repro.workflow import versions
 from repro.workflow.workflow import Workflow
 

@@ -26,23 +26,24 @@ from typing import Any
 from repro.core.errors import UserError
 from repro.core.files import atomic, read_text, write_text
 from repro.papers.cell import Cell, CellKey
-from repro.store import folded, measurement, observations, row_digest, row_list
-from repro.store.measurement import Measurement, from_csv, slug, to_csv
+from repro.store import folded, measurement, observations, row_list
+from repro.store.measurement import Measurement, from_csv
 from repro.store.observations import Series
+from repro.store.stored_row import ENDING
 
 RESULTS = measurement.RESULTS
-OF_CELLS = f"*-*{row_list.ENDING}"  # of measurements; kernel times, which `repro.store.kernel_rows` reads, have no dash
+OF_CELLS = f"*-*{ENDING}"  # of measurements; kernel times, which `repro.store.kernel_rows` reads, have no dash
 INPUTS = "inputs.json.xz"  # spells out the hashes of declared inputs of a device's rows
 
 
 def path_of(row: Measurement) -> Path:
     """The file that an accepted row is in; of one that several cards measured it is the first one's."""
-    return RESULTS / slug(row.device.partition(" + ")[0]) / f"{row.table.replace('/', '-')}{row_list.ENDING}"
+    return RESULTS / row.stored_as
 
 
 def _stem(path: Path) -> str:
     """The name of a file of rows without its ending; those of its observations begin with it."""
-    return path.name.removesuffix(row_list.ENDING)
+    return path.name.removesuffix(ENDING)
 
 
 @cache
@@ -50,29 +51,9 @@ def _rows(results: Path, name: str) -> dict[tuple[CellKey, str], Measurement]:
     """CellKey and scale to its row, of one table; where several devices have a cell, the last by the folder's name."""
     rows = {}
     for folder in sorted(results.glob("*/")):
-        path = folder / f"{name}{row_list.ENDING}"
-        if path.is_file() or path.name in row_list.listed(folder):
-            rows |= {(row.cell_key, row.scale): row for row in _read(path)}
-    return rows
-
-
-def _read(path: Path) -> list[Measurement]:
-    """The rows of an accepted file.
-
-    Raises:
-        UserError: a row that was edited, that belongs to another table or device or is given twice; one that is gone.
-    """
-    rows, seen = [], set()
-    for row in from_csv(path):
-        where = f"{path}: {row.where} at scale {row.scale}"
-        row_digest.check(row, where)
-        if path_of(row) != path:
-            raise UserError(f"{path}: {row.where} on {row.device or 'no device'} does not belong in this file")
-        if row.key in seen:
-            raise UserError(f"{where} is given twice; check the file out again")
-        seen.add(row.key)
-        rows.append(replace(row, digest=""))
-    row_list.check(path, rows)
+        path = folder / f"{name}{ENDING}"
+        if row_list.is_stored(path):
+            rows |= {(row.cell_key, row.scale): row for row in row_list.read(path, Measurement)}
     return rows
 
 
@@ -119,7 +100,7 @@ def of_table(table: str) -> list[Measurement]:
 
 def every() -> list[Measurement]:
     """All accepted measurements of cells, of all devices."""
-    return list(chain(*map(_read, files())))
+    return list(chain(*(row_list.read(path, Measurement) for path in files())))
 
 
 def files() -> list[Path]:
@@ -167,7 +148,7 @@ def series(row: Measurement) -> list[dict[str, Series]]:
     by_digest = _packed(path.parent, _stem(path))
     if not by_digest.keys() >= set(wanted):
         raise UserError(
-            f"{path}: the observations of {row.where} at scale {row.scale} are not in {path.parent / 'observations'}; "
+            f"{path}: the observations of {row.where_stored} are not in {path.parent / 'observations'}; "
             "check both out again"
         )
     return [by_digest[digest] for digest in wanted]
@@ -212,8 +193,8 @@ def write(taken: Iterable[AcceptedRow]) -> dict[str, int]:
 
 def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], AcceptedRow]:
     """What a file holds already besides the keys `new`, by key."""
-    there = path.is_file() or path.name in row_list.listed(path.parent)
-    rows = [row for row in (_read(path) if there else []) if row.key not in new]
+    there = row_list.read(path, Measurement) if row_list.is_stored(path) else []
+    rows = [row for row in there if row.key not in new]
     return {row.key: AcceptedRow(row, series(row), inputs_of(row) or {}) for row in rows}
 
 
@@ -249,7 +230,7 @@ def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
 
 def store(path: Path, rows: Sequence[Measurement]) -> None:
     """Write a file of signed rows; without rows it goes. Whenever that is interrupted, the file and its keys agree."""
-    row_list.write(path, rows, to_csv)
+    row_list.write(path, rows)
 
 
 def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, int]:
@@ -277,7 +258,7 @@ def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, in
             row = replace(row, observations=" ".join(map(observations.digest, changed.seeds)))
             rows = new.setdefault(path_of(row), {})
             if row.key in rows:
-                raise UserError(f"{path_of(row)}: {row.where} at scale {row.scale} would be stored twice")
+                raise UserError(f"{path_of(row)}: {row.where_stored} would be stored twice")
             rows[row.key] = replace(changed, row=row)
     for path, rows in new.items():
         _write(path, [rows[key] for key in sorted(rows)])

@@ -6,20 +6,19 @@ accepted row carries a digest of all its fields, and `rows.json` says which rows
 (`repro.store.row_digest`, `row_list`); a row that was edited is never read.
 """
 
-import csv
-import io
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from repro.core.errors import UserError, unknown
 from repro.core.files import read_text
-from repro.store import provenance, row_digest, row_list
-from repro.store.measurement import RESULTS, slug
+from repro.store import provenance, row_list, stored_row
+from repro.store.measurement import RESULTS
+from repro.store.stored_row import ENDING, StoredRow
 
 KERNELS = {  # this project's own, by module of kernels/, with their versions: raise one when its times may change
     "read_floor": 2,  # a plain CUDA reader, the nearest recorded size
@@ -61,7 +60,7 @@ USES = {  # kernels that others launch, and whose versions decide the times of t
 TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the best of a few readers
 PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included
 BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
-STORED = f"kernels{row_list.ENDING}"  # accepted ones, in the folder of their device
+STORED = f"kernels{ENDING}"  # accepted ones, in the folder of their device
 KERNEL_STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
 MODES = ("cold", "warm")
 
@@ -93,7 +92,7 @@ ABOVE_PRODUCT = 1.25
 
 
 @dataclass(frozen=True)
-class KernelRow:
+class KernelRow(StoredRow):
     """One kernel or peer on one shape. `us`, `p20`, `p80`, `floor_us` are microseconds a launch.
 
     `bytes` must be read from memory, `floor_us` is what reading them takes on this device (same process, interleaved),
@@ -101,9 +100,13 @@ class KernelRow:
     against float32; `joule` a launch; `host_us` what the host takes for a call, checks and launches, without waiting
     for the device. `machine` is the digest of the machine code that ran (a library: `libraries`), `versions` are those
     of the timer and of the kernel or the peers; empty where none were kept yet.
-    `digest` is that of an accepted row; empty elsewhere.
     Status `bridged` is a time of another run, times the library's time here over then.
     """
+
+    WHAT: ClassVar[str] = "a file of python -m repro bench"
+    MADE_BY: ClassVar[str] = WHAT
+    STATUSES: ClassVar[tuple[str, ...]] = KERNEL_STATUSES
+    DIGITS: ClassVar[int] = 5
 
     kernel: str
     provider: str
@@ -135,8 +138,7 @@ class KernelRow:
     date: str = ""
     note: str = ""
     digest: str = ""
-    built: bool = field(default=False, compare=False)
-    earlier: bool = field(default=False, compare=False)  # read from a file without the columns of `LATER`
+    built: bool = field(default=False, compare=False)  # whether it was read from `BUILT`; no column
 
     @property
     def label(self) -> str:
@@ -149,6 +151,11 @@ class KernelRow:
         return {name: getattr(self, name) for name in ("device", "commit", "environment", "date")}
 
     @property
+    def table(self) -> str:
+        """All kernel times of a device are in one file."""
+        return "kernels"
+
+    @property
     def key(self) -> tuple:
         """What makes a cell of the file."""
         return (self.kernel, self.provider, self.dtype, self.N or 0, self.K or 0, self.M or 0, self.mode)
@@ -158,98 +165,26 @@ class KernelRow:
         """The row in a message."""
         return f"{self.provider} ({self.kernel}, {self.dtype}) at {self.N} x {self.K}, M = {self.M}, {self.mode}"
 
-    def texts(self) -> dict[str, str]:
-        """Its fields as CSV text, by column."""
-        return {name: _text(getattr(self, name)) for name in COLUMNS}
 
-    def signed(self) -> dict[str, str]:
-        """The fields that its digest is of: all that the file which it was read from has columns of."""
-        left_out = {"digest", *(LATER if self.earlier else ())}
-        return {name: text for name, text in self.texts().items() if name not in left_out}
-
-
-COLUMNS = tuple(f.name for f in fields(KernelRow) if f.compare)  # `built` and `earlier` are where a row was read
-LATER = ("host_us",)  # columns that files of earlier runs lack
-EARLIER = tuple(name for name in COLUMNS if name not in LATER)
-INTEGERS = ("N", "K", "M", "bytes", "rounds", "copies", "clock_mhz")
-FLOATS = ("us", "p20", "p80", "floor_us", "fraction", "copy_fraction", "relerr", "joule", "host_us")
+COLUMNS = stored_row.columns(KernelRow)
 
 
 def to_csv(rows: Iterable[KernelRow]) -> str:
-    """Rows as CSV text; numbers with 5 significant digits, missing ones empty."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in rows:
-        writer.writerow(row.texts().values())
-    return out.getvalue()
-
-
-def _text(value: str | int | float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    """Rows as CSV text."""
+    return stored_row.to_csv(rows, KernelRow)
 
 
 def is_kernel_rows(path: Path) -> bool:
     """Whether a file has the columns of kernel times."""
     try:
-        return read_text(path).startswith(tuple(",".join(names) + "\n" for names in (COLUMNS, EARLIER)))
+        return read_text(path).startswith(",".join(COLUMNS) + "\n")
     except (OSError, UserError):
         return False
 
 
 def from_csv(path: Path) -> list[KernelRow]:
-    """Read rows, checked.
-
-    Raises:
-        UserError: no such file, other columns, a word or a number that cannot be.
-    """
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file")
-    if not is_kernel_rows(path):
-        raise UserError(f"{path}: not a file of python -m repro bench; its columns differ")
-    try:
-        columns, *lines = csv.reader(io.StringIO(read_text(path), newline=""))
-    except csv.Error:
-        raise UserError(f"{path}: not a CSV file; measure again with python -m repro bench") from None
-    return [_row(line, columns, f"{path}, line {i}") for i, line in enumerate(lines, start=2)]
-
-
-def _row(line: list[str], columns: list[str], where: str) -> KernelRow:
-    if len(line) != len(columns):
-        raise UserError(f"{where}: {len(line)} values for {len(columns)} columns; the file was cut short")
-    values: dict[str, Any] = dict(zip(columns, line))
-    for name in (*INTEGERS, *FLOATS):
-        try:
-            values[name] = (int if name in INTEGERS else float)(values[name]) if values.get(name) else None
-        except ValueError:
-            raise UserError(f"{where}: {name} is {values[name]!r}, not a number") from None
-        if values[name] is not None and not math.isfinite(values[name]):
-            raise UserError(f"{where}: {name} is {values[name]}; a number that is not finite is a status")
-    if values["status"] not in KERNEL_STATUSES:
-        raise UserError(f"{where}: {unknown('status', values['status'], KERNEL_STATUSES)}")
-    return KernelRow(**values, earlier=len(columns) < len(COLUMNS))
-
-
-def stored(path: Path) -> list[KernelRow]:
-    """Read accepted rows.
-
-    Raises:
-        UserError: a row that was edited after it was accepted, belongs to another device or is given twice; one that is
-            gone or new.
-    """
-    rows, seen = from_csv(path), set()
-    for row in rows:
-        where = f"{path}: {row.where}"
-        row_digest.check(row, where)
-        if slug(row.device) != path.parent.name:
-            raise UserError(f"{where} on {row.device} does not belong in this file")
-        if row.key in seen:
-            raise UserError(f"{where} is given twice; check the file out again")
-        seen.add(row.key)
-    row_list.check(path, rows)
-    return [replace(row, digest="", earlier=False) for row in rows]
+    """Read rows, checked; raises what `stored_row.from_csv` does."""
+    return stored_row.from_csv(path, KernelRow)
 
 
 # ---- accepting
@@ -283,14 +218,13 @@ def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
             raise UserError(f"{where}: {what} ({row.note}); {how}")
         if row.status in ("ok", "bridged"):
             _check(row, where, *peaks_of(row.device, rows, path))
-        by_file.setdefault(results / slug(row.device) / STORED, []).append(row)
+        by_file.setdefault(results / row.stored_as, []).append(row)
     merged = {}
     for file, new in by_file.items():
-        there = file.is_file() or file.name in row_list.listed(file.parent)
-        old = stored(file) if there else []
+        old = row_list.read(file, KernelRow) if row_list.is_stored(file) else []
         merged[file] = {row.key: row for row in (*old, *new)}
     for file, by_key in merged.items():
-        row_list.write(file, [by_key[key] for key in sorted(by_key)], to_csv)
+        row_list.write(file, [by_key[key] for key in sorted(by_key)])
     return {str(file): len(by_file[file]) for file in by_file}
 
 
@@ -407,8 +341,7 @@ def roofline(row: KernelRow, peaks: Mapping[str, float]) -> tuple[float, str]:
 def files() -> list[Path]:
     """Where kernel times are read from: accepted ones, those that are missing too, then what was measured here."""
     accepted = [folder / STORED for folder in sorted(RESULTS.glob("*/"))]
-    there = [path for path in accepted if path.is_file() or path.name in row_list.listed(path.parent)]
-    return [*there, *([BUILT] if BUILT.is_file() else [])]
+    return [*filter(row_list.is_stored, accepted), *([BUILT] if BUILT.is_file() else [])]
 
 
 Stamps = tuple[tuple[Path, int], ...]
@@ -421,7 +354,7 @@ def stamps() -> Stamps:
 
 def _read(path: Path) -> list[KernelRow]:
     """The rows of one of `files`: those built here as they are, accepted ones checked."""
-    return from_csv(path) if path == BUILT else stored(path)
+    return from_csv(path) if path == BUILT else row_list.read(path, KernelRow)
 
 
 @cache

@@ -9,28 +9,12 @@ import base64
 import hashlib
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol, TypeVar
 
 from repro.core.errors import UserError
+from repro.store.stored_row import R, StoredRow
 
 WHOLE = 16  # hex digits over all fields
 EACH = 2  # characters of base64 for a field
-
-
-class StoredRow(Protocol):
-    """A frozen dataclass that is a line of a file in results/."""
-
-    digest: str
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What no two rows of a file share."""
-
-    def signed(self) -> dict[str, str]:
-        """The fields that its digest is of, as they are written: all but the digest itself."""
-
-
-R = TypeVar("R", bound=StoredRow)
 
 
 def of(row: StoredRow) -> str:

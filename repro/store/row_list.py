@@ -1,4 +1,4 @@
-"""Lists of the rows of each file in results/, by which a missing or an additional row is detected.
+"""Files of accepted rows in results/, read and written; a missing, an additional and an edited row are detected.
 
 `rows.json` holds a digest of the keys of each file. While a file is written it holds two, of before and after, so that
 whenever writing is interrupted the file is one of those that are listed.
@@ -6,16 +6,16 @@ whenever writing is interrupted the file is one of those that are listed.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from repro.core.errors import UserError
 from repro.core.files import write_text
 from repro.store import row_digest
-from repro.store.row_digest import StoredRow
+from repro.store.stored_row import R, StoredRow, from_csv, to_csv
 
 NAME = "rows.json"
-ENDING = ".csv.xz"  # of a file of accepted rows; `xzcat` shows its lines
 
 
 def digest(rows: Iterable[StoredRow]) -> str:
@@ -52,12 +52,37 @@ def check(path: Path, rows: Iterable[StoredRow]) -> None:
         raise UserError(f"{path}: it has other rows than were accepted ({path.parent / NAME}); check both out again")
 
 
-def write(path: Path, rows: Sequence[StoredRow], to_csv: Callable[[Iterable[StoredRow]], str]) -> None:
+def is_stored(path: Path) -> bool:
+    """Whether a file of accepted rows is there, or is listed and missing."""
+    return path.is_file() or path.name in listed(path.parent)
+
+
+def read(path: Path, of: type[R]) -> list[R]:
+    """The rows of an accepted file, checked; their digests are left out.
+
+    Raises:
+        UserError: a row that was edited, that belongs in another file or is given twice; one that is gone or new.
+    """
+    rows, seen = [], set()
+    for row in from_csv(path, of):
+        where = f"{path}: {row.where_stored}"
+        row_digest.check(row, where)
+        if row.stored_as != Path(*path.parts[-2:]):
+            raise UserError(f"{where} on {row.device or 'no device'} does not belong in this file")
+        if row.key in seen:
+            raise UserError(f"{where} is given twice; check the file out again")
+        seen.add(row.key)
+        rows.append(replace(row, digest=""))
+    check(path, rows)
+    return rows
+
+
+def write(path: Path, rows: Sequence[StoredRow]) -> None:
     """Sign the rows of a file and write it with its entry in the list; without rows both go."""
     before, after = listed(path.parent), digest(rows)
     _write_list(path.parent, before | {path.name: [*before.get(path.name, []), after]})
     if rows:
-        write_text(path, to_csv(map(row_digest.signed, rows)))
+        write_text(path, to_csv(map(row_digest.signed, rows), type(rows[0])))
         _write_list(path.parent, before | {path.name: [after]})
     else:
         path.unlink(missing_ok=True)

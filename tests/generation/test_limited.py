@@ -22,7 +22,7 @@ from repro.jobs.target import Target
 from repro.kernels import packing
 from repro.methods import subspec
 from repro.specs import scale
-from repro.store import kernel_rows
+from repro.store import kernel_rows, row_list
 
 PROMPT = "The history of the city"
 HERE = {"context": 256, "dtype": "float32", "device": "cpu"}
@@ -583,7 +583,9 @@ def test_a_draft_that_is_sharpened_where_tokens_are_drawn_is_allowed_and_warned_
 def test_fit_predicts_the_times_measured_on_an_h200_within_a_tenth(shape):
     """From the bus of that run and the read rate among the stored kernel times."""
     folder = ROOT / "results" / "nvidia-h200"
-    rows = [row for row in kernel_rows.stored(folder / kernel_rows.STORED) if row.kernel == "read_floor"]
+    rows = [
+        row for row in row_list.read(folder / kernel_rows.STORED, kernel_rows.KernelRow) if row.kernel == "read_floor"
+    ]
     fastest = min(row.us / row.bytes for row in rows if row.bytes == fit.READ)
     for name, measured, depth in (("prefetch", "step_s", 0), ("speculate", "iteration_s", 48)):
         run = json.loads((folder / "offload" / f"{shape}-{name}.json").read_text())

@@ -9,7 +9,7 @@ import pytest
 
 from repro.bench import kernel_list, peers, stored_peers
 from repro.core.errors import UserError
-from repro.core.files import ROOT
+from repro.core.files import ROOT, write_text
 from repro.metrics import kernel_time
 from repro.metrics.kernel_time import KernelTime
 from repro.render import content
@@ -65,7 +65,7 @@ def accepted(tmp_path, monkeypatch):
     path.parent.mkdir()
 
     def write(some):
-        row_list.write(path, some, kernel_rows.to_csv)
+        row_list.write(path, some)
         kernel_time._chosen.cache_clear()
         kernel_rows.timed.cache_clear()
 
@@ -198,7 +198,7 @@ def test_bad_params_are_sentences(params, said):
 
 
 def test_a_damaged_file_is_a_sentence(accepted, flow):
-    kernel_rows.files()[0].write_text("kernel,provider\n")
+    write_text(kernel_rows.files()[0], "kernel,provider\n")
     with pytest.raises(UserError, match="its columns differ"):
         measure.one(flow, flow.cells("kernels", "targets")[0])
 

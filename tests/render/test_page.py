@@ -17,7 +17,8 @@ from repro.results import measure, stored_rows
 from repro.results.measured import Measured
 from repro.specs import figures, scale, tables
 from repro.store import accepted
-from repro.store.measurement import Measurement, text
+from repro.store.measurement import Measurement
+from repro.store.stored_row import text
 from repro.verdicts import coverage, judging, table_results
 from repro.verdicts.judging import Case, CrossCheck, Judged
 from repro.workflow.workflow import Workflow

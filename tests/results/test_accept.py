@@ -17,10 +17,11 @@ from repro.results import accept as accepting
 from repro.results import measure, stored_rows
 from repro.results.accept import accept
 from repro.specs import tables
-from repro.store import accepted, observations, provenance
+from repro.store import accepted, observations, provenance, row_list
 from repro.store.job import distinct
-from repro.store.measurement import COLUMNS, from_csv, text
+from repro.store.measurement import COLUMNS, from_csv, to_csv
 from repro.store.observations import FILE, Series
+from repro.store.stored_row import text
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
@@ -396,14 +397,18 @@ def test_another_grade_is_stale(house, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("broken", ["to_csv", "write_text", "atomic"])
-def test_nothing_is_half_taken(house, monkeypatch, broken):
+@pytest.mark.parametrize(
+    ("module", "broken"),
+    [(row_list, "to_csv"), (accepted, "write_text"), (accepted, "atomic")],
+    ids=["rows", "inputs", "series"],
+)
+def test_nothing_is_half_taken(house, monkeypatch, module, broken):
     """Wherever writing stops, every row that is there has its series, and running it again completes it."""
     accept(house.table(rows=["FP16"]))
     older(house, "RTN pc")  # other digests are not needed: other rows, files and facts are
     before = from_csv(stored(house))
     whole, count = house.table(), 0
-    real = getattr(accepted, broken)
+    real = getattr(module, broken)
     while True:
         left = [count]
 
@@ -413,13 +418,13 @@ def test_nothing_is_half_taken(house, monkeypatch, broken):
             left[0] -= 1
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(accepted, broken, failing)
+        monkeypatch.setattr(module, broken, failing)
         try:
             accept(whole)
             break
         except RuntimeError:
             count += 1
-        monkeypatch.setattr(accepted, broken, real)
+        monkeypatch.setattr(module, broken, real)
         accepted.forget()
         rows = from_csv(stored(house))
         assert rows == before or len(rows) == ROWS
@@ -492,7 +497,7 @@ def test_what_was_measured_on_any_device_is_accepted_from_brought_folders(house,
     brought = measure.one(Workflow(at.on("cpu"), stored=False), cell)
     assert brought.status == "ok" and brought.device_class == "cpu"
     path = house.folder / "built.csv"
-    path.write_text(accepted.to_csv([brought]))
+    path.write_text(to_csv([brought]))
     assert list(accept(path).values()) == [1]
     shutil.rmtree(house.folder / "build")
     for flow in (Workflow(at), Workflow(at, stored=True), Workflow(at, stored=False)):

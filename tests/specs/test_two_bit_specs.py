@@ -48,7 +48,7 @@ def rows():
 def accepted(tmp_path, monkeypatch):
     path = tmp_path / "nvidia-h200" / "kernels.csv.xz"
     path.parent.mkdir()
-    row_list.write(path, rows(), kernel_rows.to_csv)
+    row_list.write(path, rows())
     monkeypatch.setattr(kernel_rows, "files", lambda: [path])
     kernel_time._chosen.cache_clear()
     kernel_rows.timed.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 from repro.__main__ import main
 from repro.core.errors import UserError
 from repro.core.files import csv_text, read_text, write_text
-from repro.store import kernel_rows, provenance, row_digest, row_list
+from repro.store import kernel_rows, provenance, row_list, stored_row
 from repro.store.kernel_rows import KernelRow
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -223,7 +223,7 @@ def test_an_edit_of_any_field_of_an_accepted_time_is_named_by_row_and_field(stor
     path, lines = stored
     for i, name in enumerate(kernel_rows.COLUMNS):
         edited = [list(line) for line in lines]
-        number = name in (*kernel_rows.INTEGERS, *kernel_rows.FLOATS)
+        number = name in stored_row.numbers(KernelRow)
         edited[1][i] = "2" if number else "unsupported" if name == "status" else "edited"
         said = refused(path, edited)
         assert str(path) in said and ("digest" in said if name == "digest" else f"{name} is {edited[1][i]!r}" in said)
@@ -246,20 +246,24 @@ def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored)
     assert "other rows than were accepted" in refused(path, lines)
     listed.with_suffix(".aside").rename(listed)
     path.unlink()
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(
+        UserError, match="cannot be read .No such file or directory.; name a file of python -m repro bench"
+    ):
         kernel_rows.timed(kernel_rows.stamps())
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(
+        UserError, match="cannot be read .No such file or directory.; name a file of python -m repro bench"
+    ):
         kernel_rows.accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
     write_text(path, csv_text(lines))
     moved = path.parent.rename(path.parent.with_name("nvidia-b200")) / path.name
     with pytest.raises(UserError, match="on NVIDIA H200 does not belong in this file"):
-        kernel_rows.stored(moved)
+        row_list.read(moved, KernelRow)
 
 
 def test_every_accepted_time_is_signed_and_possible():
     """All that is in results/, by the checks of `accept`."""
     for path in kernel_rows.RESULTS.glob("*/kernels.csv.xz"):
-        rows = kernel_rows.stored(path)
+        rows = row_list.read(path, KernelRow)
         for row in rows:
             if row.status in ("ok", "bridged"):
                 kernel_rows._check(row, row.where, *kernel_rows.peaks_of(row.device, rows, path))
@@ -302,7 +306,7 @@ def test_given_twice_and_nothing_measured(tmp_path):
         (lambda text: text.replace("4.2,", "fast,", 1), "us is 'fast', not a number"),
         (lambda text: text.replace("4.2,", "nan,", 1), "not finite"),
         (lambda text: text.replace(",ok,", ",great,"), "unknown status 'great'"),
-        (lambda text: None, "no such file"),
+        (lambda text: None, "cannot be read .No such file or directory.; name a file of python -m repro bench"),
     ],
 )
 def test_a_damaged_file_is_a_sentence(tmp_path, spoil, said):
@@ -311,16 +315,3 @@ def test_a_damaged_file_is_a_sentence(tmp_path, spoil, said):
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(UserError, match=said):
         kernel_rows.from_csv(path)
-
-
-def test_times_from_before_a_column_are_read_and_signed_as_they_were(stored):
-    """A file without the host's times keeps its digests; the next one that is accepted has them all anew."""
-    path, lines = stored
-    row = dataclasses.replace(kernel_rows.from_csv(path)[0], earlier=True)
-    digest = row_digest.of(row)
-    values = [row.texts()[name] for name in kernel_rows.EARLIER]
-    write_text(path, csv_text([kernel_rows.EARLIER, [*values[:-1], digest]]))
-    (read,) = kernel_rows.from_csv(path)
-    assert read.earlier and read.host_us is None and read.digest == digest
-    row_digest.check(read, "row")
-    assert len(digest) < len(lines[1][-1])

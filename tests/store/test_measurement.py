@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from repro import papers
 from repro.core.errors import UserError
 from repro.store import measurement
-from repro.store.measurement import COLUMNS, Measurement, from_csv, inputs_hash, slug, to_csv
+from repro.store.measurement import COLUMNS, Measurement, from_csv, inputs_hash, to_csv
+from repro.store.stored_row import slug
 
 CELL = next(c for c in papers.printed("spear", "1") if (c.row, c.col, c.model) == ("RTN pc", "Wiki", "Llama-3.2-3B"))
 GOOD = Measurement(
