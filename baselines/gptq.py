@@ -154,13 +154,16 @@ def in_order(
     if calibration is None or not calibration.numel():
         raise UserError(f"{step} needs calibration tokens, there are none; name a calibration corpus in the recipe")
     hidden, kwargs = block_inputs(lm.model, calibration)
-    for (prefix, block), kw in zip(tqdm(blocks(lm.model).items(), step, leave=False), kwargs, strict=True):
+    last = len(kwargs) - 1  # behind it nothing is read
+    stack = tqdm(blocks(lm.model).items(), step, leave=False)
+    for index, ((prefix, block), kw) in enumerate(zip(stack, kwargs, strict=True)):
         families = same_input(block, hidden[0], kw)
         for stage in [[family] for family in families] if config.true_sequential else [families]:
             for family, H in zip(stage, hessians(block, stage, hidden, kw), strict=True):
                 quantize(lm, [f"{prefix}.{name}" for name in family], H, config)
-        for i, h in enumerate(hidden):
-            hidden[i] = block(h, **kw)
+        if index < last:
+            for i, h in enumerate(hidden):
+                hidden[i] = block(h, **kw)
 
 
 def same_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[str]]:
@@ -170,7 +173,7 @@ def same_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[str]
         UserError: a linear of the block did not run, so that it cannot be calibrated.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    with watching(linears, 1) as stats:
+    with watching(linears, 1, sizes=False) as stats:
         block(hidden, **kwargs)
     if idle := sorted(set(linears) - set(stats)):
         raise UserError(f"no calibration token reached {', '.join(idle)}; calibrate on more text")
@@ -183,7 +186,8 @@ def same_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[str]
 def hessians(block: nn.Module, families: list[list[str]], hidden: list[Tensor], kwargs: dict) -> list[Tensor]:
     """H = (2/N) Σ x xᵀ of each family of linears, float32 `[K, K]`; N counts calibration sequences, not tokens."""
     names = [family[0] for family in families]
-    with watching({name: block.get_submodule(name) for name in names}, len(hidden), ["second_moment"]) as stats:
+    layers = {name: block.get_submodule(name) for name in names}
+    with watching(layers, len(hidden), ["second_moment"], sizes=False) as stats:
         for h in hidden:
             block(h, **kwargs)
     return [stats.pop(name).second_moment.mul_(2 * hidden[0].shape[1]).float() for name in names]

@@ -166,7 +166,8 @@ def block_task(state: TrainedBlock, kwargs: dict, picked: bool, stages: Sequence
     if not config.second:
         seconds, earlier = [None] * len(students), None
     tensors = state.latent if picked else {}
-    return BlockTask(students, seconds, earlier, tensors, dict.fromkeys(tensors, config.lr))
+    rates = dict.fromkeys(tensors, config.lr)
+    return BlockTask(students, seconds, earlier, tensors, rates, seconds_are_full=config.teacher == "full")
 
 
 def loss(

@@ -18,6 +18,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Build targets, print the tables among them, then the paths of each paper's own Table 1."""
     names.check_targets(args.targets)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read with torch: a waiting thread leaves its core to others
     from repro.make import build
 
     code = build.build(args.targets, args.cores, common.workflow(args, stored=True).scale)

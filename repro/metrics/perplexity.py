@@ -81,7 +81,7 @@ class Perplexity(Metric):
         for text in given["texts"]:
             ids, identity = corpora.load_tokens(folders[f"text {text}"] / tokens.OUTPUTS[0])
             cut = scoring.windows(ids, given["length"], given["windows"])
-            frame = scoring.score(lm.model, cut, full[0], compared)
+            frame = scoring.score(lm.model, cut, full[0], compared, full_precision="weights" not in folders)
             group = f"{given['label']} on {identity['label']}"
             for name in ("nll", "kl", "top1"):
                 values = frame[name].dropna().to_numpy(dtype=float)

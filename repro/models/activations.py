@@ -26,7 +26,7 @@ _kept: dict[str, dict[str, "InputStatistics"]] = {}
 
 @dataclass
 class InputStatistics:
-    """Statistics of a layer's inputs of K channels, float64.
+    """Statistics of a layer's inputs of K channels, float64; None what was not measured.
 
     Attributes:
         mean_abs: mean |x| of each sequence, `[S, K]`.
@@ -37,9 +37,9 @@ class InputStatistics:
         histogram: counts of |x| over all tokens and channels by log2 |x|, for `quantiles`.
     """
 
-    mean_abs: Tensor
-    mean_square: Tensor
-    max_abs: Tensor
+    mean_abs: Tensor | None
+    mean_square: Tensor | None
+    max_abs: Tensor | None
     second_moment: Tensor | None = None
     powers: Tensor | None = None
     histogram: Tensor | None = None
@@ -59,9 +59,10 @@ class InputStatistics:
         """Add inputs `[B, L, K]` of the next B sequences; `weights` `[S]`, on the CPU, add up to 1."""
         x, rows = x.to(torch.promote_types(x.dtype, torch.float32)), slice(self.seen, self.seen + len(x))
         self.seen += len(x)
-        size, wide = x.abs(), {"dtype": torch.float64}
-        self.mean_abs[rows], self.max_abs[rows] = size.mean(1, **wide), size.amax(1).double()
-        self.mean_square[rows] = x.square().mean(1, **wide)
+        if self.mean_abs is not None:
+            size, wide = x.abs(), {"dtype": torch.float64}
+            self.mean_abs[rows], self.max_abs[rows] = size.mean(1, **wide), size.amax(1).double()
+            self.mean_square[rows] = x.square().mean(1, **wide)
         if self.second_moment is not None:
             ratio = (len(weights) * weights[rows]).sqrt().to(x.dtype)  # exactly 1 where all weigh the same
             flat = (x if (ratio == 1).all() else x * ratio.to(x.device)[:, None, None]).flatten(0, 1)
@@ -70,15 +71,17 @@ class InputStatistics:
             powers = torch.stack([x.double().pow(n).mean((0, 1)) for n in (1, 2, 3, 4)])
             self.powers += len(x) / len(weights) * powers
         if self.histogram is not None:
-            place = ((size.log2() - LOWEST) * BINS).clamp(0, len(self.histogram) - 1)
+            place = ((x.abs().log2() - LOWEST) * BINS).clamp(0, len(self.histogram) - 1)
             self.histogram += torch.bincount(place.long().flatten(), minlength=len(self.histogram))
 
 
-def empty(sequences: int, channels: int, extras: Sequence[Extra], device: torch.device) -> InputStatistics:
+def empty(
+    sequences: int, channels: int, extras: Sequence[Extra], device: torch.device, sizes: bool = True
+) -> InputStatistics:
     """Statistics to add to."""
     zeros = {"dtype": torch.float64, "device": device}
     return InputStatistics(
-        *(torch.zeros(sequences, channels, **zeros) for _ in range(3)),
+        *(torch.zeros(sequences, channels, **zeros) if sizes else None for _ in range(3)),
         torch.zeros(channels, channels, **zeros) if "second_moment" in extras else None,
         torch.zeros(4, channels, **zeros) if "kurtosis" in extras else None,
         torch.zeros(-2 * LOWEST * BINS, dtype=torch.int64, device=device) if "quantiles" in extras else None,
@@ -87,7 +90,11 @@ def empty(sequences: int, channels: int, extras: Sequence[Extra], device: torch.
 
 @contextlib.contextmanager
 def watching(
-    layers: Mapping[str, nn.Module], sequences: int, extras: Sequence[Extra] = (), weights: Tensor | None = None
+    layers: Mapping[str, nn.Module],
+    sequences: int,
+    extras: Sequence[Extra] = (),
+    weights: Tensor | None = None,
+    sizes: bool = True,
 ) -> Iterator[dict[str, InputStatistics]]:
     """Statistics of the layers' inputs by name, filled while `sequences` sequences run through them in the block.
 
@@ -96,6 +103,7 @@ def watching(
         sequences: how many will run, in any batches.
         extras: what is measured besides means and maxima; None in `InputStatistics` if not asked for.
         weights: `[sequences]`, how much each counts in the second moment; only their ratios matter. By default equal.
+        sizes: whether means and maxima are measured; they take longer than a small layer's second moment.
 
     NaN and Inf are not looked for: they show in every statistic of the layer but the histogram.
     """
@@ -109,7 +117,7 @@ def watching(
             stats[name] = shared
             return
         if name not in stats:
-            stats[name] = empty(sequences, x.shape[-1], extras, x.device)
+            stats[name] = empty(sequences, x.shape[-1], extras, x.device, sizes)
         stats[name].add(x.detach(), weights)
         recent.append((x, stats[name]))
 

@@ -12,9 +12,13 @@ At the same positions, with p the full-precision model and q the low-bit one, in
 and top-1 agreement is the share of positions where both have the same most likely token. One row per window is kept, so
 that intervals and differences are paired bootstraps over windows. log-softmax is float32, sums are float64.
 
+What full precision gives on a CPU is kept as what its head reads, which takes little memory, for the recipes of the
+same model that this process compares with it next.
+
 Source: IST-DASLab/gptq (`llama_eval`), arXiv 2210.17323.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     import pandas as pd  # takes a quarter of a second, which only who scores pays
 
 CHUNK = 2**21  # logits that are widened to float32 at a time
+LARGEST = 2**28  # bytes that are kept of what a full-precision model's head reads
 SCHEMA = pa.schema(
     [
         pa.field("window", pa.int64(), nullable=False),
@@ -47,6 +52,7 @@ SCHEMA = pa.schema(
         pa.field("top1", pa.float64()),
     ]
 )
+_kept: dict[str, Tensor] = {}  # by model and ids, all of one model
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,12 @@ def windows(ids: np.ndarray, length: int, limit: int | None = None) -> Tensor:
 
 @torch.inference_mode()
 def score(
-    model: nn.Module, windows: Tensor, reference: nn.Module | None = None, kl_windows: int = 0, batch: int = 4
+    model: nn.Module,
+    windows: Tensor,
+    reference: nn.Module | None = None,
+    kl_windows: int = 0,
+    batch: int = 4,
+    full_precision: bool = False,
 ) -> "pd.DataFrame":
     """Score a causal LM on windows int64 `[W, L]`; the largest tensors are one batch of each model's logits.
 
@@ -102,6 +113,7 @@ def score(
         reference: the full-precision model, for KL and top-1 agreement.
         kl_windows: how many windows, from the first, are compared with `reference`.
         batch: windows in one forward pass.
+        full_precision: whether `model` is one that others are compared with, as a `reference` is.
 
     Returns:
         One row per window: `window`, its `first` and `second` id, `targets` (L - 1), the mean `nll` over them, and the
@@ -113,11 +125,13 @@ def score(
     import pandas as pd
 
     compared = 0 if reference is None else min(kl_windows, len(windows))
+    full = model if full_precision else reference if compared else None
+    of_full = _fingerprint(full) if full is not None and full.device.type == "cpu" else ""
     rows = []
     for start in tqdm(range(0, len(windows), batch), desc="score", unit="batch", mininterval=5):
         ids = windows[start : start + batch]
-        logits = _logits(model, ids)
-        others = _logits(reference, ids) if start < compared else None
+        logits = _full_logits(model, ids, of_full) if full_precision else _logits(model, ids)
+        others = _full_logits(reference, ids, of_full) if start < compared else None
         for row, window in enumerate(range(start, start + len(ids))):
             other = others[row] if window < compared else None
             nll, kl, same = _positions(logits[row], ids[row, 1:], other, window)
@@ -228,6 +242,38 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
             f"id {int(ids.max())} is not among the model's {known}; use the tokenizer that belongs to the model"
         )
     return model.eval()(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1]
+
+
+def _full_logits(model: nn.Module, ids: Tensor, of_model: str) -> Tensor:
+    """As `_logits`, the same bits; what the head reads is kept where the model has a fingerprint."""
+    if not of_model:
+        return _logits(model, ids)
+    head = model.get_output_embeddings()
+    name = f"{of_model} {hashlib.sha256(ids.numpy().tobytes()).hexdigest()} {tuple(ids.shape)}"
+    if name in _kept:
+        return head(_kept[name])[:, :-1]
+    calls: list[tuple[Tensor, Tensor]] = []
+    hook = head.register_forward_hook(lambda _, given, made: calls.append((given[0], made)))
+    try:
+        logits = _logits(model, ids)
+    finally:
+        hook.remove()
+    if any(not kept.startswith(of_model) for kept in _kept):
+        _kept.clear()
+    hidden, made = calls[-1]
+    held = sum(kept.nbytes for kept in _kept.values())
+    plain = made.data_ptr() == logits.data_ptr()  # nothing scales or caps what the head gives
+    if plain and held + hidden.nbytes <= LARGEST:
+        _kept[name] = hidden
+    return logits
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """The hash of a model's configuration and weights."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for tensor in (*model.parameters(), *model.buffers()):
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _positions(logits: Tensor, targets: Tensor, other: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor]:

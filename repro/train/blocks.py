@@ -39,7 +39,7 @@ from repro.train.compiled import compiled
 from repro.train.streams import Forward, Stream, embedded
 
 POINTS = 64  # of a block's loss curve in one pass
-KEPT = 2**28  # bytes of full precision's hidden states after all blocks that are kept from pass to pass
+KEPT = 2**28  # bytes of hidden states after all blocks up to which those of a model are kept from pass to pass
 QUIET = {"leave": False, "mininterval": 10, "delay": 10}
 Loss = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor | None]], Tensor]
 
@@ -75,9 +75,12 @@ class BlockTask:
         students: the block under fake quantization, one for each stream of the pass; differentiable in the tensors.
         seconds: for each student what gives its second target, None for none. It reads the stream of the student
             before, which is one precision higher; the first student's reads the stream that `earlier` advances.
-        earlier: the block as it was before this pass; None where no second target needs it.
+        earlier: the block as it was before this pass, which is how the pass before left its one student; None where no
+            second target needs it.
         tensors: what is trained, by name, float32; none where this pass leaves the block alone.
         rates: learning rate of each tensor.
+        seconds_are_full: every second target is the full-precision block's output, so that the first block, before
+            which all streams are alike, has its first target for them.
     """
 
     students: Sequence[Forward]
@@ -85,6 +88,7 @@ class BlockTask:
     earlier: Forward | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+    seconds_are_full: bool = False
 
 
 def training_ids(calibration: Tensor | None, tokens: int, who: str) -> Tensor:
@@ -224,7 +228,9 @@ class BlockTrainer:
         self.losses: list[float] = []
         self.block_tokens, self.steps, self.passes, self.seconds = 0, 0, 0, 0.0
         self.start, self.kwargs = embedded(model, ids, settings.streams, settings.place)
+        self._keeps = self.start.hidden.nbytes * len(self.kwargs) <= KEPT
         self._outputs: list[Stream] = []  # of the full-precision blocks, the same in every pass
+        self._reached: list[Stream] = []  # of the one student behind each block but the last, as the last pass left it
 
     @property
     def tokens(self) -> int:
@@ -244,18 +250,20 @@ class BlockTrainer:
         """
         started, trained, stack = time.perf_counter(), 0, blocks(self.model)
         full, earlier, inputs = self.start.copy(), None, []
+        before, self._reached = self._reached, []
         for index, (prefix, block) in enumerate(tqdm(stack.items(), f"{self.who} {name}", **QUIET)):
             task = tasks(block, self.kwargs[index], index)
             if not index:
                 inputs = [self.start.copy() for _ in task.students]
                 earlier = self.start.copy() if task.earlier else None
+            full = self._output(index, block, full)
             targets = []
             if task.tensors:
-                sources = zip([earlier, *inputs], task.seconds)
-                targets = [source.mapped(forward) for source, forward in sources if forward is not None]
-            full = self._output(index, block, full)
+                targets = _second_targets(task, None if index else full, [earlier, *inputs])
             last = index == len(stack) - 1  # no block reads what the streams of the others would be after it
-            if earlier is not None and not last:
+            if earlier is not None and index < len(before):
+                earlier = before[index]
+            elif earlier is not None and not last:
                 earlier.advance(task.earlier)
             if task.tensors:
                 trained += 1
@@ -263,6 +271,8 @@ class BlockTrainer:
             if not last:
                 for stream, forward in zip(inputs, task.students, strict=True):
                     stream.advance(forward)
+                if self._keeps and len(inputs) == 1:
+                    self._reached.append(inputs[0].copy())
         self.passes += 1
         self.steps += self.settings.epochs * steps_per_epoch(len(self.ids), self.settings)
         used = steps_per_epoch(len(self.ids), self.settings) * self.settings.batch
@@ -276,7 +286,7 @@ class BlockTrainer:
         if index < len(self._outputs):
             return self._outputs[index]
         forward = partial(_called, block, self.kwargs[index])
-        if self.start.hidden.nbytes * len(self.kwargs) > KEPT:
+        if not self._keeps:
             full.advance(forward)
             return full
         self._outputs.append(full.mapped(forward))
@@ -305,6 +315,20 @@ class BlockTrainer:
     def finish(self) -> None:
         """Delete the checkpoints: what was trained is about to be stored."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _second_targets(task: BlockTask, full: Stream | None, sources: Sequence[Stream | None]) -> list[Stream]:
+    """The second targets that a block has.
+
+    Args:
+        task: what gives them.
+        full: what full precision gives for the sources, where they are all the same; else None.
+        sources: what they are computed from, one for each student.
+    """
+    wanted = [(source, forward) for source, forward in zip(sources, task.seconds) if forward is not None]
+    if full is not None and task.seconds_are_full:
+        return [full for _ in wanted]
+    return [source.mapped(forward) for source, forward in wanted]
 
 
 def _called(block: nn.Module, kwargs: dict, x: Tensor) -> Tensor:

@@ -227,9 +227,13 @@ def rebuild(jobs: Sequence[Job], folder: Path, minutes: float = 0.0, turns: Mapp
 
 
 def run_on_machine(jobs: Sequence[Job], cores: int, minutes: float = 0.0, turns: Mapping[str, int] = {}) -> int:
-    """As `run_all`: a worker for each GPU of this machine where jobs take one, else as many as the cores carry."""
+    """As `run_all`: a worker for each GPU of this machine where jobs take one, else as many as the cores carry.
+
+    What is trained may have more threads than other jobs of a model. It shares the cores with them: those threads wait
+    for each other now and then, and work that is there for a core keeps it busy.
+    """
     on_gpus = gpus() if any(map(on_gpu, jobs)) else 0
-    threads = max((int(job.given().get("threads", 1)) for job in jobs), default=1)
+    threads = min((int(job.given().get("threads", 1)) for job in jobs if "dtype" in job.given()), default=1)
     return run_all(jobs, on_gpus or max(1, cores // threads), on_gpus, minutes, turns)
 
 

@@ -33,6 +33,16 @@ def hessian(x: torch.Tensor = SEQUENCES) -> torch.Tensor:
         return gptq.hessians(block, [["0"]], list(x[:, None]), {})[0]
 
 
+def test_gptq_runs_no_block_for_states_that_nobody_reads():
+    """Behind the last block nothing is read: it runs once less for each of the three sequences than the first."""
+    lm, calls = LowBitModel(tiny.model("llama")), []
+    for index, block in enumerate(lm.model.model.layers):
+        block.register_forward_hook(lambda *_, index=index: calls.append(index))
+    ids = tiny.tokens(3, 16)
+    BASELINES["gptq"].apply(lm, ids, BASELINES["gptq"].Config())
+    assert calls.count(0) - calls.count(1) == 3
+
+
 def test_known_inputs():
     sums = [t.double().sum().item() for t in (W, W.double().square(), X, X.double().square())]
     assert sums == pytest.approx([-1.7142367, 36.149397, -334.77684, 213306.12], rel=1e-7)

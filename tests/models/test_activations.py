@@ -75,6 +75,19 @@ def test_any_batches_give_the_same():
     assert not layer._forward_pre_hooks
 
 
+def test_sizes_are_left_out_where_nobody_asks():
+    layer = torch.nn.Linear(256, 64)
+    result = []
+    for sizes in (True, False):
+        with torch.no_grad(), watching({"x": layer}, 4, EXTRAS, sizes=sizes) as got:
+            layer(X.view(4, 128, 256))
+        result.append(got["x"])
+    whole, part = result
+    assert part.mean_abs is part.mean_square is part.max_abs is None and whole.max_abs.shape == (4, 256)
+    for key in ("second_moment", "powers", "histogram"):
+        assert torch.equal(getattr(whole, key), getattr(part, key))
+
+
 def test_a_second_question_is_not_measured_again(monkeypatch):
     model, ids, runs = tiny.model("llama"), tiny.tokens(), []
     names = list(block_linears(model))[:3]

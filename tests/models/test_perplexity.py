@@ -88,6 +88,39 @@ def test_batch_does_not_matter(tiny_llama, low_bit, batch):
     pd.testing.assert_frame_equal(one, many, rtol=1e-5)
 
 
+def test_full_precision_is_computed_once_for_all_that_is_compared_with_it(tiny_llama, low_bit, monkeypatch):
+    """The same bits, whoever was first; other weights of the reference, and other ids, are other logits."""
+    calls, cut = [], windows(IDS, LENGTH)
+    logits = module._logits
+    monkeypatch.setattr(module, "_logits", lambda model, ids: calls.append(model) or logits(model, ids))
+    monkeypatch.setattr(module, "_kept", {})
+    alone = score(tiny_llama, cut, batch=2)
+    want = score(low_bit, cut, copy.deepcopy(tiny_llama), 5, batch=2)
+    full = calls.count(low_bit)
+    pd.testing.assert_frame_equal(score(tiny_llama, cut, batch=2, full_precision=True), alone)
+    calls.clear()
+    pd.testing.assert_frame_equal(score(low_bit, cut, tiny_llama, 5, batch=2), want)
+    assert calls == [low_bit] * full, "full precision was there already"
+    other = copy.deepcopy(tiny_llama)
+    other.model.layers[0].mlp.up_proj.weight.data *= 1.5
+    assert (score(low_bit, cut, other, 5, batch=2)["kl"] != want["kl"]).all()
+    assert (score(low_bit, cut.flip(0), tiny_llama, 5, batch=2)["kl"].to_numpy()[::-1] != want["kl"]).sum() <= 5
+    assert len(module._kept) == full
+
+
+def test_logits_that_are_no_heads_own_and_too_many_states_are_not_kept(tiny_llama, monkeypatch):
+    cut = windows(IDS, LENGTH)
+    monkeypatch.setattr(module, "_kept", {})
+    monkeypatch.setattr(module, "LARGEST", 4 * LENGTH * tiny_llama.config.hidden_size * 4)
+    score(tiny_llama, cut, full_precision=True)
+    assert len(module._kept) == 1, "five windows are two batches; the second is beyond the limit"
+    module._kept.clear()
+    logits = module._logits
+    monkeypatch.setattr(module, "_logits", lambda model, ids: logits(model, ids) * 2)  # as a model with a scaled head
+    score(tiny_llama, cut, full_precision=True)
+    assert not module._kept
+
+
 def test_twice_is_the_same(tiny_llama, low_bit):
     frames = [score(low_bit, windows(IDS, LENGTH), tiny_llama, kl_windows=3) for _ in range(2)]
     pd.testing.assert_frame_equal(*frames, check_exact=True)

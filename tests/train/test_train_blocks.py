@@ -62,9 +62,17 @@ def task_of(latents, rate=1e-3, earlier=False, trained=(0, 1)):
     return task
 
 
-@pytest.mark.parametrize(("kept", "of_full"), [(2**28, 2), (0, 4)])
-def test_nothing_is_computed_that_no_block_and_no_pass_reads(tmp_path, monkeypatch, kept, of_full):
-    """Two passes, two blocks: full precision once where its states are few, students behind the first block alone."""
+def of_kept(tasks, full):
+    """Tasks that say whether their second targets are of full precision."""
+    return lambda *given: replace(tasks(*given), seconds_are_full=full)
+
+
+@pytest.mark.parametrize(("kept", "of_full", "of_earlier"), [(2**28, 2, 1), (0, 4, 2)])
+def test_nothing_is_computed_that_no_block_and_no_pass_reads(tmp_path, monkeypatch, kept, of_full, of_earlier):
+    """Two passes, two blocks: full precision once where its states are few, students behind the first block alone.
+
+    What the second pass calls the earlier model is the student that the first one left.
+    """
     calls, called = Counter(), training._called
     monkeypatch.setattr(training, "KEPT", kept)
     monkeypatch.setattr(training, "_called", lambda *given: calls.update(["full"]) or called(*given))
@@ -81,7 +89,23 @@ def test_nothing_is_computed_that_no_block_and_no_pass_reads(tmp_path, monkeypat
 
     for name in ("one", "two"):
         made.run(name, task, squares)
-    assert calls == {"full": of_full, "student": 2, "earlier": 2}
+    assert calls == {"full": of_full, "student": 2, "earlier": of_earlier}
+
+
+@pytest.mark.parametrize(("full", "computed"), [(True, 2), (False, 4)])
+def test_the_first_block_has_its_first_target_for_a_second_one_in_full_precision(tmp_path, full, computed):
+    """Two passes of two blocks; before the first of them all streams are the embedding."""
+    made, latents = trainer(tmp_path)
+    tasks, calls = task_of(latents, earlier=True), []
+
+    def task(block, kwargs, index):
+        own = tasks(block, kwargs, index)
+        second = lambda x: calls.append(index) or own.seconds[0](x)  # noqa: E731
+        return replace(own, seconds=[second], seconds_are_full=full)
+
+    for name in ("one", "two"):
+        made.run(name, task, squares)
+    assert len(calls) == computed and (0 in calls) is not full
 
 
 def test_kept_states_change_no_bit(tmp_path, monkeypatch):
@@ -90,7 +114,7 @@ def test_kept_states_change_no_bit(tmp_path, monkeypatch):
         monkeypatch.setattr(training, "KEPT", kept)
         made, latents = trainer(tmp_path / str(kept))
         for name in ("one", "two"):
-            made.run(name, task_of(latents, earlier=True), squares)
+            made.run(name, of_kept(task_of(latents, earlier=True), bool(kept)), squares)
         ends.append(latents)
     for first, second in zip(*ends, strict=True):
         assert all(torch.equal(first[name], second[name]) for name in NAMES)

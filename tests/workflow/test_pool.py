@@ -321,6 +321,27 @@ def test_a_worker_that_dies(job):
         pool.run_all([job("dead", "die"), job("other")], 1)
 
 
+@pytest.mark.parametrize(
+    ("threads", "cores", "workers"),
+    [([1, 1], 2, 2), ([2, 1], 2, 2), ([2, 2], 2, 1), ([4, 2], 8, 4), ([4], 2, 1), ([], 3, 3)],
+)
+def test_a_training_with_more_threads_runs_beside_other_jobs(job, monkeypatch, threads, cores, workers):
+    """Jobs on a text have one thread and count for nothing."""
+    jobs = [job(f"m{i}", threads=count, dtype="float32") for i, count in enumerate(threads)]
+    monkeypatch.setattr(pool, "run_all", lambda jobs, side_by_side, *rest: side_by_side)
+    assert pool.run_on_machine([*jobs, job("text", threads=1)], cores) == workers
+
+
+def test_threads_of_a_build_that_wait_leave_their_core_to_other_jobs(monkeypatch):
+    """libgomp reads it when torch is loaded, which `make` has not done before."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("repro.make.build.build", lambda *_: 3)
+    assert main(["make", "tables/table1.tex"]) == 3
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    code = "import sys, repro.__main__, repro.cli.make; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.mark.parametrize(("workers", "gpus"), [(0, 0), (-3, 0), (1, -1)])
 def test_no_worker_is_refused(workers, gpus):
     with pytest.raises(UserError, match="at least one worker"):
