@@ -4,7 +4,7 @@ Every configuration is checked against the reference before it is timed, all of 
 to `kernels/configs/<device>.json`, which `kernels/launch_config.py` reads, as soon as its shape is done. Keys that were
 not swept stay as they are. A sweep that was cut goes on where it stopped: `build/tune/` says which shapes of which
 space are done. What a shape needs of CUDA C++ is compiled by several processes beforehand, and where a space is large
-all of it is timed for a few rounds and its fastest again: so one shape takes less than a minute.
+all of it is timed for a few rounds and its fastest again: so one key takes less than a minute.
 """
 
 import functools

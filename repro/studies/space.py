@@ -1,13 +1,12 @@
-"""Quality of the heuristic of `w4a16_gemm`: all configurations it chooses from, on layers that it was not fitted to.
+"""Quality of the choice of `w4a16_gemm` without a tuned configuration: all it chooses from, on layers not fitted to.
 
-    python -m repro.studies.space --out DIR     # on a GPU; goes on where it was cut; about 200 s on an H200
+    python -m repro.studies.space --out DIR     # on a GPU; goes on where it was cut; about 270 s on an H200
 
-Those of `w4a16_multicast.cu`, which `w4a16_gemm.multicast` chooses from, are not among them.
-
-Writes `DIR/space.json`: for every case (tokens and shape, W4 g128, bf16) the fastest time and, configuration by
-configuration, by how many percent it is slower. Committed as `results/<device>/space.json` it is what
-`test_heuristic.py` judges the heuristic by. A time is the best of a few replays of a CUDA graph over weights that
-no cache holds; the output of every configuration is compared with the library's product first.
+Writes `DIR/space.json`: for every case (tokens and shape, W4 g128, bf16) and every space that has configurations for
+it, the fastest time and, configuration by configuration, by how many percent it is slower. A space that changed is
+measured again, the others stay. Committed as `results/<device>/space.json` it is what `test_heuristic.py` judges the
+choice by. A time is the best of a few replays of a CUDA graph over weights that no cache holds; the output of every
+configuration is compared with the library's product first.
 """
 
 import argparse
@@ -30,12 +29,16 @@ from repro.bench import bench, timing
 from repro.bench.task import Layer
 from repro.core.files import short_hash, write_text
 from repro.kernels import nvrtc, packing, w4a16_gemm
+from repro.kernels.launch_config import processors
 
 NAMED = [(28672, 4096), (6144, 4096), (3584, 3584), (3584, 18944), (5120, 13824)]  # of real models
 SEED, DRAWN = 20261126, 5
 COUNTS = w4a16_gemm.TOKENS
+SPACES = {"plain": w4a16_gemm.PLAIN_SPACE, "multicast": w4a16_gemm.MULTICAST_SPACE}
+LEAST_MULTICAST = 65  # tokens, from which on its configurations are chosen from
 FORM = 4, 128, False  # bits, group, symmetric
 REPLAYS = 3
+UNTUNED = torch.device("cpu")  # for which nothing is tuned: choices are those of an H200 without its file
 WORST = 1e-2  # relative error of bf16 outputs whose weights were rounded to bf16 once
 STEPS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"  # percent above the fastest, one a character
 NOT_RUN = STEPS[-1]  # or as much slower
@@ -61,51 +64,71 @@ def key(case: Case) -> str:
     return w4a16_gemm.tuning_key({"bits": FORM[0], "M": m, "N": n, "K": k})
 
 
-def able(case: Case) -> list[int]:
-    """Positions in PLAIN_SPACE of the configurations that are tried."""
-    most = max(COUNTS[0], case[0])
-    return [i for i, config in enumerate(w4a16_gemm.PLAIN_SPACE) if w4a16_gemm.tokens_of(config) <= most]
+def able(case: Case, space: str) -> list[int]:
+    """Positions in a space of the configurations that are tried."""
+    tokens, tried = case[0], []
+    for i, config in enumerate(SPACES[space]):
+        if "PAIR" in config:
+            fits = tokens >= LEAST_MULTICAST
+        else:
+            fits = w4a16_gemm.tokens_of(config) <= max(COUNTS[0], tokens)
+        if fits:
+            tried.append(i)
+    return tried
 
 
-def as_text(times: Mapping[int, float]) -> str:
-    """Times by position in PLAIN_SPACE, as one character a configuration: by how many percent it is slower."""
-    best, marks = min(times.values()), [NOT_RUN] * len(w4a16_gemm.PLAIN_SPACE)
+def as_text(times: Mapping[int, float], size: int) -> str:
+    """Times by position in a space of a size, as one character a configuration: by how many percent it is slower."""
+    best, marks = min(times.values()), [NOT_RUN] * size
     for i, us in times.items():
         marks[i] = STEPS[min(round(100 * (us / best - 1)), len(STEPS) - 1)]
     return "".join(marks)
 
 
 def ratios(content: Mapping[str, Any]) -> dict[str, float]:
-    """By how much the heuristic's configuration is slower than the fastest one, at each recorded case.
+    """By how much the configuration that is chosen is slower than the fastest of all spaces, at each recorded case.
 
     Raises:
-        ValueError: the file is of another space.
+        ValueError: the file is of another space, or of a device with another number of SMs than an H200.
     """
-    if content["space"] != space_hash():
-        raise ValueError("recorded with another PLAIN_SPACE of w4a16_gemm; measure again")
+    for space in SPACES:
+        if content["spaces"].get(space, {}).get("hash") != space_hash(space):
+            raise ValueError(f"recorded with another {space} space of w4a16_gemm: python -m repro.studies.space")
+    if content["sms"] != processors(UNTUNED):
+        raise ValueError(f"recorded on {content['sms']} SMs; what is chosen on {processors(UNTUNED)} is judged")
     by_case = {}
     for case in cases():
-        if key(case) in content["places"]:
-            chosen = w4a16_gemm.PLAIN_SPACE.index(w4a16_gemm.heuristic(*case, FORM[0], content["sms"]))
-            by_case[key(case)] = 1 + STEPS.index(content["places"][key(case)]["over"][chosen]) / 100
+        recorded = content["places"].get(key(case))
+        if recorded is None:
+            continue
+        chosen = w4a16_gemm.configuration(*case, FORM[0], UNTUNED)
+        (space,) = [space for space, configs in SPACES.items() if chosen in configs]
+        mark = recorded[space]["over"][SPACES[space].index(chosen)]
+        us = recorded[space]["best_us"] * (1 + STEPS.index(mark) / 100)
+        by_case[key(case)] = us / min(one["best_us"] for one in recorded.values())
     return by_case
 
 
-def space_hash() -> str:
-    """What changes with the space, or with the layers."""
-    return short_hash(json.dumps([w4a16_gemm.PLAIN_SPACE, shapes()], sort_keys=True))
+def space_hash(space: str) -> str:
+    """What changes with a space, or with the layers."""
+    return short_hash(json.dumps([SPACES[space], shapes()], sort_keys=True))
 
 
 # ---- on a GPU
 
 
-def sources(case: Case) -> Iterator[tuple[Path, dict[str, int]]]:
+def sources(case: Case, space: str) -> Iterator[tuple[Path, dict[str, int]]]:
     """(source, macros) of everything that is compiled for a case."""
     m, n, k = case
     defines = w4a16_gemm.format_defines(*FORM, torch.bfloat16)
-    for i in able(case):
-        config = w4a16_gemm.PLAIN_SPACE[i]
-        plan = w4a16_gemm.plan_wgmma if "WGS" in config else w4a16_gemm.plan_mma
+    for i in able(case, space):
+        config = SPACES[space][i]
+        if "PAIR" in config:
+            plan = w4a16_gemm.plan_multicast
+        elif "WGS" in config:
+            plan = w4a16_gemm.plan_wgmma
+        else:
+            plan = w4a16_gemm.plan_mma
         source, constants, *_ = plan(m, n, k, FORM, config, (9, 0))
         yield source, defines | constants
 
@@ -114,11 +137,11 @@ def _compiled(job: tuple[Path, tuple[tuple[str, int], ...], str]) -> None:
     nvrtc.compile_cubin(job[0], dict(job[1]), job[2])
 
 
-def compile_all(todo: Sequence[Case]) -> None:
-    """Compile what the cases need, side by side; the cubins stay on disk."""
+def compile_all(todo: Sequence[tuple[Case, str]]) -> None:
+    """Compile what cases need of spaces, side by side; the cubins stay on disk."""
     jobs = set()
-    for case in todo:
-        jobs |= {(source, tuple(macros.items()), "sm_90a") for source, macros in sources(case)}
+    for case, space in todo:
+        jobs |= {(source, tuple(macros.items()), "sm_90a") for source, macros in sources(case, space)}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compiled, sorted(jobs, key=str), chunksize=4))
 
@@ -131,57 +154,78 @@ def weights(layer: Layer) -> list[packing.PackedWeight]:
     return [first.to("cpu").to("cuda") for _ in range(count - 1)] + [first]
 
 
-def measure(case: Case, layer: Layer, copies: Sequence[packing.PackedWeight], backend: timing.Cuda) -> dict[int, float]:
-    """Microseconds of a launch by position in PLAIN_SPACE; those that fail or are wrong are left out."""
+def measure(
+    case: Case, space: str, layer: Layer, copies: Sequence[packing.PackedWeight], backend: timing.Cuda
+) -> dict[int, float]:
+    """Microseconds of a launch by position in a space; those that fail or are wrong are left out."""
     x = layer.activations(case[0], torch.bfloat16)
     want = x.float() @ layer.dequantized(4, 128).T
     times = {}
-    for i in able(case):
-        launch = functools.partial(w4a16_gemm.launch, x, config=w4a16_gemm.PLAIN_SPACE[i])
+    for i in able(case, space):
+        config = SPACES[space][i]
+        launch = functools.partial(w4a16_gemm.launch, x, config=config)
         try:
             error = (launch(packed=copies[0]).float() - want).norm() / want.norm()
             graph = backend.capture([functools.partial(launch, packed=packed) for packed in copies])
             seconds = min(graph.replay() for _ in range(REPLAYS))
         except (RuntimeError, ValueError) as reason:
-            print(f"{key(case)}: {w4a16_gemm.PLAIN_SPACE[i]}: {str(reason).splitlines()[0]}")
+            print(f"{key(case)}: {config}: {str(reason).splitlines()[0]}")
             continue
         if error < WORST:
             times[i] = seconds * 1e6 / len(copies)
         else:
-            print(f"{key(case)}: {w4a16_gemm.PLAIN_SPACE[i]} is off by {error:.2g}")
+            print(f"{key(case)}: {config} is off by {error:.2g}")
     return times
 
 
-def record(out: Path) -> dict[str, Any]:
-    """Measure every case that the file lacks, writing it after each."""
-    content: dict[str, Any] = {"places": {}}
+def begun(out: Path, origin: Mapping[str, Any], sms: int) -> dict[str, Any]:
+    """What the file has of this device and of spaces that are as they were; what is missing is of `origin`."""
+    content: dict[str, Any] = {}
     if out.is_file():
         content = json.loads(out.read_text(encoding="utf-8"))
-    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    about = bench.origin() | {"space": space_hash(), "sms": sms}
-    if any(content.get(name) != about[name] for name in ("device", "space")):
-        content = {"places": {}}
-    content |= about
-    todo = [case for case in cases() if key(case) not in content["places"]]
-    print(f"{len(todo)} of {len(cases())} cases to measure")
+    if content.get("device") != origin["device"]:
+        content = {"device": origin["device"], "sms": sms, "spaces": {}, "places": {}}
+    for space in SPACES:
+        if content["spaces"].get(space, {}).get("hash") != space_hash(space):
+            content["spaces"][space] = {**origin, "hash": space_hash(space)}
+            for recorded in content["places"].values():
+                recorded.pop(space, None)
+    return content
+
+
+def left(content: Mapping[str, Any]) -> list[tuple[Case, str]]:
+    """Cases and spaces that are not measured yet, a layer's cases together."""
+    todo = []
+    for case, space in itertools.product(cases(), SPACES):
+        if able(case, space) and space not in content["places"].get(key(case), {}):
+            todo.append((case, space))
+    return todo
+
+
+def record(out: Path) -> dict[str, Any]:
+    """Measure what the file lacks, writing it after each case."""
+    content = begun(out, bench.origin(), processors(torch.device("cuda")))
+    todo = left(content)
+    print(f"{len(todo)} to measure, of {len(cases())} cases")
     if todo:
         compile_all(todo)
     backend, layer, copies = timing.Cuda(), None, []
-    for case in todo:
+    for case, space in todo:
         if layer is None or (layer.rows, layer.columns) != case[1:]:
             layer, copies = None, []
             backend.release()
             layer = Layer(*case[1:])
             copies = weights(layer)
-        times = measure(case, layer, copies, backend)
-        content["places"][key(case)] = {"best_us": round(min(times.values()), 3), "over": as_text(times)}
+        times = measure(case, space, layer, copies, backend)
+        best, text = min(times.values()), as_text(times, len(SPACES[space]))
+        content["places"].setdefault(key(case), {})[space] = {"best_us": round(best, 3), "over": text}
         write_text(out, json.dumps(content, indent=0) + "\n")
-        print(f"{key(case)}: best {min(times.values()):.2f} us of {len(times)}", flush=True)
+        print(f"{key(case)}, {space}: best {best:.2f} us of {len(times)}", flush=True)
     return content
 
 
 def main() -> None:
-    """Record, then say how good the heuristic is."""
+    """Record, then say how good the choice is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of space.json")
     folder = parser.parse_args().out
