@@ -5,6 +5,7 @@ It does what the rules of the Snakefile do, in one process that has imported eve
 
 import contextlib
 import fcntl
+import gc
 import signal
 import sys
 import time
@@ -35,6 +36,7 @@ def build(targets: Sequence[str], cores: int, at: Scale) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _alone(Path.cwd()):
+            gc.freeze()  # what was imported stays; going through it again and again is a tenth of what follows
             planned = Workflow(at, remember=True)  # what is to be done is asked before any job has run
             wanted = drawn_for(planned, targets)
             jobs = jobs_behind(planned, wanted)
@@ -45,6 +47,7 @@ def build(targets: Sequence[str], cores: int, at: Scale) -> int:
                 for left in Path(folder).glob("**/.*.tmp*"):  # half written by a build that was killed
                     left.unlink()
             flow = planned if nothing_to_do else Workflow(at, remember=True)
+            gc.freeze()
             for what, name in tqdm(wanted, "drawing", leave=False, disable=not sys.stderr.isatty()):
                 began = time.monotonic()
                 DRAWN[what](flow, name)

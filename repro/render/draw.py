@@ -3,11 +3,24 @@
 import json
 
 from repro.core.errors import logged
-from repro.render import figure_files, page, table_files
+from repro.render import table_files
 from repro.specs import scale
 from repro.workflow.workflow import Workflow
 
-DRAWN = {"table": table_files.build, "figure": figure_files.build, "page": page.build}
+
+def _figure(flow: Workflow, name: str) -> None:
+    from repro.render import figure_files  # with matplotlib, which takes half a second
+
+    figure_files.build(flow, name)
+
+
+def _page(flow: Workflow, name: str) -> None:
+    from repro.render import page  # likewise, for its picture
+
+    page.build(flow, name)
+
+
+DRAWN = {"table": table_files.build, "figure": _figure, "page": _page}
 
 
 def draw(config: str, what: str, name: str, log: str) -> None:
