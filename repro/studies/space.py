@@ -4,9 +4,10 @@
 
 Writes `DIR/space.json`: for every case (tokens and shape, W4 g128, bf16) and every space that has configurations for
 it, the fastest time and, configuration by configuration, by how many percent it is slower. A space that changed is
-measured again, the others stay. Committed as `results/<device>/space.json` it is what `test_heuristic.py` judges the
-choice by. A time is the best of a few replays of a CUDA graph over weights that no cache holds; the output of every
-configuration is compared with the library's product first.
+measured again, the others stay; of one that has grown at its end the record still counts. Committed as
+`results/<device>/space.json` it is what `test_heuristic.py` judges the choice by. A time is the best of a few replays
+of a CUDA graph over weights that no cache holds; the output of every configuration is compared with the library's
+product first.
 """
 
 import argparse
@@ -34,7 +35,11 @@ from repro.kernels.launch_config import processors
 NAMED = [(28672, 4096), (6144, 4096), (3584, 3584), (3584, 18944), (5120, 13824)]  # of real models
 SEED, DRAWN = 20261126, 5
 COUNTS = w4a16_gemm.TOKENS
-SPACES = {"plain": w4a16_gemm.PLAIN_SPACE, "multicast": w4a16_gemm.MULTICAST_SPACE}
+SPACES = {
+    "plain": w4a16_gemm.PLAIN_SPACE,
+    "multicast": w4a16_gemm.MULTICAST_SPACE,
+    "between": w4a16_gemm.BETWEEN_SPACE,
+}
 LEAST_MULTICAST = 65  # tokens, from which on its configurations are chosen from
 FORM = 4, 128, False  # bits, group, symmetric
 REPLAYS = 3
@@ -86,32 +91,33 @@ def as_text(times: Mapping[int, float], size: int) -> str:
 
 
 def ratios(content: Mapping[str, Any]) -> dict[str, float]:
-    """By how much the configuration that is chosen is slower than the fastest of all spaces, at each recorded case.
+    """By how much the configuration that is chosen is slower than the fastest recorded one, at each recorded case.
+
+    A case whose choice was not in its space yet when that was recorded is left out.
 
     Raises:
         ValueError: the file is of another space, or of a device with another number of SMs than an H200.
     """
-    for space in SPACES:
-        if content["spaces"].get(space, {}).get("hash") != space_hash(space):
+    for space, facts in content["spaces"].items():
+        if facts["hash"] != space_hash(space, facts["size"]):
             raise ValueError(f"recorded with another {space} space of w4a16_gemm: python -m repro.studies.space")
     if content["sms"] != processors(UNTUNED):
         raise ValueError(f"recorded on {content['sms']} SMs; what is chosen on {processors(UNTUNED)} is judged")
     by_case = {}
     for case in cases():
-        recorded = content["places"].get(key(case))
-        if recorded is None:
-            continue
+        recorded = content["places"].get(key(case), {})
         chosen = w4a16_gemm.configuration(*case, FORM[0], UNTUNED)
-        (space,) = [space for space, configs in SPACES.items() if chosen in configs]
-        mark = recorded[space]["over"][SPACES[space].index(chosen)]
-        us = recorded[space]["best_us"] * (1 + STEPS.index(mark) / 100)
-        by_case[key(case)] = us / min(one["best_us"] for one in recorded.values())
+        for space, one in recorded.items():
+            if chosen in SPACES[space][: len(one["over"])]:
+                mark = one["over"][SPACES[space].index(chosen)]
+                us = one["best_us"] * (1 + STEPS.index(mark) / 100)
+                by_case[key(case)] = us / min(each["best_us"] for each in recorded.values())
     return by_case
 
 
-def space_hash(space: str) -> str:
-    """What changes with a space, or with the layers."""
-    return short_hash(json.dumps([SPACES[space], shapes()], sort_keys=True))
+def space_hash(space: str, size: int) -> str:
+    """What changes with the first `size` configurations of a space, or with the layers."""
+    return short_hash(json.dumps([SPACES[space][:size], shapes()], sort_keys=True))
 
 
 # ---- on a GPU
@@ -186,8 +192,9 @@ def begun(out: Path, origin: Mapping[str, Any], sms: int) -> dict[str, Any]:
     if content.get("device") != origin["device"]:
         content = {"device": origin["device"], "sms": sms, "spaces": {}, "places": {}}
     for space in SPACES:
-        if content["spaces"].get(space, {}).get("hash") != space_hash(space):
-            content["spaces"][space] = {**origin, "hash": space_hash(space)}
+        facts = {"size": len(SPACES[space]), "hash": space_hash(space, len(SPACES[space]))}
+        if content["spaces"].get(space, {}).get("hash") != facts["hash"]:
+            content["spaces"][space] = {**origin, **facts}
             for recorded in content["places"].values():
                 recorded.pop(space, None)
     return content
