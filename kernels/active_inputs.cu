@@ -77,15 +77,20 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
     cluster_arrive();
     bool all_started = false;
 #endif
-    // Gives the block's value to all blocks of the cluster, which then have those of all in their order.
-    auto exchange = [&](float (&all)[CLUSTER], float own, u32 phase) {
+    // Gives the block's value to all blocks of the cluster, which wait for those of all and have them in their order.
+    auto give = [&](float (&all)[CLUSTER], float own, u32 phase) {
 #if CLUSTER > 1
         if (!all_started) cluster_wait();
         all_started = true;
         if (threadIdx.x < CLUSTER) send(shared_address(all + block), own, shared_address(arrived + phase), threadIdx.x);
-        wait_for_bytes(shared_address(arrived + phase));
 #else
         if (threadIdx.x == 0) all[0] = own;
+#endif
+    };
+    auto wait = [&](u32 phase) {
+#if CLUSTER > 1
+        wait_for_bytes(shared_address(arrived + phase));
+#else
         __syncthreads();
 #endif
     };
@@ -119,7 +124,8 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
         __syncthreads();
         sum = 0;
         UNROLL for (int w = 0; w < WARPS; w++) sum += squares[w];
-        exchange(all_squares, sum, 1);
+        give(all_squares, sum, 1);
+        wait(1);
         sum = 0;
         UNROLL for (int b = 0; b < CLUSTER; b++) sum += all_squares[b];
         const float factor = rsqrtf(__fdiv_rn(sum, K) + __uint_as_float(eps));
@@ -145,16 +151,18 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
     const u32 of_warp = lane < WARPS ? counts[lane] : 0; // of the warp that is this lane's number
     const u32 of_block = __reduce_add_sync(~0u, of_warp);
     before += __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
-    exchange(all_counts, __uint_as_float(of_block), 0);
-    const u32 of_one = lane < CLUSTER ? __float_as_uint(all_counts[lane]) : 0; // of the block that is this lane's number
-    const u32 all = __reduce_add_sync(~0u, of_one);
-    const u32 start = __reduce_add_sync(~0u, lane < block ? of_one : 0); // listed before the block
-    if (first == 0) active[0] = all;
-    // Written through shared memory, one after the other: neighbours of a thread are no neighbours of its warp.
+    give(all_counts, __uint_as_float(of_block), 0);
+    // Written through shared memory, one after the other: neighbours of a thread are no neighbours of its warp. Other
+    // blocks' counts are on their way meanwhile.
     UNROLL for (u32 n = 0; n < VECTORS; n++)
         UNROLL for (u32 j = 0; j < 8; j++)
             if (listed[n] >> j & 1) staged[before++] = threadIdx.x * 8 * VECTORS + 8 * n + j;
     __syncthreads();
+    if (CLUSTER > 1) wait(0);
+    const u32 of_one = lane < CLUSTER ? __float_as_uint(all_counts[lane]) : 0; // of the block that is this lane's number
+    const u32 all = __reduce_add_sync(~0u, of_one);
+    const u32 start = __reduce_add_sync(~0u, lane < block ? of_one : 0); // listed before the block
+    if (first == 0) active[0] = all;
     const u32 begin = block * OF_BLOCK, end = min(K, begin + OF_BLOCK); // of its values
     for (u32 i = threadIdx.x; i < of_block; i += THREADS) active[1 + start + i] = begin + staged[i];
     const u32 skipped = begin < end ? end - begin - of_block : 0, skipped_before = begin - start;

@@ -130,6 +130,12 @@ INLINE void count_common(int c[4], const u32 a[4], u32 b0, u32 b1) {
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// The same of A [16, 128] and B [128, 8]; a lane's word is of columns 32 t
+INLINE void count_common(int c[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
 
 // 8 x 8 16-bit values: lane 4 g + t passes columns 2 t, 2 t + 1 of row g and receives rows 2 t, 2 t + 1 of column g.
 INLINE u32 transpose(u32 pair) {

@@ -9,7 +9,7 @@
 //   WARPS   that multiply                            BLOCKS  of an SM
 //   STAGES  of the ring that bulk copies fill; 0: weights are loaded straight into registers (bulk: 9.0 and later)
 //   TILES   of 8 rows in a stage, or that a warp has on their way to its registers
-//   KEPT    1: what a warp needs of x stays in its registers; 0: in shared memory
+//   KEPT    1: what a warp needs of x of PASS tokens stays in its registers; 0: in shared memory
 //   PASS    tokens at a time; fewer than TOKENS where the stages hold all weights of a thread block
 //   MOST    tiles of a thread block at most          SPLIT   blocks of a cluster, which share the columns (9.0 and later)
 //
@@ -20,6 +20,9 @@
 // plane 1. Operand B has one word, a plane of a group of x, in each of its 8 columns, and zeros: a diagonal, so that C
 // has the bit counts of 8 groups and nothing is unpacked. Two such products are a unit; lane 4 g + t has row g and groups
 // 4 t to 4 t + 3, and gets the counts of these very groups. A count is read as a subnormal float, count * 2^-149.
+//
+// Of several tokens it is m16n8k128: 4 groups of two tokens are its columns, so that half as many bits are multiplied
+// for as many counts, and neighbouring registers of C belong to two tokens.
 //
 // The zero point of x costs nothing: q - z = (x0 - z0) + 2 (x1 - z1), where x_b - 1 = -(1 - x_b). A plane whose zero bit
 // is 1 is complemented, and its factor changes its sign.
@@ -33,6 +36,8 @@ INLINE u32 of_layer(u64 all, u32 layer) { return (u32)(all >> 20 * layer) & 0xFF
 constexpr bool AGAIN = STAGES && MOST > STAGES * TILES; // stages are used more than once: a warp more refills them
 constexpr u32 THREADS = 32 * (WARPS + AGAIN), SUMS = 8 * (WARPS | 1); // floats of a tile's sums of a token
 constexpr u32 AT_ONCE = TILES % 2 ? 1 : 2;                                   // tiles that share what is read of x
+constexpr bool PAIRED = TOKENS > 1;   // two tokens are multiplied at a time
+constexpr u32 PAIRS = (PASS + 1) / 2; // of them
 constexpr float UP = 0x1p90f, DOWN = 0x1p59f; // sums of counts * UP are multiples of 2^-59
 
 INLINE u32 at(const uint4 &v, u32 i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -42,14 +47,21 @@ struct Unit { // what a lane has of 8 rows and 16 groups
     uint4 pair[2]; // of groups: planes 0 and 1 of the first, of the second
     u32 scale, zero[REAL ? 2 : 1];
 };
-struct Token { // what a lane needs of 16 groups of x
-    alignas(16) float first[4], second[4], third[4]; // its groups' factors: of both planes' counts, of the weight's zero
-    u32 word[2][2][2];                               // operand B, of pair of groups and plane
+struct Factors { // of a lane's groups of a token: of both planes' counts, of the weight's zero
+    alignas(16) float first[4], second[4], third[4];
+};
+struct One { // what a lane needs of 16 groups of x of a single token
+    Factors of;
+    u32 word[2][2][2]; // operand B, of pair of groups and plane
+};
+struct Two { // the same of two tokens
+    Factors of[2];
+    u32 word[4][2]; // operand B, of group of the lane and plane
 };
 
 // ---- x. Two lanes share a group where a warp has a single unit of x; else a lane has a whole one, of one of two units.
 
-constexpr u32 LANES = OWN * PASS > 1 ? 1 : 2, COLUMNS = 32 / LANES, TOGETHER = 2 / LANES; // of a group; of a lane; units
+constexpr u32 LANES = OWN * TOKENS > 1 ? 1 : 2, COLUMNS = 32 / LANES, TOGETHER = 2 / LANES; // of a group; of a lane; units
 constexpr u32 SIZE = X == 2 ? 4 : 2, WORDS = COLUMNS * SIZE / 4;                            // bytes of a value; of a lane
 
 struct Columns {
@@ -170,23 +182,42 @@ INLINE Group quantized(const Columns &v, u32 group, u32 lane) {
 
 // ---- sums
 
-INLINE void add(float &total, const Unit &unit, const Token &token) { // of a lane's row and groups
+INLINE float both_planes(int first, int second) { return __fmaf_rn(__uint_as_float(second), 2.0f, __uint_as_float(first)); }
+// Adds group j of the lane's four of a row and a token: from what each plane of x has in common with both of the weight's.
+INLINE void add_group(float &total, const float (&both)[2], const Unit &unit, const u32 (&scales)[2], const Factors &of,
+                      u32 j) {
+    const float zero = REAL ? half_to_float(unit.zero[REAL ? j / 2 : 0] >> 16 * (j % 2) & 0xFFFF)
+                            : __uint_as_float(unit.zero[0] & 3 << 2 * j);
+    float whole = zero * of.third[j];
+    whole = __fmaf_rn(both[0], of.first[j], whole);
+    whole = __fmaf_rn(both[1], of.second[j], whole);
+    total = __fmaf_rn(half_to_float(scales[j / 2] >> 16 * (j % 2) & 0xFFFF), whole, total);
+}
+INLINE void add(float (&total)[PASS], const Unit &unit, const One &x) { // of a lane's row and groups
     const u32 scales[2] = {from_e4m3(unit.scale & 0xFFFF), from_e4m3(unit.scale >> 16)};
     UNROLL for (int pair = 0; pair < 2; pair++) {
         const u32 a[4] = {unit.pair[pair].x, unit.pair[pair].y, unit.pair[pair].z, unit.pair[pair].w};
         int count[2][4] = {}; // by plane of x: of both planes of the weight in two groups
-        UNROLL for (int p = 0; p < 2; p++) count_common(count[p], a, token.word[pair][p][0], token.word[pair][p][1]);
+        UNROLL for (int p = 0; p < 2; p++) count_common(count[p], a, x.word[pair][p][0], x.word[pair][p][1]);
         UNROLL for (int i = 0; i < 2; i++) {
-            const int j = 2 * pair + i;
             float both[2];
-            UNROLL for (int p = 0; p < 2; p++)
-                both[p] = __fmaf_rn(__uint_as_float(count[p][2 + i]), 2.0f, __uint_as_float(count[p][i]));
-            const float zero = REAL ? half_to_float(unit.zero[REAL ? pair : 0] >> 16 * i & 0xFFFF)
-                                    : __uint_as_float(unit.zero[0] & 3 << 2 * j);
-            float whole = zero * token.third[j];
-            whole = __fmaf_rn(both[0], token.first[j], whole);
-            whole = __fmaf_rn(both[1], token.second[j], whole);
-            total = __fmaf_rn(half_to_float(scales[pair] >> 16 * i & 0xFFFF), whole, total);
+            UNROLL for (int p = 0; p < 2; p++) both[p] = both_planes(count[p][i], count[p][2 + i]);
+            add_group(total[0], both, unit, scales, x.of, 2 * pair + i);
+        }
+    }
+}
+INLINE void add(float (&total)[PASS], const Unit &unit, const Two &x, u32 m) { // the same of tokens m and m + 1
+    const u32 scales[2] = {from_e4m3(unit.scale & 0xFFFF), from_e4m3(unit.scale >> 16)};
+    UNROLL for (u32 j = 0; j < 4; j++) {
+        const uint4 &codes = unit.pair[j / 2];
+        int count[2][4] = {}; // by plane of x: of both planes of the weight in both tokens
+        UNROLL for (int p = 0; p < 2; p++)
+            count_common(count[p], j % 2 ? codes.z : codes.x, j % 2 ? codes.w : codes.y, x.word[j][p]);
+        UNROLL for (u32 i = 0; i < 2; i++) {
+            if (m + i >= PASS) break;
+            float both[2];
+            UNROLL for (int p = 0; p < 2; p++) both[p] = both_planes(count[p][i], count[p][2 + i]);
+            add_group(total[m + i], both, unit, scales, x.of[i], j);
         }
     }
 }
@@ -216,10 +247,14 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
     begin += block * each + min(block, more);
     const u32 end = begin + each + (block < more);
     const u32 rows = min(N, 8 * end) - 8 * begin;
-    float factor = __uint_as_float(load_early_if<4>(factors + 8 * begin + threadIdx.x, threadIdx.x < rows));
+    // A thread ends with sums of a row and a token: eight rows of a token, then of the next, as they lie in banks.
+    auto row_of = [&](u32 place) { return TOKENS == 1 ? place : place / (8 * TOKENS) * 8 + place % 8; };
+    const u32 my_row = row_of(threadIdx.x);
+    float factor = __uint_as_float(load_early_if<4>(factors + 8 * begin + my_row, my_row < rows));
     float *sums = (float *)(shared + STAGES * TILES * PIECE);
-    float *of_x = sums + MOST * TOKENS * (SUMS + 8 * (SPLIT - 1)); // [PASS][OWN][WARPS][80]: 4 times 12 factors, 8 times 4 words
-    const u32 my_columns = shared_address(of_x + (KEPT ? 0 : PASS * OWN * WARPS * 80)) + warp * TOGETHER * 512 * SIZE;
+    float *of_x = sums + MOST * TOKENS * (SUMS + 8 * (SPLIT - 1)); // [TOKENS][OWN][WARPS][80]: 4 times 12 factors, 32 words
+    constexpr u32 OF_X = PAIRED || !KEPT ? TOKENS * OWN * WARPS * 80 : 0;
+    const u32 my_columns = shared_address(of_x + OF_X) + warp * TOGETHER * 512 * SIZE;
     if (GATHER && layer) index += (u64)layer * 32 * G;
     weight += first_unit * UNIT;
 #if SPLIT > 1
@@ -242,19 +277,27 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
             for (u32 i = 0; i < tiles; i++)
                 copy_bulk(to + i * PIECE, weight + (u64)(from + i) * TILE, bytes, arrived, evict_first());
     };
-    constexpr u32 BRINGERS = AGAIN ? 1 : WARPS; // the first stages, in turns
-    if (lane == 0 && (!AGAIN || warp == WARPS)) {
+    // One thread requests the stages, in their order, so that they arrive in it; the others have requested x before,
+    // except by an index, as that waits.
+    constexpr u32 BRINGER = AGAIN ? WARPS : WARPS - 1;
+    const bool brings = warp == BRINGER && lane == 0;
+    auto bring_first = [&]() {
 #pragma unroll 1
-        for (u32 stage = AGAIN ? 0 : warp; stage < min((u32)STAGES, stages); stage += BRINGERS) {
+        for (u32 stage = 0; stage < min((u32)STAGES, stages); stage++) bring(stage, stage);
+    };
+    if (brings) {
+#pragma unroll 1
+        for (u32 stage = 0; stage < min((u32)STAGES, stages); stage++) {
             signal_init(shared_address(full + stage), 1);
             if (AGAIN) signal_init(shared_address(empty + stage), WARPS);
-            show_signals();
-            bring(stage, stage);
         }
+        show_signals();
+        if (GATHER) bring_first();
     }
     if (AGAIN && warp == WARPS) {
         __syncthreads();
         if (lane == 0) {
+            if (!GATHER) bring_first();
             u32 slot = 0, turn = 0;
 #pragma unroll 1
             for (u32 stage = STAGES; stage < stages; stage++) {
@@ -270,24 +313,24 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
         u32 offset[OWN]; // of a warp's units; where it has fewer than OWN, it repeats the last unit, with an x of zeros
         UNROLL for (u32 own = 0; own < OWN; own++) offset[own] = kept(min(warp + own * WARPS, units - 1) * UNIT);
 
-        constexpr u32 STEPS = (OWN * PASS + TOGETHER - 1) / TOGETHER;
+        constexpr u32 STEPS = (OWN * TOKENS + TOGETHER - 1) / TOGETHER;
         constexpr u32 AHEAD = READY || X == 2 || GATHER || STEPS < 2 ? 1 : 2; // steps whose x is loaded before the first
         auto item_of = [&](u32 step) { return step * TOGETHER + (LANES == 2 ? 0 : lane / 16); }; // token, then unit
         auto group_of = [&](u32 step) {
             const u32 item = item_of(step), unit = warp + item % OWN * WARPS;
-            return item < OWN * PASS && unit < SHARE ? 16 * (first_unit + unit) + lane / LANES % 16 : G;
+            return item < OWN * TOKENS && unit < SHARE ? 16 * (first_unit + unit) + lane / LANES % 16 : G;
         };
-        auto columns_at = [&](u32 first, u32 step) { // of the tokens from `first` on
-            return columns_of(x + (u64)(first + item_of(step) / OWN) * K * SIZE, group_of(step), lane);
+        auto columns_at = [&](u32 step) {
+            return columns_of(x + (u64)(item_of(step) / OWN) * K * SIZE, group_of(step), lane);
         };
         auto places_at = [&](u32 item) {
             const u32 unit = warp + item % OWN * WARPS;
             return places_of(index, unit < SHARE ? first_unit + unit : UNITS, lane, K);
         };
-        auto gathered = [&](u32 first, u32 step) {
+        auto gathered = [&](u32 step) {
             UNROLL for (u32 which = 0; which < TOGETHER; which++) {
-                const u32 item = step * TOGETHER + which, m = first + item / OWN;
-                if (item >= OWN * PASS) break;
+                const u32 item = step * TOGETHER + which, m = item / OWN;
+                if (item >= OWN * TOKENS) break;
                 gather(my_columns + which * 512 * SIZE, x + (u64)m * K * SIZE, places_at(item), lane, K);
             }
             __syncwarp();
@@ -297,9 +340,9 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
             return v;
         };
         Columns columns[AHEAD];
-        if (GATHER) columns[0] = gathered(0, 0);
+        if (GATHER) columns[0] = gathered(0);
         else if (!READY)
-            UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = columns_at(0, i);
+            UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = columns_at(i);
 #if !STAGES
         Unit next_units[TILES][OWN]; // of the next tiles
         const u64 policy = evict_first();
@@ -317,73 +360,122 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
         UNROLL for (u32 i = 0; i < TILES; i++)
             if (begin + i < end) load(next_units[i], begin + i);
 #endif
-        if (STAGES) __syncthreads();
+#if STAGES
+        __syncthreads();
+        if (!AGAIN && !GATHER && brings) bring_first();
+#endif
 
-        auto ready = [&](u32 first, u32 step) {
-            const u32 m = first + item_of(step) / OWN, group = group_of(step);
+        auto ready = [&](u32 step) {
+            const u32 m = item_of(step) / OWN, group = group_of(step);
             if (group >= G) return factors_of(0, 0, 0, 0, group);
             const u32 *words = x_codes + 2 * m * G + group;
             const float scale = __ldg(x_scales + m * G + group);
             return factors_of(__ldg(words), __ldg(words + G), scale, __ldg(x_zeros + m * G + group), group);
         };
-        auto token_of = [&](Token &token, const Group &mine, u32 which) { // of the units of a step
+        auto place_of = [&](u32 m, u32 own) { return of_x + ((m * OWN + own) * WARPS + warp) * 80; };
+        auto factors_at = [&](const float *place) {
+            Factors of;
+            *(float4 *)of.first = *(const float4 *)(place + 12 * t);
+            *(float4 *)of.second = *(const float4 *)(place + 12 * t + 4);
+            *(float4 *)of.third = *(const float4 *)(place + 12 * t + 8);
+            return of;
+        };
+        // Lanes pass on a single token's groups by shuffles, those of several through shared memory.
+        auto one_of = [&](One &one, const Group &mine, u32 which) { // of the units of a step
             auto from = [&](u32 j) { return LANES * (16 * which + 4 * t + j); }; // a lane that has the lane's group j
             UNROLL for (u32 j = 0; j < 4; j++) {
-                token.first[j] = __shfl_sync(~0u, mine.first, from(j), 32);
-                token.second[j] = __shfl_sync(~0u, mine.second, from(j), 32);
-                token.third[j] = __shfl_sync(~0u, mine.third, from(j), 32);
+                one.of.first[j] = __shfl_sync(~0u, mine.first, from(j), 32);
+                one.of.second[j] = __shfl_sync(~0u, mine.second, from(j), 32);
+                one.of.third[j] = __shfl_sync(~0u, mine.third, from(j), 32);
             }
             UNROLL for (u32 pair = 0; pair < 2; pair++)
                 UNROLL for (int p = 0; p < 2; p++) {
                     const u32 word = __shfl_sync(~0u, mine.plane[p], from(2 * pair + g % 2), 32);
-                    UNROLL for (u32 i = 0; i < 2; i++) token.word[pair][p][i] = kept(g == 2 * t + i ? word : 0);
+                    UNROLL for (u32 i = 0; i < 2; i++) one.word[pair][p][i] = kept(g == 2 * t + i ? word : 0);
                 }
         };
-        auto store = [&](const Token &token, u32 m, u32 own) {
-            float *to = of_x + ((m * OWN + own) * WARPS + warp) * 80;
+        auto store_one = [&](const One &one, u32 own) {
+            float *to = place_of(0, own);
             if (g == 2 * t) {
-                *(float4 *)(to + 12 * t) = *(const float4 *)token.first;
-                *(float4 *)(to + 12 * t + 4) = *(const float4 *)token.second;
-                *(float4 *)(to + 12 * t + 8) = *(const float4 *)token.third;
+                *(float4 *)(to + 12 * t) = *(const float4 *)one.of.first;
+                *(float4 *)(to + 12 * t + 4) = *(const float4 *)one.of.second;
+                *(float4 *)(to + 12 * t + 8) = *(const float4 *)one.of.third;
             }
             if (g / 2 == t)
                 UNROLL for (int pair = 0; pair < 2; pair++)
                     UNROLL for (int p = 0; p < 2; p++)
-                        ((u32 *)to)[48 + 4 * g + 2 * pair + p] = token.word[pair][p][0] | token.word[pair][p][1];
+                        ((u32 *)to)[48 + 4 * g + 2 * pair + p] = one.word[pair][p][0] | one.word[pair][p][1];
         };
-        Token tokens[KEPT ? PASS : 1][KEPT ? OWN : 1];
-        auto token_at = [&](u32 m, u32 own) {
-            if (KEPT) return tokens[KEPT ? m : 0][KEPT ? own : 0];
-            Token token;
-            const float *from = of_x + ((m * OWN + own) * WARPS + warp) * 80;
-            *(float4 *)token.first = *(const float4 *)(from + 12 * t);
-            *(float4 *)token.second = *(const float4 *)(from + 12 * t + 4);
-            *(float4 *)token.third = *(const float4 *)(from + 12 * t + 8);
+        auto one_at = [&](u32 own) {
+            const float *from = place_of(0, own);
+            One one;
+            one.of = factors_at(from);
             uint4 v = {0, 0, 0, 0};
             load16_if(v, shared_address(from + 48 + 4 * g), g / 2 == t);
             UNROLL for (u32 pair = 0; pair < 2; pair++)
                 UNROLL for (u32 p = 0; p < 2; p++)
-                    UNROLL for (u32 i = 0; i < 2; i++) token.word[pair][p][i] = g % 2 == i ? at(v, 2 * pair + p) : 0;
-            return token;
+                    UNROLL for (u32 i = 0; i < 2; i++) one.word[pair][p][i] = g % 2 == i ? at(v, 2 * pair + p) : 0;
+            return one;
         };
-        auto take = [&](u32 first) { // the tokens from `first` on
+        auto store_group = [&](const Group &mine, u32 step) { // by the lane that has it
+            const u32 item = item_of(step), of = lane / LANES % 16;
+            if (item >= OWN * TOKENS) return;
+            float *to = place_of(item / OWN, item % OWN), *factors = to + of / 4 * 12 + of % 4;
+            factors[0] = mine.first, factors[4] = mine.second, factors[8] = mine.third;
+            store8(shared_address(to + 48 + 2 * of), {mine.plane[0], mine.plane[1]});
+        };
+        auto two_at = [&](u32 m, u32 own) { // tokens m and m + 1; past the last one m again
+            const u32 next = min(m + 1, (u32)TOKENS - 1);
+            const u32 from = shared_address(place_of(g % 2 ? next : m, own) + 48 + 8 * t);
+            Two two;
+            two.of[0] = factors_at(place_of(m, own)), two.of[1] = factors_at(place_of(next, own));
+            uint4 words[2] = {};
+            UNROLL for (u32 i = 0; i < 2; i++) load16_if(words[i], from + 16 * i, g / 2 == t);
+            UNROLL for (u32 j = 0; j < 4; j++)
+                UNROLL for (u32 p = 0; p < 2; p++) two.word[j][p] = at(words[j / 2], 2 * (j % 2) + p);
+            return two;
+        };
+        constexpr u32 ONES = KEPT && !PAIRED ? OWN : 1, TWOS = KEPT && PAIRED ? OWN : 1, KEPT_PAIRS = KEPT ? PAIRS : 1;
+        One ones[ONES];
+        Two twos[KEPT_PAIRS][TWOS];
+        auto take = [&]() {
             UNROLL for (u32 step = 0; step < STEPS; step += AHEAD) {
-                if (!READY && (step || first))
-                    UNROLL for (u32 i = 0; i < AHEAD; i++)
-                        columns[i] = GATHER ? gathered(first, step + i) : columns_at(first, step + i);
+                if (!READY && step)
+                    UNROLL for (u32 i = 0; i < AHEAD; i++) columns[i] = GATHER ? gathered(step + i) : columns_at(step + i);
                 UNROLL for (u32 i = 0; i < AHEAD; i++) {
-                    const Group mine = READY ? ready(first, step + i) : quantized(columns[i], group_of(step + i), lane);
+                    const Group mine = READY ? ready(step + i) : quantized(columns[i], group_of(step + i), lane);
+                    if (PAIRED) {
+                        store_group(mine, step + i);
+                        continue;
+                    }
                     UNROLL for (u32 which = 0; which < TOGETHER; which++) {
-                        const u32 item = (step + i) * TOGETHER + which, m = item / OWN, own = item % OWN;
-                        if (item >= OWN * PASS) break;
-                        Token token;
-                        token_of(token, mine, which);
-                        if (KEPT) tokens[KEPT ? m : 0][KEPT ? own : 0] = token;
-                        else store(token, m, own);
+                        const u32 own = (step + i) * TOGETHER + which;
+                        if (own >= OWN) break;
+                        One one;
+                        one_of(one, mine, which);
+                        if (KEPT) ones[own % ONES] = one;
+                        else store_one(one, own);
                     }
                 }
             }
-            if (!KEPT) __syncwarp();
+            if (PAIRED || !KEPT) __syncwarp();
+        };
+        auto keep = [&](u32 first) { // the tokens from `first` on
+            if (!KEPT || !PAIRED) return;
+            UNROLL for (u32 pair = 0; pair < PAIRS; pair++)
+                UNROLL for (u32 own = 0; own < OWN; own++)
+                    twos[pair % KEPT_PAIRS][own % TWOS] = two_at(first + 2 * pair, own);
+        };
+        auto add_all = [&](float (&total)[AT_ONCE][PASS], const Unit (&unit)[AT_ONCE], u32 own) { // of the tokens kept
+            if (!PAIRED) {
+                const One one = KEPT ? ones[own % ONES] : one_at(own);
+                UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r], unit[r], one);
+                return;
+            }
+            UNROLL for (u32 pair = 0; pair < PAIRS; pair++) {
+                const Two two = KEPT ? twos[pair % KEPT_PAIRS][own % TWOS] : two_at(2 * pair, own);
+                UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r], unit[r], two, 2 * pair);
+            }
         };
 
         float *my_sums = sums + kept(warp * 8 + g);
@@ -396,6 +488,13 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
                     two[i] = (t % 2 ? odd : even) + __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
                 }
                 to[t * SUMS] = (t / 2 ? two[1] : two[0]) + __shfl_xor_sync(~0u, t / 2 ? two[0] : two[1], 2);
+                return;
+            }
+            if (PASS == 2) { // lanes t and t + 2 get that of token t % 2
+                const float even = total[0], odd = total[PASS - 1];
+                float sum = (t % 2 ? odd : even) + __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
+                sum += __shfl_xor_sync(~0u, sum, 2);
+                if (t < 2) to[t * SUMS] = sum;
                 return;
             }
             UNROLL for (u32 m = 0; m < PASS; m++) {
@@ -419,9 +518,10 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
             else unit.zero[0] = load_byte(zeros_at + from);
         };
         static_assert(PASS == TOKENS || !AGAIN, "stages are gone before the next tokens");
+        take();
 #pragma unroll 1
         for (u32 first = 0; first < TOKENS; first += PASS) {
-            take(first);
+            keep(first);
             u32 slot = 0, turn = 0;
 #pragma unroll 1
             for (u32 stage = 0; stage < stages; stage++) {
@@ -433,10 +533,7 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
                     UNROLL for (u32 own = 0; own < OWN; own++) {
                         Unit unit[AT_ONCE];
                         UNROLL for (u32 r = 0; r < AT_ONCE; r++) read(unit[r], (slot * TILES + i + r) * PIECE + offset[own]);
-                        UNROLL for (u32 m = 0; m < PASS; m++) {
-                            const Token token = token_at(m, own);
-                            UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r][m], unit[r], token);
-                        }
+                        add_all(total, unit, own);
                     }
                     UNROLL for (u32 r = 0; r < AT_ONCE; r++)
                         if (tile + r < end - begin) finish(first, tile + r, total[r]);
@@ -450,18 +547,19 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
         }
 #else
         static_assert(PASS == TOKENS, "weights are in registers once");
-        take(0);
+        take();
+        keep(0);
 #pragma unroll 1
         for (u32 next = begin; next < end; next += TILES)
             UNROLL for (u32 i = 0; i < TILES; i += AT_ONCE) {
                 const u32 tile = next + i;
                 if (tile >= end) break;
                 float total[AT_ONCE][PASS] = {};
-                UNROLL for (u32 own = 0; own < OWN; own++)
-                    UNROLL for (u32 m = 0; m < PASS; m++) {
-                        const Token token = token_at(m, own);
-                        UNROLL for (u32 r = 0; r < AT_ONCE; r++) add(total[r][m], next_units[i + r][own], token);
-                    }
+                UNROLL for (u32 own = 0; own < OWN; own++) {
+                    Unit unit[AT_ONCE];
+                    UNROLL for (u32 r = 0; r < AT_ONCE; r++) unit[r] = next_units[i + r][own];
+                    add_all(total, unit, own);
+                }
                 UNROLL for (u32 r = 0; r < AT_ONCE; r++) {
                     if (tile + r + TILES < end) load(next_units[i + r], tile + r + TILES);
                     if (tile + r < end) finish(0, tile + r - begin, total[r]);
@@ -476,23 +574,24 @@ w2a2_gemv(const char *__restrict__ weight, const float *__restrict__ factors, co
 #if SPLIT > 1
     if (rank == 0) wait_for_bytes(arrived);
 #endif
-    for (u32 row = threadIdx.x; row < rows; row += THREADS) {
-        if (row >= THREADS) factor = __ldg(factors + 8 * begin + row);
-        UNROLL for (u32 m = 0; m < TOKENS; m++) {
-            const float *of_row = sums + (row / 8 * TOKENS + m) * SUMS + row % 8;
-            float sum = 0;
-            UNROLL for (int w = 0; w < WARPS; w++) sum += of_row[8 * w];
+    const u32 places = TOKENS == 1 ? rows : (rows + 7) / 8 * 8 * TOKENS;
+    for (u32 place = threadIdx.x; place < places; place += THREADS) {
+        const u32 row = row_of(place), m = place / 8 % TOKENS;
+        if (TOKENS > 1 && row >= rows) continue;
+        if (place >= THREADS) factor = __ldg(factors + 8 * begin + row);
+        const float *of_row = sums + (row / 8 * TOKENS + m) * SUMS + row % 8;
+        float sum = 0;
+        UNROLL for (int w = 0; w < WARPS; w++) sum += of_row[8 * w];
 #if SPLIT > 1
-            if (rank) {
-                send(shared_address(others + ((rank - 1) * TOKENS + m) * 8 * MOST + row), sum, arrived, 0);
-                continue;
-            }
-            UNROLL for (u32 r = 1; r < SPLIT; r++) sum += others[((r - 1) * TOKENS + m) * 8 * MOST + row];
-#endif
-            sum *= factor * DOWN;
-            const u64 to = (u64)m * N + 8 * begin + row;
-            if (READY || X == 2) ((float *)y)[to] = sum;
-            else ((u16 *)y)[to] = to_half<X == 1>(sum);
+        if (rank) {
+            send(shared_address(others + ((rank - 1) * TOKENS + m) * 8 * MOST + row), sum, arrived, 0);
+            continue;
         }
+        UNROLL for (u32 r = 1; r < SPLIT; r++) sum += others[((r - 1) * TOKENS + m) * 8 * MOST + row];
+#endif
+        sum *= factor * DOWN;
+        const u64 to = (u64)m * N + 8 * begin + row;
+        if (READY || X == 2) ((float *)y)[to] = sum;
+        else ((u16 *)y)[to] = to_half<X == 1>(sum);
     }
 }

@@ -42,7 +42,8 @@ CASES = [  # tokens, output and input channels (ragged ones; Llama 3 8B and 70B)
 ]
 SOURCE = Path(__file__).with_suffix(".cu")
 TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
-TOKEN, OTHERS = 20, 48  # registers of a thread for a unit of a token, and for everything else
+TOKEN, OTHERS = 20, 48  # registers of a thread for a unit of a single token, and for everything else
+PAIR, BESIDE_PAIRS = 32, 40  # the same of two tokens
 SHARED_TOKEN = 320  # bytes of a unit of x in shared memory
 HELD = 200_000  # bytes of weights that the shared memory of an SM holds beside sums
 STATIC = 1024  # bytes of shared memory of a block for its mbarriers and the system
@@ -57,7 +58,8 @@ for warps in (4, 6, 7, 8, 9, 10, 14, 16, 17, 18, 28, 31, 32):
                 every.append({"warps": warps, "tiles": tiles, "blocks": blocks, "bulk": False})
         if tiles < 4:
             every.append({"warps": warps, "tiles": tiles, "blocks": 1, "bulk": True})
-for warps, blocks in ((6, 2), (7, 2), (8, 2), (8, 1), (9, 1), (14, 1), (16, 1)):  # whose registers hold four tokens
+KEEPING = (6, 2), (7, 2), (8, 2), (8, 1), (9, 1), (14, 1), (15, 1), (16, 1)  # warps, blocks: registers hold four tokens
+for warps, blocks in KEEPING:
     for tiles in (1, 2, 3):
         for split in (1, 2, 4):
             for bulk in (False, True):
@@ -196,13 +198,10 @@ def plan(
     whole = bulk and copies * copy <= room  # all weights of a block are in shared memory, and are gone through again
     threads = 32 * (warps + (bulk and not whole))
     passes = [count for count in (4, 3, 2, 1) if tokens % count == 0] if whole else [tokens]
-    fitting = [
-        count
-        for count in passes
-        if count * own == 1 or TOKEN * count * own + OTHERS <= registers(threads // 32 * blocks)
-    ]
+    per_thread = registers(threads // 32 * blocks)
+    fitting = [count for count in passes if needed(tokens, count, own) <= per_thread]
     at_a_time = fitting[0] if fitting else tokens
-    rest = 0 if fitting else tokens * own * warps * SHARED_TOKEN
+    rest = 0 if fitting and tokens == 1 else tokens * own * warps * SHARED_TOKEN
     stages = min((room - rest) // copy, copies) if bulk else 0
     if bulk and stages < 1:
         raise ValueError(f"w2a2_gemv: {tokens} tokens of {groups} groups do not fit {most} bytes of shared memory")
@@ -211,6 +210,13 @@ def plan(
     macros |= {"TILES": tiles, "KEPT": int(bool(fitting)), "PASS": at_a_time, "MOST": longest}
     macros |= {"LAYERS": len(layers), "LAYER_TILES": in_one(down), "LAYER_BLOCKS": in_one(counts), "SPLIT": split}
     return LaunchPlan(sum(counts) * split, threads, macros, stages * copy + sums + gathered + rest)
+
+
+def needed(tokens: int, at_a_time: int, own: int) -> int:
+    """Registers of a thread whose warp has so many units of the tokens that it multiplies at a time."""
+    if tokens > 1:
+        return PAIR * -(-at_a_time // 2) * own + BESIDE_PAIRS
+    return TOKEN * own + OTHERS if own > 1 else 0
 
 
 def shared_out(blocks: int, tiles: Sequence[int]) -> list[int]:

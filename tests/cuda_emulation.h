@@ -408,6 +408,10 @@ inline void count_common(int c[4], const u32 a[4], u32 b0, u32 b1) {
         }
     __syncwarp();
 }
+inline void count_common(int c[4], u32 a0, u32 a1, u32 b) { // the other half of A and B is 0
+    const u32 a[4] = {a0, a1, 0, 0};
+    count_common(c, a, b, 0);
+}
 inline float __fadd_rd(volatile float a, volatile float b) { // rounded down
     fesetround(FE_DOWNWARD);
     volatile float sum = a + b;
