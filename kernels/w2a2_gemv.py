@@ -194,22 +194,25 @@ def plan(
     room = most // blocks - STATIC - sums
     step = 1 if tokens * own == 1 else 2  # units of x that a warp quantizes at a time
     gathered = warps * step * form.GROUPS * form.GROUP * x.itemsize if gather else 0
-    room -= gathered
+    of_x = tokens * own * warps * SHARED_TOKEN  # of several tokens in any case
+    room -= gathered + (of_x if tokens > 1 else 0)
     whole = bulk and copies * copy <= room  # all weights of a block are in shared memory, and are gone through again
     threads = 32 * (warps + (bulk and not whole))
     passes = [count for count in (4, 3, 2, 1) if tokens % count == 0] if whole else [tokens]
     per_thread = registers(threads // 32 * blocks)
     fitting = [count for count in passes if needed(tokens, count, own) <= per_thread]
     at_a_time = fitting[0] if fitting else tokens
-    rest = 0 if fitting and tokens == 1 else tokens * own * warps * SHARED_TOKEN
-    stages = min((room - rest) // copy, copies) if bulk else 0
+    if not fitting and tokens == 1:
+        room -= of_x
+    in_memory = of_x if tokens > 1 or not fitting else 0
+    stages = min(room // copy, copies) if bulk else 0
     if bulk and stages < 1:
         raise ValueError(f"w2a2_gemv: {tokens} tokens of {groups} groups do not fit {most} bytes of shared memory")
     macros = {"G": groups, "TOKENS": tokens, "X": TYPES.index(x or torch.float32), "READY": int(x is None)}
     macros |= {"GATHER": int(gather), "REAL": int(real), "WARPS": warps, "BLOCKS": blocks, "STAGES": stages}
     macros |= {"TILES": tiles, "KEPT": int(bool(fitting)), "PASS": at_a_time, "MOST": longest}
     macros |= {"LAYERS": len(layers), "LAYER_TILES": in_one(down), "LAYER_BLOCKS": in_one(counts), "SPLIT": split}
-    return LaunchPlan(sum(counts) * split, threads, macros, stages * copy + sums + gathered + rest)
+    return LaunchPlan(sum(counts) * split, threads, macros, stages * copy + sums + gathered + in_memory)
 
 
 def needed(tokens: int, at_a_time: int, own: int) -> int:

@@ -361,6 +361,21 @@ def test_a_plan_covers_the_rows_and_fits_shared_memory():
         planned(4, 8192, 1536, split=4)
 
 
+@pytest.mark.parametrize("tokens", (2, 4))
+def test_a_warp_refills_stages_where_and_only_where_shared_memory_does_not_hold_all(tokens):
+    bulk = [config for config in w2a2_gemv.SPACE if config["bulk"]]
+    for (rows, columns), config in itertools.product(SHAPES, bulk):
+        try:
+            how = w2a2_gemv.plan(
+                tokens, (rows,), columns // 32, False, torch.bfloat16, False, processors=132, most=232448, **config
+            )
+        except ValueError:  # it does not fit
+            continue
+        refills = how.macros["STAGES"] * how.macros["TILES"] < how.macros["MOST"]
+        assert how.threads == 32 * (config["warps"] + refills)
+        assert how.shared <= 232448 // config["blocks"] - 1024
+
+
 def test_four_tokens_stay_in_registers_at_every_shape():
     for rows, columns in SHAPES:
         assert planned(4, rows, columns).macros["KEPT"] == 1
