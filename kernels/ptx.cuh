@@ -219,7 +219,7 @@ INLINE u32 transpose(u32 pair) {
     else PRODUCT(160, TYPE, "%80,%81,%82,%83", "%84");
 INLINE u32 matrix(u32 p) { return p / 16 + (1 << 16); }
 template <int BRAIN, int N> INLINE void wgmma(float (*d)[4], const u32 a[4], u32 b) {
-    
+    static_assert(N % 8 == 0 && N <= 160, "no such product");
     if constexpr (BRAIN) { PRODUCTS("bf16"); }
     else { PRODUCTS("f16"); }
 }
