@@ -45,6 +45,9 @@ WGMMA_SOURCE = SOURCE.with_name("w4a16_wgmma.cu")
 MULTICAST_SOURCE = SOURCE.with_name("w4a16_multicast.cu")
 MAX_ROWS = 2048
 MOST_BOX = 256  # rows of a box of a tensor map
+LEAST_MULTICAST = (
+    97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 the other source takes 0.90 and 0.93 of its time
+)
 MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
 MAPS = 64  # tensor maps that a launch keeps
 
@@ -162,9 +165,12 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     if tuned:
         able.insert(0, tuned)
     if capability == (9, 0) and tokens > 64:
-        able.append(multicast(*place))
         if bits > 2:  # of 2 bits a stage is 128 columns
             able.append(between(*place))
+        if tokens >= LEAST_MULTICAST:
+            able.append(multicast(*place))
+        else:
+            able = [config for config in able if "PAIR" not in config]
     return min(able, key=lambda config: estimate(config, *place))
 
 
@@ -265,6 +271,7 @@ MULTICAST_START = 3.4  # us of a wave
 MULTICAST_STEP = 0.235  # us of 64 columns, whatever the tokens: unpacking, waiting
 MULTICAST_PRODUCT = 1.72e-3  # us of 64 columns for a token
 MULTICAST_JOIN = 0.018  # us to send the sums of a token
+CROWDED = 1.1  # times as long where tiles of fewer than 200 tokens share weights on all SMs in one wave
 
 
 def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
@@ -272,9 +279,11 @@ def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
     split, tokens = min(config["SPLIT"], -(-k // 128)), trimmed(config, m)
     tiles = -(-m // tokens) * -(-n // (128 * config["PAIR"]))
     waves = -(-tiles // at_once(split * config["PAIR"], sms))
+    crowded = tokens < min(m, 200) and waves == 1 and tiles * split * config["PAIR"] > 0.95 * sms
     steps = 2 * -(-k // 128 // split)
     joining = MULTICAST_JOIN * tokens * (split - 1) / split
-    return waves * (MULTICAST_START + steps * (MULTICAST_STEP + MULTICAST_PRODUCT * tokens) + joining)
+    wave = MULTICAST_START + steps * (MULTICAST_STEP + MULTICAST_PRODUCT * tokens) + joining
+    return waves * wave * (CROWDED if crowded else 1)
 
 
 # Two launches beside each other (beside.cuh), of an H200.

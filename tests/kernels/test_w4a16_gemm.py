@@ -317,6 +317,26 @@ def test_the_largest_tiles_compile(tmp_path, config, tokens):
     assert "0 bytes spill stores" in done.stderr and "serialized" not in done.stderr
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("config, m", [
+    (w4a16_gemm.heuristic(16, 4096, 4096), 16), (w4a16_gemm.BETWEEN_SPACE[1], 40), (w4a16_gemm.MULTICAST_SPACE[0], 100),
+], ids=("mma", "wgmma", "multicast"))  # fmt: skip
+def test_two_launches_say_when_the_second_begins_and_ends(tmp_path, config, m):
+    """The first lets the second begin, which waits for the first to end; a launch alone does neither."""
+    plan = {"PAIR": w4a16_gemm.plan_multicast, "WGS": w4a16_gemm.plan_wgmma, "RT": w4a16_gemm.plan_mma}
+    source, constants, *_ = next(plan[name] for name in plan if name in config)(
+        m, 4096, 4096, (4, 128, False), config, (9, 0)
+    )
+    found = {}
+    for part in ("", "HEAD", "TAIL"):
+        words = defines(BITS=4, GROUP=128, SYMMETRIC=0, BF16=1, **constants, **({part: 1} if part else {}))
+        command = ["nvcc", "-ptx", "-arch=sm_90a", "-std=c++17", *words, "-o", str(tmp_path / "k"), str(source)]
+        subprocess.run(command, check=True, capture_output=True)
+        found[part] = re.findall(r"griddepcontrol\.(\w+)", (tmp_path / "k").read_text())
+    waits = [] if "PAIR" in config else ["wait"]  # never the second launch
+    assert found == {"": [], "HEAD": ["launch_dependents"], "TAIL": waits}
+
+
 def test_a_configuration_for_wgmma_serves_one_capability(monkeypatch):
     config = dict(zip(w4a16_gemm.WGMMA_CONSTANTS, (*w4a16_gemm.WGMMA_TILES[0], 2)))
     x, packed = torch.ones(2, 128).half(), random_weight(32, 128, 4, 128)
