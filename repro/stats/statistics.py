@@ -351,7 +351,10 @@ def _stacked(seeds: Sequence[Mapping[str, Series]]) -> dict[str, np.ndarray]:
 
 def _evaluate(expression: Expression, means: Mapping[str, np.ndarray], seeds: int, points: int) -> np.ndarray:
     """The expression `[seeds, points]` of means that are broadcast to that shape; it sees flat arrays."""
-    flat = {name: np.broadcast_to(mean, (seeds, points)).ravel() for name, mean in means.items()}
+    shape, flat = (seeds, points), {}
+    for name, mean in means.items():
+        whole = mean if mean.shape == shape else np.broadcast_to(mean, shape)
+        flat[name] = whole.ravel()
     with np.errstate(all="ignore"):
         results = np.asarray(expression(flat), dtype=np.float64)
     if results.shape != (seeds * points,) or not np.isfinite(results).all():
