@@ -157,12 +157,12 @@ active_inputs(const char *__restrict__ x, const char *__restrict__ residual, con
     UNROLL for (u32 n = 0; n < VECTORS; n++)
         UNROLL for (u32 j = 0; j < 8; j++)
             if (listed[n] >> j & 1) staged[before++] = threadIdx.x * 8 * VECTORS + 8 * n + j;
-    __syncthreads();
-    if (CLUSTER > 1) wait(0);
+    wait(0);
     const u32 of_one = lane < CLUSTER ? __float_as_uint(all_counts[lane]) : 0; // of the block that is this lane's number
     const u32 all = __reduce_add_sync(~0u, of_one);
     const u32 start = __reduce_add_sync(~0u, lane < block ? of_one : 0); // listed before the block
     if (first == 0) active[0] = all;
+    __syncthreads();
     const u32 begin = block * OF_BLOCK, end = min(K, begin + OF_BLOCK); // of its values
     for (u32 i = threadIdx.x; i < of_block; i += THREADS) active[1 + start + i] = begin + staged[i];
     const u32 skipped = begin < end ? end - begin - of_block : 0, skipped_before = begin - start;
