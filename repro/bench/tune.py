@@ -169,11 +169,15 @@ def _two_bit(name: str, hot: tuple[str, ...]) -> list[TuningPoint]:
 def worth_trying(config: Config, tokens: int, columns: int) -> bool:
     """Whether the warps of a configuration of w2a2_gemv.cu share units of 512 columns, and fewer would have more each.
 
-    One token never needs the registers of several blocks.
+    Where the blocks of a cluster share the columns, a warp more is tried, too: without units of its own it requests
+    copies alone. One token never needs the registers of several blocks.
     """
     split, warps = config.get("split", 1), config["warps"]
+    if split > 1 and tokens == 1:
+        return False
     units = -(-columns // (512 * split))
-    return (split == 1 or tokens > 1) and warps == -(-units // -(-units // warps))
+    needed = -(-units // -(-units // warps))
+    return warps == needed or (split > 1 and warps == units + 1)
 
 
 TUNABLE: dict[str, Callable[[], list[TuningPoint]]] = {
