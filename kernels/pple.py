@@ -100,9 +100,9 @@ def pple_kernel(logits, pple, tokens, V, BLOCK: tl.constexpr):  # noqa: ANN001, 
     chosen = tl.min(tl.where(best == largest, at, V), axis=0)
     total, weighted = rescaled(total, weighted, best, largest)
     size = tl.sum(total, axis=0)
-    hesitated = tl.exp(tl.log(size) - tl.sum(weighted, axis=0) / size)
+    perplexity = tl.exp(tl.log(size) - tl.sum(weighted, axis=0) / size)
     sound = (size == size) & (tl.abs(largest) < float("inf"))  # a NaN among the logits is one in the sum
-    tl.store(pple + row, tl.where(sound, hesitated, float("nan")))
+    tl.store(pple + row, tl.where(sound, perplexity, float("nan")))
     tl.store(tokens + row, tl.where(sound, chosen, -1).to(tl.int64))
 
 

@@ -78,8 +78,11 @@ def measure(shape: tuple[int, int], backend: timing.Cuda, pool: Executor) -> dic
     count = max(2, math.ceil(timing.COLD_BYTES / (2 * layer.weight.numel())))
     dense = [layer.weight.to(torch.bfloat16) for _ in range(count)]
     inputs = {tokens: layer.activations(tokens, torch.bfloat16) for tokens in COUNTS}
-    made = [candidates(x, copies, dense).values() for x in inputs.values()]
-    compile_all([calls[0] for each in made for calls in each], pool)
+    first_calls = []
+    for x in inputs.values():
+        for calls in candidates(x, copies, dense).values():
+            first_calls.append(calls[0])
+    compile_all(first_calls, pool)
     for tokens, x in inputs.items():
         row = {}
         for who, calls in candidates(x, copies, dense).items():
