@@ -145,8 +145,8 @@ INLINE u32 transpose(u32 pair) {
 }
 
 // One warpgroup, four warps with 16 of the 64 rows each: D [64, N] += A [64, 16] B [16, N], N a multiple of 8 up to
-// 160. Lanes hold A and D as for `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one per
-// column of B, with the 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from
+// 160. Lanes hold A and D as for `mma`; d[n] holds columns 8 n to 8 n + 7. B is in shared memory as rows of 128 bytes, one
+// per column of B, with the 128-byte swizzle: 16-byte piece p of a row is stored at p ^ row % 8. The row number comes from
 // the address, so B is aligned to 1024 bytes. `b` is the descriptor `matrix(first row)` plus the offset of the 16
 // elements in pieces.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -45,7 +45,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32)  # macro X
 TOKEN, OTHERS = 20, 48  # registers of a thread for a unit of a single token, and for everything else
 PAIR, BESIDE_PAIRS = 32, 40  # the same of two tokens
 SHARED_TOKEN = 320  # bytes of a unit of x in shared memory
-HELD = 200_000  # bytes of weights that the shared memory of an SM holds beside sums
+WEIGHT_BYTES = 200_000  # bytes of weights that the shared memory of an SM holds beside sums
 STATIC = 1024  # bytes of shared memory of a block for its mbarriers and the system
 MOST_LAYERS = 3  # of a launch, each with columns of its own
 MOST_WARPS = 32  # of an SM that multiply
@@ -145,7 +145,9 @@ def heuristic(ready: bool, m: int, rows: int, columns: int, bulk: bool = True, p
 
 def of_several(units: int, tiles: int, processors: int) -> dict:
     """The configuration for 2 to 4 tokens, units of columns and tiles of rows of an untuned shape."""
-    whole = tiles * units * form.UNIT <= processors * HELD  # all weights wait in shared memory, and no warp refills it
+    whole = (
+        tiles * units * form.UNIT <= processors * WEIGHT_BYTES
+    )  # all weights wait in shared memory, and no warp refills it
     # The registers of 16 warps and one that refills do not hold what is needed of four tokens.
     alone = 16 if whole else 15
     split = 1 if units <= alone else 2 if units <= 32 else 4

@@ -2,8 +2,8 @@
 // compute capability 9.0 (w4a16_gemm.py).
 //
 // Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, x in shared
-// memory. Four producer warps load x; every other warp copies, unpacks and multiplies 16 rows of W. There is no block-wide barrier in the main loop: each stage of
-// x has two mbarriers, for full and for free.
+// memory. Four producer warps load x; every other warp copies, unpacks and multiplies 16 rows of W. There is no block-wide
+// barrier in the main loop: each stage of x has two mbarriers, for full and for free.
 //
 // Compile-time constants: BITS, GROUP columns (0: one group per row), SYMMETRIC, BF16 (unpack.cuh);
 //   WGS     consumer warpgroups, 64 rows each         MT      tokens of a tile, a multiple of 8
@@ -14,7 +14,7 @@
 #include "unpack.cuh"
 
 constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
-constexpr int HELD = (MT + 15) / 16, PLACES = 16 * HELD;                   // tokens that a producer lane loads; of a stage
+constexpr int LOADED = (MT + 15) / 16, PLACES = 16 * LOADED;                   // tokens that a producer lane loads; of a stage
 constexpr int STEP = KS >= 128 ? 64 : 32, BUFFERS = KS / STEP;             // columns per unpack and multiply
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
 constexpr int X = PLACES * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
@@ -30,14 +30,14 @@ static_assert(STAGES > 1 && RING > 1 && MT % 8 == 0 && KS % KB == 0 && KS % 64 =
 // x is stored in the layout of `wgmma`, rows of 64 columns, and passes through registers: packing.py puts two of eight
 // neighbouring columns in each half of two k-steps, so each 8-column half takes columns from four lanes.
 struct Share {  // of a stage, what one producer lane loads: 8 of every 64 columns, of every 16th token
-    uint4 v[HELD][KS / 64];
+    uint4 v[LOADED][KS / 64];
 };
-INLINE void fetch(Share& to, const u16* const (&row)[HELD], int first, int columns) {
-    UNROLL for (int j = 0; j < HELD; j++) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
+INLINE void fetch(Share& to, const u16* const (&row)[LOADED], int first, int columns) {
+    UNROLL for (int j = 0; j < LOADED; j++) UNROLL for (int c = 0; c < KS; c += 64) to.v[j][c / 64] =
         row[j] && first + c < columns ? load_early(row[j] + first + c) : uint4{0, 0, 0, 0};
 }
 INLINE void put(u32 to, const Share& from) {
-    UNROLL for (int j = 0; j < HELD; j++) UNROLL for (int c = 0; c < KS / 64; c++)
+    UNROLL for (int j = 0; j < LOADED; j++) UNROLL for (int c = 0; c < KS / 64; c++)
         store_matrices(to + c * PLACES * 128 + j * 2048, from.v[j][c]);
 }
 
@@ -62,8 +62,8 @@ __cluster_dims__(SPLIT)
     }
 
     const bool is_producer = warp >= WARPS;
-    const u16* row[HELD];  // of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token
-    UNROLL for (int j = 0; j < HELD; j++) {
+    const u16* row[LOADED];  // of x, for producer warps: 4 tokens by 64 columns at a time, eight lanes per token
+    UNROLL for (int j = 0; j < LOADED; j++) {
         const int token = m0 + j * 16 + warp % 4 * 4 + lane / 8;
         row[j] = token < M ? x + (u64)token * K + lane % 8 * 8 : nullptr;
     }

@@ -69,7 +69,7 @@ def key(case: Case) -> str:
     return w4a16_gemm.tuning_key({"bits": FORM[0], "M": m, "N": n, "K": k})
 
 
-def able(case: Case, space: str) -> list[int]:
+def positions_tried(case: Case, space: str) -> list[int]:
     """Positions in a space of the configurations that are tried."""
     tokens, tried = case[0], []
     for i, config in enumerate(SPACES[space]):
@@ -127,7 +127,7 @@ def sources(case: Case, space: str) -> Iterator[tuple[Path, dict[str, int]]]:
     """(source, macros) of everything that is compiled for a case."""
     m, n, k = case
     defines = w4a16_gemm.format_defines(*FORM, torch.bfloat16)
-    for i in able(case, space):
+    for i in positions_tried(case, space):
         config = SPACES[space][i]
         if "PAIR" in config:
             plan = w4a16_gemm.plan_multicast
@@ -167,7 +167,7 @@ def measure(
     x = layer.activations(case[0], torch.bfloat16)
     want = x.float() @ layer.dequantized(4, 128).T
     times = {}
-    for i in able(case, space):
+    for i in positions_tried(case, space):
         config = SPACES[space][i]
         launch = functools.partial(w4a16_gemm.launch, x, config=config)
         try:
@@ -184,7 +184,7 @@ def measure(
     return times
 
 
-def begun(out: Path, origin: Mapping[str, Any], sms: int) -> dict[str, Any]:
+def resumed(out: Path, origin: Mapping[str, Any], sms: int) -> dict[str, Any]:
     """What the file has of this device and of spaces that are as they were; what is missing is of `origin`."""
     content: dict[str, Any] = {}
     if out.is_file():
@@ -200,19 +200,19 @@ def begun(out: Path, origin: Mapping[str, Any], sms: int) -> dict[str, Any]:
     return content
 
 
-def left(content: Mapping[str, Any]) -> list[tuple[Case, str]]:
+def unmeasured(content: Mapping[str, Any]) -> list[tuple[Case, str]]:
     """Cases and spaces that are not measured yet, a layer's cases together."""
     todo = []
     for case, space in itertools.product(cases(), SPACES):
-        if able(case, space) and space not in content["places"].get(key(case), {}):
+        if positions_tried(case, space) and space not in content["places"].get(key(case), {}):
             todo.append((case, space))
     return todo
 
 
 def record(out: Path) -> dict[str, Any]:
     """Measure what the file lacks, writing it after each case."""
-    content = begun(out, bench.origin(), processors(torch.device("cuda")))
-    todo = left(content)
+    content = resumed(out, bench.origin(), processors(torch.device("cuda")))
+    todo = unmeasured(content)
     print(f"{len(todo)} to measure, of {len(cases())} cases")
     if todo:
         compile_all(todo)

@@ -27,7 +27,7 @@ def places_of(recorded):
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
 def test_the_heuristic_is_near_the_best_of_its_space_on_layers_it_was_not_fitted_to(path):
     content = json.loads(path.read_text(encoding="utf-8"))
-    assert not [name for _, name in space.left(content) if name in content["spaces"]]
+    assert not [name for _, name in space.unmeasured(content) if name in content["spaces"]]
     ratios = space.ratios(content)
     assert set(ratios) == set(map(space.key, space.cases()))
     worst = max(ratios, key=ratios.get)
@@ -41,7 +41,7 @@ def test_what_is_recorded_is_all_that_a_layer_without_an_entry_can_get():
         for tokens in range(case[0] // 2 + 1, case[0] + 1, 31):
             chosen = w4a16_gemm.configuration(tokens, *case[1:], 4, space.UNTUNED)
             (name,) = [name for name, configs in space.SPACES.items() if chosen in configs]
-            assert space.SPACES[name].index(chosen) in space.able(case, name)
+            assert space.SPACES[name].index(chosen) in space.positions_tried(case, name)
 
 
 def test_ten_layers_are_withheld_from_the_fit():
@@ -107,7 +107,7 @@ def recorded(case, chosen_us, best_us, name="plain"):
     chosen = w4a16_gemm.configuration(*case, 4, space.UNTUNED)
     places = {}
     for each, configs in space.SPACES.items():
-        times = {i: best_us if each == name else 2 * best_us for i in space.able(case, each)}
+        times = {i: best_us if each == name else 2 * best_us for i in space.positions_tried(case, each)}
         if chosen in configs:
             times[configs.index(chosen)] = chosen_us
         places[each] = {"best_us": min(times.values()), "over": space.as_text(times, len(configs))}
@@ -144,13 +144,13 @@ def test_a_space_that_changed_is_measured_again_and_the_others_stay(tmp_path):
     content, origin = recorded(case, 20.0, 16.0), {"device": "NVIDIA H200", "commit": "new"}
     content["spaces"]["multicast"]["hash"] = "0"
     path.write_text(json.dumps(content))
-    begun = space.begun(path, origin, 132)
+    kept = space.resumed(path, origin, 132)
     former = content["places"][space.key(case)]
-    assert begun["places"][space.key(case)] == {name: former[name] for name in ("plain", "between")}
-    assert begun["spaces"]["multicast"]["commit"] == "new" and "commit" not in begun["spaces"]["plain"]
-    todo = space.left(begun)
+    assert kept["places"][space.key(case)] == {name: former[name] for name in ("plain", "between")}
+    assert kept["spaces"]["multicast"]["commit"] == "new" and "commit" not in kept["spaces"]["plain"]
+    todo = space.unmeasured(kept)
     assert (case, "multicast") in todo and (case, "plain") not in todo and len(todo) == 50 + 20 + 20 - 2
-    assert not space.begun(path, origin | {"device": "NVIDIA H100"}, 132)["places"]
+    assert not space.resumed(path, origin | {"device": "NVIDIA H100"}, 132)["places"]
 
 
 @pytest.mark.parametrize("case, name", [((16, 3584, 3584), "plain"), ((256, 3584, 3584), "multicast")])
@@ -162,7 +162,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch, case, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "load", lambda source, name, macros, device, shared: loaded.append((source, macros)))
     x = torch.empty(case[0], case[2], dtype=torch.bfloat16)
-    for i in space.able(case, name):
+    for i in space.positions_tried(case, name):
         w4a16_gemm.prepared(x, *space.FORM[:2], *case[1:], space.FORM[2], space.SPACES[name][i])
     assert loaded == list(space.sources(case, name))
 
