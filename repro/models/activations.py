@@ -8,7 +8,7 @@ float32 (float64 of a float64 model), as in QERA's code; sums over batches are f
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,6 +128,14 @@ def watching(
         yield stats
 
 
+def tensors_hash(facts: object, tensors: Iterable[Tensor]) -> str:
+    """The hash of facts, as `repr` shows them, and of tensors as they are in memory, wherever they are."""
+    digest = hashlib.sha256(repr(facts).encode())
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 @torch.no_grad()
 def statistics(
     model: nn.Module, names: Sequence[str], ids: Tensor, extras: Sequence[Extra] = (), weights: Tensor | None = None
@@ -139,11 +147,12 @@ def statistics(
     Raises:
         UserError: a layer did not run, or its inputs are not finite.
     """
-    key = hashlib.sha256(repr((list(names), sorted(extras), ids.shape, model.device)).encode())
-    for tensor in (ids, torch.empty(0) if weights is None else weights, *model.parameters(), *model.buffers()):
-        key.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    if key.hexdigest() in _kept:
-        return _kept[key.hexdigest()]
+    asked = list(names), sorted(extras), ids.shape, model.device
+    key = tensors_hash(
+        asked, (ids, torch.empty(0) if weights is None else weights, *model.parameters(), *model.buffers())
+    )
+    if key in _kept:
+        return _kept[key]
     with watching({name: model.get_submodule(name) for name in names}, len(ids), extras, weights) as stats:
         for some in ids.to(model.device).split(TOGETHER):
             model.base_model(some, use_cache=False)
@@ -156,5 +165,5 @@ def statistics(
     for inputs in stats.values():
         tensors |= {id(one): one for one in vars(inputs).values() if isinstance(one, Tensor)}
     if sum(tensor.nbytes for tensor in tensors.values()) <= LARGEST:
-        _kept[key.hexdigest()] = stats
+        _kept[key] = stats
     return stats

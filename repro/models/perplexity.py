@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from repro.core.errors import UserError
 from repro.core.files import atomic
+from repro.models.activations import tensors_hash
 
 if TYPE_CHECKING:
     import pandas as pd  # takes a quarter of a second, which only who scores pays
@@ -126,7 +127,9 @@ def score(
 
     compared = 0 if reference is None else min(kl_windows, len(windows))
     full = model if full_precision else reference if compared else None
-    of_full = _fingerprint(full) if full is not None and full.device.type == "cpu" else ""
+    of_full = ""
+    if full is not None and full.device.type == "cpu":
+        of_full = tensors_hash(full.config, (*full.parameters(), *full.buffers()))
     rows = []
     for start in tqdm(range(0, len(windows), batch), desc="score", unit="batch", mininterval=5):
         ids = windows[start : start + batch]
@@ -245,7 +248,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _full_logits(model: nn.Module, ids: Tensor, of_model: str) -> Tensor:
-    """As `_logits`, the same bits; what the head reads is kept where the model has a fingerprint."""
+    """As `_logits`, the same bits; what the head reads is kept where the hash of the model is known."""
     if not of_model:
         return _logits(model, ids)
     head = model.get_output_embeddings()
@@ -266,14 +269,6 @@ def _full_logits(model: nn.Module, ids: Tensor, of_model: str) -> Tensor:
     if plain and held + hidden.nbytes <= LARGEST:
         _kept[name] = hidden
     return logits
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """The hash of a model's configuration and weights."""
-    digest = hashlib.sha256(repr(model.config).encode())
-    for tensor in (*model.parameters(), *model.buffers()):
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _positions(logits: Tensor, targets: Tensor, other: Tensor | None, window: int) -> tuple[Tensor, Tensor, Tensor]:
