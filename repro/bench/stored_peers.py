@@ -52,7 +52,7 @@ def times(path: Path = STORED) -> tuple[Any, ...]:
 def bridge(
     here: Mapping[tuple[int, int, int, str], float], records: Iterable[Any], peers: Collection[str]
 ) -> list[tuple[Any, float, float]]:
-    """The fastest of some stored peers at each place, rescaled by the library's ratio in this run.
+    """The fastest of some stored peers on each shape, rescaled by the library's ratio in this run.
 
     Args:
         here: microseconds of the bf16 matmul of this run by (N, K, M, mode).
@@ -66,11 +66,11 @@ def bridge(
     then = {(r.N, r.K, r.M, r.mode): r.us for r in records if r.peer == LIBRARY}
     fastest: dict[tuple, Any] = {}
     for r in records:
-        place = (r.N, r.K, r.M, r.mode)
-        if r.peer in peers and place in here and place in then:
-            fastest.setdefault(place, r)
-    ratios = {place: here[place] / then[place] for place in fastest}
-    return [(r, ratios[place], r.us * ratios[place]) for place, r in fastest.items()]
+        shape = (r.N, r.K, r.M, r.mode)
+        if r.peer in peers and shape in here and shape in then:
+            fastest.setdefault(shape, r)
+    ratios = {shape: here[shape] / then[shape] for shape in fastest}
+    return [(r, ratios[shape], r.us * ratios[shape]) for shape, r in fastest.items()]
 
 
 def shapes() -> list[tuple[int, int]]:

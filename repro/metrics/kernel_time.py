@@ -161,5 +161,5 @@ def _interval(row: KernelRow, show: str) -> Interval:
 def _as_recorded(row: KernelRow) -> float:
     """The fastest recorded time behind a rescaled one."""
     names = next(names for who, kernel, _, names in stored_peers.BRIDGED if (who, kernel) == (row.provider, row.kernel))
-    place = (row.N, row.K, row.M, row.mode)
-    return min(r.us for r in stored_peers.times() if r.peer in names and (r.N, r.K, r.M, r.mode) == place)
+    shape = (row.N, row.K, row.M, row.mode)
+    return min(r.us for r in stored_peers.times() if r.peer in names and (r.N, r.K, r.M, r.mode) == shape)

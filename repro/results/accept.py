@@ -17,7 +17,7 @@ from repro.store.measurement import COLUMNS, MEASURED, Measurement, from_csv
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
-TAKEN = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under other versions than today's
+ACCEPTED = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under earlier versions
 # An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
 SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
 COMPARED = tuple(name for name in COLUMNS if name != "source")
@@ -69,22 +69,22 @@ def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
 
 def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
     """Recompute the fresh rows of a table or figure, and merge them into results/."""
-    rows = [row for row in built if row.source == "fresh" and row.status in TAKEN]
+    rows = [row for row in built if row.source == "fresh" and row.status in ACCEPTED]
     flows: dict[str, Workflow] = {}
-    taken: dict[tuple[str, ...], AcceptedRow] = {}
+    accepted_rows: dict[tuple[str, ...], AcceptedRow] = {}
     for row in rows:
         try:
             flow = flows.setdefault(row.scale + row.device_class, _flow(row))
             cell = measure.cell_of(flow, row)
-            if row.key in taken:
+            if row.key in accepted_rows:
                 raise UserError("given twice")
-            if not flow.is_external(cell) and any(flow.jobs(cell)):
-                taken[row.key] = _accepted_row(flow, cell, row)
+            if any(flow.jobs(cell)):
+                accepted_rows[row.key] = _accepted_row(flow, cell, row)
         except UserError as error:
             raise UserError(f"{where}: {row.where}: {error}") from None
-    if not any(one.row.status in MEASURED for one in taken.values()):
+    if not any(one.row.status in MEASURED for one in accepted_rows.values()):
         raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status ok or at_chance")
-    return accepted.write(taken.values())
+    return accepted.write(accepted_rows.values())
 
 
 def _flow(row: Measurement) -> Workflow:

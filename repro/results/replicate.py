@@ -205,7 +205,7 @@ def data_lacking(flow: Workflow, cell: Cell) -> str:
 
 
 def _has_jobs(flow: Workflow, cell: Cell) -> bool:
-    return flow.is_measured_here(cell) and not flow.is_external(cell) and any(flow.jobs(cell))
+    return flow.is_measured_here(cell) and any(flow.jobs(cell))
 
 
 def _only_rounds(cell: Cell) -> bool:

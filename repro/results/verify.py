@@ -130,16 +130,16 @@ def drawn(flow: Workflow, rows: list[Measurement], sample: Sample) -> list[Measu
     """
     order = sorted((row for row in rows if row.observations), key=lambda row: row.key)
     random.Random(sample.seed).shuffle(order)
-    taken: dict[str, Measurement] = {}
+    by_observations: dict[str, Measurement] = {}
     for row in order:
-        if len(taken) == sample.cells:
+        if len(by_observations) == sample.cells:
             break
         cell = measure.asked(flow, row)
-        if row.observations not in taken and cell is not None and _compared_here(flow, cell, row):
-            taken[row.observations] = row
-    if not taken:
+        if row.observations not in by_observations and cell is not None and _compared_here(flow, cell, row):
+            by_observations[row.observations] = row
+    if not by_observations:
         raise UserError(f"verify: of {len(rows)} stored cells none can be rebuilt and compared on this machine")
-    return list(taken.values())
+    return list(by_observations.values())
 
 
 def _lightest_first(by_cell: Mapping[tuple[str, ...], Sequence[Job]]) -> dict[str, int]:

@@ -172,7 +172,7 @@ class AcceptedRow:
     inputs: Mapping[str, Any]
 
 
-def write(taken: Iterable[AcceptedRow]) -> dict[str, int]:
+def write(accepted_rows: Iterable[AcceptedRow]) -> dict[str, int]:
     """Merge measurements into results/: data before rows, nothing that a row needs is ever rewritten.
 
     Returns:
@@ -182,7 +182,7 @@ def write(taken: Iterable[AcceptedRow]) -> dict[str, int]:
         UserError: what is there already is damaged; nothing is written then.
     """
     new: dict[Path, dict[tuple[str, ...], AcceptedRow]] = {}
-    for one in taken:
+    for one in accepted_rows:
         new.setdefault(path_of(one.row), {})[one.row.key] = one
     whole = {path: _kept(path, rows) | rows for path, rows in new.items()}
     for path, rows in whole.items():  # all that is there was read and checked

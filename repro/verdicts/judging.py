@@ -406,7 +406,7 @@ def _all_lost(cells: Iterable[Measured]) -> bool:
     """Whether two or more compressed models are compared in perplexity, all above `COLLAPSED` times full precision."""
     ratios = []
     for one in cells:
-        if one.cell.unit != "ppl" or one.external or one.full is None or one.full.measurement.value is None:
+        if one.cell.unit != "ppl" or one.full is None or one.full.measurement.value is None:
             return False
         ratios.append(one.measurement.value / one.full.measurement.value)
     return len(ratios) > 1 and min(ratios) > COLLAPSED
