@@ -26,6 +26,7 @@ from repro.workflow.workflow import Workflow
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
 PUBLISHED = {
     "nvidia-h200-bars.md": "tables/kernels/targets.md",
+    "nvidia-h100-bars.md": "tables/kernels/targets-h100.md",
     "nvidia-h200-roofline.svg": "figures/kernels/roofline.svg",
     **{f"nvidia-h200-peers-m{m}.svg": f"figures/kernels/peers-m{m}.svg" for m in (1, 64)},
 }
@@ -173,14 +174,14 @@ def test_rows_built_here_win_over_accepted_ones(tmp_path, monkeypatch):
 
 
 def test_a_build_of_another_device_shows_that_device(tmp_path, monkeypatch, flow):
-    """As `make tables/kernels/targets.md` after a bench on an H100; without one the accepted H200 rows are shown."""
+    """As `make tables/kernels/targets.md` after a bench on an L40S, of which nothing is stored."""
     monkeypatch.chdir(tmp_path)
     one = dataclasses.replace(OURS, layers="4096x4096")
     assert KernelTime.origin([one])["device"] == "NVIDIA H200"
     kernel_rows.BUILT.parent.mkdir()
-    here = row("w4-g128", "wna16_gemv", "fp16", (4096, 4096), 1, 5.1, 4.9, device="NVIDIA H100 80GB HBM3")
+    here = row("w4-g128", "wna16_gemv", "fp16", (4096, 4096), 1, 5.1, 4.9, device="NVIDIA L40S")
     kernel_rows.BUILT.write_text(kernel_rows.to_csv([here]))
-    assert number("o", o=one).value == 5.1 and KernelTime.origin([one])["stand_in"] == "NVIDIA H100 80GB HBM3"
+    assert number("o", o=one).value == 5.1 and KernelTime.origin([one])["stand_in"] == "NVIDIA L40S"
     assert number("o", o=dataclasses.replace(one, layers="8192x8192")) is None
     assert number("o", o=dataclasses.replace(one, device="NVIDIA H200")).value != 5.1
 
@@ -268,11 +269,12 @@ def test_targets_and_verdicts_stand_next_to_what_was_measured(flow, accepted):
 
 
 def test_what_docs_shows_is_built_from_the_accepted_rows(flow, tmp_path):
-    """Build with `python -m repro make tables/kernels/targets.tex figures/kernels/*.svg`, then copy."""
+    """Build with `python -m repro make tables/kernels/targets{,-h100}.tex figures/kernels/*.svg`, then copy."""
     written.build(flow, "kernels/targets", tmp_path / "tables")
+    written.build(flow, "kernels/targets-h100", tmp_path / "tables")
     for name in figures.names():
         if name.startswith("kernels/"):
             drawn.build(flow, name, tmp_path / "figures")
     for published, made in PUBLISHED.items():
         assert (ROOT / "docs" / published).read_bytes() == (tmp_path / made).read_bytes(), f"docs/{published}"
-    assert {path.name for path in (ROOT / "docs").glob("nvidia-h200-*")} == set(PUBLISHED)
+    assert {path.name for path in (ROOT / "docs").glob("nvidia-*")} == set(PUBLISHED)
