@@ -101,3 +101,15 @@ def test_what_is_not(sanitize, script, runs, errors, reason):
 def test_an_unknown_kernel_is_a_sentence(sanitize):
     done, lines = sanitize({}, "dequantise")
     assert done.returncode == 2 and "unknown kernel 'dequantise'; there is read_floor" in done.stderr and not lines
+
+
+def test_a_run_that_is_stopped_leaves_the_lines_that_it_has(sanitize, tmp_path):
+    """One at a time: the last check is the one in which the whole is stopped."""
+    stop = 'kill -TERM "$(cat pid)"; sleep 2'
+    done, lines = sanitize(
+        {"synccheck-dequantize": f"cd {tmp_path}; {stop}"}, facts=f"{SAID}; echo $PPID > {tmp_path}/pid", JOBS="1"
+    )
+    assert done.returncode == 143
+    last = lines.pop(("synccheck", "dequantize"))
+    assert (last["runs"], last["reason"]) == ("0", "not checked")
+    assert len(lines) == 5 and all((line["runs"], line["reason"]) == ("3", "") for line in lines.values())
