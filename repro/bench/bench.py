@@ -246,15 +246,15 @@ class _Run:
                     f"error {t.relerr:.1e}" + (f", {t.watts:.0f} W" if t.watts else "")
                 )
             library = {(layer.rows, layer.columns, m, t.mode): t.us for t in timings if t.name == peers.LIBRARY_LABEL}
-            bridged = _bridged(library, device.origin)
+            rescaled = _rescaled(library, device.origin)
             # Who was not asked for keeps the ratio of the run that its rivals are of.
-            rows += [row for row in bridged if not self.only or any(word in row.label for word in self.only)]
+            rows += [row for row in rescaled if not self.only or any(word in row.label for word in self.only)]
             for name, error in failed.items():
                 p = self.chosen[name]
                 status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), "failed")
                 note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
-                place = (p.format, p.name, p.dtype, layer.rows, layer.columns, m, mode, status)
-                rows.append(KernelRow(*place, note=note, **device.origin))
+                first_columns = (p.format, p.name, p.dtype, layer.rows, layer.columns, m, mode, status)
+                rows.append(KernelRow(*first_columns, note=note, **device.origin))
                 self.say(f"{where}: {name} {status}: {note}")
         del tasks
         device.backend.release()
@@ -302,15 +302,15 @@ class _Run:
         )
 
 
-def _bridged(here: Mapping[tuple[int, int, int, str], float], about: Mapping[str, str]) -> list[KernelRow]:
+def _rescaled(here: Mapping[tuple[int, int, int, str], float], about: Mapping[str, str]) -> list[KernelRow]:
     """Rows of the peers stored for this device, rescaled by the library's times of this run by (N, K, M, mode)."""
     rows = []
     records = [record for record in stored_peers.times() if record.device == about["device"]]
-    for provider, kernel, dtype, names in stored_peers.BRIDGED:
-        for r, ratio, us in stored_peers.bridge(here, records, names):
+    for provider, kernel, dtype, names in stored_peers.RESCALED_PEERS:
+        for r, ratio, us in stored_peers.rescale(here, records, names):
             note = f"{r.peer}, recorded {r.us:.3f} us on {r.date} ({r.device}), times {ratio:.3f}, "
             note += "the library's time here to then"
-            place = (r.N, r.K, r.M, r.mode)
+            shape = (r.N, r.K, r.M, r.mode)
             facts = {"bytes": r.bytes, "relerr": r.relerr, "note": note}
-            rows.append(KernelRow(kernel, provider, dtype, *place, "bridged", us, **facts, **about))
+            rows.append(KernelRow(kernel, provider, dtype, *shape, "rescaled", us, **facts, **about))
     return rows

@@ -24,7 +24,7 @@ from repro.core.files import ROOT
 from repro.kernels.launch_config import device_slug
 
 GEMLITE = "0.6.0.post2"  # the release behind the stored rows
-LIBRARY = "torch.matmul"  # the library kernel that every run has: bridges and regression checks stand on it
+LIBRARY = "torch.matmul"  # the library kernel that every run has: rescaled times and regression checks stand on it
 LIBRARY_LABEL = f"bf16/bf16/{LIBRARY}"
 
 

@@ -1,6 +1,6 @@
 """Measured shapes, and stored times of peers that cannot run here, from a CSV of their own.
 
-`bridge` rescales them to another run by the ratio of that run's bf16 matmul to the stored one, marked so.
+`rescale` rescales them to another run by the ratio of that run's bf16 matmul to the stored one, marked so.
 """
 
 import functools
@@ -20,7 +20,7 @@ TYPES = {
 }
 LIBRARY = "cublas_bf16"  # the bf16 matmul among the stored
 GEMLITE_VARIANTS = ("", "_kc", "_h100cfg", "_h100cfg_kc", "max", "max_kc", "p8", "p8_kc")  # of packing and tuning
-BRIDGED = (  # peers that do not run here: who, what they compute, and their stored variants; the fastest counts
+RESCALED_PEERS = (  # peers that do not run here: who, what they compute, and their stored variants; the fastest counts
     ("awq_gemv", "w4-g128", "fp16", ("awq_gemv_g128",)),
     ("marlin", "w4-g128", "fp16", ("marlin_g128", "marlin_g128_t64x256")),
     *(
@@ -49,7 +49,7 @@ def times(path: Path = STORED) -> tuple[Any, ...]:
     return tuple(frame.itertuples(index=False, name="Record"))
 
 
-def bridge(
+def rescale(
     here: Mapping[tuple[int, int, int, str], float], records: Iterable[Any], peers: Collection[str]
 ) -> list[tuple[Any, float, float]]:
     """The fastest of some stored peers on each shape, rescaled by the library's ratio in this run.

@@ -28,7 +28,7 @@ RESCALED = "recorded, rescaled"  # by the ratio of the library's times in this r
 CHANGED = "timed under other versions; time it anew with python -m repro bench"
 SHOWN: dict[str, Callable[[KernelRow], float | None]] = {
     "us": lambda row: row.us,
-    "recorded": lambda row: _as_recorded(row) if row.status == "bridged" else row.us,
+    "recorded": lambda row: _as_recorded(row) if row.status == "rescaled" else row.us,
     "fraction": lambda row: row.fraction,
     "rate": lambda row: 2 * row.N * row.K * row.M / row.us / 1e6,
     "bandwidth": lambda row: row.bytes / row.us / 1e6,
@@ -94,7 +94,7 @@ class KernelTime(External):
         measured = [row for row in rows if row.status == "ok"]
         here, old = all(row.built for row in rows), any(not row.versions for row in measured)
         changed = any(row.versions not in ("", kernel_rows.versions(row.label)) for row in measured)
-        rescaled = any(row.status == "bridged" for row in shown)
+        rescaled = any(row.status == "rescaled" for row in shown)
         facts = {to: {getattr(row, of) for row in rows} for to, of in FACTS.items()}
         facts["environment"] = {f"{row.environment}, {row.date}" for row in rows}
         joined = {name: " + ".join(sorted(filter(None, words))) for name, words in facts.items()}
@@ -160,6 +160,8 @@ def _interval(row: KernelRow, show: str) -> Interval:
 
 def _as_recorded(row: KernelRow) -> float:
     """The fastest recorded time behind a rescaled one."""
-    names = next(names for who, kernel, _, names in stored_peers.BRIDGED if (who, kernel) == (row.provider, row.kernel))
+    names = next(
+        names for who, kernel, _, names in stored_peers.RESCALED_PEERS if (who, kernel) == (row.provider, row.kernel)
+    )
     shape = (row.N, row.K, row.M, row.mode)
     return min(r.us for r in stored_peers.times() if r.peer in names and (r.N, r.K, r.M, r.mode) == shape)

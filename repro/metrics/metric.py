@@ -96,6 +96,9 @@ class Metric:
 class External(Metric, ABC):
     """A metric with results of its own, such as kernel times: no job and no model behind it."""
 
+    def jobs(self, target: Any) -> None:
+        """It has none."""
+
     @abstractmethod
     def read(self) -> Quantity | None:
         """The quantity in its own results; None where they lack it."""

@@ -1,34 +1,40 @@
-"""Accept built tables and figures into results/: everything is recomputed and checked, and written as a whole."""
+"""Accept built tables, figures and kernel times into results/: every row is checked, all are written or none.
+
+What differs between results is how a row of theirs is checked (`CHECKS`): a measurement is recomputed from the folders
+of its jobs, a kernel time is held against what its device can do.
+"""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from repro.core.errors import UserError
 from repro.papers.cell import Cell
 from repro.results import measure
 from repro.specs import figures
 from repro.specs import scale as scales
-from repro.store import accepted, kernel_rows, provenance
+from repro.store import accepted, kernel_rows, provenance, stored_row
 from repro.store.accepted import AcceptedRow
 from repro.store.job import Job, distinct
-from repro.store.measurement import COLUMNS, MEASURED, Measurement, from_csv
+from repro.store.kernel_rows import KernelRow
+from repro.store.measurement import COLUMNS, MEASURED, Measurement
+from repro.store.stored_row import StoredRow
 from repro.workflow import runner
 from repro.workflow.workflow import Workflow
 
-ACCEPTED = (*MEASURED, "stale", "unsupported", "diverged", "oom", "too_long")  # stale: under earlier versions
 # An H100 gave an H200's series to the last bit, SPEAR and OmniQuant trained anew: 14 of 14.
 SM_90 = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA GH200")
 COMPARED = tuple(name for name in COLUMNS if name != "source")
 
 
 def accept(path: Path) -> dict[str, int]:
-    """Recompute a built table's fresh rows from the folders of their jobs under build/, and merge them into results/.
+    """Check the fresh rows of a built table, or the kernel times of `bench`, and merge them into results/.
 
-    A file of `bench` has kernel times, which are checked against their device instead (`kernel_rows.accept`).
+    A table's rows are recomputed from the folders of their jobs under build/, and a time may not be below the roofline.
     Rows that were made under other versions are taken with those, and are stale. Cells that take no job are left out:
-    settings are fresh everywhere, kernel times have results of their own.
+    settings are fresh everywhere, kernel times are accepted from the file of `bench`.
 
     Args:
         path: a table's CSV, or a file of `bench`. A table's says which cells and scale are meant; no number and no
@@ -38,12 +44,12 @@ def accept(path: Path) -> dict[str, int]:
         Number of rows by file that was written.
 
     Raises:
-        UserError: no fresh row, an unknown cell or scale, a row that is not what its observations say, observations of
-            another job, device, or of uncommitted code.
+        UserError: no fresh row, a row given twice, an unknown cell or scale, a row that is not what its observations
+            say, observations of another job, device, or of uncommitted code, what `kernel_rows.check_new` refuses; an
+            accepted row that was edited.
     """
-    if kernel_rows.is_kernel_rows(path):
-        return kernel_rows.accept(path)
-    return _merge(from_csv(path), str(path))
+    of = KernelRow if kernel_rows.is_kernel_rows(path) else Measurement
+    return _merge(stored_row.from_csv(path, of), of, str(path))
 
 
 def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
@@ -64,27 +70,54 @@ def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
     if table:
         raise UserError(f"{name} is drawn from the cells of {table}; accept tables/{table}.csv")
     cells = flow.cells(paper, number, "figure")
-    return _merge([measure.fresh(flow, cell) for cell in cells if any(flow.jobs(cell))], name)
+    return _merge([measure.fresh(flow, cell) for cell in cells if any(flow.jobs(cell))], Measurement, name)
 
 
-def _merge(built: Iterable[Measurement], where: str) -> dict[str, int]:
-    """Recompute the fresh rows of a table or figure, and merge them into results/."""
-    rows = [row for row in built if row.source == "fresh" and row.status in ACCEPTED]
+def _merge(rows: Iterable[StoredRow], of: type[StoredRow], where: str) -> dict[str, int]:
+    """Check the new rows of a class, and merge them into results/."""
+    new = [row for row in rows if row.is_new]
+    try:
+        _check_no_duplicates(new)
+        accepted_rows = CHECKS[of](new)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if not any(one.row.status in of.MEASURED for one in accepted_rows):
+        statuses = " or ".join(of.MEASURED)
+        raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status {statuses}")
+    return accepted.write(accepted_rows)
+
+
+def _check_no_duplicates(rows: Iterable[StoredRow]) -> None:
+    """Raise unless every row has a key of its own."""
+    seen = set()
+    for row in rows:
+        if row.key in seen:
+            raise UserError(f"{row.where}: given twice")
+        seen.add(row.key)
+
+
+def _recomputed(rows: Sequence[Measurement]) -> list[AcceptedRow]:
+    """The rows that take jobs, each as its observations say it."""
     flows: dict[str, Workflow] = {}
-    accepted_rows: dict[tuple[str, ...], AcceptedRow] = {}
+    accepted_rows = []
     for row in rows:
         try:
             flow = flows.setdefault(row.scale + row.device_class, _flow(row))
             cell = measure.cell_of(flow, row)
-            if row.key in accepted_rows:
-                raise UserError("given twice")
             if any(flow.jobs(cell)):
-                accepted_rows[row.key] = _accepted_row(flow, cell, row)
+                accepted_rows.append(_accepted_row(flow, cell, row))
         except UserError as error:
-            raise UserError(f"{where}: {row.where}: {error}") from None
-    if not any(one.row.status in MEASURED for one in accepted_rows.values()):
-        raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status ok or at_chance")
-    return accepted.write(accepted_rows.values())
+            raise UserError(f"{row.where}: {error}") from None
+    return accepted_rows
+
+
+def _possible(rows: Sequence[KernelRow]) -> list[AcceptedRow]:
+    """Kernel times, all of which their device can have."""
+    kernel_rows.check_new(rows)
+    return [AcceptedRow(row) for row in rows]
+
+
+CHECKS: dict[type[StoredRow], Callable[[Any], list[AcceptedRow]]] = {Measurement: _recomputed, KernelRow: _possible}
 
 
 def _flow(row: Measurement) -> Workflow:

@@ -1,10 +1,11 @@
-"""Accepted measurements: `results/<device>/<paper>-<table>.csv.xz`, their series beside them, and the only way in.
+"""Accepted results: `results/<device>/<paper>-<table>.csv.xz`, their series beside them, and the only way in.
 
 `accept` takes a table that was built here (or whose job folders `repro run` made on another machine and that were
 brought here), recomputes every value from the observations in those folders, and merges it. The file of measurements
 only says which table and scale are meant: no number and no path in it is believed.
 
     results/<device>/spear-table1.csv.xz       a line a cell, with a digest of all its fields
+    results/<device>/kernels.csv.xz            a line a kernel time (`kernel_rows`), which has no series and no inputs
     results/<device>/rows.json                 which rows each file has: a digest of their keys
     results/<device>/observations/spear-table1-<kind>-<hash>.parquet   a row per cell, seed and unit; split at 1 MB
     results/<device>/inputs.json.xz            what the hashes of declared inputs stand for
@@ -16,7 +17,7 @@ writing is interrupted, the rows that are there have their series.
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
@@ -29,14 +30,14 @@ from repro.papers.cell import Cell, CellKey
 from repro.store import folded, measurement, observations, row_list
 from repro.store.measurement import Measurement, from_csv
 from repro.store.observations import Series
-from repro.store.stored_row import ENDING
+from repro.store.stored_row import ENDING, StoredRow
 
 RESULTS = measurement.RESULTS
 OF_CELLS = f"*-*{ENDING}"  # of measurements; kernel times, which `repro.store.kernel_rows` reads, have no dash
 INPUTS = "inputs.json.xz"  # spells out the hashes of declared inputs of a device's rows
 
 
-def path_of(row: Measurement) -> Path:
+def path_of(row: StoredRow) -> Path:
     """The file that an accepted row is in; of one that several cards measured it is the first one's."""
     return RESULTS / row.stored_as
 
@@ -159,21 +160,21 @@ def series(row: Measurement) -> list[dict[str, Series]]:
 
 @dataclass(frozen=True, eq=False)
 class AcceptedRow:
-    """A checked measurement with all that is kept of it.
+    """A checked row with all that is kept of it.
 
     Attributes:
-        row: the measurement.
+        row: a measurement, or a kernel time, which is all that is kept of it.
         seeds: its series, a mapping a seed; none where it could not be done.
         inputs: its declared inputs, whose hash is the row's.
     """
 
-    row: Measurement
-    seeds: Sequence[Mapping[str, Series]]
-    inputs: Mapping[str, Any]
+    row: Any
+    seeds: Sequence[Mapping[str, Series]] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write(accepted_rows: Iterable[AcceptedRow]) -> dict[str, int]:
-    """Merge measurements into results/: data before rows, nothing that a row needs is ever rewritten.
+    """Merge rows into results/: data before rows, nothing that a row needs is ever rewritten.
 
     Returns:
         Number of rows by file that was written.
@@ -181,38 +182,61 @@ def write(accepted_rows: Iterable[AcceptedRow]) -> dict[str, int]:
     Raises:
         UserError: what is there already is damaged; nothing is written then.
     """
-    new: dict[Path, dict[tuple[str, ...], AcceptedRow]] = {}
+    new: dict[Path, dict[tuple[Any, ...], AcceptedRow]] = {}
     for one in accepted_rows:
         new.setdefault(path_of(one.row), {})[one.row.key] = one
-    whole = {path: _kept(path, rows) | rows for path, rows in new.items()}
+    whole = {}
+    for path, rows in new.items():
+        of = type(next(iter(rows.values())).row)
+        whole[path] = _others(path, of, rows) | rows
     for path, rows in whole.items():  # all that is there was read and checked
         _write(path, [rows[key] for key in sorted(rows)])
     forget()
     return {str(path): len(rows) for path, rows in new.items()}
 
 
-def _kept(path: Path, new: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], AcceptedRow]:
-    """What a file holds already besides the keys `new`, by key."""
-    there = row_list.read(path, Measurement) if row_list.is_stored(path) else []
-    rows = [row for row in there if row.key not in new]
-    return {row.key: AcceptedRow(row, series(row), inputs_of(row) or {}) for row in rows}
+def _others(path: Path, of: type[StoredRow], new: Collection[tuple[Any, ...]]) -> dict[tuple[Any, ...], AcceptedRow]:
+    """The rows of a class that a file holds already besides the keys `new`, by key."""
+    by_key = {}
+    for row in row_list.read(path, of) if row_list.is_stored(path) else []:
+        if row.key not in new:
+            kept = [series(row), inputs_of(row) or {}] if isinstance(row, Measurement) else []
+            by_key[row.key] = AcceptedRow(row, *kept)
+    return by_key
 
 
 def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
     """Write a file with all that its rows need; only then remove what they do not need any more."""
+    packs = _write_series(path, rows)
+    if not rows or any(one.inputs for one in rows):  # a kernel time has none
+        _write_inputs(path, rows)
+    store(path, [one.row for one in rows])
+    for pack in set(_packs(path.parent, _stem(path))) - packs:
+        pack.unlink()
+
+
+def _write_series(path: Path, rows: Sequence[AcceptedRow]) -> set[Path]:
+    """Write the series of a file's rows that are not there yet; the files that hold them."""
     by_measure: dict[str, dict[tuple[str, int], Mapping[str, Series]]] = {}
     for one in rows:
+        if not one.seeds:
+            continue
         cell = json.dumps([*one.row.cell_key, one.row.scale], ensure_ascii=False)
         of_kind = by_measure.setdefault(one.inputs.get("measure", "other"), {})
         of_kind |= {(cell, i): seed for i, seed in enumerate(one.seeds)}
     packs = {}
-    for measure, one in by_measure.items():
-        for digest, data in observations.pack(one):
+    for measure, by_cell in by_measure.items():
+        for digest, data in observations.pack(by_cell):
             packs[path.parent / "observations" / f"{_stem(path)}-{measure}-{digest[:8]}.parquet"] = data
     for pack, data in packs.items():
         if not pack.is_file():
             with atomic(pack) as temporary:
                 temporary.write_bytes(data)
+    return set(packs)
+
+
+def _write_inputs(path: Path, rows: Sequence[AcceptedRow]) -> None:
+    """Write what the hashes of a device's declared inputs stand for, with those of a file's new rows."""
     used = set()
     for file in _files(path.parent):
         if file.is_file():
@@ -223,12 +247,9 @@ def _write(path: Path, rows: Sequence[AcceptedRow]) -> None:
     lines = [f"{json.dumps(hash)}: {folded.text(facts)}" for hash, facts in said]
     write_text(path.with_name(INPUTS), "{\n" + ",\n".join(lines) + "\n}\n")
     _facts_of.cache_clear()  # a file that was written twice within a tick of the clock has one time
-    store(path, [one.row for one in rows])
-    for pack in set(_packs(path.parent, _stem(path))) - packs.keys():
-        pack.unlink()
 
 
-def store(path: Path, rows: Sequence[Measurement]) -> None:
+def store(path: Path, rows: Sequence[StoredRow]) -> None:
     """Write a file of signed rows; without rows it goes. Whenever that is interrupted, the file and its keys agree."""
     row_list.write(path, rows)
 
@@ -248,7 +269,7 @@ def rewrite(change: Callable[[AcceptedRow], AcceptedRow | None]) -> dict[str, in
     """
     new: dict[Path, dict[tuple[str, ...], AcceptedRow]] = {path: {} for path in files()}
     for path in files():
-        for old in _kept(path, ()).values():
+        for old in _others(path, Measurement, ()).values():
             changed = change(old)
             if changed is None:
                 continue

@@ -1,14 +1,12 @@
 """Kernel times as CSV: one tidy row per kernel or peer, shape and mode, with its provenance.
 
-`bench` writes such files; `accept` takes one into `results/<device>/kernels.csv.xz`: schema, provenance, and nothing
-faster than the device's roofline. What is there already stays, unless the new file has a row of the same key. An
-accepted row carries a digest of all its fields, and `rows.json` says which rows there are, as of every stored result
-(`repro.store.row_digest`, `row_list`); a row that was edited is never read.
+`bench` writes such files; `accept` merges one into `results/<device>/kernels.csv.xz` as it does every result, when
+`check_new` finds a provenance in each row and nothing faster than the device's roofline.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -61,7 +59,8 @@ TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the b
 PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included
 BUILT = Path("build") / "kernels.csv"  # where `bench` writes by default
 STORED = f"kernels{ENDING}"  # accepted ones, in the folder of their device
-KERNEL_STATUSES = ("ok", "bridged", "wrong", "oom", "unsupported", "failed")
+KERNEL_STATUSES = ("ok", "rescaled", "wrong", "oom", "unsupported", "failed")
+WITH_TIME = ("ok", "rescaled")  # statuses that come with a time
 MODES = ("cold", "warm")
 
 LARGE = 8192  # rows, columns and activation rows of the product that measures a ceiling
@@ -100,12 +99,13 @@ class KernelRow(StoredRow):
     against float32; `joule` a launch; `host_us` what the host takes for a call, checks and launches, without waiting
     for the device. `machine` is the digest of the machine code that ran (a library: `libraries`), `versions` are those
     of the timer and of the kernel or the peers; empty where none were kept yet.
-    Status `bridged` is a time of another run, times the library's time here over then.
+    Status `rescaled` is a time of another run, times the library's time here over then.
     """
 
     WHAT: ClassVar[str] = "a file of python -m repro bench"
     MADE_BY: ClassVar[str] = WHAT
     STATUSES: ClassVar[tuple[str, ...]] = KERNEL_STATUSES
+    MEASURED: ClassVar[tuple[str, ...]] = ("ok",)
     DIGITS: ClassVar[int] = 5
 
     kernel: str
@@ -187,58 +187,37 @@ def from_csv(path: Path) -> list[KernelRow]:
     return stored_row.from_csv(path, KernelRow)
 
 
-# ---- accepting
+# ---- what can be accepted
 
 
-def accept(path: Path, results: Path = RESULTS) -> dict[str, int]:
-    """Validate a file of `bench` and merge it into `results/<device>/kernels.csv.xz`; nothing is half-taken.
-
-    Returns:
-        Number of rows by file that was written.
+def check_new(rows: Sequence[KernelRow]) -> None:
+    """Raise unless all rows of a file of `bench` can be accepted.
 
     Raises:
-        UserError: schema, a row given twice, a missing origin, uncommitted code, a failure or wrong result of ours, or
-            a time that the device cannot have, a peer that is rescaled from another device; an accepted row that was
-            edited.
+        UserError: a missing origin, uncommitted code, a failure or wrong result of ours, a time that the device cannot
+            have, or a peer that is rescaled from another device.
     """
-    rows = from_csv(path)
-    if not any(row.status == "ok" for row in rows):
-        raise UserError(f"{path}: no measured row to accept")
-    seen: set[tuple] = set()
-    by_file: dict[Path, list[KernelRow]] = {}
     for row in rows:
-        where = f"{path}: {row.where}"
-        if row.key in seen:
-            raise UserError(f"{where}: given twice")
-        seen.add(row.key)
-        _check_origin(row, where)
+        _check_origin(row)
         if broken_of_ours(row):
             what = "its result is wrong" if row.status == "wrong" else "it failed"
             how = "fix it, measure it again with --resume, or leave it out with --only"
-            raise UserError(f"{where}: {what} ({row.note}); {how}")
-        if row.status in ("ok", "bridged"):
-            _check(row, where, *peaks_of(row.device, rows, path))
-        by_file.setdefault(results / row.stored_as, []).append(row)
-    merged = {}
-    for file, new in by_file.items():
-        old = row_list.read(file, KernelRow) if row_list.is_stored(file) else []
-        merged[file] = {row.key: row for row in (*old, *new)}
-    for file, by_key in merged.items():
-        row_list.write(file, [by_key[key] for key in sorted(by_key)])
-    return {str(file): len(by_file[file]) for file in by_file}
+            raise UserError(f"{row.where}: {what} ({row.note}); {how}")
+        if row.status in WITH_TIME:
+            _check(row, row.where, *peaks_of(row.device, rows))
 
 
-def _check_origin(row: KernelRow, where: str) -> None:
+def _check_origin(row: KernelRow) -> None:
     """Raise unless a row says where it was measured, at a commit of this project."""
     for name, value in row.origin.items():
         if not value:
-            raise UserError(f"{where}: {name} is empty; a number without its origin is not accepted")
+            raise UserError(f"{row.where}: {name} is empty; a number without its origin is not accepted")
     try:
         provenance.check_commit(row.commit)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{row.where}: {error}") from None
     if not re.fullmatch(r"\w[\w ().+-]*", row.device):  # its name becomes that of a folder
-        raise UserError(f"{where}: device is {row.device!r:.60}, which is not a name of a GPU")
+        raise UserError(f"{row.where}: device is {row.device!r:.60}, which is not a name of a GPU")
 
 
 def broken_of_ours(row: KernelRow) -> bool:
@@ -258,7 +237,7 @@ def _check(row: KernelRow, where: str, peaks: Mapping[str, float], said: str) ->
         raise UserError(f"{where}: {row.us} us is not between its p20 and p80, {row.p20} and {row.p80}")
     if row.status == "ok" and row.mode == "cold" and row.copies < 2:
         raise UserError(f"{where}: cold with {row.copies} copy of the weights")
-    if row.status == "bridged":
+    if row.status == "rescaled":
         recorded_on = re.search(r"\(([^()]*)\), times", row.note)
         if recorded_on is None or recorded_on[1] != row.device:
             whose = recorded_on[1] if recorded_on else "a device that its note does not name"
@@ -298,7 +277,7 @@ def _width(kernel: str) -> float:
     return int(match[1]) if match else WIDTHS.get(kernel, 0)
 
 
-def peaks_of(device: str, rows: Iterable[KernelRow], path: Path) -> tuple[Mapping[str, float], str]:
+def peaks_of(device: str, rows: Iterable[KernelRow]) -> tuple[Mapping[str, float], str]:
     """What no row of a device can beat, as in `PEAKS`, and words for where that comes from.
 
     Raises:
@@ -316,13 +295,13 @@ def peaks_of(device: str, rows: Iterable[KernelRow], path: Path) -> tuple[Mappin
             product = max(product, 2 * LARGE**3 / row.us * 1e6)
     if not (read and product):
         what = f"{device} has no listed peaks, and the file lacks its read rate or its bf16 product of {LARGE}^3"
-        raise UserError(f"{path}: {what}; python -m repro bench measures both first")
+        raise UserError(f"{what}; python -m repro bench measures both first")
     fastest = {kind: max(peaks[kind] for peaks in PEAKS.values()) for kind in ("memory", "bf16")}
     for kind, reached, unit in (("memory", read, "TB/s"), ("bf16", product, "T operations/s")):
         if reached > fastest[kind]:
             said = f"a {kind} ceiling of {reached / 1e12:.4g} {unit}"
             most = f"above the {fastest[kind] / 1e12:.4g} of any listed GPU"
-            raise UserError(f"{path}: {device} has {said}, {most}; measure again, or list its peaks in kernel_rows.py")
+            raise UserError(f"{device} has {said}, {most}; measure again, or list its peaks in kernel_rows.py")
     halves = ABOVE_PRODUCT * product
     return _peaks(ABOVE_READ * read, halves, 2 * halves), ", by the ceilings of this file,"
 

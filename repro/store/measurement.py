@@ -19,6 +19,7 @@ STATUSES = (
 )
 MEASURED = ("ok", "at_chance")
 SHOWN = (*MEASURED, "stale")  # statuses that come with a value
+ACCEPTED = (*SHOWN, "unsupported", "diverged", "oom", "too_long")  # stale: measured under earlier versions
 GRADES = ("A", "B", "C", "D")
 RESULTS = HOME / "results"
 
@@ -45,6 +46,7 @@ class Measurement(StoredRow):
     WHAT: ClassVar[str] = "a file of measurements"
     MADE_BY: ClassVar[str] = "a table's .csv"
     STATUSES: ClassVar[tuple[str, ...]] = STATUSES
+    MEASURED: ClassVar[tuple[str, ...]] = MEASURED
     DIGITS: ClassVar[int] = 7
 
     paper: str
@@ -105,6 +107,11 @@ class Measurement(StoredRow):
     def where_stored(self) -> str:
         """The same, and at which scale."""
         return f"{self.where} at scale {self.scale}"
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was measured here, or could not be; not taken from results/ or calculated."""
+        return self.source == "fresh" and self.status in ACCEPTED
 
     def check(self) -> None:
         """Raise unless the seeds are whole numbers."""

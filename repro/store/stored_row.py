@@ -26,6 +26,7 @@ class StoredRow(ABC):
         WHAT: what such a file is, in messages.
         MADE_BY: what to name instead of a file that cannot be read.
         STATUSES: what `status` may be.
+        MEASURED: those of a row that was measured; a file to accept has one.
         DIGITS: significant digits of numbers.
         device: where it was measured; several are joined by ` + `.
         digest: that of an accepted row (`row_digest`); empty elsewhere.
@@ -34,8 +35,10 @@ class StoredRow(ABC):
     WHAT: ClassVar[str]
     MADE_BY: ClassVar[str]
     STATUSES: ClassVar[tuple[str, ...]]
+    MEASURED: ClassVar[tuple[str, ...]]
     DIGITS: ClassVar[int]
     device: str
+    status: str
     digest: str
 
     @property
@@ -62,6 +65,11 @@ class StoredRow(ABC):
     def where_stored(self) -> str:
         """The same among accepted rows, where a cell may be there at several scales."""
         return self.where
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it can be accepted: it is of the run that wrote its file."""
+        return True
 
     def check(self) -> None:  # noqa: B027 - most rows have nothing more to check
         """Raise what is wrong with a row that was read, besides its numbers and its status."""

@@ -172,7 +172,7 @@ class Workflow:
         return self._jobs[key]
 
     def _make_jobs(self, cell: Cell) -> list[dict[str, Job]]:
-        if not self.is_measured(cell) or self.is_external(cell):
+        if not self.is_measured(cell):
             return []
         if operands := self.operands(cell):
             jobs = {name: self.jobs(operand) for name, operand in operands.items()}

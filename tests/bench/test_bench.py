@@ -11,7 +11,8 @@ from repro.bench import bench, timing
 from repro.bench.peers import PEERS, Provider, against
 from repro.core.errors import UserError
 from repro.metrics import kernel_time
-from repro.store import kernel_rows, provenance
+from repro.results.accept import accept
+from repro.store import accepted, kernel_rows, provenance
 from repro.store.kernel_rows import from_csv
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -125,13 +126,14 @@ def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(dev
         earlier.setattr(bench, "versions", lambda label: "timer=0")
         bench.bench(tmp_path / "old.csv", shapes, (1, 4), say=str, device=device, rounds=3)
     monkeypatch.setattr(provenance, "has_commit", lambda commit: True)
-    kernel_rows.accept(tmp_path / "old.csv", results)
+    monkeypatch.setattr(accepted, "RESULTS", results)
+    accept(tmp_path / "old.csv")
     old = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv.xz")
     again = dataclasses.replace(device, origin=ORIGIN | {"commit": "abcdef0123", "date": "2026-02-02"})
     for i, shape in enumerate(shapes[:3]):
         bench.bench(tmp_path / f"{i}.csv", [shape], (1, 4), say=str, device=again, rounds=3)
     for i in (2, 0, 1):
-        kernel_rows.accept(tmp_path / f"{i}.csv", results)
+        accept(tmp_path / f"{i}.csv")
     rows = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv.xz")
     assert [row.key for row in rows] == [row.key for row in old] and len({row.key for row in rows}) == len(rows)
     assert {row.commit for row in rows if (row.N, row.K) != shapes[3]} == {"abcdef0123"}
@@ -200,13 +202,13 @@ def test_energy_is_in_every_row_by_default(device, tmp_path):
 
 def test_the_fastest_recorded_variant_is_carried_over():
     here = {(4096, 4096, 1, "cold"): 12.497, (4096, 4096, 16, "cold"): 20.0}
-    rows = {(r.provider, r.kernel, r.M): r for r in bench._bridged(here, ORIGIN)}
+    rows = {(r.provider, r.kernel, r.M): r for r in bench._rescaled(here, ORIGIN)}
     best = rows["gemlite-recorded", "w4-g128", 1]
-    assert best.note.startswith("gl_w4g128_h100cfg_kc, recorded 6.959 us") and best.status == "bridged"
+    assert best.note.startswith("gl_w4g128_h100cfg_kc, recorded 6.959 us") and best.status == "rescaled"
     assert rows["awq_gemv", "w4-g128", 1].us == pytest.approx(5.379, rel=0.02)
     assert ("awq_gemv", "w4-g128", 16) not in rows and rows["marlin", "w4-g128", 16].us > 0
     assert rows["gemlite-recorded", "w2-g64", 1].note.startswith("gl_w2g64_kc")
-    assert not bench._bridged(here, ORIGIN | {"device": "NVIDIA H100 80GB HBM3"}), "recorded on another device"
+    assert not bench._rescaled(here, ORIGIN | {"device": "NVIDIA H100 80GB HBM3"}), "recorded on another device"
 
 
 def test_the_versions_of_a_row_are_those_that_decide_its_time(monkeypatch):
@@ -249,7 +251,7 @@ def test_peers_that_do_not_run_here_are_rescaled_where_they_are_asked_for(device
     mine = {label: p for label, p in device.providers.items() if p.name in ("torch.matmul", "mine")}
     some = dataclasses.replace(device, providers=mine)
     rows = bench.bench(tmp_path / "x.csv", [(512, 2048)], (1,), only=only, say=str, device=some, rounds=3)
-    found = {r.provider for r in rows if r.status == "bridged"}
+    found = {r.provider for r in rows if r.status == "rescaled"}
     assert found <= who and bool(found) == bool(who)
 
 

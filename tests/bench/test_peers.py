@@ -12,7 +12,7 @@ from fake_device import Host
 from repro.bench import peers, timing
 from repro.bench.kernel_list import DISPATCHERS, KERNELS, OURS, load
 from repro.bench.peers import PEERS
-from repro.bench.stored_peers import TYPES, bridge, shapes, times
+from repro.bench.stored_peers import TYPES, rescale, shapes, times
 from repro.bench.task import Layer, dense
 from repro.core.errors import UserError
 
@@ -103,7 +103,7 @@ def record(peer, us, n=64, m=1, mode="cold"):
 def test_bridging_is_by_the_ratio_of_the_library():
     records = [record("cublas_bf16", 10.0), record("awq", 5.0), record("awq", 7.0, n=128), record("marlin", 3.0, m=16)]
     here = {(64, 64, 1, "cold"): 11.0, (128, 64, 1, "cold"): 9.0}
-    ((r, ratio, us),) = bridge(here, records, ["awq", "marlin"])
+    ((r, ratio, us),) = rescale(here, records, ["awq", "marlin"])
     assert r.us == 5.0 and ratio == pytest.approx(1.1) and us == pytest.approx(5.5)
 
 

@@ -54,7 +54,7 @@ def rows():
             row("w4-g128", "linear", "fp16", shape, 4, ours * 1.1, 10.0),
             *(row("bf16", "torch.matmul", "bf16", shape, m, 30.0, 25.0) for m in (1, 4)),
             row("bf16", "torch.compile", "bf16", shape, 1, 26.0, 25.0),
-            row("w4-g128", "awq_gemv", "fp16", shape, 1, 15.0, status="bridged", p20=None, p80=None, copies=None),
+            row("w4-g128", "awq_gemv", "fp16", shape, 1, 15.0, status="rescaled", p20=None, p80=None, copies=None),
         ]
     return result
 
@@ -223,7 +223,7 @@ def test_cells_claims_and_figures_of_synthetic_rows(accepted, flow, tmp_path):
 
 def test_every_provider_that_a_spec_names_exists():
     known = {p.label for p in {**peers.PEERS, **kernel_list.OURS}.values()} | {"read_floor/uint8/read_floor"}
-    known |= {f"{kernel}/{dtype}/{who}" for who, kernel, dtype, _ in stored_peers.BRIDGED}
+    known |= {f"{kernel}/{dtype}/{who}" for who, kernel, dtype, _ in stored_peers.RESCALED_PEERS}
     texts = [
         path.read_text() for folder in ("tables", "figures") for path in (ROOT / folder / "kernels").glob("*.yaml")
     ]
@@ -252,7 +252,9 @@ def test_a_peer_that_runs_here_comes_out_right_when_it_is_rescaled_instead():
             kernel_time.chosen(KernelTime(who, m)) for who in ("bf16/bf16/torch.matmul", "w4-g128/*/tinygemm")
         )
         times = {(r.N, r.K, r.M, r.mode): r.us for r in library.values()}
-        moved = {f"{r.N}x{r.K}": us for r, _, us in stored_peers.bridge(times, stored_peers.times(), ["tinygemm_g128"])}
+        moved = {
+            f"{r.N}x{r.K}": us for r, _, us in stored_peers.rescale(times, stored_peers.times(), ["tinygemm_g128"])
+        }
         ratios = [moved[layer] / row.us for layer, row in here.items() if layer in moved]
         assert len(ratios) > 10 and statistics.geometric_mean(ratios) == pytest.approx(mean, abs=0.005)
 

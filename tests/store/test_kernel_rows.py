@@ -8,7 +8,8 @@ import pytest
 from repro.__main__ import main
 from repro.core.errors import UserError
 from repro.core.files import csv_text, read_text, write_text
-from repro.store import kernel_rows, provenance, row_list, stored_row
+from repro.results import accept as accepting
+from repro.store import accepted, kernel_rows, provenance, row_list, stored_row
 from repro.store.kernel_rows import KernelRow
 
 ORIGIN = {"device": "NVIDIA H200", "commit": "0123456789", "environment": "torch 2", "date": "2026-01-01"}
@@ -31,15 +32,34 @@ def written(path, *rows):
     return path
 
 
+def accept(path, results):
+    """Accept a file into another folder than results/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accepted, "RESULTS", results)
+        return accepting.accept(path)
+
+
 def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypatch):
     results = tmp_path / "results"
-    monkeypatch.setattr(kernel_rows.accept, "__defaults__", (results,))
+    monkeypatch.setattr(accepted, "RESULTS", results)
     assert main(["accept", str(written(tmp_path / "a.csv", good(), good(M=4)))]) == 0
     assert main(["accept", str(written(tmp_path / "b.csv", good(us=4.25, fraction=3.86 / 4.25, note="again")))]) == 0
     assert "1 rows into" in capsys.readouterr().out
     rows = kernel_rows.from_csv(results / "nvidia-h200" / "kernels.csv.xz")
     assert [(r.M, r.us, r.note) for r in rows] == [(1, 4.25, "again"), (4, 4.2, "")]
     assert (results / "nvidia-h200" / "kernels.csv.xz").is_file()
+
+
+def test_times_are_written_like_every_result_and_leave_the_rest_of_their_folder(tmp_path):
+    """They have no series and no declared inputs; what measurements of the device have is not touched."""
+    results = tmp_path / "results"
+    accept(written(tmp_path / "a.csv", good()), results)
+    folder = results / "nvidia-h200"
+    assert sorted(path.name for path in folder.iterdir()) == ["kernels.csv.xz", "rows.json"]
+    inputs = folder / accepted.INPUTS
+    inputs.write_text("not read")
+    accept(written(tmp_path / "b.csv", good(M=4)), results)
+    assert inputs.read_text() == "not read" and len(row_list.read(folder / "kernels.csv.xz", KernelRow)) == 2
 
 
 @pytest.mark.parametrize(
@@ -89,7 +109,7 @@ def test_accept_merges_newer_rows_and_leaves_the_rest(tmp_path, capsys, monkeypa
 def test_what_is_not_accepted(tmp_path, changes, said):
     path = written(tmp_path / "a.csv", good(M=8), good(**changes))
     with pytest.raises(UserError, match=said):
-        kernel_rows.accept(path, tmp_path / "results")
+        accept(path, tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 
@@ -145,10 +165,10 @@ def faster(rows, factor):
 @pytest.mark.parametrize("origin", [ORIGIN, H100, OTHER], ids=["H200", "H100", "unlisted"])
 def test_a_run_of_any_device_is_accepted_and_refused_with_all_times_divided_by_ten(tmp_path, origin):
     rows, results = a_run(origin), tmp_path / "results"
-    kernel_rows.accept(written(tmp_path / "a.csv", *rows), results)
+    accept(written(tmp_path / "a.csv", *rows), results)
     assert len(kernel_rows.from_csv(next(results.glob("*/kernels.csv.xz")))) == len(rows)
     with pytest.raises(UserError, match="allows; measure again|above the .* of any listed GPU"):
-        kernel_rows.accept(written(tmp_path / "b.csv", *faster(rows, 10)), tmp_path / "no")
+        accept(written(tmp_path / "b.csv", *faster(rows, 10)), tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
@@ -160,25 +180,25 @@ def test_an_unlisted_device_is_judged_by_its_own_ceilings(tmp_path, row, factor,
     rows = a_run(OTHER)
     rows[row : row + 1] = faster(rows[row : row + 1], factor)
     with pytest.raises(UserError, match=f"{said}"):
-        kernel_rows.accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
+        accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
     for missing in (0, 1):
         some = [each for i, each in enumerate(a_run(OTHER)) if i != missing]
         with pytest.raises(UserError, match="NVIDIA Unlisted has no listed peaks, and the file lacks its read"):
-            kernel_rows.accept(written(tmp_path / "a.csv", *some), tmp_path / "results")
+            accept(written(tmp_path / "a.csv", *some), tmp_path / "results")
 
 
 def test_nothing_is_faster_than_reading_its_bytes(tmp_path):
     with pytest.raises(UserError, match=r"4\.2 us, less than the 4\.4 us of reading its bytes"):
-        kernel_rows.accept(written(tmp_path / "a.csv", shared(good(floor_us=4.4))), tmp_path / "results")
-    kernel_rows.accept(written(tmp_path / "a.csv", shared(good(floor_us=4.25))), tmp_path / "results")
+        accept(written(tmp_path / "a.csv", shared(good(floor_us=4.4))), tmp_path / "results")
+    accept(written(tmp_path / "a.csv", shared(good(floor_us=4.25))), tmp_path / "results")
 
 
 def test_a_choice_of_tokens_has_logits_and_no_columns(tmp_path):
     choice = good(kernel="argmax", provider="argmax", dtype="bf16", N=128256, K=None, M=1, bytes=256520, us=4.2)
-    kernel_rows.accept(written(tmp_path / "a.csv", shared(choice)), tmp_path / "results")
+    accept(written(tmp_path / "a.csv", shared(choice)), tmp_path / "results")
     with pytest.raises(UserError, match="of memory allows"):
         quick = {"us": 0.04, "p20": 0.04, "p80": 0.04, "floor_us": 0.04}
-        kernel_rows.accept(written(tmp_path / "b.csv", shared(dataclasses.replace(choice, **quick))), tmp_path / "no")
+        accept(written(tmp_path / "b.csv", shared(dataclasses.replace(choice, **quick))), tmp_path / "no")
 
 
 @pytest.mark.parametrize(
@@ -189,19 +209,19 @@ def test_a_choice_of_tokens_has_logits_and_no_columns(tmp_path):
     ],
 )
 def test_peers_rescaled_from_another_device_are_refused(tmp_path, note, whose):
-    peer = good(provider="awq_gemv", status="bridged", p20=None, p80=None, copies=None, note=note)
+    peer = good(provider="awq_gemv", status="rescaled", p20=None, p80=None, copies=None, note=note)
     rows = [*a_run(H100), shared(dataclasses.replace(peer, us=6.0, **H100))]
     with pytest.raises(UserError, match=f"rescaled from a time of {whose}, which says nothing of NVIDIA H100"):
-        kernel_rows.accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
+        accept(written(tmp_path / "a.csv", *rows), tmp_path / "results")
     if note:
-        kernel_rows.accept(written(tmp_path / "a.csv", good(), peer), tmp_path / "results")
+        accept(written(tmp_path / "a.csv", good(), peer), tmp_path / "results")
 
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
     """The file of two accepted rows, and its lines."""
     monkeypatch.setattr(kernel_rows, "RESULTS", tmp_path / "results")
-    kernel_rows.accept(written(tmp_path / "a.csv", good(), good(M=4)), tmp_path / "results")
+    accept(written(tmp_path / "a.csv", good(), good(M=4)), tmp_path / "results")
     path = tmp_path / "results" / "nvidia-h200" / "kernels.csv.xz"
     assert kernel_rows.files() == [path]
     return path, list(csv.reader(read_text(path).splitlines()))
@@ -214,7 +234,7 @@ def refused(path, lines):
         kernel_rows.timed(kernel_rows.stamps())
     before = path.read_bytes()
     with pytest.raises(UserError) as merged:
-        kernel_rows.accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
+        accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
     assert str(shown.value) == str(merged.value) and path.read_bytes() == before
     return str(shown.value)
 
@@ -253,7 +273,7 @@ def test_accepted_times_that_were_exchanged_removed_or_moved_are_noticed(stored)
     with pytest.raises(
         UserError, match="cannot be read .No such file or directory.; name a file of python -m repro bench"
     ):
-        kernel_rows.accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
+        accept(written(path.with_name("new.csv"), good(M=8)), path.parents[1])
     write_text(path, csv_text(lines))
     moved = path.parent.rename(path.parent.with_name("nvidia-b200")) / path.name
     with pytest.raises(UserError, match="on NVIDIA H200 does not belong in this file"):
@@ -265,15 +285,15 @@ def test_every_accepted_time_is_signed_and_possible():
     for path in kernel_rows.RESULTS.glob("*/kernels.csv.xz"):
         rows = row_list.read(path, KernelRow)
         for row in rows:
-            if row.status in ("ok", "bridged"):
-                kernel_rows._check(row, row.where, *kernel_rows.peaks_of(row.device, rows, path))
+            if row.status in kernel_rows.WITH_TIME:
+                kernel_rows._check(row, row.where, *kernel_rows.peaks_of(row.device, rows))
         assert rows and not any(map(kernel_rows.broken_of_ours, rows))
 
 
 @pytest.mark.parametrize("status, what", [("wrong", "its result is wrong"), ("failed", "it failed")])
 def test_a_kernel_of_ours_that_is_wrong_or_failed_is_refused(tmp_path, capsys, monkeypatch, status, what):
     """With the whole file, whatever else is right in it; nothing of it enters."""
-    monkeypatch.setattr(kernel_rows.accept, "__defaults__", (tmp_path / "results",))
+    monkeypatch.setattr(accepted, "RESULTS", tmp_path / "results")
     path = written(tmp_path / "a.csv", good(M=8), good(status=status, us=None, note="off by 3"))
     assert main(["accept", str(path)]) == 2
     said = "wna16_gemv (w4-g128, fp16) at 4096 x 4096, M = 1, cold: "
@@ -284,7 +304,7 @@ def test_a_kernel_of_ours_that_is_wrong_or_failed_is_refused(tmp_path, capsys, m
 @pytest.mark.parametrize("status", ["wrong", "failed"])
 def test_a_peer_that_is_wrong_or_failed_is_a_finding(tmp_path, status):
     wrong = {"status": status, "us": None, "note": "off by 1"}
-    kernel_rows.accept(written(tmp_path / "a.csv", good(), good(provider="gemlite", **wrong)), tmp_path / "results")
+    accept(written(tmp_path / "a.csv", good(), good(provider="gemlite", **wrong)), tmp_path / "results")
     assert [r.status for r in kernel_rows.from_csv(tmp_path / "results" / "nvidia-h200" / "kernels.csv.xz")] == [
         status,
         "ok",
@@ -293,9 +313,9 @@ def test_a_peer_that_is_wrong_or_failed_is_a_finding(tmp_path, status):
 
 def test_given_twice_and_nothing_measured(tmp_path):
     with pytest.raises(UserError, match="given twice"):
-        kernel_rows.accept(written(tmp_path / "a.csv", good(), good()), tmp_path)
+        accept(written(tmp_path / "a.csv", good(), good()), tmp_path)
     with pytest.raises(UserError, match="no measured row"):
-        kernel_rows.accept(written(tmp_path / "a.csv", good(status="oom", us=None)), tmp_path)
+        accept(written(tmp_path / "a.csv", good(status="oom", us=None)), tmp_path)
 
 
 @pytest.mark.parametrize(
