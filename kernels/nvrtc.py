@@ -147,7 +147,8 @@ class Function:
     def __call__(self, grid: int, block: int, *arguments: "Tensor | int | TensorMap") -> None:
         """Launch on torch's current stream of the kernel's device.
 
-        Tensors become pointers, ints become C ints, tensor maps are passed by value.
+        Tensors become pointers, ints become C ints or, from 2^32 on, addresses inside a tensor that the caller keeps;
+        tensor maps are passed by value.
         """
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
@@ -159,12 +160,15 @@ class Function:
         except IndexError:
             room = Room(arguments)
         room.fill(arguments)
-        what = self._function, grid, 1, 1, block, 1, 1, self._shared, stream, room.address
+        self._launch(grid, block, stream, room.address)
+        self._rooms.append(room)  # the driver has copied the arguments
+
+    def _launch(self, grid: int, block: int, stream: int, arguments: int) -> None:
+        what = self._function, grid, 1, 1, block, 1, 1, self._shared, stream, arguments
         if self._together:
             _checked(self._driver.cuLaunchCooperativeKernel(*what))
         else:
             _checked(self._driver.cuLaunchKernel(*what, 0))
-        self._rooms.append(room)  # the driver has copied the arguments
 
     @cached_property
     def beside(self) -> "Beside":
@@ -172,7 +176,7 @@ class Function:
         return Beside(self)
 
 
-class Beside:
+class Beside(Function):
     """Launches of a kernel that may run beside the launch before them, as those of `Function` else; one at a time.
 
     They begin once every thread block of that one has called `begin_next` or ended, and end after it if one of their
@@ -180,6 +184,7 @@ class Beside:
     """
 
     def __init__(self, function: Function) -> None:
+        vars(self).update(vars(function), _rooms=[])
         driver = function._driver
         value, attribute, config = driver.CUlaunchAttributeValue(), driver.CUlaunchAttribute(), driver.CUlaunchConfig()
         value.programmaticStreamSerializationAllowed = 1
@@ -188,21 +193,13 @@ class Beside:
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.sharedMemBytes = function._shared
         config.attrs, config.numAttrs = [attribute], 1
-        self._function, self._config, self._lock = function, config, threading.Lock()
-        self._room: Room | None = None
+        self._config, self._lock = config, threading.Lock()
 
-    def __call__(self, grid: int, block: int, *arguments: Tensor | int) -> None:
-        """Launch on torch's current stream."""
-        function, config = self._function, self._config
-        if torch._C._cuda_getDevice() != function._index:
-            with torch.cuda.device(function._index):
-                return self(grid, block, *arguments)
+    def _launch(self, grid: int, block: int, stream: int, arguments: int) -> None:
+        config = self._config
         with self._lock:
-            room = self._room = self._room or Room(arguments)
-            room.fill(arguments)
-            config.gridDimX, config.blockDimX = grid, block
-            config.hStream = torch._C._cuda_getCurrentRawStream(function._index)
-            _checked(function._driver.cuLaunchKernelEx(config, function._function, room.address, 0))
+            config.gridDimX, config.blockDimX, config.hStream = grid, block, stream
+            _checked(self._driver.cuLaunchKernelEx(config, self._function, arguments, 0))
 
 
 class Room:

@@ -45,24 +45,44 @@ def addresses(arguments: Sequence[Any]) -> list[Any]:
     return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
 
 
+class Arranged:
+    """Arguments and constants as Triton's launcher in C takes them; tensors are where those of a first launch were."""
+
+    def __init__(self, first: Sequence[Any], constants: Sequence[Any]) -> None:
+        self._tensors = [position for position, argument in enumerate(first) if isinstance(argument, Tensor)]
+        self._constants = constants
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        given = [*arguments, *self._constants]
+        for position in self._tensors:
+            given[position] = given[position].data_ptr()
+        return given
+
+
 class Encoded:
-    """Arguments of a launch, matrices by descriptor first, as Triton's launcher in C takes them.
+    """The same with matrices by descriptor first.
 
     Triton encodes a descriptor at every launch, in Python, 2.5 us of the host; here each address of it is encoded once.
     """
 
     def __init__(
-        self, encode: Callable[[Any, Any], list[Any]], forms: Sequence[Any], matrices: Sequence[Describe]
+        self,
+        encode: Callable[[Any, Any], list[Any]],
+        forms: Sequence[Any],
+        matrices: Sequence[Describe],
+        first: Sequence[Any],
+        constants: Sequence[Any],
     ) -> None:
         self._encode = encode  # Triton's own
         self._kept: list[dict[int, list[Any]]] = [{} for _ in matrices]  # by address: map, sizes and strides
         self._made = list(zip(matrices, forms, strict=True))  # and what Triton is told of each matrix
+        self._others = Arranged(first[len(matrices) :], constants)
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         given = []
         for number, kept in enumerate(self._kept):
             given += kept.get(arguments[number].data_ptr()) or self._encoded(arguments[number], number)
-        return given + addresses(arguments[len(self._kept) :])
+        return given + self._others(arguments[len(self._kept) :])
 
     def _encoded(self, matrix: Tensor, number: int) -> list[Any]:
         describe, form = self._made[number]
@@ -79,18 +99,16 @@ class KnownLaunch(NamedTuple):
     Attributes:
         device: the number of the device that it ran on; -1 before.
         run: Triton's launcher, in C where this module knows it.
-        arrange: makes the list that `run` takes of a launch's arguments.
+        arrange: makes the list that `run` takes of a launch's arguments, and of the kernel's constants.
         grid: programs in three dimensions.
         before: what `run` takes between the stream and the arguments.
-        constants: of the kernel, in its order.
     """
 
     device: int = -1
     run: Callable[..., Any] | None = None
-    arrange: Callable[[Sequence[Any]], list[Any]] = addresses
+    arrange: Callable[[Sequence[Any]], list[Any]] = list
     grid: tuple[int, ...] = ()
     before: tuple = ()
-    constants: tuple = ()
 
 
 class Prepared:
@@ -108,31 +126,36 @@ class Prepared:
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         """Launch on torch's current stream: tensors, numbers and None for the parameters that are no constants."""
-        device, run, arrange, grid, before, constants = self._known  # at once: another thread may launch elsewhere
+        device, run, arrange, grid, before = self._known  # at once: another thread may launch elsewhere
         if run is None or torch._C._cuda_getDevice() != device:
             self._first(arguments)
             return
-        run(*grid, torch._C._cuda_getCurrentRawStream(device), *before, *arrange(arguments), *constants)
+        run(*grid, torch._C._cuda_getCurrentRawStream(device), *before, *arrange(arguments))
 
     def _first(self, arguments: tuple) -> None:
         constants = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
         compiled = self._kernel[self._grid](*self._described(arguments), **self._constants)
         if compiled is not None:  # as by Triton's interpreter
             grid = (*self._grid, 1, 1)[:3]
-            launcher = in_c(compiled, self._matrices)
+            launcher = in_c(compiled, self._matrices, arguments, constants)
             if launcher is None:  # Triton's launcher in Python: no metadata, no hooks
                 before = compiled.function, compiled.packed_metadata, None, None, None
-                launcher = compiled.run, lambda arguments: addresses(self._described(arguments)), before
+                launcher = compiled.run, lambda given: [*addresses(self._described(given)), *constants], before
             run, arrange, before = launcher
-            self._known = KnownLaunch(torch.cuda.current_device(), run, arrange, grid, before, constants)
+            self._known = KnownLaunch(torch.cuda.current_device(), run, arrange, grid, before)
 
     def _described(self, arguments: Sequence[Any]) -> list[Any]:
         matrices = [describe(matrix) for describe, matrix in zip(self._matrices, arguments)]
         return [*matrices, *arguments[len(matrices) :]]
 
 
-def in_c(compiled: Any, matrices: Sequence[Describe]) -> tuple[Callable, Callable, tuple] | None:  # noqa: ANN401
-    """A compiled kernel's launcher in C, how it takes arguments, and what it is told before them.
+def in_c(
+    compiled: Any,  # noqa: ANN401
+    matrices: Sequence[Describe],
+    first: Sequence[Any],
+    constants: Sequence[Any],
+) -> tuple[Callable, Callable, tuple] | None:
+    """A compiled kernel's launcher in C, how it takes arguments like a first launch's, and what it is told before them.
 
     None where Triton's launcher has another form than is known here, or gives memory of its own.
     """
@@ -145,12 +168,12 @@ def in_c(compiled: Any, matrices: Sequence[Describe]) -> tuple[Callable, Callabl
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None
-    launch, arrange = run.launch, addresses
+    launch, arrange = run.launch, Arranged(first, constants)
     if matrices:  # then `launch` is a function in Python that encodes them, around the one in C
         forms = getattr(compiled.metadata, "tensordesc_meta", None)
         launch = inspect.getclosurevars(launch).nonlocals.get("launcher") if inspect.isfunction(launch) else None
         if not forms or launch is None:
             return None
-        arrange = Encoded(driver.make_tensordesc_arg, forms, matrices)
+        arrange = Encoded(driver.make_tensordesc_arg, forms, matrices, first, constants)
     own = run.launch_cooperative_grid, run.launch_pdl, None, None  # no memory of Triton's
     return launch, arrange, (compiled.function, *own, compiled.packed_metadata, None, None, None)

@@ -417,6 +417,8 @@ def writer(
 ) -> Callable[..., None]:
     """The launch for the first `count` tokens of activations like x; it takes x, codes, scale_zero and y.
 
+    Without a tensor map (PAIR) x and y may be addresses, of a tensor's last tokens.
+
     Args:
         x: float16 or bfloat16 `[M, K]`; what the launch gets has rows that are aligned to 16 bytes.
         count: tokens, at most M.
@@ -448,7 +450,7 @@ def writer(
             known = maps[x.data_ptr()] = nvrtc.TensorMap(x, box)
         return known
 
-    def write(x: Tensor, codes: Tensor, scale_zero: Tensor, y: Tensor) -> None:
+    def write(x: Tensor | int, codes: Tensor, scale_zero: Tensor, y: Tensor | int) -> None:
         kernel(thread_blocks, threads, mapped(x) if box else x, codes, scale_zero, y, count, rows, padded, groups)
 
     return write

@@ -247,15 +247,15 @@ def prepare(
 
 
 def tail(x: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool) -> Callable[..., None]:
-    """The launch for tokens like x that runs beside the launch before it; it takes x, codes, scale_zero and y.
+    """The launch for tokens like x that runs beside the launch before it.
 
-    Rows of x are aligned to 16 bytes.
+    It takes the address of x, codes, scale_zero and the address of y; rows of x are aligned to 16 bytes.
     """
     form, count = (bits, group, rows, columns, symmetric), x.shape[0]
     function, grid, block, *_ = _plan(form, x.dtype, count, x.device, "TAIL")
     launch = function.beside
 
-    def write(x: Tensor, codes: Tensor, scale_zero: Tensor, y: Tensor) -> None:
+    def write(x: int, codes: Tensor, scale_zero: Tensor, y: int) -> None:
         launch(grid, block, codes, scale_zero, x, y, rows, count)
 
     return write

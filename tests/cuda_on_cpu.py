@@ -21,6 +21,8 @@ COUNT = itertools.count()
 HEADER = Path(__file__).with_name("cuda_emulation.h")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU emulation of CUDA needs g++")
 CLUSTER = ("CLUSTER", "SPLITS", "SPLIT", "PROGRAMS")  # macros that say how many blocks run together
+LEAST_ADDRESS = 2**32  # of an int argument; smaller ones are C ints
+LAST: list[tuple[int, int]] = []  # memory of the last launch's tensors, as `spans`
 SHARED_BYTES = 227 * 1024  # of a block on sm_90
 
 
@@ -59,7 +61,9 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
     function = _launcher(path, name, cluster, tuple(macros.items()))
 
     def launch(grid: int, block: int, *arguments: torch.Tensor | int) -> None:
-        given = [spans(argument) for argument in arguments if not isinstance(argument, int)]
+        given = [spans(a) for a in arguments if not isinstance(a, int)]
+        given += [inside_last(a) for a in arguments if isinstance(a, int) and a >= LEAST_ADDRESS]
+        LAST[:] = given
         starts = (ctypes.c_void_p * len(given))(*(start for start, _ in given))
         sizes = (ctypes.c_uint64 * len(given))(*(size for _, size in given))
         room = nvrtc.Room(arguments)
@@ -69,6 +73,11 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
 
     launch.beside = launch
     return launch
+
+
+def inside_last(address: int) -> tuple[int, int]:
+    """What is left behind an address of the tensor of the last launch that it lies in, as `spans`."""
+    return next((address, start + size - address) for start, size in LAST if start <= address < start + size)
 
 
 def spans(argument: torch.Tensor | nvrtc.TensorMap) -> tuple[int, int]:

@@ -267,33 +267,41 @@ def driver(monkeypatch):
 
 
 def test_a_known_launcher_in_c_is_called_without_the_one_in_python(driver):
-    compiled = driver.compiled([])
-    run, flat, what = prepared_launches.in_c(compiled, ())
+    compiled, x = driver.compiled([]), torch.ones(2)
+    run, flat, what = prepared_launches.in_c(compiled, (), (x, 7, None), (64,))
     assert run == driver.launcher.launch and what == (1234, True, False, None, None, (4, 1, 0), None, None, None)
-    x = torch.ones(2)
-    assert flat((x, 7, None)) == [x.data_ptr(), 7, None]
     driver.launcher.global_scratch_size = 128  # memory that Triton gives at every launch
-    assert prepared_launches.in_c(compiled, ()) is None
+    assert prepared_launches.in_c(compiled, (), (x,), ()) is None
     driver.launcher.global_scratch_size = 0
     driver._BASE_ARGS_FORMAT = "iiiKKOOOOOO"
-    assert prepared_launches.in_c(compiled, ()) is None
+    assert prepared_launches.in_c(compiled, (), (x,), ()) is None
+
+
+def test_a_launch_has_the_addresses_and_numbers_of_its_own_call(driver):
+    """Nothing is left of the call before: `sample` launches one kernel with other numbers, memory changes."""
+    x, y = torch.ones(2), torch.ones(3)
+    _, flat, _ = prepared_launches.in_c(driver.compiled([]), (), (x, 0, None, y), (64, True))
+    assert flat((x, 0, None, y)) == [x.data_ptr(), 0, None, y.data_ptr(), 64, True]
+    assert flat((y, 5, None, x)) == [y.data_ptr(), 5, None, x.data_ptr(), 64, True]
 
 
 def test_a_descriptor_is_encoded_once_for_each_address(driver, monkeypatch):
     launches, matrices = [], (Matrix, Matrix)
-    run, flat, _ = prepared_launches.in_c(driver.compiled(launches, forms=("first", "second")), matrices)
-    assert run == launches.extend and isinstance(flat, Encoded)
     a, b, other = torch.ones(2, 8), torch.ones(3, 8), torch.ones(2, 8)
+    compiled = driver.compiled(launches, forms=("first", "second"))
+    run, flat, _ = prepared_launches.in_c(compiled, matrices, (a, b, a, 7, None), (64,))
+    assert run == launches.extend and isinstance(flat, Encoded)
     for x in (a, other, a):
-        assert flat((x, b, x, 7, None)) == ["first", 2, 8, 8, 1, "second", 3, 8, 8, 1, x.data_ptr(), 7, None]
-    flat((b, a))  # another tile
+        described = ["first", 2, 8, 8, 1, "second", 3, 8, 8, 1]
+        assert flat((x, b, x, 7, None)) == [*described, x.data_ptr(), 7, None, 64]
+    flat((b, a, x, 7, None))  # another tile
     first = [(a.data_ptr(), "first"), (b.data_ptr(), "second"), (other.data_ptr(), "first")]
     assert driver.encoded == [*first, (b.data_ptr(), "first"), (a.data_ptr(), "second")]
     monkeypatch.setattr(prepared_launches, "MOST_MAPS", 1)
     for x in (torch.ones(2, 8), a, a):  # the first takes all others' place
-        flat((x, a))
+        flat((x, a, x, 7, None))
     assert len(driver.encoded) == 7
-    assert prepared_launches.in_c(driver.compiled(launches), matrices) is None  # not by TMA
+    assert prepared_launches.in_c(driver.compiled(launches), matrices, (a, b), ()) is None  # not by TMA
 
 
 def test_matrices_are_described_at_a_first_launch_and_for_a_launcher_in_python(monkeypatch):

@@ -96,8 +96,25 @@ def test_two_launches_beside_each_other_on_the_cpu(case, monkeypatch, recorded):
     monkeypatch.setattr(w4a16_gemm, "tokens_of_head", lambda m, *_: head)
     recorded["default"] = {"decode": 8, "gemm": 512}
     x, packed = inputs(tokens, rows, columns, bits, dtype)
-    y = linear.prepare(x, *weight(packed))(x, packed.codes, packed.scale_zero)
-    assert error(y, w4a16_gemm.reference(x, packed)) < (1e-3 if dtype == torch.float16 else 4e-3)
+    launch = linear.prepare(x, *weight(packed))
+    for other in (x, x.flip(0).contiguous()):  # in memory of its own
+        y = launch(other, packed.codes, packed.scale_zero)
+        assert error(y, w4a16_gemm.reference(other, packed)) < (1e-3 if dtype == torch.float16 else 4e-3)
+
+
+def test_a_tensor_map_is_of_the_memory_of_its_call(monkeypatch):
+    """Calls of one launch: a map for each address of x, which is taken again where that memory is used again."""
+    launched, encoded = [], []
+    monkeypatch.setattr(nvrtc, "load", lambda *_: lambda grid, block, x, *others: launched.append(x))
+    monkeypatch.setattr(nvrtc, "encode", lambda matrix, box: encoded.append(matrix.data_ptr()) or bytes(128))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    x, packed = inputs(128)
+    write = w4a16_gemm.writer(x, 128, *weight(packed)[2:], w4a16_gemm.MULTICAST_SPACE[0])
+    other, y = x.clone(), torch.zeros(128, 48)
+    for each in (x, other, x):
+        write(each, packed.codes, packed.scale_zero, y)
+    assert encoded == [x.data_ptr(), other.data_ptr()]
+    assert launched[0] is launched[2] is not launched[1]
 
 
 def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monkeypatch):

@@ -1,5 +1,6 @@
 """The decode kernel: its arithmetic lane by lane, its operator on a CPU, its source for three architectures."""
 
+import contextlib
 import ctypes
 import itertools
 import shutil
@@ -334,8 +335,8 @@ def test_programs_that_wait_for_one_another_are_launched_together(monkeypatch):
 
 
 def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
-    """With the grid, the stream and the arguments of each call."""
-    launched = []
+    """With the grid, the stream and the arguments of each call, on the device of the kernel."""
+    launched, device, stream = [], [0], [77]
     driver = SimpleNamespace(
         cuLaunchKernelEx=lambda config, *what: launched.append((dict(vars(config)), *what)) or (0,),
         CUlaunchConfig=SimpleNamespace,
@@ -343,18 +344,32 @@ def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
         CUlaunchAttributeValue=SimpleNamespace,
         CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6),
     )
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    beside = nvrtc.Beside(SimpleNamespace(_driver=driver, _shared=96, _index=0, _function="gemm"))
-    for grid, number in ((8, 5), (9, 6)):
-        beside(grid, 32, number)
-        config, function, address, _ = launched[-1]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0] + index, raising=False)
+
+    @contextlib.contextmanager
+    def on(index):
+        device[:] = [index]
+        yield
+        device[:] = [3]
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    function = nvrtc.Function.__new__(nvrtc.Function)
+    vars(function).update(_driver=driver, _shared=96, _index=0, _function="gemm", _rooms=[])
+    x = torch.zeros(4)
+    for grid, given, here, now in ((8, x, 0, 77), (9, x.data_ptr() + 8, 0, 78), (7, x[1:], 3, 79)):
+        device[:], stream[:] = [here], [now]
+        function.beside(grid, 32, 5, given)
+        config, called, address, _ = launched[-1]
         assert (config["gridDimX"], config["blockDimX"], config["sharedMemBytes"]) == (grid, 32, 96)
-        assert (config["hStream"], config["numAttrs"], function) == (77, 1, "gemm")
+        assert (config["hStream"], config["numAttrs"], called) == (now, 1, "gemm")
         attribute = config["attrs"][0]
         assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
-        at = (ctypes.c_void_p * 1).from_address(address)
-        assert ctypes.c_int.from_address(at[0]).value == number
+        at = (ctypes.c_void_p * 2).from_address(address)
+        assert ctypes.c_int.from_address(at[0]).value == 5
+        want = given if isinstance(given, int) else given.data_ptr()
+        assert ctypes.c_uint64.from_address(at[1]).value == want
+    assert device == [3] and len(launched) == 3
 
 
 @pytest.mark.gpu
