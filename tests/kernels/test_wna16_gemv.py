@@ -338,7 +338,7 @@ def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
     """With the grid, the stream and the arguments of each call, on the device of the kernel."""
     launched, device, stream = [], [0], [77]
     driver = SimpleNamespace(
-        cuLaunchKernelEx=lambda config, *what: launched.append((dict(vars(config)), *what)) or (0,),
+        cuLaunchKernelEx=lambda config, *what: launched.append((dict(vars(config)), *what, *device)) or (0,),
         CUlaunchConfig=SimpleNamespace,
         CUlaunchAttribute=SimpleNamespace,
         CUlaunchAttributeValue=SimpleNamespace,
@@ -360,9 +360,9 @@ def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
     for grid, given, here, now in ((8, x, 0, 77), (9, x.data_ptr() + 8, 0, 78), (7, x[1:], 3, 79)):
         device[:], stream[:] = [here], [now]
         function.beside(grid, 32, 5, given)
-        config, called, address, _ = launched[-1]
+        config, called, address, _, where = launched[-1]
         assert (config["gridDimX"], config["blockDimX"], config["sharedMemBytes"]) == (grid, 32, 96)
-        assert (config["hStream"], config["numAttrs"], called) == (now, 1, "gemm")
+        assert (config["hStream"], config["numAttrs"], called, where) == (now, 1, "gemm", 0)
         attribute = config["attrs"][0]
         assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
         at = (ctypes.c_void_p * 2).from_address(address)
