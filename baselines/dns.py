@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from repro.baselines import gptq, grid
 from repro.core.errors import UserError
-from repro.models.attachments import Attachment, Beside
+from repro.models.attachments import Attachment, SummedLinear
 from repro.models.lowbit import LowBitModel, in_layer
 
 VERSION = 1
@@ -103,7 +103,7 @@ def stored(sparse: Tensor) -> dict[str, Tensor]:
 
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
     """`linear` with the sparse part beside it."""
-    return Beside(linear, SparsePart(linear, tensors))
+    return SummedLinear(linear, SparsePart(linear, tensors))
 
 
 class SparsePart(nn.Module):

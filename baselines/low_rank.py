@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from repro.baselines import grid
 from repro.core.errors import NotMeasurable, UserError
 from repro.models.activations import Extra, InputStatistics, statistics
-from repro.models.attachments import Attachment, Beside
+from repro.models.attachments import Attachment, SummedLinear
 from repro.models.lowbit import LowBitModel, in_layer
 from repro.models.quantized import QuantizedWeight
 
@@ -270,7 +270,7 @@ class LowRank(nn.Module):
 
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
     """`linear` plus the stored correction: the module that `LowBitModel` runs, now and after loading."""
-    return Beside(linear, LowRank(*unpacked(tensors)).to(linear.weight.device))
+    return SummedLinear(linear, LowRank(*unpacked(tensors)).to(linear.weight.device))
 
 
 # --- another weight on the same grid ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from repro.baselines import grid
 from repro.core.errors import UserError
 from repro.methods.spqt import layout
-from repro.methods.spqt.weight import Layout, pack
+from repro.methods.spqt.q4_k_weight import Layout, pack
 from repro.models.activations import statistics
 from repro.models.lowbit import LowBitModel, block_linears, in_layer
 

@@ -4,7 +4,7 @@ from types import ModuleType
 
 from repro.methods import bitbybit, spear
 from repro.methods.bitbybit import sliced
-from repro.methods.spqt import sparsity as spqt
+from repro.methods.spqt import sparse_inputs as spqt
 from repro.models.attachments import REGISTRIES
 
 METHODS: dict[str, ModuleType] = {

@@ -22,9 +22,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from repro.methods.bitbybit import branches, schedule, splitting
+from repro.methods.bitbybit import branches, precision_order, splitting
 from repro.methods.bitbybit.config import MASTER, Config
-from repro.methods.bitbybit.schedule import FULL, Precision
+from repro.methods.bitbybit.precision_order import FULL, Precision
 from repro.models.activations import statistics
 from repro.models.groups import inputs
 from repro.models.groups.columns import Columns
@@ -121,9 +121,9 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config, second: T
     read = torch.cat([ids.flatten(), watched.flatten()])
     folder = checkpoint_folder(lm.model, read, __file__, config)
     trainer = BlockTrainer(teacher, ids, config.settings(), folder, "bitbybit")
-    shares = schedule.coverage(config.stages, config.rho)
+    shares = precision_order.coverage(config.stages, config.rho)
     for number, (stage, share) in enumerate(zip(config.stages, shares, strict=True)):
-        picked = schedule.chosen(share, len(states), config.alpha, config.sampling, config.seed, number)
+        picked = precision_order.chosen(share, len(states), config.alpha, config.sampling, config.seed, number)
         wider = number > 0 or bool(lm.weights)
         widths = sorted({s.weights for s in config.stages[: number + 1]}, reverse=True)
         stages = [Precision(width) for width in widths] if config.any_precision else [stage]
@@ -255,14 +255,14 @@ def work(config: Config, sequences: int, quantized: bool, count: int) -> trainin
     passes, streams, most, trained = 0.0, 0, 1, 0.0
     widths: set[int] = set()
     for number, (stage, share) in enumerate(
-        zip(config.stages, schedule.coverage(config.stages, config.rho), strict=True)
+        zip(config.stages, precision_order.coverage(config.stages, config.rho), strict=True)
     ):
         widths |= {stage.weights}
         students = len(widths) if config.any_precision else 1
         earlier = int(bool(config.second) and not config.any_precision and (number > 0 or quantized))
         targets = earlier + (students - 1 if config.second else 0)
         streams, most = max(streams, 2 + students + earlier + targets), max(most, students)
-        picked = schedule.lowered_blocks(share, count) / count
+        picked = precision_order.lowered_blocks(share, count) / count
         trained += picked
         training = config.epochs * whole_batches * students * training_cost.TRAINED
         passes += 1 + students + earlier + picked * (targets + training)

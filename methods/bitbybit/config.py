@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from repro.core.errors import UserError
-from repro.methods.bitbybit import schedule as plan
+from repro.methods.bitbybit import precision_order as plan
 from repro.methods.bitbybit.branches import QUARTER, Branches, Rounding
-from repro.methods.bitbybit.schedule import FULL, Order, Precision, Sampling
+from repro.methods.bitbybit.precision_order import FULL, Order, Precision, Sampling
 from repro.methods.bitbybit.splitting import Metric
 from repro.models.groups.quantizer import GroupGrid, Levels, Offset, Scale
 from repro.models.groups.weight import check_nested

@@ -18,7 +18,7 @@ from repro.methods.spear.calibration import calibrate, self_sampled
 from repro.methods.spear.compensator import CompensatedLinear, Compensator, pack, stored_bytes, unpack
 from repro.methods.spear.config import Config
 from repro.methods.spear.initial import removed_error, start
-from repro.models.attachments import Attachment, Beside
+from repro.models.attachments import Attachment, SummedLinear
 from repro.models.lowbit import LowBitModel
 
 VERSION = 1
@@ -73,7 +73,7 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
 def attached(linear: nn.Linear, tensors: dict[str, Tensor], numbers: dict[str, float]) -> nn.Linear:
     """`linear` plus the stored compensator: the module that `LowBitModel` runs, now and after loading."""
     ec = Compensator(unpack(tensors), numbers["alpha"]).to(linear.weight.device)
-    return CompensatedLinear(linear, ec) if type(linear) is nn.Linear else Beside(linear, ec)
+    return CompensatedLinear(linear, ec) if type(linear) is nn.Linear else SummedLinear(linear, ec)
 
 
 def sequences(teacher: nn.Module, calibration: Tensor | None, config: Config) -> Tensor:

@@ -11,7 +11,7 @@ from repro.core.files import regular
 
 if TYPE_CHECKING:
     from repro.generation.limited import Limited
-    from repro.generation.switching import SwitchingEngine
+    from repro.generation.switching_engine import SwitchingEngine
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("a prompt and --file: give one of them")
     from repro.engine.core import needs_weights
     from repro.generation import Engine
-    from repro.generation.switching import SwitchingEngine
+    from repro.generation.switching_engine import SwitchingEngine
 
     needs_weights(args.model)  # a shape's would take minutes to make
     text = _prompt(args)

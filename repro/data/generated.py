@@ -31,7 +31,7 @@ from repro.core.strict import build as built
 from repro.core.strict import load_yaml
 from repro.data import requests, tasks
 from repro.data.corpora import tokenizer_sha256
-from repro.data.tasks import Record, Task, jsonl
+from repro.data.tasks import EvaluationTask, Record, jsonl
 
 ENTRIES = Path(__file__).with_name("generated.yaml")
 SEED = 1234  # of lm-eval's draw of examples, its default
@@ -44,7 +44,7 @@ PACKAGES = {"instructions": ("immutabledict", "langdetect", "nltk")}  # what lm-
 class Generated:
     """A task, the most tokens of an answer, and how one is judged: a key of `GRADES`."""
 
-    task: Task
+    task: EvaluationTask
     new_tokens: int
     grade: str
 
@@ -104,7 +104,7 @@ tasks.CONVERT |= {"gsm8k": _gsm8k, "ifeval": _ifeval, "mathqa": _mathqa}
 def _entry(name: str, keys: dict[str, Any]) -> Generated:
     own = {key: keys[key] for key in ("new_tokens", "grade") if key in keys}
     where = f"repro/data/{ENTRIES.name}: {name}"
-    task = built(Task, {"name": name} | {key: value for key, value in keys.items() if key not in own}, where)
+    task = built(EvaluationTask, {"name": name} | {key: value for key, value in keys.items() if key not in own}, where)
     return built(Generated, {"task": asdict(task), **own}, where)
 
 

@@ -4,7 +4,7 @@ lm-eval's shipped task files make the prompts, the choices and the right answer;
 replaced, no socket is opened. A prompt and its answer become ids as lm-eval makes them: both are tokenized together,
 and the answer is what follows the prompt's own ids, so that a blank between them belongs to the answer.
 
-    requests = build("piqa", data, tokenizer)  ->  save / load  ->  repro.data.zeroshot.run(model, [requests])
+    requests = build("piqa", data, tokenizer)  ->  save / load  ->  repro.data.task_scores.run(model, [requests])
 
 What is stored is small, because prompts are kept once: a prefix that all prompts of a subject share (MMLU's five
 examples), then each prompt, then each answer. A machine without lm-eval and without the data scores from such a file.
@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from repro.core.errors import UserError
 from repro.core.files import atomic
 from repro.data.corpora import tokenizer_sha256
-from repro.data.tasks import Task, chosen, items
+from repro.data.tasks import EvaluationTask, chosen, items
 
 LEAST_PREFIX = 32  # tokens that all prompts of a subject share before they are kept and run once
 CHUNK = 512  # requests that are tokenized at a time
@@ -82,7 +82,9 @@ class Requests:
 ARRAYS = [field.name for field in fields(Requests) if field.name != "meta"]
 
 
-def load_shipped(task: Task, data: Path | None, limit: int | None = None) -> dict[str, tuple[str, list[int], Any]]:
+def load_shipped(
+    task: EvaluationTask, data: Path | None, limit: int | None = None
+) -> dict[str, tuple[str, list[int], Any]]:
     """lm-eval's task objects by its own name (`piqa`, `mmlu_anatomy`, …): subject, numbers of its items, the object.
 
     Args:

@@ -130,7 +130,7 @@ CLOZE = Cloze()
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """One task: `task` is lm-eval's own name where ours differs, `folder` is where lm-eval/tasks keeps it.
 
     `version` is lm-eval's of the task. `chance` is what an answer without reading gets. `files` (`repro.data.sources`),
@@ -176,13 +176,13 @@ CONVERT: dict[str, Callable[..., Iterator[Record]]] = {
     "cloze_far": partial(_cloze, False),
     "cloze_near": partial(_cloze, True),
 }
-TASKS: dict[str, Task] = {
-    name: build(Task, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
+TASKS: dict[str, EvaluationTask] = {
+    name: build(EvaluationTask, {"name": name, **entry}, f"repro/data/{ENTRIES.name}: {name}")
     for name, entry in load_yaml(ENTRIES).items()
 }
 
 
-def chosen(tasks: Iterable[str]) -> list[Task]:
+def chosen(tasks: Iterable[str]) -> list[EvaluationTask]:
     names = list(tasks)
     for name in names:
         if name not in TASKS:
@@ -190,7 +190,7 @@ def chosen(tasks: Iterable[str]) -> list[Task]:
     return [TASKS[name] for name in dict.fromkeys(names)]
 
 
-def items(task: Task, data: Path | None = None) -> dict[str, dict[str, list[tuple[int, Record]]]]:
+def items(task: EvaluationTask, data: Path | None = None) -> dict[str, dict[str, list[tuple[int, Record]]]]:
     """Subject ("" where a task has none) to split to its records, each with its number there; drawn where it says so.
 
     Args:

@@ -18,7 +18,7 @@ from repro.kernels.q4_k_naive_sparse import q4_k_naive_sparse
 from repro.kernels.zigzag_masked import zigzag_masked
 from repro.kernels.zigzag_sparse import zigzag_sparse
 from repro.methods.spqt import layout
-from repro.methods.spqt.weight import Q4KWeight
+from repro.methods.spqt.q4_k_weight import Q4KWeight
 
 
 class Q4K(nn.Module):

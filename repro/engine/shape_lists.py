@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from repro.engine.step import Block, Decoder
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.kernels import active_inputs
-from repro.methods.spqt.sparsity import SparseLinear
+from repro.methods.spqt.sparse_inputs import SparseLinear
 from repro.models.hooks import each_input
 from repro.models.lowbit import LowBitModel, blocks
 

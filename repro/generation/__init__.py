@@ -8,13 +8,13 @@ print(engine.stats)
 A model that is larger than the memory it may use: `Limited.load("pocket-10m", memory="8GiB", draft="subspec")`.
 
 engine.py       models by name, recipes, shapes        limited.py      the same under a memory limit
-switching.py    the same with switching of precision   fit.py          what a memory budget gives
+switching_engine.py   the same with switching of precision   fit.py   what a memory budget gives
 train_eagle.py  the draft head of EAGLE-2              train_pmpd.py   PMPD's scheduler
 export.py       a model as a GGUF file
 """
 
 from repro.generation.engine import Engine
 from repro.generation.limited import Limited
-from repro.generation.switching import SwitchingEngine
+from repro.generation.switching_engine import SwitchingEngine
 
 __all__ = ["Engine", "Limited", "SwitchingEngine"]

@@ -31,7 +31,7 @@ from repro.engine.prefill import together
 from repro.engine.step import Cache, Decoder
 from repro.generation.engine import activations, compressed, configuration
 from repro.jobs.target import Target
-from repro.recipes import precision
+from repro.recipes import precision_schedules
 from repro.specs import scale as scales
 
 MOST_BYTES = 500_000  # of a scheduler's file, which lies in the repository
@@ -76,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         settings = PmpdSettings(**{name: args[name] for name in asdict(PmpdSettings())})
         high, low = args["path"]
-        recipes = [precision.recipe_at(args["recipe"], bits) for bits in (high, low)]
+        recipes = [precision_schedules.recipe_at(args["recipe"], bits) for bits in (high, low)]
         both = decoders(args["model"], recipes, settings, args["device"])
         ids = corpora.token_ids(CORPUS, models.tokenizer(args["model"]))
         rows = corpora.calibration(ids, settings.prompts, settings.length + NEW, settings.seed).tolist()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from repro.data import requests as stored
-from repro.data import zeroshot as scoring
+from repro.data import task_scores as scoring
 from repro.jobs import requests
 from repro.metrics.metric import Metric
 from repro.models.lowbit import LowBitModel
@@ -53,7 +53,7 @@ def scored(
         folder: of the job `requests`.
         limit: how many items were taken; None is all.
         tokens: in a forward pass.
-        columns: of `repro.data.zeroshot.run`.
+        columns: of `repro.data.task_scores.run`.
 
     Raises:
         UserError: damaged requests, an answer beyond the context, NaN in the logits.

@@ -11,7 +11,7 @@ import torch
 from repro.data import corpora
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
-from repro.methods.spqt.sparsity import SparseLinear
+from repro.methods.spqt.sparse_inputs import SparseLinear
 from repro.metrics.metric import Metric
 from repro.models import perplexity as scoring
 from repro.models.hooks import each_input

@@ -37,7 +37,7 @@ from repro.methods.flexquant.schedule import Rule, Switch
 from repro.metrics.metric import Metric
 from repro.models.lowbit import LowBitModel
 from repro.papers.cell import Cell
-from repro.recipes import precision, recipe
+from repro.recipes import precision_schedules, recipe
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
@@ -131,7 +131,7 @@ class Switching(Metric):
     unit: str = ""
 
     def __post_init__(self) -> None:
-        config = precision.read(self.schedule) if self.schedule else None
+        config = precision_schedules.read(self.schedule) if self.schedule else None
         if (self.control or self.quantile) and config is None:
             raise UserError("switching: a control or a quantile belongs to a schedule, such as flexquant")
         if not 0 <= self.quantile < 1:
@@ -251,18 +251,18 @@ class Switching(Metric):
 
 def _scheduler(params: Switching, target: Target) -> Path:
     """The file of the trained scheduler of a model between two widths."""
-    return pmpd.path_of(target.model, *precision.read(params.schedule).path)
+    return pmpd.path_of(target.model, *precision_schedules.read(params.schedule).path)
 
 
 def _job(params: Switching, target: Target, validating: bool = False) -> Job:
     protocol, calibration = target.scale.protocols["switching"], {}
     plain = not target.recipe.steps
     schedule = "" if plain else params.schedule
-    config = precision.read(schedule) if schedule else None
+    config = precision_schedules.read(schedule) if schedule else None
     needs = {} if plain else {"full": _job(params, target.under("fp16"))}
     widths = config.path if config else [16 if plain else target.recipe.steps[0].config.bits]
     for bits in (bits for bits in widths if bits < 16):
-        made = compress.job(target.under(precision.recipe_at(target.text, bits)))
+        made = compress.job(target.under(precision_schedules.recipe_at(target.text, bits)))
         needs[f"w{bits}"] = made
         calibration = made.declared().get("calibration")
     rule: dict[str, Any] = asdict(protocol) | {"validating": validating}
@@ -296,7 +296,7 @@ def _declared(config: Config) -> dict[str, Any]:
 
 def _in_the_papers_order(schedule: str) -> str:
     """The schedule that a control stands against: the same with layers in the paper's order."""
-    return precision.write(replace(precision.read(schedule), order="kl", seed=0))
+    return precision_schedules.write(replace(precision_schedules.read(schedule), order="kl", seed=0))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _engine(given: Mapping[str, Any], folders: Mapping[str, Path]) -> tuple[Swit
     context = weights.check(given["model"], made[16].model.config, given["context"])
     full = weights.decoder(made[16], context, device, dtype)
     if given["schedule"]:
-        config = precision.read(given["schedule"])
+        config = precision_schedules.read(given["schedule"])
         if given["quantile"]:
             config = replace(config, threshold=_threshold(folders["validation"], config, given["quantile"]))
         at = {bits: made[bits] for bits in config.path}

@@ -26,7 +26,7 @@ from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.schedule import Controller, Switch
 from repro.metrics.metric import External
-from repro.recipes import precision
+from repro.recipes import precision_schedules
 from repro.stats.quantity import Quantity
 from repro.stats.statistics import Interval
 from repro.store.measurement import RESULTS
@@ -62,7 +62,7 @@ class TimePerToken(External):
             raise UserError(f"tpot: tokens is {self.tokens!r:.40}; it must be a number, 1 or more")
         if bool(self.schedule) == bool(self.bits):
             raise UserError("tpot: give a schedule, such as flexquant(layers=4), or bits, such as 8")
-        widths = precision.read(self.schedule).path if self.schedule else [self.bits]
+        widths = precision_schedules.read(self.schedule).path if self.schedule else [self.bits]
         if odd := [bits for bits in widths if str(bits) not in ("16", "8", "4")]:
             raise UserError(f"tpot: {odd[0]} bits have no step that is timed; choose from 16, 8, 4")
 
@@ -145,7 +145,7 @@ def _sizes(shape: str) -> dict[str, int]:
 @cache
 def _value(params: TimePerToken, folder: Path, files: Stamps) -> float | None:
     measured, count = _measured(folder, files), int(params.tokens)
-    config = precision.read(params.schedule) if params.schedule else None
+    config = precision_schedules.read(params.schedule) if params.schedule else None
     path = config.path if config else [int(params.bits)]
     widths = {*path, HIGH} if params.show == "times" else set(path)
     contexts = PROMPT + np.arange(1, count + 1)

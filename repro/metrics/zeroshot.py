@@ -131,7 +131,7 @@ def _job(kind: str, target: Target, tasks: list[str]) -> Job:
 
 
 def score(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str], columns: Sequence[str]) -> None:
-    """Score the tasks of a job and keep columns of `repro.data.zeroshot.run`, a series a task each.
+    """Score the tasks of a job and keep columns of `repro.data.task_scores.run`, a series a task each.
 
     Raises:
         UserError: as `scored`.

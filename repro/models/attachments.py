@@ -46,7 +46,7 @@ class Attachment:
         return module_of(self.step).attached(linear, self.tensors, self.numbers)
 
 
-class Beside(nn.Linear):
+class SummedLinear(nn.Linear):
     """A linear layer and a module whose output is added to its own; `weight` and `bias` are the layer's."""
 
     def __init__(self, linear: nn.Linear, extra: nn.Module) -> None:

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from repro.core.errors import UserError, sentence, unknown
-from repro.methods.spqt.weight import pack
+from repro.methods.spqt.q4_k_weight import pack
 from repro.specs import scale
 
 LAYOUTS = ("row", "zigzag")

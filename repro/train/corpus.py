@@ -24,7 +24,7 @@ from tqdm import tqdm
 from repro.core.errors import UserError
 from repro.core.files import ROOT, atomic, regular, sha256, short_hash
 from repro.train import wikitext_layout
-from repro.train.config import TokenizerArgs, load_config
+from repro.train.pocket_config import TokenizerArgs, load_config
 
 TOKENIZER = ROOT / "repro" / "pocket" / "tokenizer" / "tokenizer.json"
 BOS, EOS = "<s>", "</s>"

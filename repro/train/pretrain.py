@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from repro.core.errors import UserError, unknown
 from repro.core.files import ROOT, atomic, sha256, write_text
-from repro.train.config import Architecture, PocketConfig, TrainingSettings, load_config
 from repro.train.corpus import cached_ids
+from repro.train.pocket_config import Architecture, PocketConfig, TrainingSettings, load_config
 
 POCKET = ROOT / "repro" / "pocket"
 

@@ -84,7 +84,7 @@ class Outcome:
 
 
 @dataclass
-class Memory:
+class GpuMemory:
     """GPU memory: what is free of each GPU at the start, and what jobs were measured to hold of it.
 
     Attributes:
@@ -98,7 +98,7 @@ class Memory:
     alone: set[str] = field(default_factory=set)
 
     @classmethod
-    def measured(cls, jobs: Sequence[Job], todo: Mapping[str, Job], gpus: int) -> "Memory":
+    def measured(cls, jobs: Sequence[Job], todo: Mapping[str, Job], gpus: int) -> "GpuMemory":
         """What is free on this many GPUs, and what those of some jobs that ran before held of one."""
         memory = cls(free_bytes(gpus) if jobs else {})
         for job in jobs:
@@ -162,7 +162,7 @@ def run_all(
     needed_by = Counter(need.id for _, need in chain.from_iterable(job.needs for job in jobs))
     work = work_left(jobs)
     order = {job.id: (turns.get(job.id, 0), needed_by[job.id] > 0, -work[job.id]) for job in todo.values()}
-    memory = Memory.measured([job for job in jobs if on_gpu(job)], todo, gpus)
+    memory = GpuMemory.measured([job for job in jobs if on_gpu(job)], todo, gpus)
     began, problems, total = time.monotonic(), [], len(todo)
     with _mps(gpus), _workers(min(side_by_side, max(1, total)), gpus) as workers, Progress(total) as progress:
         while todo or any(worker.job for worker in workers):
@@ -188,7 +188,7 @@ def run_all(
     return left
 
 
-def _start(workers: Sequence[Worker], todo: dict[str, Job], order: Mapping[str, tuple], memory: Memory) -> None:
+def _start(workers: Sequence[Worker], todo: dict[str, Job], order: Mapping[str, tuple], memory: GpuMemory) -> None:
     """Start jobs of `todo` that can run now on idle workers, and take them out of it."""
     missing = todo.keys() | {worker.job.id for worker in workers if worker.job}
     ready = [job for job in todo.values() if all(need.id not in missing for _, need in job.needs)]
@@ -373,7 +373,7 @@ def gpu_bytes_of(job: Job) -> int | None:
 
 
 def _next(
-    workers: Sequence[Worker], ready: Sequence[Job], order: Mapping[str, tuple], memory: Memory
+    workers: Sequence[Worker], ready: Sequence[Job], order: Mapping[str, tuple], memory: GpuMemory
 ) -> tuple[Worker, Job] | None:
     """What is started next, and where: a job that fits on the GPU of an idle worker, None if there is none."""
     jobs_on = Counter(worker.gpu for worker in workers if worker.job)

@@ -19,7 +19,7 @@ from repro.baselines import aser, loftq, qera, rtn
 from repro.baselines import q4_k as step
 from repro.core.errors import NotMeasurable, UserError
 from repro.methods.spqt import layout, q4_k
-from repro.methods.spqt.weight import Q4KWeight, pack
+from repro.methods.spqt.q4_k_weight import Q4KWeight, pack
 from repro.models import bits
 from repro.models.activations import statistics
 from repro.models.lowbit import LowBitModel, block_linears

@@ -20,7 +20,7 @@ from repro.cli import compress as cli_compress
 from repro.core.errors import UserError
 from repro.data import corpora
 from repro.generation import Engine
-from repro.generation.switching import SwitchingEngine
+from repro.generation.switching_engine import SwitchingEngine
 from repro.jobs.target import Target
 from repro.methods.spear.calibration import CACHE_BYTES
 from repro.models import perplexity

@@ -14,7 +14,7 @@ from repro.data import corpora
 from repro.engine import decoding, weights
 from repro.generation import Engine
 from repro.generation import engine as engines_by_name
-from repro.methods.spqt import sparsity
+from repro.methods.spqt import sparse_inputs
 from repro.models import bits
 from repro.models.lowbit import LowBitModel
 
@@ -55,7 +55,7 @@ def sparse(name, text, steps=(), positions="second_half", **options):
     for module, config in steps:
         module.apply(lm, data, module.Config(**config))
     dense = copy.deepcopy(lm.model)
-    sparsity.apply(lm, data, sparsity.Config(tokens=2048, search=256, positions=positions, **options))
+    sparse_inputs.apply(lm, data, sparse_inputs.Config(tokens=2048, search=256, positions=positions, **options))
     return lm, dense
 
 
@@ -90,7 +90,7 @@ def logits(model, ids):
         gaps.append((x - layer.threshold).abs().min().item() / layer.threshold)
 
     for layer in model.modules():
-        if isinstance(layer, sparsity.SparseLinear) and layer.threshold > 0:
+        if isinstance(layer, sparse_inputs.SparseLinear) and layer.threshold > 0:
             hooks.append(layer.register_forward_pre_hook(gap))
     found = model(input_ids=ids[None], use_cache=False).logits[0]
     for hook in hooks:

@@ -14,7 +14,7 @@ from repro.engine import hosted
 from repro.engine.copies import copies_of
 from repro.engine.precision import SwitchingCore
 from repro.engine.weights import LAYERS, layer_sizes
-from repro.generation import switching
+from repro.generation import switching_engine
 from repro.generation.engine import configuration, random_decoder
 from repro.jobs.target import Target
 from repro.methods.flexquant.config import Config
@@ -208,4 +208,4 @@ def test_what_does_not_go_together_is_a_sentence(every_width):
         list(engine.generate([PROMPT, PROMPT], 3))
     with pytest.raises(UserError, match="copies=host decodes one prompt at a time"):
         engine.forced([PROMPT, PROMPT], [[1], [2]], engine.model)
-    assert switching.SHARE == hosted.SHARE
+    assert switching_engine.SHARE == hosted.SHARE

@@ -21,13 +21,13 @@ from repro.engine.core import Core
 from repro.engine.decoding import Steps, prefill
 from repro.engine.precision import SignalState, SwitchingCore
 from repro.engine.step import Tokens, step
-from repro.generation import SwitchingEngine, switching
+from repro.generation import SwitchingEngine, switching_engine
 from repro.kernels import w8a8
 from repro.methods.flexquant import schedule
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.pple import pple
 from repro.models.lowbit import LowBitModel
-from repro.recipes import precision as named
+from repro.recipes import precision_schedules as named
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPE = {"cpu": torch.float32, "cuda": torch.float16}
@@ -513,13 +513,13 @@ def test_what_generate_cannot_do_is_one_sentence_and_exit_code_2(capsys, options
 def test_full_precision_is_read_only_where_an_order_compares_with_it(monkeypatch, order, count):
     read = []
 
-    def watched(*given, compressed=switching.compressed):
+    def watched(*given, compressed=switching_engine.compressed):
         read.append(given)
         return compressed(*given)
 
-    monkeypatch.setattr(switching, "compressed", watched)
+    monkeypatch.setattr(switching_engine, "compressed", watched)
     precision = f"flexquant(path=[8, 4], order={order})"
-    switching.SwitchingEngine.load("pocket-3m", "rtn-w4-g64", 64, precision=precision, device="cpu")
+    switching_engine.SwitchingEngine.load("pocket-3m", "rtn-w4-g64", 64, precision=precision, device="cpu")
     assert len(read) == count
 
 
@@ -534,7 +534,7 @@ def test_an_order_is_made_once_and_that_of_other_weights_or_histograms_is_one_se
         return out.partition("\n")[0] if code == 0 else err
 
     text = said("flexquant(threshold=1000, layers=20, window=3)")
-    monkeypatch.setattr(switching, "divergences", lambda *given: pytest.fail("it is kept"))
+    monkeypatch.setattr(switching_engine, "divergences", lambda *given: pytest.fail("it is kept"))
     assert said("flexquant(threshold=1000, layers=20, window=3)") == text
     for told in (said(model="pocket-5m"), said(recipe="rtn-w4-g128"), said("flexquant(path=[16, 4])")):
         assert "an order of pocket-3m, of other weights than pocket-" in told

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from repro.baselines import q4_k as quantizer  # noqa: E402
 from repro.engine import q4_k, shape_lists, weights  # noqa: E402
 from repro.generation import engine as engines  # noqa: E402
-from repro.methods.spqt import sparsity  # noqa: E402
+from repro.methods.spqt import sparse_inputs  # noqa: E402
 from repro.metrics import shape_decode  # noqa: E402
 from repro.metrics.shape_decode import AS_TRAINED  # noqa: E402
 from repro.metrics.sparsity import zeros  # noqa: E402
@@ -35,8 +35,8 @@ def lm(windows):
     torch.manual_seed(0)
     lm = LowBitModel(LlamaForCausalLM(LlamaConfig(**TINY, initializer_range=0.08)).eval())
     quantizer.apply(lm, None, quantizer.Config(layout="zigzag"))
-    config = sparsity.Config(sparsity=0.4, thresholds="teal", tokens=128, search=64, step=0.25)
-    sparsity.apply(lm, windows, config)
+    config = sparse_inputs.Config(sparsity=0.4, thresholds="teal", tokens=128, search=64, step=0.25)
+    sparse_inputs.apply(lm, windows, config)
     return lm
 
 

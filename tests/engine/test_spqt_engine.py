@@ -13,7 +13,7 @@ from repro.engine.core import Core
 from repro.engine.weights import LAYERS, Dense, Joined, SparseInputs
 from repro.generation import Engine
 from repro.generation import engine as engines
-from repro.methods.spqt import sparsity
+from repro.methods.spqt import sparse_inputs
 from repro.models.attachments import Attachment
 from repro.models.lowbit import LowBitModel
 
@@ -42,7 +42,7 @@ def made(ids):
             lm = LowBitModel(LlamaForCausalLM(LlamaConfig(**TINY, initializer_range=0.08)).eval())
             quantizer.apply(lm, None, quantizer.Config(layout=layout))
             if options:
-                sparsity.apply(lm, ids.view(8, 64), sparsity.Config(**SPARSE, **options))
+                sparse_inputs.apply(lm, ids.view(8, 64), sparse_inputs.Config(**SPARSE, **options))
             kept[key] = lm
         return kept[key]
 

@@ -16,7 +16,7 @@ from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import active_inputs as lists  # noqa: E402
 from repro.kernels import q4_k_planes as planes  # noqa: E402
 from repro.methods.spqt import layout, q4_k  # noqa: E402
-from repro.methods.spqt.weight import pack  # noqa: E402
+from repro.methods.spqt.q4_k_weight import pack  # noqa: E402
 
 PRODUCERS = ("rms_norm_active", "silu_product_active")
 NAMES = (*PRODUCERS, "active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked")

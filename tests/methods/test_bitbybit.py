@@ -22,7 +22,7 @@ from repro.engine import weights
 from repro.methods import bitbybit
 from repro.methods.bitbybit import sliced
 from repro.methods.bitbybit.config import Config
-from repro.methods.bitbybit.schedule import Precision, chosen, coverage, precisions
+from repro.methods.bitbybit.precision_order import Precision, chosen, coverage, precisions
 from repro.models import bits, perplexity
 from repro.models.groups import inputs
 from repro.models.groups.quantizer import GroupGrid, fake_quantize

@@ -16,9 +16,9 @@ from repro.baselines import qera, rtn
 from repro.core.errors import UserError
 from repro.jobs import compress
 from repro.jobs.target import Target
-from repro.methods.spqt import sparsity as spqt
+from repro.methods.spqt import sparse_inputs as spqt
 from repro.methods.spqt import teal
-from repro.methods.spqt.sparsity import Config
+from repro.methods.spqt.sparse_inputs import Config
 from repro.methods.spqt.teal import greedy, histogram, zeroed
 from repro.metrics import sparsity as reached
 from repro.models import perplexity

@@ -11,7 +11,7 @@ import pytest
 from repro import models
 from repro.core.errors import UserError
 from repro.data import corpora, requests, tasks
-from repro.data import zeroshot as scoring
+from repro.data import task_scores as scoring
 from repro.jobs.target import Target
 from repro.metrics import accuracy, likelihood, zeroshot
 from repro.specs import scale as scales

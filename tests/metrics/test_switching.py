@@ -17,7 +17,7 @@ from repro.methods.flexquant import schedule as plan
 from repro.metrics import switching
 from repro.metrics.switching import Protocol, Switching
 from repro.models.lowbit import LowBitModel
-from repro.recipes import precision
+from repro.recipes import precision_schedules
 from repro.results import measure
 from repro.results.measured import Measured
 from repro.specs import scale as scales
@@ -236,7 +236,8 @@ def test_a_window_longer_than_the_texts_is_a_sentence(built):
 
 def test_a_schedule_is_written_as_it_is_read():
     for text in (QUICK, "flexquant", "flexquant(path=[4, 3], threshold=2.5, order=random, seed=7)"):
-        assert precision.read(precision.write(precision.read(text))) == precision.read(text)
+        config = precision_schedules.read(text)
+        assert precision_schedules.read(precision_schedules.write(config)) == config
 
 
 def test_run_says_which_package_a_table_lacks(monkeypatch, capsys):

@@ -44,7 +44,7 @@ from repro import models as known_models
 from repro.__main__ import main
 from repro.core.errors import UserError
 from repro.core.files import sha256
-from repro.data import requests, tasks, zeroshot
+from repro.data import requests, task_scores, tasks
 from repro.jobs import requests as stored
 from repro.jobs.target import Target
 from repro.metrics import zeroshot as kind
@@ -295,7 +295,7 @@ def slow_loglik(model, tokenizer, prompt: str, answer: str, bos: bool) -> tuple[
 
 def answered(model, tokenizer, names, data, limit=None, tokens=4096, bos=None):
     """The rows of our own path, one an item."""
-    return zeroshot.run(model, [requests.build(name, data, tokenizer, limit, bos) for name in names], tokens)
+    return task_scores.run(model, [requests.build(name, data, tokenizer, limit, bos) for name in names], tokens)
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -583,12 +583,12 @@ def test_what_is_shared_is_run_once(small, bytewise, monkeypatch):
     seen, model = [], llama()
     model.register_forward_pre_hook(lambda _, args, words: seen.append(words["input_ids"].numel()), with_kwargs=True)
     made = requests.build("mmlu", small, bytewise)
-    zeroshot.run(model, [made])
+    task_scores.run(model, [made])
     alone = [len(ids) - 1 + len(made.prefixes[prefix]) for prefix, ids, _ in made.rows()]
     assert len(made.prefixes) == 3 and sum(seen) < sum(alone) / 12
     seen.clear()
     made = requests.build("hellaswag-1916", small, bytewise)
-    zeroshot.run(model, [made])
+    task_scores.run(model, [made])
     assert sum(seen) < 0.6 * sum(len(ids) - 1 for _, ids, _ in made.rows())
 
 
@@ -626,7 +626,7 @@ def test_no_socket_and_the_same_bytes_twice(small, tmp_path, bytewise, monkeypat
         for name in tasks.TASKS:
             requests.save(tmp_path / turn / f"{name}.safetensors", requests.build(name, small, bytewise, limit=2))
         read = [requests.load(tmp_path / turn / f"{name}.safetensors") for name in tasks.TASKS]
-        frames.append(zeroshot.run(llama(), read))
+        frames.append(task_scores.run(llama(), read))
     assert dict(os.environ) == before
     assert frames[0].equals(frames[1])
     for file in (tmp_path / "one").iterdir():
@@ -670,7 +670,7 @@ def answers(right: int, n: int) -> np.ndarray:
     ],
 )
 def test_floor(task, right, n, status):
-    assert zeroshot.at_chance({task: answers(right, n)}) == (status == "at_chance")
+    assert task_scores.at_chance({task: answers(right, n)}) == (status == "at_chance")
 
 
 @pytest.mark.parametrize(("right", "floor"), [(68, True), (69, False)])
@@ -679,7 +679,7 @@ def test_the_floor_of_several_tasks_is_that_of_their_plain_mean(right, floor):
     share = right / 100
     error = max(share * (1 - share) + 0.26 * 0.74, 0.25 + 0.25 * 0.75)
     assert ((share + 0.26) / 2 - 0.375 <= 1.5 * math.sqrt(error / 100)) == floor
-    assert zeroshot.at_chance({"piqa": answers(right, 100), "arc_easy": answers(26, 100)}) == floor
+    assert task_scores.at_chance({"piqa": answers(right, 100), "arc_easy": answers(26, 100)}) == floor
 
 
 def test_what_is_missing_or_wrong_is_said(small, bytewise, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from repro.baselines import BASELINES, gptq, rtn
 from repro.core.errors import UserError
 from repro.methods import METHODS
 from repro.models import attachments, bits, lowbit
-from repro.models.attachments import Attachment, Beside
+from repro.models.attachments import Attachment, SummedLinear
 from repro.models.lowbit import LowBitModel, block_linears, blocks
 from repro.models.quantized import QuantizedWeight
 from repro.recipes import recipe
@@ -253,9 +253,9 @@ class Doubled(torch.nn.Linear):
 def steps(monkeypatch):
     """Two steps that attach something: `shift`, a baseline, and `double`, a method."""
     for registry, name, kind, attached in (
-        (BASELINES, "shift", "bias", lambda linear, tensors, numbers: Beside(linear, Shift(tensors["by"]))),
+        (BASELINES, "shift", "bias", lambda linear, tensors, numbers: SummedLinear(linear, Shift(tensors["by"]))),
         (METHODS, "double", "scale", lambda linear, tensors, numbers: Doubled(linear, numbers["factor"])),
-        (METHODS, "other_shift", "bias", lambda linear, tensors, numbers: Beside(linear, Shift(tensors["by"]))),
+        (METHODS, "other_shift", "bias", lambda linear, tensors, numbers: SummedLinear(linear, Shift(tensors["by"]))),
         (BASELINES, "unnamed", None, lambda linear, tensors, numbers: linear),
     ):
         module = ModuleType(name)

@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM
 from repro.core.errors import UserError
 from repro.core.files import sha256
 from repro.train import pretrain as room
-from repro.train.config import Architecture, ModelArgs, PocketConfig, TokenizerArgs, TrainingSettings, load_config
+from repro.train.pocket_config import (
+    Architecture,
+    ModelArgs,
+    PocketConfig,
+    TokenizerArgs,
+    TrainingSettings,
+    load_config,
+)
 from repro.train.pretrain import batch_starts, learning_rate, length_at
 
 TRAINING = TrainingSettings(

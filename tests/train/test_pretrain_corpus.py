@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from repro.core.errors import UserError
 from repro.train import corpus as room
 from repro.train import wikitext_layout
-from repro.train.config import TokenizerArgs
+from repro.train.pocket_config import TokenizerArgs
 
 PLAIN = [f"Title {i}\nThe self-made man, no. {i}, had 1,000 things." for i in range(12)]
 

@@ -416,7 +416,7 @@ def sized(job):
 
 def test_the_first_of_a_kind_is_measured_before_others_of_it_start(sized):
     one, two, other = sized("one", "a"), sized("two", "a"), sized("other", "b")
-    memory = pool.Memory({0: 100})
+    memory = pool.GpuMemory({0: 100})
     assert started(memory, [one, two, other]) == [("one", 0), ("other", 0)]
     memory.note(one, 40)
     assert started(memory, [two, other], one) == [("two", 0), ("other", 0)]
@@ -425,14 +425,14 @@ def test_the_first_of_a_kind_is_measured_before_others_of_it_start(sized):
 def test_side_by_side_run_only_jobs_whose_measured_bytes_fit(sized):
     """A job that is too large for the GPU has it to itself."""
     large, middle, small = (sized(name, name) for name in ("large", "middle", "small"))
-    memory = pool.Memory({0: 100, 1: 130})
+    memory = pool.GpuMemory({0: 100, 1: 130})
     for one, size in ((large, 200), (middle, 60), (small, 30)):
         memory.note(one, size)
     more = [sized(f"more{i}", "middle") for i in range(4)]
     assert started(memory, [large, middle, small]) == [("large", 0)]
     assert started(memory, [middle, large, small]) == [("middle", 0), ("small", 0)]
     assert sorted(started(memory, more, gpus=2)) == [("more0", 0), ("more1", 1), ("more2", 1)]
-    assert len(started(pool.Memory({}, memory.peaks), more)) == 4, "where the driver tells of no memory"
+    assert len(started(pool.GpuMemory({}, memory.peaks), more)) == 4, "where the driver tells of no memory"
     memory.note(small, 10)
     assert memory.peaks[pool.alike(small)] == 30, "the most that one of them held"
 
@@ -442,8 +442,8 @@ def test_what_an_earlier_run_measured_is_used(sized, monkeypatch):
     one.benchmark.parent.mkdir(parents=True)
     one.benchmark.write_text("s\th:m:s\tgpu_bytes\n1.0\t0:00:01\t40\n")
     monkeypatch.setattr(pool, "free_bytes", lambda gpus: {0: 100})
-    assert pool.Memory.measured([one, two], {two.id: two}, 1) == pool.Memory({0: 100}, {pool.alike(two): 40})
-    assert pool.Memory.measured([one, two], {one.id: one, two.id: two}, 1).peaks == {}, "it is run again"
+    assert pool.GpuMemory.measured([one, two], {two.id: two}, 1) == pool.GpuMemory({0: 100}, {pool.alike(two): 40})
+    assert pool.GpuMemory.measured([one, two], {one.id: one, two.id: two}, 1).peaks == {}, "it is run again"
 
 
 def test_what_a_worker_measures_decides_what_runs_beside(job, monkeypatch):
@@ -467,7 +467,7 @@ def test_a_job_that_times_has_its_gpu_to_itself(job, monkeypatch):
     on_cpu = job("on-cpu", device="cpu")
     monkeypatch.setattr(runner.JOBS["fake"], "TIMES", True, raising=False)
     monkeypatch.setattr(runner, "alone", lambda one, alone=runner.alone: alone(one) and one is not plain)
-    memory = pool.Memory()
+    memory = pool.GpuMemory()
 
     def following(running, *ready):
         """Which job is started first, where the first three of four workers have GPU 0 and the last GPU 1."""

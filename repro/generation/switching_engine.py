@@ -30,7 +30,7 @@ from repro.jobs.target import Target
 from repro.methods.flexquant import order
 from repro.methods.flexquant.config import Config
 from repro.methods.flexquant.schedule import Rule
-from repro.recipes import precision as named
+from repro.recipes import precision_schedules as named
 from repro.specs import scale as scales
 
 FULL = 16  # bits of full precision, which every divergence is from
