@@ -98,4 +98,4 @@ def test_w2a2_and_w2a16_hold_the_same_codes():
 
 def test_a_tenth_more_columns_are_whole_groups():
     assert [two_bit.wider(k) for k in (3072, 8192, 4096, 14336)] == [3392, 9024, 4512, 15776]
-    assert {len(shapes) * len(counts) * len(modes) for shapes, counts, modes in two_bit.PARTS.values()} == {24, 12}
+    assert {len(shapes) * len(counts) * len(modes) for shapes, counts, modes in two_bit.PARTS.values()} == {24, 12, 36}
