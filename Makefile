@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 export PYTHONHASHSEED := 0
 export TOKENIZERS_PARALLELISM := false
+unexport PYTHONDONTWRITEBYTECODE  # compiling all tests anew takes each worker ten seconds
 
 .PHONY: all test test-slow soak lint env FORCE
 .NOTPARALLEL:

@@ -15,6 +15,7 @@ from repro.core.files import ROOT
 from repro.specs import scale
 from repro.workflow.workflow import Workflow
 
+gc.disable()  # until all tests are collected
 torch.set_num_threads(1)
 short_texts.register()
 hypothesis.settings.register_profile("suite", max_examples=25, deadline=None)  # HYPOTHESIS_PROFILE=default: 100
@@ -43,11 +44,13 @@ def pytest_xdist_make_scheduler(config, log):
     return Files(config, log)
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
     """What is imported and collected stays to the end: garbage is looked for in what tests make, and less often.
 
     The libraries' million objects, gone through again and again, were an eighth of all processor time.
     """
+    gc.enable()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
 

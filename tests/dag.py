@@ -4,7 +4,6 @@ A copy, because these tests edit sources and because the checkout changes under 
 weights and no git, so that nothing in a table depends on the commit; its spec of SPEAR's Table 1 has three rows.
 """
 
-import atexit
 import fcntl
 import hashlib
 import json
@@ -20,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -145,24 +143,13 @@ def folder(place: Path) -> Path:
     return place
 
 
-@cache
-def bytecode() -> str:
-    """A folder for the bytecode of copied sources, outside the copies: compiling them anew was half of a command.
-
-    A file that is edited has another size or time, by which Python knows it.
-    """
-    folder = tempfile.mkdtemp(prefix="bytecode-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
 def environment(source: Path) -> dict[str, str]:
     """The environment of a command that runs the harness in `source`; `python` and `snakemake` are this Python's."""
     outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # `make test` is a make itself
     dropped = ("SCALE", "REPRO_DATA", "REPRO_COMMIT", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", *outer)
     kept = {k: v for k, v in os.environ.items() if k not in dropped}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return kept | {"PATH": path, "PYTHONPATH": str(source), "PYTHONPYCACHEPREFIX": bytecode(), "SCALE": SCALE["name"]}
+    return kept | {"PATH": path, "PYTHONPATH": str(source), "SCALE": SCALE["name"]}
 
 
 @dataclass(frozen=True)
