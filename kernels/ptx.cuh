@@ -299,6 +299,7 @@ INLINE uint4 load_early(const void *p) { // volatile: the compiler does not move
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+INLINE void bring_to_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 template <int BYTES> INLINE u32 load_early_if(const void *p, bool when) { // 2 or 4 bytes; 0 unless `when`
     u32 v = 0;
 #define LOAD(TYPE)                                                                                                     \

@@ -13,6 +13,9 @@
 
 #include "beside.cuh"
 #include "halves.cuh"
+#if RANK
+#include "correction.cuh"
+#endif
 
 constexpr u32 PARTS = CHUNK / 128;                 // of a chunk; one part's codes are in registers at a time
 constexpr int LOADS = BITS / 2;                    // of 16 bytes: a lane's codes of one part of a tile
@@ -135,7 +138,12 @@ INLINE float scale_down(const char *x, u32 lane) {
 
 extern "C" __global__ void CLUSTER __launch_bounds__(32 * WARPS, BLOCKS)
 wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, const u16 *__restrict__ x,
-           u16 *__restrict__ y, u32 N, u32 M) {
+           u16 *__restrict__ y, u32 N, u32 M
+#if RANK
+           , const char *__restrict__ up, const float *latent, u32 first, u32 end, u32 first2, u32 end2, u32 first3,
+           u32 end3
+#endif
+) {
     extern __shared__ __align__(128) char shared[]; // partial sums of all workers, then the rings
     auto partial = (float (*)[OUTPUTS])shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -143,6 +151,12 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     const u32 tiles_left = TILES > 1 ? (N - 1) / 16 - tile : 0; // a tile past the last one repeats the last one
     const char *ring = shared + WORKERS * OUTPUTS * 4 + warp * (STAGES * SLOT);
     const u64 policy = evict_first();
+#if RANK
+    static_assert(COLUMNS == 1 && OUTPUTS <= 32 * WARPS); // a thread has one output
+    const Spans spans = {{first, first2, first3}, {end, end2, end3}};
+    const u32 output = tile * 16 + threadIdx.x;
+    Correction correction(up, latent, rank == 0 && threadIdx.x < OUTPUTS && output < N ? output : NO_OUTPUT, spans);
+#endif
 
     // What this lane copies next.
     u32 next = worker;
@@ -249,6 +263,10 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
         at = at == (STAGES - 1) * SLOT ? 0 : at + SLOT;
     }
 
+#if RANK
+    correction.load();
+#endif
+
     // The cluster's first block collects all workers' sums in its shared memory and adds them up.
 #if SPLITS > 1
     cluster_wait(); // the first block has started
@@ -279,6 +297,10 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
         if (i >= OUTPUTS || row >= N || column >= M) continue;
         float sum[4] = {};
         UNROLL for (int w = 0; w < WORKERS; w++) sum[w % 4] += partial[w][i];
+#if RANK
+        wait_for_launch_before();
+        sum[0] += correction.value();
+#endif
         y[(u64)column * N + row] = to_half<BF16>((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
     end_behind_head();

@@ -266,6 +266,7 @@ inline u64 evict_first() { return 0; }
 inline u64 evict_normal() { return 0; }
 inline uint4 load_past_l1(const void *p, u64) { check_read(p, 16); return *(const uint4 *)p; }
 inline uint4 load_early(const void *p) { check_read(p, 16); return *(const uint4 *)p; }
+inline void bring_to_l2(const void *p) { check_read(p, 1); }
 template <int BYTES> u32 load_early_if(const void *p, bool when) {
     u32 v = 0;
     if (when) check_read(p, BYTES), memcpy(&v, p, BYTES);

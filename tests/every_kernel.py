@@ -25,7 +25,8 @@ CONFIGURATIONS = 15  # of a case, from the first of the space to the last
 
 def size(case: dict) -> int:
     """Weights, bytes, or values of an operator's inputs."""
-    return math.prod(case.get(name, 1) for name in SIZES)
+    outputs = sum(case.get("layers", [1]))  # of a product of several layers
+    return outputs * math.prod(case.get(name, 1) for name in SIZES)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -105,14 +105,24 @@ def place(lm: LowBitModel, teacher: nn.Module, ids: Tensor, config: Config, seen
     threshold = selection.tau_eff(h_norm, config.tau, config.entropy_trigger, config.tau_diffuse)
     K = selection.support(adjusted, threshold, config.k_min, config.k_max)
     if config.k_share:
-        K = max(1, round(config.k_share * len(names)))
+        K = count(config.k_share, len(names))
     say(f"H_norm {h_norm:.3f}, tau_eff {threshold:.3f}, K {K} of {len(names)} ({K / len(names):.1%})")
     if config.placement == "random":
-        chosen = torch.randperm(len(names), generator=torch.Generator().manual_seed(config.seed))[:K].sort().values
-        return [names[i] for i in chosen.tolist()]
+        return at_random(names, K, config.seed)
     cost = [sum(lm.weights[name].shape) for name in names]
     p = math.ceil(config.protected * K)
     return [names[i] for i in selection.select(adjusted, cost, K, p, config.cost_weight)]
+
+
+def count(share: float, layers: int) -> int:
+    """K of a fixed share of the layers, at least 1."""
+    return max(1, round(share * layers))
+
+
+def at_random(names: list[str], K: int, seed: int) -> list[str]:
+    """K layers that a seed chooses, in model order (Table 4)."""
+    chosen = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))[:K].sort().values
+    return [names[i] for i in chosen.tolist()]
 
 
 def layer_ranks(lm: LowBitModel, names: list[str], config: Config) -> dict[str, int]:

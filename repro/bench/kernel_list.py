@@ -30,6 +30,7 @@ PROGRAMS = (4, 8, 16, 32, 64)  # n1, the programs that share a band of zigzag (F
 ZIGZAG = {"n2": 2, "stages": 2, "blocks": 8}  # the rest of the configuration that they are compared in
 TWO_BIT = group_quantizer.GroupGrid(bits=2, group=32, include_zero=True, scale="e4m3")  # Bit-by-Bit's weights
 QUANTIZED = ("x_codes", "x_scales", "x_zeros")  # activations in 2 bits
+EC_RANK, EC_HIDDEN = 26, 4  # of SPEAR's compensators of Llama 3.2 1B and 3B at 4 bits per channel (Table 8)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -205,6 +206,26 @@ def _w2a16(layer: Layer, count: int) -> tuple:
     return {"x": x, "packed": packed}, launch, want
 
 
+def _compensated(layer: Layer, count: int) -> tuple:
+    """A 4-bit weight per channel with an error compensator of SPEAR's rank on all outputs, times one token."""
+    kernel = load("compensated_gemv")
+
+    def make() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        codes, scales, zeros = layer.codes(4, 0, False)
+        packed = packing.pack(codes, scales, zeros, 4, 0)
+        stored = kernel.random_compensator(EC_RANK, layer.rows, layer.columns, EC_HIDDEN, None, layer.device)
+        made = kernel.pack([0], [stored], [1.0], EC_HIDDEN)
+        tensors = {name: getattr(made, name) for name in ("down", "scales", "up", "gates")}
+        form = {"bits": 4, "group": 0, "rows": layer.rows, "columns": layer.columns, "symmetric": False}
+        weights = {"codes": packed.codes, "scale_zero": packed.scale_zero, **tensors}
+        return weights, form | {"first": 0, "end": layer.rows}
+
+    weights, numbers = layer.once("compensated", make)
+    inputs = {"x": layer.activations(1, torch.bfloat16), **weights}
+    op = functools.partial(torch.ops.lowbit.compensated_gemv, **numbers)
+    return inputs, op, functools.partial(kernel.reference, **numbers)
+
+
 def _dense(layer: Layer, count: int) -> tuple:
     """A 16-bit product by our kernel, the weight being that of the library's."""
     load("dense_gemv")
@@ -267,6 +288,8 @@ OURS = {
         _provider("w2a2_gemv", "w2a2-g32", _w2a2("w2a2_gemv"), "bf16", most=4),
         _provider("w2a2_ready", "w2a2-g32", _w2a2("w2a2_ready"), "bf16", most=4, hot=QUANTIZED),
         _provider("wna16_gemv", "w2-g32", _w2a16, "bf16", most=4),
+        # SPEAR: a product with its compensator in two launches beside each other (section 4.1).
+        _provider("compensated_gemv", f"w4-pc-r{EC_RANK}", _compensated, "bf16", most=1),
         _provider("dense_gemv", "bf16", _dense, "bf16", most=1),
         _provider("zigzag_masked", "q4_k-zigzag-s50", _q4_k("zigzag_masked", 0.5), "bf16", most=1, read=_listed(0.5)),
         _provider("q4_k_naive_sparse", "q4_k-s50", _q4_k("q4_k_naive_sparse", 0.5), "bf16", most=1),

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from repro.core.errors import UserError
-from repro.engine import q4_k, shape_sparsity, two_bit, weights
+from repro.engine import corrected, q4_k, shape_sparsity, two_bit, weights
 from repro.engine.shapes import random_weight
 from repro.engine.step import Decoder
+from repro.kernels.compensated_gemv import random_compensator
 from repro.kernels.w2a2_format import GROUP
+from repro.methods import spear
 from repro.methods.bitbybit import splitting
+from repro.methods.spear import compensator
 from repro.models.groups.columns import Columns
+from repro.models.lowbit import block_linears
 from repro.recipes.recipe import Recipe
 
 
@@ -23,7 +27,8 @@ def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.devi
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    grid, sparsity = shape_recipe(recipe)
+    grid, sparsity, ecs = shape_recipe(recipe)
+    compensated = set() if ecs is None else compensated_layers(list(block_linears(model)), ecs)
     stored = 0
 
     def dense(weight: Tensor) -> Tensor:
@@ -54,7 +59,16 @@ def random_decoder(recipe: Recipe, config: Any, context: int, device: torch.devi
             return made if weights.runs_q4_k(device, dtype) or device.type == "meta" else made.expanded(2, dtype)
         packed = random_weight(rows, columns, grid, device)
         stored += (rows * columns * grid.bits + rows * packed.groups * (16 + (0 if grid.symmetric else grid.bits))) // 8
-        return weights.made(packed, bias, dtype)
+        made_here, start, starts, tensors = weights.made(packed, bias, dtype), 0, [], []
+        for name, linear in zip(names, linears):
+            if name in compensated:
+                size = linear.out_features
+                starts.append(start)
+                tensors.append(random_compensator(ecs.rank, size, columns, ecs.hidden, None, device))
+                stored += compensator.stored_bytes(ecs.rank, [(size, columns)], ecs.hidden)
+            start += linear.out_features
+        alphas = [1.0] * len(starts)
+        return corrected.compensated(made_here, starts, tensors, alphas) if starts else made_here
 
     decoder = replace(weights.assemble(model, context, product, dense), stored_bytes=stored)
     return decoder if device.type == "meta" else shape_sparsity.with_thresholds(decoder, sparsity)
@@ -75,11 +89,19 @@ def stored_bytes(rows: int, columns: int, split: bool) -> int:
     return (rows * (2 * columns + (8 + 2) * columns // GROUP) + 32 + 16 * columns * split) // 8
 
 
-def shape_recipe(recipe: Recipe) -> tuple[Any, float]:
-    """The config of a shape's weight quantizer, None for none, and the sparsity of its inputs.
+def compensated_layers(names: list[str], ecs: spear.Config) -> set[str]:
+    """The layers of a shape that have a compensator: all, or a share that a seed chooses."""
+    if ecs.placement == "full":
+        return set(names)
+    return set(spear.at_random(names, spear.count(ecs.k_share, len(names)), ecs.seed))
 
-    UserError for a recipe that is not one uniform quantizer, Q4_K with SpQt's sparsity behind it or not, or
-    Bit-by-Bit's 2 bits in groups of 32 with inputs of 2 or of 16 bits.
+
+def shape_recipe(recipe: Recipe) -> tuple[Any, float, spear.Config | None]:
+    """The configs of a shape's weight quantizer, None for none, and of SPEAR; between them the sparsity of its inputs.
+
+    UserError for a recipe that is not one uniform quantizer, with SPEAR behind it or not, Q4_K with SpQt's sparsity
+    behind it or not, or Bit-by-Bit's 2 bits in groups of 32 with inputs of 2 or of 16 bits. Of SPEAR's compensators
+    places and rank have to be said, since random weights have no damage to choose them by.
     """
     configs = [step.config for step in recipe.steps]
     grid = configs[0] if configs else None
@@ -89,7 +111,14 @@ def shape_recipe(recipe: Recipe) -> tuple[Any, float]:
         quantizes = grid is None or hasattr(grid, "symmetric") or hasattr(grid, "layout")
         quantizes = quantizes and getattr(grid, "act_bits", 16) == 16
     sparse = len(configs) == 2 and hasattr(grid, "layout") and hasattr(configs[1], "sparsity")
-    if not quantizes or not (len(configs) < 2 or sparse):
+    compensates = len(configs) == 2 and hasattr(grid, "symmetric") and isinstance(configs[1], spear.Config)
+    if not quantizes or not (len(configs) < 2 or sparse or compensates):
         said = "name one weight quantizer, fp16, q4_k with spqt behind it, or bitbybit at w2a2 or w2a16 in groups of 32"
         raise UserError(f"recipe {recipe.name!r}: a shape has random weights; {said}")
-    return grid, configs[1].sparsity if sparse else 0.0
+    if compensates:
+        ecs = configs[1]
+        if not ecs.rank or not (ecs.placement == "full" or (ecs.placement == "random" and ecs.k_share)):
+            said = "give spear a rank, and placement=full, or placement=random and a k_share"
+            raise UserError(f"recipe {recipe.name!r}: a shape has random weights, whose damage says nothing; {said}")
+        return grid, 0.0, ecs
+    return grid, configs[1].sparsity if sparse else 0.0, None

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from repro.core.errors import NotMeasurable, UserError
 from repro.engine import q4_k, two_bit
+from repro.engine.corrected import corrected, expanded
 from repro.engine.step import Block, Decoder
 from repro.kernels import linear as kernel
 from repro.kernels import packing, w2a2_gemv, zigzag_gemv
@@ -231,41 +232,6 @@ class SparseInputs(nn.Module):
         return self.dense.listed(x, active)
 
 
-class Corrected(nn.Module):
-    """A product and, from the output on where each begins, layers that have nothing but an attachment, unfused."""
-
-    def __init__(self, product: nn.Module, corrections: Sequence[tuple[int, nn.Linear]]) -> None:
-        super().__init__()
-        self.product, self.starts = product, [start for start, _ in corrections]
-        self.layers = nn.ModuleList(layer for _, layer in corrections)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x)
-        for start, layer in zip(self.starts, self.layers):
-            y[:, start : start + layer.out_features] += layer(x)
-        return y
-
-    def expanded(self, tokens: int, dtype: torch.dtype) -> "Corrected":
-        """The same on a dense weight where it would be dequantized."""
-        return Corrected(expanded(self.product, tokens, dtype), list(zip(self.starts, self.layers)))
-
-
-class Nothing(nn.Linear):
-    """A layer whose output is 0, on which an attachment is built to have its output alone."""
-
-    def __init__(self, like: nn.Linear, device: torch.device) -> None:
-        super().__init__(like.in_features, like.out_features, bias=False, device="meta")
-        self.weight = nn.Parameter(torch.empty(0, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.new_zeros(len(x), self.out_features)
-
-
-def expanded(product: nn.Module, tokens: int, dtype: torch.dtype) -> nn.Module:
-    """A product for many calls of so many tokens: with a dense weight where each call would dequantize it."""
-    return product.expanded(tokens, dtype) if hasattr(product, "expanded") else product
-
-
 def made(packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype, order: Tensor | None = None) -> nn.Module:
     """The product with a packed weight on its device, its columns in an order; UserError if no kernel runs there."""
     device = packed.codes.device
@@ -296,11 +262,11 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
         if len(set(formats)) > 1:
             return joined([product(lm, names[first:end], device, dtype) for first, end in runs(formats)])
         layer = _product(linears, weights, taken[0], device, dtype)
-    corrections, start = [], 0
+    attached, start = [], 0
     for linear, own in zip(linears, beside):
-        corrections += [(start, a.build(Nothing(linear, device))) for a in own.values()]
+        attached += [(start, linear, one) for one in own.values()]
         start += linear.out_features
-    layer = Corrected(layer, corrections) if corrections else layer  # on sparse inputs too: sparsity is the last step
+    layer = corrected(layer, attached, device)  # on sparse inputs too: sparsity is the last step
     return layer if thresholds[0] is None else SparseInputs(layer, thresholds[0])
 
 

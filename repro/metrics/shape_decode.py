@@ -1,7 +1,7 @@
 """Milliseconds of a decoded token at a public shape, by weight format and activation sparsity.
 
-SpQt's Table 2 asks for them behind one prompt, Bit-by-Bit's Table 8 behind prompts of several lengths, and for those of
-Transformers as well.
+SpQt's Table 2 and SPEAR's Figure 8 ask for them behind one prompt, Bit-by-Bit's Table 8 behind prompts of several
+lengths, and for those of Transformers as well.
 
 The weights are random: times and bytes are real. Thresholds are quantiles of the inputs that the shape's own products
 get, so that lists are uniformly random, the worst case; or products read lists that are made of what the target's model
@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +26,10 @@ from repro.core.errors import NotMeasurable, unknown
 from repro.data import corpora
 from repro.engine import q4_k, shape_lists, weights
 from repro.engine.core import Core
+from repro.engine.corrected import Compensated
 from repro.engine.random_shape import random_decoder
 from repro.engine.shapes import SHAPES
+from repro.engine.step import Decoder
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
@@ -55,12 +57,32 @@ AT_LENGTHS = {  # ways that are timed behind prompts of all these lengths, in on
     "w2a2-split": ("bitbybit(w2a2)", "listed"),
     "w2a16": ("bitbybit(w2a16, split=none)", "listed"),
 }
+W4 = "rtn-w4-pc"
+COMPENSATED = {  # SPEAR's Figure 8; of a shape as many layers, and of the rank, as `PLACED` says
+    "w4": (W4, "listed"),
+    "w4-launched": (W4, "launched"),
+    "spear": (f"{W4} + spear(placement=random, k_share={{k_share}}, rank={{rank}})", "fused"),
+    "spear-naive": (f"{W4} + spear(placement=random, k_share={{k_share}}, rank={{rank}})", "separate"),
+    "spear-launched": (f"{W4} + spear(placement=random, k_share={{k_share}}, rank={{rank}})", "separate, launched"),
+}
+# Share of the layers and rank on RTN at 4 bits per channel (SPEAR, Table 8). Figure 8 names no setting; this is that of
+# Table 2, whose bytes the text quotes. A seed chooses the layers, since random weights have no damage.
+PLACED = {"Llama-3.2-1B": (0.41, 26), "Llama-3.2-3B": (0.40, 26), "Llama-2-7B": (0.39, 24)}
 AS_TRAINED = {  # lists as the target's model has them, by how thresholds are chosen
     f"{thresholds}{s}": (f"{ZIGZAG} + spqt(sparsity={s / 100}, thresholds={thresholds})", "listed")
     for thresholds, s in itertools.product(("unified", "teal"), SPARSITIES)
 }
 CORPUS, TEXT_LENGTH, WINDOWS = "wikitext2", 2048, 1  # the text whose tokens give these lists: enough for 28,672 inputs
-EVERY = HOW | AS_TRAINED | AT_LENGTHS
+EVERY = HOW | AS_TRAINED | AT_LENGTHS | COMPENSATED
+
+
+def recipe_and_method(shape: str, how: str) -> tuple[str, str]:
+    """The recipe of a way to decode a shape, and how its products are launched."""
+    recipe, method = EVERY[how]
+    if "{rank}" not in recipe:
+        return recipe, method
+    k_share, rank = PLACED[shape]
+    return recipe.format(k_share=k_share, rank=rank), method
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,8 @@ class ShapeDecode(Metric):
             raise unknown("shape", self.shape, SHAPES)
         if self.how not in EVERY:
             raise unknown("way to decode", self.how, EVERY)
+        if self.how in COMPENSATED and self.shape not in PLACED:
+            raise unknown(f"shape of {self.how}", self.shape, PLACED)
         lengths = LENGTHS if self.how in AT_LENGTHS else (0,)
         if self.length not in lengths:
             raise unknown(f"prompt of {self.how}, in tokens", str(self.length), map(str, lengths))
@@ -110,7 +134,7 @@ class ShapeDecode(Metric):
         protocol = target.scale.protocols["shape_decode"]
         if protocol is None:
             return None
-        recipe, method = EVERY[self.how]
+        recipe, method = recipe_and_method(self.shape, self.how)
         rule = vars(protocol) | {"shape": self.shape, "recipe": recipe, "method": method, "device": target.scale.device}
         if self.length:
             rule |= {"lengths": list(LENGTHS)}
@@ -210,9 +234,12 @@ def loaded(
     device: torch.device,
     masks: Mapping[str, shape_lists.Masks] | None = None,
 ) -> Core:
-    """An engine of a shape whose sparse products skip inputs in one way; in bfloat16 on a GPU, else in float32.
+    """An engine of a shape whose products are launched in one way; in bfloat16 on a GPU, else in float32.
 
-    With masks of a trained model these choose the inputs.
+    Args:
+        method: how sparse products skip inputs (`q4_k.Q4K.method`); "separate", compensators in launches of their own;
+            "launched", every launch by the host instead of one CUDA graph a step.
+        masks: of a trained model, which then choose the inputs.
     """
     from transformers import AutoConfig  # takes seconds
 
@@ -222,9 +249,27 @@ def loaded(
     target = Target(None, name, recipe)  # no scale: nothing is calibrated or built
     decoder = random_decoder(target.recipe, config, slots, device, dtype)
     engine = Core(name, decoder if masks is None else shape_lists.listed_alike(decoder, masks))
+    if "separate" in method:
+        engine = Core(name, with_separate_launches(engine.model))
+    if "launched" in method:
+        engine.steps.graphed = False
     for block in engine.model.blocks:
         for name in LAYERS:
             product = getattr(block, name)
             if isinstance(product, SparseInputs) and isinstance(product.dense, q4_k.Q4K):
                 product.dense.method = method
     return engine
+
+
+def with_separate_launches(model: Decoder) -> Decoder:
+    """A decoder whose compensators are computed in launches of their own, SPEAR's naive baseline (section 4.1)."""
+    blocks = []
+    for block in model.blocks:
+        products = {name: getattr(block, name) for name in LAYERS}
+        separate = {
+            name: product.separate(product.product)
+            for name, product in products.items()
+            if isinstance(product, Compensated)
+        }
+        blocks.append(replace(block, **separate))
+    return replace(model, blocks=tuple(blocks))

@@ -47,6 +47,7 @@ KERNELS = {  # this project's own, by module of kernels/, with their versions: r
     "w2a2_gemv": 3,
     "w2a2_ready": 3,
     "dense_gemv": 1,
+    "compensated_gemv": 1,
 }
 USES = {  # kernels that others launch, and whose versions decide the times of these, too
     "linear": ("wna16_gemv", "w4a16_gemm", "dequantize"),
@@ -54,6 +55,7 @@ USES = {  # kernels that others launch, and whose versions decide the times of t
     "zigzag_sparse": ("zigzag_gemv",),
     "zigzag_masked": ("zigzag_gemv",),
     "w2a2_ready": ("w2a2_gemv",),
+    "compensated_gemv": ("wna16_gemv",),
 }
 TIMER = 2  # version of how everything is timed (timing.py); 2: a floor is the best of a few readers
 PEERS = 1  # version of how peers are called (peers.py), launch configurations (gemlite.json) included

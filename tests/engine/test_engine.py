@@ -23,7 +23,7 @@ from repro.__main__ import main
 from repro.baselines import gptq, grid, qera, rtn
 from repro.core.errors import NotMeasurable, UserError
 from repro.core.files import ROOT
-from repro.engine import decoding, step, weights
+from repro.engine import corrected, decoding, step, weights
 from repro.engine.output import TextStream
 from repro.generation import Engine
 from repro.generation import engine as engines_by_name
@@ -404,7 +404,7 @@ def test_a_compressed_model_says_what_the_harness_evaluates(tiny, monkeypatch, n
         wanted = lm.model(ids[None]).logits[0]
     assert torch.allclose(engine.logits(ids), wanted, atol=2e-3 * wanted.abs().max())
     if name == "compensated":
-        assert isinstance(engine.model.blocks[0].qkv, weights.Corrected)
+        assert isinstance(engine.model.blocks[0].qkv, corrected.Corrected)
         lm.attachments.clear()
         plain = Engine.load(tiny, dtype="float32", device="cpu")
         assert not torch.allclose(plain.logits(ids), wanted, atol=2e-3 * wanted.abs().max())
@@ -506,7 +506,7 @@ def test_a_shape_has_speed_and_memory_only(shape):
     for ask in (lambda: engine.generate("text"), lambda: engine.logits([1]), lambda: engine.score([1, 2])):
         with pytest.raises(UserError, match="random weights: they have speed and memory, but no text and no quality"):
             ask()
-    with pytest.raises(UserError, match="name one weight quantizer, fp16, q4_k with spqt"):
+    with pytest.raises(UserError, match="give spear a rank, and placement=full, or placement=random and a k_share"):
         Engine.load(shape, "rtn-w4-g128 + spear", device="cpu")
     for recipe in ("spinquant-w4-g128-a16-epochs=0", "bitbybit-w4-g128"):  # they store more than a grid
         with pytest.raises(UserError, match="name one weight quantizer, fp16, q4_k with spqt"):

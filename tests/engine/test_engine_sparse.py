@@ -11,7 +11,7 @@ from repro import models
 from repro.__main__ import main
 from repro.baselines import gptq, q4_k, qera, rtn
 from repro.data import corpora
-from repro.engine import decoding, weights
+from repro.engine import corrected, decoding, weights
 from repro.generation import Engine
 from repro.generation import engine as engines_by_name
 from repro.methods.spqt import sparse_inputs
@@ -204,7 +204,7 @@ def test_generated_tokens_are_those_of_the_second_protocol_also_in_a_batch(cases
     [(None, weights.Dense), ((q4_k, {}), weights.Dense),
      pytest.param((rtn, {"bits": 4, "group": 64}), weights.Dense, marks=pytest.mark.slow),
      ((gptq, {"bits": 4, "group": 32, "act_order": True}), weights.Dense),
-     ((qera, {"rank": 4}), weights.Corrected)],
+     ((qera, {"rank": 4}), corrected.Corrected)],
 )  # fmt: skip
 @pytest.mark.parametrize("options", [{}, TEAL | {"shared": False}], ids=["unified", "TEAL itself"])
 def test_a_product_is_that_of_its_layers(names, text, quantizer, kind, options):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from repro.engine import prefill, weights
+from repro.engine import corrected, prefill, weights
 from repro.engine.prefill import Span, spans, together
 from repro.engine.step import Cache
 from repro.generation import Engine
@@ -97,14 +97,14 @@ def products():
         "packed": plain,
         "bias and order": biased,
         "joined": weights.Joined([plain, biased]),
-        "corrected": weights.Corrected(plain, [(16, added)]),
+        "corrected": corrected.Corrected(plain, [(16, added)]),
     }
 
 
 @pytest.mark.parametrize("name", products())
 def test_an_expanded_product_is_the_same_product(name):
     x, product = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).half(), products()[name]
-    dense = weights.expanded(product, 4096, torch.float16)
+    dense = corrected.expanded(product, 4096, torch.float16)
     assert "Packed" not in repr(dense)
     torch.testing.assert_close(dense(x), product(x), rtol=4e-3, atol=4e-3)
 
@@ -113,7 +113,7 @@ def test_few_tokens_go_on_with_packed_weights_and_other_products_stay():
     product = packed_product(48, 64)
     assert product.expanded(8, torch.float16) is product
     dense = weights.Dense(torch.randn(3, 4))
-    assert weights.expanded(dense, 4096, torch.float16) is dense
+    assert corrected.expanded(dense, 4096, torch.float16) is dense
 
 
 def test_a_weight_is_dequantized_once_a_prefill(model):

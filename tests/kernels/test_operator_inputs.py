@@ -28,6 +28,7 @@ SMALL = {
 }  # changes of an operator's first case
 LISTS = ("active_inputs", "rms_norm_active", "silu_product_active")  # whose last output is a list of active inputs
 NAMES = (
+    "compensated_gemv",
     *("rms_norm_active", "silu_product_active", "quantize_2bit", "w2a2_gemv", "w2a2_ready", "dense_gemv"),
     *("active_inputs", "q4_k_gemv", "q4_k_naive_sparse", "zigzag_gemv", "zigzag_sparse", "zigzag_masked"),
     *("rms_norm", "silu_product", "rope_append", "attention", "sample", "argmax", "pple"),
@@ -42,7 +43,7 @@ def overload(name):
 
 def right(name, device="cpu"):
     """Keywords of an operator that it takes."""
-    if name in OPERATORS:
+    if name in OPERATORS or name == "compensated_gemv":
         module = kernel_list.load(name)
         return module.make_inputs(module.CASES[0] | SMALL.get(name, {}), device)
     if name in ("wna16", "wna16_gemv", "w4a16_gemm", "dequantize"):
@@ -154,6 +155,7 @@ def test_a_tensor_off_its_alignment_is_refused_or_computed_right(name, argument,
     tensor = inputs[argument]
     moved = inputs | {argument: shifted(tensor, max(4, tensor.element_size()))}
     vectors = (("w8a8_gemv", "x"), ("w8a8_gemv", "w_q"), ("read_floor", "x"))
+    vectors += tuple(("compensated_gemv", one) for one in ("down", "up", "gates"))
     in_words = argument in ("codes", "scale_zero", "headers", "units")
     if in_words or (name, argument) in vectors:
         refused(name, moved, argument, f"multiple of {VECTOR} bytes", "4 off")
