@@ -15,6 +15,7 @@ from torch import Tensor
 from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import lacks
 from repro.kernels.operators import HALVES, operator, plain
+from repro.kernels.prepared import blank
 from repro.kernels.w4a16_gemm import SOURCE, format_defines, random_weight
 
 CASES = [  # rows, columns (Llama 3.2 1B, 3.1 8B and ragged ones), bits, group, symmetric, dtype, seed
@@ -55,9 +56,10 @@ def prepare(
     """The launch of the operator for weights like this one; it takes `codes` and `scale_zero` first."""
     kernel = nvrtc.load(SOURCE, "dequantize", format_defines(bits, group, symmetric, dtype), codes.device)
     grid, groups = -(-codes.shape[0] * codes.shape[1] // WARPS), columns // group if group else 1
+    made = blank(dtype, rows, columns)
 
     def launch(codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
-        w = scale_zero.new_empty(rows, columns, dtype=dtype)
+        w = made(scale_zero)
         kernel(grid, 32 * WARPS, codes, scale_zero, w, rows, columns, groups)
         return w
 

@@ -104,7 +104,7 @@ def prepare(
         head = tokens_of_head(x, rows, columns, bits)
         return prepare_two(x, head, *weight[2:]) if head else w4a16_gemm.prepare(x, *weight)
     dequantize = dense.prepare(*weight, x.dtype)
-    return lambda x, codes, scale_zero, *_: x @ dequantize(codes, scale_zero).T
+    return lambda x, codes, scale_zero, *_: torch.nn.functional.linear(x, dequantize(codes, scale_zero))
 
 
 def tokens_of_head(x: Tensor, rows: int, columns: int, bits: int) -> int:

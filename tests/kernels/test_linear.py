@@ -102,6 +102,18 @@ def test_two_launches_beside_each_other_on_the_cpu(case, monkeypatch, recorded):
         assert error(y, w4a16_gemm.reference(other, packed)) < (1e-3 if dtype == torch.float16 else 4e-3)
 
 
+@cuda_on_cpu.NEEDS_COMPILER
+def test_a_dense_weight_is_that_of_its_call(monkeypatch, recorded):
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    recorded["default"] = {"decode": 0, "gemm": 0}
+    x, packed = inputs(6)
+    other = random_weight(48, 256, 4, 64, seed=5)
+    launch = linear.prepare(x, *weight(packed))
+    for given in (packed, other):
+        y = launch(x, given.codes, given.scale_zero)
+        assert error(y, w4a16_gemm.reference(x, given)) < 1e-3
+
+
 def test_a_tensor_map_is_of_the_memory_of_its_call(monkeypatch):
     """Calls of one launch: a map for each address of x, which is taken again where that memory is used again."""
     launched, encoded = [], []
