@@ -43,9 +43,9 @@ class Config(gptq.Config):
 def outliers(weight: Tensor, share: float) -> Tensor:
     """The sparse part of a weight `[N, K]`: the given share of its values, at least one, largest in absolute value."""
     count = max(1, round(share * weight.numel()))
-    places = weight.abs().flatten().topk(count).indices
+    largest = weight.abs().flatten().topk(count).indices
     sparse = torch.zeros_like(weight).flatten()
-    sparse[places] = weight.flatten()[places].half().to(weight.dtype)  # as it is stored
+    sparse[largest] = weight.flatten()[largest].half().to(weight.dtype)  # as it is stored
     return sparse.view_as(weight)
 
 

@@ -137,11 +137,11 @@ def apply(lm: LowBitModel, calibration: Tensor | None, config: Config) -> None:
             rtn.apply(lm, None, solver)
     rotation.keep(lm, tied)
     for name, linear in layers.items():
-        beside = inputs.attachment("", linear.in_features, taken[name]).numbers if name in taken else {}
+        numbers = inputs.attachment("", linear.in_features, taken[name]).numbers if name in taken else {}
         if name in downs:
-            beside = {"columns": linear.in_features, **beside, "online": 1}
-        if beside:
-            lm.attach(name, Attachment("spinquant", {}, beside))
+            numbers = {"columns": linear.in_features, **numbers, "online": 1}
+        if numbers:
+            lm.attach(name, Attachment("spinquant", {}, numbers))
     if tied:
         head = model.get_submodule(rotation.HEAD).weight.data
         lm.attach(rotation.HEAD, rotation.OwnHead("spinquant", {"weight": head}, {}))

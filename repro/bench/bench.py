@@ -121,8 +121,8 @@ def bench(
         only: words; a provider is measured if its label has one of them (the library always is). Empty: all.
         rounds: timed rounds of each.
         joule_seconds: how long each runs once more, at least, for its energy; 0 leaves energy out.
-        resume: what `out` has already, from the same commit and environment, is not measured again, but for the places
-            where a kernel of this project failed or was wrong.
+        resume: what `out` has already, from the same commit and environment, is not measured again, but for the sizes
+            for which a kernel of this project failed or was wrong.
         workers: processes that compile everything beforehand, side by side; 0: kernels are compiled when they are met.
         say: takes a line a measurement.
         device: where; this machine's GPU when not given.
@@ -156,18 +156,18 @@ def bench(
         work = f"{2 * LARGE**3 / t.us / 1e6:.0f} T operations/s" if t.facts else f"{t.gb_per_s:.0f} GB/s"
         say(f"{t.name}: {work}")
     rows += run.chosen_tokens(choices)
-    places = [(*shape, m) for shape, m in itertools.product(shapes or stored_peers.shapes(), counts)]
+    all_sizes = [(*shape, m) for shape, m in itertools.product(shapes or stored_peers.shapes(), counts)]
     todo = []
-    for place in places:
-        taking = [name for name, one in chosen.items() if one.takes(place[2])]
+    for sizes in all_sizes:
+        taking = [name for name, one in chosen.items() if one.takes(sizes[2])]
         wanted = set(itertools.product(taking, modes))
-        done = [row for row in old if (row.N, row.K, row.M) == place]
+        done = [row for row in old if (row.N, row.K, row.M) == sizes]
         if wanted <= {(row.label, row.mode) for row in done if not broken_of_ours(row)}:
             rows += done
         else:
-            todo.append(place)
-    if len(todo) < len(places):
-        say(f"{len(places) - len(todo)} of {len(places)} shapes and numbers of rows are there already")
+            todo.append(sizes)
+    if len(todo) < len(all_sizes):
+        say(f"{len(all_sizes) - len(todo)} of {len(all_sizes)} shapes and numbers of rows are there already")
     if workers:
         begin = time.perf_counter()
         compile_ahead([name for name, p in chosen.items() if not p.alone], todo, workers)
@@ -185,13 +185,13 @@ def bench(
     return rows
 
 
-def compile_ahead(labels: Sequence[str], places: Sequence[tuple[int, int, int]], workers: int) -> None:
+def compile_ahead(labels: Sequence[str], all_sizes: Sequence[tuple[int, int, int]], workers: int) -> None:
     """Launch every provider once at every (N, K, M), spread over processes: what they compile stays on disk.
 
     Failures are silent here: the measurement meets them again and says so.
     """
     by_layer: dict[tuple[int, int], list[int]] = {}
-    for n, k, m in places:
+    for n, k, m in all_sizes:
         by_layer.setdefault((n, k), []).append(m)
     jobs = []
     for (n, k), counts in by_layer.items():

@@ -207,17 +207,17 @@ def gemlite_kernel(bits: int, count: int) -> str:
 
 
 def gemlite_configuration(bits: int, group: int, layer: Layer, count: int) -> str | None:
-    """Where GemLite's configuration at a place comes from, in words; None where its tuner would run first."""
+    """Where GemLite's configuration for a shape comes from, in words; None where its tuner would run first."""
     from gemlite import core
     from gemlite.triton_kernels.utils import get_closest_m
 
     ready = _gemlite_ready(layer.device)
     kernel = gemlite_kernel(bits, count)
     shipped = core.GEMLITE_TRITON_CONFIG_CACHE.get(kernel, {})
-    place = str((get_closest_m(count), layer.rows, layer.columns, group, 32 // bits, 100 + bits))  # 100: float16
-    if place in ready.get(kernel, {}):
+    tuned_for = str((get_closest_m(count), layer.rows, layer.columns, group, 32 // bits, 100 + bits))  # 100: float16
+    if tuned_for in ready.get(kernel, {}):
         return f"{kernel}, tuned by GemLite on this device"
-    return f"{kernel}, as GemLite ships it for the H100" if place in shipped else None
+    return f"{kernel}, as GemLite ships it for the H100" if tuned_for in shipped else None
 
 
 def gemlite_task(bits: int, group: int, layer: Layer, count: int) -> tuple[dict[str, Any], Callable, Callable]:

@@ -158,9 +158,9 @@ def load(path: Path) -> BenchmarkFile:
     return BenchmarkFile(Path(path), devices.pop(), cells)
 
 
-def say(place: Mapping[str, Any]) -> str:
+def say(key: Mapping[str, Any]) -> str:
     """A cell in words, from the values of `PLACE`."""
-    return "{provider} ({kernel}, {dtype}) at {N} x {K}, M = {M}, {mode}".format_map(place)
+    return "{provider} ({kernel}, {dtype}) at {N} x {K}, M = {M}, {mode}".format_map(key)
 
 
 def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: float = THRESHOLD) -> dict[str, Change]:

@@ -53,7 +53,7 @@ class Copies(nn.Module):
         """Let each layer compute with the copy of a width."""
         self.bits, self._running = list(bits), self.product(bits)
 
-    def beside(self, branches: bool) -> None:
+    def set_branches(self, branches: bool) -> None:
         """Let products of different widths be branches of a step that is captured from now on, or follow each other."""
         self.branches = branches
         self._products.clear()

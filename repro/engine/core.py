@@ -235,7 +235,7 @@ class Core:
                 ended = "eos" if token in ends else "stop" if stopped else "length" if last else ""
                 if ended:
                     batch.end(i)
-                texts[i] += text + (streams[i].held if ended else "")
+                texts[i] += text + (streams[i].pending if ended else "")
                 if ended or (text and not whole):
                     done[i] = TextPiece(texts[i], tokens[i], values[i] if logprobs else None, ended)
                     texts[i], tokens[i], values[i] = "", [], []

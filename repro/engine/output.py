@@ -35,11 +35,11 @@ class TextPiece(str):
 
 
 class TextStream:
-    """The text of one sequence, token by token; what may be the start of a stop string is `held` back."""
+    """The text of one sequence, token by token; what may be the start of a stop string is kept in `pending`."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self.tokenizer, self.stop = tokenizer, stop
-        self.ids, self.held = list(prompt[-BEFORE:]), ""
+        self.ids, self.pending = list(prompt[-BEFORE:]), ""
         self.shown = len(self.ids)  # ids whose text is known; those before only give it its context
 
     def push(self, token: int) -> tuple[str, bool]:
@@ -50,9 +50,9 @@ class TextStream:
             return "", False
         self.ids = self.ids[self.shown :]
         self.shown = len(self.ids)
-        text = self.held + now[len(before) :]
+        text = self.pending + now[len(before) :]
         if ends := [text.find(stop) for stop in self.stop if stop in text]:
-            self.held = ""
+            self.pending = ""
             return text[: min(ends)], True
         begun = 0  # characters at the end that may be the start of a stop text
         for stop in self.stop:
@@ -60,7 +60,7 @@ class TextStream:
                 if text.endswith(stop[:count]):
                     begun = max(begun, count)
         keep = len(text) - begun
-        self.held = text[keep:]
+        self.pending = text[keep:]
         return text[:keep], False
 
     def _decode(self, ids: list[int]) -> str:

@@ -326,9 +326,14 @@ class SwitchingDecoding(Decoding):
         signal: the PPLE of every token of each sequence.
     """
 
-    def __init__(self, *given: Any, controllers: Sequence[Controller], held: Mapping[str, int] | None = None) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        *given: Any,  # noqa: ANN401
+        controllers: Sequence[Controller],
+        fixed_bits: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(*given)
-        self.controllers, self.held = controllers, held
+        self.controllers, self.fixed_bits = controllers, fixed_bits
         self.signal: list[list[float]] = [[] for _ in self.prompts]
         self._fetched = 0
 
@@ -344,7 +349,7 @@ class SwitchingDecoding(Decoding):
             tail = hidden if tail is None else torch.cat([tail, hidden])
             tail = tail[-controller.config.prompt_tokens :]
         steps.switch(row, controller.start(pple(steps.model.head(tail)).tolist()))
-        if not self.held:
+        if not self.fixed_bits:
             steps.prepare(controller.upcoming())
         return tail[-1:]
 
@@ -356,8 +361,8 @@ class SwitchingDecoding(Decoding):
                 steps.prepare(self.controllers[row].upcoming())
 
     def _prefill(self, steps: SwitchingSteps, chunk: int) -> None:
-        if self.held:
-            steps.set_bits(self.held)
+        if self.fixed_bits:
+            steps.set_bits(self.fixed_bits)
         super()._prefill(steps, chunk)
 
     def _last(self, steps: SwitchingSteps, row: int, chunks: Iterator[Tensor]) -> Tensor:
@@ -448,7 +453,7 @@ class SwitchingCore(Core):
     ) -> None:
         super().__init__(name, model, hub)
         self.config, self.ahead, self.rule, self.switching = config, list(ahead), rule, SwitchingRecord()
-        self.weights, self.high, self._held = copies.weights_of(model), self.steps.widths[0], None
+        self.weights, self.high, self._fixed_bits = copies.weights_of(model), self.steps.widths[0], None
 
     @classmethod
     def of(
@@ -483,19 +488,19 @@ class SwitchingCore(Core):
 
     def hold(self, bits: Mapping[str, int] | int | None) -> None:
         """Let layers keep these widths in every following single generation, whose rule is not asked; None ends it."""
-        self._held = dict.fromkeys(self.weights, bits) if isinstance(bits, int) else bits
+        self._fixed_bits = dict.fromkeys(self.weights, bits) if isinstance(bits, int) else bits
 
     def _decoding(
         self, ids: list[list[int]], new: int | None, sampling: Sampling, seed: int | Sequence[int], scored: bool = False
     ) -> Decoding:
         self._check_count(len(ids))
         plain = super()._decoding(ids, new, sampling, seed, scored)
-        listens = self.ahead and self.rule is None and self._held is None and not self.config.interval
+        listens = self.ahead and self.rule is None and self._fixed_bits is None and not self.config.interval
         if listens and self.config.window >= max(plain.limits):
             said = f"a window of {self.config.window} tokens is longer than the generation of {max(plain.limits)}"
             raise UserError(f"flexquant: {said}, so that nothing would switch; take a shorter one, or more new tokens")
         given = plain.prompts, plain.limits, plain.sampling, plain.seeds, plain.scored
-        return SwitchingDecoding(*given, controllers=self._controllers(len(ids)), held=self._held)
+        return SwitchingDecoding(*given, controllers=self._controllers(len(ids)), fixed_bits=self._fixed_bits)
 
     def _check_count(self, count: int) -> None:
         """UserError for several sequences, each in its own state, where the device has the weights of one state."""
@@ -505,7 +510,7 @@ class SwitchingCore(Core):
     def _controllers(self, count: int) -> list[Controller]:
         """A controller for each sequence; one that never switches while widths are held."""
         rules = self.rule if isinstance(self.rule, Sequence) else [self.rule] * count
-        if self._held is not None:
+        if self._fixed_bits is not None:
             rules = [lambda pple, step, state: []] * count
         return [Controller(self.config, self.ahead, rule) for rule in rules]
 
@@ -565,7 +570,7 @@ class SwitchingCore(Core):
         """The record of a batch that has ended, of the switches that took effect."""
         high, record = self.high, SwitchingRecord(signal=batch.signal)
         first = 8 if self.config.prefill == "w8a8" else high
-        switched_before = [Switch(1, layer, bits) for layer, bits in (self._held or {}).items()]
+        switched_before = [Switch(1, layer, bits) for layer, bits in (self._fixed_bits or {}).items()]
         for controller, signal in zip(batch.controllers, batch.signal):
             steps = max(len(signal) - 1, 0)
             log = [switch for switch in controller.log if switch.step <= steps]

@@ -253,9 +253,9 @@ def slot(bits: int) -> int:
 def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The product of layers that share their input; UserError, with the layer, for one that cannot be packed or run."""
     linears, weights = [lm.model.get_submodule(name) for name in names], [lm.weights.get(name) for name in names]
-    beside = [{a.kind: a for a in lm.attachments.get(name, [])} for name in names]
-    thresholds = [own.pop("sparsity").tensors["threshold"].item() if "sparsity" in own else None for own in beside]
-    taken = [two_bit.taken_by(own, linear) for own, linear in zip(beside, linears)]
+    attachments = [{a.kind: a for a in lm.attachments.get(name, [])} for name in names]
+    thresholds = [own.pop("sparsity").tensors["threshold"].item() if "sparsity" in own else None for own in attachments]
+    taken = [two_bit.taken_by(own, linear) for own, linear in zip(attachments, linears)]
     with in_layer(names[0]):
         keys = [None if each is None else each.key for each in taken]
         formats = list(zip(map(_format, weights), map(two_bit.key_of, weights), thresholds, keys))
@@ -263,7 +263,7 @@ def product(lm: LowBitModel, names: Sequence[str], device: torch.device, dtype: 
             return joined([product(lm, names[first:end], device, dtype) for first, end in runs(formats)])
         layer = _product(linears, weights, taken[0], device, dtype)
     attached, start = [], 0
-    for linear, own in zip(linears, beside):
+    for linear, own in zip(linears, attachments):
         attached += [(start, linear, one) for one in own.values()]
         start += linear.out_features
     layer = corrected(layer, attached, device)  # on sparse inputs too: sparsity is the last step

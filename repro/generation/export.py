@@ -60,8 +60,8 @@ def export(name: str, recipe: str, out: Path, check: bool = False) -> str:
     for key, value in tensors(model, recipe == "q4_k"):
         raw = gguf.GGMLQuantizationType.Q4_K if value.dtype == torch.uint8 else None
         writer.add_tensor(names.get_name(key, (".weight", ".bias")) or key, value.numpy(), raw_dtype=raw)
-    with tempfile.TemporaryDirectory() if check else atomic(out) as place:
-        writer.write_header_to_file(path := Path(place) / "wanted" if check else place)
+    with tempfile.TemporaryDirectory() if check else atomic(out) as target:
+        writer.write_header_to_file(path := Path(target) / "wanted" if check else target)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()

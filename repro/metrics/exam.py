@@ -173,17 +173,17 @@ def greedy(
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     sizes = torch.tensor([len(prompt) for prompt in prompts], device=device)
     mask = (torch.arange(width, device=device) >= width - sizes[:, None]).long()
-    places, cache, given = (mask.cumsum(1) - 1).clamp(min=0), None, torch.empty(len(prompts), 0, dtype=torch.long)
+    positions, cache, given = (mask.cumsum(1) - 1).clamp(min=0), None, torch.empty(len(prompts), 0, dtype=torch.long)
     model.eval()
     for step in range(new):
-        words = {"attention_mask": mask, "position_ids": places, "past_key_values": cache, "use_cache": True}
+        words = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         out = model(input_ids=ids, logits_to_keep=1, **words)
         logits, cache = out.logits[:, -1], out.past_key_values
         if not torch.isfinite(logits).all():
             raise UserError("the model's logits hold NaN or Inf; the model's weights or its scales are broken")
         ids = logits.argmax(1, keepdim=True)
         given = torch.cat([given, ids.cpu()], 1)
-        mask, places = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), places[:, -1:] + 1
+        mask, positions = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), positions[:, -1:] + 1
         if step % LOOKED_AT == LOOKED_AT - 1 and all(_ended(row, tokenizer, ends, stop) for row in given.tolist()):
             break
     return [_text(row, tokenizer, ends) for row in given.tolist()]
@@ -197,7 +197,7 @@ def _ends(model: nn.Module) -> set[int]:
 
 def _text(row: Sequence[int], tokenizer: Any, ends: set[int]) -> str:
     """What ids decode to, up to the first that ends a text."""
-    cut = next((place for place, token in enumerate(row) if token in ends), len(row))
+    cut = next((end for end, token in enumerate(row) if token in ends), len(row))
     return tokenizer.decode(row[:cut], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

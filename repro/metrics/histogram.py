@@ -135,8 +135,8 @@ def of_weights(weights: list[Tensor], reach: float, bins: int) -> tuple[np.ndarr
     half = bins // 2
     counts = np.zeros(bins)
     for weight in weights:
-        place = np.rint(weight.detach().double().cpu().numpy().ravel() / reach * half)
-        counts += np.bincount((place.clip(-half, half) + half).astype(np.int64), minlength=bins)
+        level = np.rint(weight.detach().double().cpu().numpy().ravel() / reach * half)
+        counts += np.bincount((level.clip(-half, half) + half).astype(np.int64), minlength=bins)
     return reach * np.arange(-half, half + 1) / half, counts / counts.sum()
 
 

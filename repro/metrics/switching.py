@@ -173,7 +173,7 @@ class Switching(Metric):
         tokenizer = models.tokenizer(given["model"], given["hub"])
         prompts = _prompts(given)
         ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
-        engine, full, beside = _engine(given, folders)
+        engine, full, extra_bits = _engine(given, folders)
         recorded = {
             role: observations.load(folders[role] / observations.FILE).series
             for role in ("full", "signal")
@@ -191,7 +191,7 @@ class Switching(Metric):
             row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
             row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
             for name in ("bits", "bits along", "bits with prefill"):
-                row[name] += beside
+                row[name] += extra_bits
             if prompt.references:
                 row["rougeL"] = text_scores.rouge_l(text, prompt.references)
                 row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
@@ -361,8 +361,8 @@ def _engine(given: Mapping[str, Any], folders: Mapping[str, Path]) -> tuple[Swit
     bits = min(made)
     one = full if bits == 16 else weights.decoder(made[bits], context, device, dtype)
     static = SwitchingCore(given["model"], copies.joined({bits: one}, False), Config(), [], given["hub"])
-    beside = sum(made[bits].extra_bits.values()) / sum(static.weights.values())
-    return static, full, beside
+    extra_bits = sum(made[bits].extra_bits.values()) / sum(static.weights.values())
+    return static, full, extra_bits
 
 
 def _threshold(folder: Path, config: Config, quantile: float) -> float:

@@ -64,29 +64,29 @@ def weight_files(name: str) -> list[Path]:
         UserError: unknown model, only pickled weights, no weights, a shard that its index names and that is absent, or
             a LoRA adapter beside the weights.
     """
-    place = folder(name)
-    if place is None:
+    model_folder = folder(name)
+    if model_folder is None:
         return []
-    if (place / ADAPTER).is_file():
+    if (model_folder / ADAPTER).is_file():
         raise UserError(
-            f"model {name!r}: {place / ADAPTER} is a LoRA adapter beside the whole model, and only some installations "
-            "apply it; merge it into the weights, or move it away"
+            f"model {name!r}: {model_folder / ADAPTER} is a LoRA adapter beside the whole model, and only some "
+            "installations apply it; merge it into the weights, or move it away"
         )
-    files = sorted(path for path in place.glob("*.safetensors") if path.is_file())
+    files = sorted(path for path in model_folder.glob("*.safetensors") if path.is_file())
     if not files:
         pickled = []
         for pattern in ("*.bin", "*.pt", "*.pth"):
-            pickled += [path.name for path in place.glob(pattern)]
+            pickled += [path.name for path in model_folder.glob(pattern)]
         why = f"only pickled weights ({pickled[0]}), which are never loaded" if pickled else "no *.safetensors"
-        raise UserError(f"model {name!r}: {place} has {why}; save it with safetensors")
-    if absent := sorted(set(_indexed(place)) - {path.name for path in files}):
+        raise UserError(f"model {name!r}: {model_folder} has {why}; save it with safetensors")
+    if absent := sorted(set(_indexed(model_folder)) - {path.name for path in files}):
         raise UserError(f"model {name!r}: the shard {absent[0]} that {identity.INDEX} names is missing; copy it again")
-    return identity.deciding_files(place) + files
+    return identity.deciding_files(model_folder) + files
 
 
-def _indexed(place: Path) -> list[str]:
+def _indexed(model_folder: Path) -> list[str]:
     """The names of the shards that a folder's index lists; none where it has no index."""
-    index = place / identity.INDEX
+    index = model_folder / identity.INDEX
     if not index.is_file():
         return []
     try:
@@ -103,8 +103,10 @@ def fingerprint(name: str) -> str:
     Raises:
         UserError: as `weight_files`.
     """
-    files, place = weight_files(name), folder(name)
-    return short_hash(name) if place is None else identity.model_digest(place, files, _indexed(place))
+    files, model_folder = weight_files(name), folder(name)
+    if model_folder is None:
+        return short_hash(name)
+    return identity.model_digest(model_folder, files, _indexed(model_folder))
 
 
 def check_fingerprint(name: str, made_of: str, where: Path) -> None:
@@ -154,9 +156,9 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
         raise UserError(f"device {device!r}: this machine has no CUDA device; choose a scale whose device is cpu")
     if files and files[0].is_relative_to(POCKET):
         check_pocket(name)
-    if place := folder(name):
-        _check_unquantized(name, identity.read_config(place))
-        _check_generation_settings(place)
+    if model_folder := folder(name):
+        _check_unquantized(name, identity.read_config(model_folder))
+        _check_generation_settings(model_folder)
     for path in weights:
         try:
             with safe_open(path, "pt") as file:  # reads the header only
@@ -172,7 +174,7 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        if place is None:
+        if model_folder is None:
             _check_hub(name, hub)
         model, report = AutoModelForCausalLM.from_pretrained(
             **_source(name, hub),
@@ -200,13 +202,13 @@ def load(name: str, device: str = "cpu", dtype: str = "float32", hub: bool = Fal
     return model.to(device).eval()
 
 
-def _check_generation_settings(place: Path) -> None:
+def _check_generation_settings(model_folder: Path) -> None:
     """Raise where a generation_config.json is no JSON: Transformers would go on without it, and so with other ends.
 
     Raises:
         UserError: it is none.
     """
-    path = place / identity.GENERATION
+    path = model_folder / identity.GENERATION
     if not path.is_file():
         return
     try:
@@ -285,14 +287,18 @@ def tokenizer_key(name: str) -> str:
 
     It covers every file and setting that decides a token id, not `tokenizer.json` alone; a hub id is pinned.
     """
-    place = folder(name)
-    return short_hash(name) if place is None else identity.tokenizer_digest(place)
+    model_folder = folder(name)
+    return short_hash(name) if model_folder is None else identity.tokenizer_digest(model_folder)
 
 
 def _source(name: str, hub: bool) -> dict[str, Any]:
-    place = folder(name)
-    if place is not None:
-        return {"pretrained_model_name_or_path": str(place), "local_files_only": True, "trust_remote_code": False}
+    model_folder = folder(name)
+    if model_folder is not None:
+        return {
+            "pretrained_model_name_or_path": str(model_folder),
+            "local_files_only": True,
+            "trust_remote_code": False,
+        }
     if not hub:
         raise UserError(f"model {name!r} is on the hub; set `hub: true` in the scale, or name a local folder")
     hub_id, _, revision = name.partition("@")

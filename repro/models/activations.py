@@ -71,8 +71,8 @@ class InputStatistics:
             powers = torch.stack([x.double().pow(n).mean((0, 1)) for n in (1, 2, 3, 4)])
             self.powers += len(x) / len(weights) * powers
         if self.histogram is not None:
-            place = ((x.abs().log2() - LOWEST) * BINS).clamp(0, len(self.histogram) - 1)
-            self.histogram += torch.bincount(place.long().flatten(), minlength=len(self.histogram))
+            bin_index = ((x.abs().log2() - LOWEST) * BINS).clamp(0, len(self.histogram) - 1)
+            self.histogram += torch.bincount(bin_index.long().flatten(), minlength=len(self.histogram))
 
 
 def empty(

@@ -31,20 +31,20 @@ class Replayed:
         shapes = tuple(x.shape for x in inputs)
         if shapes not in self.captured:
             self.captured[shapes] = self._capture(inputs)
-        graph, places, result = self.captured[shapes]
-        for place, x in zip(places, inputs, strict=True):
-            place.copy_(x)
+        graph, static_inputs, result = self.captured[shapes]
+        for static_input, x in zip(static_inputs, inputs, strict=True):
+            static_input.copy_(x)
         graph.replay()
         return result
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]:
-        places = tuple(x.clone() for x in inputs)
+        static_inputs = tuple(x.clone() for x in inputs)
         before = {id(tensor): tensor.detach().clone() for tensor in self.state()}
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARMUP):
-                self.step(*places)
+                self.step(*static_inputs)
         torch.cuda.current_stream().wait_stream(side)
         with torch.no_grad():
             for tensor in self.state():
@@ -52,8 +52,8 @@ class Replayed:
                 tensor.zero_() if old is None else tensor.copy_(old)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = self.step(*places)
-        return graph, places, result
+            result = self.step(*static_inputs)
+        return graph, static_inputs, result
 
 
 def adamw(parameters: list[Tensor], lr: float, **options: float | tuple[float, float]) -> torch.optim.AdamW:

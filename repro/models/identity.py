@@ -32,46 +32,46 @@ TEMPLATES = "additional_chat_templates"  # a folder of named chat templates
 OF_TOKENIZER = ("model_type", "model_name", "tokenizer_class", "auto_map", "transformers_version", "vocab_size")
 
 
-def deciding_files(place: Path) -> list[Path]:
+def deciding_files(folder: Path) -> list[Path]:
     """The text files of a model's folder that can decide numbers or token ids, in name order.
 
     Args:
-        place: a Hugging Face folder.
+        folder: a Hugging Face folder.
 
     Raises:
         UserError: one of them is no regular file, such as a named pipe, which its reader would wait for.
     """
     files = []
-    for path in place.iterdir():
+    for path in folder.iterdir():
         wanted = any(fnmatch(path.name, pattern) for pattern in DECIDING)
         unread = any(fnmatch(path.name, pattern) for pattern in DECIDES_NOTHING)
         if wanted and not unread and regular(path).is_file():
             files.append(path)
-    files += [path for path in (place / TEMPLATES).glob("*.jinja") if path.is_file()]
+    files += [path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file()]
     return sorted(files)
 
 
-def model_digest(place: Path, files: Sequence[Path], indexed: Sequence[str]) -> str:
+def model_digest(folder: Path, files: Sequence[Path], indexed: Sequence[str]) -> str:
     """Eight hex digits of everything in a folder that decides the model's numbers.
 
     Args:
-        place: the folder.
+        folder: the folder.
         files: `deciding_files`, then its safetensors files.
         indexed: the names of the safetensors files that its index lists; none where it has no index.
     """
-    lines = [f"{path.relative_to(place).as_posix()} {sha256(path)}" for path in files]
+    lines = [f"{path.relative_to(folder).as_posix()} {sha256(path)}" for path in files]
     weights = {path.name for path in files if path.suffix == ".safetensors"}
     if indexed and set(indexed) != weights:  # the index chooses among the files
         lines.append(f"{INDEX} {' '.join(sorted(indexed))}")
     return short_hash("\n".join(lines))
 
 
-def tokenizer_digest(place: Path) -> str:
+def tokenizer_digest(folder: Path) -> str:
     """Eight hex digits of everything in a folder that decides its tokenizer's ids; models that share it share them.
 
     A listing of all jobs asks a thousand times: files are read again only where one of the folder has changed.
     """
-    return _tokenizer_digest(place, (*_stamps(place), *_stamps(place / TEMPLATES)))
+    return _tokenizer_digest(folder, (*_stamps(folder), *_stamps(folder / TEMPLATES)))
 
 
 def _stamps(folder: Path) -> list[tuple]:
@@ -89,18 +89,18 @@ def _stamps(folder: Path) -> list[tuple]:
 
 
 @cache
-def _tokenizer_digest(place: Path, stamps: tuple[tuple, ...]) -> str:
-    files = [path for path in deciding_files(place) if path.name not in (CONFIG, GENERATION)]
-    facts: dict[str, Any] = {path.relative_to(place).as_posix(): sha256(path) for path in files}
-    config = read_config(place)
+def _tokenizer_digest(folder: Path, stamps: tuple[tuple, ...]) -> str:
+    files = [path for path in deciding_files(folder) if path.name not in (CONFIG, GENERATION)]
+    facts: dict[str, Any] = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    config = read_config(folder)
     facts[CONFIG] = {key: config[key] for key in OF_TOKENIZER if key in config}
     return short_hash(json.dumps(facts, sort_keys=True))
 
 
-def read_config(place: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder; empty where it is no JSON object, of which its loader says what is wrong."""
     try:
-        config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

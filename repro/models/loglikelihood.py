@@ -50,11 +50,11 @@ Row = tuple[int, np.ndarray, int]  # prefix (-1: none), ids after it, how many o
 
 @dataclass
 class AnsweredPrompt:
-    """A prompt and its answers: `places` of the rows, and the ids of each answer."""
+    """A prompt and its answers: the numbers of their `rows`, and the ids of each answer."""
 
     prefix: int
     ids: np.ndarray
-    places: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     answers: list[np.ndarray] = field(default_factory=list)
 
     @property
@@ -107,8 +107,8 @@ def score(
         for answer, out in zip(_answers(model, cached, 0 if of < 0 else len(prefixes[of]), batch), (log_p, same)):
             out.append(answer)
         for one in batch:
-            for place, ids in zip(one.places, one.answers):
-                owner += [place] * len(ids)
+            for row, ids in zip(one.rows, one.answers):
+                owner += [row] * len(ids)
     loglik = np.bincount(owner, torch.cat(log_p).cpu().numpy(), len(rows)) if rows else np.zeros(0)
     if not np.isfinite(loglik).all():
         raise UserError(
@@ -129,11 +129,11 @@ def _prompts(
     every: list[AnsweredPrompt] = []
     latest: dict[tuple[int, bytes], AnsweredPrompt] = {}
     cut = np.zeros(len(rows), dtype=bool)
-    for place, (prefix, ids, count) in enumerate(rows):
+    for row, (prefix, ids, count) in enumerate(rows):
         if count > window:
             raise UserError(f"an answer has {count} tokens, the model's context only {window}")
-        cut[place] = len(ids) + (len(prefixes[prefix]) if prefix >= 0 else 0) > window + 1
-        if cut[place]:
+        cut[row] = len(ids) + (len(prefixes[prefix]) if prefix >= 0 else 0) > window + 1
+        if cut[row]:
             ids = np.concatenate([prefixes[prefix], ids] if prefix >= 0 else [ids])[-window - 1 :]
             prefix = -1
         key = (prefix, ids[:-count].tobytes())
@@ -141,7 +141,7 @@ def _prompts(
         if prompt is None or prompt.length + count - 1 > window:
             prompt = latest[key] = AnsweredPrompt(prefix, ids[:-count])
             every.append(prompt)
-        prompt.places.append(place)
+        prompt.rows.append(row)
         prompt.answers.append(ids[-count:])
     return every, cut
 
@@ -195,10 +195,10 @@ def unscaled_positions(config: Any) -> float:
 def _alone(prefixes: Sequence[np.ndarray], rows: Sequence[Row], window: int) -> tuple[list[AnsweredPrompt], np.ndarray]:
     """As `_prompts`, but each row by itself, without a prefix or another answer."""
     prompts, cut = [], np.zeros(len(rows), dtype=bool)
-    for place, (prefix, ids, count) in enumerate(rows):
+    for row, (prefix, ids, count) in enumerate(rows):
         whole = np.concatenate([prefixes[prefix], ids]) if prefix >= 0 else ids
-        (prompt,), cut[place : place + 1] = _prompts([], [(-1, whole, count)], window)
-        prompt.places = [place]
+        (prompt,), cut[row : row + 1] = _prompts([], [(-1, whole, count)], window)
+        prompt.rows = [row]
         prompts.append(prompt)
     return prompts, cut
 

@@ -245,10 +245,10 @@ class LowBitModel:
             for name in facts["dense"]:
                 self.set_dense(name, tensors[name])
             for name, present in facts["attachments"].items():
-                for beside in present:
-                    prefix = f"{name}/{beside['step']}."
+                for attachment in present:
+                    prefix = f"{name}/{attachment['step']}."
                     parts = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-                    self.attach(name, Attachment(tensors=parts, **beside))
+                    self.attach(name, Attachment(tensors=parts, **attachment))
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         except Exception as error:

@@ -264,9 +264,9 @@ def _full_logits(model: nn.Module, ids: Tensor, of_model: str) -> Tensor:
     if any(not kept.startswith(of_model) for kept in _kept):
         _kept.clear()
     hidden, made = calls[-1]
-    held = sum(kept.nbytes for kept in _kept.values())
+    kept_bytes = sum(kept.nbytes for kept in _kept.values())
     plain = made.data_ptr() == logits.data_ptr()  # nothing scales or caps what the head gives
-    if plain and held + hidden.nbytes <= LARGEST:
+    if plain and kept_bytes + hidden.nbytes <= LARGEST:
         _kept[name] = hidden
     return logits
 

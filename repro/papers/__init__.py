@@ -132,8 +132,8 @@ def audit(paper: str) -> list[Finding]:
     findings = []
     for i, line in enumerate(_lines(paper, "audit"), start=1):
         recomputed = line["recomputed"] if "recomputed" in line else line["recomputed_or_other_source"]
-        place = (line.get("id", f"A{i:03}"), line["table"], line["cell"])
-        findings.append(Finding(*place, line["printed"], recomputed, line["difference"]))
+        where = (line.get("id", f"A{i:03}"), line["table"], line["cell"])
+        findings.append(Finding(*where, line["printed"], recomputed, line["difference"]))
     return findings
 
 

@@ -279,13 +279,13 @@ def _plain(value: Any) -> Any:
     return value + 0.0 if isinstance(value, float) else value  # -0.0 equals 0.0 and has its name
 
 
-def _spell(step: Step, also: frozenset[str] = frozenset()) -> str:
-    """The canonical text of a step; `also` are fields to write even where they are the default."""
+def _spell(step: Step, always: frozenset[str] = frozenset()) -> str:
+    """The canonical text of a step; `always` are fields to write even where they are the default."""
     values = _fields(step.config)
     shown = {}
     for f in dataclasses.fields(step.config):
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        keep = f.name in ALWAYS or f.name in also or default is dataclasses.MISSING
+        keep = f.name in ALWAYS or f.name in always or default is dataclasses.MISSING
         if f.init and (keep or json.dumps(values[f.name]) != json.dumps(_plain(default))):
             shown[f.name] = values[f.name]
     words = [_word(name, value, values, dash=True) for name, value in shown.items()]

@@ -120,8 +120,8 @@ def _points(spec: FigureSpec, one: Measured, across: Measured | None) -> Points:
     if spec.points == "value":
         return [(cell.col if spec.plot == "bars" else float(cell.col), m.value, m.lo, m.hi, cell.col)]
     heights = _each(one.quantity)
-    places = _each(across.quantity) if across else range(len(heights))
-    return [(float(x), float(y), None, None, cell.col) for x, y in zip(places, heights)]
+    xs = _each(across.quantity) if across else range(len(heights))
+    return [(float(x), float(y), None, None, cell.col) for x, y in zip(xs, heights)]
 
 
 def _each(quantity: Quantity | None) -> Sequence[float]:

@@ -310,22 +310,22 @@ def surface(panels: Panels, title: str, x: str, y: str, path: Path) -> None:
         figure, axes = plt.subplots(*shape, figsize=(2.1 * shape[1] + 0.8, 2.0 * shape[0] + 0.9), squeeze=False)
         for row, model in zip(axes, panels):
             mine = {name: maps[model, name] for name in series if (model, name) in maps}
-            over = {name: losses - losses[len(losses) // 2] for name, losses in mine.items()}
-            low, high = (end(map(end, over.values()), default=0.0) for end in (min, max))
+            above_centre = {name: losses - losses[len(losses) // 2] for name, losses in mine.items()}
+            low, high = (end(map(end, above_centre.values()), default=0.0) for end in (min, max))
             for axis, name in zip(row, series):
                 axis.set_title(name, fontsize=8)
-                if name not in over:
+                if name not in above_centre:
                     _not_measured(axis)
                     continue
-                side = round(len(over[name]) ** 0.5)
+                side = round(len(above_centre[name]) ** 0.5)
                 places = np.linspace(-1, 1, side)
-                square = over[name].reshape(side, side)
+                square = above_centre[name].reshape(side, side)
                 shown = axis.pcolormesh(places, places, square, vmin=low, vmax=high, shading="nearest", cmap="viridis")
                 axis.contour(places, places, square, levels=8, colors="white", linewidths=0.5)
                 axis.set_aspect("equal")
                 axis.set_xlabel(x)
             row[0].set_ylabel(f"{model}\n{y}", fontsize=7)
-            if over:
+            if above_centre:
                 figure.colorbar(shown, ax=list(row), shrink=0.9)
         _head(figure, title)
         save(figure, path)

@@ -76,10 +76,10 @@ def grids(sheet: Sheet, short: bool = False) -> list[TextGrid]:
         return [under(sheet)]
     rows = [row for row in sheet.rows if len(row) > 1]
     few = sum(any(row[i].here for row in rows) for i in range(sheet.left, len(sheet.head))) <= BESIDE
-    return [beside(sheet)] * few + [under(sheet, folded, short) for folded in (False, True)]
+    return [side_by_side(sheet)] * few + [under(sheet, folded, short) for folded in (False, True)]
 
 
-def beside(sheet: Sheet) -> TextGrid:
+def side_by_side(sheet: Sheet) -> TextGrid:
     """Measured values in columns of their own, next to the printed ones."""
     rows = [row for row in sheet.rows if len(row) > 1]
     columns = [(i, 0, text) for i, text in enumerate(sheet.head[: sheet.left])]

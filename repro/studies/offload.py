@@ -332,11 +332,13 @@ def recorded_lengths() -> list[list[int]]:
         UserError: nothing is stored.
     """
     flow = Workflow.of_results(scales.load(name="pocket"))
-    paper, number, *place = RECORD
-    cell = next(cell for cell in flow.cells(paper, number) if list(cell.cell_key[:3]) == place)
+    paper, number, *row_col_model = RECORD
+    cell = next(cell for cell in flow.cells(paper, number) if list(cell.cell_key[:3]) == row_col_model)
     quantity = measure.one_measured(flow, cell).quantity
     if quantity is None:
-        raise UserError(f"no accepted length of {' / '.join(place)} is stored; accept one, or leave out `whole`")
+        raise UserError(
+            f"no accepted length of {' / '.join(row_col_model)} is stored; accept one, or leave out `whole`"
+        )
     series = quantity.seeds[0]
     lengths = []
     for tokens, iterations in zip(series["tokens"].values, series["iterations"].values):

@@ -186,7 +186,7 @@ class PrecisionBench:
         """Let products of different widths run beside one another, or not, in what is captured from now on."""
         for block in self.model.blocks:
             for each in copies.copies_of(block):
-                each.beside(on)
+                each.set_branches(on)
 
     def added_up(self, bits: Mapping[str, int], context: int) -> float:
         """Milliseconds of a state: each layer's share, by its weights, of the static step of its width."""
@@ -232,8 +232,8 @@ class PrecisionBench:
         facts |= {"prefetched": staging.prefetched, "late": staging.late, "buffer bytes": staging.room}
         if self.device.type == "cuda":
             peak, cache = torch.cuda.max_memory_allocated(self.device), engine.cache
-            beside = peak - cache.keys.nbytes - cache.values.nbytes
-            facts |= {"allocated bytes at most": peak, "allocated bytes beside the cache": beside}
+            other_bytes = peak - cache.keys.nbytes - cache.values.nbytes
+            facts |= {"allocated bytes at most": peak, "allocated bytes beside the cache": other_bytes}
         tables = {id(tensor): tensor.nbytes for tensor in (model.embedding, *model.head.buffers())}
         return facts | {
             "bytes of the first width's layers": weights,

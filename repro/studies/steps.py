@@ -48,20 +48,20 @@ Times = Mapping[str, Mapping[str, Mapping[str, float]]]  # by shape, tokens and 
 def candidates(x: Tensor, copies: Sequence[PackedWeight], dense: Sequence[Tensor]) -> dict[str, list[Callable]]:
     """Who is timed for tokens x: calls over the copies of the weights."""
     first, count = copies[0], x.shape[0]
-    place = count, first.rows, first.columns
+    sizes = count, first.rows, first.columns
 
-    def over(function: Callable) -> list[Callable]:
+    def on_each_copy(function: Callable) -> list[Callable]:
         return [functools.partial(function, packed) for packed in copies]
 
     calls = {
-        "linear": over(lambda packed: linear.wna16(x, packed)),
+        "linear": on_each_copy(lambda packed: linear.wna16(x, packed)),
         "library": [functools.partial(F.linear, x, w) for w in dense],
-        "dequantize": over(lambda packed: x @ dequantize.launch(packed, x.dtype).T),
+        "dequantize": on_each_copy(lambda packed: x @ dequantize.launch(packed, x.dtype).T),
     }
     if count <= wna16_gemv.MAX_ROWS:
-        calls["decode"] = over(lambda packed: wna16_gemv.wna16_gemv(x, packed))
-    config = w4a16_gemm.configuration(*place, first.bits, x.device)
-    calls["gemm"] = over(lambda packed: w4a16_gemm.launch(x, packed, config))  # in one launch
+        calls["decode"] = on_each_copy(lambda packed: wna16_gemv.wna16_gemv(x, packed))
+    config = w4a16_gemm.configuration(*sizes, first.bits, x.device)
+    calls["gemm"] = on_each_copy(lambda packed: w4a16_gemm.launch(x, packed, config))  # in one launch
     return calls
 
 

@@ -122,9 +122,9 @@ class Batches(Protocol):
 
 def batch_rows(step: int, sequences: int, settings: Batches) -> Tensor:
     """int64 `[batch]`: the sequences of a step; every epoch is a permutation, whose incomplete batch is left out."""
-    epoch, place = divmod(step, steps_per_epoch(sequences, settings))
+    epoch, batch = divmod(step, steps_per_epoch(sequences, settings))
     order = _order(settings.seed, epoch, sequences)
-    return torch.from_numpy(order[place * settings.batch : (place + 1) * settings.batch])
+    return torch.from_numpy(order[batch * settings.batch : (batch + 1) * settings.batch])
 
 
 def steps_per_epoch(sequences: int, settings: Batches) -> int:

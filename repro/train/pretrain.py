@@ -74,10 +74,10 @@ def batch_starts(step: int, length: int, total: int, training: TrainingSettings)
     per_epoch = windows // max(rows, 1)
     if rows < 1 or per_epoch < 1:
         raise UserError(f"a corpus of {total} tokens has no batch of {rows} windows of {length}; name a longer one")
-    epoch, place = divmod(step, per_epoch)
+    epoch, batch = divmod(step, per_epoch)
     random = np.random.default_rng([training.seed, length, epoch])
     offset = random.integers(length)
-    order = random.permutation(windows)[place * rows : (place + 1) * rows]
+    order = random.permutation(windows)[batch * rows : (batch + 1) * rows]
     return order * length + offset
 
 
@@ -272,17 +272,17 @@ def install(out: Path | str, folder: Path = POCKET) -> list[str]:
     if not logs:
         raise UserError(f"{out}: no pocket model there that was trained to its end; train one with: pretrain NAME")
     for log in logs:
-        place = folder / log.parent.name
-        place.mkdir(parents=True, exist_ok=True)
-        for old in [*place.glob("*.safetensors*"), place / "card.json"]:
+        model_folder = folder / log.parent.name
+        model_folder.mkdir(parents=True, exist_ok=True)
+        for old in [*model_folder.glob("*.safetensors*"), model_folder / "card.json"]:
             old.unlink(missing_ok=True)
         for new in sorted((log.parent / "model").glob("*")):
             if new.name == "config.json" or "safetensors" in new.name:
-                shutil.copyfile(new, place / new.name)
-        shutil.copyfile(log, place / "training-log.json")
+                shutil.copyfile(new, model_folder / new.name)
+        shutil.copyfile(log, model_folder / "training-log.json")
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            if not (place / name).is_symlink():
-                (place / name).symlink_to(Path("..") / "tokenizer" / name)
+            if not (model_folder / name).is_symlink():
+                (model_folder / name).symlink_to(Path("..") / "tokenizer" / name)
     listed = [*folder.glob("*/*.safetensors"), folder / "tokenizer" / "tokenizer.json"]
     lines = sorted(f"{path.relative_to(folder)}" for path in listed)
     write_text(folder / "SHA256SUMS", "".join(f"{sha256(folder / line)}  {line}\n" for line in lines))

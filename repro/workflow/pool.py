@@ -119,8 +119,8 @@ class GpuMemory:
             return True
         if alike(job) not in self.peaks:
             return not any(other.job and alike(other.job) == alike(job) for other in workers)
-        held = sum(self.peaks.get(alike(other.job), 0) for other in others)
-        return not held or held + self.peaks[alike(job)] <= self.free.get(worker.gpu, sys.maxsize)
+        used = sum(self.peaks.get(alike(other.job), 0) for other in others)
+        return not used or used + self.peaks[alike(job)] <= self.free.get(worker.gpu, sys.maxsize)
 
     def needs_gpu_alone(self, job: Job) -> bool:
         """Whether nothing may run beside a job on its GPU: it times what it runs, or did not fit beside others."""

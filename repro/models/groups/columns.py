@@ -44,10 +44,10 @@ class Columns:
             raise UserError(f"{width} columns of {channels} channels do not divide into groups of {group}")
         if width == 0 or index.min() < 0 or index.max() > channels:
             raise UserError(f"an index list of {width} columns names channels other than 0 to {channels - 1}")
-        places = torch.arange(width, device=index.device)
-        empty = places.new_full((channels + 1,), width)
-        first = empty.scatter_reduce(0, index, places, "amin")[:channels]
-        last = (empty - width - 1).scatter_reduce(0, index, places, "amax")[:channels]
+        positions = torch.arange(width, device=index.device)
+        empty = positions.new_full((channels + 1,), width)
+        first = empty.scatter_reduce(0, index, positions, "amin")[:channels]
+        last = (empty - width - 1).scatter_reduce(0, index, positions, "amax")[:channels]
         count = torch.bincount(index, minlength=channels + 1)[:channels]
         if bad := ((count < 1) | (count > 2)).nonzero().flatten().tolist():
             raise UserError(f"channel {bad[0]} has {count[bad[0]]} columns; each channel has one or two")
@@ -100,8 +100,8 @@ def paired(twice: Tensor, group: int) -> Columns:
     groups = -(-len(pairs) // each)
     empty = groups * each - len(pairs)
     index = []
-    for place in range(groups):
-        zeros = (place + 1) * empty // groups - place * empty // groups
+    for group in range(groups):
+        zeros = (group + 1) * empty // groups - group * empty // groups
         index += chain.from_iterable(islice(units, each - zeros))
         index += [channels] * (2 * zeros)
     return Columns.of(torch.tensor(index, device=twice.device), channels, group)
