@@ -189,13 +189,13 @@ def test_what_would_have_to_come(at, flow):
     assert "a run" in wanted["bitbybit table 5"] and "a stand-in for Llama2-13B" in wanted["bitbybit table 5"]
     assert wanted["spear table 25"] == {"a stand-in for Llama-2-13B": 153}
     assert wanted["spqt table 1"] == {"the machines that it names": 16}
-    assert wanted["spear figure 13"] == {"a run": 2} and wanted["spear figure 8"] == {"a spec": 0}
+    assert wanted["spear figure 13"] == {"a run": 2} and wanted["spear figure 8"] == {"a run": 15}
     assert wanted["spear figure 10"] == {"a run": 36}
     assert list(wanted["spear figure 9"]) == ["a spec", "a stand-in for Llama-2-13B", "a stand-in for Llama-2-70B"]
     assert all(sum(x.wanted.values()) + x.measured == (x.printed or x.possible) for x in lines)
     text = to_text(lines)
     assert "\n  spear/table25: a stand-in for Llama-2-13B (153)\n" in text and "spear/table15:" not in text
-    assert "\n  spear/figure8: a spec\n" in text
+    assert "\n  spear/figure8: a run (15)\n" in text
 
 
 def test_what_a_result_that_is_none_waits_for(at, flow):
