@@ -52,7 +52,7 @@ FORMS = [  # warps of a program, batches that each has in flight, programs of an
     {"n2": n2, "stages": stages, "blocks": blocks}
     for n2, stages, blocks in (
         (8, 2, 2), (8, 3, 2), (4, 2, 4), (4, 3, 4), (4, 3, 3), (4, 4, 3), (2, 3, 8), (2, 2, 8), (2, 3, 6), (1, 3, 12),
-        (16, 2, 1), (16, 3, 1),
+        (8, 1, 2), (16, 1, 1), (16, 2, 1), (16, 3, 1),
     )
 ]  # fmt: skip
 PROGRAMS = (*range(1, 17), 19, 20, 22, 24, 26, 28, 32, 33, 40, 49, 66, 82, 99)  # of a band
