@@ -101,7 +101,7 @@ INLINE u32 kept(u32 v) { // in a register: not computed again where it is used
     return v;
 }
 
-INLINE const char *kept(const char *p) {
+template <class T> INLINE const T *kept(const T *p) {
     asm volatile("" : "+l"(p));
     return p;
 }

@@ -74,7 +74,8 @@ __cluster_dims__(SPLIT)
     const int rank = blockIdx.x % SPLIT, token_tiles = (M + MT - 1) / MT, cluster = blockIdx.x / SPLIT;
     const int m0 = cluster % token_tiles * MT, n0 = cluster / token_tiles * ROWS;  // neighbouring blocks share weights
     const int my_tile = warp % WR * RT, first_tile = n0 / 16 + my_tile, my_column = warp / WR * KW;
-    const int tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB, slabs = (K + KS - 1) / KS;
+    const int tiles = (N + 15) / 16, slabs = (K + KS - 1) / KS;
+    const u32 blocks = (K + KB - 1) / KB;
     const int begin = slabs * rank / SPLIT, end = slabs * (rank + 1) / SPLIT;  // this block's stages: at least one
     const u32 landing = shared_address(shared) + LANDING;
     let_tail_begin();
@@ -88,30 +89,38 @@ __cluster_dims__(SPLIT)
     // apart and one unpacks while the other multiplies. Past the end of x or W the copies write zeros.
     const u32 stages = shared_address(shared) + warp / WR * STAGES * STAGE;
     const u64 policy = token_tiles == 1 && !READ_AGAIN ? evict_first() : evict_normal();  // only one block reads these weights?
-    auto stage = [&](int to, int buffer) {
-        const u32 at = stages + buffer * STAGE;
-        const int first = to * KS + my_column;
+    // Where a lane copies from and to, but for the stage: kept in registers, so that a stage adds one index to each. The
+    // integer instructions of addresses cost as much as those that unpack.
+    constexpr int CHUNKS = KW / 8, TOKENS = MEMBERS / CHUNKS;
+    const u32 token = threadIdx.x % MEMBERS / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const u32 tokens_left = M - m0, tiles_left = tiles > first_tile ? tiles - first_tile : 0;
+    const uint4* const words_from = kept(codes + (u32)(first_tile * blocks) * 32 + lane);
+    const Scales* const scales_from = kept(scales + (u32)(first_tile * groups) * 8 + g);
+    const u16* const x_from = kept(x + (u64)(m0 + token) * K + my_column + chunk * 8);
+    const u32 words_to = kept(WORDS + my_tile * DEPTH * 512 + lane * 16);
+    const u32 scales_to = kept(SCALES + my_tile * SCALE_BYTES + g * (u32)sizeof(Scales));
+    const u32 x_to = kept(token * KW * 2 + (chunk ^ (token & 1) * 4) * 16);
+    auto stage = [&](u32 to, u32 buffer) {
+        // `stages` differs between warps: of an address in a register that all warps share, ptxas 13.0 makes a copy with a
+        // cache policy that no device runs.
+        const u32 at = kept(stages + buffer * STAGE), first = to * KS + my_column, block = first / KB;
         if (to < end) {
-            UNROLL for (int r = 0; r < RT; r++) {
-                const int tile = first_tile + r;
-                UNROLL for (int d = 0; d < DEPTH; d++)
-                    copy_once(at + WORDS + ((my_tile + r) * DEPTH + d) * 512 + lane * 16,
-                              codes + (tile * blocks + first / KB + d) * 32 + lane, policy, true,
-                              tile >= tiles || first / KB + d >= blocks);
-                UNROLL for (int f = 0; f < KW / FOLD; f++) {
-                    const int group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
-                    copy_few<sizeof(Scales)>(at + SCALES + (my_tile + r) * SCALE_BYTES + (f * 8 + g) * sizeof(Scales),
-                                             scales + (tile * groups + group) * 8 + g, t == 0,
-                                             tile >= tiles || group >= groups);
+            UNROLL for (u32 r = 0; r < RT; r++) {
+                const uint4* const words = words_from + (r * blocks + block) * 32;
+                UNROLL for (u32 d = 0; d < DEPTH; d++) copy_once(at + words_to + (r * DEPTH + d) * 512, words + d * 32,
+                                                                 policy, true, r >= tiles_left || block + d >= blocks);
+                UNROLL for (u32 f = 0; f < KW / FOLD; f++) {
+                    const u32 group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
+                    copy_few<sizeof(Scales)>(at + scales_to + r * SCALE_BYTES + f * 8 * (u32)sizeof(Scales),
+                                             scales_from + (r * groups + group) * 8, t == 0,
+                                             r >= tiles_left || group >= groups);
                 }
             }
             // Rows of KW columns; odd ones swap the 64-byte halves of every 128, so that eight lanes that read 16 bytes
             // each use all 32 banks.
-            constexpr int CHUNKS = KW / 8, TOKENS = MEMBERS / CHUNKS;
-            const int token = threadIdx.x % MEMBERS / CHUNKS, chunk = threadIdx.x % CHUNKS;
-            UNROLL for (int i = 0; i < MT; i += TOKENS) if (MT % TOKENS == 0 || token + i < MT) copy_past_l1(
-                at + (token + i) * KW * 2 + (chunk ^ (token + i & 1) * 4) * 16,
-                x + (u64)(m0 + token + i) * K + first + chunk * 8, m0 + token + i >= M || first + chunk * 8 >= K);
+            UNROLL for (u32 i = 0; i < MT; i += TOKENS) if (MT % TOKENS == 0 || token + i < MT)
+                copy_past_l1(at + (x_to ^ i % 2 * 64) + i * KW * 2, x_from + (i * K + to * KS),
+                             token + i >= tokens_left || first + chunk * 8 >= K);
         }
         end_of_copies();
     };

@@ -48,6 +48,7 @@ MOST_BOX = 256  # rows of a box of a tensor map
 LEAST_MULTICAST = (
     97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 the other source takes 0.90 and 0.93 of its time
 )
+MOST_FEW, MOST_NARROW, MOST_WIDE = 32, 64, 80  # tokens at which FEW_SPACE and WIDE_SPACE are chosen from
 MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
 MAPS = 64  # tensor maps that a launch keeps
 
@@ -110,7 +111,19 @@ BETWEEN_TILES = [(4, 96, 64, 5, 6)]  # 256 rows, for which the registers do not 
 BETWEEN_SPACE = []
 for tile, split in itertools.product(BETWEEN_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
     BETWEEN_SPACE.append(dict(zip(BETWEEN_CONSTANTS, (*tile, split))))
-SPACE = PLAIN_SPACE + MULTICAST_SPACE + BETWEEN_SPACE
+FEW_TILES = [(32, 1, 2, 4, 512, 6, 1, 0), (32, 1, 3, 4, 512, 6, 1, 0), (32, 2, 4, 2, 256, 6, 1, 0),
+             (32, 2, 7, 2, 256, 6, 1, 0)]  # for 17 to 32 tokens: as the fastest ones of 16, more warps  # fmt: skip
+FEW_WGMMA_TILES = [(4, 32, 128, 5, 5)]
+WIDE_TILES = [(4, 80, 128, 3, 4), (3, 80, 128, 3, 4), (2, 80, 128, 4, 4), (1, 80, 256, 3, 4)]  # for 65 to 80 tokens
+FEW_SPACE, WIDE_SPACE = [], []
+for space, constants, tiles in (
+    (FEW_SPACE, CONSTANTS, FEW_TILES),
+    (FEW_SPACE, BETWEEN_CONSTANTS, FEW_WGMMA_TILES),
+    (WIDE_SPACE, BETWEEN_CONSTANTS, WIDE_TILES),
+):
+    for tile, split in itertools.product(tiles, (1, 2, 3, 4, 5, 6, 7, 8)):
+        space.append(dict(zip(constants, (*tile, split))))
+SPACE = PLAIN_SPACE + MULTICAST_SPACE + BETWEEN_SPACE + FEW_SPACE + WIDE_SPACE
 
 
 def random_weight(case: dict) -> packing.PackedWeight:
@@ -139,7 +152,7 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
-TOKENS = (16, 32, 64, 128, 256)  # numbers of tokens with their own configurations
+TOKENS = (16, 24, 32, 64, 80, 128, 256)  # numbers of tokens with their own configurations
 
 
 def tuning_key(case: dict) -> str:
@@ -154,18 +167,26 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
     do not fill: the heuristic's is taken where its estimate for them is lower.
     """
-    tuned = launch_config("w4a16_gemm", tuning_key({"M": m, "N": n, "K": k, "bits": bits}), device)
-    tokens = whole(m) if m <= 64 else -(-m // 8) * 8
-    if tuned and tokens in TOKENS:
-        return tuned
+    tokens = whole(m) if m <= MOST_WIDE else -(-m // 8) * 8
+    following = [t for t in TOKENS if t >= tokens] or TOKENS[-1:]
+    recorded = {
+        t: launch_config("w4a16_gemm", tuning_key({"M": t, "N": n, "K": k, "bits": bits}), device) for t in following
+    }
+    if recorded.get(tokens):
+        return recorded[tokens]
+    tuned = next(filter(None, recorded.values()), None)
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     place = tokens, n, k, bits, processors(device)
     able = [heuristic(*place, capability)]
     if tuned:
         able.insert(0, tuned)
+    if TOKENS[0] < tokens <= MOST_FEW:
+        able.append(few(*place, capability))
     if capability == (9, 0) and tokens > 64:
         if bits > 2:  # of 2 bits a stage is 128 columns
+            if tokens <= MOST_WIDE:
+                able.append(wide(*place))
             able.append(between(*place))
         if tokens >= LEAST_MULTICAST:
             able.append(multicast(*place))
@@ -186,9 +207,27 @@ def between(m: int, n: int, k: int, bits: int = 4, sms: int = 132) -> dict[str, 
     return min(BETWEEN_SPACE, key=lambda config: estimate(config, m, n, k, bits, sms))
 
 
+@lru_cache(maxsize=4096)
+def wide(m: int, n: int, k: int, bits: int = 4, sms: int = 132) -> dict[str, int]:
+    """The configuration of WIDE_SPACE with the least `estimate`."""
+    return min(WIDE_SPACE, key=lambda config: estimate(config, m, n, k, bits, sms))
+
+
+@lru_cache(maxsize=4096)
+def few(m: int, n: int, k: int, bits: int = 4, sms: int = 132, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
+    """The configuration of FEW_SPACE with the least `estimate`, of those that the device runs."""
+    able = [config for config in FEW_SPACE if runs(config, capability)]
+    return min(able, key=lambda config: estimate(config, m, n, k, bits, sms))
+
+
+def runs(config: dict, capability: tuple[int, int]) -> bool:
+    """Whether a device has what the configuration needs: clusters for one that splits K, wgmma for `w4a16_wgmma.cu`."""
+    return (capability >= (9, 0) or config["SPLIT"] == 1) and (capability == (9, 0) or "WGS" not in config)
+
+
 def whole(m: int) -> int:
-    """So many tokens or the next tuned number up to 64, then the next multiple of 64: tiles are at most as large."""
-    return next((t for t in TOKENS if m <= t <= 64), -(-m // 64) * 64)
+    """The next tuned number of tokens up to 80, then the next multiple of 64: tiles are at most as large."""
+    return next((t for t in TOKENS if m <= t <= MOST_WIDE), -(-m // 64) * 64)
 
 
 @lru_cache(maxsize=4096)
@@ -199,13 +238,7 @@ def heuristic(
 
     Of a device without clusters it is one that does not split K, of one without wgmma none of `w4a16_wgmma.cu`.
     """
-    able = [
-        config
-        for config in PLAIN_SPACE
-        if tokens_of(config) <= whole(m)
-        and (capability >= (9, 0) or config["SPLIT"] == 1)
-        and (capability == (9, 0) or "WGS" not in config)
-    ]
+    able = [config for config in PLAIN_SPACE if tokens_of(config) <= whole(m) + 8 and runs(config, capability)]
     return min(able, key=lambda config: estimate(config, m, n, k, bits, sms))
 
 
@@ -231,6 +264,7 @@ LATENCY = 0.77  # us of a trip to memory: so many bytes must be on their way
 PRODUCTS = {"mma": 2.83e6, "wgmma": 4.41e6}  # operations
 UNPACK = 5.6e-4  # us of a warp for 16 rows of a column
 JOIN = 0.11  # us to add up the parts of a cluster
+FEW_WAIT = 1.19  # times as long with so few tokens that products of `w4a16_wgmma.cu` do not hide its waits
 SHORT = 0.045  # us of a stage of 64 columns of `w4a16_wgmma.cu`, where thread blocks share weights
 
 
@@ -248,7 +282,7 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
     if "PAIR" in config:
         return estimate_multicast(config, m, n, k, sms)
     wgmma = "WGS" in config
-    config = wgmma_fitted(config, *form) if wgmma else fitted(config, *form)
+    config = wgmma_fitted(config, *form) if wgmma else fitted(config | {"MT": trimmed(config, m)}, *form)
     split = min(config["SPLIT"], -(-k // config["KS"]))
     rows = 64 * config["WGS"] if wgmma else 16 * config["RT"] * config["WR"]
     resident = 1 if wgmma else config["BLOCKS"]
@@ -261,6 +295,8 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
     unpacking = UNPACK * columns * (1 if wgmma else config["RT"] / config["WK"])
     multiplying = 2 * together * columns * tokens / PRODUCTS["wgmma" if wgmma else "mma"] + unpacking
     wave = START + max(reading, multiplying) + min(reading, multiplying) / 4
+    if wgmma and tokens <= MOST_FEW:
+        wave *= FEW_WAIT
     if wgmma and m > tokens and config["KS"] == 64:
         wave += SHORT * columns / 64
     return waves * wave + (JOIN if split > 1 else 0)
@@ -460,7 +496,7 @@ def plan_mma(
     count: int, rows: int, columns: int, form: tuple[int, int, bool], config: dict, capability: tuple[int, int]
 ) -> tuple[Path, dict, int, int, int]:
     """How `w4a16_gemm.cu` runs a shape: source, constants, thread blocks, threads of one, bytes of shared memory."""
-    config = fitted(config, *form, MOST_SHARED.get(capability, LEAST_SHARED))
+    config = fitted(config | {"MT": trimmed(config, count)}, *form, MOST_SHARED.get(capability, LEAST_SHARED))
     config["SPLIT"] = min(config["SPLIT"], -(-columns // config["KS"]))  # at least one stage each
     config["MT"] = trimmed(config, count)
     tiles = -(-count // config["MT"]) * -(-rows // (16 * config["RT"] * config["WR"]))

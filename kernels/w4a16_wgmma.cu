@@ -15,7 +15,10 @@
 
 constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 64 * WGS, DEPTH = KS / KB;
 constexpr int LOADED = (MT + 15) / 16, PLACES = 16 * LOADED;                   // tokens that a producer lane loads; of a stage
-constexpr int STEP = KS >= 128 ? 64 : 32, BUFFERS = KS / STEP;             // columns per unpack and multiply
+// Columns per unpack and multiply, and how many of them have registers of their own: fewer beside many sums.
+constexpr bool NARROW = WGS > 3 && MT > 64;
+constexpr int STEP = KS >= 128 && !NARROW ? 64 : 32, BUFFERS = NARROW ? 2 : KS / STEP;
+constexpr int AHEAD = WGS > 2 && LOADED * KS > 512 ? 1 : 2;  // stages that a producer lane holds
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
 constexpr int X = PLACES * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.
@@ -68,28 +71,30 @@ __cluster_dims__(SPLIT)
         row[j] = token < M ? x + (u64)token * K + lane % 8 * 8 : nullptr;
     }
     auto columns = [&](int slab) { return slab < end ? K - (int)lane % 8 * 8 : 0; };
-    Share held[2];
+    Share held[AHEAD];
     const int tile = n0 / 16 + warp, tiles = (N + 15) / 16, blocks = (K + KB - 1) / KB;
-    const int last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
-    const uint4* const words_from = codes + tile * blocks * 32 + lane;
-    const Scales* const scales_from = scales + tile * groups * 8 + g;
+    const u32 last = tile < tiles ? blocks : 0, last_group = tile < tiles ? groups : 0;  // past them, zeros
+    const uint4* const words_from = kept(codes + tile * blocks * 32 + lane);  // a stage adds one index to each
+    const Scales* const scales_from = kept(scales + tile * groups * 8 + g);
     const u32 ring = stages + WORDS + warp * W;
+    const u32 words_to = kept(ring + lane * 16), scales_to = kept(ring + DEPTH * 512 + g * (u32)sizeof(Scales));
     const u64 policy = token_tiles == 1 && !READ_AGAIN ? evict_first() : evict_normal();  // only one block reads these weights?
-    auto copy_stage = [&](int slab, int j) {
-        const u32 to = ring + j * WARPS * W;
+    auto copy_stage = [&](u32 slab, u32 j) {
+        const u32 at = kept(j * WARPS * W);
         if (slab < end) {
-            UNROLL for (int d = 0; d < DEPTH; d++) copy_once(
-                to + d * 512 + lane * 16, words_from + (slab * DEPTH + d) * 32, policy, true, slab * DEPTH + d >= last);
-            UNROLL for (int f = 0; f < FOLDS; f++) {
-                const int group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
-                copy_few<sizeof(Scales)>(to + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales),
-                                         scales_from + group * 8, t == 0, group >= last_group);
+            const uint4* const words = words_from + slab * DEPTH * 32;
+            UNROLL for (u32 d = 0; d < DEPTH; d++)
+                copy_once(words_to + at + d * 512, words + d * 32, policy, true, slab * DEPTH + d >= last);
+            UNROLL for (u32 f = 0; f < FOLDS; f++) {
+                const u32 group = GROUP ? (slab * KS + f * FOLD) / max(GROUP, 1) : 0;
+                copy_few<sizeof(Scales)>(scales_to + at + f * FOLD_BYTES, scales_from + group * 8, t == 0,
+                                         group >= last_group);
             }
         }
         end_of_copies();
     };
     if (is_producer) {
-        UNROLL for (int odd = 0; odd < 2; odd++) fetch(held[odd], row, (begin + odd) * KS, columns(begin + odd));
+        UNROLL for (int j = 0; j < AHEAD; j++) fetch(held[j], row, (begin + j) * KS, columns(begin + j));
     } else {
         UNROLL for (int j = 0; j < RING - 1; j++) copy_stage(begin + j, j);
     }
@@ -100,26 +105,25 @@ __cluster_dims__(SPLIT)
         const int token = warp % 4 * 4 + lane % 8 / 2, piece = lane % 2 * 4 + lane / 8;
         const u32 to = stages + token * 128 + (piece ^ token % 8) * 16;
         int i = 0, phase = 0;
-        for (int slab = begin; slab < end; slab += 2) UNROLL for (int odd = 0; odd < 2; odd++) {
-                if (slab + odd >= end) break;
+        for (int slab = begin; slab < end; slab += AHEAD) UNROLL for (int j = 0; j < AHEAD; j++) {
+                if (slab + j >= end) break;
                 signal_wait(free + i * 8, phase - 1);  // in phase 0 every stage is free
-                put(to + i * X, held[odd]);
+                put(to + i * X, held[j]);
                 show_matrix_unit();
                 __syncwarp();
                 if (lane == 0) signal_arrive(full + i * 8);
-                fetch(held[odd], row, (slab + odd + 2) * KS, columns(slab + odd + 2));
+                fetch(held[j], row, (slab + j + AHEAD) * KS, columns(slab + j + AHEAD));
                 if (++i == STAGES) i = 0, phase++;
             }
     } else {
         uint4 words[DEPTH];
         Scales scaling[FOLDS];
         auto read_stage = [&](int j) {
-            const u32 from = ring + j * WARPS * W;
+            const u32 at = j * WARPS * W;
             wait_for_copies<RING - 2>();
             __syncwarp();
-            UNROLL for (int d = 0; d < DEPTH; d++) words[d] = load16(from + d * 512 + lane * 16);
-            UNROLL for (int f = 0; f < FOLDS; f++)
-                load_few(scaling[f].rows, from + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales));
+            UNROLL for (int d = 0; d < DEPTH; d++) words[d] = load16(words_to + at + d * 512);
+            UNROLL for (int f = 0; f < FOLDS; f++) load_few(scaling[f].rows, scales_to + at + f * FOLD_BYTES);
             __syncwarp();
         };
         float sum[NT][4] = {};
@@ -130,7 +134,7 @@ __cluster_dims__(SPLIT)
             copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
             if (++j == RING) j = 0;
             UNROLL for (int column = 0; column < KS; column += STEP) {
-                auto& now = a[column / STEP];
+                auto& now = a[column / STEP % BUFFERS];
                 UNROLL for (int r = 0; r < STEP / 4; r++) {
                     const int of = column / 4 + r;
                     now[r] = unpack((&words[of / PER_WORD / 4].x)[of / PER_WORD % 4], of % PER_WORD,

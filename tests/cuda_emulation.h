@@ -444,7 +444,7 @@ inline u32 from_e4m3(u32 two) { // exponent and mantissa as those of a small flo
     return to_halves<0>(one(two), one(two >> 8));
 }
 inline u32 kept(u32 v) { return v; }
-inline const char *kept(const char *p) { return p; }
+template <class T> const T *kept(const T *p) { return p; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline float __fmaf_ru(float a, float b, float c) { // exact in double for factors of a few bits
     double exact = (double)a * b + c;

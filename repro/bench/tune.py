@@ -115,10 +115,10 @@ def _wna16_gemv() -> list[TuningPoint]:
 
 
 def _w4a16_gemm() -> list[TuningPoint]:
-    """A tile has at most as many tokens as there are, or 16."""
-    tokens_of = load("w4a16_gemm").tokens_of
-    cases = _cases(16, 32, 64, 128, 256, bits=4, group=128, symmetric=False)
-    return _points("w4a16_gemm", cases, fits=lambda case, config: tokens_of(config) <= max(16, case["M"]))
+    """A tile has at most 8 tokens more than there are: it is trimmed to them."""
+    module = load("w4a16_gemm")
+    cases = _cases(*module.TOKENS, bits=4, group=128, symmetric=False)
+    return _points("w4a16_gemm", cases, fits=lambda case, config: module.tokens_of(config) <= case["M"] + 8)
 
 
 def _q4_k(name: str) -> list[TuningPoint]:

@@ -34,11 +34,13 @@ from repro.kernels.launch_config import processors
 
 NAMED = [(28672, 4096), (6144, 4096), (3584, 3584), (3584, 18944), (5120, 13824)]  # of real models
 SEED, DRAWN = 20261126, 5
-COUNTS = w4a16_gemm.TOKENS
+COUNTS = (16, 32, 64, 128, 256)
 SPACES = {
     "plain": w4a16_gemm.PLAIN_SPACE,
     "multicast": w4a16_gemm.MULTICAST_SPACE,
     "between": w4a16_gemm.BETWEEN_SPACE,
+    "few": w4a16_gemm.FEW_SPACE,
+    "wide": w4a16_gemm.WIDE_SPACE,
 }
 LEAST_MULTICAST = 65  # tokens, from which on its configurations are chosen from
 FORM = 4, 128, False  # bits, group, symmetric
@@ -59,7 +61,7 @@ def shapes() -> list[tuple[int, int]]:
 
 
 def cases() -> list[Case]:
-    """Every layer with every number of tokens that has configurations of its own."""
+    """Every layer with every number of tokens."""
     return [(m, n, k) for (n, k), m in itertools.product(shapes(), COUNTS)]
 
 
@@ -72,6 +74,8 @@ def key(case: Case) -> str:
 def positions_tried(case: Case, space: str) -> list[int]:
     """Positions in a space of the configurations that are tried."""
     tokens, tried = case[0], []
+    if space == "few" and tokens > w4a16_gemm.MOST_FEW or space == "wide" and tokens <= w4a16_gemm.MOST_NARROW:
+        return []
     for i, config in enumerate(SPACES[space]):
         if "PAIR" in config:
             fits = tokens >= LEAST_MULTICAST
