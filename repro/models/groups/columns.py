@@ -100,8 +100,8 @@ def paired(twice: Tensor, group: int) -> Columns:
     groups = -(-len(pairs) // each)
     empty = groups * each - len(pairs)
     index = []
-    for group in range(groups):
-        zeros = (group + 1) * empty // groups - group * empty // groups
+    for number in range(groups):
+        zeros = (number + 1) * empty // groups - number * empty // groups
         index += chain.from_iterable(islice(units, each - zeros))
         index += [channels] * (2 * zeros)
     return Columns.of(torch.tensor(index, device=twice.device), channels, group)
