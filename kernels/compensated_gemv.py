@@ -133,7 +133,7 @@ def hidden_of(gates: Tensor | None, R: int) -> int:
 
 def parts(down: Tensor, gates: Tensor | None, scales: Tensor, up: Tensor, columns: int, spans: Sequence[int]) -> list:
     """(first output, float32 tensors A, B and of the gate) of each compensator, padded channels included."""
-    R, found, before = down.shape[1], [], 0
+    R, unpacked, before = down.shape[1], [], 0
     h = hidden_of(gates, R)
     for e in range(len(down)):
         first, end = spans[2 * e], spans[2 * e + 1]
@@ -142,9 +142,9 @@ def parts(down: Tensor, gates: Tensor | None, scales: Tensor, up: Tensor, column
         if gates is not None:
             W1, W2, b1, b2 = gates[e].float().split([h * R * R, h * R * R, h * R, R])
             tensors |= {"W1": W1.view(h * R, R), "b1": b1, "W2": W2.view(R, h * R), "b2": b2}
-        found.append((first, tensors))
+        unpacked.append((first, tensors))
         before += end - first
-    return found
+    return unpacked
 
 
 def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:

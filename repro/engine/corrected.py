@@ -90,17 +90,17 @@ def expanded(product: nn.Module, tokens: int, dtype: torch.dtype) -> nn.Module:
 
 
 def corrected(
-    product: nn.Module, beside: Sequence[tuple[int, nn.Linear, Attachment]], device: torch.device
+    product: nn.Module, attached: Sequence[tuple[int, nn.Linear, Attachment]], device: torch.device
 ) -> nn.Module:
     """A product with what its layers have attached.
 
     Args:
         product: of layers that share their input.
-        beside: the first output of a layer, the layer, and an attachment of it, in order.
+        attached: the first output of a layer, the layer, and an attachment of it, in order.
         device: of the product.
     """
     starts, stored, alphas, others = [], [], [], []
-    for start, linear, one in beside:
+    for start, linear, one in attached:
         if module_of(one.step) is not spear:
             others.append((start, one.build(Nothing(linear, device))))
             continue
