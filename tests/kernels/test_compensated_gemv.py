@@ -99,6 +99,7 @@ def test_sources_compile_for_a_gpu(hidden, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_on_a_gpu(case):
     """With the product's own configuration and with others, several times, since two launches run side by side."""
@@ -112,6 +113,7 @@ def test_on_a_gpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_graph_is_replayed_on_a_gpu():
     """The two launches stay side by side in a graph: replays with other inputs give what the reference gives."""
     inputs = kernel.make_inputs(kernel.CASES[4], GPU)
