@@ -151,7 +151,7 @@ def rows(house) -> dict[tuple[str, str], measure.Measurement]:
 def alter(house, shift: float) -> None:
     """Shift the first stored window of RTN on the first text, and write the row so that everything in it fits."""
     path = next(house.results.glob("*/spear-table1.csv.xz"))
-    kept = accepted._kept(path, ())
+    kept = accepted._others(path, measure.Measurement, ())
     for key, one in kept.items():
         if (one.row.row, one.row.col) == ("RTN pc", "Wiki"):
             seeds = [dict(seed) for seed in one.seeds]
