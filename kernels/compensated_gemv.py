@@ -270,8 +270,11 @@ def limit(
     if not fits(R, hidden_of(gates, R)):
         return f"gates of {hidden_of(gates, R)} x {R} hidden units do not fit the shared memory of a thread block"
     spans = [(first, end), (first2, end2), (first3, end3)]
-    order = [0, *(number for span in spans[:count] for number in span), rows]
-    covered = sum(end - first for first, end in spans[:count])
+    order, covered = [0], 0
+    for begin, behind in spans[:count]:
+        order += [begin, behind]
+        covered += behind - begin
+    order.append(rows)
     if order != sorted(order) or any(map(any, spans[count:])) or covered != len(up):
         return f"outputs {spans} are not those of {count} compensators in order, {len(up)} of {rows}"
     return misfit(codes.shape, scale_zero.shape, bits, group, rows, columns, symmetric)
