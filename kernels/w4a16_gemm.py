@@ -123,6 +123,13 @@ for space, constants, tiles in (
 ):
     for tile, split in itertools.product(tiles, (1, 2, 3, 4, 5, 6, 7, 8)):
         space.append(dict(zip(constants, (*tile, split))))
+SPACES = {
+    "plain": PLAIN_SPACE,
+    "multicast": MULTICAST_SPACE,
+    "between": BETWEEN_SPACE,
+    "few": FEW_SPACE,
+    "wide": WIDE_SPACE,
+}
 SPACE = PLAIN_SPACE + MULTICAST_SPACE + BETWEEN_SPACE + FEW_SPACE + WIDE_SPACE
 
 
@@ -162,10 +169,10 @@ def tuning_key(case: dict) -> str:
 
 
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str) -> dict:
-    """The tuned configuration or the heuristic's.
+    """The tuned configuration, or that of all `SPACES` with the least `estimate`.
 
     Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
-    do not fill: the heuristic's is taken where its estimate for them is lower.
+    do not fill: another is taken where its estimate for them is lower.
     """
     tokens = whole(m) if m <= MOST_WIDE else -(-m // 8) * 8
     following = [t for t in TOKENS if t >= tokens] or TOKENS[-1:]
@@ -177,46 +184,35 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     tuned = next(filter(None, recorded.values()), None)
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    place = tokens, n, k, bits, processors(device)
-    able = [heuristic(*place, capability)]
+    sizes = tokens, n, k, bits, processors(device)
+    able = [cheapest("plain", *sizes, capability)]
     if tuned:
         able.insert(0, tuned)
     if TOKENS[0] < tokens <= MOST_FEW:
-        able.append(few(*place, capability))
+        able.append(cheapest("few", *sizes, capability))
     if capability == (9, 0) and tokens > 64:
         if bits > 2:  # of 2 bits a stage is 128 columns
             if tokens <= MOST_WIDE:
-                able.append(wide(*place))
-            able.append(between(*place))
+                able.append(cheapest("wide", *sizes))
+            able.append(cheapest("between", *sizes))
         if tokens >= LEAST_MULTICAST:
-            able.append(multicast(*place))
+            able.append(cheapest("multicast", *sizes))
         else:
             able = [config for config in able if "PAIR" not in config]
-    return min(able, key=lambda config: estimate(config, *place))
+    return min(able, key=lambda config: estimate(config, *sizes))
 
 
 @lru_cache(maxsize=4096)
-def multicast(m: int, n: int, k: int, bits: int = 4, sms: int = 132) -> dict[str, int]:
-    """The configuration of MULTICAST_SPACE with the least `estimate`."""
-    return min(MULTICAST_SPACE, key=lambda config: estimate(config, m, n, k, bits, sms))
+def cheapest(
+    space: str, m: int, n: int, k: int, bits: int = 4, sms: int = 132, capability: tuple[int, int] = (9, 0)
+) -> dict[str, int]:
+    """The configuration of one of `SPACES` with the least `estimate` for m tokens and a weight `[n, k]`, groups of 128.
 
-
-@lru_cache(maxsize=4096)
-def between(m: int, n: int, k: int, bits: int = 4, sms: int = 132) -> dict[str, int]:
-    """The configuration of BETWEEN_SPACE with the least `estimate`."""
-    return min(BETWEEN_SPACE, key=lambda config: estimate(config, m, n, k, bits, sms))
-
-
-@lru_cache(maxsize=4096)
-def wide(m: int, n: int, k: int, bits: int = 4, sms: int = 132) -> dict[str, int]:
-    """The configuration of WIDE_SPACE with the least `estimate`."""
-    return min(WIDE_SPACE, key=lambda config: estimate(config, m, n, k, bits, sms))
-
-
-@lru_cache(maxsize=4096)
-def few(m: int, n: int, k: int, bits: int = 4, sms: int = 132, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
-    """The configuration of FEW_SPACE with the least `estimate`, of those that the device runs."""
-    able = [config for config in FEW_SPACE if runs(config, capability)]
+    Of those that the device runs; of the plain ones only tiles that m tokens fill but for 8.
+    """
+    able = [config for config in SPACES[space] if runs(config, capability)]
+    if space == "plain":
+        able = [config for config in able if tokens_of(config) <= whole(m) + 8]
     return min(able, key=lambda config: estimate(config, m, n, k, bits, sms))
 
 
@@ -228,18 +224,6 @@ def runs(config: dict, capability: tuple[int, int]) -> bool:
 def whole(m: int) -> int:
     """The next tuned number of tokens up to 80, then the next multiple of 64: tiles are at most as large."""
     return next((t for t in TOKENS if m <= t <= MOST_WIDE), -(-m // 64) * 64)
-
-
-@lru_cache(maxsize=4096)
-def heuristic(
-    m: int, n: int, k: int, bits: int = 4, sms: int = 132, capability: tuple[int, int] = (9, 0)
-) -> dict[str, int]:
-    """The configuration of PLAIN_SPACE with the least `estimate` for m tokens and a weight `[n, k]`, groups of 128.
-
-    Of a device without clusters it is one that does not split K, of one without wgmma none of `w4a16_wgmma.cu`.
-    """
-    able = [config for config in PLAIN_SPACE if tokens_of(config) <= whole(m) + 8 and runs(config, capability)]
-    return min(able, key=lambda config: estimate(config, m, n, k, bits, sms))
 
 
 def tokens_of(config: dict) -> int:

@@ -35,13 +35,7 @@ from repro.kernels.launch_config import processors
 NAMED = [(28672, 4096), (6144, 4096), (3584, 3584), (3584, 18944), (5120, 13824)]  # of real models
 SEED, DRAWN = 20261126, 5
 COUNTS = (16, 32, 64, 128, 256)
-SPACES = {
-    "plain": w4a16_gemm.PLAIN_SPACE,
-    "multicast": w4a16_gemm.MULTICAST_SPACE,
-    "between": w4a16_gemm.BETWEEN_SPACE,
-    "few": w4a16_gemm.FEW_SPACE,
-    "wide": w4a16_gemm.WIDE_SPACE,
-}
+SPACES = w4a16_gemm.SPACES
 LEAST_MULTICAST = 65  # tokens, from which on its configurations are chosen from
 FORM = 4, 128, False  # bits, group, symmetric
 REPLAYS = 3

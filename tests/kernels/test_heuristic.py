@@ -54,32 +54,39 @@ def test_recorded_configurations_are_nearly_the_best_by_its_estimate():
     """What the estimate was fitted to: were a constant or the law another, they would not be."""
     losses = []
     for config, m, n, k in places_of(configurations("nvidia-h200")["w4a16_gemm"]):
-        chosen = [w4a16_gemm.heuristic(m, n, k), *([w4a16_gemm.multicast(m, n, k)] if m > 64 else [])]
-        chosen += [w4a16_gemm.few(m, n, k)] if 16 < m <= 32 else [w4a16_gemm.wide(m, n, k)] if m == 80 else []
+        spaces = ["plain"]
+        if 16 < m <= 32:
+            spaces.append("few")
+        if m == 80:
+            spaces.append("wide")
+        if m > 64:
+            spaces.append("multicast")
+        chosen = [w4a16_gemm.cheapest(name, m, n, k) for name in spaces]
         best = min(w4a16_gemm.estimate(each, m, n, k, 4, 132) for each in chosen)
         losses.append(w4a16_gemm.estimate(config, m, n, k, 4, 132) / best)
     assert min(losses) >= 1 and geometric_mean(losses) < 1.03
 
 
 def test_wgmma_is_chosen_where_a_device_has_it_and_tokens_are_many():
-    assert "WGS" in w4a16_gemm.heuristic(128, 6144, 4096) and "MT" in w4a16_gemm.heuristic(16, 6144, 4096)
+    assert "WGS" in w4a16_gemm.cheapest("plain", 128, 6144, 4096)
+    assert "MT" in w4a16_gemm.cheapest("plain", 16, 6144, 4096)
     for capability in ((8, 0), (10, 0)):
-        assert "MT" in w4a16_gemm.heuristic(128, 6144, 4096, capability=capability)
-    assert w4a16_gemm.heuristic(16, 512, 8192, capability=(8, 0))["SPLIT"] == 1
-    assert w4a16_gemm.heuristic(16, 512, 8192)["SPLIT"] > 1
+        assert "MT" in w4a16_gemm.cheapest("plain", 128, 6144, 4096, capability=capability)
+    assert w4a16_gemm.cheapest("plain", 16, 512, 8192, capability=(8, 0))["SPLIT"] == 1
+    assert w4a16_gemm.cheapest("plain", 16, 512, 8192)["SPLIT"] > 1
 
 
 def test_a_card_with_half_the_sms_gets_other_tiles():
     """One wave of 64 SMs: tiles of twice the rows, or half the splits."""
-    whole, half = (w4a16_gemm.heuristic(64, 4096, 4096, sms=sms) for sms in (132, 66))
+    whole, half = (w4a16_gemm.cheapest("plain", 64, 4096, 4096, sms=sms) for sms in (132, 66))
     assert whole != half
 
 
 def test_a_shape_without_an_entry_is_estimated_for_the_tiles_that_its_tokens_make(monkeypatch):
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
-    monkeypatch.setattr(w4a16_gemm, "heuristic", lambda *given: given)
+    monkeypatch.setattr(w4a16_gemm, "cheapest", lambda *given: given)
     monkeypatch.setattr(w4a16_gemm, "estimate", lambda *_: 0.0)
-    found = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[:4] for m in (1, 17, 256, 257, 600)]
+    found = [w4a16_gemm.configuration(m, 48, 256, 4, "cpu")[1:5] for m in (1, 17, 256, 257, 600)]
     assert [each[0] for each in found] == [16, 24, 256, 264, 600]
     assert found[0] == (16, 48, 256, 4)
 
@@ -109,7 +116,7 @@ def test_17_to_32_and_65_to_80_tokens_have_tiles_of_their_own(monkeypatch):
     assert w4a16_gemm.configuration(65, 28672, 4096, 4, "cpu") in w4a16_gemm.WIDE_SPACE
     assert w4a16_gemm.configuration(81, 28672, 4096, 4, "cpu") not in w4a16_gemm.WIDE_SPACE
     for capability in ((8, 0), (10, 0)):
-        assert "WGS" not in w4a16_gemm.few(32, 28672, 4096, capability=capability)
+        assert "WGS" not in w4a16_gemm.cheapest("few", 32, 28672, 4096, capability=capability)
 
 
 def test_a_record_is_a_character_a_configuration():

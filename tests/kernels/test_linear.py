@@ -136,7 +136,7 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
     device = torch.device("cpu")
     heads = {m: w4a16_gemm.tokens_of_head(m, 14336, 4096, 4, device) for m in (1, 64, 256, 257, 320, 321, 352, 512)}
     assert heads == dict.fromkeys((1, 64, 256, 257, 320, 512), 0) | {321: 320, 352: 320}
-    waves, free = w4a16_gemm.last_wave(w4a16_gemm.multicast(320, 14336, 4096), 320, 14336, 4096, 4, 132)
+    waves, free = w4a16_gemm.last_wave(w4a16_gemm.cheapest("multicast", 320, 14336, 4096), 320, 14336, 4096, 4, 132)
     assert waves == 1 and free == pytest.approx(20 / 132)
     assert w4a16_gemm.beside(50.0, 1, 0.5, 10.0) == 50 + w4a16_gemm.BESIDE < w4a16_gemm.beside(50.0, 1, 0.1, 10.0)
     x = torch.zeros(321, 4096, dtype=torch.float16)

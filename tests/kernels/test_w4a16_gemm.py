@@ -236,7 +236,7 @@ def test_tiles_have_no_more_tokens_than_there_are():
 @pytest.mark.parametrize("m, n, k", [(1, 512, 2048), (16, 4096, 4096), (64, 28672, 8192), (2048, 127, 96)])
 def test_every_configuration_divides(m, n, k):
     recorded = configurations("nvidia-h200").get("w4a16_gemm", {}).values()
-    for config in [w4a16_gemm.heuristic(m, n, k), *w4a16_gemm.SPACE, *recorded]:
+    for config in [w4a16_gemm.cheapest("plain", m, n, k), *w4a16_gemm.SPACE, *recorded]:
         if "PAIR" in config:
             assert set(config) == set(w4a16_gemm.MULTICAST_CONSTANTS) and config["SPLIT"] * config["PAIR"] <= 8
             for bits in packing.BITS:
@@ -274,7 +274,7 @@ def test_compiles(tmp_path, arch, bits, group, symmetric, bf16):
     """Ahead of time for three architectures, both kernels of the source, without spilling; products do not wait."""
     if not (nvcc := shutil.which("nvcc")):
         pytest.skip("nvcc is not installed")
-    chosen = [w4a16_gemm.heuristic(m, 4096, 4096, capability=(8, 0)) for m in (16, 64)]
+    chosen = [w4a16_gemm.cheapest("plain", m, 4096, 4096, capability=(8, 0)) for m in (16, 64)]
     tiles = [tile | {"SPLIT": 1 if arch == "80" else 2} for tile in chosen]
     for constants in ({}, *(w4a16_gemm.fitted(tile, bits, group, bool(symmetric)) for tile in tiles)):
         words = defines(BITS=bits, GROUP=group, SYMMETRIC=symmetric, BF16=bf16, **constants)
@@ -322,7 +322,8 @@ def test_the_largest_tiles_compile(tmp_path, config, tokens):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("config, m", [
-    (w4a16_gemm.heuristic(16, 4096, 4096), 16), (w4a16_gemm.BETWEEN_SPACE[1], 40), (w4a16_gemm.MULTICAST_SPACE[0], 100),
+    (w4a16_gemm.cheapest("plain", 16, 4096, 4096), 16), (w4a16_gemm.BETWEEN_SPACE[1], 40),
+    (w4a16_gemm.MULTICAST_SPACE[0], 100),
 ], ids=("mma", "wgmma", "multicast"))  # fmt: skip
 def test_two_launches_say_when_the_second_begins_and_ends(tmp_path, config, m):
     """The first lets the second begin, which waits for the first to end; a launch alone does neither."""
