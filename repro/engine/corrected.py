@@ -2,7 +2,8 @@
 
 SPEAR (section 4.1) dispatches by phase. One token goes through `compensated_gemv`: down projections and gates run
 beside the product, whose epilogue adds the up projections. More tokens, and everything that the kernel does not take,
-are computed as the method does it, launch by launch. The paper overlaps these in a prefill, which nothing here does.
+are computed as the method does it, launch by launch. The paper overlaps these with the product, as batches that are
+served do here (`engine/overlapped.py`); a prefill of `generate` does not.
 """
 
 from collections.abc import Sequence
