@@ -24,6 +24,7 @@ from repro.metrics.offload_time import OffloadTime
 from repro.metrics.perplexity import Perplexity
 from repro.metrics.placement import Placement
 from repro.metrics.sensitivity import Sensitivity
+from repro.metrics.serving import Serving
 from repro.metrics.setting import Setting
 from repro.metrics.shape_decode import ShapeDecode
 from repro.metrics.similarity import Similarity
@@ -66,6 +67,7 @@ KINDS: dict[str, type[Metric]] = {
     "offload_time": OffloadTime,
     "timeline": Timeline,
     "shape_decode": ShapeDecode,
+    "serving": Serving,
     "switching": Switching,
     "weight_divergence": WeightDivergence,
     "tpot": TimePerToken,

@@ -30,11 +30,12 @@ from repro.baselines import load as load_step  # noqa: E402
 from repro.baselines import rtn  # noqa: E402
 from repro.core.files import sha256, write_text  # noqa: E402
 from repro.data import corpora, generated  # noqa: E402
+from repro.engine.scheduling import LatencyTable, Served  # noqa: E402
 from repro.engine.traffic import Copy  # noqa: E402
 from repro.jobs import compress, questions, requests, tokens  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.methods import subspec  # noqa: E402
-from repro.metrics import KINDS, bench, kernel_time, offload_time, similarity, timeline, tpot  # noqa: E402
+from repro.metrics import KINDS, bench, kernel_time, offload_time, serving, similarity, timeline, tpot  # noqa: E402
 from repro.models import bits  # noqa: E402
 from repro.models.lowbit import LowBitModel  # noqa: E402
 from repro.recipes import recipe  # noqa: E402
@@ -265,6 +266,18 @@ def of_shape_decode() -> Numbers:
     return {params.show: float(params.value({"ms": 4.0})) for params in all_params}
 
 
+def of_serving() -> Numbers:
+    """What is shown of two blocks of three and one known gaps; a GPU measures them."""
+    served = Served([0.01, 0.03], [[0.005, 0.012, 0.008], [0.02]], [(1, 7, 0.004)])
+    given = {"blocks": 2, "requests": 2, "seed": 0, "shape": "Llama-2-7B"}
+    table = LatencyTable({1: 2.0, 8: 3.0})
+    series = serving.summarized("spear-22 38", served, table, 0.5, given)
+    means = {name.removeprefix("spear-22 38 "): float(one.values.mean()) for name, one in series.items()}
+    late = KINDS["serving"]("Llama-2-7B", "spear-22", 38, "late", 22)
+    chunk = serving.policy("spear-22", table, 0.5, [1, 8, 512]).chunk(4)
+    return means | {"late": float(late.value({"late": means["late 22"], "all": means["gaps"]})), "chunk": chunk}
+
+
 def of_kernel_time() -> Numbers:
     """What is shown of one row of kernel times."""
     row = kernel_rows.KernelRow(
@@ -387,6 +400,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         "offload_time": of_offload_time,
         "timeline": of_timeline,
         "shape_decode": of_shape_decode,
+        "serving": of_serving,
         "tpot": of_tpot,
         "bench": of_bench,
     }

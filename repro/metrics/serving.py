@@ -1,0 +1,302 @@
+"""Tail latency between tokens and mean time to the first token under continuous batching (SPEAR, Table 3).
+
+Requests with ShareGPT's lengths arrive by a Poisson process at a public shape with random weights, W4 per channel, of
+which a share of the layers has compensators. Iterations are real: mixed batches of the engine, their wall time with all
+that the host does; time in which nothing is to be done is skipped. One job serves the same requests under every policy
+at every share.
+
+The printed targets and rate are of a GH200. Here one factor stretches the paper's time, so that the device neither
+makes a target idle nor the load: the predicted iteration of 256 tokens with 38 % of the layers compensated over the
+printed P99 of that cell, 17.2 ms. Targets are multiplied by it, the rate is divided. The rule is the protocol's, the
+factor is measured before anything is served.
+"""
+
+import gc
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from repro.core.errors import NotMeasurable, UserError, at_least, unknown
+from repro.data import arrivals
+from repro.engine import weights
+from repro.engine.overlapped import dispatched
+from repro.engine.random_shape import random_decoder
+from repro.engine.scheduling import (
+    ChunkPolicy,
+    LatencyTable,
+    LatencyTarget,
+    Request,
+    Scheduler,
+    Served,
+    StaticBudget,
+    WallClock,
+    serve,
+)
+from repro.engine.serving import (
+    SIZES,
+    Iterations,
+    MixedSteps,
+    latency_table,
+    measured_iterations,
+    measured_products,
+)
+from repro.engine.shapes import SHAPES
+from repro.engine.step import Cache, Decoder
+from repro.jobs.target import Target
+from repro.metrics.metric import Metric
+from repro.recipes.recipe import parse
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+W4 = "rtn-w4-pc"
+COMPENSATED = f"{W4} + spear(placement=random, k_share={{k_share}}, rank={{rank}})"
+RANKS = {"Llama-2-7B": 24}  # on RTN at 4 bits per channel (Table 8); Table 3 names none
+PERCENTS = (15, 38, 60)  # of the layers that have a compensator, chosen by a seed as random weights have no damage
+BUDGETS = (512, 256, 128, 64)
+TARGETS = (22, 16)  # milliseconds on the paper's device
+POLICIES = tuple(
+    [f"static-{tokens}" for tokens in BUDGETS]
+    + [f"spear-{target}" for target in TARGETS]
+    + [f"spear-{target}-joint" for target in TARGETS]
+)
+REFERENCE = (38, 256, 17.2)  # percent, tokens, printed milliseconds: what the paper's time is stretched by
+QUANTILE = 99
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`requests` at `rate` a second, over a cache of `rows`.
+
+    Attributes:
+        rate: on the paper's device (section 5.3.3).
+        seed: of lengths, arrivals and prompts.
+        blocks: of neighbouring requests, which are what an interval resamples.
+        decodes, context: of a calibrated iteration, so many tokens are decoded at most, each behind so many others.
+        repeats: timings of everything that is calibrated.
+    """
+
+    requests: int = 300
+    rate: float = 16.0
+    seed: int = 0
+    rows: int = 64
+    blocks: int = 10
+    decodes: int = 32
+    context: int = 384
+    repeats: int = 15
+
+    def __post_init__(self) -> None:
+        at_least(self, requests=2, seed=0, rows=2, blocks=2, decodes=1, context=1, repeats=1)
+        if self.requests % self.blocks:
+            raise UserError(f"requests is {self.requests}; it must be a multiple of blocks, {self.blocks}")
+        if self.decodes >= self.rows:
+            raise UserError(f"decodes is {self.decodes}; it must be below rows, {self.rows}")
+        if not self.rate > 0:
+            raise UserError(f"rate is {self.rate}; it must be positive")
+
+
+@dataclass(frozen=True)
+class Serving(Metric):
+    """A number of one policy at one share of compensated layers.
+
+    Attributes:
+        policy: `static-512` is a budget of tokens, `spear-22` SPEAR's rule for 22 ms on the paper's device, `-joint`
+            the same with decodes and chunk priced as one batch.
+        percent: of the layers that have a compensator.
+        show: `itl` is the 99th percentile of all milliseconds between tokens, `ttft` the mean milliseconds to the
+            first token, `late` the share of the former in percent that is beyond `target` (a P99 keeps a target where
+            1 % is not), `stretch` how long here a second of the paper is, `predicted` what the table says of an
+            iteration as one batch over what it took, in the mean.
+        target: of `late`, milliseconds on the paper's device.
+    """
+
+    VERSION = 1
+    TIMES = True
+    DEFAULT = {}
+    PROTOCOL = Protocol
+
+    shape: str
+    policy: str
+    percent: int
+    show: Literal["itl", "ttft", "late", "stretch", "predicted"] = "itl"
+    target: int = 0
+    unit: str = "ms"
+
+    def __post_init__(self) -> None:
+        if self.shape not in RANKS:
+            raise unknown("shape of serving", self.shape, RANKS)
+        if self.policy not in POLICIES:
+            raise unknown("policy", self.policy, POLICIES)
+        if self.percent not in PERCENTS:
+            raise unknown("percent of the layers", str(self.percent), map(str, PERCENTS))
+        targets = TARGETS if self.show == "late" else (0,)
+        if self.target not in targets:
+            raise unknown(f"target of {self.show}", str(self.target), map(str, targets))
+
+    @property
+    def column(self) -> str:
+        """The name of its series."""
+        return f"{self.policy} {self.percent} {self.show}" + (f" {self.target}" if self.target else "")
+
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job serves a shape under all policies, whatever the target."""
+        protocol = target.scale.protocols["serving"]
+        if protocol is None:
+            return None
+        rule = vars(protocol) | {"shape": self.shape, "rank": RANKS[self.shape], "device": target.scale.device}
+        rule |= {"percents": list(PERCENTS), "policies": list(POLICIES), "sizes": list(SIZES)}
+        return {"served": make("serving", self.shape, rule, rule, {}, ())}
+
+    @staticmethod
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Calibrate and serve.
+
+        Raises:
+            NotMeasurable: there is no GPU, or it has too little memory.
+        """
+        given = job.given()
+        if given["device"] != "cuda":
+            raise NotMeasurable("unsupported", "serving needs a GPU; set the scale's device to cuda")
+        observations.save(folder / observations.FILE, measured(given, torch.device("cuda")), origin)
+
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """Its own series; of a share of late tokens how many are late and how many there are."""
+        recorded = observed["served"].series
+        if self.show == "late":
+            return {"late": recorded[self.column], "all": recorded[f"{self.policy} {self.percent} gaps"]}
+        if self.show == "stretch":
+            return {"stretch": recorded["stretch"]}
+        return {self.show: recorded[self.column]}
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """The number."""
+        return 100 * mean["late"] / mean["all"] if self.show == "late" else mean[self.show]
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Times and ratios are positive, shares up to 100 %."""
+        return (0.0, 100.0 if self.show == "late" else math.inf)
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+
+
+def measured(given: Mapping[str, Any], device: torch.device) -> dict[str, Series]:
+    """All series of a job: calibrate, stretch, serve under every policy at every share.
+
+    Args:
+        given: the options of a job.
+        device: in bfloat16 on a GPU, else in float32.
+    """
+    backbone, placed = decoders(given, device)
+    cache = Cache(backbone, given["rows"])
+    steps = {percent: MixedSteps(model, cache, given["sizes"]) for percent, model in placed.items()}
+    tables = calibrated(given, MixedSteps(backbone, cache, given["sizes"]), placed)
+    percent, tokens, printed = REFERENCE
+    stretch = tables[percent](tokens) / printed
+    requests, prompts = workload(given, stretch, backbone.config.vocab_size)
+    series = {"stretch": Series(np.asarray([stretch]), "model")}
+    for percent, mixed in steps.items():
+        if mixed.graphed:
+            mixed.capture()
+        warm_up(mixed, requests, prompts)
+        for name in given["policies"]:
+            served = served_by(mixed, policy(name, tables[percent], stretch, given["sizes"]), requests, prompts)
+            series |= summarized(f"{name} {percent}", served, tables[percent], stretch, given)
+        mixed.graphs.clear()
+    return series
+
+
+def decoders(given: Mapping[str, Any], device: torch.device) -> tuple[Decoder, dict[int, Decoder]]:
+    """The shape without compensators, and with them by the percent of layers that have one."""
+    from transformers import AutoConfig  # takes seconds
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = AutoConfig.for_model(**SHAPES[given["shape"]])
+    context = weights.check(f"shape/{given['shape']}", config, None)
+    placed = {}
+    for percent in given["percents"]:
+        recipe = parse(COMPENSATED.format(k_share=percent / 100, rank=given["rank"]))
+        placed[percent] = dispatched(random_decoder(recipe, config, context, device, dtype))
+    return random_decoder(parse(W4), config, context, device, dtype), placed
+
+
+def calibrated(
+    given: Mapping[str, Any], backbone: MixedSteps, placed: Mapping[int, Decoder]
+) -> dict[int, LatencyTable]:
+    """The latency table of every placement, from one set of measured iterations and products."""
+    sizes, repeats = given["sizes"], given["repeats"]
+    if backbone.graphed:
+        backbone.capture()
+    iterations = measured_iterations(backbone, sizes, given["decodes"], given["context"], repeats)
+    backbone.graphs.clear()
+    products = measured_products([backbone.model, *placed.values()], sizes, repeats)
+    return {percent: latency_table(model, iterations, products, sizes) for percent, model in placed.items()}
+
+
+def workload(given: Mapping[str, Any], stretch: float, vocabulary: int) -> tuple[list[Request], dict[int, list[int]]]:
+    """The requests at the stretched rate, and random prompts by their number."""
+    drawn = arrivals.draw(given["requests"], given["rate"] / stretch, given["seed"])
+    rng = np.random.default_rng(given["seed"])
+    requests, prompts = [], {}
+    for number, (arrival, prompt_tokens, new_tokens) in enumerate(drawn):
+        requests.append(Request(number, arrival, prompt_tokens, new_tokens))
+        prompts[number] = rng.integers(vocabulary, size=prompt_tokens).tolist()
+    return requests, prompts
+
+
+def policy(name: str, table: LatencyTable, stretch: float, sizes: list[int]) -> ChunkPolicy:
+    """The policy of a name of `POLICIES`."""
+    kind, number, *joint = name.split("-")
+    if kind == "static":
+        return StaticBudget(int(number))
+    return LatencyTarget(table, int(number) * stretch, most=sizes[-1], joint=bool(joint))
+
+
+def served_by(
+    steps: MixedSteps, chosen: ChunkPolicy, requests: list[Request], prompts: Mapping[int, list[int]]
+) -> Served:
+    """Serve requests under a policy; no garbage is collected meanwhile, which servers put off as well."""
+    scheduler = Scheduler(chosen, len(steps.cache.lengths))
+    iterations = Iterations(steps, {request.number: prompts[request.number] for request in requests})
+    gc.collect()
+    gc.disable()
+    try:
+        return serve(requests, scheduler, iterations, WallClock())
+    finally:
+        gc.enable()
+
+
+def warm_up(steps: MixedSteps, requests: list[Request], prompts: Mapping[int, list[int]]) -> None:
+    """Serve the first requests, whose times are dropped."""
+    first = [Request(one.number, 0.0, one.prompt_tokens, min(one.new_tokens, 8)) for one in requests[:8]]
+    served_by(steps, StaticBudget(steps.sizes[-1]), first, prompts)
+
+
+def summarized(
+    name: str, served: Served, table: LatencyTable, stretch: float, given: Mapping[str, Any]
+) -> dict[str, Series]:
+    """The series of one policy at one share, by blocks of neighbouring requests where they have an interval."""
+    blocks = given["blocks"]
+    group = f"{given['shape']}, {given['requests']} requests, seed {given['seed']}"
+    gaps = [1e3 * np.asarray(one) for one in served.gaps]
+    whole = np.concatenate(gaps)
+    ratios = [table(decodes + tokens) / (1e3 * seconds) for decodes, tokens, seconds in served.iterations]
+
+    def by_block(values: list[float]) -> Series:
+        return Series(np.asarray(values, dtype=float).reshape(blocks, -1).mean(1), "items", group)
+
+    series = {
+        f"{name} itl": Series(np.percentile(whole, [QUANTILE]), "model"),
+        f"{name} ttft": by_block([1e3 * first for first in served.first]),
+        f"{name} gaps": by_block([len(one) for one in gaps]),
+        f"{name} predicted": Series(np.asarray([np.mean(ratios)]), "model"),
+    }
+    for target in TARGETS:
+        series[f"{name} late {target}"] = by_block([float((one > target * stretch).sum()) for one in gaps])
+    return series

@@ -1,0 +1,152 @@
+"""Serving as a cell: its one job, a tiny shape on a CPU, what is shown, refusals, and the spec that asks for it."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from repro.core.errors import NotMeasurable, UserError  # noqa: E402
+from repro.engine.scheduling import LatencyTable, LatencyTarget, Served, StaticBudget  # noqa: E402
+from repro.jobs.target import Target  # noqa: E402
+from repro.metrics import serving  # noqa: E402
+from repro.metrics.serving import Protocol, Serving  # noqa: E402
+from repro.specs import scale as scales  # noqa: E402
+from repro.specs import tables  # noqa: E402
+from repro.store.observations import Series  # noqa: E402
+from repro.workflow import runner  # noqa: E402
+from repro.workflow.workflow import Workflow  # noqa: E402
+
+TINY = dict(
+    model_type="llama", hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, vocab_size=300, max_position_embeddings=2048,
+)  # fmt: skip
+SHAPE = "Llama-2-7B"
+
+
+def target(device="cpu"):
+    return Target(scales.load(name="pocket").on(device), "pocket-3m", "fp16")
+
+
+def test_one_job_serves_every_cell():
+    ids = set()
+    for policy in serving.POLICIES:
+        for percent in serving.PERCENTS:
+            for params in (Serving(SHAPE, policy, percent), Serving(SHAPE, policy, percent, "late", 16)):
+                (job,) = params.jobs(target("cuda")).values()
+                ids.add(job.id)
+    assert len(ids) == 1 and runner.alone(job)
+    rule = json.loads(job.inputs)
+    assert rule["requests"] == 300 and rule["rate"] == 16.0 and rule["rank"] == 24 and rule["rows"] == 64
+
+
+def test_a_cpu_has_no_such_times(tmp_path):
+    (job,) = Serving(SHAPE, "static-64", 15).jobs(target()).values()
+    with pytest.raises(NotMeasurable, match="needs a GPU"):
+        Serving.run(job, {}, tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (("Llama-9", "static-64", 15), "shape"),
+        ((SHAPE, "static-65", 15), "policy"),
+        ((SHAPE, "static-64", 16), "percent"),
+        ((SHAPE, "static-64", 15, "late", 17), "target of late"),
+        ((SHAPE, "static-64", 15, "itl", 16), "target of itl"),
+    ],
+)
+def test_what_there_is_not_is_refused(params, said):
+    with pytest.raises(UserError, match=said):
+        Serving(*params)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"requests": 301}, "multiple of blocks"), ({"decodes": 64}, "below rows"), ({"rate": 0.0}, "rate"),
+     ({"blocks": 1}, "blocks")],
+)  # fmt: skip
+def test_a_protocol_that_means_nothing_is_refused(wrong, said):
+    with pytest.raises(UserError, match=said):
+        Protocol(**wrong)
+
+
+def test_a_policy_is_read_from_its_name():
+    table = LatencyTable({8: 2.0, 512: 10.0})
+    assert serving.policy("static-128", table, 0.5, [8, 512]) == StaticBudget(128)
+    made = serving.policy("spear-22", table, 0.5, [8, 512])
+    assert isinstance(made, LatencyTarget) and (made.target, made.most, made.joint) == (11.0, 512, False)
+    assert serving.policy("spear-16-joint", table, 0.5, [8, 512]) == replace(made, target=8.0, joint=True)
+
+
+def test_what_is_shown_of_known_times():
+    """Four requests in two blocks; a paper's second is half a second here, so that 22 ms are 11."""
+    served = Served(
+        first=[0.010, 0.030, 0.020, 0.060],
+        gaps=[[0.005, 0.012], [0.005], [], [0.007, 0.009, 0.020]],
+        iterations=[(1, 0, 0.004), (2, 6, 0.008)],
+    )
+    given = {"blocks": 2, "requests": 4, "seed": 0, "shape": SHAPE}
+    table = LatencyTable({1: 2.0, 8: 4.0})
+    found = serving.summarized("spear-22 38", served, table, 0.5, given)
+    found["stretch"] = Series(np.array([0.5]), "model")
+    assert found["spear-22 38 ttft"].values.tolist() == [20.0, 40.0]
+    assert found["spear-22 38 late 22"].values.tolist() == [0.5, 0.5], "1 of 3 gaps, and 1 of 3"
+    assert found["spear-22 38 late 16"].values.tolist() == [0.5, 1.0]
+    assert found["spear-22 38 itl"].values[0] == pytest.approx(np.percentile([5, 12, 5, 7, 9, 20], 99))
+    assert found["spear-22 38 predicted"].values[0] == 0.5
+    kept = {"served": type("Kept", (), {"series": found})()}
+    values = {}
+    for show, printed in (("itl", 0), ("ttft", 0), ("late", 22), ("late", 16), ("stretch", 0), ("predicted", 0)):
+        params = Serving(SHAPE, "spear-22", 38, show, printed)
+        mean = {name: series.values.mean() for name, series in params.series(kept, target()).items()}
+        values[show, printed] = float(params.value(mean))
+    assert values["ttft", 0] == 30.0 and values["stretch", 0] == values["predicted", 0] == 0.5
+    assert values["late", 22] == pytest.approx(100 * 2 / 6) and values["late", 16] == pytest.approx(100 * 3 / 6)
+
+
+def test_a_tiny_shape_is_served_under_every_policy(monkeypatch):
+    """On a CPU, by the function of the job: the factor that stretches time is of the table, whatever the machine."""
+    monkeypatch.setitem(serving.SHAPES, "tiny", TINY)
+    protocol = Protocol(requests=6, blocks=3, rows=4, decodes=2, context=8, repeats=1, rate=400.0)
+    given = vars(protocol) | {"shape": "tiny", "rank": 3, "sizes": [8, 64, 512], "percents": [15, 38, 60]}
+    given["policies"] = ["static-64", "spear-22", "spear-16-joint"]
+    made = []
+    monkeypatch.setattr(serving.arrivals, "lengths", lambda: tuple((n, 3) for n in (5, 90, 30, 11, 70, 2)))
+    real = serving.LatencyTable.__init__
+    monkeypatch.setattr(
+        serving.LatencyTable, "__init__", lambda self, *rest: (real(self, *rest), made.append(self)) and None
+    )
+    found = serving.measured(given, torch.device("cpu"))
+    assert len(made) == 3 and made[0].sizes == [8, 64, 512]
+    assert found["stretch"].values[0] == pytest.approx(made[1](256) / 17.2)
+    names = {f"{name} {percent}" for name in given["policies"] for percent in given["percents"]}
+    shown = ("itl", "ttft", "gaps", "predicted", "late 22", "late 16")
+    assert set(found) == {"stretch"} | {f"{name} {show}" for name in names for show in shown}
+    for name in names:
+        assert found[f"{name} gaps"].values.tolist() == [2.0, 2.0, 2.0]
+        assert found[f"{name} itl"].values[0] > 0 and (found[f"{name} ttft"].values > 0).all()
+
+
+def test_the_rate_is_stretched_with_the_targets():
+    given = vars(Protocol(requests=20)) | {"seed": 1}
+    (slow, prompts), (fast, same) = (serving.workload(given, stretch, 300) for stretch in (1.0, 0.5))
+    assert [one.arrival for one in slow] == pytest.approx([2 * one.arrival for one in fast])
+    assert prompts == same and all(len(prompts[one.number]) == one.prompt_tokens for one in slow)
+
+
+def test_the_spec_asks_for_every_printed_cell_once():
+    flow = Workflow(scales.load(name="pocket").on("cuda"))
+    cells = flow.cells("spear", "3")
+    asked = [cell.params for cell in cells if isinstance(cell.params, Serving)]
+    for metric, show in (("p99_itl_ms", "itl"), ("ttft_ms", "ttft")):
+        rows = {cell.row for cell in cells if cell.metric == metric and cell.params.show == show}
+        assert len(rows) == 6 + 2
+    assert sum(cell.metric in ("p99_itl_ms", "ttft_ms") for cell in cells) == 36 + 12
+    assert {(params.policy, params.percent) for params in asked} == {
+        (policy, percent) for policy in serving.POLICIES for percent in serving.PERCENTS
+    }
+    assert tables.table("spear", "3").claims[0].claim == "spear C009"
