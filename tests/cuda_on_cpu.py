@@ -2,6 +2,8 @@
 
 import atexit
 import ctypes
+import fcntl
+import hashlib
 import itertools
 import shutil
 import struct
@@ -14,11 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from repro.core.files import ROOT
 from repro.kernels import nvrtc
 
 COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-pthread")
 COUNT = itertools.count()
 HEADER = Path(__file__).with_name("cuda_emulation.h")
+RUNTIME = HEADER.with_suffix(".cpp")
+KEPT = ROOT / "build" / "cuda-on-cpu"
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU emulation of CUDA needs g++")
 CLUSTER = ("CLUSTER", "SPLITS", "SPLIT", "PROGRAMS")  # macros that say how many blocks run together
 LEAST_ADDRESS = 2**32  # of an int argument; smaller ones are C ints
@@ -28,12 +33,28 @@ SHARED_BYTES = 227 * 1024  # of a block on sm_90
 
 @cache
 def _header() -> Path:
-    """A copy of the emulation's header, compiled once a process: that is a third of compiling a kernel."""
+    """A copy of the emulation's header, compiled once a process: most kernels are smaller than what it includes."""
     folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     copy = Path(shutil.copy(HEADER, folder))
     subprocess.run([*COMPILER, "-x", "c++-header", copy, "-o", f"{copy}.gch"], check=True)
     return copy
+
+
+@cache
+def _runtime() -> Path:
+    """The library that runs kernels, compiled where its text or the compiler is new."""
+    version = subprocess.run([COMPILER[0], "--version"], capture_output=True, check=True).stdout
+    key = hashlib.sha256(repr((HEADER.read_text(), RUNTIME.read_text(), COMPILER, version)).encode()).hexdigest()
+    library = KEPT / f"{key[:24]}.so"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with open(KEPT / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.is_file():
+            part = library.with_suffix(".part")
+            subprocess.run([*COMPILER, "-O2", "-shared", "-o", part, RUNTIME], check=True)
+            part.replace(library)
+    return library
 
 
 @cache
@@ -43,14 +64,11 @@ def _launcher(path: Path, name: str, cluster: int, macros: tuple[tuple[str, obje
     stub.write_text(
         f'#include "{path}"\n'
         'extern "C" int launch(u32 grid, u32 threads, void **at, u32 count, void **starts, u64 *sizes) {\n'
-        "    tensors.clear(), outside = 0;\n"
-        "    for (u32 i = 0; i < count; i++)\n"
-        "        tensors.push_back({(const char *)starts[i], (const char *)starts[i] + sizes[i]});\n"
-        f"    launch_kernel({name}, grid, threads, {cluster}, at);\n"
-        "    return outside;\n}\n"
+        f"    return run({{grid, threads, {cluster}, at, call_with<{name}>, shared_here}}, count, starts, sizes);\n"
+        "}\n"
     )
     flags, library = [f"-D{key}={value}" for key, value in macros], stub.with_suffix(".so")
-    subprocess.run([*COMPILER, "-shared", *flags, "-include", _header(), "-o", library, stub], check=True)
+    subprocess.run([*COMPILER, "-shared", *flags, "-include", _header(), "-o", library, stub, _runtime()], check=True)
     return ctypes.CDLL(str(library)).launch
 
 

@@ -1,0 +1,111 @@
+"""What the emulation of CUDA on a CPU promises to the tests of kernels, on kernels of a few lines."""
+
+import cuda_on_cpu
+import pytest
+import torch
+
+pytestmark = cuda_on_cpu.NEEDS_COMPILER
+SOURCE = """
+__global__ void widen(const u16 *halves, float *floats, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) floats[i] = half_to_float(__ldg(halves + i));
+}
+template <int BRAIN> void round_to(const float *floats, u16 *halves, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) halves[i] = to_half<BRAIN>(__ldg(floats + i));
+}
+__global__ void round_float16(const float *floats, u16 *halves, int count) { round_to<0>(floats, halves, count); }
+__global__ void round_bfloat16(const float *floats, u16 *halves, int count) { round_to<1>(floats, halves, count); }
+__global__ void reverse_of_a_block(const float *from, float *to) {
+    extern __shared__ __align__(128) char shared[];
+    ((float *)shared)[threadIdx.x] = __ldg(from + threadIdx.x);
+    __syncthreads();
+    to[threadIdx.x] = ((float *)shared)[blockDim.x - 1 - threadIdx.x];
+}
+__global__ void before_and_after_the_wait(const float *from, float *to) {
+    extern __shared__ __align__(128) char shared[];
+    copy(threadIdx.x * 16, from + threadIdx.x * 4, true, false);
+    end_of_copies();
+    to[threadIdx.x] = load4(threadIdx.x * 16);
+    wait_for_copies<0>();
+    to[blockDim.x + threadIdx.x] = load4(threadIdx.x * 16);
+}
+__global__ void where_it_runs(int *to) {
+    if (threadIdx.x == 0) to[blockIdx.x] = gridDim.x * 1000 + blockDim.x;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Runs a kernel of the source with a grid, a block and arguments."""
+    path = tmp_path_factory.mktemp("source") / "kernels.cu"
+    path.write_text(SOURCE)
+    return lambda name, *given: cuda_on_cpu.load(path, name, {}, "cpu")(*given)
+
+
+def test_every_float16_is_the_float_that_torch_makes_of_it(launch):
+    halves = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(torch.float16)
+    floats = torch.empty(1 << 16)
+    launch("widen", 1, 32, halves, floats, len(halves))
+    torch.testing.assert_close(floats, halves.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(floats.signbit(), halves.signbit())
+
+
+@pytest.mark.parametrize("name, dtype", [("round_float16", torch.float16), ("round_bfloat16", torch.bfloat16)])
+def test_floats_are_rounded_as_torch_rounds_them(launch, name, dtype):
+    """Also at ties, where they become subnormal, and where they become infinite."""
+    representable = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(dtype).float()
+    finite = representable[representable.isfinite()].sort().values
+    between = (finite[1:].double() + finite[:-1].double()).div(2).float()
+    close = [
+        between,
+        torch.nextafter(between, torch.tensor(torch.inf)),
+        torch.nextafter(between, -torch.tensor(torch.inf)),
+    ]
+    floats = torch.cat([finite, *close, torch.tensor([torch.inf, -torch.inf, 65519.9, 65520, 3.4e38])])
+    halves = torch.empty(len(floats), dtype=dtype)
+    launch(name, 1, 32, floats, halves, len(floats))
+    assert torch.equal(halves, floats.to(dtype))
+
+
+def test_threads_of_a_block_meet_at_a_barrier(launch):
+    given, reversed_ = torch.arange(64.0), torch.empty(64)
+    launch("reverse_of_a_block", 1, 64, given, reversed_)
+    assert torch.equal(reversed_, given.flip(0))
+
+
+def test_copies_land_when_they_are_waited_for(launch):
+    """Before that a kernel that reads them finds NaN."""
+    given, seen = torch.arange(128.0), torch.zeros(2, 32)
+    launch("before_and_after_the_wait", 1, 32, given, seen)
+    assert seen[0].isnan().all()
+    assert torch.equal(seen[1], given[::4])
+
+
+def test_every_block_knows_its_grid(launch):
+    seen = torch.zeros(3, dtype=torch.int32)
+    launch("where_it_runs", 3, 64, seen)
+    assert seen.tolist() == [3064] * 3
+
+
+@pytest.mark.parametrize("name", ["reverse_of_a_block", "before_and_after_the_wait"])
+def test_what_is_read_outside_the_given_tensors_is_counted(launch, name):
+    """Plain reads and copies, by one thread."""
+    whole = torch.arange(128.0)
+    short = whole[: 31 if name == "reverse_of_a_block" else 124]
+    with pytest.raises(AssertionError, match=f"{name} with {{}} reads 1 times outside the tensors"):
+        launch(name, 1, 32, short, torch.empty(64))
+
+
+def test_the_library_that_runs_kernels_is_compiled_once_for_its_text(monkeypatch, tmp_path):
+    """The second time stands for another process, which finds it."""
+    runtime = tmp_path / "runtime.cpp"
+    runtime.write_text("int one() { return 1; }")
+    monkeypatch.setattr(cuda_on_cpu, "RUNTIME", runtime)
+    monkeypatch.setattr(cuda_on_cpu, "KEPT", tmp_path / "kept")
+    compile_anew = cuda_on_cpu._runtime.__wrapped__
+    library = compile_anew()
+    made = library.stat().st_mtime_ns
+    assert compile_anew() == library and library.stat().st_mtime_ns == made
+    runtime.write_text("int one() { return 2; }")
+    assert compile_anew() != library
+    assert {path.suffix for path in library.parent.iterdir()} == {".so", ""}, "libraries and a lock"
