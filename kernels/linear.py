@@ -22,7 +22,7 @@ from repro.kernels import w4a16_gemm, wna16_gemv
 from repro.kernels.launch_config import launch_config
 from repro.kernels.operators import HALVES, Argument, operator
 from repro.kernels.packing import TENSORS, PackedWeight, misfit
-from repro.kernels.prepared import blank
+from repro.kernels.prepared import blank, blank_strided
 
 CASES = w4a16_gemm.CASES  # the number of tokens selects the path
 LIMITS = {"decode": 16, "gemm": 2048}
@@ -103,8 +103,22 @@ def prepare(
     if chosen == "gemm":
         head = tokens_of_head(x, rows, columns, bits)
         return prepare_two(x, head, *weight[2:]) if head else w4a16_gemm.prepare(x, *weight)
-    dequantize = dense.prepare(*weight, x.dtype)
-    return lambda x, codes, scale_zero, *_: torch.nn.functional.linear(x, dequantize(codes, scale_zero))
+    return prepare_dense(x.dtype, codes, *weight[2:])
+
+
+def prepare_dense(
+    dtype: torch.dtype, codes: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool
+) -> Callable[..., Tensor]:
+    """The launch that unpacks codes like these, and the library's product, which `F.linear` would be."""
+    write = dense.writer(codes, bits, group, rows, columns, symmetric, dtype)
+    made = blank_strided(dtype, (columns, rows), (1, columns))  # W^T, which takes a call less than W's view
+
+    def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
+        transposed = made(scale_zero)
+        write(codes, scale_zero, transposed)
+        return torch.mm(x, transposed)
+
+    return launch
 
 
 def tokens_of_head(x: Tensor, rows: int, columns: int, bits: int) -> int:
@@ -118,22 +132,20 @@ def prepare_two(
     x: Tensor, head: int, bits: int, group: int, rows: int, columns: int, symmetric: bool
 ) -> Callable[..., Tensor]:
     """Two launches for activations like x: the first `head` tokens, and beside them the others."""
-    form, tail = (bits, group, rows, columns, symmetric), x[head:]
+    form, count = (bits, group, rows, columns, symmetric), x.shape[0] - head
     config = w4a16_gemm.configuration(head, rows, columns, bits, x.device)
-    write_head = w4a16_gemm.writer(x, head, *form, config, "HEAD")
-    if known_path(tail.shape[0], rows, columns, bits, x.device) == "decode":
-        write_tail = wna16_gemv.tail(tail, *form)
+    kernel, first = w4a16_gemm.planned(x, head, *form, config, "HEAD")
+    if known_path(count, rows, columns, bits, x.device) == "decode":
+        second = wna16_gemv.tail(x, head, *form)
     else:
-        config = w4a16_gemm.configuration(tail.shape[0], rows, columns, bits, x.device)
-        write_tail = w4a16_gemm.writer(tail, tail.shape[0], *form, config, "TAIL")
+        config = w4a16_gemm.configuration(count, rows, columns, bits, x.device)
+        _, second = w4a16_gemm.planned(x, count, *form, config, "TAIL", head)
+    write = kernel.in_a_row(("x", "codes", "scale_zero", "y"), (first, second))
     made = blank(x.dtype, x.shape[0], rows)
-    x_before, y_before = head * columns * x.element_size(), head * rows * x.element_size()  # bytes of the first tokens
 
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
         y = made(x)
-        write_head(x, codes, scale_zero, y)
-        # Addresses: on the host a slice of each takes as long as all else of a launch but the driver.
-        write_tail(x.data_ptr() + x_before, codes, scale_zero, y.data_ptr() + y_before)
+        write(x, codes, scale_zero, y)
         return y
 
     return launch

@@ -26,6 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from repro.kernels import launches
+from repro.kernels.launches import Launches, Parameter, Step, configuration
+
 FIXED_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
@@ -170,6 +173,14 @@ class Function:
         else:
             _checked(self._driver.cuLaunchKernel(*what, 0))
 
+    def step(self, grid: int, block: int, parameters: Sequence[Parameter], beside: bool = False) -> Step:
+        """A launch of it among `in_a_row`."""
+        return Step(self._function, (grid, 1, 1), block, self._shared, tuple(parameters), beside, self.digest)
+
+    def in_a_row(self, names: Sequence[str], steps: Sequence[Step]) -> Launches:
+        """Launches on its device, of it and of other kernels, that are called with the tensors `names`."""
+        return Launches(self._driver, self._index, names, steps)
+
     @cached_property
     def beside(self) -> "Beside":
         """What launches it so that it may run beside the launch before it."""
@@ -185,15 +196,8 @@ class Beside(Function):
 
     def __init__(self, function: Function) -> None:
         vars(self).update(vars(function), _rooms=[])
-        driver = function._driver
-        value, attribute, config = driver.CUlaunchAttributeValue(), driver.CUlaunchAttribute(), driver.CUlaunchConfig()
-        value.programmaticStreamSerializationAllowed = 1
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value = value
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.sharedMemBytes = function._shared
-        config.attrs, config.numAttrs = [attribute], 1
-        self._config, self._lock = config, threading.Lock()
+        self._config = configuration(function._driver, function.step(1, 1, (), beside=True))
+        self._lock = threading.Lock()
 
     def _launch(self, grid: int, block: int, stream: int, arguments: int) -> None:
         config = self._config
@@ -225,7 +229,7 @@ class Room:
             self.pointers[i] = self.words[i]
 
 
-class TensorMap:
+class TensorMap(launches.TensorMap):
     """How a kernel copies boxes of a matrix `[rows, columns]` of 16-bit numbers into the layout of `wgmma`.
 
     A box is 64 columns of `box` rows, zeros outside the matrix, in rows of 128 bytes with the 128-byte swizzle. Rows of
@@ -233,13 +237,7 @@ class TensorMap:
     """
 
     def __init__(self, matrix: Tensor, box: int) -> None:
-        self._words = (ctypes.c_uint64 * 24)()
-        self._address = -(-ctypes.addressof(self._words) // 64) * 64
-        ctypes.memmove(self._address, encode(matrix, box), 128)
-
-    def data_ptr(self) -> int:
-        """The address of the 128 bytes that are passed, a multiple of 64."""
-        return self._address
+        super().__init__(encode(matrix, box))
 
 
 def encode(matrix: Tensor, box: int) -> bytes:

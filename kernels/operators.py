@@ -14,7 +14,6 @@ nothing: neither tracing nor a mode nor a gradient is on, and the call is recogn
 goes through the dispatcher.
 """
 
-import functools
 import inspect
 import operator as operator_module
 from collections.abc import Callable, Mapping, Sequence
@@ -194,7 +193,10 @@ def recognizer(values: Sequence[Any], positions: Sequence[int]) -> Callable[[Seq
         tensors = take(values)
         if not alike(*tensors) or (learning and torch.is_grad_enabled()):
             return False
-        return not functools.reduce(operator_module.or_, map(Tensor.data_ptr, tensors)) % VECTOR
+        address = 0
+        for tensor in tensors:
+            address |= tensor.data_ptr()
+        return not address % VECTOR
 
     return recognizes
 

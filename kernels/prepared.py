@@ -5,16 +5,24 @@ dtypes, alignments and numbers always finds the same compiled kernel. It is laun
 this module knows that, without the one in Python around it. `blank` makes outputs as fast.
 """
 
+import ctypes
+import functools
+import hashlib
 import importlib
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from repro.kernels.launches import TENSOR_MAP, Launches, Mapped, Parameter, Step, TensorMap
+
+INTEGERS = ("i32", "i64")  # Triton's names of parameters' types
+CONSTANT, DESCRIPTOR = "constexpr", "tensordesc"
+NO_SCRATCH = 0, 0  # what every kernel of Triton's takes last: addresses of memory, of which it asks for none
 IN_C = "iiiKKppOOOOOO"  # grid, stream, function, two flags, memory of Triton's, metadata, hooks: what this module knows
 MOST_MAPS = 1024  # that a kernel keeps
 NO_DEVICE = -2  # of a PyTorch without CUDA; a tensor on a CPU is on -1
@@ -25,14 +33,18 @@ def blank(dtype: torch.dtype, *shape: int) -> Callable[[Tensor], Tensor]:
 
     On the current device it goes around the dispatcher and Python's arguments, as code that inductor writes.
     """
-    strides = tuple(itertools.accumulate((1, *reversed(shape[1:])), operator.mul))[::-1]
+    return blank_strided(dtype, shape, tuple(itertools.accumulate((1, *reversed(shape[1:])), operator.mul))[::-1])
+
+
+def blank_strided(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """The same of memory with other strides, which leave no gaps."""
     on_current = torch._C._dynamo.guards._empty_strided_cuda
     current = getattr(torch._C, "_cuda_getDevice", lambda: NO_DEVICE)
 
     def make(like: Tensor) -> Tensor:
         if like.get_device() == current():
             return on_current(shape, strides, dtype)
-        return like.new_empty(shape, dtype=dtype)
+        return like.new_empty_strided(shape, strides, dtype=dtype)
 
     return make
 
@@ -123,6 +135,7 @@ class Prepared:
     def __init__(self, kernel: Any, grid: tuple[int, ...], matrices: Sequence[Describe] = (), **constants: Any) -> None:  # noqa: ANN401
         self._kernel, self._grid, self._matrices, self._constants = kernel, grid, tuple(matrices), constants
         self._known = KnownLaunch()
+        self._compiled: Any = None
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         """Launch on torch's current stream: tensors, numbers and None for the parameters that are no constants."""
@@ -136,7 +149,7 @@ class Prepared:
         constants = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
         compiled = self._kernel[self._grid](*self._described(arguments), **self._constants)
         if compiled is not None:  # as by Triton's interpreter
-            grid = (*self._grid, 1, 1)[:3]
+            self._compiled, grid = compiled, (*self._grid, 1, 1)[:3]
             launcher = in_c(compiled, self._matrices, arguments, constants)
             if launcher is None:  # Triton's launcher in Python: no metadata, no hooks
                 before = compiled.function, compiled.packed_metadata, None, None, None
@@ -144,9 +157,107 @@ class Prepared:
             run, arrange, before = launcher
             self._known = KnownLaunch(torch.cuda.current_device(), run, arrange, grid, before)
 
+    def step(self, arguments: Sequence[str | int | None], tensors: Mapping[str, Tensor]) -> Step | None:
+        """The launch among `Launches` of tensors like these, once it was launched; None where Triton must launch it.
+
+        `arguments` are names of tensors, numbers, None.
+        """
+        module, compiled = triton_driver(), self._compiled
+        if compiled is None or not is_alone(module, compiled):
+            return None
+        matrices, forms = iter(self._matrices), iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        parameters: list[Parameter] = []
+        for argument, kind in zip(arguments, compiled.src.signature.values()):
+            if kind.startswith(DESCRIPTOR):
+                describe, form = next(matrices), next(forms, None)
+                if form is None:  # not by TMA
+                    return None
+                descriptor = describe(tensors[argument])
+                encode = functools.partial(tensor_map, module, describe, form)
+                parameters += [Mapped(argument, encode), *descriptor.shape, *descriptor.strides]
+            elif kind.startswith("*") or kind in INTEGERS:
+                parameters.append(argument)
+            elif kind != CONSTANT:  # which the compiler put into the code
+                return None
+        warps, _, shared = compiled.packed_metadata
+        digest = hashlib.sha256(compiled.asm["cubin"]).hexdigest()
+        grid = (*self._grid, 1, 1)[:3]
+        return Step(compiled.function, grid, 32 * warps, shared, (*parameters, *NO_SCRATCH), digest=digest)
+
     def _described(self, arguments: Sequence[Any]) -> list[Any]:
         matrices = [describe(matrix) for describe, matrix in zip(self._matrices, arguments)]
         return [*matrices, *arguments[len(matrices) :]]
+
+
+class InARow:
+    """Kernels launched one after the other on torch's current stream.
+
+    The first time each is launched by itself, through Triton; then they are `Launches` where that knows all of them.
+
+    Attributes:
+        launch: launches them; takes the tensors that `names` says, in that order.
+    """
+
+    def __init__(self, names: Sequence[str], launches: Sequence[tuple[Prepared, Sequence[str | int | None]]]) -> None:
+        """`launches` are kernels with their arguments: names of tensors, numbers, None."""
+        self._names, self._launches = names, launches
+        self.launch: Callable[..., None] = self._first
+
+    def _first(self, *tensors: Tensor) -> None:
+        self._each(*tensors)
+        self.launch = self._together(*tensors) or self._each
+
+    def _each(self, *tensors: Tensor) -> None:
+        given = dict(zip(self._names, tensors, strict=True))
+        for kernel, arguments in self._launches:
+            kernel(*(given[argument] if isinstance(argument, str) else argument for argument in arguments))
+
+    def _together(self, *tensors: Tensor) -> Launches | None:
+        given = dict(zip(self._names, tensors, strict=True))
+        steps = [kernel.step(arguments, given) for kernel, arguments in self._launches]
+        if None in steps:
+            return None
+        try:
+            driver = importlib.import_module("cuda.bindings.driver")
+        except ImportError:
+            return None
+        own = [step._replace(function=driver.CUfunction(step.function)) for step in steps]
+        return Launches(driver, torch.cuda.current_device(), self._names, own)
+
+
+def triton_driver() -> Any:  # noqa: ANN401
+    """Triton's driver of this device's kind, where it launches as this module knows; None elsewhere."""
+    try:
+        driver = importlib.import_module("triton.backends.nvidia.driver")
+    except ImportError:
+        return None
+    return driver if getattr(driver, "_BASE_ARGS_FORMAT", "") == IN_C else None
+
+
+def is_plain(driver: Any, compiled: Any) -> bool:  # noqa: ANN401
+    """Whether a compiled kernel's launcher has the form that is known here, and gives no memory of its own."""
+    run = compiled.run
+    if driver is None or not isinstance(run, driver.CudaLauncher):
+        return False
+    return not (run.global_scratch_size or run.profile_scratch_size)
+
+
+def is_alone(driver: Any, compiled: Any) -> bool:  # noqa: ANN401
+    """The same of one whose thread blocks share nothing, in one launch or with the launch before."""
+    if not is_plain(driver, compiled):
+        return False
+    return compiled.packed_metadata[1] == 1 and not (compiled.run.launch_cooperative_grid or compiled.run.launch_pdl)
+
+
+def tensor_map(driver: Any, describe: Describe, form: Any, matrix: Tensor) -> TensorMap:  # noqa: ANN401
+    """A matrix' tensor map as Triton encodes it: what a Python object of Triton's ends with."""
+    made, *_ = driver.make_tensordesc_arg(describe(matrix), form)
+    return TensorMap(last_bytes(made, TENSOR_MAP))
+
+
+def last_bytes(made: object, count: int) -> bytes:
+    """The last bytes of an object of a type in C, all objects of which are equally large."""
+    return ctypes.string_at(id(made) + type(made).__basicsize__ - count, count)
 
 
 def in_c(
@@ -159,15 +270,10 @@ def in_c(
 
     None where Triton's launcher has another form than is known here, or gives memory of its own.
     """
-    try:
-        driver = importlib.import_module("triton.backends.nvidia.driver")
-    except ImportError:
+    driver = triton_driver()
+    if not is_plain(driver, compiled):
         return None
     run = compiled.run
-    if getattr(driver, "_BASE_ARGS_FORMAT", "") != IN_C or not isinstance(run, driver.CudaLauncher):
-        return None
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
     launch, arrange = run.launch, Arranged(first, constants)
     if matrices:  # then `launch` is a function in Python that encodes them, around the one in C
         forms = getattr(compiled.metadata, "tensordesc_meta", None)

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from repro.kernels import nvrtc, packing
 from repro.kernels.launch_config import CLUSTERS, lacks, launch_config, processors
+from repro.kernels.launches import Mapped, Parameter, Step, behind
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.prepared import blank
 
@@ -50,7 +51,6 @@ LEAST_MULTICAST = (
 )
 MOST_FEW, MOST_NARROW, MOST_WIDE = 32, 64, 80  # tokens at which FEW_SPACE and WIDE_SPACE are chosen from
 MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
-MAPS = 64  # tensor maps that a launch keeps
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
     {"M": 16, "N": 2048, "K": 8192, "bits": 4, "group": 128, "symmetric": False, "dtype": "float16", "seed": 0},
@@ -420,7 +420,8 @@ def prepared(
     x: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool, config: dict
 ) -> Callable[..., Tensor]:
     """The launch with one configuration for activations like x; it takes x, codes and scale_zero first."""
-    write = writer(x, x.shape[0], bits, group, rows, columns, symmetric, config)
+    kernel, step = planned(x, x.shape[0], bits, group, rows, columns, symmetric, config)
+    write = kernel.in_a_row(("x", "codes", "scale_zero", "y"), (step,))
     aligned, made = is_aligned(x), blank(x.dtype, x.shape[0], rows)
 
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
@@ -432,12 +433,11 @@ def prepared(
     return launch
 
 
-def writer(
-    x: Tensor, count: int, bits: int, group: int, rows: int, columns: int, symmetric: bool, config: dict, part: str = ""
-) -> Callable[..., None]:
-    """The launch for the first `count` tokens of activations like x; it takes x, codes, scale_zero and y.
-
-    Without a tensor map (PAIR) x and y may be addresses, of a tensor's last tokens.
+def planned(
+    x: Tensor, count: int, bits: int, group: int, rows: int, columns: int, symmetric: bool, config: dict,
+    part: str = "", before: int = 0,
+) -> tuple[nvrtc.Function, Step]:  # fmt: skip
+    """The kernel for `count` tokens of activations like x, and its launch with x, codes, scale_zero and y.
 
     Args:
         x: float16 or bfloat16 `[M, K]`; what the launch gets has rows that are aligned to 16 bytes.
@@ -445,6 +445,7 @@ def writer(
         bits, group, rows, columns, symmetric: of the weight.
         config: one of SPACE.
         part: "HEAD" or "TAIL" of two launches that run beside each other (beside.cuh), or all.
+        before: tokens of x and y before those of the launch.
     """
     capability = torch.cuda.get_device_capability(x.device)
     if ("WGS" in config or "PAIR" in config) and capability != (9, 0):
@@ -454,26 +455,17 @@ def writer(
     plan = plan_multicast if "PAIR" in config else plan_wgmma if "WGS" in config else plan_mma
     form = bits, group, symmetric
     source, config, thread_blocks, threads, shared = plan(count, rows, columns, form, config, capability)
-    kernel = nvrtc.load(
-        source, "gemm", format_defines(*form, x.dtype) | config | ({part: 1} if part else {}), x.device, shared
-    )
-    kernel = kernel.beside if part == "TAIL" else kernel
+    macros = format_defines(*form, x.dtype) | config | ({part: 1} if part else {})
+    kernel = nvrtc.load(source, "gemm", macros, x.device, shared)
     padded, groups = columns + -columns % 8, columns // group if group else 1
-    maps: dict[int, nvrtc.TensorMap] = {}  # by address of x
-    box = box_rows(config) if "PAIR" in config else 0
-
-    def mapped(x: Tensor) -> nvrtc.TensorMap:
-        known = maps.get(x.data_ptr())
-        if known is None:
-            if len(maps) == MAPS:
-                maps.clear()
-            known = maps[x.data_ptr()] = nvrtc.TensorMap(x, box)
-        return known
-
-    def write(x: Tensor | int, codes: Tensor, scale_zero: Tensor, y: Tensor | int) -> None:
-        kernel(thread_blocks, threads, mapped(x) if box else x, codes, scale_zero, y, count, rows, padded, groups)
-
-    return write
+    if "PAIR" in config:
+        box = box_rows(config)
+        tokens: Parameter = Mapped("x", lambda x: nvrtc.TensorMap(x[before:], box))
+    else:
+        tokens = behind("x", before * columns * x.element_size())
+    y = behind("y", before * rows * x.element_size())
+    parameters = tokens, "codes", "scale_zero", y, count, rows, padded, groups
+    return kernel, kernel.step(thread_blocks, threads, parameters, beside=part == "TAIL")
 
 
 def plan_mma(

@@ -20,7 +20,7 @@ import torch
 from repro.kernels import quantize_activation
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator, plain
-from repro.kernels.prepared import Prepared, blank
+from repro.kernels.prepared import InARow, Prepared, blank
 from repro.kernels.quantize_activation import Workspace, aligned, part_of, workspace
 from repro.kernels.triton_language import TensorDescriptor, tl, triton
 
@@ -271,15 +271,18 @@ def behind_quantizer(
     descriptor = k % VECTOR == 0 and w_q.data_ptr() % VECTOR == 0
     quantize = quantize_activation.prepared(x, where)
     product = prepared_product((m, k), w_q, config, descriptor, where, joined)
-    add = prepared_adding(m, n, split, where) if split > 1 and not joined else None
+    launches = [
+        (quantize, ("x", "between", None, k)),
+        (product, ("between", "w_q", "between", "s_w", "y", None, m, n, k)),
+    ]
+    if split > 1 and not joined:
+        launches.append((prepared_adding(m, n, split, where), (None, "between", "s_w", "y", m, n)))
+    row = InARow(("x", "between", "w_q", "s_w", "y"), launches)
     make_workspace, make_y = blank(torch.int8, where.nbytes), blank(x.dtype, m, n)
 
     def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
         between, y = make_workspace(x), make_y(x)
-        quantize(x, between, None, k)
-        product(between, w_q, between, s_w, y, None, m, n, k)
-        if add:
-            add(None, between, s_w, y, m, n)
+        row.launch(x, between, w_q, s_w, y)
         return y
 
     return launch

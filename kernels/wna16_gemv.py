@@ -38,6 +38,7 @@ from torch.nn.functional import pad
 
 from repro.kernels import nvrtc
 from repro.kernels.launch_config import lacks, launch_config
+from repro.kernels.launches import Step, behind
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator
 from repro.kernels.packing import TENSORS, TILE, PackedWeight, dequantize, misfit, pack
 from repro.kernels.prepared import blank
@@ -236,29 +237,27 @@ def prepare(
     function, grid, block, _, padded = plan
     if padded != columns or x.data_ptr() % VECTOR:
         return lambda x, codes, scale_zero, *_: _run(x, codes, scale_zero, plan)
+    step = function.step(grid, block, ("codes", "scale_zero", "x", "y", rows, count))
+    write = function.in_a_row(("x", "codes", "scale_zero", "y"), (step,))
     made = blank(x.dtype, count, rows)
 
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
         y = made(x)
-        function(grid, block, codes, scale_zero, x, y, rows, count)
+        write(x, codes, scale_zero, y)
         return y
 
     return launch
 
 
-def tail(x: Tensor, bits: int, group: int, rows: int, columns: int, symmetric: bool) -> Callable[..., None]:
-    """The launch for tokens like x that runs beside the launch before it.
+def tail(x: Tensor, before: int, bits: int, group: int, rows: int, columns: int, symmetric: bool) -> Step:
+    """The launch, beside the one before it, for the tokens of x behind some, with x, codes, scale_zero and y.
 
-    It takes the address of x, codes, scale_zero and the address of y; rows of x are aligned to 16 bytes.
+    Rows of x are aligned to 16 bytes.
     """
-    form, count = (bits, group, rows, columns, symmetric), x.shape[0]
+    form, count = (bits, group, rows, columns, symmetric), x.shape[0] - before
     function, grid, block, *_ = _plan(form, x.dtype, count, x.device, "TAIL")
-    launch = function.beside
-
-    def write(x: int, codes: Tensor, scale_zero: Tensor, y: int) -> None:
-        launch(grid, block, codes, scale_zero, x, y, rows, count)
-
-    return write
+    tokens, y = (behind(name, before * width * x.element_size()) for name, width in (("x", columns), ("y", rows)))
+    return function.step(grid, block, ("codes", "scale_zero", tokens, y, rows, count), beside=True)
 
 
 def _run(x: Tensor, codes: Tensor, scale_zero: Tensor, plan: tuple, y: Tensor | None = None) -> Tensor:

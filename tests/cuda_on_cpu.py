@@ -9,7 +9,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from repro.core.files import ROOT
-from repro.kernels import nvrtc
+from repro.kernels import launches, nvrtc
 
 COMPILER = ("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-pthread")
 COUNT = itertools.count()
@@ -90,7 +90,32 @@ def load(path: Path, name: str, macros: dict, device: object, shared_bytes: int 
         assert outside == 0, f"{name} with {macros} reads {outside} times outside the tensors that it was given"
 
     launch.beside = launch
+    launch.step = lambda grid, block, parameters, beside=False: (launch, grid, block, parameters)
+    launch.in_a_row = in_a_row
     return launch
+
+
+def in_a_row(names: Sequence[str], steps: Sequence[tuple]) -> Callable:
+    """A stand-in for `nvrtc.Function.in_a_row`."""
+
+    def write(*tensors: torch.Tensor) -> None:
+        given = dict(zip(names, tensors, strict=True))
+        for launch, grid, block, parameters in steps:
+            LAST[:] = [spans(tensor) for tensor in tensors]
+            launch(grid, block, *(argument(parameter, given) for parameter in parameters))
+
+    return write
+
+
+def argument(
+    parameter: launches.Parameter, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor | nvrtc.TensorMap | int:
+    """What a parameter of a launch stands for."""
+    if isinstance(parameter, launches.Behind):
+        return tensors[parameter.name].data_ptr() + parameter.nbytes
+    if isinstance(parameter, launches.Mapped):
+        return parameter.encode(tensors[parameter.name])
+    return tensors[parameter] if isinstance(parameter, str) else parameter
 
 
 def inside_last(address: int) -> tuple[int, int]:

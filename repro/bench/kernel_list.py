@@ -18,7 +18,7 @@ from repro.bench.peers import Provider, against
 from repro.bench.task import Layer
 from repro.core.errors import unknown
 from repro.core.files import short_hash
-from repro.kernels import nvrtc, packing, q4_k_planes
+from repro.kernels import launches, nvrtc, packing, q4_k_planes
 from repro.models.groups import quantizer as group_quantizer
 from repro.models.groups import weight as group_weight
 from repro.models.groups.weight import GroupWeight
@@ -62,16 +62,17 @@ def machine_code(launch: Callable[[], Any]) -> str:
     import triton.compiler  # not on every platform that imports this module
 
     seen: set[str] = set()
-    cubin = lambda kernel: hashlib.sha256(kernel.asm["cubin"]).hexdigest()  # noqa: E731
+    cubin = lambda kernel: {hashlib.sha256(kernel.asm["cubin"]).hexdigest()}  # noqa: E731
     with contextlib.ExitStack() as undo:
         for owner, name, digest in (
-            (nvrtc.Function, "__call__", lambda function: function.digest),
+            (nvrtc.Function, "__call__", lambda function: {function.digest}),
+            (launches.Launches, "__call__", lambda several: several.digests),
             (triton.compiler.CompiledKernel, "launch_metadata", cubin),  # called at every launch
         ):
             real = getattr(owner, name)
 
             def noted(self: Any, *given: Any, real: Any = real, digest: Any = digest) -> Any:  # noqa: ANN401
-                seen.add(digest(self))
+                seen.update(digest(self))
                 return real(self, *given)
 
             setattr(owner, name, noted)

@@ -1,6 +1,7 @@
 """The benchmark of everything: rows as it goes, failures as rows."""
 
 import dataclasses
+import hashlib
 
 import pytest
 import torch
@@ -148,11 +149,11 @@ def test_runs_of_several_gpus_enter_one_file_and_what_they_left_out_is_stale(dev
 
 
 def test_the_machine_code_of_a_launch_is_that_of_every_kernel_in_it(monkeypatch):
-    """CUDA C++ of ours and Triton, whoever's; a launch of neither has none, and nothing stays watched."""
+    """CUDA C++ of ours and Triton, alone and in a row; a launch of neither has none, nothing stays watched."""
     import triton.compiler
 
     from repro.bench.kernel_list import machine_code
-    from repro.kernels import nvrtc
+    from repro.kernels import launches, nvrtc
 
     class Cuda(nvrtc.Function):
         def __init__(self, digest):
@@ -175,6 +176,12 @@ def test_the_machine_code_of_a_launch_is_that_of_every_kernel_in_it(monkeypatch)
     assert one and both and one != both == machine_code(lambda: [Cuda("a")(), Triton(b"x").launch_metadata()])
     assert both != machine_code(lambda: [Cuda("a")(), Triton(b"y").launch_metadata()])
     assert machine_code(lambda: None) == ""
+    steps = [
+        launches.Step(None, (1, 1, 1), 32, 0, (), digest=digest) for digest in ("a", hashlib.sha256(b"x").hexdigest())
+    ]
+    row = launches.Launches(None, 0, (), steps)
+    monkeypatch.setattr(launches.Launches, "__call__", lambda self: launched.append("row"))
+    assert machine_code(row) == both and launched[-1] == "row"
 
 
 def test_everything_is_compiled_ahead_by_launching_it_once(monkeypatch):

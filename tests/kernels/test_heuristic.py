@@ -182,9 +182,15 @@ def test_what_is_compiled_ahead_is_what_a_launch_loads(monkeypatch, case, name):
     """A case's sources and macros, without a GPU."""
     from repro.kernels import nvrtc
 
-    loaded = []
+    loaded, function = [], nvrtc.Function.__new__(nvrtc.Function)
+    vars(function).update(_driver=None, _index=0, _function=None, _shared=0, digest="")
+
+    def load(source, name, macros, device, shared):
+        loaded.append((source, macros))
+        return function
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "load", lambda source, name, macros, device, shared: loaded.append((source, macros)))
+    monkeypatch.setattr(nvrtc, "load", load)
     x = torch.empty(case[0], case[2], dtype=torch.bfloat16)
     for i in space.positions_tried(case, name):
         w4a16_gemm.prepared(x, *space.FORM[:2], *case[1:], space.FORM[2], space.SPACES[name][i])

@@ -6,7 +6,7 @@ import torch
 from test_w4a16_gemm import error, random_weight, weight
 
 from repro.bench import kernel_list
-from repro.kernels import dequantize, linear, nvrtc, packing, w4a16_gemm, w8a8, warm, wna16_gemv
+from repro.kernels import dequantize, launches, linear, nvrtc, packing, w4a16_gemm, w8a8, warm, wna16_gemv
 
 
 def inputs(tokens, rows=48, columns=256, bits=4, dtype=torch.float16):
@@ -114,19 +114,23 @@ def test_a_dense_weight_is_that_of_its_call(monkeypatch, recorded):
         assert error(y, w4a16_gemm.reference(x, given)) < 1e-3
 
 
-def test_a_tensor_map_is_of_the_memory_of_its_call(monkeypatch):
-    """Calls of one launch: a map for each address of x, which is taken again where that memory is used again."""
-    launched, encoded = [], []
-    monkeypatch.setattr(nvrtc, "load", lambda *_: lambda grid, block, x, *others: launched.append(x))
-    monkeypatch.setattr(nvrtc, "encode", lambda matrix, box: encoded.append(matrix.data_ptr()) or bytes(128))
+def test_a_tensor_map_is_of_the_tokens_of_its_launch(monkeypatch):
+    """Of all of x, or of what is behind a first launch's tokens."""
+    encoded = []
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(cuda_on_cpu, "_launcher", lambda *_: None)
+    monkeypatch.setattr(nvrtc, "encode", lambda matrix, box: encoded.append((matrix.data_ptr(), *matrix.shape)))
+    monkeypatch.setattr(launches.TensorMap, "__init__", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     x, packed = inputs(128)
-    write = w4a16_gemm.writer(x, 128, *weight(packed)[2:], w4a16_gemm.MULTICAST_SPACE[0])
-    other, y = x.clone(), torch.zeros(128, 48)
-    for each in (x, other, x):
-        write(each, packed.codes, packed.scale_zero, y)
-    assert encoded == [x.data_ptr(), other.data_ptr()]
-    assert launched[0] is launched[2] is not launched[1]
+    for before in (0, 96):
+        form = (*weight(packed)[2:], w4a16_gemm.MULTICAST_SPACE[0])
+        _, (*_, parameters) = w4a16_gemm.planned(x, 128 - before, *form, before=before)
+        tokens, codes, scale_zero, y, count, *_ = parameters
+        assert (tokens.name, codes, scale_zero, count) == ("x", "codes", "scale_zero", 128 - before)
+        assert y == (launches.Behind("y", 96 * 48 * 2) if before else "y")
+        tokens.encode(x)
+    assert encoded == [(x.data_ptr(), 128, 256), (x.data_ptr() + 96 * 256 * 2, 32, 256)]
 
 
 def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monkeypatch):

@@ -355,7 +355,7 @@ def test_a_launch_beside_the_one_before_says_so_to_the_driver(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", on)
     function = nvrtc.Function.__new__(nvrtc.Function)
-    vars(function).update(_driver=driver, _shared=96, _index=0, _function="gemm", _rooms=[])
+    vars(function).update(_driver=driver, _shared=96, _index=0, _function="gemm", _rooms=[], digest="")
     x = torch.zeros(4)
     for grid, given, here, now in ((8, x, 0, 77), (9, x.data_ptr() + 8, 0, 78), (7, x[1:], 3, 79)):
         device[:], stream[:] = [here], [now]
