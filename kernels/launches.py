@@ -102,7 +102,7 @@ class Launches:
                 self._behind.append((self._places[parameter.name], parameter.nbytes))
         self._pack = struct.Struct(f"{len(self._places)}q").pack_into
         self._numbers = sorted({parameter for parameter in parameters if type(parameter) is int})
-        self._kept: dict[Mapped, dict[int, tuple[int, Any]]] = {}  # by address: a map's own address, and the map
+        self._kept: dict[Mapped, dict[int, tuple[int, TensorMap]]] = {}  # by address: a map's own address, and the map
         for parameter in parameters:
             if isinstance(parameter, Mapped):
                 self._kept[parameter] = {}
@@ -122,9 +122,9 @@ class Launches:
         except IndexError:
             room = Room(self)
         self._pack(room.words, 0, *words)
-        for place, kept, parameter, pointers, position in room.maps:
-            known = kept.get(words[place])
-            pointers[position] = known[0] if known else self._encoded(parameter, tensors[place])
+        for number, (place, kept, parameter, pointers, position) in enumerate(room.maps):
+            known = kept.get(words[place]) or self._encoded(parameter, tensors[place])
+            pointers[position], room.held[number] = known
         if room.stream != stream:
             room.use(stream)
         for config, function, arguments in room.launches:
@@ -133,13 +133,13 @@ class Launches:
                 self._again(failed, config, function, arguments)
         self._rooms.append(room)  # the driver has copied the arguments
 
-    def _encoded(self, parameter: Mapped, tensor: Tensor) -> int:
+    def _encoded(self, parameter: Mapped, tensor: Tensor) -> tuple[int, TensorMap]:
         kept = self._kept[parameter]
         if len(kept) >= MOST_MAPS:
             kept.clear()
         made = parameter.encode(tensor)
-        kept[tensor.data_ptr()] = made.data_ptr(), made
-        return made.data_ptr()
+        known = kept[tensor.data_ptr()] = made.data_ptr(), made
+        return known
 
     def _again(self, failed: int, config: Any, function: Any, arguments: int) -> None:  # noqa: ANN401
         """Launch once more where the thread had no context, which is made; RuntimeError for all else."""
@@ -164,6 +164,7 @@ class Room:
             devices and hosts being little-endian.
         maps: of each parameter that is `Mapped`: the word of its tensor's address, the maps that are kept, the
             parameter, and where its own address goes.
+        held: the maps of the last call, which another thread's call may no longer keep.
         stream: of the last call; None before.
         launches: the driver's configuration, the function, and the address of its arguments' addresses.
     """
@@ -182,6 +183,7 @@ class Room:
                     self.maps.append((places[position], of._kept[parameter], parameter, pointers, position))
             self._pointers.append(pointers)
             self.launches.append((configuration(of._driver, step), step.function, ctypes.addressof(pointers)))
+        self.held: list[TensorMap | None] = [None] * len(self.maps)
 
     def use(self, stream: int) -> None:
         """Launch on a stream from now on."""

@@ -174,11 +174,19 @@ def test_a_call_of_fewer_arguments_is_another_call():
     assert [it.direct(x), it.direct(x), it.direct(x, x), it.direct(x, x), it.direct(x)] == [1, 1, 2, 2, 1]
 
 
-def test_an_address_that_is_no_multiple_of_16_is_never_recognized(counted):
-    odd = torch.ones(20)[1:17].view(2, 8)
+@pytest.mark.parametrize("odd_ones", [(True, None), (True, False), (False, True)], ids=str)
+def test_an_address_that_is_no_multiple_of_16_is_never_recognized(counted, odd_ones):
+    """Of any tensor: the facts alone say what is launched."""
+
+    def like(odd):
+        return None if odd is None else torch.ones(20)[odd : odd + 16].view(2, 8)
+
+    x, y = map(like, odd_ones)
     for _ in range(2):
-        assert counted.counted(odd, None, 9)[0] == "dispatcher"
-    assert counted.counted(torch.ones(2, 8), None, 9) == ["dispatcher", "check", "prepare", "launch"]
+        assert counted.counted(x, y, 9)[0] == "dispatcher"
+    aligned = like(False), None if y is None else like(False)
+    assert counted.counted(*aligned, 9) == ["dispatcher", "check", "prepare", "launch"]
+    assert counted.counted(*aligned, 9) == ["launch"] and counted.counted(x, y, 9)[0] == "dispatcher"
 
 
 class Compiled:

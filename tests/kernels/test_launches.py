@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import struct
 import threading
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -117,6 +118,24 @@ def test_a_map_is_made_once_for_each_address_and_passed_by_value(current, monkey
     launch(third, y)  # takes all others' place
     launch(x, y)
     assert encoded[2:] == [third.data_ptr(), x.data_ptr()]
+
+
+def test_a_map_is_there_until_the_driver_has_read_it(current, monkeypatch):
+    """Also where another thread's calls put others into its place meanwhile."""
+    alive = weakref.WeakSet()
+
+    def encode(matrix):
+        made = launches.TensorMap(bytes(128))
+        alive.add(made)
+        return made
+
+    driver = Driver({"gemm": "M"})
+    launch = Launches(driver, 0, ("x",), (Step("gemm", (1, 1, 1), 32, 0, (Mapped("x", encode),)),))
+    monkeypatch.setattr(launches, "MOST_MAPS", 1)
+    driver.between = lambda: [kept.clear() for kept in launch._kept.values()] and seen.append(len(alive))
+    seen = []
+    launch(torch.zeros(16))
+    assert seen == [1]
 
 
 def test_the_bytes_of_a_map_are_at_a_multiple_of_64():
