@@ -6,9 +6,15 @@
 // Compile-time constants (-D): K, a multiple of 8; RANK, a multiple of 16; HIDDEN, of which the gate has RANK each
 // (0: gamma is 1); BF16 0 1 (else float16); SPLITS thread blocks of a cluster, which share the columns of one A.
 //
+// With RANKS the columns of x are one rank's, and z is not whole before all ranks' are added up: it goes to the peers as it
+// is, without gate and s_B, behind the product's outputs (peers.cuh, row_parallel.cu).
+//
 // The product is launched beside this launch and reads its weights meanwhile; it waits before it reads `latent`.
 
 #include "ptx.cuh"
+#if RANKS
+#include "peers.cuh"
+#endif
 
 constexpr u32 THREADS = 256, TEAMS = THREADS / 16; // a team of 16 lanes has every TEAMS-th row of A
 constexpr u32 ROWS = RANK / TEAMS;                 // of a team
@@ -22,7 +28,11 @@ INLINE float byte_of(u32 word, int i) { return (float)(signed char)(word >> 8 * 
 
 extern "C" __global__ void __cluster_dims__(SPLITS) __launch_bounds__(THREADS)
 compensator_latent(const char *__restrict__ down, const u16 *__restrict__ gates, const float *__restrict__ scales,
-                   const u16 *__restrict__ x, float *__restrict__ latent) {
+                   const u16 *__restrict__ x, float *__restrict__ latent
+#if RANKS
+                   , PEERS_TAKEN
+#endif
+) {
     extern __shared__ __align__(128) char shared[]; // A x of each block, z, the hidden layer, the gate
     auto parts = (float (*)[RANK])shared;
     auto z = (float *)(shared + Z_AT), hidden = (float *)(shared + HIDDEN_AT);
@@ -70,6 +80,11 @@ compensator_latent(const char *__restrict__ down, const u16 *__restrict__ gates,
         UNROLL for (int i = 0; i < SPLITS; i++) sum += parts[i][thread];
         z[thread] = sum * __ldg(scale + thread);
     }
+#if RANKS
+    const Peers peers = PEERS_GIVEN;
+    if (thread < RANK) peers.give(thread, z[thread]);
+    return;
+#endif
     __syncthreads();
     float *to = latent + which * RANK;
     const float *up_scale = scale + RANK;

@@ -423,6 +423,17 @@ INLINE void barrier(u32 which, u32 threads) { // named barrier 1 to 15; __syncth
     asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }
 
+// ---- memory that several devices of a host write and read: 8 bytes at a time, which are never torn
+
+INLINE void store_system(u64 *p, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+INLINE u64 load_system(const u64 *p) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
 // ---- a launch beside the one before it; compute capability 9.0 and later
 
 #if __CUDA_ARCH__ >= 900

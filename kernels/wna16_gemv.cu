@@ -4,7 +4,7 @@
 // row); SYMMETRIC 0 1; BF16 0 1 (else float16); COLUMNS 1 8 16 >= M. Launch: WARPS per thread block; TILES of 16 rows
 // per warp; CHUNK columns per copy, a multiple of 128, and a power of two if COLUMNS > 1; STAGES chunks in flight;
 // SPLITS thread blocks of a cluster, which split a row tile's columns (more than 1 needs sm_90); BLOCKS per SM, which
-// caps the registers.
+// caps the registers. RANK: outputs get a correction (correction.cuh). RANKS: they are partial sums (peers.cuh).
 //
 // Every warp has its own ring of STAGES slots in shared memory. A slot holds one chunk: codes, scales and zeros of the
 // warp's row tiles, and activations. Copies are asynchronous, and warps do not wait for one another before the final
@@ -15,6 +15,9 @@
 #include "halves.cuh"
 #if RANK
 #include "correction.cuh"
+#endif
+#if RANKS
+#include "peers.cuh"
 #endif
 
 constexpr u32 PARTS = CHUNK / 128;                 // of a chunk; one part's codes are in registers at a time
@@ -143,6 +146,9 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
            , const char *__restrict__ up, const float *latent, u32 first, u32 end, u32 first2, u32 end2, u32 first3,
            u32 end3
 #endif
+#if RANKS
+           , PEERS_TAKEN
+#endif
 ) {
     extern __shared__ __align__(128) char shared[]; // partial sums of all workers, then the rings
     auto partial = (float (*)[OUTPUTS])shared;
@@ -151,6 +157,10 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
     const u32 tiles_left = TILES > 1 ? (N - 1) / 16 - tile : 0; // a tile past the last one repeats the last one
     const char *ring = shared + WORKERS * OUTPUTS * 4 + warp * (STAGES * SLOT);
     const u64 policy = evict_first();
+#if RANKS
+    const Peers peers = PEERS_GIVEN;
+    begin_next(); // what adds up the partial sums, and waits for each
+#endif
 #if RANK
     static_assert(COLUMNS == 1 && OUTPUTS <= 32 * WARPS); // a thread has one output
     const Spans spans = {{first, first2, first3}, {end, end2, end3}};
@@ -301,7 +311,13 @@ wna16_gemv(const char *__restrict__ codes, const char *__restrict__ scale_zero, 
         wait_for_launch_before();
         sum[0] += correction.value();
 #endif
-        y[(u64)column * N + row] = to_half<BF16>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        const float output_sum = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+#if RANKS
+        wait_for_launch_before();
+        peers.give(row, output_sum);
+#else
+        y[(u64)column * N + row] = to_half<BF16>(output_sum);
+#endif
     }
     end_behind_head();
 }

@@ -1,0 +1,211 @@
+"""A row-parallel 4-bit product of one token under tensor parallelism, with its compensator (SPEAR, section 4.2).
+
+    v = sum over ranks of x_r W_r^T + B (gamma(z) z),    z = sum over ranks of A_r x_r                       (3)
+    total = v + residual,    y = weight * total / sqrt(mean total^2 + eps)
+
+Each rank has a part of the columns of W and A and of x: x_r float16 or bfloat16 `[1, K/ranks]`, W_r `PackedWeight`
+`[N, K/ranks]`, A_r int8. B, the gate, the residual and the norm's weight are the same on every rank, and so are y and
+total `[1, N]`. The gate is not linear, so that it needs the whole z, which no rank has by itself.
+
+`give` is the product's launch (wna16_gemv.cu) and beside it that of A_r x_r (compensated_gemv.cu), whose epilogues give
+the partial sums, N of outputs and R of z: as float32 to one memory of this rank's own, which a collective adds up, or
+straight to the memory of every rank, over NVLink (the paper's dual-write; peers.cuh). `take` is the paper's fused tail in
+one launch of one cluster (row_parallel.cu): it waits for each partial sum, adds them up in the order of the ranks, and
+computes gate, B, residual sum and RMSNorm.
+
+Memory of a rank that others write to is int64 `[ranks, N + R]`: a float32 and a mark above it, which `take` clears. Two
+such memories, used in turn, need no barrier between products: a rank gives its next product into the first again only
+after it has taken the second, which every rank has given after it took the first.
+"""
+
+import struct
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from repro.core.errors import UserError
+from repro.kernels import nvrtc, rms_norm, wna16_gemv
+from repro.kernels import compensated_gemv as ec
+from repro.kernels.operators import VECTOR
+from repro.kernels.packing import TILE, PackedWeight, dequantize
+
+SOURCE = Path(__file__).with_suffix(".cu")
+MOST_RANKS = 4  # addresses that a launch takes
+SPLITS, MOST_THREADS = 8, 1024  # thread blocks of the cluster of `take`; threads of a block
+MARK = 1 << 32  # above the 32 bits of a value
+PATIENCE = 60.0  # seconds that the reference waits for a mark
+Address = Tensor | int  # memory of this process, or the address of another rank's
+
+
+def take_shared(R: int, hidden: int, threads: int) -> int:
+    """Shared memory of a thread block of `take`, in bytes: sums of warps and blocks, z, hidden layer, gate."""
+    width = hidden * R
+    sums = -(-(threads // 8 + SPLITS * 4) // 16) * 16
+    return sums + 4 * (R + width) + (2 * (2 * width * R + width + R) if hidden else 0)
+
+
+def threads_of(rows: int) -> int:
+    """Threads of a block of `take`: one for each of its outputs, in whole warps, as far as a block has so many."""
+    share = -(-rows // SPLITS)
+    return min(MOST_THREADS, share + -share % 32)
+
+
+@cache
+def _give_plan(
+    form: tuple, dtype: torch.dtype, R: int, ranks: int, device: torch.device, **config: int
+) -> tuple[nvrtc.Function, nvrtc.Function | None, int, int, int]:
+    """(launch of the product, of A x or None, grid, block, padded columns) for calls of one shape."""
+    bits, group, rows, columns, symmetric = form
+    config = config or wna16_gemv.configuration(rows, columns, bits, 1, device)
+    macros = wna16_gemv.defines(bits, group, columns, symmetric, dtype, 1, config) | {"RANKS": ranks}
+    product = nvrtc.load(wna16_gemv.SOURCE, "wna16_gemv", macros, device, wna16_gemv.shared_bytes(macros))
+    latent = None
+    if R:
+        own = {"K": macros["K"], "RANK": R, "HIDDEN": 0, "BF16": macros["BF16"], "SPLITS": ec.SPLITS, "RANKS": ranks}
+        latent = nvrtc.load(ec.SOURCE, "compensator_latent", own, device, ec.latent_shared(R, 0))
+        product = product.beside
+    tiles = -(-rows // TILE)
+    grid = -(-tiles // config["tiles"]) * config["splits"]
+    return product, latent, grid, 32 * config["warps"], macros["K"]
+
+
+def give(
+    x: Tensor, packed: PackedWeight, down: Tensor | None, scales: Tensor | None, to: Sequence[Address],
+    config: dict[str, int] | None = None,
+) -> None:  # fmt: skip
+    """Give the partial sums of this rank to every rank.
+
+    Args:
+        x: float16 or bfloat16 `[1, K]`, this rank's columns.
+        packed: its columns of the weight `[N, K]`, 4 bits.
+        down: int8 `[1, R, K padded to a multiple of 16]`, its columns of A; None without a compensator.
+        scales: float32 `[1, 2, R]`, of A and of B.
+        to: where this rank's N + R sums begin in the memory of each rank, in order, int64 with marks; or one float32
+            memory of its own.
+        config: launch configuration of the product, by default the tuned one of `wna16_gemv`.
+
+    Raises:
+        UserError: more ranks than a launch has addresses for.
+    """
+    if len(to) > MOST_RANKS:
+        raise UserError(f"{len(to)} ranks; the kernel gives partial sums to at most {MOST_RANKS}")
+    if x.device.type != "cuda" and config is None:
+        return give_reference(x, packed, down, scales, to)
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    R = 0 if down is None else down.shape[1]
+    product, latent, grid, block, width = _give_plan(form, x.dtype, R, len(to), x.device, **(config or {}))
+    if width != packed.columns:
+        x = torch.nn.functional.pad(x, (0, width - packed.columns))
+    elif x.data_ptr() % VECTOR:
+        x = x.clone()
+    addresses = [*to, *[to[0]] * (MOST_RANKS - len(to))]
+    if latent is not None:
+        behind = [_moved(one, packed.rows) for one in addresses]
+        latent(ec.SPLITS, ec.THREADS, down, scales, scales, x, scales, *behind)
+    product(grid, block, packed.codes, packed.scale_zero, x, x, packed.rows, 1, *addresses)
+    return None
+
+
+def _moved(address: Address, values: int) -> Address:
+    """The address behind some values; those of another rank have 8 bytes each."""
+    return address + 8 * values if isinstance(address, int) else address[values:]
+
+
+@cache
+def _take_plan(
+    rows: int, dtype: torch.dtype, R: int, hidden: int, ranks: int, stride: int, device: torch.device
+) -> tuple[nvrtc.Function, int]:
+    """(launch, threads of a block)."""
+    threads = threads_of(rows)
+    macros = {"OUTPUTS": rows, "RANKS": ranks, "STRIDE": stride, "RANK": R, "HIDDEN": hidden}
+    macros |= {"BF16": int(dtype == torch.bfloat16), "SPLITS": SPLITS, "THREADS": threads}
+    function = nvrtc.load(SOURCE, "row_parallel", macros, device, take_shared(R, hidden, threads))
+    return function.beside if ranks > 1 else function, threads
+
+
+def take(
+    memory: Tensor, up: Tensor | None, gates: Tensor | None, scales: Tensor | None, residual: Tensor, weight: Tensor,
+    eps: float, on_kernel: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, total), `[1, N]` each, once every rank has given its partial sums.
+
+    Args:
+        memory: int64 `[ranks, N + R or more]` of this rank, or float32 `[N + R]`, the sums over ranks.
+        up: int8 `[N, R]`, B; None without a compensator.
+        gates: float16 `[1, 2 h R^2 + h R + R]`; None without gates.
+        scales: as of `give`.
+        residual, weight: float16 or bfloat16 `[1, N]` and `[N]`.
+        eps: of the norm.
+        on_kernel: whether the kernel computes it; by default where the memory is on a GPU.
+    """
+    if not (memory.device.type == "cuda" if on_kernel is None else on_kernel):
+        return take_reference(memory, up, gates, scales, residual, weight, eps)
+    ranks = 1 if memory.dtype == torch.float32 else len(memory)
+    rows, R = residual.shape[1], 0 if up is None else up.shape[1]
+    hidden, stride = ec.hidden_of(gates, R) if R else 0, memory.shape[-1]
+    function, threads = _take_plan(rows, residual.dtype, R, hidden, ranks, stride, residual.device)
+    y, total = torch.empty_like(residual), torch.empty_like(residual)
+    bits = struct.unpack("I", struct.pack("f", eps))[0]
+    none = [residual if one is None else one for one in (up, gates, scales)]
+    function(SPLITS, threads, memory, *none, residual, weight, bits, y, total)
+    return y, total
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+def give_reference(
+    x: Tensor, packed: PackedWeight, down: Tensor | None, scales: Tensor | None, to: Sequence[Tensor]
+) -> None:
+    """What `give` does, in float32, into memories of this process."""
+    values = x.float()
+    sums = values @ dequantize(packed).T
+    if down is not None:
+        A = down[0, :, : packed.columns].float() * scales[0, 0, :, None]
+        sums = torch.cat([sums, values @ A.T], 1)
+    for memory in to:
+        if memory.dtype == torch.float32:
+            memory[: sums.shape[1]] = sums[0]
+        else:
+            memory[: sums.shape[1]] = MARK | (sums[0].view(torch.int32).long() & (MARK - 1))
+
+
+def take_reference(
+    memory: Tensor, up: Tensor | None, gates: Tensor | None, scales: Tensor | None, residual: Tensor, weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `take` does; it waits for the marks of all partial sums.
+
+    Raises:
+        TimeoutError: a rank gave nothing for a minute.
+    """
+    rows, R = residual.shape[1], 0 if up is None else up.shape[1]
+    sums = memory[None, : rows + R] if memory.dtype == torch.float32 else _marked(memory[:, : rows + R])
+    total = sums.sum(0, keepdim=True)
+    value, z = total[:, :rows], total[:, rows:]
+    if up is not None:
+        B = up.float() * scales[0, 1]
+        if gates is not None:
+            h = ec.hidden_of(gates, R)
+            W1, W2, b1, b2 = gates[0].float().split([h * R * R, h * R * R, h * R, R])
+            inner = torch.relu(z @ W1.view(h * R, R).T + b1)
+            z = (1 + torch.tanh(inner @ W2.view(R, h * R).T + b2)) * z
+        value = value + z @ B.T
+    return rms_norm.reference(value.to(residual.dtype), weight, eps, residual)
+
+
+def _marked(memory: Tensor) -> Tensor:
+    """float32 values of a memory once all of them have marks, which are cleared."""
+    end = time.monotonic() + PATIENCE
+    while not bool((memory >> 32 == 1).all()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"a rank gave no partial sums for {PATIENCE:.0f} s")
+        time.sleep(1e-4)
+    values = (memory & (MARK - 1)).to(torch.int64)
+    values = torch.where(values >= MARK // 2, values - MARK, values).to(torch.int32).view(torch.float32)
+    memory.zero_()
+    return values

@@ -1,0 +1,199 @@
+"""A row-parallel product that gives its partial sums to every rank: its sources on a CPU, ranks one after the other."""
+
+import shutil
+import subprocess
+
+import cuda_on_cpu
+import pytest
+import torch
+
+from repro.core.errors import UserError
+from repro.kernels import compensated_gemv as ec
+from repro.kernels import nvrtc, rms_norm, wna16_gemv
+from repro.kernels import row_parallel as kernel
+from repro.kernels.packing import PackedWeight, dequantize, pack, unpack
+
+GPU = torch.device("cuda")
+DTYPES = {"float16": 1e-3, "bfloat16": 4e-3}
+CASES = [  # outputs, columns of all ranks, ranks, rank of the compensator (0: none), gate, type
+    {"rows": 40, "columns": 416, "ranks": 2, "r": 5, "hidden": 4, "dtype": "float16"},
+    {"rows": 300, "columns": 192, "ranks": 3, "r": 20, "hidden": 4, "dtype": "bfloat16"},
+    {"rows": 65, "columns": 256, "ranks": 4, "r": 7, "hidden": 0, "dtype": "bfloat16"},
+    {"rows": 48, "columns": 128, "ranks": 2, "r": 0, "hidden": 0, "dtype": "float16"},
+]
+LARGE = [
+    {"rows": 4096, "columns": 4096, "ranks": 2, "r": 24, "hidden": 4, "dtype": "bfloat16"},
+    {"rows": 5120, "columns": 13824, "ranks": 3, "r": 26, "hidden": 4, "dtype": "bfloat16"},
+    {"rows": 8192, "columns": 28672, "ranks": 4, "r": 20, "hidden": 4, "dtype": "bfloat16"},
+]
+CONFIGS = [
+    {"warps": 4, "tiles": 1, "chunk": 128, "stages": 2, "splits": 1, "blocks": 1},
+    {"warps": 2, "tiles": 2, "chunk": 128, "stages": 1, "splits": 2, "blocks": 1},
+]
+
+
+def error(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def problem(case, device="cpu"):
+    """The whole product, its ranks' parts of x, weight and A, and what is behind it."""
+    rows, columns, ranks, dtype = case["rows"], case["columns"], case["ranks"], getattr(torch, case["dtype"])
+    rng = torch.Generator().manual_seed(rows)
+    weight = {"rows": rows, "columns": columns, "bits": 4, "group": 0, "symmetric": False, "m": 1, "seed": rows}
+    x, packed = wna16_gemv.make_inputs(weight, dtype=dtype)
+    residual, norm = torch.randn(1, rows, generator=rng), 1 + torch.randn(rows, generator=rng) / 4
+    made = None
+    if case["r"]:
+        stored = ec.random_compensator(case["r"], rows, columns, case["hidden"], rng)
+        made = ec.pack([0], [stored], [1.0], case["hidden"])
+    codes, scales, zeros = unpack(packed)
+    bounds = [columns * rank // ranks for rank in range(ranks + 1)]
+    parts = []
+    for begin, end in zip(bounds, bounds[1:]):
+        down = None
+        if made is not None:
+            down = torch.zeros(1, made.down.shape[1], end - begin + -(end - begin) % 16, dtype=torch.int8)
+            down[:, :, : end - begin] = made.down[:, :, begin:end]
+            down = down.to(device)
+        part = pack(codes[:, begin:end].contiguous(), scales, zeros, 4, 0).to(device)
+        parts.append((x[:, begin:end].contiguous().to(device), part, down))
+    of_made = [None, None, None]
+    if made is not None:
+        of_made = [None if one is None else one.to(device) for one in (made.up, made.gates, made.scales)]
+    behind = residual.to(device, dtype), norm.to(device, dtype)
+    return x, packed, made, parts, of_made, behind
+
+
+def whole(x, packed: PackedWeight, made, residual, norm):
+    """y and total by the operators of one rank."""
+    if made is None:
+        value = (x.float() @ dequantize(packed).T).to(x.dtype)
+    else:
+        form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+        args = packed.codes, packed.scale_zero, made.down, made.scales, made.up
+        value = ec.reference(x, *args, *form, *made.spans, made.gates)
+    return rms_norm.reference(value, norm, 1e-5, residual)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
+    kernel._give_plan.cache_clear()
+    kernel._take_plan.cache_clear()
+    yield
+    kernel._give_plan.cache_clear()
+    kernel._take_plan.cache_clear()
+
+
+def memories(case, device="cpu"):
+    """One of each rank, with more values than the product has."""
+    values = case["rows"] + 48
+    return [torch.zeros(case["ranks"], values, dtype=torch.int64, device=device) for _ in range(case["ranks"])]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", CASES, ids=["two", "three", "four, no gate", "no compensator"])
+def test_sources_give_to_every_rank_and_take_on_the_cpu(case, emulated):
+    """Twice into the same memory, whose marks the first product has to take away; each rank has the same result."""
+    x, packed, made, parts, (up, gates, scales), behind = problem(case)
+    want, total = whole(x, packed, made, *behind)
+    memory = memories(case)
+    for turn in range(2):
+        for rank, (own, part, down) in enumerate(parts):
+            to = [of_rank[rank] for of_rank in memory]
+            kernel.give(own, part, down, scales, to, config=CONFIGS[turn])
+        got = [kernel.take(one, up, gates, scales, *behind, 1e-5, on_kernel=True) for one in memory]
+        for y, summed in got:
+            assert error(y, want) < 2 * DTYPES[case["dtype"]] and error(summed, total) < DTYPES[case["dtype"]]
+            assert torch.equal(y, got[0][0]) and torch.equal(summed, got[0][1])
+        assert all(not one.any() for one in memory)
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", CASES[:2], ids=["two", "three"])
+def test_sources_with_a_collective_on_the_cpu(case, emulated):
+    """Each rank's float32 sums in memory of its own, added up by somebody else."""
+    x, packed, made, parts, (up, gates, scales), behind = problem(case)
+    values = case["rows"] + made.down.shape[1]
+    sums = torch.zeros(case["ranks"], values)
+    for rank, (own, part, down) in enumerate(parts):
+        kernel.give(own, part, down, scales, [sums[rank]], config=CONFIGS[0])
+    y, total = kernel.take(sums.sum(0), up, gates, scales, *behind, 1e-5, on_kernel=True)
+    want, summed = whole(x, packed, made, *behind)
+    assert error(y, want) < 2 * DTYPES[case["dtype"]] and error(total, summed) < DTYPES[case["dtype"]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["two", "three", "four, no gate", "no compensator"])
+def test_the_reference_is_the_product_of_one_rank(case):
+    x, packed, made, parts, (up, gates, scales), behind = problem(case)
+    want, total = whole(x, packed, made, *behind)
+    memory = memories(case)
+    for rank, (own, part, down) in enumerate(parts):
+        kernel.give(own, part, down, scales, [of_rank[rank] for of_rank in memory])
+    for one in memory:
+        y, summed = kernel.take(one, up, gates, scales, *behind, 1e-5)
+        assert error(y, want) < DTYPES[case["dtype"]] and error(summed, total) < DTYPES[case["dtype"]]
+        assert not one.any()
+
+
+def test_the_gate_of_a_rank_s_own_part_is_another():
+    """What the paper's Figure 7 has on its left: gates of partial sums do not add up to the gate of the sum."""
+    case = CASES[0]
+    x, packed, made, parts, (up, gates, scales), behind = problem(case)
+    values = case["rows"] + made.down.shape[1]
+    wrong = torch.zeros(1, case["rows"])
+    nothing = torch.zeros_like(behind[0])
+    for own, part, down in parts:
+        sums = torch.zeros(values)
+        kernel.give(own, part, down, scales, [sums])
+        wrong += kernel.take(sums, up, gates, scales, nothing, behind[1], 1e-5)[1].float()
+    _, total = whole(x, packed, made, nothing, behind[1])
+    assert error(wrong, total) > 0.02
+
+
+def test_a_rank_that_gives_nothing_is_waited_for_and_named(monkeypatch):
+    monkeypatch.setattr(kernel, "PATIENCE", 0.01)
+    case = CASES[3]
+    *_, parts, (up, gates, scales), behind = problem(case)
+    memory = memories(case)
+    own, part, down = parts[0]
+    kernel.give(own, part, down, scales, [of_rank[0] for of_rank in memory])
+    with pytest.raises(TimeoutError, match="a rank gave no partial sums"):
+        kernel.take(memory[0], up, gates, scales, *behind, 1e-5)
+
+
+def test_more_ranks_than_a_launch_has_addresses_are_refused():
+    own, part, down = problem(CASES[3])[3][0]
+    with pytest.raises(UserError, match="5 ranks; the kernel gives partial sums to at most 4"):
+        kernel.give(own, part, down, None, [torch.zeros(99)] * 5)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles the sources")
+def test_sources_compile_for_a_gpu(tmp_path):
+    give = wna16_gemv.defines(4, 0, 5504, False, torch.bfloat16, 1, CONFIGS[1]) | {"RANKS": 2}
+    latent = {"K": 5504, "RANK": 32, "HIDDEN": 0, "BF16": 1, "SPLITS": ec.SPLITS, "RANKS": 2}
+    take = {"OUTPUTS": 8192, "RANKS": 4, "STRIDE": 8224, "RANK": 32, "HIDDEN": 4, "BF16": 1, "SPLITS": 8, "THREADS": 1024}
+    for path, macros in ((wna16_gemv.SOURCE, give), (ec.SOURCE, latent), (kernel.SOURCE, take)):
+        flags = [f"-D{name}={value}" for name, value in macros.items()]
+        command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", *flags, "-o", str(tmp_path / "out"), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
+def test_ranks_one_after_the_other_on_one_gpu(case):
+    """All ranks on one device, whose memories are all of this process; several times into the same memory."""
+    x, packed, made, parts, (up, gates, scales), behind = problem(case, GPU)
+    want, total = whole(x, packed, made, *(one.cpu() for one in behind))
+    memory = memories(case, GPU)
+    for _ in range(3):
+        for rank, (own, part, down) in enumerate(parts):
+            kernel.give(own, part, down, scales, [of_rank[rank] for of_rank in memory])
+        for one in memory:
+            y, summed = kernel.take(one, up, gates, scales, *behind, 1e-5)
+            assert error(y.cpu(), want) < 2 * DTYPES[case["dtype"]]
+            assert error(summed.cpu(), total) < DTYPES[case["dtype"]]
+    assert all(not one.any() for one in memory)
