@@ -9,9 +9,9 @@ total `[1, N]`. The gate is not linear, so that it needs the whole z, which no r
 
 `give` is the product's launch (wna16_gemv.cu) and beside it that of A_r x_r (compensated_gemv.cu), whose epilogues give
 the partial sums, N of outputs and R of z: as float32 to one memory of this rank's own, which a collective adds up, or
-straight to the memory of every rank, over NVLink (the paper's dual-write; peers.cuh). `take` is the paper's fused tail in
-one launch of one cluster (row_parallel.cu): it waits for each partial sum, adds them up in the order of the ranks, and
-computes gate, B, residual sum and RMSNorm.
+straight to the memory of every rank, over NVLink (the paper's dual-write; peers.cuh). `take` is the paper's fused tail
+in one launch of one cluster (row_parallel.cu): it waits for each partial sum, adds them up in the order of the ranks,
+and computes gate, B, residual sum and RMSNorm.
 
 Memory of a rank that others write to is int64 `[ranks, N + R]`: a float32 and a mark above it, which `take` clears. Two
 such memories, used in turn, need no barrier between products: a rank gives its next product into the first again only
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from repro.core.errors import UserError
-from repro.kernels import nvrtc, rms_norm, wna16_gemv
 from repro.kernels import compensated_gemv as ec
+from repro.kernels import nvrtc, rms_norm, wna16_gemv
 from repro.kernels.operators import VECTOR
 from repro.kernels.packing import TILE, PackedWeight, dequantize
 

@@ -82,9 +82,12 @@ class Steps:
 
     Attributes:
         passes: notes every step for a measurement.
+
+    CAPTURE: what else may not happen on the device while a step is captured, as `torch.cuda.graph` says.
     """
 
     STATE = DecodingState
+    CAPTURE = "global"
     passes: Traffic | None = None
 
     def __init__(self, model: Decoder, rows: int) -> None:
@@ -121,7 +124,7 @@ class Steps:
                 advance(self.model, self.cache, state)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=self.CAPTURE):
             advance(self.model, self.cache, state)
         for tensor, before in kept:
             tensor.copy_(before)
