@@ -21,6 +21,7 @@ from repro.metrics.llamacpp import LlamaCpp
 from repro.metrics.memory import Memory
 from repro.metrics.metric import Metric
 from repro.metrics.offload_time import OffloadTime
+from repro.metrics.parallel_decode import ParallelDecode
 from repro.metrics.perplexity import Perplexity
 from repro.metrics.placement import Placement
 from repro.metrics.sensitivity import Sensitivity
@@ -68,6 +69,7 @@ KINDS: dict[str, type[Metric]] = {
     "timeline": Timeline,
     "shape_decode": ShapeDecode,
     "serving": Serving,
+    "parallel_decode": ParallelDecode,
     "switching": Switching,
     "weight_divergence": WeightDivergence,
     "tpot": TimePerToken,

@@ -23,6 +23,8 @@ class Metric:
         TIMES: its job times what it runs, and nothing else runs on its GPU meanwhile.
         FULL_FIRST: a recipe is run only where the status of full precision is not `at_chance`.
         JOBLESS: it takes no job, and is fresh everywhere.
+        SHAPED: it is measured on the public shape that its parameter `shape` names, with random weights: no stand-in is
+            needed, whatever the cell's model, and the evidence is of grade B.
         PUBLIC: its value is `exact` also where something stands in for a model.
         status: `at_chance` or `ok` from the series of full precision; None where these decide nothing.
         fewest_bits: `fewest_bits(cell, peers)`, of the cells of other rows the one that full precision has to be better
@@ -38,6 +40,7 @@ class Metric:
     TIMES: ClassVar[bool] = False
     FULL_FIRST: ClassVar[bool] = False
     JOBLESS: ClassVar[bool] = False
+    SHAPED: ClassVar[bool] = False
     PUBLIC: ClassVar[bool] = False
     run: ClassVar[Callable[..., None] | None] = None
     status: ClassVar[Callable[..., str] | None] = None

@@ -71,9 +71,10 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
     rows: list[Sequence[str | Pair]] = []
     for model in dict.fromkeys(cell.model for cell in cells):
         mine = [cell for cell in cells if cell.model == model]
-        stand_in = scale.stand_in(model) if model else None
+        shapes = {cell.stand_in for cell in mine if metric_of(cell).SHAPED}
+        stand_in = scale.stand_in(model) if model and not shapes else " and ".join(sorted(shapes))
         if model:
-            graded = f", grade {scale.grade}" if stand_in else ""
+            graded = f", grade {'B' if shapes else scale.grade}" if stand_in else ""
             timed = [by_key[cell.cell_key] for cell in mine if by_key[cell.cell_key].external]  # of shapes
             devices = {one.measurement.stand_in for one in timed} - {""}
             here = stand_in or " and ".join(sorted(devices)) or "no stand-in at this scale"
@@ -90,7 +91,10 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
         columns, rows = ["target", "verdict"], _with_targets(results.verdicts, spec, rows)
     else:
         columns, rows = _without_empty_columns(columns, rows)
-    scaled = any(cell.model and scale.stand_in(cell.model) and not by_key[cell.cell_key].external for cell in cells)
+    scaled = any(
+        cell.model and scale.stand_in(cell.model) and not by_key[cell.cell_key].external and not metric_of(cell).SHAPED
+        for cell in cells
+    )
     notes = [f"Scale {scale.name}: {scale.about}."] if scaled and paper not in tables.FOLDERS else []
     if len(spec.measure) > 1 and not number.isdecimal() and paper not in tables.FOLDERS:
         notes.append(f"In a cell: {' / '.join(spec.measure)}.")

@@ -284,7 +284,7 @@ def built(flow: Workflow, cell: Cell) -> Measurement:
     return replace(
         _blank(flow, cell),
         source="fresh",
-        grade=flow.scale.grade,
+        grade=flow.grade(cell),
         **stored_rows.declared(flow, cell),
         versions=versions.text(made_by(flow, cell, origins)),
         **numbers,

@@ -137,8 +137,8 @@ def standing(flow: Workflow, cell: Cell, old: Measurement) -> dict[str, Any]:
     stale = {"source": "stored", "status": "stale"}
     if flow.inputs_hash(cell) != old.inputs:
         return stale | {"note": "its declared inputs have changed"}
-    if old.grade != flow.scale.grade:
-        return stale | {"note": f"it was accepted as grade {old.grade}, and scale {old.scale} is {flow.scale.grade}"}
+    if old.grade != flow.grade(cell):
+        return stale | {"note": f"it was accepted as grade {old.grade}, and scale {old.scale} is {flow.grade(cell)}"}
     if others := versions.changed(versions.read(old.versions), versions.of_cell(flow, cell)):
         return stale | {"note": f"other versions: {others}"}
     return {"source": "stored"}

@@ -10,6 +10,7 @@ from typing import Any
 
 from repro import papers
 from repro.core.errors import UserError
+from repro.engine.core import SHAPE
 from repro.jobs.target import Target
 from repro.metrics import metric_of
 from repro.metrics.metric import External
@@ -80,10 +81,19 @@ class Workflow:
         if key not in self._cells:
             specified = (tables if kind == "table" else figures).cells(paper, number)
             self._cells[key] = [
-                replace(cell, stand_in=self.scale.stand_in(cell.model) or "", seeds=cell.seeds[: self.scale.seeds])
-                for cell in specified
+                replace(cell, stand_in=self.stand_in(cell), seeds=cell.seeds[: self.scale.seeds]) for cell in specified
             ]
         return list(self._cells[key])
+
+    def stand_in(self, cell: Cell) -> str:
+        """What a cell is measured on: its model's stand-in, empty without one, or a shape with random weights."""
+        if metric_of(cell).SHAPED:
+            return f"{SHAPE}{cell.params.shape}"
+        return self.scale.stand_in(cell.model) or ""
+
+    def grade(self, cell: Cell) -> str:
+        """What evidence of a cell that is measured at this scale is worth: B where it is of a shape."""
+        return "B" if metric_of(cell).SHAPED else self.scale.grade
 
     def peers(self, cell: Cell) -> list[Cell]:
         """The cells of a cell's table or figure in the same column, of the same model and metric, itself among them."""

@@ -1,0 +1,206 @@
+"""Milliseconds of a decoded token at a public shape under tensor parallelism (SPEAR's Table 5 and Figure 9).
+
+The weights are random: times and bytes are real. Compensators are those of Table 8's 4 bits per channel, the layers
+chosen by a seed, since random weights have no damage. Every rank draws its part from the same seed, so that all parts
+are alike, and with them the tokens. One job times a shape in every way and at every degree, in processes of their own,
+one a GPU (`engine/ranks.py`): run it where all GPUs are seen, `python -m repro run TARGET` without `--gpus`.
+
+A step is one CUDA graph, all-reduces among it; `launched` is launch by launch from the host. The paper does not say
+which its rows are; gaps between launches dominate its naive rows (section 4.1), so that both are timed.
+"""
+
+import gc
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from repro.core.errors import NotMeasurable, at_least, unknown
+from repro.engine import parallel, ranks, sharding, weights
+from repro.engine.core import SHAPE
+from repro.engine.parallel import Group, ParallelCore
+from repro.engine.random_shape import random_decoder
+from repro.engine.shapes import SHAPES
+from repro.engine.step import Decoder
+from repro.jobs.target import Target
+from repro.metrics import shape_decode
+from repro.metrics.metric import Metric
+from repro.recipes.recipe import parse
+from repro.store import observations
+from repro.store.job import Job, make
+from repro.store.observations import Observations, Series
+
+DEGREES = (2, 3, 4)  # ranks
+COMPENSATED = f"{shape_decode.W4} + spear(placement=random, k_share={{k_share}}, rank={{rank}})"
+HOW = {  # a recipe, how partial sums are added up (`engine/parallel.py`), and whether a step is launched by the host
+    "bf16": ("fp16", "plain", False),
+    "w4": (COMPENSATED, "plain", False),  # whose compensators are left out
+    "naive": (COMPENSATED, "separate", False),
+    "fused": (COMPENSATED, "joined", False),
+    "spear": (COMPENSATED, "peers", False),
+    "w4-launched": (COMPENSATED, "plain", True),
+    "naive-launched": (COMPENSATED, "separate", True),
+    "fused-launched": (COMPENSATED, "joined", True),
+    "spear-launched": (COMPENSATED, "peers", True),
+}
+# Share of the layers and rank on RTN at 4 bits per channel. 7B and 13B are Table 8's; of 70B, which it lacks, these are
+# the usual 40 % with the rank whose bytes are the 148 MB of Table 2.
+PLACED = {"Llama-2-7B": (0.39, 24), "Llama-2-13B": (0.40, 26), "Llama-2-70B": (0.40, 28)}
+
+
+def recipe_of(shape: str, how: str) -> str:
+    """The recipe of a way to decode a shape."""
+    k_share, rank = PLACED[shape]
+    return HOW[how][0].format(k_share=k_share, rank=rank)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`new` greedy tokens after `prompt` random ones; a round before the first of `rounds` is dropped.
+
+    Of steps that the host launches, which take up to 20 times as long, `launched` tokens.
+    """
+
+    prompt: int = 128
+    new: int = 64
+    rounds: int = 4
+    launched: int = 16
+
+    def __post_init__(self) -> None:
+        at_least(self, prompt=1, new=2, rounds=2, launched=2)
+
+
+@dataclass(frozen=True)
+class ParallelDecode(Metric):
+    """Milliseconds of a step of one shape over so many ranks in one of `HOW`.
+
+    Attributes:
+        ranks: GPUs, one of `DEGREES`.
+    """
+
+    VERSION = 1
+    TIMES = True
+    SHAPED = True
+    DEFAULT = {}
+    PROTOCOL = Protocol
+
+    shape: str
+    ranks: int
+    how: str
+    unit: str = "ms"
+
+    def __post_init__(self) -> None:
+        if self.shape not in PLACED:
+            raise unknown("shape of parallel_decode", self.shape, PLACED)
+        if self.ranks not in DEGREES:
+            raise unknown("number of ranks", str(self.ranks), map(str, DEGREES))
+        if self.how not in HOW:
+            raise unknown("way to decode", self.how, HOW)
+
+    @property
+    def column(self) -> str:
+        """The name of its times."""
+        return series_name(self.ranks, self.how)
+
+    def jobs(self, target: Target) -> dict[str, Job] | None:
+        """One job times a shape in every way, whatever the target."""
+        protocol = target.scale.protocols["parallel_decode"]
+        if protocol is None:
+            return None
+        recipes = {how: recipe_of(self.shape, how) for how in HOW}
+        rule = vars(protocol) | {"shape": self.shape, "degrees": list(DEGREES), "recipes": recipes}
+        rule |= {"device": target.scale.device}
+        return {"rounds": make("parallel_decode", f"{self.shape}/ranks", rule, rule, {}, ())}
+
+    @staticmethod
+    def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
+        """Time the rounds.
+
+        Raises:
+            NotMeasurable: there are fewer GPUs than ranks, or they have too little memory.
+        """
+        given = job.given()
+        if given["device"] != "cuda":
+            raise NotMeasurable("unsupported", "times of shapes need GPUs; set the scale's device to cuda")
+        ranks.gpus_for(max(given["degrees"]))
+        measured = ranks.run(times, given, max(given["degrees"]), given["device"])
+        group = f"{given['shape']}, {given['new']} tokens after {given['prompt']}"
+        series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
+        observations.save(folder / observations.FILE, series, origin)
+
+    def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
+        """The rounds."""
+        return {"ms": observed["rounds"].series[self.column]}
+
+    def value(self, mean: Mapping[str, Any]) -> Any:
+        """Milliseconds of the mean step."""
+        return mean["ms"]
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """They are positive."""
+        return (0.0, math.inf)
+
+
+def series_name(degree: int, how: str) -> str:
+    """The name of the times of a way over so many ranks."""
+    return f"tp{degree} {how}"
+
+
+# --- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def times(given: Mapping[str, Any], device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of a step by series, one value a round; of all ranks together in the groups of the degrees."""
+    found: dict[str, list[float]] = {}
+    for degree in given["degrees"]:
+        group = dist.new_group(list(range(degree)))  # a call of all ranks, whether they are in it or not
+        if dist.get_rank() < degree:
+            found |= times_of_degree(given, Group(group), device)
+        dist.barrier()
+    return found
+
+
+def times_of_degree(given: Mapping[str, Any], link: Group, device: torch.device) -> dict[str, list[float]]:
+    """The same of one degree: the ways of a recipe share its weights."""
+    found: dict[str, list[float]] = {}
+    made: dict[str, Decoder] = {}
+    for how, (_, way, launched) in HOW.items():
+        recipe = given["recipes"][how]
+        if recipe not in made:
+            made.clear()  # the one before, which may fill half of the memory
+            release(device)
+            made[recipe] = rank_decoder(given["shape"], recipe, link.ranks, given["prompt"] + given["new"] + 1, device)
+        engine = ParallelCore(f"{SHAPE}{given['shape']}", parallel.parallel(made[recipe], link, way))
+        if launched:
+            engine.steps.graphed = False
+        new = given["launched"] if launched else given["new"]
+        rounds = [engine.time(given["prompt"], new).ms_p50 for _ in range(1 + given["rounds"])]
+        found[series_name(link.ranks, how)] = rounds[1:]
+        del engine
+        release(device)
+    return found
+
+
+def rank_decoder(shape: str, recipe: str, degree: int, context: int, device: torch.device) -> Decoder:
+    """A rank's part of a shape with random weights; in bfloat16 on a GPU, else in float32. All ranks' are alike."""
+    from transformers import AutoConfig  # takes seconds
+
+    config = AutoConfig.for_model(**SHAPES[shape])
+    slots = weights.check(f"{SHAPE}{shape}", config, context)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return random_decoder(parse(recipe), sharding.local_config(config, degree), slots, device, dtype)
+
+
+def release(device: torch.device) -> None:
+    """Give memory back that nothing names any more: graphs and weights."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,90 @@
+"""Processes that compute together: what the first returns, sums over all, and how the failure of one ends all."""
+
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from repro.core.errors import NotMeasurable, UserError
+from repro.engine import ranks
+from repro.engine.parallel import Group, RowParallel
+
+
+def summed(given, device):
+    """The product of all inputs on ranks that have some of them each."""
+    link = Group(dist.group.WORLD)
+    weight = torch.arange(24.0).view(4, 6)
+    x = torch.tensor([given["x"]])
+    share = 6 // link.ranks
+    mine = slice(link.rank * share, (link.rank + 1) * share)
+    part = torch.nn.Linear(share, 4, bias=False)
+    part.weight = torch.nn.Parameter(weight[:, mine])
+    with torch.inference_mode():
+        return RowParallel(part, link)(x[:, mine]).tolist()
+
+
+def second_fails(given, device):
+    """An error of one rank, for which the other would wait."""
+    errors = {"bad": UserError("x is 3; give 4"), "odd": ZeroDivisionError("by zero")}
+    errors["none"] = NotMeasurable("oom", "7 GB")
+    if dist.get_rank() == 1:
+        raise errors[given["kind"]]
+    dist.barrier()
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Ranks import this file as it is imported here."""
+    monkeypatch.setenv("PYTHONPATH", str(__import__("pathlib").Path(__file__).parent))
+
+
+def test_ranks_are_processes_that_add_up():
+    x = [1.0, -2.0, 3.0, 0.5, 0.0, 4.0]
+    want = (torch.tensor([x]) @ torch.arange(24.0).view(4, 6).T).tolist()
+    assert ranks.run(summed, {"x": x}, 2, "cpu") == want
+
+
+@pytest.mark.parametrize(
+    "kind, error, said",
+    [("bad", UserError, "rank 1: x is 3; give 4"), ("odd", RuntimeError, "rank 1: ZeroDivisionError: by zero"),
+     ("none", NotMeasurable, "7 GB")],
+)  # fmt: skip
+def test_a_rank_that_fails_ends_all(kind, error, said):
+    began = time.monotonic()
+    with pytest.raises(error, match=said) as raised:
+        ranks.run(second_fails, {"kind": kind}, 2, "cpu")
+    assert time.monotonic() - began < ranks.PATIENCE.total_seconds() / 2
+    assert getattr(raised.value, "status", "oom") == "oom"
+
+
+def test_multicast_is_off_on_every_rank(monkeypatch):
+    seen = []
+
+    class Ended:
+        returncode, stdin = 0, open(__file__)
+
+        def __init__(self, command, env, **how):
+            seen.append(env)
+
+        def poll(self):
+            return 0
+
+        def kill(self):
+            pass
+
+        wait = kill
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    with pytest.raises(FileNotFoundError):
+        ranks.run(summed, {}, 2, "cpu")
+    off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    assert len(seen) == 2 and all(off.items() <= env.items() for env in seen)
+
+
+def test_too_few_gpus_are_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(NotMeasurable, match="over 4 ranks needs 4 GPUs, and 1 can be seen here; run it without --gpus"):
+        ranks.gpus_for(4)
+    ranks.gpus_for(1)
