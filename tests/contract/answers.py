@@ -278,6 +278,11 @@ def of_serving() -> Numbers:
     return means | {"late": float(late.value({"late": means["late 22"], "all": means["gaps"]})), "chunk": chunk}
 
 
+def of_parallel_decode() -> Numbers:
+    """What is shown of a known step; GPUs measure it."""
+    return {"ms": float(KINDS["parallel_decode"]("Llama-2-7B", 2, "spear").value({"ms": 4.0}))}
+
+
 def of_kernel_time() -> Numbers:
     """What is shown of one row of kernel times."""
     row = kernel_rows.KernelRow(
@@ -401,6 +406,7 @@ def answer(name: str, at: scales.Scale) -> Numbers:
         "timeline": of_timeline,
         "shape_decode": of_shape_decode,
         "serving": of_serving,
+        "parallel_decode": of_parallel_decode,
         "tpot": of_tpot,
         "bench": of_bench,
     }

@@ -1,0 +1,102 @@
+"""Tensor parallelism on several GPUs: every way gives the logits of one GPU, captured and launched, again and again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from repro.engine import parallel, ranks, sharding
+from repro.engine.parallel import Group, ParallelSteps
+from repro.engine.prefill import together
+from repro.engine.random_shape import random_decoder
+from repro.engine.shapes import SHAPES
+from repro.engine.step import Cache, run_of, step
+from repro.recipes.recipe import parse
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")]
+RECIPE = "rtn-w4-pc + spear(placement=random, k_share=0.6, rank=24)"
+WAYS = ("separate", "joined", "peers")
+PROMPT, NEW, REPLAYS = 20, 6, 300
+
+
+def decoder(shape, recipe, device):
+    """Two blocks of a shape, the same on every rank."""
+    config = AutoConfig.for_model(**SHAPES[shape] | {"num_hidden_layers": 2})
+    torch.manual_seed(0)
+    return random_decoder(parse(recipe), config, 64, device, torch.bfloat16)
+
+
+@torch.inference_mode()
+def logits(model, captured):
+    """float32 of the tokens behind a prompt, one at a time; of a captured step, too, how far its replays are apart."""
+    ids = torch.randint(32000, (PROMPT + NEW,), generator=torch.Generator().manual_seed(1)).to(model.device)
+    cache = Cache(model, 1)
+    together(model, cache, [ids[:PROMPT].tolist()])
+    tokens = run_of(ids[PROMPT : PROMPT + 1], 0, PROMPT)
+    if not captured:
+        steps = [run_of(ids[i : i + 1], 0, i) for i in range(PROMPT, PROMPT + NEW)]
+        return torch.cat([model.head(step(model, cache, one)).float() for one in steps]), 0.0
+    fixed = [tokens.ids, tokens.rows, tokens.positions, tokens.lengths]
+    fixed = [one.clone() for one in fixed]
+    tokens = type(tokens)(fixed[0], fixed[1], fixed[2], fixed[2], fixed[3])
+    for _ in range(2):
+        model.head(step(model, cache, tokens))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=ParallelSteps.CAPTURE):
+        made = model.head(step(model, cache, tokens))
+    found = []
+    for i in range(PROMPT, PROMPT + NEW):
+        fixed[0].copy_(ids[i : i + 1])
+        fixed[2].fill_(i)
+        fixed[3].fill_(i + 1)
+        graph.replay()
+        found.append(made.float().clone())
+    for _ in range(REPLAYS):
+        graph.replay()
+    return torch.cat(found), (made.float() - found[-1]).abs().max().item()
+
+
+def error(got, want):
+    return float((got - want).norm() / want.norm())
+
+
+def compared(given, device):
+    """By way: the error against one GPU, how far ranks are apart, and replays."""
+    link, found = Group(dist.group.WORLD), {}
+    for shape, recipe, ways in given["cases"]:
+        model = decoder(shape, recipe, device)
+        want, _ = logits(model, False)
+        own = sharding.shard(model, link.rank, link.ranks)
+        for way in ways:
+            part = parallel.parallel(own, link, way)
+            for captured in (False, True):
+                got, again = logits(part, captured)
+                others = [torch.empty_like(got) for _ in range(link.ranks)]
+                dist.all_gather(others, got)
+                apart = max(float((other - got).abs().max()) for other in others)
+                found[f"{shape} {way} {captured}"] = [error(got, want), apart, again]
+        if "spear" in recipe:
+            plain, _ = logits(parallel.parallel(own, link, "plain"), False)
+            found[f"{shape} without"] = [error(plain, want), 0.0, 0.0]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_ranks_give_the_logits_of_one_gpu(count, monkeypatch):
+    if count > GPUS:
+        pytest.skip(f"needs {count} CUDA devices")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    cases = [["Llama-2-7B", "fp16", ["plain"]], ["Llama-2-7B", RECIPE, WAYS], ["Llama-2-70B", RECIPE, WAYS]]
+    found = ranks.run(compared, {"cases": cases}, count, "cuda")
+    for name, (off, apart, again) in found.items():
+        print(f"{count} ranks, {name}: error {off:.2e}, ranks {apart:.1e} apart, replays {again:.1e} apart")
+    assert len(found) == 2 + 2 * 6 + 2
+    for name, (off, apart, again) in found.items():
+        if name.endswith("without"):
+            assert off > 0.1, name
+        else:
+            assert off < 0.03 and apart == 0 and again == 0, name
