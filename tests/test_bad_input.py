@@ -125,7 +125,7 @@ NAMES: list[Case] = [
     (("verify", "--seed", "1"), ("--seed and --minutes belong to a draw; add --sample N",), None),
     (("verify", "--sample", "0"), ("'0' is not a whole number of 1 or more",), None),
     (("verify", "spear/table99"), ("unknown table 'spear/table99'",), None),
-    (("verify", "spear/table5"), ("unknown table with a spec 'spear/table5'",), None),
+    (("verify", "spear/table25"), ("unknown table with a spec 'spear/table25'",), None),
     (("verify", "bitbybit/table8"), ("nothing is stored for bitbybit/table8 at scale pocket",), None),
     (("coverage", "--scale", "nope"), ("unknown scale 'nope'", "pocket"), None),
     (("coverage", "--scale", "../config/pocket"), ("unknown scale '../config/pocket'",), None),

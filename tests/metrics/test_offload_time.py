@@ -90,6 +90,7 @@ def test_a_job_has_its_gpu_to_itself():
     assert {name for name, kind in KINDS.items() if kind.TIMES} == {
         "decode",
         "offload_time",
+        "parallel_decode",
         "serving",
         "shape_decode",
         "timeline",

@@ -257,7 +257,7 @@ def test_verify_needs_something_to_compare_with(rebuilt, small):
         rebuilt([OLD], [], names=("spear/figure13",))
     with pytest.raises(UserError, match="^unknown table 'spear/table99'"):
         rebuilt([OLD], [], names=("spear/table99",))
-    with pytest.raises(UserError, match="^unknown table with a spec 'spear/table5'; did you mean"):
-        rebuilt([OLD], [], names=("spear/table5",))
+    with pytest.raises(UserError, match="^unknown table with a spec 'spear/table25'; did you mean"):
+        rebuilt([OLD], [], names=("spear/table25",))
     with pytest.raises(UserError, match="^verify: the stored cells of scale pocket are in no spec any more"):
         rebuilt([dataclasses.replace(OLD, row="no such row")], [], names=())
