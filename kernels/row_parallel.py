@@ -20,8 +20,8 @@ after it has taken the second, which every rank has given after it took the firs
 
 import struct
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -55,22 +55,24 @@ def threads_of(rows: int) -> int:
 
 
 @cache
-def _give_plan(
-    form: tuple, dtype: torch.dtype, R: int, ranks: int, device: torch.device, **config: int
-) -> tuple[nvrtc.Function, nvrtc.Function | None, int, int, int]:
-    """(launch of the product, of A x or None, grid, block, padded columns) for calls of one shape."""
+def _product_plan(
+    form: tuple, dtype: torch.dtype, ranks: int, device: torch.device, **config: int
+) -> tuple[nvrtc.Function, int, int, int]:
+    """(launch of the product, grid, block, padded columns) for calls of one shape."""
     bits, group, rows, columns, symmetric = form
     config = config or wna16_gemv.configuration(rows, columns, bits, 1, device)
-    macros = wna16_gemv.defines(bits, group, columns, symmetric, dtype, 1, config) | {"RANKS": ranks}
-    product = nvrtc.load(wna16_gemv.SOURCE, "wna16_gemv", macros, device, wna16_gemv.shared_bytes(macros))
-    latent = None
-    if R:
-        own = {"K": macros["K"], "RANK": R, "HIDDEN": 0, "BF16": macros["BF16"], "SPLITS": ec.SPLITS, "RANKS": ranks}
-        latent = nvrtc.load(ec.SOURCE, "compensator_latent", own, device, ec.latent_shared(R, 0))
-        product = product.beside
+    macros = wna16_gemv.defines(bits, group, columns, symmetric, dtype, 1, config)
+    macros |= {"RANKS": ranks} if ranks else {}  # 0 is the product of one rank, whose outputs are whole
+    function = nvrtc.load(wna16_gemv.SOURCE, "wna16_gemv", macros, device, wna16_gemv.shared_bytes(macros))
     tiles = -(-rows // TILE)
-    grid = -(-tiles // config["tiles"]) * config["splits"]
-    return product, latent, grid, 32 * config["warps"], macros["K"]
+    return function, -(-tiles // config["tiles"]) * config["splits"], 32 * config["warps"], macros["K"]
+
+
+@cache
+def _latent_plan(columns: int, dtype: torch.dtype, R: int, ranks: int, device: torch.device) -> nvrtc.Function:
+    """The launch of A x for calls of one shape; `columns` are padded as the product's."""
+    macros = {"K": columns, "RANK": R, "HIDDEN": 0, "BF16": int(dtype == torch.bfloat16), "SPLITS": ec.SPLITS}
+    return nvrtc.load(ec.SOURCE, "compensator_latent", macros | {"RANKS": ranks}, device, ec.latent_shared(R, 0))
 
 
 def give(
@@ -97,13 +99,14 @@ def give(
         return give_reference(x, packed, down, scales, to)
     form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
     R = 0 if down is None else down.shape[1]
-    product, latent, grid, block, width = _give_plan(form, x.dtype, R, len(to), x.device, **(config or {}))
+    product, grid, block, width = _product_plan(form, x.dtype, len(to), x.device, **(config or {}))
     if width != packed.columns:
         x = torch.nn.functional.pad(x, (0, width - packed.columns))
     elif x.data_ptr() % VECTOR:
         x = x.clone()
     addresses = [*to, *[to[0]] * (MOST_RANKS - len(to))]
-    if latent is not None:
+    if R:
+        latent, product = _latent_plan(width, x.dtype, R, len(to), x.device), product.beside
         behind = [_moved(one, packed.rows) for one in addresses]
         latent(ec.SPLITS, ec.THREADS, down, scales, scales, x, scales, *behind)
     product(grid, block, packed.codes, packed.scale_zero, x, x, packed.rows, 1, *addresses)
@@ -153,6 +156,31 @@ def take(
     none = [residual if one is None else one for one in (up, gates, scales)]
     function(SPLITS, threads, memory, *none, residual, weight, bits, y, total)
     return y, total
+
+
+def loads(
+    packed: PackedWeight, R: int, hidden: int, ranks: Sequence[int], stride: int, dtype: torch.dtype,
+    device: torch.device,
+) -> list[Callable[[], object]]:  # fmt: skip
+    """Calls that compile what products of one token of a shape launch, one kernel each (`nvrtc.jobs_of`).
+
+    Args:
+        packed: the weight; its tensors are not read.
+        R, hidden: of its compensator, 0 without one.
+        ranks: numbers of ranks that it is given to; 1 is a memory of one's own; none is a product of one rank.
+        stride: values of a rank in memories that others write to.
+        dtype, device: of the activations.
+    """
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    width = packed.columns + -packed.columns % 8
+    calls = [partial(_product_plan, form, dtype, 0, device)]
+    for count in ranks:
+        values = packed.rows + R if count == 1 else stride
+        calls.append(partial(_product_plan, form, dtype, count, device))
+        calls.append(partial(_take_plan, packed.rows, dtype, R, hidden, count, values, device))
+        if R:
+            calls.append(partial(_latent_plan, width, dtype, R, count, device))
+    return calls
 
 
 # --- references -------------------------------------------------------------------------------------------------------

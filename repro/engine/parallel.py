@@ -29,7 +29,7 @@ from repro.engine.decoding import Steps
 from repro.engine.step import Decoder
 from repro.engine.weights import LAYERS, Dense, Packed
 from repro.kernels import row_parallel
-from repro.kernels.compensated_gemv import parts
+from repro.kernels.compensated_gemv import hidden_of, parts
 from repro.kernels.row_parallel import Address
 from repro.methods.spear.compensator import Compensator, gate
 
@@ -232,6 +232,29 @@ def most_values(model: Decoder) -> int:
             z = product.down.shape[1] if isinstance(product, Compensated) else 0
             most = max(most, model.embedding.shape[1] + z)
     return most
+
+
+def loads(model: Decoder, ranks: int, device: torch.device, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Calls that compile most of what a step of one token launches in all ways (`nvrtc.jobs_of`).
+
+    Args:
+        model: a rank's part, which may be on `meta`, of packed products.
+        ranks: number of them.
+        device, dtype: on which it will run.
+    """
+    calls: dict[tuple, list[Callable[[], object]]] = {}
+    stride = most_values(model)
+    for block in model.blocks:
+        for name in LAYERS:
+            product = getattr(block, name)
+            packed = product.product.packed if isinstance(product, Compensated) else product.packed
+            R = product.down.shape[1] if isinstance(product, Compensated) and name in ROW_PARALLEL else 0
+            hidden = hidden_of(product.gates, R) if R else 0
+            counts = (1, ranks) if name in ROW_PARALLEL else ()
+            key = packed.rows, packed.columns, R, counts
+            if key not in calls:
+                calls[key] = row_parallel.loads(packed, R, hidden, counts, stride, dtype, device)
+    return [call for several in calls.values() for call in several]
 
 
 def of_own(product: nn.Module, way: Way) -> nn.Module:

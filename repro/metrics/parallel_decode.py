@@ -12,6 +12,7 @@ which its rows are; gaps between launches dominate its naive rows (section 4.1),
 import gc
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from repro.engine.random_shape import random_decoder
 from repro.engine.shapes import SHAPES
 from repro.engine.step import Decoder
 from repro.jobs.target import Target
+from repro.kernels import nvrtc
 from repro.metrics import shape_decode
 from repro.metrics.metric import Metric
 from repro.recipes.recipe import parse
@@ -36,6 +38,7 @@ from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
 DEGREES = (2, 3, 4)  # ranks
+COMPILERS = 8  # threads of a rank that compile kernels
 COMPENSATED = f"{shape_decode.W4} + spear(placement=random, k_share={{k_share}}, rank={{rank}})"
 HOW = {  # a recipe, how partial sums are added up (`engine/parallel.py`), and whether a step is launched by the host
     "bf16": ("fp16", "plain", False),
@@ -158,12 +161,26 @@ def series_name(degree: int, how: str) -> str:
 def times(given: Mapping[str, Any], device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of a step by series, one value a round; of all ranks together in the groups of the degrees."""
     found: dict[str, list[float]] = {}
+    if device.type == "cuda":
+        compile_together(given, device)
     for degree in given["degrees"]:
         group = dist.new_group(list(range(degree)))  # a call of all ranks, whether they are in it or not
         if dist.get_rank() < degree:
             found |= times_of_degree(given, Group(group), device)
         dist.barrier()
     return found
+
+
+def compile_together(given: Mapping[str, Any], device: torch.device) -> None:
+    """Compile kernels into the cache, each on one rank: else every rank would compile all of them, one by one."""
+    calls = []
+    for degree in given["degrees"]:
+        part = rank_decoder(given["shape"], given["recipes"]["spear"], degree, 1, torch.device("meta"))
+        calls += parallel.loads(part, degree, device, torch.bfloat16)
+    mine = nvrtc.jobs_of(calls)[dist.get_rank() :: dist.get_world_size()]
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(nvrtc.compile_job, mine))
+    dist.barrier()
 
 
 def times_of_degree(given: Mapping[str, Any], link: Group, device: torch.device) -> dict[str, list[float]]:
@@ -188,13 +205,13 @@ def times_of_degree(given: Mapping[str, Any], link: Group, device: torch.device)
 
 
 def rank_decoder(shape: str, recipe: str, degree: int, context: int, device: torch.device) -> Decoder:
-    """A rank's part of a shape with random weights; in bfloat16 on a GPU, else in float32. All ranks' are alike."""
+    """A rank's part of a shape with random weights; in float32 on a CPU, else in bfloat16. All ranks' are alike."""
     from transformers import AutoConfig  # takes seconds
 
     config = AutoConfig.for_model(**SHAPES[shape])
     slots = weights.check(f"{SHAPE}{shape}", config, context)
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return random_decoder(parse(recipe), sharding.local_config(config, degree), slots, device, dtype)
 
 

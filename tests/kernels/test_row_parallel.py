@@ -79,11 +79,12 @@ def whole(x, packed: PackedWeight, made, residual, norm):
 @pytest.fixture
 def emulated(monkeypatch):
     monkeypatch.setattr(nvrtc, "load", cuda_on_cpu.load)
-    kernel._give_plan.cache_clear()
-    kernel._take_plan.cache_clear()
+    plans = kernel._product_plan, kernel._latent_plan, kernel._take_plan
+    for plan in plans:
+        plan.cache_clear()
     yield
-    kernel._give_plan.cache_clear()
-    kernel._take_plan.cache_clear()
+    for plan in plans:
+        plan.cache_clear()
 
 
 def memories(case, device="cpu"):
@@ -161,6 +162,39 @@ def test_a_rank_that_gives_nothing_is_waited_for_and_named(monkeypatch):
     kernel.give(own, part, down, scales, [of_rank[0] for of_rank in memory])
     with pytest.raises(TimeoutError, match="a rank gave no partial sums"):
         kernel.take(memory[0], up, gates, scales, *behind, 1e-5)
+
+
+def test_kernels_are_known_before_they_are_launched(monkeypatch):
+    """What `loads` compiles is what `give` and `take` load, each by itself."""
+    loaded = []
+
+    class Loaded:
+        beside = property(lambda self: self)
+
+        def __call__(self, *given):
+            pass
+
+    def load(path, name, macros, device, shared=0):
+        loaded.append((name, tuple(sorted(macros.items()))))
+        return Loaded()
+
+    monkeypatch.setattr(nvrtc, "load", load)
+    for plan in (kernel._product_plan, kernel._latent_plan, kernel._take_plan):
+        monkeypatch.setattr(kernel, plan.__name__, plan.__wrapped__)
+    case = CASES[0]
+    x, packed, made, parts, (up, gates, scales), behind = problem(case)
+    own, part, down = parts[0]
+    memory = torch.zeros(2, 99, dtype=torch.int64)
+    config = wna16_gemv.configuration(part.rows, part.columns, 4, 1, "cpu")
+    kernel.give(own, part, down, scales, [memory[0]] * 2, config=config)
+    kernel.take(memory, up, gates, scales, *behind, 1e-5, on_kernel=True)
+    kernel.give(own, part, down, scales, [torch.zeros(99)], config=config)
+    kernel.take(torch.zeros(part.rows + 16), up, gates, scales, *behind, 1e-5, on_kernel=True)
+    wanted, loaded[:] = set(loaded), []
+    for call in kernel.loads(part, 16, 4, (1, 2), 99, own.dtype, torch.device("cpu")):
+        call()
+    plain = [entry for entry in loaded if entry[0] == "wna16_gemv" and "RANKS" not in dict(entry[1])]
+    assert len(plain) == 1 and set(loaded) - set(plain) == wanted and len(wanted) == 6
 
 
 def test_more_ranks_than_a_launch_has_addresses_are_refused():
