@@ -68,19 +68,23 @@ def compile_cubin(path: Path, defines: Mapping[str, int], arch: str) -> bytes:
     name = compiler()
     if name is None:
         raise RuntimeError(unavailable())
-    source = path.read_text()
-    headers = [header.read_text() for header in sorted(path.parent.glob("*.cuh"))]
-    key = repr((source, headers, sorted(defines.items()), arch, name))
-    kept = cache_folder() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    kept = cached_at(path, defines, arch)
     with contextlib.suppress(OSError):
         return kept.read_bytes()
-    compiled = (_nvrtc if name.startswith("nvrtc") else _nvcc)(path, source, defines, arch)
+    compiled = (_nvrtc if name.startswith("nvrtc") else _nvcc)(path, path.read_text(), defines, arch)
     with contextlib.suppress(OSError):  # a read-only cache is not an error
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
             part.write(compiled)
         os.replace(part.name, kept)
     return compiled
+
+
+def cached_at(path: Path, defines: Mapping[str, int], arch: str) -> Path:
+    """Where the cubin of a source is cached, as it and its headers are now."""
+    headers = [header.read_text() for header in sorted(path.parent.glob("*.cuh"))]
+    key = repr((path.read_text(), headers, sorted(defines.items()), arch, compiler()))
+    return cache_folder() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
 
 
 def cache_folder() -> Path:
@@ -291,6 +295,12 @@ def jobs_of(calls: Iterable[Callable[[], object]]) -> list[Job]:
         return sorted(_noted, key=str)
     finally:
         _noted = None
+
+
+def is_compiled(job: Job) -> bool:
+    """Whether the cache has it."""
+    path, defines, arch = job
+    return cached_at(path, dict(defines), arch).is_file()
 
 
 def compile_job(job: Job) -> None:

@@ -96,7 +96,8 @@ def test_ranks_give_the_logits_of_one_gpu(count, monkeypatch):
         print(f"{count} ranks, {name}: error {off:.2e}, ranks {apart:.1e} apart, replays {again:.1e} apart")
     assert len(found) == 2 + 2 * 6 + 2
     for name, (off, apart, again) in found.items():
-        if name.endswith("without"):
-            assert off > 0.1, name
-        else:
-            assert off < 0.03 and apart == 0 and again == 0, name
+        shape, _, way = name.partition(" ")
+        if way == "without":
+            continue
+        most = 0.02 if "plain" in way else 0.5 * found[f"{shape} without"][0]  # what leaving compensators out changes
+        assert off < most and apart == 0 and again == 0, name

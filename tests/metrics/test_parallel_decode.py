@@ -37,7 +37,7 @@ def test_a_job_is_of_a_shape_in_every_way():
     rule = json.loads(made.inputs)
     assert rule["degrees"] == [2, 3, 4] and rule["recipes"].keys() == HOW.keys()
     assert rule["recipes"]["spear"] == "rtn-w4-pc + spear(placement=random, k_share=0.4, rank=26)"
-    assert (rule["prompt"], rule["new"], rule["rounds"], rule["launched"]) == (128, 64, 4, 16)
+    assert (rule["prompt"], rule["new"], rule["rounds"], rule["launched"]) == (128, 64, 3, 8)
 
 
 def test_the_rank_of_70b_is_that_of_table_2_s_bytes():
