@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +84,11 @@ class Steps:
     Attributes:
         passes: notes every step for a measurement.
 
-    CAPTURE: what else may not happen on the device while a step is captured, as `torch.cuda.graph` says.
+    CAPTURE: options of `torch.cuda.graph`.
     """
 
     STATE = DecodingState
-    CAPTURE = "global"
+    CAPTURE: Mapping[str, Any] = {}
     passes: Traffic | None = None
 
     def __init__(self, model: Decoder, rows: int) -> None:
@@ -124,7 +125,7 @@ class Steps:
                 advance(self.model, self.cache, state)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode=self.CAPTURE):
+        with torch.cuda.graph(graph, **self.CAPTURE):
             advance(self.model, self.cache, state)
         for tensor, before in kept:
             tensor.copy_(before)

@@ -286,7 +286,7 @@ def of_all(product: nn.Module, link: Link, way: Way, side: Side | None) -> nn.Mo
 class ParallelSteps(Steps):
     """Steps whose graphs hold collectives: NCCL's watchdog asks the device while a step is captured."""
 
-    CAPTURE = "thread_local"
+    CAPTURE = {"capture_error_mode": "thread_local"}
 
 
 class ParallelCore(Core):

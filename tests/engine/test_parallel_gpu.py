@@ -46,7 +46,7 @@ def logits(model, captured):
         model.head(step(model, cache, tokens))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode=ParallelSteps.CAPTURE):
+    with torch.cuda.graph(graph, **ParallelSteps.CAPTURE):
         made = model.head(step(model, cache, tokens))
     found = []
     for i in range(PROMPT, PROMPT + NEW):
