@@ -2,11 +2,11 @@
 // with `wgmma`. They have before it: SPLIT, BF16, NT (units of 8 tokens a warp), UNITS (of 16 rows and 8 tokens a block)
 // and SLOTS (that a block adds up). A unit is added up by one block, in a fixed order.
 
-// Sums of a tile of 8 NT tokens += W [64, 16] x^T [16, 8 NT] by a warpgroup: one instruction, or two beyond 160 tokens.
+// Sums of a tile of 8 NT tokens += W [64, 16] x^T [16, 8 NT] by a warpgroup: an instruction for each 160 tokens or fewer.
 INLINE void multiply_tile(float (&sum)[NT][4], const u32 *a, u32 x) {
-    constexpr int FIRST = NT > 20 ? (NT + 1) / 2 : NT;
-    wgmma<BF16, FIRST * 8>(sum, a, x);
-    if constexpr (NT > FIRST) wgmma<BF16, (NT - FIRST) * 8>(sum + FIRST, a, x + FIRST * 64);
+    constexpr int PARTS = (NT + 19) / 20, PART = (NT + PARTS - 1) / PARTS, LAST = NT - (PARTS - 1) * PART;
+    UNROLL for (int n = 0; n < NT - LAST; n += PART) wgmma<BF16, PART * 8>(sum + n, a, x + n * 64);
+    wgmma<BF16, LAST * 8>(sum + NT - LAST, a, x + (NT - LAST) * 64);
 }
 
 // Where the blocks' sums of a warp's units go: to the block that adds up each, which knows by `landed` that all are there.

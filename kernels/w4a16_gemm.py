@@ -19,7 +19,7 @@ what they unpacked before.
 
 A tile of tokens is no larger than they need: of 65 tokens and a configuration for 128 it has 72 (`trimmed`).
 
-`w4a16_multicast.cu` runs if a configuration has PAIR, for more than 64 tokens on the same devices: up to 320 tokens
+`w4a16_multicast.cu` runs if a configuration has PAIR, for more than 64 tokens on the same devices: up to 352 tokens
 share what is unpacked, and x is copied by tensor maps, one thread instead of four warps that pass it through
 registers.
 
@@ -29,6 +29,7 @@ shared memory, always in the same order: no workspace, and bitwise reproducible 
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,7 +50,8 @@ MOST_BOX = 256  # rows of a box of a tensor map
 LEAST_MULTICAST = (
     97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 the other source takes 0.90 and 0.93 of its time
 )
-MOST_FEW, MOST_NARROW, MOST_WIDE = 32, 64, 80  # tokens at which FEW_SPACE and WIDE_SPACE are chosen from
+MOST_FEW, MOST_MIDDLE, MOST_NARROW, MOST_WIDE = 32, 48, 64, 112  # tokens up to which few, middle, wide are chosen from
+MOST_SMALL = 80  # tokens up to which estimates are of tuned numbers of tokens
 MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
@@ -106,6 +108,9 @@ MULTICAST_TILES = [
 MULTICAST_SPACE = []
 for tile, pair, split in itertools.product(MULTICAST_TILES, (1, 2), (1, 2, 3, 4)):
     MULTICAST_SPACE.append(dict(zip(MULTICAST_CONSTANTS, (*tile, split, pair))))
+MOST_TOKENS = 352  # of a tile: the registers hold no more sums
+for split in (1, 2, 3, 4):
+    MULTICAST_SPACE.append({"MT": MOST_TOKENS, "STAGES": 4, "RING": 3, "SPLIT": split, "PAIR": 1})
 BETWEEN_CONSTANTS = ("WGS", "MT", "KS", "STAGES", "RING", "SPLIT")  # of `w4a16_wgmma.cu`, for at most MT tokens a tile
 BETWEEN_TILES = [(4, 96, 64, 5, 6)]  # 256 rows, for which the registers do not hold the sums of 128 tokens
 BETWEEN_SPACE = []
@@ -114,12 +119,18 @@ for tile, split in itertools.product(BETWEEN_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
 FEW_TILES = [(32, 1, 2, 4, 512, 6, 1, 0), (32, 1, 3, 4, 512, 6, 1, 0), (32, 2, 4, 2, 256, 6, 1, 0),
              (32, 2, 7, 2, 256, 6, 1, 0)]  # for 17 to 32 tokens: as the fastest ones of 16, more warps  # fmt: skip
 FEW_WGMMA_TILES = [(4, 32, 128, 5, 5)]
+MIDDLE_TILES = [(48, 2, 2, 4, 512, 3, 1, 0), (48, 1, 3, 4, 512, 4, 1, 0), (48, 1, 2, 4, 512, 4, 1, 0)]  # for 33 to 48
+MIDDLE_WGMMA_TILES = [(2, 48, 256, 3, 3), (2, 48, 128, 8, 6)]
 WIDE_TILES = [(4, 80, 128, 3, 4), (3, 80, 128, 3, 4), (2, 80, 128, 4, 4), (1, 80, 256, 3, 4)]  # for 65 to 80 tokens
-FEW_SPACE, WIDE_SPACE = [], []
+WIDER_TILES = [(4, 96, 128, 3, 3), (3, 96, 128, 4, 4), (2, 96, 256, 2, 4), (1, 96, 256, 3, 3)]  # for 81 to 96
+WIDEST_TILES = [(3, 112, 128, 3, 3), (1, 112, 256, 3, 3)]  # for 97 to 112
+FEW_SPACE, MIDDLE_SPACE, WIDE_SPACE = [], [], []
 for space, constants, tiles in (
     (FEW_SPACE, CONSTANTS, FEW_TILES),
     (FEW_SPACE, BETWEEN_CONSTANTS, FEW_WGMMA_TILES),
-    (WIDE_SPACE, BETWEEN_CONSTANTS, WIDE_TILES),
+    (MIDDLE_SPACE, CONSTANTS, MIDDLE_TILES),
+    (MIDDLE_SPACE, BETWEEN_CONSTANTS, MIDDLE_WGMMA_TILES),
+    (WIDE_SPACE, BETWEEN_CONSTANTS, WIDE_TILES + WIDER_TILES + WIDEST_TILES),
 ):
     for tile, split in itertools.product(tiles, (1, 2, 3, 4, 5, 6, 7, 8)):
         space.append(dict(zip(constants, (*tile, split))))
@@ -129,8 +140,9 @@ SPACES = {
     "between": BETWEEN_SPACE,
     "few": FEW_SPACE,
     "wide": WIDE_SPACE,
+    "middle": MIDDLE_SPACE,
 }
-SPACE = PLAIN_SPACE + MULTICAST_SPACE + BETWEEN_SPACE + FEW_SPACE + WIDE_SPACE
+SPACE = PLAIN_SPACE + MULTICAST_SPACE + BETWEEN_SPACE + FEW_SPACE + WIDE_SPACE + MIDDLE_SPACE
 
 
 def random_weight(case: dict) -> packing.PackedWeight:
@@ -159,7 +171,9 @@ def unsupported(device: torch.device | str) -> str | None:
     return lacks("w4a16_gemm", device) or nvrtc.unavailable()
 
 
-TOKENS = (16, 24, 32, 64, 80, 128, 256)  # numbers of tokens with their own configurations
+TOKENS = (16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 256)  # numbers of tokens with their own configurations
+SERVED = (16, 24, 32, 64, 80, 96, 112)  # each serves all tokens above the one before it
+FILLED = (16, 24, 32, 64, 80)  # tokens of tiles of the plain space
 
 
 def tuning_key(case: dict) -> str:
@@ -168,19 +182,27 @@ def tuning_key(case: dict) -> str:
     return f"w{case['bits']} m{tokens} {case['N']}x{case['K']}"
 
 
+def serving(m: int) -> list[int]:
+    """The tuned numbers of tokens whose configuration m tokens take as it is; the first that is recorded counts."""
+    last = next((t for t in SERVED if m <= t), -(-m // 8) * 8)
+    return [t for t in TOKENS if m <= t <= last]
+
+
 def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str) -> dict:
     """The tuned configuration, or that of all `SPACES` with the least `estimate`.
 
     Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
     do not fill: another is taken where its estimate for them is lower.
     """
-    tokens = whole(m) if m <= MOST_WIDE else -(-m // 8) * 8
-    following = [t for t in TOKENS if t >= tokens] or TOKENS[-1:]
-    recorded = {
-        t: launch_config("w4a16_gemm", tuning_key({"M": t, "N": n, "K": k, "bits": bits}), device) for t in following
-    }
-    if recorded.get(tokens):
-        return recorded[tokens]
+    tokens = next((t for t in TOKENS if m <= t <= MOST_SMALL), -(-m // 8) * 8)
+    recorded = {}
+    for t in TOKENS:
+        if t >= min(tokens, TOKENS[-1]):
+            key = tuning_key({"M": t, "N": n, "K": k, "bits": bits})
+            recorded[t] = launch_config("w4a16_gemm", key, device)
+    for t in serving(m):
+        if recorded[t]:
+            return recorded[t]
     tuned = next(filter(None, recorded.values()), None)
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
@@ -190,7 +212,9 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
         able.insert(0, tuned)
     if TOKENS[0] < tokens <= MOST_FEW:
         able.append(cheapest("few", *sizes, capability))
-    if capability == (9, 0) and tokens > 64:
+    if MOST_FEW < tokens <= MOST_MIDDLE:
+        able.append(cheapest("middle", *sizes, capability))
+    if capability == (9, 0) and tokens > MOST_NARROW:
         if bits > 2:  # of 2 bits a stage is 128 columns
             if tokens <= MOST_WIDE:
                 able.append(cheapest("wide", *sizes))
@@ -222,8 +246,8 @@ def runs(config: dict, capability: tuple[int, int]) -> bool:
 
 
 def whole(m: int) -> int:
-    """The next tuned number of tokens up to 80, then the next multiple of 64: tiles are at most as large."""
-    return next((t for t in TOKENS if m <= t <= MOST_WIDE), -(-m // 64) * 64)
+    """The next of `FILLED`, then the next multiple of 64: plain tiles are at most as large."""
+    return next((t for t in FILLED if m <= t), -(-m // 64) * 64)
 
 
 def tokens_of(config: dict) -> int:
@@ -248,7 +272,7 @@ LATENCY = 0.77  # us of a trip to memory: so many bytes must be on their way
 PRODUCTS = {"mma": 2.83e6, "wgmma": 4.41e6}  # operations
 UNPACK = 5.6e-4  # us of a warp for 16 rows of a column
 JOIN = 0.11  # us to add up the parts of a cluster
-FEW_WAIT = 1.19  # times as long with so few tokens that products of `w4a16_wgmma.cu` do not hide its waits
+FEW_WAIT = {40: 1.19, 48: 1.11}  # times as long up to so many tokens, whose products do not hide wgmma's waits
 SHORT = 0.045  # us of a stage of 64 columns of `w4a16_wgmma.cu`, where thread blocks share weights
 
 
@@ -279,8 +303,9 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
     unpacking = UNPACK * columns * (1 if wgmma else config["RT"] / config["WK"])
     multiplying = 2 * together * columns * tokens / PRODUCTS["wgmma" if wgmma else "mma"] + unpacking
     wave = START + max(reading, multiplying) + min(reading, multiplying) / 4
-    if wgmma and tokens <= MOST_FEW:
-        wave *= FEW_WAIT
+    if wgmma:
+        few = tokens if tokens <= MOST_FEW else m
+        wave *= next((wait for most, wait in FEW_WAIT.items() if few <= most), 1.0)
     if wgmma and m > tokens and config["KS"] == 64:
         wave += SHORT * columns / 64
     return waves * wave + (JOIN if split > 1 else 0)
@@ -290,6 +315,7 @@ def estimate(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> float
 MULTICAST_START = 3.4  # us of a wave
 MULTICAST_STEP = 0.235  # us of 64 columns, whatever the tokens: unpacking, waiting
 MULTICAST_PRODUCT = 1.72e-3  # us of 64 columns for a token
+MULTICAST_LARGE = 7e-4  # us more of 64 columns for a token beyond 256
 MULTICAST_JOIN = 0.018  # us to send the sums of a token
 CROWDED = 1.1  # times as long where tiles of fewer than 200 tokens share weights on all SMs in one wave
 
@@ -297,18 +323,21 @@ CROWDED = 1.1  # times as long where tiles of fewer than 200 tokens share weight
 def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
     """Microseconds of a product with a configuration of MULTICAST_SPACE; PAIR decides how many clusters fit."""
     split, tokens = min(config["SPLIT"], -(-k // 128)), trimmed(config, m)
-    tiles = -(-m // tokens) * -(-n // (128 * config["PAIR"]))
+    tiles = -(-m // tokens) * -(-n // (64 * warpgroups(config) * config["PAIR"]))
     waves = -(-tiles // at_once(split * config["PAIR"], sms))
     crowded = tokens < min(m, 200) and waves == 1 and tiles * split * config["PAIR"] > 0.95 * sms
     steps = 2 * -(-k // 128 // split)
     joining = MULTICAST_JOIN * tokens * (split - 1) / split
-    wave = MULTICAST_START + steps * (MULTICAST_STEP + MULTICAST_PRODUCT * tokens) + joining
+    step = MULTICAST_STEP + MULTICAST_PRODUCT * tokens + MULTICAST_LARGE * max(0, tokens - MOST_BOX)
+    wave = MULTICAST_START + steps * step + joining
     return waves * wave * (CROWDED if crowded else 1)
 
 
 # Two launches beside each other (beside.cuh), of an H200.
-BESIDE = 1.0  # us that the second takes where it has room
+BESIDE = 2.0  # us that the second takes where it has room
+TWO = 0.99  # of the time of one launch, which two have to be below
 DECODE_START, DECODE_TOKEN = 2.5, 0.06  # us of `wna16_gemv.cu`, and by how much a token more is slower
+GPCS = 8  # parts of a device over which its SMs are spread; a cluster runs in one
 
 
 @lru_cache(maxsize=4096)
@@ -325,12 +354,20 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
         return estimate(configuration(count, n, k, bits, device), count, n, k, bits, sms)
 
     times = {0: alone(m)}
-    for head in range(64, m, 64):
-        if m - head <= MOST_BESIDE:
-            tail = decoding(m - head, n, k, bits, sms) if m - head <= 8 else alone(m - head)
-            config = configuration(head, n, k, bits, device)
-            times[head] = beside(alone(head), *last_wave(config, head, n, k, bits, sms), tail)
-    return min(times, key=times.get)
+    for head in sorted({*range(64, m, 64), MOST_TOKENS} - {m}):
+        tail = m - head
+        if not 0 < tail <= MOST_BESIDE:
+            continue
+        used = waves_of(configuration(head, n, k, bits, device), head, n, k, sms)
+        wave = alone(head) / used.count
+        if tail <= 8:
+            behind = beside(wave, used.free, decoding(tail, n, k, bits, sms))
+        else:
+            waves = waves_of(configuration(tail, n, k, bits, device), tail, n, k, sms)
+            behind = in_turns(wave, used.free, alone(tail), waves, sms)
+        times[head] = alone(head) + behind
+    best = min(times, key=times.get)
+    return best if times[best] < TWO * times[0] else 0
 
 
 def decoding(m: int, n: int, k: int, bits: int, sms: int) -> float:
@@ -338,26 +375,64 @@ def decoding(m: int, n: int, k: int, bits: int, sms: int) -> float:
     return (DECODE_START + n * k * (bits / 8 + 4 / 128) / (READ * sms)) * (1 + DECODE_TOKEN * (m - 1))
 
 
-def last_wave(config: dict, m: int, n: int, k: int, bits: int, sms: int) -> tuple[int, float]:
-    """Waves of thread blocks, and the share of the SMs that the last one leaves free."""
-    tokens = trimmed(config, m)
+@dataclass(frozen=True)
+class Waves:
+    """How the thread blocks of a launch fill a device.
+
+    Attributes:
+        together: thread blocks of a cluster.
+        clusters: of the launch.
+        room: clusters that run at once.
+        count: of waves.
+        free: share of the SMs that the last wave leaves free.
+    """
+
+    together: int
+    clusters: int
+    room: int
+    count: int
+    free: float
+
+
+def waves_of(config: dict, m: int, n: int, k: int, sms: int) -> Waves:
+    """The waves of a product `[m, k] [n, k]^T` with a configuration."""
+    tokens, resident = trimmed(config, m), config.get("BLOCKS", 1)
     if "PAIR" in config:
-        together, rows = min(config["SPLIT"], -(-k // 128)) * config["PAIR"], 128 * config["PAIR"]
+        together, rows = min(config["SPLIT"], -(-k // 128)) * config["PAIR"], 64 * warpgroups(config)
     elif "WGS" in config:
         together, rows = min(config["SPLIT"], -(-k // config["KS"])), 64 * config["WGS"]
     else:
         together, rows = min(config["SPLIT"], -(-k // config["KS"])), 16 * config["RT"] * config["WR"]
-    tiles, room = -(-m // tokens) * -(-n // rows), at_once(together, sms, config.get("BLOCKS", 1))
-    waves = -(-tiles // room)
-    blocks = (tiles - (waves - 1) * room) * together
-    return waves, 1 - min(1.0, blocks / config.get("BLOCKS", 1) / sms)
+    clusters, room = -(-m // tokens) * -(-n // (rows * config.get("PAIR", 1))), at_once(together, sms, resident)
+    count = -(-clusters // room)
+    last = clusters - (count - 1) * room
+    return Waves(together, clusters, room, count, 1 - min(1.0, last * together / resident / sms))
 
 
-def beside(head: float, waves: int, free: float, tail: float) -> float:
-    """Microseconds of two launches: the second one's thread blocks take turns on the free share of the SMs while the
-    first one's last wave runs; the rest comes behind it."""
-    done = int(head / waves / tail) * free
-    return head + (BESIDE if done >= 1 else max(BESIDE, min(tail, DECODE_START + (1 - done) * tail)))
+def beside(wave: float, free: float, tail: float) -> float:
+    """Microseconds that a second launch of many small thread blocks takes behind the last wave of the first.
+
+    They take turns on the free share of the SMs while that wave runs; the rest comes behind it.
+    """
+    done = int(wave / tail) * free
+    return BESIDE if done >= 1 else max(BESIDE, min(tail, DECODE_START + (1 - done) * tail))
+
+
+def in_turns(wave: float, free: float, tail: float, waves: Waves, sms: int) -> float:
+    """The same of a second launch that fills the SMs in few waves, `tail` microseconds long by itself.
+
+    Its clusters run on free SMs of one GPC, turn by turn, while that wave runs. Those that have not begun when it ends
+    take whole waves of their own.
+    """
+    turn = (tail - BESIDE) / waves.count
+    at_a_time = GPCS * int(free * sms / GPCS / waves.together) if waves.together > 1 else int(free * sms)
+    turns = int(wave / turn) if at_a_time else 0
+    left = waves.clusters - turns * at_a_time
+    if left <= 0:
+        return BESIDE
+    if left <= at_a_time:
+        return BESIDE + (turns + 1) * turn - wave
+    return BESIDE + -(-(left - at_a_time) // waves.room) * turn
 
 
 def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOST_SHARED[9, 0]) -> dict:
@@ -514,12 +589,17 @@ def plan_wgmma(
 
 def multicast_shared_bytes(config: dict, tokens: int, bits: int, group: int, symmetric: bool) -> int:
     """Dynamic shared memory of a block of `w4a16_multicast.cu`: stages of x, words and scales, or sums; mbarriers."""
-    tiles, split = 8, config["SPLIT"]
+    tiles, split = 4 * warpgroups(config), config["SPLIT"]
     groups = 128 // group if group and group < 128 else 1
     x = config["STAGES"] * tokens * 64 * 2
     words = config["RING"] * tiles * (2 * 128 * bits + groups * (32 if symmetric else 64))
     sums = split * -(-tiles * tokens // 8 // split) * 512
     return max(x + words, sums) + 8 * (2 * config["STAGES"] + 1)
+
+
+def warpgroups(config: dict) -> int:
+    """Warpgroups of a thread block of `w4a16_multicast.cu` that unpack and multiply, 64 rows each."""
+    return config.get("WGS", 2)
 
 
 def box_rows(config: dict) -> int:
@@ -537,10 +617,11 @@ def plan_multicast(
     while multicast_shared_bytes(config, tokens, *form) > MOST_SHARED[9, 0]:
         config["STAGES"] -= 1
     together = config["PAIR"] * config["SPLIT"]
-    tiles = -(-count // tokens) * -(-rows // (128 * config["PAIR"]))
+    wgs = warpgroups(config)
+    tiles = -(-count // tokens) * -(-rows // (64 * wgs * config["PAIR"]))
     constants = {"MT": tokens} | {name: config[name] for name in MULTICAST_CONSTANTS if name != "MB"}
-    constants["CLUSTER"] = together
-    threads, shared = 384, multicast_shared_bytes(config, tokens, *form)
+    constants |= {"WGS": wgs, "CLUSTER": together}
+    threads, shared = 128 * wgs + 128, multicast_shared_bytes(config, tokens, *form)
     return MULTICAST_SOURCE, constants, tiles * together, threads, shared
 
 

@@ -1,12 +1,13 @@
 // y[M, N] = x[M, K] W^T for packed low-bit W and 65 tokens or more, with the `wgmma` instruction of the tensor cores of
 // compute capability 9.0 and x copied by tensor maps (w4a16_gemm.py).
 //
-// Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, once for up to 320
+// Rows of W are the rows of `wgmma`: D [64, MT] += W [64, 16] x^T [16, MT], W unpacked in registers, once for up to 352
 // tokens, and x in shared memory. One thread copies x; every warp of the others copies, unpacks and multiplies 16 rows of
 // W. PAIR thread blocks of a cluster have the same tokens, and each copies a part of them to all. There is no block-wide
 // barrier in the main loop: each stage of x has two mbarriers, for full and for free.
 //
 // Compile-time constants: BITS, GROUP columns (0: one group per row), SYMMETRIC, BF16 (unpack.cuh);
+//   WGS     warpgroups that unpack and multiply, 2 or 4, 64 rows each
 //   MT      tokens of a tile, a multiple of 8 PAIR     STAGES  stages of 64 columns of x in shared memory
 //   RING    stages of 128 columns of packed words, per warp that unpacks
 //   SPLIT   thread blocks of a cluster that split K    PAIR    those with the same columns of x; CLUSTER is all of them
@@ -14,14 +15,17 @@
 #include "beside.cuh"
 #include "unpack.cuh"
 
-constexpr int KS = 128, STEP = 64;  // columns of a stage of W, and of x
-constexpr int WARPS = 8, NT = MT / 8, ROWS = 16 * WARPS, DEPTH = KS / KB;  // two warpgroups that unpack and multiply
+constexpr int KS = 128, STEP = 64;             // columns of a stage of W, and of x
+constexpr int PART = WGS > 2 ? 32 : STEP;      // columns that are unpacked and multiplied at a time
+// Registers of a thread: the block is launched with 168 or, with four warpgroups that multiply, 96 for each.
+constexpr int FEWER = WGS > 2 || MT > 336 ? 24 : 40, MORE = WGS > 2 ? 112 : MT > 336 ? 240 : 232;
+constexpr int WARPS = 4 * WGS, NT = MT / 8, ROWS = 16 * WARPS, DEPTH = KS / KB;
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
 constexpr int X = MT * STEP * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 constexpr int UNITS = WARPS * NT, SLOTS = (UNITS + SPLIT - 1) / SPLIT;
 constexpr int WORDS = STAGES * X, STAGED = WORDS + RING * WARPS * W, LANDED = SPLIT * SLOTS * 512;
 constexpr int MBARRIERS = LANDED > STAGED ? LANDED : STAGED;
-constexpr int HELD = STEP / 8;                      // words that a lane reads for a step, two registers of A each
+constexpr int HELD = PART / 8;                      // words that a lane reads for a part, two registers of A each
 constexpr int BOXES = MT > 256 && PAIR == 1 ? 2 : 1, BOX = MT / PAIR / BOXES;  // a box has at most 256 rows
 constexpr int TOGETHER = ((1 << CLUSTER) - 1) / ((1 << SPLIT) - 1);  // blocks 0, SPLIT, ...
 
@@ -76,7 +80,7 @@ __cluster_dims__(CLUSTER)
     if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // every block has initialized its mbarriers
 
     if (is_producer) {
-        fewer_registers<40>();
+        fewer_registers<FEWER>();
         if (threadIdx.x == 32 * WARPS) {
             int i = 0, phase = 0;
             for (u32 column = begin * KS; column < end * KS; column += STEP) {
@@ -93,7 +97,7 @@ __cluster_dims__(CLUSTER)
         cluster_arrive();
 #endif
     } else {
-        more_registers<232>();  // with the others' 40 as many as 168 for each, which the block is launched with
+        more_registers<MORE>();
         u32 held[HELD];
         Scales scaling[FOLDS];
         // A lane of `wgmma` has columns 2 t, 2 t + 1 of each eight, a lane's packed words (packing.py) eight neighbouring
@@ -102,7 +106,7 @@ __cluster_dims__(CLUSTER)
         const u32 word = 2 * t / PER_WORD * 4, shift = 2 * t % PER_WORD * BITS;
         u32 mine[4];
         UNROLL for (int n = 0; n < 4; n++) mine[n] = ring + n * 128 + (g * 16 ^ n * 32) + word;
-        auto read_words = [&](int j, int column) {  // of a step
+        auto read_words = [&](int j, int column) {  // of a part
             UNROLL for (int n = 0; n < HELD; n++) {
                 const int block = column / 32 + n / 4, of = block * 32 / KB, first = block * 32 % KB * 4 / KB;
                 held[n] = load_word(mine[n % 4] + j * WARPS * W + of * 512 + first * 4) >> shift;
@@ -115,34 +119,36 @@ __cluster_dims__(CLUSTER)
                 load_few(scaling[f].rows, ring + j * WARPS * W + DEPTH * 512 + f * FOLD_BYTES + g * sizeof(Scales));
         };
         float sum[NT][4] = {};
-        u32 a[2][STEP / 4];
+        u32 a[2][PART / 4];
         int i = 0, phase = 0, j = 0, before = -1;
         wait_for_stage(0);
         read_words(0, 0);
         for (u32 slab = begin; slab < end; slab++) {
             copy_stage(slab + RING - 1, j == 0 ? RING - 1 : j - 1);
-            UNROLL for (int column = 0; column < KS; column += STEP) {
-                auto& now = a[column / STEP];
-                UNROLL for (int v = 0; v < STEP / 4; v++) now[v] =
+            UNROLL for (int column = 0; column < KS; column += PART) {
+                auto& now = a[column / PART % 2];
+                UNROLL for (int v = 0; v < PART / 4; v++) now[v] =
                     unpack(held[v / 2], v % 2, factors(scaling[(column + v / 4 * 16) / FOLD], v % 2));
-                if (column + STEP == KS) {
+                if (column + PART == KS) {
                     if (++j == RING) j = 0;
                     wait_for_stage(j);
                 }
-                read_words(j, (column + STEP) % KS);
-                signal_wait(full + i * 8, phase);
+                read_words(j, (column + PART) % KS);
+                if (column % STEP == 0) signal_wait(full + i * 8, phase);
                 wgmma_begin();
-                UNROLL for (int k = 0; k < STEP; k += 16) {
-                    multiply_tile(sum, now + k / 4, matrix(stages + i * X) + k / 8);
+                UNROLL for (int k = 0; k < PART; k += 16) {
+                    multiply_tile(sum, now + k / 4, matrix(stages + i * X) + (column % STEP + k) / 8);
                 }
                 wgmma_end();
-                wgmma_wait<1>();  // the previous step's: its `a` and its stage are free
-                if (before >= 0) {
+                wgmma_wait<1>();  // the previous part's: its `a` and, at the first of a stage, the stage before are free
+                if (column % STEP == 0 && before >= 0) {
                     if (PAIR == 1) { if (lane == 0) signal_arrive(free + before * 8); }
                     else if (lane < PAIR) signal_arrive(free + before * 8, lane * SPLIT + rank);
                 }
-                before = i;
-                if (++i == STAGES) i = 0, phase++;
+                if ((column + PART) % STEP == 0) {
+                    before = i;
+                    if (++i == STAGES) i = 0, phase++;
+                }
             }
         }
         wgmma_wait<0>();

@@ -18,7 +18,7 @@ constexpr int LOADED = (MT + 15) / 16, PLACES = 16 * LOADED;                   /
 // Columns per unpack and multiply, and how many of them have registers of their own: fewer beside many sums.
 constexpr bool NARROW = WGS > 3 && MT > 64;
 constexpr int STEP = KS >= 128 && !NARROW ? 64 : 32, BUFFERS = NARROW ? 2 : KS / STEP;
-constexpr int AHEAD = WGS > 2 && LOADED * KS > 512 ? 1 : 2;  // stages that a producer lane holds
+constexpr int AHEAD = (WGS > 2 && LOADED * KS > 512) || (KS == 256 && LOADED > 5) ? 1 : 2;  // stages that a producer lane holds
 constexpr int FOLD = GROUP && GROUP < KS ? GROUP : KS, FOLDS = KS / FOLD;  // columns that share a scale
 constexpr int X = PLACES * KS * 2, FOLD_BYTES = sizeof(Scales) * 8, W = DEPTH * 512 + FOLDS * FOLD_BYTES;  // of one stage
 // A unit is the sums of 16 rows and 8 tokens; one of the SPLIT thread blocks adds up each unit, in a fixed order.

@@ -59,6 +59,10 @@ CASES = [  # layers of Llama 3.2 1B, Llama 3.1 8B and 70B, Llama 2 7B and 13B; r
     {"rows": 40, "columns": 1056, "bits": 4, "group": 32, "symmetric": False, "m": 1, "seed": 10},
 ]
 
+TAIL = {  # of a second launch: it has few SMs or, behind the first, all of them at once
+    **{"warps": 8, "tiles": 2, "chunk": 128},
+    **{"stages": 2, "splits": 1, "blocks": 2},
+}
 CHUNKS = ((128, 1), (128, 2), (128, 3), (128, 4), (256, 1), (256, 2), (512, 1))  # columns, and stages in flight
 THREADS = (256, 384, 640, 1024)  # of all blocks of an SM
 MOST = 8192  # columns that a block may have in flight
@@ -255,7 +259,7 @@ def tail(x: Tensor, before: int, bits: int, group: int, rows: int, columns: int,
     Rows of x are aligned to 16 bytes.
     """
     form, count = (bits, group, rows, columns, symmetric), x.shape[0] - before
-    function, grid, block, *_ = _plan(form, x.dtype, count, x.device, "TAIL")
+    function, grid, block, *_ = _plan(form, x.dtype, count, x.device, "TAIL", **TAIL)
     tokens, y = (behind(name, before * width * x.element_size()) for name, width in (("x", columns), ("y", rows)))
     return function.step(grid, block, ("codes", "scale_zero", tokens, y, rows, count), beside=True)
 

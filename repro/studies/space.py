@@ -68,7 +68,13 @@ def key(case: Case) -> str:
 def positions_tried(case: Case, space: str) -> list[int]:
     """Positions in a space of the configurations that are tried."""
     tokens, tried = case[0], []
-    if space == "few" and tokens > w4a16_gemm.MOST_FEW or space == "wide" and tokens <= w4a16_gemm.MOST_NARROW:
+    most_few, most_narrow = w4a16_gemm.MOST_FEW, w4a16_gemm.MOST_NARROW
+    chosen_from = {  # at which of COUNTS; the others at all
+        "few": tokens <= most_few,
+        "middle": most_few < tokens <= most_narrow,
+        "wide": tokens > most_narrow,
+    }
+    if not chosen_from.get(space, True):
         return []
     for i, config in enumerate(SPACES[space]):
         if "PAIR" in config:

@@ -36,7 +36,10 @@ from repro.kernels.packing import PackedWeight
 from repro.studies import space
 
 SHAPES = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (28672, 8192)]
-EDGES = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 160, 192, 256, 320, 328, 336, 352, 384, 512)  # and one token more
+EDGES = (
+    *(8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 256),
+    *(320, 328, 336, 344, 352, 360, 368, 384, 512),
+)  # and one token more
 COUNTS = sorted({*EDGES, *(m + 1 for m in EDGES), 600})
 STEP, AGAINST = 1.15, {128: 0.90, 256: 0.85}
 WORST = 0.70

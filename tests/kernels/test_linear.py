@@ -134,32 +134,51 @@ def test_a_tensor_map_is_of_the_tokens_of_its_launch(monkeypatch):
 
 
 def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monkeypatch):
-    """By the estimates for an H200: 321 tokens of a tile for 320, which 112 of its 132 SMs compute."""
+    """By the estimates for an H200: 353 tokens of a tile for 352, which 112 of its 132 SMs compute."""
     monkeypatch.setattr(w4a16_gemm, "launch_config", lambda *_: None)
     w4a16_gemm.tokens_of_head.cache_clear()
     device = torch.device("cpu")
-    heads = {m: w4a16_gemm.tokens_of_head(m, 14336, 4096, 4, device) for m in (1, 64, 256, 257, 320, 321, 352, 512)}
-    assert heads == dict.fromkeys((1, 64, 256, 257, 320, 512), 0) | {321: 320, 352: 320}
-    waves, free = w4a16_gemm.last_wave(w4a16_gemm.cheapest("multicast", 320, 14336, 4096), 320, 14336, 4096, 4, 132)
-    assert waves == 1 and free == pytest.approx(20 / 132)
-    assert w4a16_gemm.beside(50.0, 1, 0.5, 10.0) == 50 + w4a16_gemm.BESIDE < w4a16_gemm.beside(50.0, 1, 0.1, 10.0)
-    x = torch.zeros(321, 4096, dtype=torch.float16)
-    assert linear.tokens_of_head(x, 14336, 4096, 4) == 320
-    assert linear.tokens_of_head(torch.zeros(321, 4097).half(), 14336, 4097, 4) == 0  # rows that are not aligned
+    counts = (1, 64, 256, 320, 321, 352, 353, 368, 512)
+    heads = {m: w4a16_gemm.tokens_of_head(m, 14336, 4096, 4, device) for m in counts}
+    assert heads == dict.fromkeys((1, 64, 256, 320, 321, 352, 512), 0) | {353: 352, 368: 352}
+    used = w4a16_gemm.waves_of(w4a16_gemm.cheapest("multicast", 352, 14336, 4096), 352, 14336, 4096, 132)
+    assert used.count == 1 and used.free == pytest.approx(20 / 132)
+    assert w4a16_gemm.beside(50.0, 0.5, 10.0) == w4a16_gemm.BESIDE < w4a16_gemm.beside(50.0, 0.1, 10.0)
+    x = torch.zeros(353, 4096, dtype=torch.float16)
+    assert linear.tokens_of_head(x, 14336, 4096, 4) == 352
+    assert linear.tokens_of_head(torch.zeros(353, 4097).half(), 14336, 4097, 4) == 0  # rows that are not aligned
     w4a16_gemm.tokens_of_head.cache_clear()
+
+
+def in_turns(wave, free, together=1, clusters=128, tail=10 + w4a16_gemm.BESIDE, count=1):
+    room = w4a16_gemm.at_once(together, 132)
+    waves = w4a16_gemm.Waves(together, clusters, room, count, 0.0)
+    return w4a16_gemm.in_turns(wave, free, tail, waves, 132) - w4a16_gemm.BESIDE
+
+
+def test_a_second_launch_takes_turns_on_the_free_sms_and_then_waves_of_its_own():
+    """128 thread blocks, 10 us each, on 40 free SMs, 40 at a time; clusters run where one GPC has room for them."""
+    free = 40 / 132
+    assert in_turns(45.0, free) == pytest.approx(0)  # 160 in four turns
+    assert in_turns(35.0, free) == pytest.approx(5.0)  # 120 in three, the other 8 in one that has begun
+    assert in_turns(25.0, free) == pytest.approx(10.0)  # 80 in two, 40 have begun, 8 have a wave of their own
+    assert in_turns(9.0, 0.0) == pytest.approx(10.0)
+    assert in_turns(25.0, free, clusters=256, tail=20 + w4a16_gemm.BESIDE, count=2) == pytest.approx(20.0)  # 136 left
+    assert in_turns(45.0, free, together=5, clusters=22) == pytest.approx(0)  # one in each of eight GPCs
+    assert in_turns(45.0, 36 / 132, together=5, clusters=22) == pytest.approx(10.0)  # four or five free SMs: none
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
-@pytest.mark.parametrize("tokens, rows, columns", [(321, 6144, 4096), (330, 14336, 4096), (380, 28672, 4096)])
+@pytest.mark.parametrize("tokens, rows, columns", [(353, 28672, 8192), (362, 14336, 4096), (380, 28672, 4096)])
 def test_two_launches_beside_each_other_on_a_gpu(tokens, rows, columns):
     """Again and again in a graph, and what comes behind them finds both done."""
     x, packed = inputs(tokens, rows, columns, dtype=torch.bfloat16)
     x, packed = x.cuda(), packed.to("cuda")
     head = linear.tokens_of_head(x, rows, columns, packed.bits)
-    assert head == 320
+    assert head == 352
     launch = linear.prepare_two(x, head, *weight(packed)[2:])
     want = launch(x, packed.codes, packed.scale_zero)
     assert error(want, w4a16_gemm.reference(x, packed)) < 4e-3
