@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import types
 
 import pytest
 import torch
@@ -260,6 +261,37 @@ def test_peers_that_do_not_run_here_are_rescaled_where_they_are_asked_for(device
     rows = bench.bench(tmp_path / "x.csv", [(512, 2048)], (1,), only=only, say=str, device=some, rounds=3)
     found = {r.provider for r in rows if r.status == "rescaled"}
     assert found <= who and bool(found) == bool(who)
+
+
+def test_calls_on_the_host_take_turns_and_one_that_fails_is_left_out(device, tmp_path, monkeypatch):
+    """Of all providers at a layer and a number of tokens at once: the pace of a host has levels that last."""
+    together = []
+
+    def host_us(*calls):
+        together.append(len(calls))
+        return [10.0 + number for number in range(len(calls))]
+
+    def launch(work, cost):
+        raise RuntimeError("does not launch")
+
+    monkeypatch.setattr(device.backend, "host_us", host_us, raising=False)
+    last = provider(types.SimpleNamespace(run=launch), "last")
+    device.providers[last.label] = last
+    rows = bench.bench(tmp_path / "x.csv", [(32, 64)], (1,), say=str, device=device, rounds=3)
+    assert together == [4] and {
+        r.provider: r.host_us for r in rows if r.status == "ok" and r.N and r.mode == "cold"
+    } == {
+        "torch.matmul": 10.0,
+        "mine": 11.0,
+        "few": 13.0,  # behind one whose output is wrong
+    }
+
+    def broken(*calls):
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(device.backend, "host_us", broken, raising=False)
+    rows = bench.bench(tmp_path / "y.csv", [(32, 64)], (1,), say=str, device=device, rounds=3)
+    assert {r.host_us for r in rows} == {None} and any(r.status == "ok" for r in rows)
 
 
 def test_choices_of_tokens_are_rows_cold_and_warm(device, tmp_path):
