@@ -1,8 +1,7 @@
 """SPEAR's compensators by phase, for batches that are served: fused for one token, beside the product for more.
 
-More than one token is the paper's semi-fused path (section 4.1, figure 6): product and compensators run on streams of
-their own, which are branches of a captured graph, and meet where the corrections are added. Each compensator is still
-the method's own launches, in float32; the paper has one kernel.
+More than one token is the paper's semi-fused path (section 4.1, figure 6): the product and the compensators' latent
+vectors are computed on two streams, branches of a captured graph, which meet where the corrections are added.
 """
 
 from dataclasses import replace
@@ -10,47 +9,44 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from repro.engine.corrected import Compensated, Corrected
+from repro.engine.corrected import Compensated
 from repro.engine.step import Decoder
 from repro.engine.weights import LAYERS, side_streams
-
-
-class Overlapped(Corrected):
-    """A product and corrections, each of these on a stream of its own on a GPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:
-            return super().forward(x)
-        main, sides, corrections = torch.cuda.current_stream(), side_streams(len(self.layers)), []
-        for side, layer in zip(sides, self.layers):
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                corrections.append(layer(x))
-        y = self.product(x)
-        for side in sides:
-            main.wait_stream(side)
-        for start, correction in zip(self.starts, corrections):
-            y[:, start : start + correction.shape[1]] += correction.to(y.dtype)
-        return y
+from repro.kernels import compensate
+from repro.kernels.compensated_gemv import PackedCompensators
 
 
 class Dispatched(nn.Module):
-    """A compensated product by phase: one token by the fused kernel, more by `Overlapped`."""
+    """A product with compensators by phase: one token by the fused kernel, more beside the product."""
 
     def __init__(self, fused: Compensated) -> None:
         super().__init__()
-        separate = fused.separate(fused.product)
-        self.fused, self.overlapped = fused, Overlapped(fused.product, list(zip(separate.starts, separate.layers)))
+        self.fused = fused
+        self.made = PackedCompensators(fused.down, fused.gates, fused.scales, fused.up, fused.spans)
 
     @property
     def compensators(self) -> int:
         """How many layers of the product have one."""
-        return len(self.overlapped.layers)
+        return len(self.made.down)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x) if len(x) == 1 else self.overlapped(x)
 
     __call__ = forward  # a module's own looks for hooks
+
+    def overlapped(self, x: Tensor) -> Tensor:
+        """y `[T, N]`, the latent vectors on a stream of their own on a GPU."""
+        if not x.is_cuda:
+            latent, y = compensate.latent(x, self.made), self.fused.product(x)
+        else:
+            main, (side,) = torch.cuda.current_stream(), side_streams(1)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                latent = compensate.latent(x, self.made)
+            y = self.fused.product(x)
+            main.wait_stream(side)
+        compensate.add(y, latent, self.made)
+        return y
 
 
 def dispatched(model: Decoder) -> Decoder:

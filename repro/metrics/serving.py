@@ -7,8 +7,8 @@ at every share.
 
 The printed targets and rate are of a GH200. Here one factor stretches the paper's time, so that the device neither
 makes a target idle nor the load: the predicted iteration of 256 tokens with 38 % of the layers compensated over the
-printed P99 of that cell, 17.2 ms. Targets are multiplied by it, the rate is divided. The rule is the protocol's, the
-factor is measured before anything is served.
+printed P99 of that cell, 17.2 ms. Targets are multiplied by it, the rate is divided. The rule is written here, the
+factor is measured by each job before anything is served.
 """
 
 import gc
@@ -144,13 +144,13 @@ class Serving(Metric):
         return f"{self.policy} {self.percent} {self.show}" + (f" {self.target}" if self.target else "")
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
-        """One job serves a shape under all policies, whatever the target."""
+        """One job serves a shape with one placement under all policies, whatever the target."""
         protocol = target.scale.protocols["serving"]
         if protocol is None:
             return None
         rule = vars(protocol) | {"shape": self.shape, "rank": RANKS[self.shape], "device": target.scale.device}
-        rule |= {"percents": list(PERCENTS), "policies": list(POLICIES), "sizes": list(SIZES)}
-        return {"served": make("serving", self.shape, rule, rule, {}, ())}
+        rule |= {"percent": self.percent, "policies": list(POLICIES), "sizes": list(SIZES)}
+        return {"served": make("serving", f"{self.shape}/{self.percent}", rule, rule, {}, ())}
 
     @staticmethod
     def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -187,7 +187,7 @@ class Serving(Metric):
 
 
 def measured(given: Mapping[str, Any], device: torch.device) -> dict[str, Series]:
-    """All series of a job: calibrate, stretch, serve under every policy at every share.
+    """All series of a job: calibrate, stretch, serve under every policy.
 
     Args:
         given: the options of a job.
@@ -195,32 +195,32 @@ def measured(given: Mapping[str, Any], device: torch.device) -> dict[str, Series
     """
     backbone, placed = decoders(given, device)
     cache = Cache(backbone, given["rows"])
-    steps = {percent: MixedSteps(model, cache, given["sizes"]) for percent, model in placed.items()}
     tables = calibrated(given, MixedSteps(backbone, cache, given["sizes"]), placed)
-    percent, tokens, printed = REFERENCE
-    stretch = tables[percent](tokens) / printed
+    reference, tokens, printed = REFERENCE
+    stretch = tables[reference](tokens) / printed
     requests, prompts = workload(given, stretch, backbone.config.vocab_size)
     series = {"stretch": Series(np.asarray([stretch]), "model")}
-    for percent, mixed in steps.items():
-        if mixed.graphed:
-            mixed.capture()
-        warm_up(mixed, requests, prompts)
-        for name in given["policies"]:
-            served = served_by(mixed, policy(name, tables[percent], stretch, given["sizes"]), requests, prompts)
-            series |= summarized(f"{name} {percent}", served, tables[percent], stretch, given)
-        mixed.graphs.clear()
+    percent = given["percent"]
+    steps = MixedSteps(placed[percent], cache, given["sizes"])
+    if steps.graphed:
+        steps.capture()
+    warm_up(steps, requests, prompts)
+    for name in given["policies"]:
+        chosen = policy(name, tables[percent], stretch, given["sizes"])
+        served = served_by(steps, chosen, requests, prompts)
+        series |= summarized(f"{name} {percent}", served, tables[percent], stretch, given)
     return series
 
 
 def decoders(given: Mapping[str, Any], device: torch.device) -> tuple[Decoder, dict[int, Decoder]]:
-    """The shape without compensators, and with them by the percent of layers that have one."""
+    """The shape without compensators, and with them by the percent of layers that have one: its own, `REFERENCE`'s."""
     from transformers import AutoConfig  # takes seconds
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = AutoConfig.for_model(**SHAPES[given["shape"]])
     context = weights.check(f"shape/{given['shape']}", config, None)
     placed = {}
-    for percent in given["percents"]:
+    for percent in sorted({given["percent"], REFERENCE[0]}):
         recipe = parse(COMPENSATED.format(k_share=percent / 100, rank=given["rank"]))
         placed[percent] = dispatched(random_decoder(recipe, config, context, device, dtype))
     return random_decoder(parse(W4), config, context, device, dtype), placed
@@ -283,7 +283,7 @@ def summarized(
 ) -> dict[str, Series]:
     """The series of one policy at one share, by blocks of neighbouring requests where they have an interval."""
     blocks = given["blocks"]
-    group = f"{given['shape']}, {given['requests']} requests, seed {given['seed']}"
+    group = f"{given['shape']}, {given['percent']} %, {given['requests']} requests, seed {given['seed']}"
     gaps = [1e3 * np.asarray(one) for one in served.gaps]
     whole = np.concatenate(gaps)
     ratios = [table(decodes + tokens) / (1e3 * seconds) for decodes, tokens, seconds in served.iterations]

@@ -269,7 +269,7 @@ def of_shape_decode() -> Numbers:
 def of_serving() -> Numbers:
     """What is shown of two blocks of three and one known gaps; a GPU measures them."""
     served = Served([0.01, 0.03], [[0.005, 0.012, 0.008], [0.02]], [(1, 7, 0.004)])
-    given = {"blocks": 2, "requests": 2, "seed": 0, "shape": "Llama-2-7B"}
+    given = {"blocks": 2, "requests": 2, "seed": 0, "shape": "Llama-2-7B", "percent": 38}
     table = LatencyTable({1: 2.0, 8: 3.0})
     series = serving.summarized("spear-22 38", served, table, 0.5, given)
     means = {name.removeprefix("spear-22 38 "): float(one.values.mean()) for name, one in series.items()}

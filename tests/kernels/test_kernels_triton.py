@@ -238,6 +238,25 @@ def interpret_q4_k(case: dict) -> float:
     return max(errors)
 
 
+def interpret_compensate(case: dict) -> float:
+    """Latent vectors and sums of several tokens; outputs without a compensator stay as they are, to the bit.
+
+    In units of what is allowed: 1e-5 of the latent vectors, a rounding of the outputs.
+    """
+    from repro.kernels import compensate as kernel
+
+    x, y, made = kernel.make_inputs(case)
+    latent = kernel.latent_reference(x, made)
+    got, want = y.clone(), y.clone()
+    kernel.launch_add(got, latent, made)
+    kernel.add_reference(want, latent, made)
+    covered = torch.zeros(y.shape[1], dtype=torch.bool)
+    for first, end in zip(made.spans[::2], made.spans[1::2]):
+        covered[first:end] = True
+    assert torch.equal(got[:, ~covered], y[:, ~covered]) and not torch.equal(got, y)
+    return max(relative(kernel.launch_latent(x, made), latent) / 1e-5, relative(got, want) / 2**-10)
+
+
 @triton.jit
 def noise_kernel(x, out, seed, position, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
@@ -354,6 +373,18 @@ INTERPRETED = {  # kernel: (how, cases, bound on the relative error)
         interpret_q4_k,
         [{"name": name, "seed": 3, "share": 0.4, "ordered": True, **case} for name, case in Q4_K],
         5e-4,
+    ),
+    "compensate": (
+        interpret_compensate,
+        [
+            {"tokens": t, "layers": n, "ranks": r, "columns": k, "hidden": h, "dtype": "float16", "seed": t}
+            for t, n, r, k, h in (
+                (5, [200], [5], 416, 4),
+                (33, [17, 160, 24], [20, 0, 33], 203, 4),
+                (70, [33, 30], [0, 7], 1056, 0),
+            )
+        ],
+        1,
     ),
     "noise": (interpret_noise, [{"key": -3, "position": 5}, {"key": 1 << 40, "position": (1 << 33) + 1}], 0),
 }
@@ -487,6 +518,7 @@ def decode_variants():
         "pple", pple.pple_kernel, {"logits": "*bf16", "pple": "*fp32", "tokens": "*i64", "V": "i32"},
         {"BLOCK": pple.BLOCK}, ("logits", "V"), {"num_warps": pple.WARPS}, wide,
     )  # fmt: skip
+    yield from compensate_variants()
     yield from q4_k_variants()
     yield from two_bit_variants()
     yield from dense_variants()
@@ -498,6 +530,32 @@ def decode_variants():
             {"SLICE": 512, "PAD": 256, "ROUNDS": rounds}, ("logits", "V", "sums"),
             exact | {"launch_cooperative_grid": True}, dict.fromkeys((80, 90, 100), "acquire"),
         )  # fmt: skip
+
+
+def compensate_variants():
+    """Compensators of several tokens."""
+    from repro.kernels import compensate
+
+    numbers = dict.fromkeys(("T", "K", "WIDTH", "SPLIT"), "i32")
+    yield (
+        "compensate down", compensate.down_kernel, {"x": "*bf16", "down": "*i8", "part": "*fp32", **numbers},
+        {"R": 32, "PAD": 32, "TOKENS": 64, "BLOCK": compensate.COLUMNS}, ("x", "down", "part", "K", "WIDTH"),
+        {"num_warps": 4, "num_stages": 3}, {80: "mma.sync", 90: "mma", 100: "mma"},
+    )  # fmt: skip
+    for hidden in (128, 0):
+        yield (
+            f"compensate gate {hidden}", compensate.gate_kernel,
+            dict.fromkeys(("part", "scales", "latent"), "*fp32") | {"gates": "*fp16", "T": "i32", "SPLIT": "i32"},
+            {"R": 32, "PAD": 32, "H": hidden, "WIDE": max(hidden, 16), "TOKENS": compensate.GATED},
+            ("part", "scales", "gates", "latent"), {"num_warps": 4}, {},
+        )  # fmt: skip
+    spans = dict.fromkeys(("first", "end", "first2", "end2", "first3", "end3"), "i32")
+    yield (
+        "compensate up", compensate.up_kernel,
+        {"y": "*bf16", "latent": "*fp32", "up": "*i8", "T": "i32", "N": "i32"} | spans,
+        {"R": 32, "PAD": 32, "TOKENS": 64, "BLOCK": compensate.OUTPUTS}, ("y", "latent", "up", "N"),
+        {"num_warps": 4}, {80: "mma.sync", 90: "mma", 100: "mma"},
+    )  # fmt: skip
 
 
 def two_bit_variants():

@@ -31,16 +31,18 @@ def target(device="cpu"):
     return Target(scales.load(name="pocket").on(device), "pocket-3m", "fp16")
 
 
-def test_one_job_serves_every_cell():
-    ids = set()
+def test_one_job_serves_every_cell_of_a_placement():
+    ids = {}
     for policy in serving.POLICIES:
         for percent in serving.PERCENTS:
             for params in (Serving(SHAPE, policy, percent), Serving(SHAPE, policy, percent, "late", 16)):
                 (job,) = params.jobs(target("cuda")).values()
-                ids.add(job.id)
-    assert len(ids) == 1 and runner.alone(job)
+                ids.setdefault(percent, set()).add(job.id)
+    assert [len(of_percent) for of_percent in ids.values()] == [1, 1, 1] and len(set.union(*ids.values())) == 3
+    assert runner.alone(job)
     rule = json.loads(job.inputs)
     assert rule["requests"] == 300 and rule["rate"] == 16.0 and rule["rank"] == 24 and rule["rows"] == 64
+    assert rule["percent"] == 60 and rule["policies"] == list(serving.POLICIES)
 
 
 def test_a_cpu_has_no_such_times(tmp_path):
@@ -89,7 +91,7 @@ def test_what_is_shown_of_known_times():
         gaps=[[0.005, 0.012], [0.005], [], [0.007, 0.009, 0.020]],
         iterations=[(1, 0, 0.004), (2, 6, 0.008)],
     )
-    given = {"blocks": 2, "requests": 4, "seed": 0, "shape": SHAPE}
+    given = {"blocks": 2, "requests": 4, "seed": 0, "shape": SHAPE, "percent": 38}
     table = LatencyTable({1: 2.0, 8: 4.0})
     found = serving.summarized("spear-22 38", served, table, 0.5, given)
     found["stretch"] = Series(np.array([0.5]), "model")
@@ -112,7 +114,7 @@ def test_a_tiny_shape_is_served_under_every_policy(monkeypatch):
     """On a CPU, by the function of the job: the factor that stretches time is of the table, whatever the machine."""
     monkeypatch.setitem(serving.SHAPES, "tiny", TINY)
     protocol = Protocol(requests=6, blocks=3, rows=4, decodes=2, context=8, repeats=1, rate=400.0)
-    given = vars(protocol) | {"shape": "tiny", "rank": 3, "sizes": [8, 64, 512], "percents": [15, 38, 60]}
+    given = vars(protocol) | {"shape": "tiny", "rank": 3, "sizes": [8, 64, 512], "percent": 60}
     given["policies"] = ["static-64", "spear-22", "spear-16-joint"]
     made = []
     monkeypatch.setattr(serving.arrivals, "lengths", lambda: tuple((n, 3) for n in (5, 90, 30, 11, 70, 2)))
@@ -121,9 +123,9 @@ def test_a_tiny_shape_is_served_under_every_policy(monkeypatch):
         serving.LatencyTable, "__init__", lambda self, *rest: (real(self, *rest), made.append(self)) and None
     )
     found = serving.measured(given, torch.device("cpu"))
-    assert len(made) == 3 and made[0].sizes == [8, 64, 512]
-    assert found["stretch"].values[0] == pytest.approx(made[1](256) / 17.2)
-    names = {f"{name} {percent}" for name in given["policies"] for percent in given["percents"]}
+    assert len(made) == 2 and made[0].sizes == [8, 64, 512]
+    assert found["stretch"].values[0] == pytest.approx(made[0](256) / 17.2), "of 38 %, whatever is served"
+    names = {f"{name} 60" for name in given["policies"]}
     shown = ("itl", "ttft", "gaps", "predicted", "late 22", "late 16")
     assert set(found) == {"stretch"} | {f"{name} {show}" for name in names for show in shown}
     for name in names:

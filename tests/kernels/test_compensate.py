@@ -1,0 +1,57 @@
+"""Compensators of several tokens: the references against the method's own module, the kernels on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from repro.kernels import compensate as kernel  # noqa: E402
+from repro.kernels.compensated_gemv import pack, parts, random_compensator  # noqa: E402
+from repro.methods.spear.compensator import Compensator, unpack  # noqa: E402
+
+CASES = [
+    {"tokens": 2, "layers": [4096], "ranks": [24], "columns": 11008, "hidden": 4, "dtype": "bfloat16", "seed": 0},
+    {"tokens": 32, "layers": [11008, 11008], "ranks": [24, 24], "columns": 4096, "hidden": 4, "dtype": "bfloat16",
+     "seed": 1},
+    {"tokens": 130, "layers": [4096, 4096, 4096], "ranks": [24, 0, 24], "columns": 4096, "hidden": 4,
+     "dtype": "float16", "seed": 2},
+    {"tokens": 512, "layers": [130, 70], "ranks": [0, 70], "columns": 203, "hidden": 0, "dtype": "bfloat16", "seed": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hidden", [4, 0])
+def test_a_correction_is_the_method_s_own(hidden):
+    """Equation 3 on two of three layers, alpha 2 in the second; the layer between has none."""
+    generator = torch.Generator().manual_seed(0)
+    stored = [random_compensator(r, n, 48, hidden, generator) for r, n in ((5, 17), (20, 24))]
+    made = pack([0, 33], stored, [1.0, 2.0], hidden)
+    x, y = torch.randn(7, 48, generator=generator), torch.randn(7, 57, generator=generator)
+    want = y.clone()
+    for start, tensors, alpha in zip((0, 33), stored, (1.0, 2.0)):
+        more = Compensator(unpack(tensors), alpha)(x)
+        want[:, start : start + more.shape[1]] += more
+    kernel.add(y, kernel.latent(x, made), made)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    assert len(parts(made.down, made.gates, made.scales, made.up, 48, made.spans)) == 2
+
+
+def test_programs_fill_the_device_but_no_more_than_there_are_columns():
+    assert kernel.splits_of(32, 1, 11008, 132) == 86, "a step of 128 columns each"
+    assert kernel.splits_of(32, 3, 4096, 132) == 32
+    assert kernel.splits_of(512, 3, 4096, 132) == 5
+    assert kernel.splits_of(4096, 3, 4096, 132) == 1
+    assert [kernel.tokens_of_tile(count) for count in (2, 17, 33, 512)] == [16, 32, 64, 64]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_agree_with_the_references(case):
+    x, y, made = kernel.make_inputs(case, "cuda")
+    want = kernel.latent_reference(x, made)
+    got = kernel.latent(x, made)
+    assert float((got - want).norm() / want.norm()) < 1e-4
+    expected, rounding = y.clone(), torch.finfo(y.dtype).eps
+    kernel.add_reference(expected, got, made)
+    kernel.add(y, got, made)
+    torch.testing.assert_close(y, expected, rtol=2 * rounding, atol=1e-3)
