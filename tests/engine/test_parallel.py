@@ -1,6 +1,7 @@
 """Tensor parallelism: ranks give the logits of one rank, in every way to add their partial sums up."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -151,6 +152,26 @@ def test_compensated_ranks_give_the_logits_of_one_rank(packed, way, kind, ranks)
         assert set(single) == {(320 + 16,)}, "outputs and z in one"
     if way == "peers":
         assert not any(memory.any() for memory in room.memories.values()), "every mark is taken away"
+
+
+def test_a_rank_that_is_late_finds_what_it_was_given(packed, monkeypatch):
+    """The other one is then a product ahead, whose sums have to go to another memory."""
+    model = decoder("divides", ALL)
+    want, real = logits(model), row_parallel.take_reference
+
+    def late(memory, *given):
+        if memory.untyped_storage().data_ptr() == room_of[0].memories[1].untyped_storage().data_ptr():
+            time.sleep(0.05)
+        return real(memory, *given)
+
+    room_of = []
+    kept = Room.__init__
+    monkeypatch.setattr(Room, "__init__", lambda self, ranks: (kept(self, ranks), room_of.append(self))[0])
+    monkeypatch.setattr(row_parallel, "take_reference", late)
+    monkeypatch.setattr(row_parallel, "PATIENCE", 5.0)
+    found, _ = on_ranks(2, lambda link: logits(parallel.parallel(sharding.shard(model, link.rank, 2), link, "peers")))
+    for got in found:
+        assert torch.allclose(got, want, atol=1e-3 * want.abs().max())
 
 
 def test_products_without_a_compensator_are_joined_with_others(packed):
