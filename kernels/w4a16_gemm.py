@@ -50,8 +50,7 @@ MOST_BOX = 256  # rows of a box of a tensor map
 LEAST_MULTICAST = (
     97  # tokens: up to 96 of 14336 x 4096 and 8192 x 8192 the other source takes 0.90 and 0.93 of its time
 )
-MOST_FEW, MOST_MIDDLE, MOST_NARROW, MOST_WIDE = 32, 48, 64, 112  # tokens up to which few, middle, wide are chosen from
-MOST_SMALL = 80  # tokens up to which estimates are of tuned numbers of tokens
+MOST_FEW, MOST_MIDDLE, MOST_NARROW, MOST_WIDE = 32, 40, 64, 112  # tokens up to which few, middle, wide are chosen from
 MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed
@@ -119,7 +118,7 @@ for tile, split in itertools.product(BETWEEN_TILES, (1, 2, 3, 4, 5, 6, 7, 8)):
 FEW_TILES = [(32, 1, 2, 4, 512, 6, 1, 0), (32, 1, 3, 4, 512, 6, 1, 0), (32, 2, 4, 2, 256, 6, 1, 0),
              (32, 2, 7, 2, 256, 6, 1, 0)]  # for 17 to 32 tokens: as the fastest ones of 16, more warps  # fmt: skip
 FEW_WGMMA_TILES = [(4, 32, 128, 5, 5)]
-MIDDLE_TILES = [(48, 2, 2, 4, 512, 3, 1, 0), (48, 1, 3, 4, 512, 4, 1, 0), (48, 1, 2, 4, 512, 4, 1, 0)]  # for 33 to 48
+MIDDLE_TILES = [(40, 2, 2, 4, 512, 3, 1, 0), (40, 1, 3, 4, 512, 4, 1, 0), (40, 1, 2, 4, 512, 4, 1, 0)]  # for 33 to 40
 MIDDLE_WGMMA_TILES = [(2, 48, 256, 3, 3), (2, 48, 128, 8, 6)]
 WIDE_TILES = [(4, 80, 128, 3, 4), (3, 80, 128, 3, 4), (2, 80, 128, 4, 4), (1, 80, 256, 3, 4)]  # for 65 to 80 tokens
 WIDER_TILES = [(4, 96, 128, 3, 3), (3, 96, 128, 4, 4), (2, 96, 256, 2, 4), (1, 96, 256, 3, 3)]  # for 81 to 96
@@ -172,8 +171,9 @@ def unsupported(device: torch.device | str) -> str | None:
 
 
 TOKENS = (16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 256)  # numbers of tokens with their own configurations
-SERVED = (16, 24, 32, 64, 80, 96, 112)  # each serves all tokens above the one before it
+SERVED = (16, 24, 32, 64, 80, 96, 112, 128)  # each serves all tokens above the one before it
 FILLED = (16, 24, 32, 64, 80)  # tokens of tiles of the plain space
+ESTIMATED = (16, 24, 32, 40, 64, 80)  # as many as which fewer tokens are estimated
 
 
 def tuning_key(case: dict) -> str:
@@ -194,10 +194,10 @@ def configuration(m: int, n: int, k: int, bits: int, device: torch.device | str)
     Between tuned numbers of tokens and above the last one, the tuned configuration may be for tiles that m tokens
     do not fill: another is taken where its estimate for them is lower.
     """
-    tokens = next((t for t in TOKENS if m <= t <= MOST_SMALL), -(-m // 8) * 8)
+    tokens = next((t for t in ESTIMATED if m <= t), -(-m // 8) * 8)
     recorded = {}
     for t in TOKENS:
-        if t >= min(tokens, TOKENS[-1]):
+        if t >= min(m, TOKENS[-1]):
             key = tuning_key({"M": t, "N": n, "K": k, "bits": bits})
             recorded[t] = launch_config("w4a16_gemm", key, device)
     for t in serving(m):
@@ -334,10 +334,10 @@ def estimate_multicast(config: dict, m: int, n: int, k: int, sms: int) -> float:
 
 
 # Two launches beside each other (beside.cuh), of an H200.
-BESIDE = 2.0  # us that the second takes where it has room
-TWO = 0.99  # of the time of one launch, which two have to be below
+BESIDE, BESIDE_READ = 0.5, 25e6  # us that the second takes where it has room, and bytes of weights for one more
+SLOWER = 1.15  # times as long as alone while the first runs
+TWO = 0.985  # of the time of one launch, which two have to be below
 DECODE_START, DECODE_TOKEN = 2.5, 0.06  # us of `wna16_gemv.cu`, and by how much a token more is slower
-GPCS = 8  # parts of a device over which its SMs are spread; a cluster runs in one
 
 
 @lru_cache(maxsize=4096)
@@ -365,7 +365,7 @@ def tokens_of_head(m: int, n: int, k: int, bits: int, device: torch.device) -> i
         else:
             waves = waves_of(configuration(tail, n, k, bits, device), tail, n, k, sms)
             behind = in_turns(wave, used.free, alone(tail), waves, sms)
-        times[head] = alone(head) + behind
+        times[head] = alone(head) + BESIDE + n * k * bits / 8 / BESIDE_READ + behind
     best = min(times, key=times.get)
     return best if times[best] < TWO * times[0] else 0
 
@@ -410,29 +410,29 @@ def waves_of(config: dict, m: int, n: int, k: int, sms: int) -> Waves:
 
 
 def beside(wave: float, free: float, tail: float) -> float:
-    """Microseconds that a second launch of many small thread blocks takes behind the last wave of the first.
+    """Microseconds that a second launch of many small thread blocks goes on behind the last wave of the first.
 
     They take turns on the free share of the SMs while that wave runs; the rest comes behind it.
     """
     done = int(wave / tail) * free
-    return BESIDE if done >= 1 else max(BESIDE, min(tail, DECODE_START + (1 - done) * tail))
+    return 0.0 if done >= 1 else min(tail, DECODE_START + (1 - done) * tail)
 
 
 def in_turns(wave: float, free: float, tail: float, waves: Waves, sms: int) -> float:
     """The same of a second launch that fills the SMs in few waves, `tail` microseconds long by itself.
 
-    Its clusters run on free SMs of one GPC, turn by turn, while that wave runs. Those that have not begun when it ends
-    take whole waves of their own.
+    Its thread blocks, alone or two together, run on free SMs, turn by turn, while that wave runs; for larger clusters
+    no GPC has room. What has not begun when it ends takes whole waves of its own.
     """
-    turn = (tail - BESIDE) / waves.count
-    at_a_time = GPCS * int(free * sms / GPCS / waves.together) if waves.together > 1 else int(free * sms)
-    turns = int(wave / turn) if at_a_time else 0
+    turn = (tail - START) / waves.count
+    at_a_time = int(free * sms / waves.together) if waves.together <= 2 else 0
+    turns = int(wave / (SLOWER * turn)) if at_a_time else 0
     left = waves.clusters - turns * at_a_time
     if left <= 0:
-        return BESIDE
+        return 0.0
     if left <= at_a_time:
-        return BESIDE + (turns + 1) * turn - wave
-    return BESIDE + -(-(left - at_a_time) // waves.room) * turn
+        return (turns + 1) * SLOWER * turn - wave
+    return -(-(left - at_a_time) // waves.room) * turn
 
 
 def fitted(config: dict, bits: int, group: int, symmetric: bool, most: int = MOST_SHARED[9, 0]) -> dict:

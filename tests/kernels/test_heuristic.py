@@ -116,8 +116,9 @@ def test_few_tokens_have_tiles_of_their_own(monkeypatch):
     assert w4a16_gemm.configuration(17, 6144, 4096, 4, "cpu") in w4a16_gemm.FEW_SPACE
     assert "WGS" in w4a16_gemm.configuration(25, 28672, 4096, 4, "cpu")
     assert w4a16_gemm.configuration(65, 28672, 4096, 4, "cpu") in w4a16_gemm.WIDE_SPACE
-    for m in (33, 48):
+    for m in (33, 40):
         assert w4a16_gemm.configuration(m, 6144, 4096, 4, "cpu") in w4a16_gemm.MIDDLE_SPACE
+    assert "WGS" in w4a16_gemm.configuration(41, 6144, 4096, 4, "cpu")
     for m in (81, 96):
         chosen = w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu")
         assert chosen in w4a16_gemm.WIDE_SPACE and w4a16_gemm.tokens_of(chosen) == 96

@@ -143,29 +143,31 @@ def test_a_second_launch_takes_the_tokens_that_would_be_a_wave_of_their_own(monk
     assert heads == dict.fromkeys((1, 64, 256, 320, 321, 352, 512), 0) | {353: 352, 368: 352}
     used = w4a16_gemm.waves_of(w4a16_gemm.cheapest("multicast", 352, 14336, 4096), 352, 14336, 4096, 132)
     assert used.count == 1 and used.free == pytest.approx(20 / 132)
-    assert w4a16_gemm.beside(50.0, 0.5, 10.0) == w4a16_gemm.BESIDE < w4a16_gemm.beside(50.0, 0.1, 10.0)
+    assert w4a16_gemm.beside(50.0, 0.5, 10.0) == 0 < w4a16_gemm.beside(50.0, 0.1, 10.0)
     x = torch.zeros(353, 4096, dtype=torch.float16)
     assert linear.tokens_of_head(x, 14336, 4096, 4) == 352
     assert linear.tokens_of_head(torch.zeros(353, 4097).half(), 14336, 4097, 4) == 0  # rows that are not aligned
     w4a16_gemm.tokens_of_head.cache_clear()
 
 
-def in_turns(wave, free, together=1, clusters=128, tail=10 + w4a16_gemm.BESIDE, count=1):
+def in_turns(wave, free, together=1, clusters=128, tail=10.0, count=1):
+    """Of a second launch whose thread blocks take `tail` / `count` beside the first."""
     room = w4a16_gemm.at_once(together, 132)
     waves = w4a16_gemm.Waves(together, clusters, room, count, 0.0)
-    return w4a16_gemm.in_turns(wave, free, tail, waves, 132) - w4a16_gemm.BESIDE
+    alone = w4a16_gemm.START + tail / w4a16_gemm.SLOWER
+    return w4a16_gemm.in_turns(wave, free, alone, waves, 132)
 
 
 def test_a_second_launch_takes_turns_on_the_free_sms_and_then_waves_of_its_own():
-    """128 thread blocks, 10 us each, on 40 free SMs, 40 at a time; clusters run where one GPC has room for them."""
-    free = 40 / 132
-    assert in_turns(45.0, free) == pytest.approx(0)  # 160 in four turns
+    """128 thread blocks, 10 us each, on 40 free SMs, 40 at a time; clusters of more than two have no room there."""
+    free, own = 40 / 132, 10 / w4a16_gemm.SLOWER
+    assert in_turns(45.0, free) == 0  # 160 in four turns
     assert in_turns(35.0, free) == pytest.approx(5.0)  # 120 in three, the other 8 in one that has begun
-    assert in_turns(25.0, free) == pytest.approx(10.0)  # 80 in two, 40 have begun, 8 have a wave of their own
-    assert in_turns(9.0, 0.0) == pytest.approx(10.0)
-    assert in_turns(25.0, free, clusters=256, tail=20 + w4a16_gemm.BESIDE, count=2) == pytest.approx(20.0)  # 136 left
-    assert in_turns(45.0, free, together=5, clusters=22) == pytest.approx(0)  # one in each of eight GPCs
-    assert in_turns(45.0, 36 / 132, together=5, clusters=22) == pytest.approx(10.0)  # four or five free SMs: none
+    assert in_turns(25.0, free) == pytest.approx(own)  # 80 in two, 40 have begun, 8 have a wave of their own
+    assert in_turns(9.0, 0.0) == pytest.approx(own)
+    assert in_turns(25.0, free, clusters=256, tail=20.0, count=2) == pytest.approx(2 * own)  # 136 are left for two
+    assert in_turns(45.0, free, together=2, clusters=64) == 0
+    assert in_turns(45.0, free, together=4, clusters=22) == pytest.approx(own)
 
 
 @pytest.mark.gpu
