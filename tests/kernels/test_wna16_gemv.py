@@ -406,3 +406,21 @@ def test_a_tensor_map_is_passed_by_value_each_launch_its_own(monkeypatch):
         at = (ctypes.c_void_p * 2).from_address(room.address)
         assert at[0] % 64 == 0 and ctypes.string_at(at[0], 128) == bytes([box]) * 128
         assert ctypes.c_int.from_address(at[1]).value == 3
+
+
+def test_a_second_launch_has_a_configuration_of_its_own(monkeypatch):
+    """Of the space, whatever is tuned for the layer: it starts on few SMs."""
+    assert kernel.TAIL in kernel.SPACE
+    given = []
+
+    class Function:
+        def step(self, *launch, beside):
+            return launch, beside
+
+    def plan(form, dtype, m, device, part="", **config):
+        given.append((m, part, config))
+        return Function(), 4, 256, form[2], form[3]
+
+    monkeypatch.setattr(kernel, "_plan", plan)
+    _, beside = kernel.tail(torch.zeros(325, 256).half(), 320, 4, 128, 64, 256, False)
+    assert beside and given == [(5, "TAIL", kernel.TAIL)]
