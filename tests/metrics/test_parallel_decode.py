@@ -11,7 +11,7 @@ from repro.core.errors import NotMeasurable, UserError  # noqa: E402
 from repro.engine import ranks  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.metrics import parallel_decode  # noqa: E402
-from repro.metrics.parallel_decode import DEGREES, HOW, ParallelDecode  # noqa: E402
+from repro.metrics.parallel_decode import HOW, ParallelDecode  # noqa: E402
 from repro.results import measure  # noqa: E402
 from repro.specs import figures, tables  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
