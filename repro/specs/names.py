@@ -34,7 +34,7 @@ def split_table(name: str) -> tuple[str, str]:
     paper, _, number = text.rpartition("/")
     number = number.removeprefix("table") if number.removeprefix("table").isdecimal() else number
     printed = paper in papers.PAPERS and number in papers.tables(paper)
-    if not printed and (paper, number) not in own_tables():
+    if not printed and not _is_own_table(paper, number):
         raise unknown("table", text, tables())
     return paper, number
 
@@ -44,11 +44,21 @@ def table_spec(paper: str, number: str) -> Path:
     return HOME / "tables" / f"{table_name(paper, 'table', number)}.yaml"
 
 
+def _folders_of_own_tables() -> tuple[str, ...]:
+    """Those that specs of no printed table are in; the last is tables/ itself."""
+    return (*papers.PAPERS, *FOLDERS, "")
+
+
+def _is_own_table(paper: str, number: str) -> bool:
+    """Whether `own_tables` has it; asked for every cell that names another table, so that no folder is listed."""
+    named = paper in _folders_of_own_tables() and number and not number.isdecimal() and not number.startswith("table")
+    return bool(named) and table_spec(paper, number).is_file()
+
+
 def own_tables() -> list[tuple[str, str]]:
     """Paper and name of every spec that is of no printed table."""
-    folders = (*papers.PAPERS, *FOLDERS, "")  # the last is tables/ itself
     specs = []
-    for folder in folders:
+    for folder in _folders_of_own_tables():
         names = [path.stem for path in sorted((HOME / "tables" / folder).glob("*.yaml"))]
         specs += [(folder, name) for name in names if not name.startswith("table")]
     return specs

@@ -190,13 +190,16 @@ def interval(
         """The smooth expressions at other means, `[branches, points]`: each the mean over seeds."""
         return np.stack([_evaluate(one, means | changed, count, points).mean(axis=0) for one in smooth])
 
-    by_seed = np.stack([_evaluate(one, means, count, 1)[:, 0] for one in smooth])
+    by_seed = np.stack([_evaluate(one, means, count, 1)[:, 0] for one in branches]) if branches else value_by_seed[None]
+    unmoved = moved({}, 1)
     errors: list[tuple[np.ndarray, float]] = []  # `[branches, k]`, whose squares add up to variance; degrees of freedom
-    possible, fewest, random = True, math.inf, np.random.RandomState(0)
+    possible, fewest = True, math.inf
+    random = None  # seeding it takes as long as all else of a short interval
     again: dict[str, np.ndarray] = {}  # means of resampled sequences by name, `[S or 1, RESAMPLES]`
     for group, series in members.items():
         n = next(iter(series.values())).shape[1]
         if unit[group] == "sequences":
+            random = random or np.random.RandomState(0)
             weights = random.multinomial(n, np.full(n, 1 / n), RESAMPLES) / n
             again |= {name: values @ weights.T for name, values in series.items()}
             fewest = min(n, fewest)
@@ -205,14 +208,14 @@ def interval(
         length, rho = 1, np.zeros(len(smooth))
         if unit[group] == "windows":
             if n >= FEWEST_WINDOWS:
-                rho = np.array([lag_one(each) for each in _contributions(moved, series, np.arange(n))])
+                rho = np.array([lag_one(each) for each in _contributions(moved, unmoved, series, np.arange(n))])
             length = block_length(n, float(rho.max()))
         starts = block_starts(n, length)
         if len(starts) < 2 or (unit[group] == "windows" and single and n < FEWEST_WINDOWS):
             possible = False
             continue
         scale = len(starts) / (len(starts) - 1) / share_of_blocks(n / len(starts), rho)
-        errors.append((_contributions(moved, series, starts) / n * np.sqrt(scale)[:, None], len(starts) - 1))
+        errors.append((_contributions(moved, unmoved, series, starts) / n * np.sqrt(scale)[:, None], len(starts) - 1))
     for name, result in (known or {}).items():
         if result.lo is None or result.hi is None:
             possible = False
@@ -322,10 +325,13 @@ def _greatest_errors(
 
 
 def _contributions(
-    moved: Callable[[Mapping[str, np.ndarray], int], np.ndarray], series: Mapping[str, np.ndarray], starts: np.ndarray
+    moved: Callable[[Mapping[str, np.ndarray], int], np.ndarray],
+    unmoved: np.ndarray,
+    series: Mapping[str, np.ndarray],
+    starts: np.ndarray,
 ) -> np.ndarray:
     """What each block of a group's series contributes to each smooth expression, `[branches, blocks]`, by leaving it
-    out, times what is left.
+    out, times what is left. `unmoved` are the expressions at all means, `[branches, 1]`.
 
     Their squares add up to the variance of the value, times n^2 and the usual (k - 1) / k of k blocks.
     """  # fmt: skip
@@ -334,7 +340,7 @@ def _contributions(
         n = values.shape[1]
         left = n - np.diff(starts, append=n)
         without[name] = (values.sum(axis=1)[:, None] - np.add.reduceat(values, starts, axis=1)) / left
-    return left * (moved({}, 1) - moved(without, len(starts)))
+    return left * (unmoved - moved(without, len(starts)))
 
 
 def _stacked(seeds: Sequence[Mapping[str, Series]]) -> dict[str, np.ndarray]:

@@ -536,6 +536,13 @@ def test_a_table_by_any_of_its_names(name, split):
     assert tables.split(name) == split
 
 
+def test_every_table_can_be_asked_for_by_its_name_and_no_other():
+    assert {tables.split(name) for name in names.tables()} >= set(names.own_tables())
+    assert all(names._is_own_table(*both) for both in names.own_tables())
+    printed = [("spear", "1"), ("spear", "table1"), ("", "table1")]
+    assert not any(names._is_own_table(*both) for both in [*printed, ("nobody", "memory"), ("spear", "nothing")])
+
+
 def test_every_spec_of_a_figure_can_be_asked_for():
     drawn = {names.figure_spec(*both) for both in figures.specified()}
     assert set((ROOT / "figures").glob("*/*.yaml")) <= drawn
