@@ -2,8 +2,8 @@
 
 The weights are random: times and bytes are real. Compensators are those of Table 8's 4 bits per channel, the layers
 chosen by a seed, since random weights have no damage. Every rank draws its part from the same seed, so that all parts
-are alike, and with them the tokens. One job times a shape in every way at one degree, in processes of their own, one a GPU
-(`engine/ranks.py`): run it where all GPUs are seen, `python -m repro run TARGET` without `--gpus`.
+are alike, and with them the tokens. One job times a shape in every way at one degree, in processes of their own, one a
+GPU (`engine/ranks.py`): run it where all GPUs are seen, `python -m repro run TARGET` without `--gpus`.
 
 A step is one CUDA graph, all-reduces among it; `launched` is launch by launch from the host. The paper does not say
 which its rows are; gaps between launches dominate its naive rows (section 4.1), so that both are timed.

@@ -117,6 +117,7 @@ class Serving(Metric):
 
     VERSION = 1
     TIMES = True
+    SHAPED = True
     DEFAULT = {}
     PROTOCOL = Protocol
 

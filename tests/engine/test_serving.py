@@ -109,7 +109,9 @@ def check(model, policy, rows=5):
 
 
 @pytest.mark.parametrize(
-    "policy", [StaticBudget(6), StaticBudget(64), LatencyTarget(TABLE, 5.5, least=2, most=32)], ids=repr
+    "policy",
+    [StaticBudget(6), StaticBudget(64), LatencyTarget(TABLE, 5.5, least=2, most=32)],
+    ids=["budget of 6", "budget of 64", "target of 5.5 ms"],
 )
 def test_tokens_are_those_of_each_request_alone(plain, policy):
     check(plain, policy)
