@@ -304,7 +304,7 @@ def kill(process: subprocess.Popen) -> None:
     process.wait(30)
 
 
-# --- fixtures, imported by conftest.py --------------------------------------------------------------------------------
+# --- fixtures, imported by shared_fixtures.py -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
