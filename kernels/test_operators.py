@@ -4,14 +4,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from repro.bench import operators  # noqa: E402
+from repro.bench import operator_tasks  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize with the cases of every operator, and with its providers in the inner loop."""
     cases = []
-    for name, peers in operators.OPERATORS.items():
+    for name, peers in operator_tasks.OPERATORS.items():
         for number, case in enumerate(load(name).CASES):
             for provider in (name, *peers):
                 cases.append(pytest.param(name, case, provider, id=f"{name}-{number}-{provider}"))
@@ -25,7 +25,7 @@ def test_operator(gpu_benchmark, benchmark, name, case, provider) -> None:  # no
         pytest.skip(reason)
     benchmark.extra_info["ours"] = provider == name
     try:
-        task = operators.task(name, case, provider)
+        task = operator_tasks.task(name, case, provider)
     except ValueError as error:
         pytest.skip(str(error))
     timed = gpu_benchmark(task)

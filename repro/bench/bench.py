@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from repro.bench import operators, peers, stored_peers, timing
+from repro.bench import operator_tasks, peers, stored_peers, timing
 from repro.bench.kernel_list import OURS, load, machine_code
 from repro.bench.task import Layer, Task, Timing, Unsound
 from repro.core.errors import UserError, unknown
@@ -79,7 +79,7 @@ def greedy_choices(device: str = "cuda") -> list[list[Task]]:
         tasks = []
         for provider in ("argmax", "torch"):
             facts = {"kernel": "argmax", "provider": provider, "dtype": "bf16", "N": case["V"], "M": case["T"]}
-            task = operators.task("argmax", case, provider, device)
+            task = operator_tasks.task("argmax", case, provider, device)
             tasks.append(replace(task, name=f"argmax/bf16/{provider}", hot=(), facts=facts))
         choices.append(tasks)
     return choices

@@ -39,50 +39,50 @@ def json_lines(content: bytes) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _questions(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _questions(content: bytes, second: bytes) -> Iterator[PromptRow]:
     """Questions of EAGLE and Spec-Bench."""
     for record in json_lines(content):
         references = tuple(map(str, record.get("reference", ())))
         yield PromptRow(str(record["question_id"]), tuple(record["turns"]), references)
 
 
-def _humaneval(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _humaneval(content: bytes, second: bytes) -> Iterator[PromptRow]:
     for record in json_lines(gzip.decompress(content)):
         yield PromptRow(record["task_id"], (record["prompt"],), (record["canonical_solution"],))
 
 
-def _gsm8k(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _gsm8k(content: bytes, second: bytes) -> Iterator[PromptRow]:
     for number, record in enumerate(json_lines(content)):
         yield PromptRow(str(number), (record["question"],), (record["answer"],))
 
 
-def _math(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _math(content: bytes, second: bytes) -> Iterator[PromptRow]:
     """Problems whose reference is the final answer; the solutions, other people's prose, are left out."""
     for number, record in enumerate(json_lines(content)):
         name = record.get("unique_id", record.get("id", number))
         yield PromptRow(str(name), (record["problem"],), (str(record["answer"]),))
 
 
-def _longwriter(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _longwriter(content: bytes, second: bytes) -> Iterator[PromptRow]:
     for number, record in enumerate(json_lines(content)):
         yield PromptRow(str(number), (record["prompt"],), words=record["length"])
 
 
-def _articles(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _articles(content: bytes, second: bytes) -> Iterator[PromptRow]:
     for record in csv.DictReader(io.StringIO(content.decode(), newline="")):
         yield PromptRow(record["id"], (record["article"],), (record["highlights"],))
 
 
-def _dialogues(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _dialogues(content: bytes, second: bytes) -> Iterator[PromptRow]:
     for record in json_lines(content):
         summaries = tuple(record[key] for key in sorted(record) if key.startswith("summary"))
         yield PromptRow(record["fname"], (record["dialogue"],), summaries)
 
 
-def _segments(content: bytes, also: bytes) -> Iterator[PromptRow]:
+def _segments(content: bytes, second: bytes) -> Iterator[PromptRow]:
     """Segments of the TED test set of 2017: French in the first archive, the English reference in the second."""
     french = _ted(content, "fr-en/IWSLT17.TED.tst2017.fr-en.fr.xml")
-    english = _ted(also, "en-fr/IWSLT17.TED.tst2017.en-fr.en.xml")
+    english = _ted(second, "en-fr/IWSLT17.TED.tst2017.en-fr.en.xml")
     if list(french) != list(english):
         raise ValueError("the segments of the two languages differ")
     for name, text in french.items():

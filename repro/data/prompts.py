@@ -64,8 +64,8 @@ class PromptSet:
     prompts: int
     rows_sha256: str
     stored: bool = False
-    also: str = ""
-    also_sha256: str = ""
+    second: str = ""
+    second_sha256: str = ""
 
     def __post_init__(self) -> None:
         if self.reader not in READERS:
@@ -170,9 +170,9 @@ def _stored(path: Path) -> bytes:
 def _source_rows(entry: PromptSet) -> list[PromptRow]:
     """The rows of a set from its source in REPRO_DATA."""
     content = _source(entry.name, entry.source, entry.sha256)
-    also = _source(entry.name, entry.also, entry.also_sha256) if entry.also else b""
+    second = _source(entry.name, entry.second, entry.second_sha256) if entry.second else b""
     try:
-        return list(READERS[entry.reader](content, also))
+        return list(READERS[entry.reader](content, second))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, tarfile.TarError) as error:
         raise UserError(f"prompt set {entry.name!r}: {entry.source} is not readable ({error!r})") from None
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from repro.bench import listed_reader, operators, timing
+from repro.bench import listed_reader, operator_tasks, timing
 from repro.bench.kernel_list import OURS, SPARSITIES, load
 from repro.bench.task import Layer
 from repro.core.errors import NotMeasurable, UserError
@@ -118,7 +118,7 @@ class SparseBench:
     def check(self) -> dict[str, Any]:
         """The largest error of each kernel over its cases, over what is allowed; a list's wrong entries."""
         errors: dict[str, float] = {}
-        for name in ("active_inputs", *operators.PRODUCTS):
+        for name in ("active_inputs", *operator_tasks.PRODUCTS):
             module = load(name)
             for case in module.CASES:
                 inputs = module.make_inputs(case, self.device)
@@ -128,7 +128,7 @@ class SparseBench:
                     errors[name] = max(errors.get(name, 0.0), float((in_order(got) != want).sum()))
                     continue
                 off = float((got.double() - want.double()).norm() / want.double().norm())
-                errors[name] = max(errors.get(name, 0.0), off / operators.tolerance(name, want.dtype))
+                errors[name] = max(errors.get(name, 0.0), off / operator_tasks.tolerance(name, want.dtype))
         wrong = [name for name, off in errors.items() if not off <= (0 if name == "active_inputs" else 1)]
         if wrong:
             raise timing.Unsound(f"wrong: {', '.join(f'{name} ({errors[name]:.3g})' for name in wrong)}")
@@ -139,11 +139,13 @@ class SparseBench:
         case = {"K": columns, "share": 0.5, "dtype": "bfloat16", "seed": 0}
         tasks = []
         for ordered in (True, False):
-            tasks.append(operators.task("active_inputs", case | {"ordered": ordered}, "active_inputs", self.device))
+            tasks.append(
+                operator_tasks.task("active_inputs", case | {"ordered": ordered}, "active_inputs", self.device)
+            )
         norm = {"T": 1, "H": columns, "residual": True, "threshold": 0.67, "dtype": "bfloat16", "seed": 0}
         product = {"T": 1, "F": columns, "threshold": 3.0, "dtype": "bfloat16", "seed": 0}
         for name, of in (("rms_norm", norm), ("silu_product", product)):
-            tasks += [operators.task(kernel, of, kernel, self.device) for kernel in (name, f"{name}_active")]
+            tasks += [operator_tasks.task(kernel, of, kernel, self.device) for kernel in (name, f"{name}_active")]
         names = ("ordered", "as they arrive", "norm", "norm with list", "product", "product with list")
         timings = timing.measure(tasks, self.backend, timing.WARM)
         return {"K": columns} | {f"{name} us": one.us for name, one in zip(names, timings)}

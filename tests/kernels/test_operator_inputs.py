@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from repro.bench import kernel_list  # noqa: E402
-from repro.bench.operators import OPERATORS  # noqa: E402
+from repro.bench.operator_tasks import OPERATORS  # noqa: E402
 from repro.bench.task import tensors  # noqa: E402
 from repro.kernels import active_inputs, linear, operators, packing, w8a8  # noqa: E402
 from repro.kernels.operators import VECTOR, Argument  # noqa: E402

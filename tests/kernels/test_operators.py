@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama as llama
 
 pytest.importorskip("triton")
 
-from repro.bench import operators, timing  # noqa: E402
+from repro.bench import operator_tasks, timing  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import argmax, attention, noise, pple, rms_norm, rope_append, sample, silu_product  # noqa: E402
 from repro.kernels.operators import Argument, checker  # noqa: E402
@@ -365,15 +365,15 @@ BYTES = {  # of the first cases, by hand from the formulas of the files
 def test_tasks_of_ours_and_of_eager_peers_are_sound(name):
     """What `pytest kernels --benchmark-only` launches on a GPU, on the smallest case of a CPU."""
     case = PAGES[name].CASES[0] | ({"padding": 0} if name == "rope_append" else {})
-    for provider in (name, *(peer for peer in operators.OPERATORS[name] if peer != "torch.compile")):
-        task = operators.task(name, case, provider, "cpu")
+    for provider in (name, *(peer for peer in operator_tasks.OPERATORS[name] if peer != "torch.compile")):
+        task = operator_tasks.task(name, case, provider, "cpu")
         (found,) = timing.measure([task], Host(), timing.WARM, rounds=3)
         assert found.nbytes == BYTES[name] and found.facts["provider"] == provider
 
 
 def test_a_peer_without_padding_says_so():
     with pytest.raises(ValueError, match="torch has no padding"):
-        operators.task("rope_append", rope_append.CASES[0], "torch", "cpu")
+        operator_tasks.task("rope_append", rope_append.CASES[0], "torch", "cpu")
 
 
 @pytest.mark.gpu
@@ -385,12 +385,12 @@ def test_kernels_on_a_gpu(name, case):
     for dtype in FLOATS if name != "attention" or case["context"] < 100 else [getattr(torch, case["dtype"])]:
         inputs = module.make_inputs(case | {"dtype": typed(dtype)})
         there = [{n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()} for _ in range(2)]
-        got = [[*operators.tensors(module.launch(**one)), *written(one)] for one in there]
+        got = [[*operator_tasks.tensors(module.launch(**one)), *written(one)] for one in there]
         assert all(torch.equal(a, b) for a, b in zip(*got))
-        want = [*operators.tensors(module.reference(**inputs)), *written(inputs)]
+        want = [*operator_tasks.tensors(module.reference(**inputs)), *written(inputs)]
         for a, b in zip(got[0], want):
             error = ((a.cpu().double() - b.double()).norm() / b.double().norm()).item()
-            assert error <= operators.tolerance(name, dtype)
+            assert error <= operator_tasks.tolerance(name, dtype)
 
 
 def written(inputs):

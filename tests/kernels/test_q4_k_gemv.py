@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from repro.bench import operators  # noqa: E402
+from repro.bench import operator_tasks  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import nvrtc, q4_k_gemv, q4_k_planes, zigzag_gemv  # noqa: E402
 
@@ -215,4 +215,4 @@ def test_sources_on_a_gpu(name):
                 assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
             for one in got:
                 error = (one.double() - want).norm() / want.norm()
-                assert error <= operators.tolerance(name, getattr(torch, case["dtype"])), (case, config)
+                assert error <= operator_tasks.tolerance(name, getattr(torch, case["dtype"])), (case, config)

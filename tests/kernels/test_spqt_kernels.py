@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from repro.bench import operators, timing  # noqa: E402
+from repro.bench import operator_tasks, timing  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import active_inputs as lists  # noqa: E402
 from repro.kernels import q4_k_planes as planes  # noqa: E402
@@ -159,7 +159,7 @@ BYTES = {  # of the first cases, by hand
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_are_sound_and_count_what_is_read(name):
-    task = operators.task(name, load(name).CASES[0], name, "cpu")
+    task = operator_tasks.task(name, load(name).CASES[0], name, "cpu")
     (timed,) = timing.measure([task], Host(), timing.WARM, rounds=3)
     assert timed.nbytes == BYTES[name] and timed.facts["provider"] == name
 
@@ -175,7 +175,7 @@ def test_a_producer_lists_its_own_output(name):
 
 
 def test_a_list_in_any_order_is_checked_by_its_count():
-    task = operators.task("active_inputs", lists.CASES[1], "active_inputs", "cpu")
+    task = operator_tasks.task("active_inputs", lists.CASES[1], "active_inputs", "cpu")
     assert task.want(**task.inputs).shape == (1,)
 
 
@@ -199,6 +199,6 @@ def test_kernels_on_a_gpu(name, case):
             assert torch.equal(one[-1], lists.reference(one[0], inputs["threshold"]))
         got, want = [one[0] for one in got], want[0]
     assert not ordered or (torch.equal(got[0], got[1]) and torch.equal(got[0], got[2]))
-    bound = operators.tolerance(name, getattr(torch, case["dtype"]))
+    bound = operator_tasks.tolerance(name, getattr(torch, case["dtype"]))
     for one in got:
         assert (one.double() - want.double()).norm() <= bound * want.double().norm()

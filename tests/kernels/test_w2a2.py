@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from repro.bench import operators, timing, two_bit  # noqa: E402
+from repro.bench import operator_tasks, timing, two_bit  # noqa: E402
 from repro.bench.kernel_list import load  # noqa: E402
 from repro.kernels import nvrtc, quantize_2bit, w2a2_gemv, w2a2_ready  # noqa: E402
 from repro.kernels import w2a2_format as form  # noqa: E402
@@ -157,7 +157,7 @@ BYTES = {  # of the first cases, by hand: 11 groups
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_are_sound_and_count_what_is_read(name):
-    task = operators.task(name, load(name).CASES[0], name, "cpu")
+    task = operator_tasks.task(name, load(name).CASES[0], name, "cpu")
     (timed,) = timing.measure([task], Host(), timing.WARM, rounds=3)
     assert timed.nbytes == BYTES[name]
 
@@ -329,14 +329,14 @@ def test_kernels_on_a_gpu(name, case):
     """Against the reference, twice with the same bits; every source where there are some."""
     module = load(name)
     inputs = module.make_inputs(case, "cuda")
-    want = operators.tensors(module.reference(**inputs))
+    want = operator_tasks.tensors(module.reference(**inputs))
     for config in (None, *getattr(module, "CHECKED", ())):
         given = inputs if config is None else inputs | {"config": config}
-        got, again = (operators.tensors(module.launch(**given)) for _ in range(2))
+        got, again = (operator_tasks.tensors(module.launch(**given)) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
         for a, b in zip(got, want, strict=True):
             error = (a.double() - b.double()).norm() / b.double().norm()
-            assert error <= operators.tolerance(name, getattr(torch, case["dtype"])) + 1e-3
+            assert error <= operator_tasks.tolerance(name, getattr(torch, case["dtype"])) + 1e-3
 
 
 def planned(tokens, rows, columns, x=torch.bfloat16, real=False, gather=False, **config):

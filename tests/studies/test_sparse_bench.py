@@ -27,7 +27,7 @@ def bench(tmp_path, monkeypatch):
     few = {"LAYERS_TIMED": [(300, 256)], "COLUMNS": (256,), "SHAPES": ("tiny",), "PROMPT": 3, "NEW": 3, "ROUNDS": 1}
     for name, value in few.items():
         monkeypatch.setattr(sparse, name, value)
-    for name in ("active_inputs", *sparse.operators.PRODUCTS):
+    for name in ("active_inputs", *sparse.operator_tasks.PRODUCTS):
         module = sparse.load(name)
         monkeypatch.setattr(module, "CASES", module.CASES[:2])
     monkeypatch.setattr(listed_reader, "CONFIGS", listed_reader.CONFIGS[:2])
