@@ -11,7 +11,7 @@
 //
 // The product is launched beside this launch and reads its weights meanwhile; it waits before it reads `latent`.
 
-#include "ptx.cuh"
+#include "gate.cuh"
 #if RANKS
 #include "peers.cuh"
 #endif
@@ -86,30 +86,5 @@ compensator_latent(const char *__restrict__ down, const u16 *__restrict__ gates,
     return;
 #endif
     __syncthreads();
-    float *to = latent + which * RANK;
-    const float *up_scale = scale + RANK;
-#if HIDDEN
-    const u32 W1 = shared_address(shared + GATE_AT), W2 = W1 + WIDTH * RANK * 2;
-    const auto bias = (const u16 *)(shared + GATE_AT) + 2 * WIDTH * RANK;
-    for (u32 j = thread; j < WIDTH; j += THREADS) {
-        float sum = half_to_float(bias[j]);
-        UNROLL for (u32 k = 0; k < RANK; k += 8) {
-            const uint4 eight = load16(W1 + (j * RANK + k) * 2);
-            UNROLL for (int i = 0; i < 8; i++) sum += half_to_float((&eight.x)[i / 2] >> 16 * (i % 2)) * z[k + i];
-        }
-        hidden[j] = max(sum, 0.f);
-    }
-    __syncthreads();
-    for (u32 i = thread / 8; i < RANK; i += THREADS / 8) { // eight lanes for each value
-        float sum = 0;
-        UNROLL for (u32 k = thread % 8 * 2; k < WIDTH; k += 16) {
-            const u32 two = load_word(W2 + (i * WIDTH + k) * 2);
-            sum += half_to_float(two) * hidden[k] + half_to_float(two >> 16) * hidden[k + 1];
-        }
-        UNROLL for (int mask = 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-        if (thread % 8 == 0) to[i] = __ldg(up_scale + i) * (1 + tanhf(sum + half_to_float(bias[WIDTH + i]))) * z[i];
-    }
-#else
-    if (thread < RANK) to[thread] = __ldg(up_scale + thread) * z[thread];
-#endif
+    scale_and_gate<RANK, WIDTH, THREADS>(shared + GATE_AT, scale + RANK, z, hidden, latent + which * RANK, thread);
 }

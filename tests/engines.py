@@ -28,6 +28,12 @@ SHAPE = {
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 256}  # fmt: skip
+# A Llama for models with SPEAR's compensators, whose training on few texts shows in its tokens; and that training.
+TINY = dict(
+    model_type="llama", hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, vocab_size=300, max_position_embeddings=128, initializer_range=0.12,
+)  # fmt: skip
+FEW = {"samples": 8, "tokens": 16, "cka_samples": 4, "epochs1": 1, "epochs2": 1, "lr1": 1e-2, "lr2": 1e-1}
 LAYOUTS = {
     # RoPE scaling and a head of its own, GQA; heads of 128, tied, MHA; biases of q, k, v, GQA
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=2, head_dim=64,

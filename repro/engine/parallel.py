@@ -242,7 +242,8 @@ def loads(model: Decoder, ranks: int, device: torch.device, dtype: torch.dtype) 
         ranks: number of them.
         device, dtype: on which it will run.
     """
-    calls: dict[tuple, list[Callable[[], object]]] = {}
+    calls: list[Callable[[], object]] = []
+    known: set[tuple] = set()
     stride = most_values(model)
     for block in model.blocks:
         for name in LAYERS:
@@ -252,9 +253,10 @@ def loads(model: Decoder, ranks: int, device: torch.device, dtype: torch.dtype) 
             hidden = hidden_of(product.gates, R) if R else 0
             counts = (1, ranks) if name in ROW_PARALLEL else ()
             key = packed.rows, packed.columns, R, counts
-            if key not in calls:
-                calls[key] = row_parallel.loads(packed, R, hidden, counts, stride, dtype, device)
-    return [call for several in calls.values() for call in several]
+            if key not in known:
+                known.add(key)
+                calls += row_parallel.loads(packed, R, hidden, counts, stride, dtype, device)
+    return calls
 
 
 def of_own(product: nn.Module, way: Way) -> nn.Module:

@@ -4,8 +4,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from repro.core.errors import NotMeasurable
 from repro.stats.quantity import Quantity
 from repro.store import observations
+
+
+def check_gpu(device: str, times: str) -> None:
+    """Raise unless a job's device is a GPU.
+
+    Args:
+        device: "cuda" or "cpu".
+        times: what is timed, the subject of the sentence.
+
+    Raises:
+        NotMeasurable: it is not.
+    """
+    if device != "cuda":
+        raise NotMeasurable("unsupported", f"{times} need a GPU; set the scale's device to cuda")
 
 
 class Metric:

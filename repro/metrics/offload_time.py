@@ -31,7 +31,7 @@ from repro.engine.speculating import Speculating
 from repro.engine.traffic import bus_rate
 from repro.jobs.target import Target
 from repro.methods import subspec
-from repro.metrics.metric import Metric
+from repro.metrics.metric import Metric, check_gpu
 from repro.store import observations
 from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
@@ -198,8 +198,7 @@ def refuse_without_gpu(device: torch.device) -> None:
     Raises:
         NotMeasurable: the device is no GPU.
     """
-    if device.type != "cuda":
-        raise NotMeasurable("unsupported", "times of offloading need a GPU; set the scale's device to cuda")
+    check_gpu(device.type, "times of offloading")
 
 
 def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, list[float]]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from repro.core.errors import NotMeasurable, at_least, unknown
+from repro.core.errors import at_least, unknown
 from repro.engine import parallel, ranks, sharding, weights
 from repro.engine.core import SHAPE
 from repro.engine.parallel import Group, ParallelCore
@@ -32,7 +32,7 @@ from repro.engine.step import Decoder
 from repro.jobs.target import Target
 from repro.kernels import nvrtc
 from repro.metrics import shape_decode
-from repro.metrics.metric import Metric
+from repro.metrics.metric import Metric, check_gpu
 from repro.recipes.recipe import parse
 from repro.store import observations
 from repro.store.job import Job, make
@@ -129,8 +129,7 @@ class ParallelDecode(Metric):
             NotMeasurable: there are fewer GPUs than ranks, or they have too little memory.
         """
         given = job.given()
-        if given["device"] != "cuda":
-            raise NotMeasurable("unsupported", "times of shapes need GPUs; set the scale's device to cuda")
+        check_gpu(given["device"], "times of shapes")
         ranks.gpus_for(max(given["degrees"]))
         measured = ranks.run(times, given, max(given["degrees"]), given["device"])
         group = f"{given['shape']}, {given['new']} tokens after {given['prompt']}"

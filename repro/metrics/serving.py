@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from repro.core.errors import NotMeasurable, UserError, at_least, unknown
+from repro.core.errors import UserError, at_least, unknown
 from repro.data import arrivals
 from repro.engine import weights
 from repro.engine.overlapped import dispatched
@@ -48,7 +48,7 @@ from repro.engine.serving import (
 from repro.engine.shapes import SHAPES
 from repro.engine.step import Cache, Decoder
 from repro.jobs.target import Target
-from repro.metrics.metric import Metric
+from repro.metrics.metric import Metric, check_gpu
 from repro.recipes.recipe import parse
 from repro.store import observations
 from repro.store.job import Job, make
@@ -161,8 +161,7 @@ class Serving(Metric):
             NotMeasurable: there is no GPU, or it has too little memory.
         """
         given = job.given()
-        if given["device"] != "cuda":
-            raise NotMeasurable("unsupported", "serving needs a GPU; set the scale's device to cuda")
+        check_gpu(given["device"], "times of serving")
         observations.save(folder / observations.FILE, measured(given, torch.device("cuda")), origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:

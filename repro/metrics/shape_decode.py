@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from repro.core.errors import NotMeasurable, unknown
+from repro.core.errors import unknown
 from repro.data import corpora
 from repro.engine import q4_k, shape_lists, weights
 from repro.engine.core import Core
@@ -33,7 +33,7 @@ from repro.engine.step import Decoder
 from repro.engine.weights import LAYERS, SparseInputs
 from repro.jobs import compress, on_text, tokens
 from repro.jobs.target import Target
-from repro.metrics.metric import Metric
+from repro.metrics.metric import Metric, check_gpu
 from repro.models import perplexity as scoring
 from repro.store import observations
 from repro.store.job import Job, make
@@ -151,8 +151,7 @@ class ShapeDecode(Metric):
             NotMeasurable: there is no GPU, or it has too little memory.
         """
         given = job.given()
-        if given["device"] != "cuda":
-            raise NotMeasurable("unsupported", "times of shapes need a GPU; set the scale's device to cuda")
+        check_gpu(given["device"], "times of shapes")
         lengths, new, device = given.get("lengths", [given["prompt"]]), given["new"], torch.device("cuda")
         if given["method"] == "transformers":
             timed = transformers_steps(given["shape"], device)

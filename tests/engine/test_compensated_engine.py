@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engines import FEW, TINY
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,11 +27,6 @@ from repro.specs import scale as scales  # noqa: E402
 from repro.workflow.workflow import Workflow  # noqa: E402
 
 CPU = torch.device("cpu")
-TINY = dict(
-    model_type="llama", hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, vocab_size=300, max_position_embeddings=128, initializer_range=0.12,
-)  # fmt: skip
-FEW = {"samples": 8, "tokens": 16, "cka_samples": 4, "epochs1": 1, "epochs2": 1, "lr1": 1e-2, "lr2": 1e-1}
 
 
 @pytest.fixture(scope="module")

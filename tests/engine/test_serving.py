@@ -5,6 +5,7 @@ import random
 import engines
 import pytest
 import torch
+from engines import FEW, TINY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton")
@@ -31,11 +32,6 @@ from repro.models.lowbit import LowBitModel  # noqa: E402
 from repro.recipes.recipe import parse  # noqa: E402
 
 CPU = torch.device("cpu")
-TINY = dict(
-    model_type="llama", hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, vocab_size=300, max_position_embeddings=128, initializer_range=0.12,
-)  # fmt: skip
-FEW = {"samples": 8, "tokens": 16, "cka_samples": 4, "epochs1": 1, "epochs2": 1, "lr1": 1e-2, "lr2": 1e-1}
 WIDE = TINY | dict(hidden_size=512, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=4)
 TABLE = LatencyTable({4: 2.0, 16: 3.0, 32: 5.0})
 

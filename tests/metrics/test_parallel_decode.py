@@ -66,7 +66,7 @@ def test_what_there_is_not_is_refused(shape, degree, how, said):
 
 def test_it_needs_a_gpu_for_each_rank(tmp_path, monkeypatch):
     (made,) = ParallelDecode("Llama-2-7B", 2, "w4").jobs(target()).values()
-    with pytest.raises(NotMeasurable, match="times of shapes need GPUs"):
+    with pytest.raises(NotMeasurable, match="times of shapes need a GPU"):
         ParallelDecode.run(made, {}, tmp_path, {})
     (made,) = ParallelDecode("Llama-2-7B", 4, "w4").jobs(target("cuda")).values()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

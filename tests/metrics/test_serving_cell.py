@@ -47,7 +47,7 @@ def test_one_job_serves_every_cell_of_a_placement():
 
 def test_a_cpu_has_no_such_times(tmp_path):
     (job,) = Serving(SHAPE, "static-64", 15).jobs(target()).values()
-    with pytest.raises(NotMeasurable, match="needs a GPU"):
+    with pytest.raises(NotMeasurable, match="times of serving need a GPU"):
         Serving.run(job, {}, tmp_path, {})
 
 
