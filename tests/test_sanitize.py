@@ -52,7 +52,8 @@ def sanitize(tmp_path):
             (tmp_path / name).write_text(content)
             (tmp_path / name).chmod(0o755)
         out = tmp_path / "folder" / "out.csv"
-        environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"), "JOBS": "8"}
+        environment = {"JOBS": "8"} | environment
+        environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python")}
         environment |= {"REPRO_COMMIT": "0123456789", "REPRO_DATE": "2026-01-01"}
         command = [ROOT / ".ci" / "sanitize", out, *words]
         done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
@@ -113,3 +114,16 @@ def test_a_run_that_is_stopped_leaves_the_lines_that_it_has(sanitize, tmp_path):
     last = lines.pop(("synccheck", "dequantize"))
     assert (last["runs"], last["reason"]) == ("0", "not checked")
     assert len(lines) == 5 and all((line["runs"], line["reason"]) == ("3", "") for line in lines.values())
+
+
+def test_checks_that_run_when_it_is_stopped_write_no_more(sanitize, tmp_path):
+    """Side by side: what has not ended is not checked, and no line is written over another."""
+    stop = 'kill -TERM "$(cat pid)"; sleep 2'
+    late = 'sleep 0.3; echo "$kernel: 3 runs"; echo "========= ERROR SUMMARY: 0 errors"'
+    cases = {"memcheck-read_floor": f"cd {tmp_path}; sleep 0.2; {stop}"}
+    cases |= {f"{tool}-dequantize": late for tool in ("memcheck", "racecheck", "synccheck")}
+    done, lines = sanitize(cases, facts=f"{SAID}; echo $PPID > {tmp_path}/pid")
+    assert done.returncode == 143 and len(lines) == 6
+    assert {tool for tool, _ in lines} == {"memcheck", "racecheck", "synccheck"}
+    assert all((line["runs"], line["reason"]) in (("3", ""), ("0", "not checked")) for line in lines.values())
+    assert lines["memcheck", "read_floor"]["reason"] == "not checked"
