@@ -117,11 +117,12 @@ def test_a_run_that_is_stopped_leaves_the_lines_that_it_has(sanitize, tmp_path):
 
 
 def test_checks_that_run_when_it_is_stopped_write_no_more(sanitize, tmp_path):
-    """Side by side: what has not ended is not checked, and no line is written over another."""
-    stop = 'kill -TERM "$(cat pid)"; sleep 2'
-    late = 'sleep 0.3; echo "$kernel: 3 runs"; echo "========= ERROR SUMMARY: 0 errors"'
-    cases = {"memcheck-read_floor": f"cd {tmp_path}; sleep 0.2; {stop}"}
-    cases |= {f"{tool}-dequantize": late for tool in ("memcheck", "racecheck", "synccheck")}
+    """Side by side, lines being copied slowly: what has not ended is not checked, none is written over another."""
+    (tmp_path / "cat").write_text('#!/bin/bash\nsleep 0.5\nexec /bin/cat "$@"\n')
+    (tmp_path / "cat").chmod(0o755)
+    ended = 'echo "$kernel: 3 runs"; echo "========= ERROR SUMMARY: 0 errors"'
+    cases = {"memcheck-read_floor": f'sleep 0.2; kill -TERM "$(<{tmp_path}/pid)"; sleep 2'}
+    cases |= {f"{tool}-dequantize": f"sleep 0.5; {ended}" for tool in ("memcheck", "racecheck", "synccheck")}
     done, lines = sanitize(cases, facts=f"{SAID}; echo $PPID > {tmp_path}/pid")
     assert done.returncode == 143 and len(lines) == 6
     assert {tool for tool, _ in lines} == {"memcheck", "racecheck", "synccheck"}
