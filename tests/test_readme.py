@@ -188,11 +188,11 @@ def of_tables():
             line for line in first_screen(False).splitlines() if line.startswith("| [") and f"docs/{paper}.md" in line
         )
         named = set()
-        for phrase in re.findall(r"Tables? ([\d, toand]*\d)", said):
-            for span in re.split(", | and ", phrase):
+        for phrase in re.finditer(r"Tables? ([\d, toand]*\d)", said):
+            for span in re.split(", | and ", phrase[1]):
                 low, _, high = span.partition(" to ")
                 named |= set(range(int(low), int(high or low) + 1))
-            yield phrase
+            yield phrase[0]
         assert named == numbers, paper
 
 
