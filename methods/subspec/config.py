@@ -1,6 +1,7 @@
 """Settings of SubSpec's draft and its tree; the defaults are the paper's (sections 4.1, 4.2 and 5.1)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from repro.core.errors import UserError
 
@@ -17,7 +18,11 @@ class Config:
         temperature: of the draft's distribution in greedy decoding (sharpening, section 4.2).
         sampled_temperature: the same where tokens are drawn. The paper says only that sharpening is for greedy
             decoding; ours is 1, no sharpening.
+
+    EVERY: whether a block that stays on the device has a substitute, too.
     """
+
+    EVERY: ClassVar[bool] = False
 
     bits: int = 4
     group: int = 64

@@ -1,7 +1,8 @@
 """Memory budgets: the bytes of every part, computed from a configuration, and which blocks stay on the device.
 
 Nothing is loaded for it. What is always on the device: embedding, head, norms and biases, the cache with the slots of a
-draft tree, working memory of a pass, buffers of one block, and the draft's substitute of every block that streams.
+draft tree, working memory of a pass, buffers of one block, and the draft's substitute of every block that streams (of
+every block where the draft's configuration says so).
 What is left holds whole blocks of the target.
 """
 
@@ -215,6 +216,11 @@ class EngineMemory:
         """Bytes of the target's products of a block, without biases."""
         return substitute_bytes(self.config, self.target) if self.target else sum(block_sizes(self.config, self.dtype))
 
+    def substitutes(self, resident: int) -> int:
+        """Blocks with a substitute: those that stream, or all of them."""
+        blocks = self.config.num_hidden_layers
+        return blocks if self.draft.EVERY else blocks - resident
+
     def parts(self, resident: int) -> dict[str, int]:
         """Bytes by what they are for, with so many resident blocks."""
         config, item = self.config, self.dtype.itemsize
@@ -233,7 +239,7 @@ class EngineMemory:
         }
         if self.draft:
             own = substitute_bytes(config, self.draft) if self.packed else sum(dense)
-            parts["draft"] = streamed * own
+            parts["draft"] = self.substitutes(resident) * own
         return parts
 
     @property
@@ -256,7 +262,7 @@ class EngineMemory:
         sizes = []
         if self.draft:
             own = substitute_sizes(config, self.draft) if self.packed else dense
-            sizes += streamed * own
+            sizes += self.substitutes(resident) * own
         sizes += resident * block
         if streamed:
             sizes += buffers

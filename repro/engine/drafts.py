@@ -2,6 +2,7 @@
 
     small     a smaller model of the same family and SubSpec's fixed tree (the paper: depth 32, temperature 1)
     apart     SubSpec's draft with a cache of its own, the first row of its ablation (Table 2)
+    whole     SubSpec's draft with a substitute of every block, in the target's cache, as without offloading (Figure 2b)
     specexec  the same model and SpecExec's tree, the most probable nodes first, up to a budget
 
 A draft's cache follows the text: after every iteration the accepted nodes move behind the tokens before them.
@@ -60,6 +61,17 @@ class Small:
 @dataclass(frozen=True)
 class Apart(subspec.Config):
     """SubSpec's draft and tree with the draft's own keys and values, which the target does not overwrite."""
+
+
+@dataclass(frozen=True)
+class Whole(subspec.Config):
+    """SubSpec's draft with a substitute of every block, also of those that stay on the device.
+
+    Where the target lies on the device as a whole, SubSpec's rule shares every block, and the draft is the target. The
+    authors' recipe without offloading (`hqq_4bit_no_offload`) quantizes all of them.
+    """
+
+    EVERY = True
 
 
 @dataclass(frozen=True)

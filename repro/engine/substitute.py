@@ -92,7 +92,7 @@ def decoders(
     numbers = {name: number for number, name in enumerate(blocks(model))}
     substitutes: dict[int, dict[str, nn.Module]] = {}
     for name, number in numbers.items():
-        if draft and number not in plan.resident:
+        if draft and (draft.EVERY or number not in plan.resident):
             layers = {kind: [f"{name}.{layer}" for layer in names] for kind, names in weights.LAYERS.items()}
             substitutes[number] = {kind: source.substitute(names, draft) for kind, names in layers.items()}
             release(source.device)

@@ -5,14 +5,19 @@ same with and without offloading, so nothing is offloaded here; every block of S
 the published recipes. Other drafts are models of their own (`repro/engine/drafts.py`). The models are base models
 without a chat template: prompts are plain text, first turns only.
 
+The context includes the prompt, 2,048 tokens in the paper (section 5.1) and here: a long prompt gets fewer new tokens,
+and one that is longer than the context is left out, as the authors' code skips it. Which ones are is the same for every
+draft. Several sets are measured one by one, and the paper's mean is the plain one of their lengths.
+
 Greedy continuations of small models repeat themselves, which a draft of the same model guesses well. So the share of
 repeated 4-grams in the new text is kept for every prompt, and there is a length of the less repetitive half. A mean of
 tokens over iterations hides that many are short and some very long: the median iteration of every prompt is kept, too.
 """
 
+import re
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +25,10 @@ import numpy as np
 import torch
 
 from repro import models
-from repro.core.errors import UserError, at_least
+from repro.core.errors import NotMeasurable, UserError, at_least
 from repro.data import prompts
 from repro.engine import drafts, eagle, head_files, weights
+from repro.engine.core import Core
 from repro.engine.speculating import Speculating
 from repro.engine.substitute import draft_of
 from repro.jobs import compress
@@ -34,6 +40,7 @@ from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
 GRAM = 4
+LEAST = 2  # new tokens: that of the prefill, and one of an iteration
 # What is shown to the one series that it takes.
 ALONE = {"repeated 4-grams": "repeated", "median iteration": "median", "draft passes": "passes"}
 CONFIGS = {  # of each draft, and the options that `Acceptance` may set
@@ -43,7 +50,6 @@ CONFIGS = {  # of each draft, and the options that `Acceptance` may set
     "small": (drafts.Small, ("top_k", "depth")),
     "specexec": (drafts.SpecExec, ("budget",)),
     "eagle2": (eagle.Eagle2, ("top_k", "depth")),
-    "none": (subspec.Config, ()),  # every iteration is a token: nothing is measured
 }
 OWN = ("small", "specexec")  # drafts that are models of their own
 
@@ -68,10 +74,11 @@ class Acceptance(Metric):
     `median iteration` is the mean over prompts of the median tokens of an iteration, without the prefill, and `draft
     passes` the mean over prompts of an iteration's draft passes, which a dynamic tree decides.
 
-    `prompts` names a set of repro/data/prompts.yaml. The target is the cell's recipe; `bits`, `top_k`, `depth`,
-    `budget` and `draft_temperature` are the draft's, 0 being the default of its configuration. `apart` is SubSpec's
-    draft with a cache of its own, `self` the target as draft; `small` and `specexec` draft with the stand-in of
-    `draft_model`, a paper's name; `eagle2` with a head that was trained for the target.
+    `prompts` names a set of repro/data/prompts.yaml, or several with ` + ` between them: the mean of their values. The
+    target is the cell's recipe; `bits`, `top_k`, `depth`, `budget` and `draft_temperature` are the draft's, 0 being the
+    default of its configuration. `apart` is SubSpec's draft with a cache of its own, `self` the target as draft;
+    `small` and `specexec` draft with the stand-in of `draft_model`, a paper's name; `eagle2` with a head that was
+    trained for the target. `none` decodes without a draft: passes of the target and their tokens are counted.
     """
 
     VERSION = 1
@@ -91,18 +98,28 @@ class Acceptance(Metric):
     unit: str = "tokens"
 
     def __post_init__(self) -> None:
-        prompts.identifier(self.prompts)
+        for name in self.sets:
+            prompts.identifier(name)
+        if len(set(self.sets)) < len(self.sets):
+            raise UserError(f"prompts {self.prompts!r}: a set is named twice; name each once")
         if self.temperature < 0:
             raise UserError(f"temperature is {self.temperature}; it must be 0 or more")
         self.config  # noqa: B018  checks the values
 
     @property
+    def sets(self) -> tuple[str, ...]:
+        """The prompt sets."""
+        return tuple(self.prompts.split(" + "))
+
+    @property
     def config(self) -> Any:
-        """The draft's configuration.
+        """The draft's configuration; None without a draft.
 
         Raises:
             UserError: an option that this draft does not have, or a draft model where it needs none, or the reverse.
         """
+        if self.draft == "none":
+            return self._no_config()
         made, options = CONFIGS[self.draft]
         given = {}
         for name in ("bits", "top_k", "depth", "budget"):
@@ -118,6 +135,30 @@ class Acceptance(Metric):
             given["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
         return made(**given)
 
+    def _no_config(self) -> None:
+        """None, the configuration without a draft.
+
+        Raises:
+            UserError: an option of a draft.
+        """
+        for name in ("bits", "top_k", "depth", "budget", "draft_temperature", "draft_model"):
+            if getattr(self, name):
+                raise UserError(f"draft none has no option {name!r}; leave it out, or name a draft")
+
+    def operands(self) -> dict[str, tuple[str | None, dict[str, Any]]]:
+        """Of several sets the cell of each, of the same recipe; none of a single one."""
+        if len(self.sets) == 1:
+            return {}
+        each = {}
+        for name in self.sets:
+            each[_identifier(name)] = (None, asdict(self) | {"kind": "acceptance", "prompts": name})
+        return each
+
+    @property
+    def quantity(self) -> str:
+        """The mean over several sets, as an expression of their names in `operands`."""
+        return f"({' + '.join(map(_identifier, self.sets))}) / {len(self.sets)}"
+
     @staticmethod
     def brief(protocol: Protocol, least: Any) -> Protocol:
         """The protocol of a build's own measurement: the first prompts, and the beginnings of their texts."""
@@ -126,23 +167,24 @@ class Acceptance(Metric):
     def lacking(self) -> str:
         """Why the prompts are not here; empty if they are."""
         try:
-            prompts.rows(self.prompts)
+            for name in self.sets:
+                prompts.rows(name)
         except UserError as error:
             return str(error)
         return ""
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
-        """One job decodes the prompts; None where the scale has no protocol or no draft."""
+        """One job decodes the prompts of a set; None where the scale has no protocol or no draft."""
         protocol = target.scale.protocols["acceptance"]
         small = target.scale.models.get(self.draft_model, "")
         head = eagle.path_of(target.model)
         if protocol is None or (self.draft in OWN and not small):
             return None
-        if self.draft == "none" or (self.draft == "eagle2" and not head.is_file()):
+        if self.draft == "eagle2" and not head.is_file():
             return None
         count = min(protocol.prompts, prompts.SETS[self.prompts].prompts)
         rule = {"tokens": protocol.tokens, "count": count, "temperature": self.temperature}
-        rule |= {"draft": vars(self.config), "of": self.draft}
+        rule |= {"draft": vars(self.config) if self.config else None, "of": self.draft}
         inputs = target.inputs() | rule | {"prompts": prompts.identifier(self.prompts), "seed": target.seed}
         inputs["calibration"] = compress.job(target).declared().get("calibration")
         needs = {"weights": compress.job(target)} if target.recipe.steps else {}
@@ -160,23 +202,26 @@ class Acceptance(Metric):
         """Decode every prompt; a value a prompt: new tokens, iterations, their median, draft passes, repeated 4-grams.
 
         Raises:
-            UserError: damaged inputs, or a model that the engine does not run; `NotMeasurable` for a prompt beyond the
-                context.
+            UserError: damaged inputs, or a model that the engine does not run; `NotMeasurable` where every prompt is
+                beyond the context.
         """
         given = job.given()
         core = speculating(given, folders.get("weights"))
         columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
-        for number, prompt in enumerate(prompts.load(given["prompts"], given["count"])):
-            how = {"temperature": given["temperature"], "seed": number}
-            text = next(core.generate([prompt.text], given["tokens"], **how))
-            lengths = core.batch.lengths
-            columns["tokens"].append(sum(lengths))
+        fitting = list(fit(core, prompts.load(given["prompts"], given["count"]), given["tokens"]))
+        for number, prompt, new in fitting:
+            text = next(core.generate([prompt.text], new, temperature=given["temperature"], seed=number))
+            lengths = core.batch.lengths if core.draft else [1] * (1 + len(core.batch.seconds))
+            tokens = sum(lengths) if core.draft else len(text.tokens)
+            columns["tokens"].append(tokens)
             columns["iterations"].append(len(lengths))
             columns["median"].append(statistics.median(lengths[1:] or lengths))
-            columns["passes"].append(statistics.mean(core.batch.passes or [0]))
+            columns["passes"].append(statistics.mean(core.batch.passes or [0]) if core.draft else 0)
             columns["repeated"].append(repeated(text.tokens))
-            print(f"{given['prompts']} {prompt.id}: {sum(lengths) / len(lengths):.2f} tokens an iteration", flush=True)
+            print(f"{given['prompts']} {prompt.id}: {tokens / len(lengths):.2f} tokens an iteration", flush=True)
         group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
+        if (beyond := given["count"] - len(fitting)) or any(new < given["tokens"] for *_, new in fitting):
+            group = f"{group}, within the context ({beyond} prompts too long)"
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
         observations.save(folder / observations.FILE, series, origin)
 
@@ -205,22 +250,29 @@ class Acceptance(Metric):
         if self.show == "repeated 4-grams":
             return 0.0, 1.0
         if self.show == "draft passes":
-            return 0.0, float(self.config.depth)
-        return 1.0, self.config.depth + 1.0
+            return 0.0, self._deepest
+        return 1.0, self._deepest + 1.0
+
+    @property
+    def _deepest(self) -> float:
+        """Levels of a tree at most."""
+        return float(self.config.depth) if self.config else 0.0
 
 
 def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Speculating:
-    """The target of a job with its draft.
+    """The target of a job with its draft, if it has one.
 
     Raises:
         UserError: damaged inputs, a model that the engine does not run, or a draft of another vocabulary.
     """
-    config = CONFIGS[given["of"]][0](**given["draft"])
+    config = CONFIGS[given["of"]][0](**given["draft"]) if given["draft"] else None
     lm = compress.load(given | {"device": "cpu"}, weights_folder)
     context = weights.check(given["model"], lm.model.config, None)
     device, dtype = torch.device(given["device"]), getattr(torch, given["dtype"])
-    target = weights.decoder(lm, context + config.room, device, dtype)
-    if given["of"] == "self":
+    target = weights.decoder(lm, context + (config.room if config else 0), device, dtype)
+    if config is None:
+        drafting = None
+    elif given["of"] == "self":
         drafting = target
     elif given["of"] in ("subspec", "apart"):
         drafting = draft_of(lm, target, config)
@@ -234,6 +286,26 @@ def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Specul
         weights.check(names[1], own.model.config, context)
         drafting = weights.decoder(own, context + config.slots, device, dtype)
     return Speculating(given["model"], target, drafting, config, given["hub"])
+
+
+def fit(core: Core, asked: Sequence[prompts.Prompt], most: int) -> Iterator[tuple[int, prompts.Prompt, int]]:
+    """Number, prompt and new tokens of the prompts that the context holds: at most `most`, less behind a long one.
+
+    Raises:
+        NotMeasurable: it holds none.
+    """
+    sizes = [len(core.tokenizer(prompt.text)["input_ids"]) for prompt in asked]
+    if min(sizes) > core.context - LEAST:
+        said = f"the shortest of {len(asked)} prompts has {min(sizes):,} tokens, and the context is {core.context:,}"
+        raise NotMeasurable("too_long", f"{said}; name another set, or a model of a larger context")
+    for number, (prompt, size) in enumerate(zip(asked, sizes)):
+        if size <= core.context - LEAST:
+            yield number, prompt, min(most, core.context - size)
+
+
+def _identifier(name: str) -> str:
+    """The name of a set as an expression has it."""
+    return re.sub(r"\W", "_", name)
 
 
 def repeated(tokens: list[int]) -> float:

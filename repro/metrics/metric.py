@@ -102,8 +102,11 @@ class Metric:
         """The value by arithmetic on the public shape of a model that nothing stands in for."""
         return None
 
-    def operands(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """The cells that it is arithmetic over: name to recipe and measure."""
+    def operands(self) -> dict[str, tuple[str | None, dict[str, Any]]]:
+        """The cells that it is arithmetic over: name to recipe, None for the cell's own, and measure.
+
+        A metric that has some also has a `quantity`, the expression of their names.
+        """
         return {}
 
     def lacking(self) -> str:

@@ -23,7 +23,7 @@ import torch
 from repro.core.errors import NotMeasurable, UserError, at_least, unknown
 from repro.engine import budget
 from repro.engine.core import Core
-from repro.engine.drafts import Apart, Small, SpecExec
+from repro.engine.drafts import Apart, Small, SpecExec, Whole
 from repro.engine.eagle import Eagle2
 from repro.engine.limits import bound
 from repro.engine.shapes import SHAPES, offloaded, set_prefetch, timed, with_own_draft
@@ -37,7 +37,8 @@ from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
 OWN = {"small": Small, "specexec": SpecExec, "eagle2": Eagle2}  # drafts that are models of their own
-NAMED = OWN | {"apart": Apart}  # drafts that a job names
+OF_TARGET = {"apart": Apart, "whole": Whole}  # drafts that are made of the target otherwise than SubSpec's
+NAMED = OWN | OF_TARGET  # drafts that a job names
 EIGHT = subspec.Config(bits=8, group=128)  # the grid of an 8-bit target, as of SubSpec's Table 7 here
 MODELS = ("small", "specexec")  # those whose model is named
 SHOWN = {"ms an iteration": "iteration", "ms drafting": "draft", "ms verifying": "verify", "GB": "peak"}
@@ -62,7 +63,7 @@ class OffloadTime(Metric):
     Attributes:
         shape: of `repro/engine/shapes.yaml`.
         memory: the budget, such as `8GiB`.
-        draft: what drafts; `apart` is SubSpec's with a cache of its own.
+        draft: what drafts; `apart` is SubSpec's with a cache of its own, `whole` with a substitute of every block.
         draft_model: the shape of a `small` draft, or of SpecExec's.
         group: of the codes of `alone` and `subspec`.
         prefetch: whether weights are copied before they are needed.
@@ -81,7 +82,7 @@ class OffloadTime(Metric):
 
     shape: str
     memory: str
-    draft: Literal["subspec", "apart", "none", "alone", "small", "specexec", "eagle2"] = "subspec"
+    draft: Literal["subspec", "apart", "whole", "none", "alone", "small", "specexec", "eagle2"] = "subspec"
     draft_model: str = ""
     group: int = 64
     prefetch: bool = True
@@ -121,7 +122,7 @@ class OffloadTime(Metric):
             return SpecExec(budget=self.budget) if self.budget else SpecExec()
         if self.draft in OWN:
             return OWN[self.draft](**depth)
-        return (Apart if self.draft == "apart" else subspec.Config)(group=self.group, **depth)
+        return OF_TARGET.get(self.draft, subspec.Config)(group=self.group, **depth)
 
     def jobs(self, target: Target) -> dict[str, Job] | None:
         """One job times a configuration, whatever the target."""
@@ -209,7 +210,8 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
     """
     rate = bus_rate(device)  # before memory is limited
     engine, plan = engine_of(given, device, dtype)
-    if given["draft"] and given.get("of") not in OWN and not plan.streamed_bytes:
+    shares_resident = given["draft"] and given.get("of") not in (*OWN, "whole")
+    if shares_resident and not plan.streamed_bytes:
         said = f"{budget.shown(given['memory'])} hold all of {given['shape']}"
         raise NotMeasurable(
             "unsupported", f"{said}: no block has a substitute, so that SubSpec's draft is the target itself"

@@ -146,7 +146,7 @@ class Workflow:
         for name, (text, measure) in metric_of(cell).operands().items():
             kind, params = tables.params_of(measure, dict(cell.variables), f"{cell.table}: {name}")
             facts = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
-            text = recipe.parse(text).name if text else ""
+            text = cell.recipe if text is None else recipe.parse(text).name if text else ""
             by_name[name] = replace(cell, measure=kind, params=params, recipe=text, **facts)
         return by_name
 

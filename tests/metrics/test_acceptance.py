@@ -1,20 +1,24 @@
 """The acceptance cell: what it asks, its job on a tiny model, and what its observations say."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import engines
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from repro import models
 from repro.__main__ import main
 from repro.baselines import rtn
-from repro.core.errors import UserError
+from repro.core.errors import NotMeasurable, UserError
 from repro.data import prompts
 from repro.engine import drafts, eagle, weights
 from repro.engine.core import Core
+from repro.engine.decoding import Decoding
+from repro.engine.speculating import Speculating
 from repro.engine.substitute import draft_of
 from repro.jobs.target import Target
 from repro.methods import subspec
@@ -23,6 +27,7 @@ from repro.models.lowbit import LowBitModel
 from repro.results import measure
 from repro.specs import scale as scales
 from repro.specs import tables
+from repro.stats.quantity import evaluate
 from repro.store import observations
 from repro.store.observations import Observations, Series
 from repro.workflow.workflow import Workflow
@@ -58,6 +63,113 @@ def test_the_job_counts_what_every_prompt_accepts(job):
     assert acceptance.Acceptance("mt-bench").value({"tokens": tokens.mean(), "iterations": iterations.mean()}) > 1
     declared = json.loads(made.inputs)
     assert declared["draft"] == vars(subspec.Config(depth=6, top_k=2)) and declared["prompts"] != "mt-bench"
+
+
+def acceptance_of(folder, name, tokens=12, prompts=2, **params):
+    """The observations of a job of a model's first prompts of MT-Bench, or of another set; folders lie in `folder`."""
+    given = {"acceptance": {"prompts": prompts, "tokens": tokens}}
+    target = Target(scales.load(given, name="pocket").on("cpu"), name, "fp16")
+    made = acceptance.Acceptance(**{"prompts": "mt-bench"} | params).jobs(target)["prompts"]
+    own = folder / made.id.replace("/", "-")
+    own.mkdir()
+    acceptance.Acceptance.run(made, {}, own, observations.origin(made, {}))
+    return observations.load(own / observations.FILE).series
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_without_a_draft_a_pass_gives_a_token_and_the_texts_are_the_same(tmp_path, temperature, monkeypatch):
+    """What is decoded with a draft is what is decoded without, greedy or drawn, token for token."""
+    texts = []
+    monkeypatch.setattr(acceptance, "repeated", lambda tokens: texts.append(tokens) or 0.5)
+    name = engines.save("llama", tmp_path / "tiny")
+    plain = acceptance_of(tmp_path, name, draft="none", temperature=temperature)
+    drafted = acceptance_of(tmp_path, name, depth=6, top_k=2, temperature=temperature)
+    assert plain["tokens"].values.tolist() == plain["iterations"].values.tolist() == [12, 12]
+    assert plain["median"].values.tolist() == [1, 1] and plain["passes"].values.tolist() == [0, 0]
+    assert (drafted["iterations"].values < 12).all()
+    assert len(texts) == 4 and texts[:2] == texts[2:] and all(len(tokens) == 12 for tokens in texts)
+    params = acceptance.Acceptance("mt-bench", draft="none")
+    assert params.config is None and params.limits == (1, 1)
+    assert acceptance.Acceptance("mt-bench", draft="none", show="draft passes").limits == (0, 0)
+
+
+def test_passes_and_tokens_without_a_draft_are_counted_apart(tmp_path, monkeypatch):
+    """A pass that gives no token lowers the length: it is no constant."""
+    name = engines.save("llama", tmp_path / "tiny")
+    run = Decoding.run
+
+    def with_idle_passes(self, steps, chunk):
+        self.seconds += [0.1] * 4
+        yield from run(self, steps, chunk)
+
+    monkeypatch.setattr(Decoding, "run", with_idle_passes)
+    kept = acceptance_of(tmp_path, name, draft="none")
+    assert kept["tokens"].values.tolist() == [12, 12] and kept["iterations"].values.tolist() == [16, 16]
+
+
+def test_a_long_prompt_gets_fewer_tokens_and_one_beyond_the_context_none(tmp_path, monkeypatch):
+    """The context includes the prompt, with a draft and without; numbers, and so seeds, stay those of the set."""
+    name = engines.save("llama", tmp_path / "tiny")
+    context = AutoConfig.from_pretrained(name).max_position_embeddings
+    tokenizer = models.tokenizer(name, False)
+    word = " the"
+    per_word = len(tokenizer(word * 9)["input_ids"]) - len(tokenizer(word * 8)["input_ids"])
+    before = len(tokenizer(word)["input_ids"]) - per_word
+
+    def prompt(size):
+        text = word * ((size - before) // per_word)
+        assert len(tokenizer(text)["input_ids"]) == size
+        return prompts.Prompt(str(size), text, (text,), (), None)
+
+    asked = [prompt(size) for size in (context + 40, 40, context - 1, context - 5, context - 2)]
+    monkeypatch.setattr(acceptance.prompts, "load", lambda name, count: asked)
+    seeds = []
+    generate = Speculating.generate
+    monkeypatch.setattr(
+        Speculating,
+        "generate",
+        lambda self, *args, seed, **how: seeds.append(seed) or generate(self, *args, seed=seed, **how),
+    )
+    result = acceptance_of(tmp_path, name, prompts=5, draft="none", temperature=0.6)
+    assert result["tokens"].values.tolist() == [12, 5, 2] and seeds == [1, 3, 4]
+    assert result["tokens"].group == "mt-bench, first 5, 12 tokens, T 0.6, within the context (2 prompts too long)"
+    drafted = acceptance_of(tmp_path, name, prompts=5, depth=3, top_k=2, temperature=0.6)
+    assert (drafted["tokens"].values >= [12, 5, 2]).all() and seeds[3:] == [1, 3, 4]
+    asked[:] = [prompt(context), prompt(context - 1)]
+    with pytest.raises(NotMeasurable, match=f"the shortest of 2 prompts has {context - 1:,} tokens") as caught:
+        acceptance_of(tmp_path, name, draft="none")
+    assert caught.value.status == "too_long"
+
+
+def test_a_mean_of_several_sets_is_composed_of_their_cells():
+    """Plain, as the paper's: not of all prompts together; what is accepted of each set is enough."""
+    several = acceptance.Acceptance("mt-bench + gsm8k + alpaca", temperature=0.6, top_k=3)
+    for name, (recipe, measure_of_set) in several.operands().items():
+        kind = measure_of_set.pop("kind")
+        params = acceptance.Acceptance(**measure_of_set)
+        assert (kind, recipe) == ("acceptance", None)
+        assert params == acceptance.Acceptance(name.replace("_", "-"), temperature=0.6, top_k=3)
+    assert evaluate(several.quantity, {"mt_bench": 2.0, "gsm8k": 3.0, "alpaca": 10.0}) == 5
+    assert acceptance.Acceptance("gsm8k").operands() == {}
+    flow = Workflow(scales.load(name="pocket"), stored=True)
+    cells = {(c.row, c.col): c for c in flow.cells("subspec", "1") if c.model == "Qwen2.5-7B-Instruct"}
+    row = "EAGLE-2 [T=0, 8GB]"
+    mean = cells[row, "Mean tau"]
+    parts = flow.operands(mean)
+    assert [part.params.prompts for part in parts.values()] == ["mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"]
+    for part in parts.values():
+        assert part.recipe == mean.recipe == "fp16" and part.params.draft == "eagle2"
+    stored = [measure.one(flow, cells[row, f"{name} tau"]).value for name in ("MT-Bench", "HumanEval", "GSM8K")]
+    three = replace(mean, params=replace(mean.params, prompts="mt-bench + humaneval + gsm8k"))
+    assert measure.one(flow, three).value == pytest.approx(sum(stored) / 3, abs=1e-9)
+    faster = flow.operands(cells[row, "Mean speedup"])
+    assert faster["a"].params == mean.params and faster["n"].params.draft == "none" and not faster["n"].params.prefetch
+
+
+def test_a_mean_lacks_what_one_of_its_sets_lacks(monkeypatch):
+    monkeypatch.delenv("REPRO_DATA", raising=False)
+    assert "alpaca" in acceptance.Acceptance("gsm8k + alpaca").lacking()
+    assert not acceptance.Acceptance("gsm8k + mt-bench").lacking()
 
 
 def test_prompts_are_the_authors_draw_and_hash_into_the_job(job):
@@ -123,6 +235,13 @@ def test_the_less_repetitive_half_leaves_out_what_repeats_most():
         (
             {"prompts": "gsm8k", "draft_model": "Llama-3.2-1B"},
             "draft subspec is made of the target",
+        ),
+        ({"prompts": "gsm8k + mtbench"}, "unknown prompt set 'mtbench'"),
+        ({"prompts": "gsm8k + gsm8k"}, "prompts 'gsm8k \\+ gsm8k': a set is named twice"),
+        ({"prompts": "gsm8k", "draft": "none", "depth": 4}, "draft none has no option 'depth'"),
+        (
+            {"prompts": "gsm8k", "draft": "none", "draft_temperature": 0.2},
+            "draft none has no option 'draft_temperature'",
         ),
         ({"prompts": "gsm8k", "budget": 64}, "draft subspec has no option 'budget'; options: bits, top_k, depth"),
     ],
@@ -191,7 +310,8 @@ def test_table_1_asks_for_the_papers_draft_in_every_row():
     }
     ours = {("SubSpec", t, "subspec", "", subspec.Config()) for t in (0.0, 0.6)}
     assert asked == small | ours | {("EAGLE-2", t, "eagle2", "", eagle.Eagle2(60, 6, 10)) for t in (0.0, 0.6)}
-    assert {c.params.prompts for c in cells} == {"mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"}
+    sets = ["mt-bench", "humaneval", "gsm8k", "alpaca", "cnn-dm"]
+    assert {c.params.prompts for c in cells} == {*sets, " + ".join(sets)}
 
 
 def test_table_4_sweeps_the_budget_and_table_7_the_target():

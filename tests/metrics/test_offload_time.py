@@ -119,7 +119,8 @@ def least(draft, grid=None):
         beside = shapes.own_draft_bytes(config, own, None if draft == "eagle2" else config, 96, torch.float32)
         slots = 96 + own.room
         return str(beside + sum(budget.EngineMemory(config, slots, torch.float32).parts(1).values()))
-    memory = budget.EngineMemory(config, 96, torch.float32, subspec.Config(depth=4), target=grid)
+    config_of_draft = drafts.Whole if draft == "whole" else subspec.Config
+    memory = budget.EngineMemory(config, 96, torch.float32, config_of_draft(depth=4), target=grid)
     second = memory.cache_bytes + sum(budget.block_sizes(config, torch.float32)) if draft == "apart" else 0
     return str(sum(memory.parts(1).values()) + second)
 
@@ -127,6 +128,7 @@ def least(draft, grid=None):
 DRAFTS = [
     ("subspec", True),
     ("apart", True),
+    ("whole", True),
     ("none", False),
     ("alone", False),
     ("small", True),
@@ -178,6 +180,52 @@ def test_where_nothing_streams_subspec_has_no_draft(tiny):
     params = OffloadTime("tiny", "1GiB", draft="small", draft_model="tiny", depth=4)
     result = offload_time.times(given(params), CPU, torch.float32)
     assert result["streamed"] == [0.0] and len(result["iteration"]) == 3
+
+
+def test_a_whole_draft_has_a_substitute_of_every_block_also_where_nothing_streams(tiny):
+    """Figure 2b: the target is on the device, and its draft is not the target; they share the cache and the rest."""
+    torch.manual_seed(0)
+    options = given(OffloadTime("tiny", "1GiB", draft="whole", depth=4))
+    result = offload_time.times(options, CPU, torch.float32)
+    assert result["streamed"] == [0.0] and result["passes"] == [4, 4, 4] and min(result["draft"]) > 0
+    engine, plan = offload_time.engine_of(options, CPU, torch.float32)
+    assert plan.resident == (0, 1, 2, 3) and engine.draft == drafts.Whole(depth=4)
+    for own, target_block in zip(engine._drafting.blocks, engine.model.blocks):
+        for product in ("qkv", "out", "gate_up", "down"):
+            assert getattr(own, product) is not getattr(target_block, product)
+        assert own.input_norm is target_block.input_norm
+    assert engine._drafters[0.2].cache is engine.cache and engine._drafting.embedding is engine.model.embedding
+    declared = json.loads(OffloadTime("Qwen2.5-7B", "40GiB", draft="whole", depth=32).jobs(target())["times"].inputs)
+    assert declared["of"] == "whole" and declared["draft"] == vars(subspec.Config(depth=32))
+
+
+def test_a_whole_draft_takes_memory_for_every_block_and_part_of_them_may_stream(tiny):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**SHAPE)
+    whole, usual = (
+        budget.EngineMemory(config, 96, torch.bfloat16, of(depth=4)) for of in (drafts.Whole, subspec.Config)
+    )
+    one = budget.substitute_bytes(config, subspec.Config())
+    for resident in range(5):
+        assert whole.parts(resident)["draft"] == 4 * one and usual.parts(resident)["draft"] == (4 - resident) * one
+        lasting = sum(whole.lasting_sizes(resident)) - sum(usual.lasting_sizes(resident))
+        assert lasting == resident * one
+    engine, plan = offload_time.engine_of(
+        given(OffloadTime("tiny", least("whole"), draft="whole", depth=4)), CPU, torch.float32
+    )
+    assert 0 < len(plan.resident) < 4
+    assert not any(own.down is it.down for own, it in zip(engine._drafting.blocks, engine.model.blocks))
+
+
+def test_figure_2b_draws_subspec_with_substitutes_of_every_block():
+    flow = Workflow(scales.load(name="pocket").on("cpu"))
+    points = [cell for cell in flow.cells("subspec", "2b", "figure") if cell.row == "SubSpec"]
+    assert len(points) == 6
+    for point in points:
+        parts = {name: part.params for name, part in flow.operands(point).items()}
+        assert (parts["a"].draft, parts["t"].draft, parts["n"].draft) == ("subspec", "whole", "none")
+        assert vars(parts["t"].config) == vars(parts["a"].config) and parts["t"].memory == "40GiB"
 
 
 def kept(**values):
