@@ -74,16 +74,23 @@ def bleu(counts: Mapping[str, Any]) -> Any:
         return 100 * np.exp(brevity + logs)
 
 
-def matched_f1(one: np.ndarray, other: np.ndarray) -> float:
+def matched_f1(one: np.ndarray, other: np.ndarray, frame: int = 0) -> float:
     """F1 of greedy matching by cosine, times 100: what BERTScore computes from token embeddings `[T, H]` of two texts.
 
     Precision is the mean over the tokens of the first text of the largest cosine with any of the second, recall the
     other way round (Zhang et al. 2020, section 3). 0 where a text has no token, or neither is positive.
+
+    Args:
+        one: of the text.
+        other: of its reference.
+        frame: tokens at each end that an encoder adds: others may match them, but they do not count themselves.
     """
-    if not len(one) or not len(other):
+    if min(len(one), len(other)) <= 2 * frame:
         return 0.0
     cosine = _unit(one) @ _unit(other).T
-    precision, recall = float(cosine.max(1).mean()), float(cosine.max(0).mean())
+    best_of_one, best_of_other = cosine.max(1), cosine.max(0)
+    precision = float(best_of_one[frame : len(one) - frame].mean())
+    recall = float(best_of_other[frame : len(other) - frame].mean())
     return 100 * max(0.0, 2 * precision * recall / (precision + recall)) if precision + recall > 0 else 0.0
 
 

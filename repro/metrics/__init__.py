@@ -8,6 +8,7 @@ from typing import Any
 from repro.metrics.acceptance import Acceptance
 from repro.metrics.agreement import Agreement
 from repro.metrics.bench import Bench
+from repro.metrics.bertscore import BertScore
 from repro.metrics.block_error import BlockError
 from repro.metrics.by_error import ByError
 from repro.metrics.curve import Curve
@@ -71,6 +72,7 @@ KINDS: dict[str, type[Metric]] = {
     "serving": Serving,
     "parallel_decode": ParallelDecode,
     "switching": Switching,
+    "bertscore": BertScore,
     "weight_divergence": WeightDivergence,
     "tpot": TimePerToken,
     "bench": Bench,

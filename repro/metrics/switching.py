@@ -6,10 +6,12 @@ full precision's own text, the mean bits of both runs, and the log of switches.
 
 Controls have the mean bits of the schedule that they stand against, prompt by prompt: `uniform` spreads the same moves
 evenly over the text, `random_times` draws as many times at random, and `other_order` moves in another order at the
-times of the paper's, stretched to the same bits. `learned` is PMPD: all layers go at the one of four points that a
-trained scheduler chooses for a prompt. The order `oracle` is by what each move does alone to the predictions
+times of the paper's, stretched to the same bits. The order `oracle` is by what each move does alone to the predictions
 along full precision's texts of the prompts that are decoded together. A threshold may be a quantile of full precision's
 window means on validation prompts, which are others than those that are measured.
+
+`learned` and `static` are PMPD's: all layers go at one of four points. A trained scheduler chooses it for a prompt, or
+a search for a whole set: the point whose texts of validation prompts score best, of equal ones the earliest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +45,15 @@ from repro.store.job import Job, make
 from repro.store.observations import Observations, Series
 
 STOPS = {"cnn-dm": "\n\n", "dialogsum": "\n", "iwslt": "\n"}  # what ends an answer of a base model
+COUNTED = 50  # prompts of all results from before their number was declared, which it is where it is another
 WINDOW = 20  # tokens of the moving mean in a figure (section 4.4)
 REPEATED = 8  # tokens of a repetition
 RESAMPLED = "sequences"  # what a prompt's number is to an interval: a paired bootstrap over prompts
 CURVES = ("PPLE", "PPLE spread", "gap", "gap spread", "repeated by token")
 COMPARED = ("agreement", "prefix", "KL")  # with full precision, by themselves
 TASK = ("rougeL", "bleu", "similarity")  # with the references of the prompt set
+PMPD = ("learned", "static")  # controls that take the place of the schedule's own rule, and need no run of it
+SEARCHED = {"iwslt": "bleu"}  # the score that a static point is searched by; of other sets ROUGE-L, as PMPD has it
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Protocol:
     Attributes:
         short: at most so many tokens of a summary or translation (PMPD: 255).
         validation: further prompts of the set, on which thresholds are chosen.
+        searched: likewise, on which PMPD's static point is searched.
         together: prompts that are decoded together.
     """
 
@@ -67,9 +73,10 @@ class Protocol:
     validation: int = 10
     together: int = MOST
     short: int = 256
+    searched: int = 50
 
     def __post_init__(self) -> None:
-        at_least(self, prompts=2, new_tokens=2, context=4, validation=1, together=1)
+        at_least(self, prompts=2, new_tokens=2, context=4, validation=1, together=1, searched=1)
         if self.together > MOST:
             raise UserError(f"together is {self.together}; at most {MOST} are decoded together")
         if self.new_tokens >= self.context:
@@ -99,7 +106,7 @@ class Switching(Metric):
         prompts: a prompt set.
         schedule: such as `flexquant(threshold=2.0)`; empty is the recipe from the first token to the last.
         quantile: the threshold is this quantile of full precision's window means on validation prompts; 0 is off.
-        control: a schedule of the same mean bits that does not listen to the signal, or PMPD's `learned` one.
+        control: a schedule of the same mean bits that does not listen to the signal; or PMPD's, `learned` or `static`.
     """
 
     VERSION = 1
@@ -127,7 +134,7 @@ class Switching(Metric):
     prompts: str = "longwriter-en"
     schedule: str = ""
     quantile: float = 0.0
-    control: Literal["", "uniform", "random_times", "other_order", "learned"] = ""
+    control: Literal["", "uniform", "random_times", "other_order", "learned", "static"] = ""
     unit: str = ""
 
     def __post_init__(self) -> None:
@@ -140,10 +147,9 @@ class Switching(Metric):
             )
         if self.quantile and config and config.threshold is not None:
             raise UserError("switching: a quantile sets the threshold; leave threshold out of the schedule")
-        if self.control == "learned" and (config.window or config.interval or len(config.path) > 2):
-            raise UserError(
-                "switching: learned takes two widths and no window, such as flexquant(path=[4, 3], window=0)"
-            )
+        if self.control in PMPD and (config.window or config.interval or len(config.path) > 2):
+            example = "such as flexquant(path=[4, 3], window=0)"
+            raise UserError(f"switching: {self.control} takes two widths and no window, {example}")
         if config and config.copies == "host":
             raise UserError("switching: prompts are decoded together, each in its own state; leave copies=host out")
         if self.prompts not in sets.SETS:
@@ -180,21 +186,20 @@ class Switching(Metric):
             if role in folders
         }
         group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
+        given["point"], found = _searched(engine, given, tokenizer) if given.get("control") == "static" else (None, {})
         rows = []
-        for start in range(0, len(ids), given["together"]):
-            numbers = range(start, min(start + given["together"], len(ids)))
+        for numbers in _batches(len(ids), given["together"]):
             rows += _together(engine, full, given, numbers, ids, recorded)
-        series = _logged(rows)
+        series = _logged(rows) | found
         for row, prompt in zip(rows, prompts):
-            text, reference = (_text(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
+            text, reference = (answer(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
             row["agreement"] = text_scores.rouge_l(text, [reference])
             row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
             row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
             for name in ("bits", "bits along", "bits with prefill"):
                 row[name] += extra_bits
             if prompt.references:
-                row["rougeL"] = text_scores.rouge_l(text, prompt.references)
-                row |= {f"bleu {name}": n for name, n in text_scores.bleu_counts(text, prompt.references).items()}
+                row |= _task_scores(text, prompt.references)
                 row["similarity"] = _similarity(full, tokenizer, text, prompt.references)
         numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
         series |= {name: Series(np.asarray([row[name] for row in rows]), RESAMPLED, group) for name in numbers}
@@ -213,9 +218,7 @@ class Switching(Metric):
 
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The mean over prompts; BLEU of all of them together."""
-        if self.show == "bleu":
-            return text_scores.bleu({name.removeprefix("bleu "): count for name, count in mean.items()})
-        return mean[self.show]
+        return _task_score(mean, self.show)
 
     @property
     def reference(self) -> bool:
@@ -231,11 +234,7 @@ class Switching(Metric):
     def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
         """Of the cells of other rows that without a schedule of the fewest bits, which a task has to tell from full
         precision; None of what is compared with full precision by itself."""  # fmt: skip
-        if cell.params.show not in TASK:
-            return None
-        static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.params.schedule]
-        quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
-        return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
+        return fewest_bits(cell, peers) if cell.params.show in TASK else None
 
     @property
     def against(self) -> str:
@@ -247,6 +246,24 @@ class Switching(Metric):
         """A score is 0 to 100, all else 0 or more."""
         shares = ("agreement", "prefix", "repeated", "repeated by token", *TASK)
         return (0.0, 100.0) if self.show in shares else (0.0, np.inf)
+
+
+def fewest_bits(cell: Cell, peers: Sequence[Cell]) -> Cell | None:
+    """Of the cells of other rows that without a schedule of the fewest bits; None where every row has one."""
+    static = [peer for peer in peers if peer.measure == cell.measure and peer.recipe and not peer.params.schedule]
+    quantized = [peer for peer in static if recipe.parse(peer.recipe).steps]
+    return min(quantized, key=lambda peer: recipe.parse(peer.recipe).steps[0].config.bits, default=None)
+
+
+def tested(prompts: str, protocol: Protocol) -> list[sets.Prompt]:
+    """The prompts of a set that are measured, in the order of a job's results."""
+    return _prompts(asdict(protocol) | {"set": prompts, "validating": False})
+
+
+def answer(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
+    """What tokens say, up to what ends an answer to a prompt of a set."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text.partition(STOPS[prompts])[0] if prompts in STOPS else text
 
 
 def _scheduler(params: Switching, target: Target) -> Path:
@@ -270,13 +287,17 @@ def _job(params: Switching, target: Target, validating: bool = False) -> Job:
         rule |= {"quantile": params.quantile, "control": params.control}
         if params.quantile:
             needs["validation"] = _job(params, target.under("fp16"), validating=True)
-        if params.control and params.control != "learned":
+        if params.control and params.control not in PMPD:
             needs["signal"] = _job(replace(params, control="", schedule=_in_the_papers_order(params.schedule)), target)
             rule["seed"] = target.seed
+        if params.control == "static":
+            rule["validation"] = protocol.searched
     rule["new_tokens"] = protocol.tokens_of(params.prompts)
-    for name in ("together", "short"):  # the first decides no number, but for the order of sums
+    for name in ("together", "short", "searched"):  # the first decides no number, but for the order of sums
         del rule[name]
     inputs = target.inputs() | rule | {"prompts": sets.identifier(params.prompts)}
+    if protocol.prompts != COUNTED:
+        inputs["count"] = protocol.prompts
     inputs |= {"calibration": calibration, "schedule": _declared(config) if config else None}
     learned = {}
     if config and params.control == "learned":
@@ -309,6 +330,12 @@ def _prompts(given: Mapping[str, Any]) -> list[sets.Prompt]:
     return every[last : last + given["validation"]] if given["validating"] else every[:last]
 
 
+def _task_scores(text: str, references: Sequence[str]) -> dict[str, float]:
+    """ROUGE-L of a text, and what BLEU sums over all texts."""
+    counts = text_scores.bleu_counts(text, references)
+    return {"rougeL": text_scores.rouge_l(text, references)} | {f"bleu {name}": count for name, count in counts.items()}
+
+
 def _similarity(full: Decoder, tokenizer: Any, text: str, references: Sequence[str]) -> float:
     """The best F1 of greedy matching with a reference, by the last hidden states of the model in full precision."""
     states = []
@@ -317,12 +344,6 @@ def _similarity(full: Decoder, tokenizer: Any, text: str, references: Sequence[s
         hidden = together(full, Cache(full, 1), [ids])[0] if ids else full.embedding[:0]
         states.append(hidden.float().cpu().numpy())
     return max(text_scores.matched_f1(states[0], reference) for reference in states[1:])
-
-
-def _text(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
-    """What tokens say, up to what ends an answer."""
-    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text.partition(STOPS[prompts])[0] if prompts in STOPS else text
 
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
@@ -400,6 +421,8 @@ def _together(
     engine.rule = _rules(engine, given, numbers, signal, "") if signal else None
     if "scheduler" in given:
         engine.rule = _learned(engine, given, prompts)
+    if given.get("point") is not None:
+        engine.rule = pmpd.rule_of(given["point"])
     texts = [text.tokens for text in engine.generate(prompts, given["new_tokens"], stop=STOPS.get(given["set"], ()))]
     free = engine.switching
     references = references or texts
@@ -422,6 +445,56 @@ def _learned(engine: SwitchingCore, given: Mapping[str, Any], prompts: Sequence[
     size = engine.model.cos.shape[1]
     scheduler = pmpd.load(Path(given["scheduler"]), size, models.fingerprint(given["model"]))
     return [pmpd.rule_of(point) for point in pmpd.chosen(scheduler, engine.model, prompts)]
+
+
+def _searched(engine: SwitchingCore, given: Mapping[str, Any], tokenizer: Any) -> tuple[int, dict[str, Series]]:
+    """PMPD's static point of a set, and the score of each point's texts on validation prompts.
+
+    Raises:
+        UserError: the set has no references to score with.
+    """
+    prompts = _prompts(given | {"validating": True})
+    if not all(prompt.references for prompt in prompts):
+        raise UserError(f"switching: static is searched by a score, and {given['set']} has no references; leave it out")
+    score = SEARCHED.get(given["set"], "rougeL")
+    scores = [_score_of_point(engine, given, tokenizer, prompts, point, score) for point in pmpd.POINTS]
+    best = int(np.argmax(scores))  # of equal scores the first
+    return pmpd.POINTS[best], {f"{score} by point": Series(np.asarray(scores), "points")}
+
+
+def _score_of_point(
+    engine: SwitchingCore,
+    given: Mapping[str, Any],
+    tokenizer: Any,
+    prompts: Sequence[sets.Prompt],
+    point: int,
+    score: str,
+) -> float:
+    """ROUGE-L or BLEU of the texts whose layers all switch behind `point` tokens."""
+    ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
+    engine.rule = pmpd.rule_of(point)
+    texts = []
+    for numbers in _batches(len(ids), given["together"]):
+        texts += engine.generate([ids[i] for i in numbers], given["new_tokens"], stop=STOPS.get(given["set"], ()))
+    scored = [
+        _task_scores(answer(tokenizer, text.tokens, given["set"]), prompt.references)
+        for text, prompt in zip(texts, prompts)
+    ]
+    mean = {name: float(np.mean([one[name] for one in scored])) for name in scored[0]}
+    return _task_score(mean, score)
+
+
+def _task_score(mean: Mapping[str, Any], score: str) -> Any:
+    """A score from the means over prompts; BLEU of all texts together."""
+    if score == "bleu":
+        counts = {name.removeprefix("bleu "): count for name, count in mean.items() if name.startswith("bleu ")}
+        return text_scores.bleu(counts)
+    return mean[score]
+
+
+def _batches(count: int, together: int) -> list[range]:
+    """The numbers of the prompts that are decoded together."""
+    return [range(start, min(start + together, count)) for start in range(0, count, together)]
 
 
 def _rules(

@@ -26,10 +26,11 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import small_models  # noqa: E402
 
+from repro import models  # noqa: E402
 from repro.baselines import load as load_step  # noqa: E402
 from repro.baselines import rtn  # noqa: E402
 from repro.core.files import sha256, write_text  # noqa: E402
-from repro.data import corpora, generated  # noqa: E402
+from repro.data import bert_score, corpora, generated  # noqa: E402
 from repro.engine.scheduling import LatencyTable, Served  # noqa: E402
 from repro.engine.traffic import Copy  # noqa: E402
 from repro.jobs import compress, questions, requests, tokens  # noqa: E402
@@ -44,6 +45,7 @@ from repro.specs import scale as scales  # noqa: E402
 from repro.stats.quantity import Quantity, compose, constant  # noqa: E402
 from repro.store import kernel_rows, observations  # noqa: E402
 from repro.store.job import Job, distinct  # noqa: E402
+from repro.store.observations import Series  # noqa: E402
 from repro.workflow import runner, versions  # noqa: E402
 
 FILE = Path(__file__).with_name("answers.json")
@@ -385,6 +387,26 @@ def asked_questions(at: scales.Scale) -> Numbers:
     return sums(job)
 
 
+class Letters:
+    """In place of an encoder: a letter is a direction of its own, and so is what frames a text."""
+
+    def states(self, text: str) -> np.ndarray:
+        return np.eye(128)[[0, *map(ord, text), 0]]
+
+
+def of_bertscore(at: scales.Scale) -> Numbers:
+    """The score of two made-up answers, letter by letter."""
+    target, asked = Target(at, at.models["Llama-3.2-1B"], RTN), KINDS["bertscore"]("gsm8k")
+    series = {"rougeL": Series(np.zeros(2), "sequences", "made up")}
+    for number, text in enumerate(("The answer is 18.", "#### 3")):
+        ids = models.tokenizer(target.model)(text)["input_ids"]
+        series[f"tokens {number}"] = Series(np.asarray(ids, dtype=float), "tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bert_score, "_encoder", Letters)
+        scored = asked.series({"texts": observations.Observations(series, {})}, target)
+    return {f"text {number}": float(score) for number, score in enumerate(scored["bertscore"].values)}
+
+
 def names() -> list[str]:
     """Every step, metric and shared job."""
     return [*STEPS, *KINDS, *versions.SHARED]
@@ -413,6 +435,8 @@ def answer(name: str, at: scales.Scale) -> Numbers:
     with contextlib.redirect_stdout(io.StringIO()):
         if name in alone:
             return alone[name]()
+        if name == "bertscore":
+            return of_bertscore(at)
         if name == "questions":
             return asked_questions(at)
         if name in versions.SHARED:

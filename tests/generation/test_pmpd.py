@@ -1,4 +1,4 @@
-"""PMPD's learned scheduler: its labels, its rule against the static schedules, its file, a training, its cell."""
+"""PMPD's schedulers: labels, rule, file, training and cell of the learned, search and cell of the static one."""
 
 import json
 from dataclasses import replace
@@ -131,10 +131,111 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
     assert bits[0] == 4 and bits[2] == 8 and bits[1] == pytest.approx((6 * 8 + 13 * 4) / 19)
 
 
-def test_learned_takes_two_widths_and_no_window():
+# --- the static scheduler ---------------------------------------------------------------------------------------------
+
+POINTS = (0, 4, 9, 19)
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    """From a score of each point to what a static cell holds, whose texts on validation prompts it gives."""
+    folder = tmp_path_factory.mktemp("static")
+    at = scales.load(name="pocket").on("cpu")
+    small = switching.Protocol(prompts=3, new_tokens=20, context=200, validation=1, together=2, searched=5)
+
+    def observed(schedule=SCHEDULE, control="static", prompts="gsm8k", scores=None, tested=3):
+        protocols = at.protocols | {"switching": replace(small, prompts=tested)}
+        target = Target(replace(at, protocols=protocols), "pocket-3m", RECIPE)
+        params = Switching("rougeL", schedule=schedule, control=control, prompts=prompts)
+        with pytest.MonkeyPatch.context() as patch, built_under(folder / ("made up" if scores else "searched")):
+            patch.setattr(pmpd, "POINTS", POINTS)
+            if scores:
+                patch.setattr(switching, "_score_of_point", lambda *words: scores[POINTS.index(words[4])])
+            job = params.jobs(target)["texts"]
+            for each in distinct([job]):
+                if not runner.done(each) or (scores and each is job):
+                    runner.run(each)
+            return job, observations.load(job.folder / observations.FILE).series
+
+    return observed
+
+
+@pytest.mark.parametrize(
+    "scores, point",
+    [([1.0, 3.0, 2.0, 0.0], 4), ([0.0, 0.0, 0.0, 0.0], 0), ([1.0, 2.0, 5.0, 5.0], 9), ([0.0, 1.0, 2.0, 3.0], 19)],
+)
+def test_the_static_point_is_the_best_on_validation_texts_of_equal_ones_the_earliest(static, scores, point):
+    _, held = static(scores=scores)
+    assert held["rougeL by point"].values.tolist() == scores
+    for prompt in range(3):
+        steps = held[f"log {prompt}"].values if f"log {prompt}" in held else np.asarray([])
+        assert set(steps) == ({point + 1.0} if point < 19 else set())
+        assert held["bits"].values[prompt] == pytest.approx((point * 8 + (19 - point) * 4) / 19)
+
+
+def test_a_static_cell_is_the_schedule_of_its_point(static):
+    """Nothing replaced: the search decodes and scores itself, and the texts are those of a switch at that point."""
+    job, held = static()
+    given = job.given()
+    best = POINTS[int(np.argmax(held["rougeL by point"].values))]
+    at_point = f"interval={best}" if best else "window=0, threshold=1e30"
+    _, other = static(f"flexquant(path=[8, 4], {at_point}, layers=100000)", control="")
+    for name in ("rougeL", "KL", "bits", "agreement", *(f"tokens {prompt}" for prompt in range(3))):
+        assert held[name].values.tolist() == other[name].values.tolist(), name
+    searched, tested = (switching._prompts(given | {"validating": each}) for each in (True, False))
+    assert len(searched) == 5 and len(tested) == 3 and not {p.id for p in searched} & {p.id for p in tested}
+
+
+def test_the_search_scores_the_texts_of_each_point_on_its_own_prompts(static):
+    """Each score is the mean over prompts 3 to 7 of a cell of eight prompts that switches at that point."""
+    scores = static()[1]["rougeL by point"].values
+    for point, score in zip(POINTS, scores):
+        at_point = f"interval={point}" if point else "window=0, threshold=1e30"
+        _, other = static(f"flexquant(path=[8, 4], {at_point}, layers=100000)", control="", tested=8)
+        assert other["rougeL"].values[3:].mean() == pytest.approx(score, rel=1e-6)
+    assert len(set(scores)) > 1
+
+
+def test_a_set_without_references_is_one_sentence(static):
+    with pytest.raises(UserError, match="static is searched by a score, and longwriter-en has no references"):
+        static(prompts="longwriter-en")
+
+
+def test_translations_are_searched_by_bleu_of_all_texts():
+    counts = {"length": 5.0, "reference length": 5.0}
+    for n, (matches, grams) in enumerate(((4, 5), (3, 4), (2, 3), (1, 2)), 1):
+        counts |= {f"matches {n}": float(matches), f"n-grams {n}": float(grams)}
+    mean = {"rougeL": 7.0} | {f"bleu {name}": count for name, count in counts.items()}
+    assert switching.SEARCHED == {"iwslt": "bleu"} and switching._task_score(mean, "rougeL") == 7.0
+    assert switching._task_score(mean, "bleu") == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
+
+
+def test_what_the_search_takes_decides_its_job_alone(static):
+    """How many prompts it searches on is declared by a static job, and by no other."""
+    at = scales.load(name="pocket").on("cpu")
+
+    def job(searched, control, schedule=SCHEDULE):
+        protocol = switching.Protocol(searched=searched)
+        target = Target(replace(at, protocols=at.protocols | {"switching": protocol}), "pocket-3m", RECIPE)
+        return Switching("KL", schedule=schedule, control=control, prompts="gsm8k").jobs(target)["texts"]
+
+    assert job(5, "static").id != job(6, "static").id
+    assert job(5, "").id == job(6, "").id
+    assert set(dict(job(5, "static").needs)) == {"full", "w8", "w4"}
+
+
+def test_learned_and_static_take_two_widths_and_no_window():
     for schedule in ("flexquant(path=[4, 3])", "flexquant(window=0)", "flexquant(path=[4, 3], window=0, interval=9)"):
-        with pytest.raises(UserError, match="learned takes two widths"):
-            Switching("KL", schedule=schedule, control="learned")
+        for control in ("learned", "static"):
+            with pytest.raises(UserError, match=f"{control} takes two widths"):
+                Switching("KL", schedule=schedule, control=control)
+
+
+def test_table_1_has_the_static_row():
+    cells = {(c.row, c.col, c.model): c for c in tables.cells("flexquant", "1")}
+    for model, path in (("Vicuna-7B", "[3, 2]"), ("MobileLLaMA-1.4B", "[4, 3]"), ("Zephyr-3B", "[4, 3]")):
+        params = cells["PMPD-Static", "IWSLT BLEU", model].params
+        assert params.control == "static" and f"path={path}" in params.schedule and params.show == "bleu"
 
 
 def test_table_1_has_the_learned_row():

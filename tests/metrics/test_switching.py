@@ -198,6 +198,8 @@ def test_jobs_declare_what_decides_them(target):
     full = {params.jobs(target.under("fp16"))["texts"].id for params in asked}
     assert len(full) == 2  # a prompt set each
     assert set(dict(made[3].needs)) == {"full", "w8", "w4", "signal"} and set(dict(made[5].needs)) == {"full", "w4"}
+    fewer = asked[0].jobs(replace_protocol(target, replace(SMALL, prompts=3)))
+    assert fewer["texts"].id != made[0].id
     assert asked[0].jobs(replace_protocol(target, None)) is None
     assert asdict(SMALL)["prompts"] == 4
 
