@@ -16,16 +16,27 @@ import torch
 from torch import Tensor
 
 from repro.kernels.compensated_gemv import PackedCompensators, hidden_of, pack, parts, random_compensator
-from repro.kernels.launch_config import processors
+from repro.kernels.launch_config import lacks, processors
 from repro.kernels.triton_language import tl, triton
 
+CASES = [  # as of `compensated_gemv`, with their number of tokens; ragged ones first
+    {"tokens": 5, "layers": [40], "ranks": [5], "columns": 416, "hidden": 4, "dtype": "float16", "seed": 4},
+    {"tokens": 33, "layers": [17, 16, 24], "ranks": [20, 0, 3], "columns": 203, "hidden": 4, "dtype": "bfloat16",
+     "seed": 5},
+    {"tokens": 512, "layers": [130, 70], "ranks": [0, 70], "columns": 203, "hidden": 0, "dtype": "bfloat16", "seed": 3},
+    {"tokens": 2, "layers": [4096], "ranks": [24], "columns": 11008, "hidden": 4, "dtype": "bfloat16", "seed": 0},
+    {"tokens": 32, "layers": [11008, 11008], "ranks": [24, 24], "columns": 4096, "hidden": 4, "dtype": "bfloat16",
+     "seed": 1},
+    {"tokens": 130, "layers": [4096, 4096, 4096], "ranks": [24, 0, 24], "columns": 4096, "hidden": 4,
+     "dtype": "float16", "seed": 2},
+]  # fmt: skip
 COLUMNS = 128  # of x that a step of the first product takes
 OUTPUTS = 128  # of a tile of the second
 GATED = 16  # tokens of a tile of the gate
 
 
-def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, PackedCompensators]:
-    """x, y and compensators of a case: `tokens`, `layers` and `ranks` as of `compensated_gemv`, `columns`, `hidden`."""
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
+    """x `[T, K]`, y `[T, N]` and what is `made` of the compensators of a case: arguments of `launch`."""
     generator, dtype = torch.Generator().manual_seed(case["seed"]), getattr(torch, case["dtype"])
     starts, stored, start = [], [], 0
     for size, r in zip(case["layers"], case["ranks"]):
@@ -38,7 +49,27 @@ def make_inputs(case: dict, device: torch.device | str = "cpu") -> tuple[Tensor,
     y = torch.randn(case["tokens"], start, generator=generator)
     tensors = {name: getattr(made, name) for name in ("down", "gates", "scales", "up")}
     moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-    return x.to(device, dtype), y.to(device, dtype), PackedCompensators(**moved, spans=made.spans)
+    both = {"x": x.to(device, dtype), "y": y.to(device, dtype)}
+    return both | {"made": PackedCompensators(**moved, spans=made.spans)}
+
+
+def reference(x: Tensor, y: Tensor, made: PackedCompensators) -> Tensor:
+    """y `[T, N]` with its corrections, computed in float32."""
+    corrected = y.clone()
+    add_reference(corrected, latent_reference(x, made), made)
+    return corrected
+
+
+def launch(x: Tensor, y: Tensor, made: PackedCompensators) -> Tensor:
+    """The same by the kernels, unchecked."""
+    corrected = y.clone()
+    launch_add(corrected, launch_latent(x, made), made)
+    return corrected
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why the kernels cannot run on `device`, or None if they can; there the references do."""
+    return lacks("compensate", device)
 
 
 @triton.jit

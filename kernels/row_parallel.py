@@ -30,15 +30,96 @@ from torch import Tensor
 from repro.core.errors import UserError
 from repro.kernels import compensated_gemv as ec
 from repro.kernels import nvrtc, rms_norm, wna16_gemv
+from repro.kernels.launch_config import lacks
 from repro.kernels.operators import VECTOR
-from repro.kernels.packing import TILE, PackedWeight, dequantize
+from repro.kernels.packing import TILE, PackedWeight, dequantize, pack, unpack
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_RANKS = 4  # addresses that a launch takes
 SPLITS, MOST_THREADS = 8, 1024  # thread blocks of the cluster of `take`; threads of a block
 MARK = 1 << 32  # above the 32 bits of a value
 PATIENCE = 60.0  # seconds that the reference waits for a mark
+EPS = 1e-5  # of the norm in the cases
 Address = Tensor | int  # memory of this process, or the address of another rank's
+Part = tuple[Tensor, PackedWeight, Tensor | None]  # of a rank: its columns of x, of the weight and of A
+CASES = [  # rows; columns of all ranks; ranks; rank of the compensator, 0 without one; gate; whether sums are collected
+    {"rows": 40, "columns": 416, "ranks": 2, "r": 5, "hidden": 4, "dtype": "float16", "collected": False},
+    {"rows": 300, "columns": 192, "ranks": 3, "r": 20, "hidden": 4, "dtype": "bfloat16", "collected": False},
+    {"rows": 65, "columns": 256, "ranks": 4, "r": 7, "hidden": 0, "dtype": "bfloat16", "collected": False},
+    {"rows": 48, "columns": 128, "ranks": 2, "r": 0, "hidden": 0, "dtype": "float16", "collected": False},
+    {"rows": 40, "columns": 416, "ranks": 2, "r": 5, "hidden": 4, "dtype": "float16", "collected": True},
+    {"rows": 300, "columns": 192, "ranks": 3, "r": 20, "hidden": 4, "dtype": "bfloat16", "collected": True},
+    {"rows": 4096, "columns": 4096, "ranks": 2, "r": 24, "hidden": 4, "dtype": "bfloat16", "collected": False},
+    {"rows": 5120, "columns": 13824, "ranks": 3, "r": 26, "hidden": 4, "dtype": "bfloat16", "collected": False},
+    {"rows": 8192, "columns": 28672, "ranks": 4, "r": 20, "hidden": 4, "dtype": "bfloat16", "collected": False},
+]
+CHECKED = [  # launch configurations of the product that tests and the sanitizer run, too
+    {"warps": 4, "tiles": 1, "chunk": 128, "stages": 2, "splits": 1, "blocks": 1},
+    {"warps": 2, "tiles": 2, "chunk": 128, "stages": 1, "splits": 2, "blocks": 1},
+]
+
+
+def make_whole(case: dict) -> tuple[Tensor, PackedWeight, ec.PackedCompensators | None, Tensor, Tensor]:
+    """x `[1, K]`, weight, compensator or None, residual `[1, N]` and the norm's weight `[N]` of a case, undivided."""
+    rows, columns, dtype = case["rows"], case["columns"], getattr(torch, case["dtype"])
+    generator = torch.Generator().manual_seed(rows)
+    form = {"rows": rows, "columns": columns, "bits": 4, "group": 0, "symmetric": False, "m": 1, "seed": rows}
+    x, packed = wna16_gemv.make_inputs(form, dtype=dtype)
+    residual = torch.randn(1, rows, generator=generator)
+    weight = 1 + torch.randn(rows, generator=generator) / 4
+    made = None
+    if case["r"]:
+        stored = ec.random_compensator(case["r"], rows, columns, case["hidden"], generator)
+        made = ec.pack([0], [stored], [1.0], case["hidden"])
+    return x, packed, made, residual.to(dtype), weight.to(dtype)
+
+
+def make_inputs(case: dict, device: torch.device | str = "cpu") -> dict:
+    """Arguments of `launch`: what each rank has of `make_whole`, and what all have."""
+    x, packed, made, residual, weight = make_whole(case)
+    codes, scales, zeros = unpack(packed)
+    parts: list[Part] = []
+    for rank in range(case["ranks"]):
+        begin, end = (case["columns"] * one // case["ranks"] for one in (rank, rank + 1))
+        down = None
+        if made is not None:
+            down = torch.zeros(1, made.down.shape[1], end - begin + -(end - begin) % 16, dtype=torch.int8)
+            down[:, :, : end - begin] = made.down[:, :, begin:end]
+            down = down.to(device)
+        own = pack(codes[:, begin:end].contiguous(), scales, zeros, 4, 0)
+        parts.append((x[:, begin:end].contiguous().to(device), own.to(device), down))
+    behind = {}
+    for name in ("up", "gates", "scales"):
+        tensor = getattr(made, name, None)
+        behind[name] = None if tensor is None else tensor.to(device)
+    behind |= {"residual": residual.to(device), "weight": weight.to(device), "eps": EPS}
+    return {"parts": parts, **behind, "collected": case["collected"]}
+
+
+def unsupported(device: torch.device | str) -> str | None:
+    """Why the kernels cannot run on `device`, or None if they can: they need clusters."""
+    return lacks("row_parallel", device, (9, 0)) or nvrtc.unavailable()
+
+
+def launch(
+    parts: Sequence[Part], up: Tensor | None, gates: Tensor | None, scales: Tensor | None, residual: Tensor,
+    weight: Tensor, eps: float, collected: bool = False, config: dict[str, int] | None = None,
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """(y, total) of each rank by the kernels, all of them on one device, one after the other.
+
+    `collected` sums are added up by plain PyTorch, as by a collective, and only one rank takes them.
+    """
+    rows, R = residual.shape[1], 0 if up is None else up.shape[1]
+    values, ranks = rows + R, len(parts)
+    if collected:
+        sums = torch.zeros(ranks, values, device=residual.device)
+        for own, (x, packed, down) in zip(sums, parts):
+            give(x, packed, down, scales, [own], config)
+        return [take(sums.sum(0), up, gates, scales, residual, weight, eps, on_kernel=True)]
+    memories = torch.zeros(ranks, ranks, values, dtype=torch.int64, device=residual.device)  # of a rank, from a rank
+    for rank, (x, packed, down) in enumerate(parts):
+        give(x, packed, down, scales, list(memories[:, rank]), config)
+    return [take(memory, up, gates, scales, residual, weight, eps, on_kernel=True) for memory in memories]
 
 
 def take_shared(R: int, hidden: int, threads: int) -> int:
@@ -184,6 +265,19 @@ def loads(
 
 
 # --- references -------------------------------------------------------------------------------------------------------
+
+
+def reference(
+    parts: Sequence[Part], up: Tensor | None, gates: Tensor | None, scales: Tensor | None, residual: Tensor,
+    weight: Tensor, eps: float, collected: bool = False,
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """(y, total) of each rank, which are the same, from sums in float32."""
+    rows, R = residual.shape[1], 0 if up is None else up.shape[1]
+    sums = torch.zeros(len(parts), rows + R, device=residual.device)
+    for own, (x, packed, down) in zip(sums, parts):
+        give_reference(x, packed, down, scales, [own])
+    found = take_reference(sums.sum(0), up, gates, scales, residual, weight, eps)
+    return [found] * (1 if collected else len(parts))
 
 
 def give_reference(

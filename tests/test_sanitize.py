@@ -2,10 +2,12 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from itertools import product
 
+import every_kernel
 import pytest
 
 from repro.core.files import ROOT
@@ -64,17 +66,46 @@ def sanitize(tmp_path):
 
 
 def test_what_is_clean(sanitize):
-    from repro.bench.kernel_list import DISPATCHERS, KERNELS
+    from repro.bench.kernel_list import CHECKED
 
     done, lines = sanitize({"racecheck-w8a8_gemv": RACES}, facts=ASKED.format(python=sys.executable))
     assert done.returncode == 0, done.stderr
     tools = ("memcheck", "racecheck", "synccheck")
-    assert set(lines) == set(product(tools, set(KERNELS) - set(DISPATCHERS)))
+    assert set(lines) == set(product(tools, CHECKED))
     assert all((line["runs"], line["errors"], line["reason"]) == ("3", "0", "") for line in lines.values())
     line = lines["racecheck", "w8a8_gemv"]
     assert [line[name] for name in ("warnings", "version", "device", "commit", "date")] == [
         "4", "2025.3.1.0", "NVIDIA Fake", "0123456789", "2026-01-01"
     ]  # fmt: skip
+
+
+HELPERS = {"noise": "sample", "q4_k_planes": "q4_k_naive_sparse", "w2a2_format": "quantize_2bit"}  # and who calls them
+
+
+def files_with_kernels():
+    """Names of the files of `kernels/` that launch something, by what they must contain."""
+    found = set()
+    for path in (ROOT / "kernels").glob("*.py"):
+        text = path.read_text()
+        if "@triton.jit" in text or "nvrtc.load(" in text or path.with_suffix(".cu").exists():
+            found.add(path.stem)
+    return found
+
+
+def test_no_kernel_is_left_out():
+    """Every file with a kernel is checked on at least one small case, every source is of a file that is checked."""
+    from repro.bench.kernel_list import CHECKED, load
+
+    assert files_with_kernels() - set(HELPERS) <= set(CHECKED)
+    for helper, caller in HELPERS.items():
+        text = (ROOT / "kernels" / f"{caller}.py").read_text()
+        assert caller in CHECKED and re.search(rf"import {helper}\b|kernels\.{helper} import", text), helper
+    pytest.importorskip("triton")
+    for name in CHECKED:
+        assert every_kernel.small_cases(load(name)), f"{name}: no case is small enough for the sanitizer"
+    texts = "".join((ROOT / "kernels" / f"{name}.py").read_text() for name in CHECKED)
+    for source in (ROOT / "kernels").glob("*.cu"):
+        assert source.stem in CHECKED or f'"{source.name}"' in texts, source.name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from fake_device import Host
 
 from repro.bench import peers, timing
-from repro.bench.kernel_list import DISPATCHERS, KERNELS, OURS, load
+from repro.bench.kernel_list import CALLED, DISPATCHERS, KERNELS, OURS, load
 from repro.bench.peers import PEERS
 from repro.bench.stored_peers import TYPES, rescale, shapes, times
 from repro.bench.task import Layer, dense
@@ -72,7 +72,7 @@ def test_our_operators_run_on_a_processor_and_are_right(label):
     assert found.relerr <= provider.tolerance and found.nbytes > 48 * 256 // 4
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, *CALLED])
 def test_every_listed_kernel_is_a_room_of_its_own(name):
     try:
         module = load(name)

@@ -9,15 +9,6 @@ from repro.kernels import compensate as kernel  # noqa: E402
 from repro.kernels.compensated_gemv import pack, parts, random_compensator  # noqa: E402
 from repro.methods.spear.compensator import Compensator, unpack  # noqa: E402
 
-CASES = [
-    {"tokens": 2, "layers": [4096], "ranks": [24], "columns": 11008, "hidden": 4, "dtype": "bfloat16", "seed": 0},
-    {"tokens": 32, "layers": [11008, 11008], "ranks": [24, 24], "columns": 4096, "hidden": 4, "dtype": "bfloat16",
-     "seed": 1},
-    {"tokens": 130, "layers": [4096, 4096, 4096], "ranks": [24, 0, 24], "columns": 4096, "hidden": 4,
-     "dtype": "float16", "seed": 2},
-    {"tokens": 512, "layers": [130, 70], "ranks": [0, 70], "columns": 203, "hidden": 0, "dtype": "bfloat16", "seed": 3},
-]  # fmt: skip
-
 
 @pytest.mark.parametrize("hidden", [4, 0])
 def test_a_correction_is_the_method_s_own(hidden):
@@ -45,9 +36,10 @@ def test_programs_fill_the_device_but_no_more_than_there_are_columns():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", kernel.CASES, ids=str)
 def test_kernels_agree_with_the_references(case):
-    x, y, made = kernel.make_inputs(case, "cuda")
+    inputs = kernel.make_inputs(case, "cuda")
+    x, y, made = inputs["x"], inputs["y"], inputs["made"]
     want = kernel.latent_reference(x, made)
     got = kernel.latent(x, made)
     assert float((got - want).norm() / want.norm()) < 1e-4

@@ -245,7 +245,8 @@ def interpret_compensate(case: dict) -> float:
     """
     from repro.kernels import compensate as kernel
 
-    x, y, made = kernel.make_inputs(case)
+    inputs = kernel.make_inputs(case)
+    x, y, made = inputs["x"], inputs["y"], inputs["made"]
     latent = kernel.latent_reference(x, made)
     got, want = y.clone(), y.clone()
     kernel.launch_add(got, latent, made)
@@ -254,7 +255,8 @@ def interpret_compensate(case: dict) -> float:
     for first, end in zip(made.spans[::2], made.spans[1::2]):
         covered[first:end] = True
     assert torch.equal(got[:, ~covered], y[:, ~covered]) and not torch.equal(got, y)
-    return max(relative(kernel.launch_latent(x, made), latent) / 1e-5, relative(got, want) / 2**-10)
+    whole = relative(kernel.launch(**inputs), kernel.reference(**inputs))
+    return max(relative(kernel.launch_latent(x, made), latent) / 1e-5, relative(got, want) / 2**-10, whole / 2**-10)
 
 
 @triton.jit

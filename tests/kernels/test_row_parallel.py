@@ -11,25 +11,12 @@ from repro.core.errors import UserError
 from repro.kernels import compensated_gemv as ec
 from repro.kernels import nvrtc, rms_norm, wna16_gemv
 from repro.kernels import row_parallel as kernel
-from repro.kernels.packing import PackedWeight, dequantize, pack, unpack
+from repro.kernels.packing import PackedWeight, dequantize
 
 GPU = torch.device("cuda")
 DTYPES = {"float16": 1e-3, "bfloat16": 4e-3}
-CASES = [  # outputs, columns of all ranks, ranks, rank of the compensator (0: none), gate, type
-    {"rows": 40, "columns": 416, "ranks": 2, "r": 5, "hidden": 4, "dtype": "float16"},
-    {"rows": 300, "columns": 192, "ranks": 3, "r": 20, "hidden": 4, "dtype": "bfloat16"},
-    {"rows": 65, "columns": 256, "ranks": 4, "r": 7, "hidden": 0, "dtype": "bfloat16"},
-    {"rows": 48, "columns": 128, "ranks": 2, "r": 0, "hidden": 0, "dtype": "float16"},
-]
-LARGE = [
-    {"rows": 4096, "columns": 4096, "ranks": 2, "r": 24, "hidden": 4, "dtype": "bfloat16"},
-    {"rows": 5120, "columns": 13824, "ranks": 3, "r": 26, "hidden": 4, "dtype": "bfloat16"},
-    {"rows": 8192, "columns": 28672, "ranks": 4, "r": 20, "hidden": 4, "dtype": "bfloat16"},
-]
-CONFIGS = [
-    {"warps": 4, "tiles": 1, "chunk": 128, "stages": 2, "splits": 1, "blocks": 1},
-    {"warps": 2, "tiles": 2, "chunk": 128, "stages": 1, "splits": 2, "blocks": 1},
-]
+IDS = ["two", "three", "four, no gate", "no compensator"]
+CASES = kernel.CASES[: len(IDS)]
 
 
 def error(got, want):
@@ -37,32 +24,11 @@ def error(got, want):
 
 
 def problem(case, device="cpu"):
-    """The whole product, its ranks' parts of x, weight and A, and what is behind it."""
-    rows, columns, ranks, dtype = case["rows"], case["columns"], case["ranks"], getattr(torch, case["dtype"])
-    rng = torch.Generator().manual_seed(rows)
-    weight = {"rows": rows, "columns": columns, "bits": 4, "group": 0, "symmetric": False, "m": 1, "seed": rows}
-    x, packed = wna16_gemv.make_inputs(weight, dtype=dtype)
-    residual, norm = torch.randn(1, rows, generator=rng), 1 + torch.randn(rows, generator=rng) / 4
-    made = None
-    if case["r"]:
-        stored = ec.random_compensator(case["r"], rows, columns, case["hidden"], rng)
-        made = ec.pack([0], [stored], [1.0], case["hidden"])
-    codes, scales, zeros = unpack(packed)
-    bounds = [columns * rank // ranks for rank in range(ranks + 1)]
-    parts = []
-    for begin, end in zip(bounds, bounds[1:]):
-        down = None
-        if made is not None:
-            down = torch.zeros(1, made.down.shape[1], end - begin + -(end - begin) % 16, dtype=torch.int8)
-            down[:, :, : end - begin] = made.down[:, :, begin:end]
-            down = down.to(device)
-        part = pack(codes[:, begin:end].contiguous(), scales, zeros, 4, 0).to(device)
-        parts.append((x[:, begin:end].contiguous().to(device), part, down))
-    of_made = [None, None, None]
-    if made is not None:
-        of_made = [None if one is None else one.to(device) for one in (made.up, made.gates, made.scales)]
-    behind = residual.to(device, dtype), norm.to(device, dtype)
-    return x, packed, made, parts, of_made, behind
+    """The whole product, its ranks' parts of x, weight and A, what all ranks have of the compensator, and the rest."""
+    x, packed, made, *_ = kernel.make_whole(case)
+    inputs = kernel.make_inputs(case, device)
+    of_made = [inputs[name] for name in ("up", "gates", "scales")]
+    return x, packed, made, inputs["parts"], of_made, (inputs["residual"], inputs["weight"])
 
 
 def whole(x, packed: PackedWeight, made, residual, norm):
@@ -94,7 +60,7 @@ def memories(case, device="cpu"):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", CASES, ids=["two", "three", "four, no gate", "no compensator"])
+@pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_sources_give_to_every_rank_and_take_on_the_cpu(case, emulated):
     """Twice into the same memory, whose marks the first product has to take away; each rank has the same result."""
     x, packed, made, parts, (up, gates, scales), behind = problem(case)
@@ -103,7 +69,7 @@ def test_sources_give_to_every_rank_and_take_on_the_cpu(case, emulated):
     for turn in range(2):
         for rank, (own, part, down) in enumerate(parts):
             to = [of_rank[rank] for of_rank in memory]
-            kernel.give(own, part, down, scales, to, config=CONFIGS[turn])
+            kernel.give(own, part, down, scales, to, config=kernel.CHECKED[turn])
         got = [kernel.take(one, up, gates, scales, *behind, 1e-5, on_kernel=True) for one in memory]
         for y, summed in got:
             assert error(y, want) < 2 * DTYPES[case["dtype"]] and error(summed, total) < DTYPES[case["dtype"]]
@@ -112,20 +78,33 @@ def test_sources_give_to_every_rank_and_take_on_the_cpu(case, emulated):
 
 
 @cuda_on_cpu.NEEDS_COMPILER
-@pytest.mark.parametrize("case", CASES[:2], ids=["two", "three"])
+@pytest.mark.parametrize("case", CASES[:2], ids=IDS[:2])
 def test_sources_with_a_collective_on_the_cpu(case, emulated):
     """Each rank's float32 sums in memory of its own, added up by somebody else."""
     x, packed, made, parts, (up, gates, scales), behind = problem(case)
     values = case["rows"] + made.down.shape[1]
     sums = torch.zeros(case["ranks"], values)
     for rank, (own, part, down) in enumerate(parts):
-        kernel.give(own, part, down, scales, [sums[rank]], config=CONFIGS[0])
+        kernel.give(own, part, down, scales, [sums[rank]], config=kernel.CHECKED[0])
     y, total = kernel.take(sums.sum(0), up, gates, scales, *behind, 1e-5, on_kernel=True)
     want, summed = whole(x, packed, made, *behind)
     assert error(y, want) < 2 * DTYPES[case["dtype"]] and error(total, summed) < DTYPES[case["dtype"]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=["two", "three", "four, no gate", "no compensator"])
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", [CASES[2], kernel.CASES[4]], ids=["given to peers", "collected"])
+def test_what_the_sanitizer_runs(case, emulated):
+    """All ranks in one call, with each configuration."""
+    inputs = kernel.make_inputs(case)
+    want = kernel.reference(**inputs)
+    for config in kernel.CHECKED:
+        got = kernel.launch(**inputs, config=config)
+        assert len(got) == len(want) == (1 if case["collected"] else case["ranks"])
+        for (y, total), (y_want, total_want) in zip(got, want):
+            assert error(y, y_want) < DTYPES[case["dtype"]] and error(total, total_want) < DTYPES[case["dtype"]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_the_reference_is_the_product_of_one_rank(case):
     x, packed, made, parts, (up, gates, scales), behind = problem(case)
     want, total = whole(x, packed, made, *behind)
@@ -136,6 +115,8 @@ def test_the_reference_is_the_product_of_one_rank(case):
         y, summed = kernel.take(one, up, gates, scales, *behind, 1e-5)
         assert error(y, want) < DTYPES[case["dtype"]] and error(summed, total) < DTYPES[case["dtype"]]
         assert not one.any()
+    for y, summed in kernel.reference(**kernel.make_inputs(case)):
+        assert error(y, want) < DTYPES[case["dtype"]] and error(summed, total) < DTYPES[case["dtype"]]
 
 
 def test_the_gate_of_a_rank_s_own_part_is_another():
@@ -205,7 +186,7 @@ def test_more_ranks_than_a_launch_has_addresses_are_refused():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles the sources")
 def test_sources_compile_for_a_gpu(tmp_path):
-    give = wna16_gemv.defines(4, 0, 5504, False, torch.bfloat16, 1, CONFIGS[1]) | {"RANKS": 2}
+    give = wna16_gemv.defines(4, 0, 5504, False, torch.bfloat16, 1, kernel.CHECKED[1]) | {"RANKS": 2}
     latent = {"K": 5504, "RANK": 32, "HIDDEN": 0, "BF16": 1, "SPLITS": ec.SPLITS, "RANKS": 2}
     take = {"OUTPUTS": 8192, "RANKS": 4, "STRIDE": 8224, "RANK": 32, "HIDDEN": 4, "BF16": 1, "SPLITS": 8}
     take |= {"THREADS": 1024}
@@ -218,7 +199,7 @@ def test_sources_compile_for_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
+@pytest.mark.parametrize("case", [case for case in kernel.CASES if not case["collected"]], ids=str)
 def test_ranks_one_after_the_other_on_one_gpu(case):
     """All ranks on one device, whose memories are all of this process; several times into the same memory."""
     x, packed, made, parts, (up, gates, scales), behind = problem(case, GPU)
