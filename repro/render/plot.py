@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +39,9 @@ PANEL = 44  # characters of a panel's title and of its label below, in 3.4 inche
 FEW_TICKS = 8  # places that all get a tick
 TICKS = 15  # that stand side by side below a panel
 DENSE = 60  # points of a line that are drawn without markers
+LABELLED = 18  # bars in a row that have room for their values
+SEEN = 0.02  # of the axis: an interval that is no wider cannot be seen
+LABEL = {"ha": "center", "va": "bottom", "fontsize": 6.5}  # how a bar's value is written
 PALETTE = "#0b3c8c #e07b00 #2a9d4e #b3261e #7a7a7a #8e44ad #00a3a3 #c2185b #8d6e00 #5d4037 #4a6fa5 #222222".split()
 COLOURED = [colour for colour in PALETTE if colour not in ("#7a7a7a", "#222222")]  # beside lines in grey
 Point = tuple[float, float, float | None, float | None]  # x, y, low, high
@@ -385,42 +389,49 @@ def bars(
     panels: Panels, title: str, x: str, y: str, path: Path,
     marked: Mapping[tuple[str, str], str] = MappingProxyType({}), ratios: bool = True,
 ) -> None:  # fmt: skip
-    """Values of several series side by side, a group of bars for each place, in two rows; a series may lack places.
+    """Values of several series side by side, a group of bars for each place; more than 8 places stand in two rows.
+
+    A series may lack places. An interval has whiskers where it is wide enough to be seen.
 
     Args:
-        panels: one, of series to points (place, value, …); a series without points keeps its colour and is not shown.
+        panels: one below the other, of series to points (place, value, low, high, …); a series without points keeps
+            its colour and is not shown. Where there are several, each has its name above it.
         title, x, y, path: as of `lines`.
         marked: (series, place) of hatched bars to what the hatching means.
-        ratios: draw a line at 1, which the values are compared with.
+        ratios: draw a line at 1, which the values are compared with; else few bars have their values above them.
     """
-    panel = next(iter(panels.values()), {})
-    groups = {name: {point[0]: point[1] for point in points} for name, points in panel.items()}
-    places = list(dict.fromkeys(chain(*groups.values())))
-    if not places:
+    names = list(dict.fromkeys(chain(*panels.values())))
+    shown = {}
+    for name, color in zip(names, PALETTE):
+        if any(panel.get(name) for panel in panels.values()):
+            shown[name] = color
+    rows = list(chain.from_iterable(_rows_of_bars(name, panel) for name, panel in panels.items()))
+    if not rows:
         return nothing(f"{title}: not measured", path)
-    rows = 2 if len(places) > 8 else 1
-    each = -(-len(places) // rows)
-    shown = {name: PALETTE[i] for i, name in enumerate(groups) if groups[name]}
-    width = 0.84 / max(1, len(shown))
-    heights: list[float] = []
-    for values in groups.values():
-        heights += values.values()
-    high = 1.08 * max(heights, default=1.0)
+    width = 0.84 / len(shown)
+    each = max(len(row.places) for row in rows)
+    high = 1.08 * max(row.high for row in rows)
+    labelled = not ratios and each * len(shown) <= LABELLED
     with plt.rc_context(STYLE | {"hatch.linewidth": 0.8}):
-        figure, axes = plt.subplots(rows, 1, figsize=(8, 0.8 + 2.0 * rows), sharey=True, squeeze=False)
-        for row, axis in enumerate(axes[:, 0]):
-            mine = places[row * each : (row + 1) * each]
+        figure, axes = plt.subplots(len(rows), 1, figsize=(8, 0.8 + 2.0 * len(rows)), sharey=True, squeeze=False)
+        for row, axis in zip(rows, axes[:, 0]):
             for i, (name, color) in enumerate(shown.items()):
-                for j, place in enumerate(mine):
-                    if place in groups[name]:
-                        look = {"color": color, "edgecolor": "white", "linewidth": 0}
-                        look |= {"hatch": "////"} if (name, place) in marked else {}
-                        axis.bar(j - 0.42 + (i + 0.5) * width, groups[name][place], width, **look)
+                points = row.groups.get(name, {})
+                for j, place in enumerate(row.places):
+                    if place not in points:
+                        continue
+                    middle = j - 0.42 + (i + 0.5) * width
+                    look = {"color": color, "edgecolor": "white", "linewidth": 0}
+                    look |= {"hatch": "////"} if (name, place) in marked else {}
+                    axis.bar(middle, points[place][1], width, **look)
+                    _beside_bar(axis, middle, points[place], high, labelled)
             if ratios:
                 axis.axhline(1.0, color="0.2", linewidth=0.8)
+            if len(panels) > 1:
+                axis.set_title(row.panel, fontsize=8)
             axis.set_xlim(-0.6, each - 0.4)
             axis.set_ylim(0, high)
-            axis.set_xticks(range(len(mine)), [place.replace("x", " x\n") for place in mine])
+            axis.set_xticks(range(len(row.places)), [place.replace("x", " x\n") for place in row.places])
             axis.tick_params(axis="x", length=0)
             axis.grid(False, axis="x")
         handles = [Patch(color=color, label=name) for name, color in shown.items()]
@@ -431,6 +442,45 @@ def bars(
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, handlelength=1.2)
         _head(figure, title)
         save(figure, path)
+
+
+def _beside_bar(axis: Axes, middle: float, point: Point, high: float, labelled: bool) -> None:
+    """The whiskers of a bar's interval, where it can be seen on an axis up to `high`, and its value above it."""
+    _, top, low, upper = point[:4]
+    if low is not None and upper is not None and upper - low > SEEN * high:
+        axis.vlines(middle, low, upper, color="0.2", linewidth=0.8)
+        top = upper
+    if labelled:
+        shown = f"{point[1]:#.3g}".rstrip(".")
+        axis.annotate(shown, (middle, top), (0, 1), textcoords="offset points", **LABEL)
+
+
+@dataclass(frozen=True)
+class RowOfBars:
+    """Places that stand side by side.
+
+    Attributes:
+        panel: whose they are.
+        places: their names.
+        groups: points by series and place.
+        high: the largest value of the panel, or upper end of an interval.
+    """
+
+    panel: str
+    places: Sequence[str]
+    groups: Mapping[str, Mapping[str, Point]]
+    high: float
+
+
+def _rows_of_bars(name: str, panel: Mapping[str, Sequence[Point]]) -> list[RowOfBars]:
+    """The rows of a panel: one, or two of more than 8 places; none without a point."""
+    groups = {series: {point[0]: point for point in points} for series, points in panel.items()}
+    places = list(dict.fromkeys(chain(*groups.values())))
+    if not places:
+        return []
+    high = max(max(point[1], point[3] or point[1]) for point in chain(*panel.values()))
+    each = -(-len(places) // (2 if len(places) > 8 else 1))
+    return [RowOfBars(name, places[i : i + each], groups, high) for i in range(0, len(places), each)]
 
 
 def roofline(

@@ -101,6 +101,22 @@ def test_bars_of_times_have_no_line_at_one_and_without_any_say_so(tmp_path):
     assert " ".join(texts(bars("h.svg", []))) == f"{LONG}: not measured"
 
 
+def test_bars_of_every_panel_are_drawn_with_their_values_and_what_can_be_seen_of_intervals(tmp_path):
+    panels = {
+        "13B": {"W4": [("2", 2.62, 2.61, 2.63), ("4", 3.0, None, None)], "naive": [("2", 61.8, 24.2, 99.3)]},
+        "70B": {"W4": [("2", 7.53, 7.5, 7.6)]},
+        "7B": {"W4": []},
+    }
+    plot.bars(panels, "Latency", "ranks", "ms", tmp_path / "f.svg", ratios=False)
+    svg = (tmp_path / "f.svg").read_text(encoding="utf-8")
+    said = texts(svg)
+    assert {"13B", "70B", "2.62", "3.00", "61.8", "7.53"} <= set(said) and "7B" not in said
+    whiskers = re.search(r"[.](s\d+)[{]fill: none; stroke: #333333", svg)
+    assert svg.count(f'class="{whiskers[1]}"') == 1  # of 61.8; the others are narrower than a line
+    plot.bars(panels, "Latency", "ranks", "ms", tmp_path / "g.svg")
+    assert "61.8" not in texts((tmp_path / "g.svg").read_text(encoding="utf-8"))  # ratios have the line at 1
+
+
 def test_a_picture_is_written_with_each_style_once_and_a_path_a_line():
     path = '<path d="M 0 1 \nL 2 3.456 \nz\n" style="fill: none; stroke: #123456"/>'
     svg = f"<svg>\n <defs>\n  <style>*{{stroke-linejoin: round}}</style>\n </defs>\n {path}\n {path}\n"
