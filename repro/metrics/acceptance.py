@@ -194,7 +194,6 @@ class Acceptance(Metric):
             options["draft_model"] = small
         if self.draft == "eagle2":
             inputs["draft_head"] = head_files.identity(head)
-            options["draft_head"] = str(head)
         return {"prompts": make("acceptance", target.label, inputs, options, needs, target.steps)}
 
     @staticmethod
@@ -206,6 +205,8 @@ class Acceptance(Metric):
                 beyond the context.
         """
         given = job.given()
+        if "draft_head" in job.declared():
+            check_head(given["model"], job.declared()["draft_head"])
         core = speculating(given, folders.get("weights"))
         columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
         fitting = list(fit(core, prompts.load(given["prompts"], given["count"]), given["tokens"]))
@@ -220,8 +221,8 @@ class Acceptance(Metric):
             columns["repeated"].append(repeated(text.tokens))
             print(f"{given['prompts']} {prompt.id}: {tokens / len(lengths):.2f} tokens an iteration", flush=True)
         group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
-        if (beyond := given["count"] - len(fitting)) or any(new < given["tokens"] for *_, new in fitting):
-            group = f"{group}, within the context ({beyond} prompts too long)"
+        if len(fitting) < given["count"] or any(new < given["tokens"] for *_, new in fitting):
+            group = f"{group}, within the context ({len(fitting)} of {given['count']} prompts)"
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
         observations.save(folder / observations.FILE, series, origin)
 
@@ -277,7 +278,7 @@ def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Specul
     elif given["of"] in ("subspec", "apart"):
         drafting = draft_of(lm, target, config)
     elif given["of"] == "eagle2":
-        head = eagle.load(Path(given["draft_head"]), lm.model, models.fingerprint(given["model"]))
+        head = eagle.load(eagle.path_of(given["model"]), lm.model, models.fingerprint(given["model"]))
         drafting = eagle.FittedHead(head, target)
     else:
         names, hub = (given["model"], given["draft_model"]), given["hub"]
@@ -286,6 +287,17 @@ def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Specul
         weights.check(names[1], own.model.config, context)
         drafting = weights.decoder(own, context + config.slots, device, dtype)
     return Speculating(given["model"], target, drafting, config, given["hub"])
+
+
+def check_head(model: str, declared: str) -> None:
+    """Raise unless a model's draft head here is the one that a job declares, which may come from another machine.
+
+    Raises:
+        UserError: there is none, or another one.
+    """
+    path = eagle.path_of(model)
+    if not path.is_file() or head_files.identity(path) != declared:
+        raise UserError(f"{path}: not the draft head that the job was written with; bring that one, or write it here")
 
 
 def fit(core: Core, asked: Sequence[prompts.Prompt], most: int) -> Iterator[tuple[int, prompts.Prompt, int]]:

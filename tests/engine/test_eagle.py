@@ -180,6 +180,27 @@ def test_the_acceptance_cell_takes_a_head_that_is_there(written, monkeypatch, tm
     assert params.limits == (1, 7)
 
 
+def test_a_job_with_a_head_runs_on_another_machine_that_has_the_same(written, monkeypatch, tmp_path):
+    """A file of jobs names no path of the machine that wrote it, and another head is refused."""
+    given = {"acceptance": {"prompts": 1, "tokens": 5}}
+    target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-3m", "fp16")
+    monkeypatch.setattr(eagle, "HEADS", written.parent)
+    made = acceptance.Acceptance("gsm8k", draft="eagle2").jobs(target)["prompts"]
+    assert str(written.parent) not in json.dumps(made.to_json())
+    there = tmp_path / "there"
+    there.mkdir()
+    monkeypatch.setattr(eagle, "HEADS", there)
+    moved = there / written.name
+    with pytest.raises(UserError, match="not the draft head that the job was written with"):
+        acceptance.Acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
+    moved.write_bytes(written.read_bytes() + b" ")
+    with pytest.raises(UserError, match="not the draft head that the job was written with"):
+        acceptance.Acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
+    moved.write_bytes(written.read_bytes())
+    acceptance.Acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
+    assert observations.load(tmp_path / observations.FILE).series["tokens"].values[0] >= 5
+
+
 def test_the_command_trains_and_writes(tmp_path, monkeypatch, capsys):
     ids = (torch.arange(3000) * 11 % 90 + 5).int().numpy()
     monkeypatch.setattr(training.corpora, "token_ids", lambda name, tokenizer: ids)

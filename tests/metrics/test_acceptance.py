@@ -132,7 +132,7 @@ def test_a_long_prompt_gets_fewer_tokens_and_one_beyond_the_context_none(tmp_pat
     )
     result = acceptance_of(tmp_path, name, prompts=5, draft="none", temperature=0.6)
     assert result["tokens"].values.tolist() == [12, 5, 2] and seeds == [1, 3, 4]
-    assert result["tokens"].group == "mt-bench, first 5, 12 tokens, T 0.6, within the context (2 prompts too long)"
+    assert result["tokens"].group == "mt-bench, first 5, 12 tokens, T 0.6, within the context (3 of 5 prompts)"
     drafted = acceptance_of(tmp_path, name, prompts=5, depth=3, top_k=2, temperature=0.6)
     assert (drafted["tokens"].values >= [12, 5, 2]).all() and seeds[3:] == [1, 3, 4]
     asked[:] = [prompt(context), prompt(context - 1)]
