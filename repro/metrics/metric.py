@@ -38,6 +38,7 @@ class Metric:
         TIMES: its job times what it runs, and nothing else runs on its GPU meanwhile.
         FULL_FIRST: a recipe is run only where the status of full precision is not `at_chance`.
         JOBLESS: it takes no job, and is fresh everywhere.
+        SEEDED: it draws something itself by the seed of a cell, such as arrivals, whatever the recipe.
         SHAPED: it is measured on the public shape that its parameter `shape` names, with random weights: no stand-in is
             needed, whatever the cell's model, and the evidence is of grade B.
         PUBLIC: its value is `exact` also where something stands in for a model.
@@ -55,6 +56,7 @@ class Metric:
     TIMES: ClassVar[bool] = False
     FULL_FIRST: ClassVar[bool] = False
     JOBLESS: ClassVar[bool] = False
+    SEEDED: ClassVar[bool] = False
     SHAPED: ClassVar[bool] = False
     PUBLIC: ClassVar[bool] = False
     run: ClassVar[Callable[..., None] | None] = None

@@ -180,9 +180,8 @@ def as_drawn(cell: Cell, row: Measurement) -> Cell:
 def declared(flow: Workflow, cell: Cell) -> dict[str, str]:
     """A cell's recipe, seeds, and hash of declared inputs."""
     targets = flow.targets(cell)
-    recipe = targets[0].recipe
-    seeds = " ".join(str(target.seed) for target in targets) if recipe.seeded else ""
-    return {"recipe": recipe.name, "seeds": seeds, "inputs": flow.inputs_hash(cell)}
+    seeds = " ".join(str(target.seed) for target in targets) if flow.is_drawn(cell) else ""
+    return {"recipe": targets[0].recipe.name, "seeds": seeds, "inputs": flow.inputs_hash(cell)}
 
 
 def numbers(interval: Interval) -> dict[str, Any]:

@@ -160,8 +160,12 @@ class Workflow:
     def targets(self, cell: Cell) -> list[Target]:
         """What a cell is measured on, one a seed; a single one where nothing is drawn."""
         at, parsed = self._here, recipe.parse(cell.recipe)
-        seeds = cell.seeds[: at.seeds] if parsed.seeded else (0,)
+        seeds = cell.seeds[: at.seeds] if self.is_drawn(cell) else (0,)
         return [self._target(cell.calibration, cell.stand_in, parsed.name, seed) for seed in seeds]
+
+    def is_drawn(self, cell: Cell) -> bool:
+        """Whether the seeds of a cell decide its value: its recipe or its metric draws something."""
+        return recipe.parse(cell.recipe).seeded or metric_of(cell).SEEDED
 
     def _target(self, calibration: str, *on: Any) -> Target:
         """A target made once, so that what is known of it is known for every cell; `on` is all but its scale."""

@@ -10,12 +10,15 @@ import torch
 pytest.importorskip("triton")
 
 from repro.core.errors import NotMeasurable, UserError  # noqa: E402
+from repro.engine import scheduling  # noqa: E402
 from repro.engine.scheduling import LatencyTable, LatencyTarget, Served, StaticBudget  # noqa: E402
 from repro.jobs.target import Target  # noqa: E402
 from repro.metrics import serving  # noqa: E402
 from repro.metrics.serving import Protocol, Serving  # noqa: E402
+from repro.results import stored_rows  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
 from repro.specs import tables  # noqa: E402
+from repro.stats.quantity import Quantity  # noqa: E402
 from repro.store.observations import Series  # noqa: E402
 from repro.workflow import runner  # noqa: E402
 from repro.workflow.workflow import Workflow  # noqa: E402
@@ -43,6 +46,83 @@ def test_one_job_serves_every_cell_of_a_placement():
     rule = json.loads(job.inputs)
     assert rule["requests"] == 300 and rule["rate"] == 16.0 and rule["rank"] == 24 and rule["rows"] == 64
     assert rule["percent"] == 60 and rule["policies"] == list(serving.POLICIES)
+
+
+def test_a_seed_draws_other_arrivals_and_nothing_else():
+    at = scales.load(name="pocket").on("cuda")
+    params = Serving(SHAPE, "static-64", 38)
+    jobs = [params.jobs(Target(at, "pocket-3m", "rtn-w4-pc", seed))["served"] for seed in (0, 1, 2)]
+    rules = [json.loads(job.inputs) for job in jobs]
+    assert [rule.pop("seed") for rule in rules] == [0, 1, 2] and rules[0] == rules[1] == rules[2]
+    assert jobs[0].id == "serving/Llama-2-7B/38.5057cf24", "results of before there were seeds are of this job"
+
+
+def test_the_spec_asks_for_three_seeds_of_arrivals():
+    flow = Workflow(scales.load(name="pocket").on("cuda"))
+    cell = next(cell for cell in flow.cells("spear", "3") if isinstance(cell.params, Serving))
+    assert [target.seed for target in flow.targets(cell)] == [0, 1, 2] and len(flow.jobs(cell)) == 3
+    assert stored_rows.declared(flow, cell)["seeds"] == "0 1 2"
+    assert flow.targets(replace(cell, measure="", params=None)) == flow.targets(cell)[:1], "its recipe draws nothing"
+
+
+def test_a_stored_row_of_one_seed_stands_for_it():
+    flow = Workflow.of_results(scales.load(name="pocket"))
+    cell = next(
+        cell for cell in flow.cells("spear", "3") if isinstance(cell.params, Serving) and cell.params.percent == 60
+    )
+    shown = stored_rows.find(flow, cell).measurement
+    assert shown.status == "ok" and shown.seeds in ("0", "0 1 2")
+
+
+def test_a_p99_has_an_interval_over_seeds_alone():
+    flow = Workflow(scales.load(name="pocket").on("cuda"))
+    cell = next(cell for cell in flow.cells("spear", "3") if getattr(cell.params, "show", "") == "itl")
+    seeds = [{"itl": Series(np.array([value]), "model")} for value in (10.0, 11.0, 12.0)]
+    one, three = (flow.of_series(cell, of).interval() for of in (seeds[:1], seeds))
+    assert (one.value, one.lo, one.hi) == (10.0, None, None)
+    assert three.value == 11.0 and three.covers.endswith("seeds") and three.df == 2
+    assert three.hi - 11.0 == pytest.approx(4.302653 / 3**0.5)
+
+
+class Simulated:
+    """A device whose iterations take what a table says, longer with what is in the cache, and 3 % of noise."""
+
+    def __init__(self, table, seed):
+        self.table, self.noise, self.seconds = table, np.random.default_rng(1000 + seed), 0.0
+
+    def now(self):
+        return self.seconds
+
+    def skip_to(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, batch):
+        context = sum(one.prefilled + len(one.times) for one in batch.decodes)
+        noisy = self.table(batch.tokens) * (1 + 0.03 * self.noise.standard_normal())
+        self.seconds += 1e-3 * max(noisy + 0.4 + 9e-5 * (context - 8000), 3.0)
+
+
+def test_seeds_cover_what_blocks_of_one_seed_do_not():
+    """The P99 and the mean first token of 60 seeds against intervals of every three of them, and of each alone."""
+    table = LatencyTable({1: 3.6, 32: 4.4, 64: 5.5, 128: 7.6, 256: 10.4, 384: 13.2, 512: 16.4}, serving.SIZES)
+    runs = []
+    for seed in range(60):
+        given = vars(Protocol()) | {"seed": seed, "shape": SHAPE, "percent": 38}
+        requests, _ = serving.workload(given, 0.605, 2)
+        device = Simulated(table, seed)
+        served = scheduling.serve(requests, scheduling.Scheduler(StaticBudget(128), 64), device, device)
+        runs.append(serving.summarized("s", served, table, 0.605, given))
+    for show, of_three in (("itl", 0.9), ("ttft", 0.75)):
+        truth = np.mean([run[f"s {show}"].values.mean() for run in runs])
+        threes = [[{"x": run[f"s {show}"]} for run in runs[i : i + 3]] for i in range(0, 60, 3)]
+        assert covered(threes, truth) >= of_three, show
+    assert covered([[{"x": run["s ttft"]}] for run in runs], truth) < 0.75
+
+
+def covered(quantities, truth):
+    """The share of intervals that have the truth."""
+    intervals = [Quantity(seeds, lambda mean: mean["x"]).interval() for seeds in quantities]
+    return np.mean([one.lo <= truth <= one.hi for one in intervals])
 
 
 def test_a_cpu_has_no_such_times(tmp_path):
