@@ -46,7 +46,9 @@ class Encoder:
 
     def __init__(self, folder: Path, layer: int = LAYER) -> None:
         from transformers import AutoModel, AutoTokenizer  # takes seconds
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
         self.model.encoder.layer = self.model.encoder.layer[:layer]

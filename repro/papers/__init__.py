@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from repro.core.errors import unknown
+from repro.core.strict import load_yaml
 
 HERE = Path(__file__).resolve().parent
 
@@ -152,6 +153,13 @@ def data_figures(paper: str) -> list[Figure]:
 def metrics(paper: str) -> dict[str, dict[str, str]]:
     """The metrics of a paper by name: meaning, unit, and which direction is better ('none': neither)."""
     return {line["metric"]: line for line in _lines(paper, "metrics")}
+
+
+@cache
+def unmeasured(paper: str) -> dict[str, str]:
+    """Metrics of a paper that nothing here measures, and what would have to come for them to be measured."""
+    path = _folder(paper) / "unmeasured.yaml"
+    return load_yaml(path) if path.is_file() else {}
 
 
 def index(paper: str) -> dict[str, dict[str, str]]:

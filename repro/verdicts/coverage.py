@@ -203,6 +203,8 @@ def _wanted(scale: Scale, one: Measured) -> str:
         return "times of python -m repro bench"
     if m.status == "no_stand_in" or m.source == "arithmetic":
         return f"a stand-in for {cell.model}"
+    if one.wants == "spec" and cell.metric in papers.unmeasured(cell.paper):
+        return papers.unmeasured(cell.paper)[cell.metric]
     if one.wants == "spec":
         return "a spec" if cell.kind == "figure" or cell.metric in tables.measures(cell.paper) else "a kind and a spec"
     if one.wants == "protocol":

@@ -162,6 +162,15 @@ def test_import_is_light():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_a_metric_is_measured_or_has_a_reason_and_not_both(paper):
+    """The reasons are of printed metrics."""
+    printed = {cell.metric for number in papers.tables(paper) for cell in papers.printed(paper, number)}
+    reasons = papers.unmeasured(paper)
+    assert reasons.keys() <= printed and not reasons.keys() & tables.measures(paper).keys()
+    assert all(reasons.values())
+
+
 @pytest.mark.parametrize("paper", ["subspec", "flexquant", "bitbybit"])
 def test_every_claim_has_a_predicate_or_a_line_among_the_papers_own_numbers_or_a_reason(paper):
     judged = set()
