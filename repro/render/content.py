@@ -66,7 +66,7 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
     label = _labels(cells)
     leads = {label[cell.col] for cell in cells if cell.metric in spec.extra_columns and _compares(cell)}
     columns = sorted(dict.fromkeys(label[cell.col] for cell in cells), key=lambda col: col not in leads)
-    bare = _without_values(cells, by_key, label)
+    bare = _without_values(cells, by_key, label, spec)
     printed = {one.row for one in papers.printed(paper, number)} if cells and is_printed("table", number) else set()
     rows: list[Sequence[str | Pair]] = []
     for model in dict.fromkeys(cell.model for cell in cells):
@@ -136,10 +136,14 @@ def _labels(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _without_values(
-    cells: Sequence[Cell], by_key: Mapping[CellKey, Measured], label: Mapping[str, str]
+    cells: Sequence[Cell], by_key: Mapping[CellKey, Measured], label: Mapping[str, str], spec: tables.Spec
 ) -> dict[tuple[str, bool], str]:
-    """Columns without any measured value, and of others those without any change in nats: in a word, why."""
+    """Columns without any measured value, and of others those without any change in nats: in words, why."""
     statuses: dict[tuple[str, bool], list[str]] = {}
+    absent = {}
+    for cell in cells:
+        if why := tables.absent_reason(spec, cell.col):
+            absent[label[cell.col]] = why
     for cell in cells:
         key = label[cell.col], cell.metric.endswith(tables.LOG_PROBABILITY)
         statuses.setdefault(key, []).append(by_key[cell.cell_key].measurement.status)
@@ -150,6 +154,8 @@ def _without_values(
         if not any(status in SHOWN for status in mine):
             reasons = dict.fromkeys(status for status in mine if status != "no_stand_in") or ["no_stand_in"]
             bare[key] = " or ".join(WORDS.get(status, status) for status in reasons)
+            if key[0] in absent and "not_run" in reasons:
+                bare[key] += f", for lack of {absent[key[0]]}"
     return bare
 
 

@@ -54,6 +54,7 @@ class Spec:
     Attributes:
         rows: label or pattern to a recipe, or to variables of the templates.
         columns: likewise; none is every printed column. Of a question of our own, `share 1/4` of `sweep` to variables.
+        absent: printed columns, labels or patterns, that are not measured: what would have to come for it, in words.
         recipe: template of the recipe over the variables of row, column and model.
         of_models: further variables by the paper's model, such as a rank.
         extra_rows: rows of your own at the end of the table; the label is the recipe, or maps to it or to variables.
@@ -76,6 +77,7 @@ class Spec:
     title: str
     rows: Labels = field(default_factory=dict)
     columns: Labels = ()
+    absent: dict[str, str] = field(default_factory=dict)
     recipe: str = "{recipe}"
     of_models: dict[str, Variables] = field(default_factory=dict)
     extra_rows: Labels = ()
@@ -142,15 +144,20 @@ def table(paper: str, number: str) -> Spec:
                 raise UserError(f"{where}: {name} belongs to a spec of our own, not to a printed table")
         if odd := spec.measure.keys() - {cell.metric for cell in cells}:
             raise UserError(f"{where}: measure: {unknown('printed metric', min(odd), {cell.metric for cell in cells})}")
+        known_columns = {cell.col for cell in cells}
         for kind, labels, known in (
             ("row", spec.rows, {cell.row for cell in cells}),
-            ("column", spec.columns, {cell.col for cell in cells}),
+            ("column", spec.columns, known_columns),
+            ("column", spec.absent, known_columns),
         ):
             for label in labels:
                 check_pattern(label, where)
                 if not any(bind(label, other) is not None for other in known):
                     hint = " (rows of your own go under `extra_rows`)" if kind == "row" else ""
                     raise UserError(f"{where}: {unknown(f'printed {kind}', label, known)}{hint}")
+        for col in sorted(known_columns):
+            if absent_reason(spec, col) and (not spec.columns or variables(spec.columns, col) is not None):
+                raise UserError(f"{where}: absent: column {col!r} is one of `columns`, so that it is measured")
         rows = {cell.row for cell in cells} | {*spec.extra_rows}
         shown = {cell.model for cell in cells} | {*spec.extra_models}
         both = {f"{row} | {model}" for row, model in product(rows, shown)}
@@ -162,12 +169,19 @@ def table(paper: str, number: str) -> Spec:
             raise UserError(f"{where}: extra_models: {unknown('model that is not printed', min(odd), known)}")
         if odd := spec.of_models.keys() - {cell.model for cell in cells}:
             raise UserError(f"{where}: of_models: {unknown('printed model', min(odd), {cell.model for cell in cells})}")
+    elif spec.absent:
+        raise UserError(f"{where}: absent belongs to a printed table, not to a spec of our own")
     elif not (spec.models and spec.measure and spec.rows):
         raise UserError(f"{where}: a spec of our own needs rows, models and measure")
     for name in spec.scales:
         if name not in scale.names():
             raise UserError(f"{where}: scales: {unknown('scale', name, scale.names())}")
     return spec
+
+
+def absent_reason(spec: Spec, col: str) -> str:
+    """What would have to come for a printed column to be measured, by its spec; empty where that names nothing."""
+    return next((why for label, why in spec.absent.items() if bind(label, col) is not None), "")
 
 
 def behind(paper: str, number: str) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from repro import papers
 from repro.core.errors import UserError, unknown
 from repro.core.files import ROOT
 from repro.core.strict import load_yaml
-from repro.papers.cell import table_name
+from repro.papers.cell import Cell, table_name
 from repro.results import measure
 from repro.results.measured import Measured
 from repro.specs import figures, tables
@@ -203,15 +203,24 @@ def _wanted(scale: Scale, one: Measured) -> str:
         return "times of python -m repro bench"
     if m.status == "no_stand_in" or m.source == "arithmetic":
         return f"a stand-in for {cell.model}"
-    if one.wants == "spec" and cell.metric in papers.unmeasured(cell.paper):
-        return papers.unmeasured(cell.paper)[cell.metric]
     if one.wants == "spec":
-        return "a spec" if cell.kind == "figure" or cell.metric in tables.measures(cell.paper) else "a kind and a spec"
+        return _wanted_of_spec(cell)
     if one.wants == "protocol":
         return f"a protocol for {cell.measure}"
     if m.status not in ("not_run", "stale"):
         return f"another outcome than {m.status}"
     return "a run" if scale.device == "any" else f"a run on {scale.device}"
+
+
+def _wanted_of_spec(cell: Cell) -> str:
+    """What would have to come for a cell that no spec measures: what its metric or its column lacks, or a spec."""
+    if cell.metric in papers.unmeasured(cell.paper):
+        return papers.unmeasured(cell.paper)[cell.metric]
+    if cell.kind == "figure":
+        return "a spec"
+    if why := tables.absent_reason(tables.table(cell.paper, cell.number), cell.col):
+        return why
+    return "a spec" if cell.metric in tables.measures(cell.paper) else "a kind and a spec"
 
 
 def _counts(lines: Collection[Line]) -> list[int]:

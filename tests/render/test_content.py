@@ -125,6 +125,14 @@ def test_a_table_of_machines_that_are_not_here_says_other_device(tmp_path):
     assert list(sheet.head) == ["", "tokens/s", "speedup"], "one column for all models, which are sections"
 
 
+def test_columns_that_are_not_measured_say_what_they_lack(tmp_path):
+    sheet = rendered.build(Workflow(scales.load(name="pocket"), stored=True), "subspec/table6", tmp_path)
+    (said,) = [note for note in sheet.notes if "GPQA's questions" in note]
+    assert said.startswith("Not run, for lack of GPQA's questions, which its authors ask not to spread in the clear: ")
+    assert said.endswith(": GPQA Diamond tokens/s; GPQA Diamond tau.")
+    assert any(note.startswith("Not run, for lack of two of the four sets: Mean ") for note in sheet.notes)
+
+
 def test_a_device_of_ours_is_beside_the_printed_ones(tmp_path):
     """SpQt's Table 1 has datasheets; of the GPU that kernels are timed on, the rate that a read reaches."""
     sheet = rendered.build(Workflow(scales.load(CONFIG), stored=False), "spqt/table1", tmp_path)

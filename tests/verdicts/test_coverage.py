@@ -10,7 +10,7 @@ from repro import papers
 from repro.core.errors import UserError
 from repro.metrics import bench, tpot
 from repro.results import measure, stored_rows
-from repro.specs import scale
+from repro.specs import scale, tables
 from repro.store import accepted, kernel_rows
 from repro.store.measurement import Measurement, inputs_hash
 from repro.verdicts import coverage
@@ -184,6 +184,9 @@ def test_what_would_have_to_come(at, flow):
         "a run": 153, "a stand-in for Llama-2-13B": 51,
     }  # fmt: skip
     assert wanted["bitbybit table 6"] == {"a run": 22}
+    six = {why: count for why, count in wanted["subspec table 6"].items() if not why.startswith("a stand-in for ")}
+    reasons = tables.table("subspec", "6").absent
+    assert six == {"a run": 8, **dict(zip(reasons.values(), (4, 4, 6)))}, "reasons of columns, in a spec's words"
     assert wanted["spear table 3"] == {"a run": 36} and wanted["spear table 5"] == {"a run": 36}
     assert wanted["spear table 7"]["a kind of cell that holds words"] == 2
     assert wanted["flexquant table 2"]["the judge that it names, DeepSeek-V3, an outside service"] == 8
