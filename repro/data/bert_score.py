@@ -57,7 +57,7 @@ class Encoder:
     def states(self, text: str) -> np.ndarray:
         """Hidden states `[T, H]` of a text with the tokens that frame it; of a long one of its first 512 tokens."""
         most = self.model.config.max_position_embeddings
-        ids = self.tokenizer(text.strip(), truncation=True, max_length=most, return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"]
         return self.model(ids).last_hidden_state[0].numpy()
 
 
