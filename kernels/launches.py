@@ -114,7 +114,7 @@ class Launches:
             with torch.cuda.device(self._index):
                 return self(*tensors)
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        words = [tensor.data_ptr() for tensor in tensors]
+        words = [*map(Tensor.data_ptr, tensors)]
         for place, nbytes in self._behind:
             words.append(words[place] + nbytes)
         try:
@@ -127,8 +127,9 @@ class Launches:
             pointers[position], room.held[number] = known
         if room.stream != stream:
             room.use(stream)
+        launch = self._driver.cuLaunchKernelEx
         for config, function, arguments in room.launches:
-            (failed,) = self._driver.cuLaunchKernelEx(config, function, arguments, 0)
+            (failed,) = launch(config, function, arguments, 0)
             if failed:
                 self._again(failed, config, function, arguments)
         self._rooms.append(room)  # the driver has copied the arguments

@@ -22,7 +22,7 @@ from repro.kernels import w4a16_gemm, wna16_gemv
 from repro.kernels.launch_config import launch_config
 from repro.kernels.operators import HALVES, Argument, operator
 from repro.kernels.packing import TENSORS, PackedWeight, misfit
-from repro.kernels.prepared import blank, blank_strided
+from repro.kernels.prepared import Scratch, blank
 
 CASES = w4a16_gemm.CASES  # the number of tokens selects the path
 LIMITS = {"decode": 16, "gemm": 2048}
@@ -111,12 +111,14 @@ def prepare_dense(
 ) -> Callable[..., Tensor]:
     """The launch that unpacks codes like these, and the library's product, which `F.linear` would be."""
     write = dense.writer(codes, bits, group, rows, columns, symmetric, dtype)
-    made = blank_strided(dtype, (columns, rows), (1, columns))  # W^T, which takes a call less than W's view
+    memory = Scratch(dtype, (columns, rows), (1, columns))  # W^T, which takes a call less than W's view
 
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
-        transposed = made(scale_zero)
+        transposed = memory.take(scale_zero)
         write(codes, scale_zero, transposed)
-        return torch.mm(x, transposed)
+        y = torch.mm(x, transposed)
+        memory.give_back(transposed)
+        return y
 
     return launch
 
@@ -182,12 +184,13 @@ def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
     Raises:
         ValueError: shapes, types or devices that do not fit.
     """
+    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
+    if x.ndim == 2 and x.is_contiguous() and x.numel():
+        return OPERATOR(x, packed.codes, packed.scale_zero, *form)
     tokens = _tokens(x, packed)
     if tokens.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], packed.rows)
-    form = packed.bits, packed.group, packed.rows, packed.columns, packed.symmetric
-    y = OPERATOR(tokens, packed.codes, packed.scale_zero, *form)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], packed.rows)
+    return OPERATOR(tokens, packed.codes, packed.scale_zero, *form).view(*x.shape[:-1], packed.rows)
 
 
 def into(x: Tensor, packed: PackedWeight, y: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 Triton binds, specializes and hashes all arguments of a launch in Python, 5 to 10 us of the host; a call with the same
 dtypes, alignments and numbers always finds the same compiled kernel. It is launched by Triton's launcher in C, where
-this module knows that, without the one in Python around it. `blank` makes outputs as fast.
+this module knows that, without the one in Python around it. `blank` makes outputs as fast, and `Scratch` keeps memory
+between launches from call to call.
 """
 
 import ctypes
@@ -11,7 +12,9 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import math
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +29,8 @@ NO_SCRATCH = 0, 0  # what every kernel of Triton's takes last: addresses of memo
 IN_C = "iiiKKppOOOOOO"  # grid, stream, function, two flags, memory of Triton's, metadata, hooks: what this module knows
 MOST_MAPS = 1024  # that a kernel keeps
 NO_DEVICE = -2  # of a PyTorch without CUDA; a tensor on a CPU is on -1
+DEFAULT_STREAM = 0  # the driver's handle of it
+MOST_KEPT = 32 << 20  # bytes of a device that `Scratch` keeps; cuBLAS keeps as many for itself on a Hopper
 
 
 def blank(dtype: torch.dtype, *shape: int) -> Callable[[Tensor], Tensor]:
@@ -33,7 +38,12 @@ def blank(dtype: torch.dtype, *shape: int) -> Callable[[Tensor], Tensor]:
 
     On the current device it goes around the dispatcher and Python's arguments, as code that inductor writes.
     """
-    return blank_strided(dtype, shape, tuple(itertools.accumulate((1, *reversed(shape[1:])), operator.mul))[::-1])
+    return blank_strided(dtype, shape, contiguous(shape))
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of contiguous memory."""
+    return tuple(itertools.accumulate((1, *reversed(shape[1:])), operator.mul))[::-1]
 
 
 def blank_strided(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
@@ -47,6 +57,94 @@ def blank_strided(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int
         return like.new_empty_strided(shape, strides, dtype=dtype)
 
     return make
+
+
+class Kept(NamedTuple):
+    """Memory of a device that is kept from call to call.
+
+    Attributes:
+        memory: int8 `[MOST_KEPT]`.
+        address: of its first byte.
+        free: has one entry while no call uses the memory; a list takes and gives one at a time, whatever thread.
+        views: of its first bytes, by dtype, shape and strides.
+    """
+
+    memory: Tensor
+    address: int
+    free: list[bool]
+    views: dict[tuple, Tensor]
+
+
+KEPT: dict[int, Kept] = {}  # by the device's number
+_making = threading.Lock()
+
+
+def release() -> None:
+    """Give devices back what is kept; the next call keeps memory again."""
+    KEPT.clear()
+
+
+class Scratch:
+    """Memory that launches of one call write and read, and nobody after them.
+
+        memory = scratch.take(x)
+        ...                             # launches on the current stream
+        scratch.give_back(memory)
+
+    On a device's default stream calls take turns with `MOST_KEPT` bytes, which are kept from the first call on. That
+    stream runs the launches of one call after those of the call before, whatever threads they come from, and cannot be
+    captured into a CUDA graph, whose replays would write there at any time. On another stream, where the kept memory is
+    too small, and while another thread's call uses it, a call gets memory of its own.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        """Of a tensor whose strides leave no gaps."""
+        self._form = dtype, shape, strides
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        self._fits = self._nbytes <= MOST_KEPT
+        self._own = blank_strided(dtype, shape, strides)
+        self._current = getattr(torch._C, "_cuda_getDevice", lambda: NO_DEVICE)
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor that nobody has written, on the device of another one."""
+        index = like.get_device()
+        if not self._fits or index != self._current():
+            return self._own(like)
+        if torch._C._cuda_getCurrentRawStream(index) != DEFAULT_STREAM:
+            return self._own(like)
+        kept = KEPT.get(index) or self._keep(like, index)
+        try:
+            kept.free.pop()
+        except IndexError:  # another call has it
+            return self._own(like)
+        view = kept.views.get(self._form)
+        return self._view(kept) if view is None else view
+
+    def give_back(self, memory: Tensor) -> None:
+        """Let the next call have what `take` gave, once all launches are in the stream."""
+        kept = KEPT.get(memory.get_device())
+        if kept is not None and memory.data_ptr() == kept.address:
+            kept.free.append(True)
+
+    def _keep(self, like: Tensor, index: int) -> Kept:
+        with _making:
+            if index not in KEPT:
+                memory = like.new_empty(MOST_KEPT, dtype=torch.int8)
+                KEPT[index] = Kept(memory, memory.data_ptr(), [True], {})
+            return KEPT[index]
+
+    def _view(self, kept: Kept) -> Tensor:
+        dtype, shape, strides = self._form
+        if len(kept.views) >= MOST_MAPS:
+            kept.views.clear()
+        view = kept.memory[: self._nbytes].view(dtype).as_strided(shape, strides)
+        kept.views[self._form] = view
+        return view
+
+
+def scratch(dtype: torch.dtype, *shape: int) -> Scratch:
+    """Contiguous memory between the launches of a call."""
+    return Scratch(dtype, shape, contiguous(shape))
 
 
 Describe = Callable[[Tensor], Any]  # gives Triton's descriptor of a matrix

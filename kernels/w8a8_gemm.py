@@ -20,7 +20,7 @@ import torch
 from repro.kernels import quantize_activation
 from repro.kernels.launch_config import lacks, launch_config
 from repro.kernels.operators import HALVES, VECTOR, Argument, operator, plain
-from repro.kernels.prepared import InARow, Prepared, blank
+from repro.kernels.prepared import InARow, Prepared, blank, scratch
 from repro.kernels.quantize_activation import Workspace, aligned, part_of, workspace
 from repro.kernels.triton_language import TensorDescriptor, tl, triton
 
@@ -278,11 +278,12 @@ def behind_quantizer(
     if split > 1 and not joined:
         launches.append((prepared_adding(m, n, split, where), (None, "between", "s_w", "y", m, n)))
     row = InARow(("x", "between", "w_q", "s_w", "y"), launches)
-    make_workspace, make_y = blank(torch.int8, where.nbytes), blank(x.dtype, m, n)
+    memory, make_y = scratch(torch.int8, where.nbytes), blank(x.dtype, m, n)
 
     def launch(x: torch.Tensor, w_q: torch.Tensor, s_w: torch.Tensor) -> torch.Tensor:
-        between, y = make_workspace(x), make_y(x)
+        between, y = memory.take(x), make_y(x)
         row.launch(x, between, w_q, s_w, y)
+        memory.give_back(between)
         return y
 
     return launch

@@ -7,6 +7,7 @@ import torch
 
 from repro.core.errors import Crowded, NotMeasurable
 from repro.engine import budget
+from repro.kernels import prepared
 from repro.train.training_cost import CONTEXT
 
 MARGIN = 256 * 2**20  # bytes of a budget for kernels that the driver loads while they are first used
@@ -41,9 +42,11 @@ def bound(share: float, device: torch.device) -> None:
 def release() -> None:
     """Give a GPU back what the allocator of this process keeps for nobody, so that a limit counts from nothing again.
 
-    That is what only cycles hold, and cuBLAS's workspaces: 32 MiB on an H200 for every stream that called it, and each
-    capture of a graph has a stream of its own. No graph that was captured may be replayed afterwards.
+    That is what only cycles hold, what calls of our kernels keep between them, and cuBLAS's workspaces: 32 MiB on an
+    H200 for every stream that called it, and each capture of a graph has a stream of its own. No graph that was
+    captured may be replayed afterwards.
     """
+    prepared.release()
     if torch.cuda.is_initialized():
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
