@@ -164,3 +164,34 @@ def test_memory_between_the_launches_of_w8a8_is_given_back(current, monkeypatch)
     for _ in range(2):
         assert launch(x, w_q, s_w).shape == (16, 32) and prepared.KEPT[HERE].free == [True]
     assert [free for _, free in seen] == [[], []] and all(is_kept(between) for between, _ in seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_calls_beside_each_other_on_a_gpu():
+    """On the default stream, on another one and in a graph that is replayed meanwhile; three launches, and a dense W."""
+    from repro.kernels import w4a16_gemm, w8a8
+
+    x = torch.randn(512, 2048, device="cuda", dtype=torch.bfloat16)
+    long = torch.randn(512, 8192, device="cuda", dtype=torch.bfloat16)
+    codes = w8a8.quantize_weight(torch.randn(2048, 8192, device="cuda"))
+    form = {"N": 2048, "K": 2048, "bits": 4, "group": 128, "symmetric": False, "seed": 0}
+    packed = w4a16_gemm.random_weight(form).to("cuda")
+    calls = [lambda: w8a8.w8a8(long, *codes), lambda: linear.wna16(x, packed)]
+    want = [call() for call in calls]
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = [call() for call in calls]
+    found = []
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            graph.replay()
+        found.append([call() for call in calls])
+    with torch.cuda.stream(side):
+        found += [[call() for call in calls] for _ in range(20)]
+        found.append(captured)
+    torch.cuda.synchronize()
+    assert x.get_device() in prepared.KEPT
+    for got in found:
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
