@@ -169,7 +169,7 @@ def test_memory_between_the_launches_of_w8a8_is_given_back(current, monkeypatch)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_calls_beside_each_other_on_a_gpu():
-    """On the default stream, on another one and in a graph that is replayed meanwhile; three launches, and a dense W."""
+    """On the default stream, on another one and in a graph that is replayed meanwhile: W8A8, and a dense weight."""
     from repro.kernels import w4a16_gemm, w8a8
 
     x = torch.randn(512, 2048, device="cuda", dtype=torch.bfloat16)
