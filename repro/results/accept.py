@@ -55,6 +55,8 @@ def accept(path: Path) -> dict[str, int]:
 def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
     """Likewise the points of a figure, from the folders of their jobs under build/.
 
+    Of a point that is arithmetic over others, and of which not all is built, what is built is accepted.
+
     Args:
         flow: measures everything itself, on the device class that the jobs ran on.
         name: such as `spear/figure13`.
@@ -70,7 +72,8 @@ def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
     if table:
         raise UserError(f"{name} is drawn from the cells of {table}; accept tables/{table}.csv")
     cells = flow.cells(paper, number, "figure")
-    return _merge([measure.fresh(flow, cell) for cell in cells if any(flow.jobs(cell))], Measurement, name)
+    points = [measure.fresh(flow, cell) for cell in cells if any(flow.jobs(cell))]
+    return _merge([*points, *measure.fresh_operands(flow, cells)], Measurement, name)
 
 
 def _merge(rows: Iterable[StoredRow], of: type[StoredRow], where: str) -> dict[str, int]:

@@ -9,7 +9,8 @@ from tiny_results import MODEL, refusal
 
 from repro.__main__ import main
 from repro.render import figure_files as rendered
-from repro.results.accept import accept_figure
+from repro.results import measure
+from repro.results.accept import accept, accept_figure
 from repro.specs import figures
 from repro.specs.figures import FigureSpec
 from repro.store import accepted
@@ -62,6 +63,31 @@ def test_an_accepted_figure_is_drawn_from_what_is_stored(drawn, tmp_path):
     accepted.rewrite(lambda old: None)
     accepted.forget()
     assert rendered.build(Workflow(drawn.scale, stored=True), NAME, tmp_path / "none").popitem()[1] == {"RTN": []}
+
+
+def test_what_is_built_of_a_point_is_accepted_beside_what_is_stored_of_it(house, monkeypatch):
+    """As of a table: `run --missing` leaves out what is accepted, and the point is composed."""
+    perplexity = {"kind": "perplexity", "corpus": "wikitext2"}
+    cells = {"s": "{recipe}", "f": "fp16"}
+    spec = FigureSpec(
+        title="damage by width", x="bits", y="ppl", series={"RTN": {"scales": "pc"}}, recipe="rtn-w{bits}-{scales}",
+        models=(MODEL,), sweep={"bits": (4,)},
+        measure={"kind": "derived", "quantity": "s - f", "of": perplexity, "cells": cells},
+    )  # fmt: skip
+    known = figures.figure
+    monkeypatch.setattr(figures, "figure", lambda *both: spec if both == ("spear", "4") else known(*both))
+    accept(house.table(rows=["FP16"]))
+    (point,) = house.flow.cells("spear", "4", "figure")
+    whole = measure.fresh(house.flow, point)
+    built_here, left_out = runner.origin, {house.job("FP16").id}
+    monkeypatch.setattr(runner, "origin", lambda job: {} if job.id in left_out else built_here(job))
+    assert list(accept_figure(house.flow, NAME).values()) == [1]
+    (row,) = [row for row in accepted.every() if row.table == NAME]
+    assert row.metric == "point: s" and row.status == "ok"
+    monkeypatch.setattr(runner, "origin", built_here)
+    shown = measure.one(Workflow(house.scale, stored=True), point)
+    assert (shown.status, shown.source) == ("ok", "stored")
+    assert (shown.value, shown.lo, shown.hi) == (whole.value, whole.lo, whole.hi)
 
 
 def test_the_verb_takes_a_figure_by_its_name(drawn, capsys):
