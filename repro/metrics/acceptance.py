@@ -119,7 +119,8 @@ class Acceptance(Metric):
             UserError: an option that this draft does not have, or a draft model where it needs none, or the reverse.
         """
         if self.draft == "none":
-            return self._no_config()
+            self._check_no_options()
+            return None
         made, options = CONFIGS[self.draft]
         given = {}
         for name in ("bits", "top_k", "depth", "budget"):
@@ -135,11 +136,11 @@ class Acceptance(Metric):
             given["sampled_temperature" if self.temperature else "temperature"] = self.draft_temperature
         return made(**given)
 
-    def _no_config(self) -> None:
-        """None, the configuration without a draft.
+    def _check_no_options(self) -> None:
+        """Raise where an option of a draft is given and there is none.
 
         Raises:
-            UserError: an option of a draft.
+            UserError: it is.
         """
         for name in ("bits", "top_k", "depth", "budget", "draft_temperature", "draft_model"):
             if getattr(self, name):
@@ -212,14 +213,11 @@ class Acceptance(Metric):
         fitting = list(fit(core, prompts.load(given["prompts"], given["count"]), given["tokens"]))
         for number, prompt, new in fitting:
             text = next(core.generate([prompt.text], new, temperature=given["temperature"], seed=number))
-            lengths = core.batch.lengths if core.draft else [1] * (1 + len(core.batch.seconds))
-            tokens = sum(lengths) if core.draft else len(text.tokens)
-            columns["tokens"].append(tokens)
-            columns["iterations"].append(len(lengths))
-            columns["median"].append(statistics.median(lengths[1:] or lengths))
-            columns["passes"].append(statistics.mean(core.batch.passes or [0]) if core.draft else 0)
-            columns["repeated"].append(repeated(text.tokens))
-            print(f"{given['prompts']} {prompt.id}: {tokens / len(lengths):.2f} tokens an iteration", flush=True)
+            counts = drafted_counts(core.batch) if core.draft else plain_counts(core.batch, text.tokens)
+            for name, value in (counts | {"repeated": repeated(text.tokens)}).items():
+                columns[name].append(value)
+            length = counts["tokens"] / counts["iterations"]
+            print(f"{given['prompts']} {prompt.id}: {length:.2f} tokens an iteration", flush=True)
         group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
         if len(fitting) < given["count"] or any(new < given["tokens"] for *_, new in fitting):
             group = f"{group}, within the context ({len(fitting)} of {given['count']} prompts)"
@@ -313,6 +311,21 @@ def fit(core: Core, asked: Sequence[prompts.Prompt], most: int) -> Iterator[tupl
     for number, (prompt, size) in enumerate(zip(asked, sizes)):
         if size <= core.context - LEAST:
             yield number, prompt, min(most, core.context - size)
+
+
+def drafted_counts(batch: Any) -> dict[str, float]:
+    """Of a generation with a draft that has ended: tokens, iterations, median tokens of one, draft passes of one.
+
+    The prefill is an iteration, but none of the median.
+    """
+    lengths, passes = batch.lengths, batch.passes or [0]
+    median = statistics.median(lengths[1:] or lengths)
+    return {"tokens": sum(lengths), "iterations": len(lengths), "median": median, "passes": statistics.mean(passes)}
+
+
+def plain_counts(batch: Any, tokens: list[int]) -> dict[str, float]:
+    """The same without a draft, where an iteration is a pass of the target: the prefill, then a step for each token."""
+    return {"tokens": len(tokens), "iterations": 1 + len(batch.seconds), "median": 1, "passes": 0}
 
 
 def _identifier(name: str) -> str:
