@@ -39,8 +39,7 @@ class Metric:
         FULL_FIRST: a recipe is run only where the status of full precision is not `at_chance`.
         JOBLESS: it takes no job, and is fresh everywhere.
         SEEDED: it draws something itself by the seed of a cell, such as arrivals, whatever the recipe.
-        SHAPED: it is measured on the public shape that its parameter `shape` names, with random weights: no stand-in is
-            needed, whatever the cell's model, and the evidence is of grade B.
+        SHAPED: it times the public shape that its parameter `shape` names (`timed_shape`).
         PUBLIC: its value is `exact` also where something stands in for a model.
         status: `at_chance` or `ok` from the series of full precision; None where these decide nothing.
         fewest_bits: `fewest_bits(cell, peers)`, of the cells of other rows the one that full precision has to be better
@@ -79,6 +78,12 @@ class Metric:
     def value(self, mean: Mapping[str, Any]) -> Any:
         """The value from the means of these series, numbers or arrays."""
         return None
+
+    @property
+    def timed_shape(self) -> str:
+        """The public shape with random weights that alone decides it: no stand-in is needed, whatever the cell's model,
+        and the evidence is of grade B. Empty where it is measured on a model."""  # fmt: skip
+        return self.shape if self.SHAPED else ""
 
     @property
     def reference(self) -> bool | None:

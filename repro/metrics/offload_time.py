@@ -76,6 +76,7 @@ class OffloadTime(Metric):
 
     VERSION = 1
     TIMES = True
+    SHAPED = True
     DEFAULT = {}
     LATER = {"budget": 0, "target_bits": 16}
     PROTOCOL = Protocol

@@ -104,6 +104,7 @@ class ShapeDecode(Metric):
 
     VERSION = 1
     TIMES = True
+    SHAPED = True
     DEFAULT = {}
     PROTOCOL = Protocol
 
@@ -123,6 +124,11 @@ class ShapeDecode(Metric):
         lengths = LENGTHS if self.how in AT_LENGTHS else (0,)
         if self.length not in lengths:
             raise unknown(f"prompt of {self.how}, in tokens", str(self.length), map(str, lengths))
+
+    @property
+    def timed_shape(self) -> str:
+        """Its shape, but where lists are those of a model."""
+        return "" if self.how in AS_TRAINED else self.shape
 
     @property
     def column(self) -> str:

@@ -57,6 +57,7 @@ class Timeline(Metric):
 
     VERSION = 1
     TIMES = True
+    SHAPED = True
     DEFAULT = {}
     PROTOCOL = Protocol
 

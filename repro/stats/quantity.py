@@ -210,6 +210,11 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
         raise UserError(f"predicate {shortened(expression)!r}: cannot be computed ({error!s:.80})") from None
 
 
+def names_in(expression: str) -> set[str]:
+    """The names that an expression has, of functions as well: `min(a, 1 / t)` has min, a and t."""
+    return set(re.findall(r"[A-Za-z_]\w*", expression))
+
+
 def choices(expression: str) -> list[str]:
     """An expression with each `min` and `max` of several arguments replaced by one of them, in every combination.
 

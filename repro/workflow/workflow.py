@@ -19,7 +19,7 @@ from repro.recipes import recipe
 from repro.specs import figures, scale, tables
 from repro.specs.names import OWN, canonical  # noqa: F401  asked for here too
 from repro.specs.scale import has_cuda
-from repro.stats.quantity import Quantity, compose
+from repro.stats.quantity import Quantity, compose, names_in
 from repro.store import observations
 from repro.store.job import Job, distinct
 from repro.store.measurement import inputs_hash
@@ -86,14 +86,26 @@ class Workflow:
         return list(self._cells[key])
 
     def stand_in(self, cell: Cell) -> str:
-        """What a cell is measured on: its model's stand-in, empty without one, or a shape with random weights."""
-        if metric_of(cell).SHAPED:
-            return f"{SHAPE}{cell.params.shape}"
-        return self.scale.stand_in(cell.model) or ""
+        """What a cell is measured on: its model's stand-in, empty without one, or shapes with random weights."""
+        shapes = [f"{SHAPE}{shape}" for shape in self.timed_shapes(cell)]
+        return " and ".join(shapes) or self.scale.stand_in(cell.model) or ""
 
     def grade(self, cell: Cell) -> str:
-        """What evidence of a cell that is measured at this scale is worth: B where it is of a shape."""
-        return "B" if metric_of(cell).SHAPED else self.scale.grade
+        """What evidence of a cell that is measured at this scale is worth: B where it is of shapes alone."""
+        return "B" if self.timed_shapes(cell) else self.scale.grade
+
+    def timed_shapes(self, cell: Cell) -> list[str]:
+        """The public shapes that alone decide a cell; of arithmetic, those of all that its quantity names.
+
+        None where a model decides it, too, or where an operand needs a stand-in that is not there, named or not.
+        """
+        metric = metric_of(cell)
+        shapes = {name: metric_of(operand).timed_shape for name, operand in self.operands(cell).items()}
+        if not shapes:
+            return [metric.timed_shape] if metric.timed_shape else []
+        named = [shape for name, shape in shapes.items() if name in names_in(metric.quantity)]
+        runs = all(shapes.values()) or self.scale.stand_in(cell.model)
+        return list(dict.fromkeys(named)) if all(named) and runs else []
 
     def peers(self, cell: Cell) -> list[Cell]:
         """The cells of a cell's table or figure in the same column, of the same model and metric, itself among them."""
@@ -147,8 +159,17 @@ class Workflow:
             kind, params = tables.params_of(measure, dict(cell.variables), f"{cell.table}: {name}")
             facts = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
             text = cell.recipe if text is None else recipe.parse(text).name if text else ""
-            by_name[name] = replace(cell, measure=kind, params=params, recipe=text, **facts)
+            operand = replace(cell, measure=kind, params=params, recipe=text, **facts)
+            by_name[name] = replace(operand, stand_in=self._of_operand(operand))
         return by_name
+
+    def _of_operand(self, operand: Cell) -> str:
+        """What an operand is measured on, which still has its whole cell's stand-in: its own shape, or the model's."""
+        if shape := metric_of(operand).timed_shape:
+            return f"{SHAPE}{shape}"
+        if operand.stand_in.startswith(SHAPE):
+            return self.scale.stand_in(operand.model) or ""
+        return operand.stand_in
 
     def is_external(self, cell: Cell) -> bool:
         """Whether a cell comes from results of its kind's own, such as kernel times: no job and no model behind it."""

@@ -1,0 +1,79 @@
+"""What times a public shape with random weights is of that shape and of grade B; what needs a model is of its stand-in."""
+
+import dataclasses
+
+import pytest
+
+from repro.metrics import KINDS
+from repro.results import measure
+from repro.specs import scale as scales
+from repro.store import accepted
+from repro.workflow.workflow import Workflow
+
+
+@pytest.fixture(scope="module")
+def flow():
+    return Workflow.of_results(scales.load(name="pocket"))
+
+
+def cells(flow, name, kind="table"):
+    return flow.cells(*name.split("/"), kind)
+
+
+def test_every_metric_that_times_what_its_shape_names_says_so():
+    named = {name for name, kind in KINDS.items() if "shape" in {field.name for field in dataclasses.fields(kind)}}
+    assert {name for name, kind in KINDS.items() if kind.SHAPED} == named
+    assert named == {"offload_time", "timeline", "shape_decode", "serving", "parallel_decode"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("spear/decode", "table"), ("spear/8", "figure"), ("bitbybit/decode", "table"), ("subspec/timeline", "figure"),
+     ("subspec/6", "figure"), ("subspec/model", "figure"), ("subspec/printed", "table"), ("kernels/two-bit-decode", "table")],
+)  # fmt: skip
+def test_times_of_shapes_alone_are_of_grade_b(flow, name, kind):
+    for cell in cells(flow, name, kind):
+        shapes = {f"shape/{one.params.shape}" for one in flow.operands(cell).values() or [cell]}
+        assert {cell.stand_in} == shapes and flow.grade(cell) == "B"
+        row = measure.one(flow, cell)
+        assert row.stand_in == cell.stand_in and row.status != "stale"
+        assert row.value is None or row.grade == "B"
+
+
+def test_lists_of_a_stand_in_are_of_that_stand_in(flow):
+    found = {cell.row: (cell.stand_in, flow.grade(cell)) for cell in cells(flow, "spqt/decode") if "13B" in cell.col}
+    assert found["50 %"] == found["Q4_K in rows"] == ("shape/Llama-2-13B", "B")
+    assert found["50 %, lists of the stand-in"] == found["50 %, TEAL, lists of the stand-in"] == ("pocket-10m", "C")
+
+
+def test_accepted_tokens_over_a_time_of_a_shape_are_of_the_stand_in(flow):
+    one, model = {}, "Qwen2.5-7B-Instruct"
+    for cell in cells(flow, "subspec/1"):
+        if cell.model == model and cell.col == "MT-Bench tokens/s":
+            one[cell.row] = cell
+    mixed, alone = one["SubSpec [T=0, 8GB]"], one["None [T=0, 8GB]"]
+    assert (mixed.stand_in, flow.grade(mixed)) == ("pocket-10m", "C")
+    assert (alone.stand_in, flow.grade(alone)) == ("shape/Qwen2.5-7B", "B"), "its quantity is 1000 / t"
+    for cell in (mixed, alone):
+        operands = flow.operands(cell)
+        assert {name: operand.stand_in for name, operand in operands.items()} == {
+            "a": "pocket-10m", "t": "shape/Qwen2.5-7B",
+        }  # fmt: skip
+        assert measure.one(flow, cell).status == "ok"
+
+
+def test_a_shape_does_not_make_up_for_a_stand_in_that_an_operand_needs(flow):
+    lacking = [cell for cell in cells(flow, "subspec/1") if cell.model == "Qwen2.5-32B-Instruct"]
+    assert lacking and {cell.stand_in for cell in lacking} == {""}
+    assert {measure.one(flow, cell).status for cell in lacking} == {"no_stand_in"}
+
+
+def test_every_stored_row_names_what_its_cell_does(flow):
+    odd = []
+    for row in accepted.every():
+        cell = measure.asked(flow, row) if row.scale == flow.scale.name else None
+        if cell is None or row.inputs != flow.inputs_hash(cell):  # stale for that
+            continue
+        if (row.stand_in, row.grade) != (cell.stand_in, flow.grade(cell)):
+            odd.append((row.where, row.stand_in, row.grade, cell.stand_in, flow.grade(cell)))
+    assert not odd, f"{len(odd)}: {odd[:3]}"
