@@ -12,6 +12,7 @@ from repro.render.sheet import Pair, Sheet
 from repro.results.measured import Measured
 from repro.results.stored_rows import JOIN
 from repro.specs import tables
+from repro.specs.scale import Scale
 from repro.stats.statistics import Interval
 from repro.store.measurement import SHOWN, Measurement
 from repro.verdicts import judging
@@ -71,14 +72,11 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
     rows: list[Sequence[str | Pair]] = []
     for model in dict.fromkeys(cell.model for cell in cells):
         mine = [cell for cell in cells if cell.model == model]
-        shapes = {cell.stand_in for cell in mine if metric_of(cell).SHAPED}
-        stand_in = scale.stand_in(model) if model and not shapes else " and ".join(sorted(shapes))
         if model:
-            graded = f", grade {'B' if shapes else scale.grade}" if stand_in else ""
             timed = [by_key[cell.cell_key] for cell in mine if by_key[cell.cell_key].external]  # of shapes
             devices = {one.measurement.stand_in for one in timed} - {""}
-            here = stand_in or " and ".join(sorted(devices)) or "no stand-in at this scale"
-            rows.append([f"{model}; here: {here}{graded}"])
+            here = _measured_on(mine, scale) or " and ".join(sorted(devices)) or "no stand-in at this scale"
+            rows.append([f"{model}; here: {here}"])
         for row in dict.fromkeys(cell.row for cell in mine):
             at: dict[str, list[Measured]] = {col: [] for col in columns}
             for cell in mine:
@@ -92,7 +90,7 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
     else:
         columns, rows = _without_empty_columns(columns, rows)
     scaled = any(
-        cell.model and scale.stand_in(cell.model) and not by_key[cell.cell_key].external and not metric_of(cell).SHAPED
+        cell.model and cell.stand_in == scale.stand_in(cell.model) and not by_key[cell.cell_key].external
         for cell in cells
     )
     notes = [f"Scale {scale.name}: {scale.about}."] if scaled and paper not in tables.FOLDERS else []
@@ -103,6 +101,17 @@ def sheet(results: TableResults, only: Collection[str] | None = None) -> Sheet:
     if any(re.match(r"[-+][\d.]+ .*; ", value) for value in values):
         notes.append("A value with a sign in front is the difference to full precision, on the same items.")
     return Sheet(title, ["", *columns], rows, [*notes, *remarks(results)])
+
+
+def _measured_on(cells: Sequence[Cell], scale: Scale) -> str:
+    """What cells of one model are measured on, with grades: its stand-in, shapes that are timed; empty if nothing."""
+    stand_in = scale.stand_in(cells[0].model)
+    on = dict.fromkeys(cell.stand_in for cell in cells if cell.stand_in)
+    shapes = [name for name in on if name != stand_in]
+    graded = [f"{stand_in}, grade {scale.grade}"] if stand_in in on else []
+    if shapes:
+        graded.append(f"{' and '.join(shapes)}, grade B")
+    return "; ".join(graded)
 
 
 def _labels(cells: Sequence[Cell]) -> dict[str, str]:

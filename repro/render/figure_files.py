@@ -9,7 +9,8 @@ import numpy as np
 
 from repro.core.errors import UserError, unknown
 from repro.core.files import csv_text, write_text
-from repro.papers.cell import is_printed
+from repro.engine.core import SHAPE
+from repro.papers.cell import Cell, is_printed
 from repro.render import content, plot, table_files
 from repro.results.measured import Measured
 from repro.specs import figures
@@ -65,13 +66,13 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
     drawn: dict[str, Panels] = {}  # by what else than its last variable a table's columns vary
     marked: dict[tuple[str, str], str] = {}
     across, point = spec.metrics
+    named = _models_named(results.cells)
     for one in by_key.values():
         cell, m = one.cell, one.measurement
         if cell.metric != point:
             continue
-        model = f"{cell.model}; here: {cell.stand_in or 'no stand-in'}" if cell.model else ""
         group = cell.col.rpartition(", ")[0] if spec.table else ""
-        panel = ", ".join(filter(None, (group, model)))
+        panel = ", ".join(filter(None, (group, named[cell.model])))
         at = drawn.setdefault(group, {}).setdefault(panel, {})
         at.setdefault(cell.row, []).extend(_points(spec, one, by_key.get((*cell.cell_key[:3], across))))
         if m.value is not None and m.note:
@@ -95,6 +96,22 @@ def draw(flow: Workflow, name: str, paths: Sequence[Path]) -> Drawn:
     for path in paths:
         PLOTS[spec.plot](panels, title, spec.x, spec.y, path, **extra)
     return panels, results.measurements, _markdown(title, spec, results.measurements)
+
+
+def _models_named(cells: Sequence[Cell]) -> dict[str, str]:
+    """What names the panel of each model: what it is measured on here, or that these are several shapes."""
+    stand_ins: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        stand_ins.setdefault(cell.model, {})[cell.stand_in] = None
+    named = {}
+    for model, on in stand_ins.items():
+        if not model:
+            named[model] = ""
+        elif len(on) > 1 and all(name.startswith(SHAPE) for name in on):
+            named[model] = "shapes with random weights"
+        else:
+            named[model] = f"{model}; here: {' and '.join(filter(None, on)) or 'no stand-in'}"
+    return named
 
 
 def _leaderboard(flow: Workflow, paths: Sequence[Path]) -> Drawn:

@@ -1,13 +1,15 @@
-"""What times a public shape with random weights is of that shape and of grade B; what needs a model is of its stand-in."""
+"""Times of a public shape with random weights are of it and of grade B; what needs a model is of its stand-in."""
 
 import dataclasses
 
 import pytest
 
 from repro.metrics import KINDS
+from repro.render import content, figure_files
 from repro.results import measure
 from repro.specs import scale as scales
 from repro.store import accepted
+from repro.verdicts.table_results import table_results
 from repro.workflow.workflow import Workflow
 
 
@@ -29,7 +31,8 @@ def test_every_metric_that_times_what_its_shape_names_says_so():
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("spear/decode", "table"), ("spear/8", "figure"), ("bitbybit/decode", "table"), ("subspec/timeline", "figure"),
-     ("subspec/6", "figure"), ("subspec/model", "figure"), ("subspec/printed", "table"), ("kernels/two-bit-decode", "table")],
+     ("subspec/6", "figure"), ("subspec/model", "figure"), ("subspec/printed", "table"),
+     ("kernels/two-bit-decode", "table")],
 )  # fmt: skip
 def test_times_of_shapes_alone_are_of_grade_b(flow, name, kind):
     for cell in cells(flow, name, kind):
@@ -66,6 +69,28 @@ def test_a_shape_does_not_make_up_for_a_stand_in_that_an_operand_needs(flow):
     lacking = [cell for cell in cells(flow, "subspec/1") if cell.model == "Qwen2.5-32B-Instruct"]
     assert lacking and {cell.stand_in for cell in lacking} == {""}
     assert {measure.one(flow, cell).status for cell in lacking} == {"no_stand_in"}
+
+
+def test_a_table_says_what_each_model_is_measured_on(flow):
+    heads = {name: [row[0] for row in content.sheet(table_results(flow, *name.split("/"))).rows if len(row) == 1]
+             for name in ("subspec/3", "subspec/1", "spqt/decode", "spear/5", "subspec/5")}  # fmt: skip
+    assert heads["subspec/3"] == ["Llama-3.1-8B; here: pocket-10m, grade C; shape/Llama-3.1-8B, grade B"]
+    assert "Qwen2.5-7B-Instruct; here: pocket-10m, grade C; shape/Qwen2.5-7B, grade B" in heads["subspec/1"]
+    assert "Qwen2.5-32B-Instruct; here: no stand-in at this scale" in heads["subspec/1"]
+    (head,) = heads["spqt/decode"]
+    shapes = " and ".join(f"shape/{name}" for name in ("Llama-3-8B", "Llama-2-7B", "Llama-2-13B", "Llama-2-70B"))
+    assert head == f"Llama-2-7B; here: pocket-10m, grade C; {shapes}, grade B"
+    assert "Llama-2-7B; here: shape/Llama-2-7B, grade B" in heads["spear/5"]
+    assert heads["subspec/5"] == ["Qwen2.5-7B-Instruct; here: pocket-10m, grade C"]
+
+
+def test_a_figure_over_shapes_is_one_panel(flow):
+    named = {name: list(figure_files.draw(flow, name, [])[0]) for name in
+             ("spear/figure8", "spqt/figure7", "subspec/figure6", "subspec/bus", "spear/figure9")}  # fmt: skip
+    assert named["spear/figure8"] == named["spqt/figure7"] == ["shapes with random weights"]
+    assert named["subspec/figure6"] == ["Qwen2.5-7B-Instruct; here: shape/Qwen2.5-7B"]
+    assert named["subspec/bus"] == ["Qwen2.5-7B-Instruct; here: pocket-10m and shape/Qwen2.5-7B"]
+    assert "Llama-2-7B; here: shape/Llama-2-7B" in named["spear/figure9"]
 
 
 def test_every_stored_row_names_what_its_cell_does(flow):
