@@ -90,7 +90,7 @@ def test_a_figure_over_shapes_is_one_panel(flow):
     assert named["spear/figure8"] == named["spqt/figure7"] == ["shapes with random weights"]
     assert named["subspec/figure6"] == ["Qwen2.5-7B-Instruct; here: shape/Qwen2.5-7B"]
     assert named["subspec/bus"] == ["Qwen2.5-7B-Instruct; here: pocket-10m and shape/Qwen2.5-7B"]
-    assert "Llama-2-7B; here: shape/Llama-2-7B" in named["spear/figure9"]
+    assert "Llama-2-13B; here: shape/Llama-2-13B" in named["spear/figure9"]
 
 
 def test_every_stored_row_names_what_its_cell_does(flow):
