@@ -27,6 +27,21 @@ def identity(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
+def check(path: Path, what: str, declared: str) -> None:
+    """Raise unless a file is the one that a job declares, which may come from another machine.
+
+    Args:
+        path: the file, which a job does not name: it lies elsewhere on every machine.
+        what: what it holds, for the sentence.
+        declared: its `identity` where the job was written.
+
+    Raises:
+        UserError: there is none, or another one.
+    """
+    if not path.is_file() or identity(path) != declared:
+        raise UserError(f"{path}: not the {what} that the job was written with; bring that one, or write it here")
+
+
 def read(path: Path, kind: str, what: str, command: str, fingerprint: str) -> dict[str, Tensor]:
     """The tensors of a file.
 

@@ -207,7 +207,7 @@ class Acceptance(Metric):
         """
         given = job.given()
         if "draft_head" in job.declared():
-            check_head(given["model"], job.declared()["draft_head"])
+            head_files.check(eagle.path_of(given["model"]), "draft head", job.declared()["draft_head"])
         core = speculating(given, folders.get("weights"))
         columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
         fitting = list(fit(core, prompts.load(given["prompts"], given["count"]), given["tokens"]))
@@ -285,17 +285,6 @@ def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Specul
         weights.check(names[1], own.model.config, context)
         drafting = weights.decoder(own, context + config.slots, device, dtype)
     return Speculating(given["model"], target, drafting, config, given["hub"])
-
-
-def check_head(model: str, declared: str) -> None:
-    """Raise unless a model's draft head here is the one that a job declares, which may come from another machine.
-
-    Raises:
-        UserError: there is none, or another one.
-    """
-    path = eagle.path_of(model)
-    if not path.is_file() or head_files.identity(path) != declared:
-        raise UserError(f"{path}: not the draft head that the job was written with; bring that one, or write it here")
 
 
 def fit(core: Core, asked: Sequence[prompts.Prompt], most: int) -> Iterator[tuple[int, prompts.Prompt, int]]:

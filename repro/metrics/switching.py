@@ -163,8 +163,9 @@ class Switching(Metric):
         """One job generates under a schedule; it needs the copies, and full precision's text on the same prompts."""
         if target.scale.protocols["switching"] is None:
             return None
-        if self.control == "learned" and target.recipe.steps and not _scheduler(self, target).is_file():
-            return None
+        if self.control == "learned" and target.recipe.steps:
+            if not _scheduler(target.model, self.schedule).is_file():
+                return None
         return {"texts": _job(self, target)}
 
     @staticmethod
@@ -176,6 +177,9 @@ class Switching(Metric):
                 context that the model does not have.
         """
         given = job.given()
+        if "scheduler" in job.declared():
+            path = _scheduler(given["model"], given["schedule"])
+            head_files.check(path, "PMPD scheduler", job.declared()["scheduler"])
         tokenizer = models.tokenizer(given["model"], given["hub"])
         prompts = _prompts(given)
         ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
@@ -266,9 +270,9 @@ def answer(tokenizer: Any, tokens: Sequence[int], prompts: str) -> str:
     return text.partition(STOPS[prompts])[0] if prompts in STOPS else text
 
 
-def _scheduler(params: Switching, target: Target) -> Path:
-    """The file of the trained scheduler of a model between two widths."""
-    return pmpd.path_of(target.model, *precision_schedules.read(params.schedule).path)
+def _scheduler(model: str, schedule: str) -> Path:
+    """The file of the trained scheduler of a model between the two widths of a schedule."""
+    return pmpd.path_of(model, *precision_schedules.read(schedule).path)
 
 
 def _job(params: Switching, target: Target, validating: bool = False) -> Job:
@@ -299,12 +303,9 @@ def _job(params: Switching, target: Target, validating: bool = False) -> Job:
     if protocol.prompts != COUNTED:
         inputs["count"] = protocol.prompts
     inputs |= {"calibration": calibration, "schedule": _declared(config) if config else None}
-    learned = {}
     if config and params.control == "learned":
-        path = _scheduler(params, target)
-        inputs["scheduler"], learned = head_files.identity(path), {"scheduler": str(path)}
+        inputs["scheduler"] = head_files.identity(_scheduler(target.model, schedule))
     options = target.options() | rule | {"set": params.prompts, "schedule": schedule, "together": protocol.together}
-    options |= learned
     return make("switching", target.label, inputs, options, needs, target.steps)
 
 
@@ -419,7 +420,7 @@ def _together(
     if engine.config.order == "oracle":
         engine.foresee(prompts, references, full)
     engine.rule = _rules(engine, given, numbers, signal, "") if signal else None
-    if "scheduler" in given:
+    if given.get("control") == "learned":
         engine.rule = _learned(engine, given, prompts)
     if given.get("point") is not None:
         engine.rule = pmpd.rule_of(given["point"])
@@ -443,7 +444,8 @@ def _together(
 def _learned(engine: SwitchingCore, given: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> list[Rule]:
     """PMPD's rule for each prompt."""
     size = engine.model.cos.shape[1]
-    scheduler = pmpd.load(Path(given["scheduler"]), size, models.fingerprint(given["model"]))
+    path = _scheduler(given["model"], given["schedule"])
+    scheduler = pmpd.load(path, size, models.fingerprint(given["model"]))
     return [pmpd.rule_of(point) for point in pmpd.chosen(scheduler, engine.model, prompts)]
 
 

@@ -111,6 +111,10 @@ def test_the_cell_decodes_each_prompt_to_its_own_point(trained, tmp_path, monkey
     monkeypatch.setattr(pmpd, "HEADS", trained.parent)
     job = params.jobs(target)["texts"]
     assert json.loads(job.inputs)["scheduler"] == head_files.identity(trained) and "signal" not in dict(job.needs)
+    assert str(trained.parent) not in job.options, "the file lies elsewhere on every machine"
+    with monkeypatch.context() as other, pytest.raises(UserError, match="not the PMPD scheduler that the job was"):
+        other.setattr(head_files, "identity", lambda path: "another")
+        Switching.run(job, {}, tmp_path, {})
     asked = []
 
     def chosen(scheduler, model, prompts):
