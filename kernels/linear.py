@@ -5,7 +5,8 @@
     decode      `wna16_gemv.py`, few tokens: bound by the bytes of the weights
     gemm        `w4a16_gemm.py`, more tokens, from the same packed weights; where a few tokens more than its tiles hold
                 would take a wave of thread blocks of their own, they are a second launch beside the first (beside.cuh)
-    dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of temporary memory
+    dequantize  `dequantize.py` and the library's matrix product, many tokens; 2 N K bytes of temporary memory, up to
+                32 MiB of which stay with the device (`prepared.Scratch`)
 
 The largest M for which each of the first two paths is used is data: `kernels/configs/<device>.json`, "linear", "w4 NxK"
 (bits and shape, measured with groups of 128), or "default". `LIMITS`: the largest M each path supports.

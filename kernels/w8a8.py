@@ -4,7 +4,7 @@
 
     decode   up to 8 tokens: `w8a8_gemv.py`, which quantizes x inside its one launch
     gemm     more, or a shape that `w8a8_gemv` does not support: `quantize_activation.py`, then `w8a8_gemm.py`, with one
-             piece of memory between the two; large tiles whose K is split take a third launch
+             piece of memory between the two (`prepared.Scratch`); large tiles whose K is split take a third launch
 
 Both read the same weights: int8 [N, K] row-major with one float32 scale per output channel. On an H200 the decode path
 is faster at 8 tokens for every layer shape that was measured, the gemm path at 16 tokens for the large ones. A token
