@@ -61,6 +61,8 @@ def test_accepted_tokens_over_a_time_of_a_shape_are_of_the_stand_in(flow):
 
 
 def test_a_shape_does_not_make_up_for_a_stand_in_that_an_operand_needs(flow):
+    alone = next(cell for cell in cells(flow, "subspec/3") if cell.stand_in.startswith("shape/"))
+    assert flow.stand_in(dataclasses.replace(alone, model="Qwen2.5-32B-Instruct")) == "", "its a would not run"
     lacking = [cell for cell in cells(flow, "subspec/1") if cell.model == "Qwen2.5-32B-Instruct"]
     assert lacking and {cell.stand_in for cell in lacking} == {""}
     assert {measure.one(flow, cell).status for cell in lacking} == {"no_stand_in"}
