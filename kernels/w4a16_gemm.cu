@@ -5,6 +5,7 @@
 //   MT      tokens of a tile, a multiple of 8          RT      16-row tiles per warp
 //   WR, WK  warps along rows, along columns            KS      columns of a stage of the whole thread block
 //   STAGES  stages in shared memory                    BLOCKS  thread blocks per SM (caps registers)
+//   COLUMNS K, if nothing ends within a tile or a stage
 //   SPLIT   thread blocks of a cluster, which split K  SCALED  1: a group's scale multiplies the weights; 0: its sums,
 //                                                              with one rounding less and more registers
 
@@ -68,8 +69,16 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT)
 #endif
     __launch_bounds__(MEMBERS* WK, BLOCKS)
-        gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int K, int groups) {
+        gemm(const u16* x, const uint4* codes, const Scales* scales, u16* y, int M, int N, int columns, int all_groups) {
     extern __shared__ __align__(1024) char shared[];
+#if COLUMNS  // copies are known numbers of bytes apart, and none of words or columns lies behind the end
+    constexpr bool EVEN = true;
+    constexpr int K = COLUMNS, groups = GROUP ? K / (GROUP + !GROUP) : 1;
+    static_assert(K % KS == 0, "a stage does not divide the columns");
+#else
+    constexpr bool EVEN = false;
+    const int K = columns, groups = all_groups;
+#endif
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int rank = blockIdx.x % SPLIT, token_tiles = (M + MT - 1) / MT, cluster = blockIdx.x / SPLIT;
     const int m0 = cluster % token_tiles * MT, n0 = cluster / token_tiles * ROWS;  // neighbouring blocks share weights
@@ -108,19 +117,19 @@ __cluster_dims__(SPLIT)
             UNROLL for (u32 r = 0; r < RT; r++) {
                 const uint4* const words = words_from + (r * blocks + block) * 32;
                 UNROLL for (u32 d = 0; d < DEPTH; d++) copy_once(at + words_to + (r * DEPTH + d) * 512, words + d * 32,
-                                                                 policy, true, r >= tiles_left || block + d >= blocks);
+                                                                 policy, true, !EVEN && (r >= tiles_left || block + d >= blocks));
                 UNROLL for (u32 f = 0; f < KW / FOLD; f++) {
                     const u32 group = GROUP ? (first + f * FOLD) / max(GROUP, 1) : 0;
                     copy_few<sizeof(Scales)>(at + scales_to + r * SCALE_BYTES + f * 8 * (u32)sizeof(Scales),
                                              scales_from + (r * groups + group) * 8, t == 0,
-                                             r >= tiles_left || group >= groups);
+                                             !EVEN && (r >= tiles_left || group >= groups));
                 }
             }
             // Rows of KW columns; odd ones swap the 64-byte halves of every 128, so that eight lanes that read 16 bytes
             // each use all 32 banks.
             UNROLL for (u32 i = 0; i < MT; i += TOKENS) if (MT % TOKENS == 0 || token + i < MT)
                 copy_past_l1(at + (x_to ^ i % 2 * 64) + i * KW * 2, x_from + (i * K + to * KS),
-                             token + i >= tokens_left || first + chunk * 8 >= K);
+                             token + i >= tokens_left || (!EVEN && first + chunk * 8 >= K));
         }
         end_of_copies();
     };

@@ -73,6 +73,8 @@ def positions_tried(case: Case, space: str) -> list[int]:
         "few": tokens <= most_few,
         "middle": most_few < tokens <= most_narrow,
         "wide": tokens > most_narrow,
+        "known": tokens <= most_few,
+        "four": most_narrow < tokens <= 128,
     }
     if not chosen_from.get(space, True):
         return []
@@ -133,13 +135,7 @@ def sources(case: Case, space: str) -> Iterator[tuple[Path, dict[str, int]]]:
     defines = w4a16_gemm.format_defines(*FORM, torch.bfloat16)
     for i in positions_tried(case, space):
         config = SPACES[space][i]
-        if "PAIR" in config:
-            plan = w4a16_gemm.plan_multicast
-        elif "WGS" in config:
-            plan = w4a16_gemm.plan_wgmma
-        else:
-            plan = w4a16_gemm.plan_mma
-        source, constants, *_ = plan(m, n, k, FORM, config, (9, 0))
+        source, constants, *_ = w4a16_gemm.plan_of(config)(m, n, k, FORM, config, (9, 0))
         yield source, defines | constants
 
 

@@ -65,6 +65,40 @@ def test_source_on_the_cpu(case, monkeypatch):
         assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
 
 
+KNOWN_CASES = [  # the same, rows and columns in whole tiles
+    (4, 128, False, "bfloat16", 17, 128, 1024, (24, 2, 2, 2, 256, 3, 2)),
+    (4, 32, True, "float16", 19, 96, 1024, (24, 3, 1, 8, 512, 3, 1)),
+    (2, 64, False, "float16", 70, 64, 1024, (16, 1, 2, 2, 256, 4, 1)),
+    (8, 0, False, "bfloat16", 30, 112, 512, (16, 1, 7, 2, 256, 4, 2)),
+]
+
+
+@cuda_on_cpu.NEEDS_COMPILER
+@pytest.mark.parametrize("case", some_slow(KNOWN_CASES, (0, 1)), ids=str)
+def test_source_with_known_columns_on_the_cpu(case, monkeypatch):
+    """The same sums to the last bit, and only where a weight ends with a tile."""
+    bits, group, symmetric, dtype, m, rows, columns, numbers = case
+    loaded = []
+
+    def load(path, name, macros, *given):
+        loaded.append(macros.get("COLUMNS"))
+        return cuda_on_cpu.load(path, name, macros, *given)
+
+    monkeypatch.setattr(nvrtc, "load", load)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    names = ("MT", "RT", "WR", "WK", "KS", "STAGES", "SPLIT")
+    config = dict(zip(names, numbers)) | {"BLOCKS": 1, "SCALED": 0}
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    packed = random_weight(rows, columns, bits, group, symmetric)
+    y = w4a16_gemm.launch(x, packed, config | {"KNOWN": 1})
+    assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+    assert torch.equal(y, w4a16_gemm.launch(x, packed, config))
+    assert loaded == [columns, None]
+    for ragged in ((rows - 1, columns), (rows, columns - columns // 4)):
+        _, constants, *_ = w4a16_gemm.plan_mma(m, *ragged, (bits, 0, symmetric), config | {"KNOWN": 1}, (9, 0))
+        assert ("COLUMNS" in constants) == (ragged[1] % constants["KS"] == 0 and ragged[0] == rows)
+
+
 WGMMA_CASES = [  # bits, group, symmetric, type, tokens, rows, columns; WGS MB KS STAGES RING SPLIT
     (4, 128, False, "float16", 64, 200, 768, (2, 1, 128, 4, 3, 2)),
     (4, 128, False, "bfloat16", 50, 130, 1024, (3, 1, 128, 3, 2, 5)),
@@ -260,8 +294,10 @@ def test_every_configuration_divides(m, n, k):
     recorded = configurations("nvidia-h200").get("w4a16_gemm", {}).values()
     for config in [w4a16_gemm.cheapest("plain", m, n, k), *w4a16_gemm.SPACE, *recorded]:
         if "PAIR" in config:
-            most = "MT" if config.get("MT") == w4a16_gemm.MOST_TOKENS else "MB"
-            assert set(config) == {*w4a16_gemm.MULTICAST_CONSTANTS} - {"MB"} | {most}
+            most = {"MT"} if config.get("MT") == w4a16_gemm.MOST_TOKENS else {"MB"}
+            if "WGS" in config:
+                most = {"MT", "WGS"}
+            assert set(config) == {*w4a16_gemm.MULTICAST_CONSTANTS} - {"MB"} | most
             assert config["SPLIT"] * config["PAIR"] <= 8
             for bits in packing.BITS:
                 plan = w4a16_gemm.plan_multicast(m, n, k, (bits, 32, False), config, (9, 0))
@@ -276,7 +312,7 @@ def test_every_configuration_divides(m, n, k):
                 assert fitted["KS"] % packing.block_columns(bits) == 0 and min(fitted["STAGES"], fitted["RING"]) > 1
                 assert w4a16_gemm.wgmma_shared_bytes(fitted, w4a16_gemm.tokens_of(fitted), bits, 32, False) <= 232448
             continue
-        assert set(config) == set(w4a16_gemm.CONSTANTS)
+        assert set(config) - {"KNOWN"} == set(w4a16_gemm.CONSTANTS)
         for bits in packing.BITS:
             fitted = w4a16_gemm.fitted(config, bits, 32, False)
             columns = fitted["KS"] // fitted["WK"]
@@ -331,7 +367,8 @@ def test_wgmma_compiles(tmp_path, tile, group, symmetric, bf16):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("config, tokens", [
-    (w4a16_gemm.BETWEEN_SPACE[1], 96), (w4a16_gemm.MULTICAST_SPACE[-3], 336), (w4a16_gemm.MULTICAST_SPACE[-3], 352),
+    (w4a16_gemm.BETWEEN_SPACE[1], 96), (w4a16_gemm.FOUR_SPACE[0], 128),
+    (w4a16_gemm.MULTICAST_SPACE[-3], 336), (w4a16_gemm.MULTICAST_SPACE[-3], 352),
 ])  # fmt: skip
 def test_the_largest_tiles_compile(tmp_path, config, tokens):
     """What holds the most sums in its registers does not spill, and no product waits for another."""
@@ -379,6 +416,7 @@ def test_headers_take_no_name_that_a_kernel_is_given():
     assert len(headers) == 9
     given = {
         *w4a16_gemm.CONSTANTS,
+        "COLUMNS",
         *w4a16_gemm.WGMMA_CONSTANTS,
         *w4a16_gemm.MULTICAST_CONSTANTS,
         "BITS",
@@ -386,7 +424,6 @@ def test_headers_take_no_name_that_a_kernel_is_given():
         "SYMMETRIC",
         "BF16",
         "K",
-        "COLUMNS",
         "HEAD",
         "TAIL",
         "RANK",
