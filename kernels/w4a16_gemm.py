@@ -54,7 +54,7 @@ LEAST_MULTICAST = (
 )
 MOST_FEW, MOST_MIDDLE, MOST_NARROW, MOST_WIDE = 32, 48, 64, 112  # tokens up to which few, middle, wide are chosen from
 MOST_KNOWN = 24  # tokens up to which columns that are a constant of the source are chosen from
-MOST_FOUR = 112  # tokens up to which four warpgroups that share x by tensor maps are chosen from
+MOST_FOUR = 128  # tokens up to which four warpgroups that share x by tensor maps are chosen from
 MOST_BESIDE = 64  # tokens of the smaller of two launches beside each other
 
 CASES = [  # tokens, rows, columns (Llama 3.2 1B, 3.1 8B, 2 13B and ragged ones), bits, group, symmetric, dtype, seed

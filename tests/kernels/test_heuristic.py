@@ -124,7 +124,7 @@ def test_few_tokens_have_tiles_of_their_own(monkeypatch):
         chosen = w4a16_gemm.configuration(m, 6144, 4096, 4, "cpu")
         assert chosen in w4a16_gemm.MIDDLE_SPACE and chosen["MT"] == (40 if m <= 40 else 48)
     assert "WGS" in w4a16_gemm.configuration(49, 6144, 4096, 4, "cpu")
-    for m in (97, 112):
+    for m in (97, 112, 128):
         assert w4a16_gemm.configuration(m, 28672, 4096, 4, "cpu") in w4a16_gemm.FOUR_SPACE
         assert w4a16_gemm.configuration(m, 14336, 4096, 4, "cpu") not in w4a16_gemm.FOUR_SPACE
     for m in (81, 96):
