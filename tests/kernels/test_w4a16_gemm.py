@@ -222,6 +222,23 @@ def test_multicast_on_a_gpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs clusters"
+)
+@pytest.mark.parametrize("case", KNOWN_CASES, ids=str)
+def test_known_columns_on_a_gpu(case):
+    """The same bits as with columns that are an argument."""
+    bits, group, symmetric, dtype, m, rows, columns, numbers = case
+    names = ("MT", "RT", "WR", "WK", "KS", "STAGES", "SPLIT")
+    config = dict(zip(names, numbers)) | {"BLOCKS": 1, "SCALED": 0}
+    x = torch.randn(m, columns, generator=torch.Generator().manual_seed(1)).to("cuda", getattr(torch, dtype))
+    packed = random_weight(rows, columns, bits, group, symmetric).to("cuda")
+    y = w4a16_gemm.launch(x, packed, config | {"KNOWN": 1})
+    assert error(y, w4a16_gemm.reference(x, packed)) < BOUND[dtype]
+    assert torch.equal(y, w4a16_gemm.launch(x, packed, config))
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", w4a16_gemm.CASES, ids=str)
 def test_operator_on_a_gpu(case):
