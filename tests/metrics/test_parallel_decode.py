@@ -15,7 +15,7 @@ from repro.metrics.parallel_decode import HOW, ParallelDecode  # noqa: E402
 from repro.results import measure  # noqa: E402
 from repro.specs import figures, tables  # noqa: E402
 from repro.specs import scale as scales  # noqa: E402
-from repro.store import observations  # noqa: E402
+from repro.store import accepted, job, observations  # noqa: E402
 from repro.verdicts import table_results  # noqa: E402
 from repro.workflow.workflow import Workflow  # noqa: E402
 
@@ -119,7 +119,9 @@ def test_table_5_and_figure_9_ask_for_every_way():
     assert len(jobs) == 9 and len(drawn) == 6 and drawn < jobs and len(figures.cells("spear", "9")) == 30
 
 
-def test_a_shape_needs_no_stand_in_and_is_of_grade_b():
+def test_a_shape_needs_no_stand_in_and_is_of_grade_b(tmp_path, monkeypatch):
+    monkeypatch.setattr(accepted, "RESULTS", tmp_path)
+    monkeypatch.setattr(job, "BUILD", tmp_path)
     flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
     cells = {cell.model: cell for cell in flow.cells("spear", "5")}
     assert {model: cell.stand_in for model, cell in cells.items()} == {m: f"shape/{m}" for m in parallel_decode.PLACED}
