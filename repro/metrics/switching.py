@@ -190,11 +190,11 @@ class Switching(Metric):
             if role in folders
         }
         group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
-        given["point"], found = _searched(engine, given, tokenizer) if given.get("control") == "static" else (None, {})
+        given["point"], by_point = _searched(engine, given, tokenizer) if given.get("control") == "static" else (None, {})
         rows = []
         for numbers in _batches(len(ids), given["together"]):
             rows += _together(engine, full, given, numbers, ids, recorded)
-        series = _logged(rows) | found
+        series = _logged(rows) | by_point
         for row, prompt in zip(rows, prompts):
             text, reference = (answer(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
             row["agreement"] = text_scores.rouge_l(text, [reference])
