@@ -69,6 +69,7 @@ class Spec:
         models: of a question of our own: the papers' models whose stand-ins are measured.
         sweep: of a question of our own: variable to values; a column is one combination of them.
         measure: metric to what is measured: of a question of our own, or where one printed table has its own.
+        row_measures: of a printed table: row label or pattern, to metric, to what is measured there instead.
         printed: of a question of our own: variable to `table | row | column | model`, whose printed number it is.
         scales: of a question of our own: the scales that measure it; none is every scale.
         selected: of a question of our own: the row that is the answer, once it is known, or several of other variables.
@@ -90,6 +91,7 @@ class Spec:
     models: tuple[str, ...] = ()
     sweep: dict[str, tuple[Value, ...]] = field(default_factory=dict)
     measure: dict[str, dict[str, Any]] = field(default_factory=dict)
+    row_measures: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     printed: dict[str, str] = field(default_factory=dict)
     scales: tuple[str, ...] = ()
     selected: str | tuple[str, ...] = ()
@@ -106,6 +108,13 @@ class Spec:
     def selected_rows(self) -> tuple[str, ...]:
         """The selected rows."""
         return tuple(filter(None, (self.selected,) if isinstance(self.selected, str) else self.selected))
+
+    def measure_of(self, row: str, metric: str) -> dict[str, Any] | None:
+        """What the first of `row_measures` that matches measures for a metric in a row; None where none does."""
+        for label, by_metric in self.row_measures.items():
+            if metric in by_metric and bind(label, row) is not None:
+                return by_metric[metric]
+        return None
 
     def seeds_of(self, row: str, model: str = "") -> tuple[int, ...]:
         """The seeds of a row on a model."""
@@ -142,11 +151,15 @@ def table(paper: str, number: str) -> Spec:
         for name in ("models", "sweep", "printed", "scales", "selected"):
             if getattr(spec, name):
                 raise UserError(f"{where}: {name} belongs to a spec of our own, not to a printed table")
-        if odd := spec.measure.keys() - {cell.metric for cell in cells}:
-            raise UserError(f"{where}: measure: {unknown('printed metric', min(odd), {cell.metric for cell in cells})}")
+        known_metrics = {cell.metric for cell in cells}
+        if odd := spec.measure.keys() - known_metrics:
+            raise UserError(f"{where}: measure: {unknown('printed metric', min(odd), known_metrics)}")
+        if odd := set(chain.from_iterable(spec.row_measures.values())) - known_metrics:
+            raise UserError(f"{where}: row_measures: {unknown('printed metric', min(odd), known_metrics)}")
         known_columns = {cell.col for cell in cells}
         for kind, labels, known in (
             ("row", spec.rows, {cell.row for cell in cells}),
+            ("row", spec.row_measures, {cell.row for cell in cells}),
             ("column", spec.columns, known_columns),
             ("column", spec.absent, known_columns),
         ):
@@ -169,8 +182,9 @@ def table(paper: str, number: str) -> Spec:
             raise UserError(f"{where}: extra_models: {unknown('model that is not printed', min(odd), known)}")
         if odd := spec.of_models.keys() - {cell.model for cell in cells}:
             raise UserError(f"{where}: of_models: {unknown('printed model', min(odd), {cell.model for cell in cells})}")
-    elif spec.absent:
-        raise UserError(f"{where}: absent belongs to a printed table, not to a spec of our own")
+    elif spec.absent or spec.row_measures:
+        name = "absent" if spec.absent else "row_measures"
+        raise UserError(f"{where}: {name} belongs to a printed table, not to a spec of our own")
     elif not (spec.models and spec.measure and spec.rows):
         raise UserError(f"{where}: a spec of our own needs rows, models and measure")
     for name in spec.scales:
@@ -247,11 +261,12 @@ def _printed(paper: str, number: str, spec: Spec) -> Iterator[Cell]:
 
     def cell(row: str, c: papers.Printed, values: Variables | None, value: str) -> Cell:
         bare = Cell(paper, "table", number, row, c.col, c.model, c.metric, value, c.unit)
-        if values is None or columns[c.col] is None or c.metric not in kinds:
+        measure = spec.measure_of(row, c.metric) or kinds.get(c.metric)
+        if values is None or columns[c.col] is None or measure is None:
             return bare
         template = "{recipe}" if row in spec.extra_rows else spec.recipe
         given = spec.of_models.get(c.model, {}) | values | columns[c.col]
-        made = fill_in(bare, template, given, kinds[c.metric], spec.seeds_of(row, c.model), where)
+        made = fill_in(bare, template, given, measure, spec.seeds_of(row, c.model), where)
         one_a_row.setdefault((row, c.model), made)
         return made
 

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,6 +158,23 @@ def test_iterations_and_phases_are_timed(tiny, draft, phases):
         assert result["passes"] == [4, 4, 4]
 
 
+def test_the_last_token_of_a_model_without_a_draft_is_no_step(tiny, monkeypatch):
+    """Its step was launched with the token before, and was over where copies block the host: it has no time left."""
+    asked = []
+
+    def of_known_seconds(engine, new):
+        asked.append(new)
+        seconds = [0.5, *(0.1 + 0.01 * i for i in range(new - 2)), 0.0001]
+        return SimpleNamespace(seconds=seconds, draft_s=seconds, verify_s=seconds, passes=[4] * new)
+
+    monkeypatch.setattr(offload_time, "timed", of_known_seconds)
+    options = given(OffloadTime("tiny", least("none"), draft="none", prefetch=False))
+    plain = offload_time.times(options, CPU, torch.float32)
+    assert asked == [5] and plain["iteration"] == plain["verify"] == pytest.approx([0.1, 0.11, 0.12])
+    drafted = offload_time.times(given(OffloadTime("tiny", least("subspec"), depth=4)), CPU, torch.float32)
+    assert asked[1:] == [4, 4] and drafted["iteration"] == pytest.approx([0.1, 0.11, 0.0001])
+
+
 def test_an_8_bit_target_streams_fewer_bytes(tiny):
     """Codes of a byte, and a scale and a zero point of 16 bits for 128 of them; float32 has four bytes a weight."""
     torch.manual_seed(0)
@@ -216,6 +234,28 @@ def test_a_whole_draft_takes_memory_for_every_block_and_part_of_them_may_stream(
     )
     assert 0 < len(plan.resident) < 4
     assert not any(own.down is it.down for own, it in zip(engine._drafting.blocks, engine.model.blocks))
+
+
+def test_a_row_without_a_draft_is_a_time_of_its_shape_and_needs_no_stand_in():
+    """SubSpec's Tables 1 and 6: synchronous copies at the model's own shape under its limit; no other row is that."""
+    flow = Workflow(scales.load(name="pocket").on("cuda"), stored=False)
+    shapes = {"Llama-3.1-8B-Instruct": "Llama-3.1-8B", "DeepSeek-R1-Distill-Qwen-14B": "Qwen2.5-14B"}
+    shapes["QwQ-32B"] = "Qwen2.5-32B"
+    limits = {"Llama-3.1-8B": "8GiB", "Qwen2.5-14B": "12GiB", "Qwen2.5-32B": "24GiB"}
+    seen = set()
+    for cell in [*flow.cells("subspec", "1"), *flow.cells("subspec", "6")]:
+        if cell.model not in shapes or cell.metric != "tokens_per_s" or not cell.measure:
+            continue
+        if not cell.row.startswith("None"):
+            assert not cell.stand_in and not flow.jobs(cell), cell.row
+            continue
+        shape = shapes[cell.model]
+        timed = OffloadTime(shape, limits[shape], draft="none", prefetch=False)
+        assert {name: part.params for name, part in flow.operands(cell).items()} == {"t": timed}
+        assert evaluate(cell.params.quantity, {"t": 250.0}) == 4
+        assert cell.stand_in == f"shape/{shape}" and flow.grade(cell) == "B" and flow.jobs(cell)
+        seen.add((cell.model, cell.row, cell.col))
+    assert len(seen) == 2 * 6 + 2 + 2
 
 
 def test_figure_2b_draws_subspec_with_substitutes_of_every_block():

@@ -501,6 +501,13 @@ def test_rows_of_ones_own_and_what_is_beside(write):
         ("table1", SHORT | {"absent": {"Wikki {x}": "a text"}}, "unknown printed column 'Wikki {x}'"),
         ("table1", SHORT | {"absent": {"Wiki": "a text"}}, "absent: column 'Wiki' is one of `columns`"),
         ("gap", GAP | {"absent": {"Wiki": "a text"}}, "absent belongs to a printed table"),
+        ("table1", SHORT | {"row_measures": {"RTN cp": {}}}, "unknown printed row 'RTN cp'; did you mean 'RTN pc'?"),
+        (
+            "table1",
+            SHORT | {"row_measures": {"RTN pc": {"wiki_pppl": {"kind": "storage"}}}},
+            "row_measures: unknown printed metric 'wiki_pppl'",
+        ),
+        ("gap", GAP | {"row_measures": {"gate off": {}}}, "row_measures belongs to a printed table"),
         ("table1", SHORT | {"sweep": {"bits": [4]}}, "sweep belongs to a spec of our own"),
         ("table1", "[1, 2]", "expected a mapping with keys of Spec"),
         ("table1", "title: [", "not valid YAML"),
