@@ -190,7 +190,9 @@ class Switching(Metric):
             if role in folders
         }
         group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
-        given["point"], by_point = _searched(engine, given, tokenizer) if given.get("control") == "static" else (None, {})
+        given["point"], by_point = None, {}
+        if given.get("control") == "static":
+            given["point"], by_point = _searched(engine, given, tokenizer)
         rows = []
         for numbers in _batches(len(ids), given["together"]):
             rows += _together(engine, full, given, numbers, ids, recorded)
