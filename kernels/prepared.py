@@ -94,7 +94,8 @@ class Scratch:
     On a device's default stream calls take turns with `MOST_KEPT` bytes, which are kept from the first call on. That
     stream runs the launches of one call after those of the call before, whatever threads they come from, and cannot be
     captured into a CUDA graph, whose replays would write there at any time. On another stream, where the kept memory is
-    too small, and while another thread's call uses it, a call gets memory of its own.
+    too small, and while another thread's call uses it, a call gets memory of its own. So does every later one behind a
+    call that failed between the two, until `release`.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:

@@ -87,9 +87,9 @@ def _reference(text: str) -> np.ndarray:
 def _encoder() -> Any:
     if why := lacking():
         raise UserError(why)
-    (place,) = importlib.util.find_spec(PACKAGE).submodule_search_locations
-    folder = Path(place) / "model"
-    found = sha256(folder / WEIGHTS)
-    if found != SHA256:
-        raise UserError(f"{folder / WEIGHTS}: another encoder, sha256 {found[:16]}; install {NAME}")
+    (package,) = importlib.util.find_spec(PACKAGE).submodule_search_locations
+    folder = Path(package) / "model"
+    of_weights = sha256(folder / WEIGHTS)
+    if of_weights != SHA256:
+        raise UserError(f"{folder / WEIGHTS}: another encoder, sha256 {of_weights[:16]}; install {NAME}")
     return Encoder(folder)

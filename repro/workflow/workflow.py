@@ -97,7 +97,7 @@ class Workflow:
     def timed_shapes(self, cell: Cell) -> list[str]:
         """The public shapes that alone decide a cell; of arithmetic, those of all that its quantity names.
 
-        None where a model decides it, too, or where an operand needs a stand-in that is not there, named or not.
+        Empty where a model decides it, too, or where an operand needs a stand-in that is not there, named or not.
         """
         metric = metric_of(cell)
         shapes = {name: metric_of(operand).timed_shape for name, operand in self.operands(cell).items()}
@@ -158,7 +158,10 @@ class Workflow:
         for name, (text, measure) in metric_of(cell).operands().items():
             kind, params = tables.params_of(measure, dict(cell.variables), f"{cell.table}: {name}")
             facts = {"metric": f"{cell.metric}: {name}", "printed": "", "unit": measure.get("unit", "")}
-            text = cell.recipe if text is None else recipe.parse(text).name if text else ""
+            if text is None:
+                text = cell.recipe
+            elif text:
+                text = recipe.parse(text).name
             operand = replace(cell, measure=kind, params=params, recipe=text, **facts)
             by_name[name] = replace(operand, stand_in=self._of_operand(operand))
         return by_name
