@@ -117,11 +117,19 @@ def prepare_dense(
     def launch(x: Tensor, codes: Tensor, scale_zero: Tensor, *_: object) -> Tensor:
         transposed = memory.take(scale_zero)
         write(codes, scale_zero, transposed)
-        y = torch.mm(x, transposed)
+        y = product(x, transposed)
         memory.give_back(transposed)
         return y
 
     return launch
+
+
+def product(x: Tensor, transposed: Tensor) -> Tensor:
+    """x W^T of two matrices in their type, also where autocast would take another for the library's product."""
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.mm(x, transposed)
+    return torch.mm(x, transposed)
 
 
 def tokens_of_head(x: Tensor, rows: int, columns: int, bits: int) -> int:
@@ -190,6 +198,8 @@ def wna16(x: Tensor, packed: PackedWeight) -> Tensor:
         return OPERATOR(x, packed.codes, packed.scale_zero, *form)
     tokens = _tokens(x, packed)
     if tokens.shape[0] == 0:
+        if not torch.compiler.is_compiling():
+            OPERATOR.check((x.new_empty(1, packed.columns), packed.codes, packed.scale_zero, *form))
         return x.new_empty(*x.shape[:-1], packed.rows)
     return OPERATOR(tokens, packed.codes, packed.scale_zero, *form).view(*x.shape[:-1], packed.rows)
 

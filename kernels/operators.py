@@ -5,24 +5,26 @@ elsewhere would otherwise return memory that nobody wrote. It looks at every ten
 address, emptiness. A wrong input is a ValueError of one sentence, which names operator and argument.
 
 PyTorch's dispatcher calls the functions here directly. `torch.library.custom_op` would put a Python layer for autograd
-in between, which takes 7 us a call; these operators have no gradient, and the dispatcher warns at a backward pass.
+in between, which takes 7 us a call; only a call that autograd would record has one, `WithoutGradient`. These operators
+have no gradient: a backward pass through them is an error, so that no gradient is lost in silence.
 
 What a call costs the host is kept down in two steps. What was checked and prepared once is looked up by the facts of
 the arguments (`facts_of`): the same facts pass the same check, and need the same launch. And the name in a kernel's
 module is not the dispatcher's overload but a function (`direct`) that goes around the dispatcher where this changes
 nothing: neither tracing nor a mode nor a gradient is on, and the call is recognized. `torch.ops.lowbit.<name>` always
-goes through the dispatcher.
+goes through the dispatcher, which knows no gradient either and says so in a warning of its own.
 """
 
 import inspect
 import operator as operator_module
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = (torch.float16, torch.bfloat16)
@@ -43,6 +45,56 @@ def _ordinary() -> tuple[int, int]:
 
 
 ORDINARY = _ordinary()
+NO_FORWARD_MODE = -1  # the level of forward-mode differentiation outside of it
+
+
+def _no_gradient(gradient: Tensor, tensor: Tensor, name: str) -> Tensor:
+    raise RuntimeError(f"{name} has no gradient; call it under torch.no_grad(), or detach its result")
+
+
+# An operator, so that a backward pass that is compiled raises where it runs, and a forward pass alone never does: a
+# compiler would run what needs no gradient of a result in the forward pass.
+LIBRARY.define("no_gradient(Tensor gradient, Tensor tensor, str name) -> Tensor")
+LIBRARY.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("lowbit::no_gradient", lambda gradient, tensor, name: torch.empty_like(tensor), lib=LIBRARY)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A call of an operator that autograd follows: its derivatives, backward and forward, are errors."""
+
+    @staticmethod
+    def forward(name: str, overload: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:  # noqa: ANN401
+        """The operator's results; `names` are those of the last values, which it takes by name."""
+        count = len(values) - len(names)
+        return overload(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:  # noqa: ANN401
+        """Keep the operator's name, and the tensors that gradients are asked of."""
+        ctx.name = inputs[0]
+        pairs = zip(inputs, ctx.needs_input_grad, strict=True)
+        ctx.save_for_backward(*[value if needed else None for value, needed in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401
+        """Raise RuntimeError."""
+        found = []
+        given = next(gradient for gradient in gradients if gradient is not None)
+        for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True):
+            found.append(torch.ops.lowbit.no_gradient(given, tensor, ctx.name) if needed else None)
+        return tuple(found)
+
+
+def is_recorded(values: Iterable[Any]) -> bool:
+    """Whether autograd follows a call with these arguments."""
+    if forward_ad._current_level != NO_FORWARD_MODE:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -95,7 +147,8 @@ def operator(
 
     def on_cpu(*values: Any) -> Any:  # noqa: ANN401
         check(values)
-        return reference(*values)
+        with torch.autocast("cpu", enabled=False):  # a reference rounds where its formula does
+            return reference(*values)
 
     def traced(*values: Any, **more: Any) -> Any:  # noqa: ANN401
         check(values, traced=True)
@@ -105,7 +158,10 @@ def operator(
     LIBRARY.impl(name, on_cpu, "CPU")
     LIBRARY.impl(name, remembering(name, check, prepare or (lambda *values: launch), facts, known), "CUDA")
     torch.library.register_fake(f"lowbit::{name}", traced, lib=LIBRARY)
-    return direct(getattr(torch.ops.lowbit, name).default, positions, len(signature.parameters), facts, known)
+    overload = getattr(torch.ops.lowbit, name).default
+    function = direct(name, overload, positions, len(signature.parameters), facts, known)
+    function.check = check  # of a tuple of all arguments, for callers that launch nothing
+    return function
 
 
 def remembering(
@@ -133,7 +189,7 @@ def remembering(
 
 
 def direct(
-    overload: Callable[..., Any], positions: Sequence[int], count: int, facts: Callable, known: Mapping
+    name: str, overload: Callable[..., Any], positions: Sequence[int], count: int, facts: Callable, known: Mapping
 ) -> Callable[..., Any]:
     """A function that launches what is known of a call, and calls the dispatcher's overload otherwise.
 
@@ -154,18 +210,24 @@ def direct(
         if recognizes(values):  # not where an address is no multiple of `VECTOR`
             remember(seen, key, (*alike, (recognizes, ready)))
 
+    def dispatched(*values: Any, **named: Any) -> Any:  # noqa: ANN401
+        if is_recorded((*values, *named.values())):
+            return WithoutGradient.apply(name, overload, tuple(named), *values, *named.values())
+        return overload(*values, **named)
+
     def call(*values: Any, **named: Any) -> Any:  # noqa: ANN401
-        if named or torch.compiler.is_compiling() or torch._C._is_torch_function_mode_enabled():
-            return overload(*values, **named)
+        unusual = torch.compiler.is_compiling() or forward_ad._current_level != NO_FORWARD_MODE
+        if named or unusual or torch._C._is_torch_function_mode_enabled():
+            return dispatched(*values, **named)
         try:
             key = len(values), values[first].shape, numbers(values)
             alike = seen.get(key, ())
         except (AttributeError, IndexError, TypeError):  # no tensor, numbers that are left out, symbols
-            return overload(*values)
+            return dispatched(*values)
         for recognizes, ready in alike:
             if recognizes(values):
                 return ready(*values)
-        result = overload(*values)
+        result = dispatched(*values)
         learn(key, values)
         return result
 

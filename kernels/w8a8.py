@@ -17,11 +17,19 @@ import torch
 from torch import Tensor
 
 from repro.kernels import quantize_activation, w8a8_gemm, w8a8_gemv
-from repro.kernels.operators import HALVES, VECTOR, Argument, operator
+from repro.kernels.operators import HALVES, VECTOR, Argument, operator, plain
 
 
 def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes int8 [N, K], scales float32 [N]) of a weight [N, K]: symmetric, one scale per output channel."""
+    """(codes int8 [N, K], scales float32 [N]) of a weight [N, K]: symmetric, one scale per output channel.
+
+    Raises:
+        ValueError: not a matrix of floating-point numbers.
+    """
+    if w.ndim != 2 or not w.dtype.is_floating_point:
+        raise ValueError(
+            f"w8a8: a weight to quantize is a floating-point matrix [N, K], not {plain(w.dtype)} {list(w.shape)}"
+        )
     return quantize_activation.reference(w)
 
 
@@ -82,9 +90,13 @@ def w8a8(x: Tensor, w_q: Tensor, s_w: Tensor) -> Tensor:
     """
     if x.ndim == 2 and x.is_contiguous() and x.numel():
         return OPERATOR(x, w_q, s_w)
-    if x.ndim == 0 or w_q.ndim != 2 or x.shape[-1] != w_q.shape[1]:
-        raise ValueError(f"w8a8: x {list(x.shape)} does not fit codes w_q {list(w_q.shape)}; the last sizes are equal")
+    if x.ndim == 0 or w_q.ndim != 2 or x.shape[-1] != w_q.shape[1] or not w_q.numel():
+        raise ValueError(
+            f"w8a8: x {list(x.shape)} does not fit codes w_q {list(w_q.shape)}; the last sizes are equal, none is 0"
+        )
     tokens = x.reshape(-1, w_q.shape[1]).contiguous()
     if tokens.shape[0] == 0:
+        if not torch.compiler.is_compiling():
+            OPERATOR.check((x.new_empty(1, w_q.shape[1]), w_q, s_w))
         return x.new_empty(*x.shape[:-1], w_q.shape[0])
     return OPERATOR(tokens, w_q, s_w).view(*x.shape[:-1], w_q.shape[0])

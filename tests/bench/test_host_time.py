@@ -26,7 +26,7 @@ class Counted:
         self.known = {}
         self.facts = operators.facts_of([0, 1])
         self.on_device = operators.remembering("it", self.check, self.prepare, self.facts, self.known)
-        self.direct = operators.direct(self.overload, [0, 1], 3, self.facts, self.known)
+        self.direct = operators.direct("it", self.overload, [0, 1], 3, self.facts, self.known)
 
     def check(self, values):
         self.calls.append("check")
@@ -166,7 +166,7 @@ def test_a_tensor_where_there_was_none_and_none_where_there_was_one():
 
 def test_a_call_of_fewer_arguments_is_another_call():
     it = Counted()
-    it.direct = operators.direct(it.overload, [0, 1], 2, it.facts, it.known)
+    it.direct = operators.direct("it", it.overload, [0, 1], 2, it.facts, it.known)
     it.on_device = operators.remembering(
         "it", lambda values: None, lambda *_: lambda *given: len(given), it.facts, it.known
     )

@@ -117,7 +117,7 @@ def test_the_table_has_every_operator():
     defined = {
         str(o).partition("::")[2].partition(".")[0] for o in torch._C._dispatch_get_all_op_names() if "lowbit" in o
     }
-    assert defined == set(NAMES) == there
+    assert defined - {"no_gradient"} == set(NAMES) == there
     for name in kernel_list.KERNELS:
         assert name in NAMES or name == "linear"  # whose operator is wna16
 
