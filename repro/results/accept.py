@@ -15,7 +15,7 @@ from repro.papers.cell import Cell
 from repro.results import measure
 from repro.specs import figures
 from repro.specs import scale as scales
-from repro.store import accepted, kernel_rows, provenance, stored_row
+from repro.store import accepted, kernel_rows, provenance, row_list, stored_row
 from repro.store.accepted import AcceptedRow
 from repro.store.job import Job, distinct
 from repro.store.kernel_rows import KernelRow
@@ -45,8 +45,8 @@ def accept(path: Path) -> dict[str, int]:
 
     Raises:
         UserError: no fresh row, a row given twice, an unknown cell or scale, a row that is not what its observations
-            say, observations of another job, device, or of uncommitted code, what `kernel_rows.check_new` refuses; an
-            accepted row that was edited.
+            say, observations of another job, device, or of uncommitted code, what `kernel_rows` refuses in `check_new`
+            and `check_floors`; an accepted row that was edited.
     """
     of = KernelRow if kernel_rows.is_kernel_rows(path) else Measurement
     return _merge(stored_row.from_csv(path, of), of, str(path))
@@ -79,15 +79,25 @@ def accept_figure(flow: Workflow, name: str) -> dict[str, int]:
 def _merge(rows: Iterable[StoredRow], of: type[StoredRow], where: str) -> dict[str, int]:
     """Check the new rows of a class, and merge them into results/."""
     new = [row for row in rows if row.is_new]
+    stored = _stored_kernels(new) if of is KernelRow else []
     try:
         _check_no_duplicates(new)
-        accepted_rows = CHECKS[of](new)
+        accepted_rows = CHECKS[of](new, stored)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if not any(one.row.status in of.MEASURED for one in accepted_rows):
         statuses = " or ".join(of.MEASURED)
         raise UserError(f"{where}: no measured row to accept; such a row is fresh, with status {statuses}")
     return accepted.write(accepted_rows)
+
+
+def _stored_kernels(rows: Iterable[KernelRow]) -> list[KernelRow]:
+    """The accepted kernel times of the devices of rows."""
+    stored: list[KernelRow] = []
+    for path in sorted({accepted.RESULTS / row.stored_as for row in rows if row.device}):
+        if row_list.is_stored(path):
+            stored += row_list.read(path, KernelRow)
+    return stored
 
 
 def _check_no_duplicates(rows: Iterable[StoredRow]) -> None:
@@ -99,7 +109,7 @@ def _check_no_duplicates(rows: Iterable[StoredRow]) -> None:
         seen.add(row.key)
 
 
-def _recomputed(rows: Sequence[Measurement]) -> list[AcceptedRow]:
+def _recomputed(rows: Sequence[Measurement], _: Sequence[StoredRow]) -> list[AcceptedRow]:
     """The rows that take jobs, each as its observations say it."""
     flows: dict[str, Workflow] = {}
     accepted_rows = []
@@ -114,9 +124,10 @@ def _recomputed(rows: Sequence[Measurement]) -> list[AcceptedRow]:
     return accepted_rows
 
 
-def _possible(rows: Sequence[KernelRow]) -> list[AcceptedRow]:
-    """Kernel times, all of which their device can have."""
+def _possible(rows: Sequence[KernelRow], stored: Sequence[KernelRow]) -> list[AcceptedRow]:
+    """Kernel times, all of which their device can have, beside those that are stored."""
     kernel_rows.check_new(rows)
+    kernel_rows.check_floors(rows, stored)
     return [AcceptedRow(row) for row in rows]
 
 

@@ -1,9 +1,12 @@
 """Kernel times as CSV: one tidy row per kernel or peer, shape and mode, with its provenance.
 
 `bench` writes such files; `accept` merges one into `results/<device>/kernels.csv.xz` as it does every result, when
-`check_new` finds a provenance in each row and nothing faster than the device's roofline.
+`check_new` finds a provenance in each row and nothing faster than the device's roofline, and `check_floors` no read
+floor that contradicts those of accepted rows.
 """
 
+import bisect
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +69,7 @@ WITH_TIME = ("ok", "rescaled")  # statuses that come with a time
 MODES = ("cold", "warm")
 
 LARGE = 8192  # rows, columns and activation rows of the product that measures a ceiling
+FLOORS_APART = 1.2  # by which floors of one device differ: 1.09 at most in 5,499 rows of an H100 and an H200
 FLOOR_NOISE = 1.02  # by which a median may be below the read floor that was timed beside it
 
 
@@ -207,6 +211,37 @@ def check_new(rows: Sequence[KernelRow]) -> None:
             raise UserError(f"{row.where}: {what} ({row.note}); {how}")
         if row.status in WITH_TIME:
             _check(row, row.where, *peaks_of(row.device, rows))
+
+
+def check_floors(rows: Iterable[KernelRow], stored: Iterable[KernelRow]) -> None:
+    """Raise where a row's read floor is below what the device took for as many bytes, or fewer, in accepted rows.
+
+    All times of a file that were divided by one number would agree with each other; small sizes, which take the time of
+    a launch, lie far from any peak.
+
+    Raises:
+        UserError: a read floor that is more than `FLOORS_APART` below an accepted one.
+    """
+    known: dict[tuple[str, str], list[KernelRow]] = {}
+    for row in stored:
+        if row.floor_us and row.bytes:
+            known.setdefault((row.device, row.mode), []).append(row)
+    highest: dict[tuple[str, str], tuple[list[int], list[KernelRow]]] = {}  # up to so many bytes: the longest floor
+    for key, some in known.items():
+        some.sort(key=lambda row: row.bytes)
+        longest = list(itertools.accumulate(some, lambda a, b: b if b.floor_us > a.floor_us else a))
+        highest[key] = [row.bytes for row in some], longest
+    for row in rows:
+        if row.status != "ok" or not row.floor_us or (row.device, row.mode) not in highest:
+            continue
+        sizes, longest = highest[row.device, row.mode]
+        fewer = bisect.bisect_right(sizes, row.bytes) - 1
+        if fewer >= 0 and row.floor_us * FLOORS_APART < longest[fewer].floor_us:
+            other = longest[fewer]
+            raise UserError(
+                f"{row.where}: floor_us is {row.floor_us} for {row.bytes} bytes, but reading {other.bytes} took "
+                f"{other.floor_us} us on {row.device} ({other.date}); measure again"
+            )
 
 
 def _check_origin(row: KernelRow) -> None:

@@ -193,6 +193,26 @@ def test_nothing_is_faster_than_reading_its_bytes(tmp_path):
     accept(written(tmp_path / "a.csv", shared(good(floor_us=4.25))), tmp_path / "results")
 
 
+@pytest.mark.parametrize("factor, taken", [(10, False), (1.5, False), (1.1, True)])
+def test_floors_are_those_that_the_device_was_found_to_have(tmp_path, factor, taken):
+    """Few bytes take the time of a launch, which no peak bounds; a file that is scaled whole agrees with itself."""
+    few = shared(
+        good(kernel="argmax", provider="argmax", N=128256, K=None, bytes=256520, us=9.8, p20=9.8, p80=9.9, floor_us=1.8)
+    )
+    results = tmp_path / "results"
+    accept(written(tmp_path / "a.csv", few), results)
+    more = dataclasses.replace(few, M=2, bytes=513040)  # took as long; more bytes never take less
+    for row in (few, more):
+        path = written(tmp_path / "b.csv", *faster([row], factor))
+        if taken:
+            accept(path, results)
+        else:
+            with pytest.raises(UserError, match=r"for \d+ bytes, but reading 256520 took 1.8 us on NVIDIA H200 \(2026"):
+                accept(path, results)
+    for other in ({"bytes": 128256}, {"mode": "warm", "copies": 1}, H100):
+        accept(written(tmp_path / "c.csv", *faster([dataclasses.replace(few, M=3, **other)], factor)), results)
+
+
 def test_a_choice_of_tokens_has_logits_and_no_columns(tmp_path):
     choice = good(kernel="argmax", provider="argmax", dtype="bf16", N=128256, K=None, M=1, bytes=256520, us=4.2)
     accept(written(tmp_path / "a.csv", shared(choice)), tmp_path / "results")
@@ -288,6 +308,7 @@ def test_every_accepted_time_is_signed_and_possible():
             if row.status in kernel_rows.WITH_TIME:
                 kernel_rows._check(row, row.where, *kernel_rows.peaks_of(row.device, rows))
         assert rows and not any(map(kernel_rows.broken_of_ours, rows))
+        kernel_rows.check_floors(rows, rows)
 
 
 @pytest.mark.parametrize("status, what", [("wrong", "its result is wrong"), ("failed", "it failed")])
