@@ -8,7 +8,7 @@ A kernel's absolute time never counts: it is divided by two reference times of i
 (for a prefill bf16 products alone) and the library's bf16 matmul (the median over its shapes), and is called slower
 only by as much as both agree on.
 Where the two references moved apart, the one that moved less counts alone: a library that became slower, beside read
-floors as before, hides nothing.
+floors as before, hides nothing. Nor does one read floor that moved apart from all others: these count in its place.
 The host's time of a call has one reference, `F.linear` on the host in turns with it: what a device does says nothing of
 its host, which other processes share.
 What is allowed is the threshold, or more where repeats say that a cell is noisier, or that cells of its kind, the
@@ -30,7 +30,7 @@ from repro.core.files import read_text
 THRESHOLD = 0.03  # a smaller slowdown of one cell is never called one
 HOST_THRESHOLD = 0.1  # nor of a call on the host, whose ratio to `F.linear` differs between processes by so much
 SIGMAS = 3.0  # nor one within so many standard errors
-APART = 0.02  # of a time: references that moved by more against each other do not count both
+APART = 0.015  # of a time: references that moved by more against each other do not count both; 0.009 was seen at most
 FINE, REGRESSION, SUSPICION = 0, 1, 3
 PLACE = ("kernel", "dtype", "provider", "N", "K", "M", "mode")
 LIBRARY = ("bf16", "bf16", "torch.matmul")  # kernel, dtype, provider of the library's reference
@@ -175,10 +175,11 @@ def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: fl
     for on_host in (False, True):
         alike = [spread for name, spread in spreads.items() if new.cells[name].on_host == on_host]
         usual[on_host] = statistics.median(alike) if alike else 0.0
-    changes, counted = {}, new.references(baseline[0])
+    changes, counted, lone = {}, new.references(baseline[0]), _lone_floors(new, baseline)
     for name, theirs in olds.items():
         steps = [mine - statistics.median(old) for mine, old in zip(here[name], zip(*theirs))]
         on_host = new.cells[name].on_host
+        steps[0] += lone.get(name, 0.0)
         step = min(steps if on_host else steps[counted])
         rounds = statistics.median(run.cells[name].error for run in baseline if name in run.cells)
         between = math.sqrt((spreads.get(name, usual[on_host]) ** 2 + usual[on_host] ** 2) / 2)
@@ -186,6 +187,17 @@ def compare(new: BenchmarkFile, baseline: Sequence[BenchmarkFile], threshold: fl
         least = max(threshold, HOST_THRESHOLD) if on_host else threshold
         changes[name] = Change(math.expm1(step), max(least, SIGMAS * error))
     return changes
+
+
+def _lone_floors(new: BenchmarkFile, baseline: Sequence[BenchmarkFile]) -> dict[str, float]:
+    """log of how much slower a read floor became than all floors did, of the cells that are more than `APART` off."""
+    shifts = {}
+    for name, cell in new.cells.items():
+        olds = [run.cells[name].floor_us for run in baseline if name in run.cells]
+        if olds and not cell.on_host:
+            shifts[name] = math.log(cell.floor_us / statistics.median(olds))
+    level = statistics.median(shifts.values()) if shifts else 0.0
+    return {name: shift - level for name, shift in shifts.items() if abs(shift - level) > APART}
 
 
 def _check_distinct(runs: Sequence[BenchmarkFile]) -> None:

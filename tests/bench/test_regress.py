@@ -135,6 +135,37 @@ def test_one_reference_that_got_slower_hides_nothing(tmp_path, base, reference):
     assert status == 1 and len(lines) == 1 and "4096 x 4096" in lines[0]
 
 
+@pytest.mark.parametrize("library", [1.0, 1.0145, 1.0195, 1.03])
+def test_no_drift_of_the_library_hides_five_percent(tmp_path, base, library):
+    new = [run(tmp_path / f"new{i}.json", 1.05, (4096, 4096), seed=i, noise=0, library=library) for i in range(2)]
+    exact = [run(tmp_path / f"exact{i}.json", seed=10 + i, noise=0) for i in range(3)]
+    status, lines = regress.regress(new, exact)
+    assert status == 1 and len(lines) == 1 and "4096 x 4096" in lines[0]
+
+
+def with_floor(path, factor, shape=(4096, 4096)):
+    """A run whose read floor is slower by a factor at one shape alone."""
+    content = json.loads(path.read_text())
+    for one in content["benchmarks"]:
+        info = one["extra_info"]
+        if (info["N"], info["K"], info["provider"]) == (*shape, OURS["provider"]):
+            info["floor_us"] *= factor
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("machine", [1.0, 1.3])
+@pytest.mark.parametrize("floor", [0.9, 1.0, 1.05, 1.2])
+def test_a_read_floor_that_moved_alone_hides_nothing_and_accuses_nobody(tmp_path, base, floor, machine):
+    for slower, wanted in ((1.0, 0), (1.05, 1)):
+        new = []
+        for seed in (31, 32):
+            path = run(tmp_path / f"new{seed}.json", slower, (4096, 4096), seed=seed, noise=0.001, machine=machine)
+            new.append(with_floor(path, floor))
+        status, lines = regress.regress(new, base)
+        assert status == wanted and ("4096 x 4096" in lines[0] or not wanted), lines
+
+
 CALL = {"kernel": "rms_norm", "dtype": "bf16", "provider": "call"}
 HOST_NOISE = 0.04  # of the ratio of two calls in turns, between processes
 
