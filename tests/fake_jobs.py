@@ -30,7 +30,7 @@ CORRECT = {"piqa": 0.9, "arc_easy": 0.7}  # shares of 40 items that every recipe
 
 def recipe(job: Job) -> str:
     """The recipe of a job, empty for full precision."""
-    text = job.given()["recipe"]
+    text = job.parsed_options()["recipe"]
     return "" if text == "fp16" else text
 
 
@@ -41,7 +41,7 @@ def shift(text: str) -> float:
 
 def nll(text: str, job: Job) -> np.ndarray:
     """Windows `[120]` of a corpus, shared by all recipes, a recipe's shift, and a little of its own and its seed's."""
-    seed = job.given()["seed"]
+    seed = job.parsed_options()["seed"]
     shared = np.random.default_rng(len(text)).normal(3.0, 0.3, WINDOWS)
     own = np.random.default_rng([len(recipe(job)), seed]).normal(0, 0.01, WINDOWS)
     return shared + shift(recipe(job)) + (own + 0.02 * seed if recipe(job) else 0)
@@ -49,7 +49,7 @@ def nll(text: str, job: Job) -> np.ndarray:
 
 def score(job: Job, found, folder, origin) -> None:
     """A job of perplexity."""
-    series, given = {}, job.given()
+    series, given = {}, job.parsed_options()
     for text in given["texts"]:
         group = f"{given['label']} on {text}-x"
         series[f"{text}/nll"] = Series(nll(text, job), "windows", group)
@@ -70,7 +70,7 @@ def items(correct: dict[str, dict[str, np.ndarray]]):
 
     def run(job: Job, found, folder, origin) -> None:
         given = {task: answers(share) for task, share in CORRECT.items()} | correct.get(recipe(job), {})
-        series = {f"{t}/correct": Series(given[t], "items", f"lm-eval 0: {t}") for t in job.given()["tasks"]}
+        series = {f"{t}/correct": Series(given[t], "items", f"lm-eval 0: {t}") for t in job.parsed_options()["tasks"]}
         observations.save(folder / observations.FILE, series, origin)
 
     return run
@@ -79,9 +79,13 @@ def items(correct: dict[str, dict[str, np.ndarray]]):
 def store(job: Job, found, folder, origin) -> None:
     """A job that compresses, tokenizes, or makes requests."""
     (folder / "data.safetensors").write_bytes(b"nothing")
-    bits = {"bpw": BITS.get(recipe(job), 4.5) if "recipe" in job.given() else 0.0, "bytes": 2.5e6, "block_weights": 8.0}
+    bits = {
+        "bpw": BITS.get(recipe(job), 4.5) if "recipe" in job.parsed_options() else 0.0,
+        "bytes": 2.5e6,
+        "block_weights": 8.0,
+    }
     series = {f"bits/{name}": Series(np.asarray([x], dtype=float), "model") for name, x in bits.items()}
-    if " + " in job.given().get("recipe", ""):
+    if " + " in job.parsed_options().get("recipe", ""):
         series["layers/rank"] = Series(np.asarray([4.0, 0.0, 2.0, 0.0]), "layers")
     observations.save(folder / observations.FILE, series, origin)
 

@@ -105,7 +105,7 @@ def _say_what_it_takes(target: Any, job: Any) -> None:
     from repro.recipes import recipe
     from repro.train import training_cost
 
-    crops, (model, scale) = job.given()["calibration"], (target.model, target.scale)
+    crops, (model, scale) = job.parsed_options()["calibration"], (target.model, target.scale)
     text = tokens.job(target, crops["corpus"])
     common.run_now([text])
     ids, _ = corpora.load_tokens(text.folder / tokens.OUTPUTS[0])

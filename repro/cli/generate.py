@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> None:
     else:
         engine = Engine.load(args.model, args.recipe, **where)
     how = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
-    given = {name: getattr(args, name) for name in how}
+    sampling = {name: getattr(args, name) for name in how}
     prompt = engine.chat(text) if args.chat else text
-    for piece in engine.generate(prompt, **given):
+    for piece in engine.generate(prompt, **sampling):
         print(piece, end="", flush=True)
     print(f"\n{engine.stats}")
     if args.precision is not None:
-        print(_switched(engine, prompt, given))
+        print(_switched(engine, prompt, sampling))
 
 
 def _limited(args: argparse.Namespace, where: dict[str, Any]) -> "Limited":
@@ -96,13 +96,13 @@ def _limited(args: argparse.Namespace, where: dict[str, Any]) -> "Limited":
     return engine
 
 
-def _switched(engine: "SwitchingEngine", prompt: str, given: dict[str, Any]) -> str:
+def _switched(engine: "SwitchingEngine", prompt: str, sampling: dict[str, Any]) -> str:
     """What became of the precision, and the speed next to that of the first width alone on as many tokens."""
     switching, speed, high = engine.switching, engine.stats.tokens_per_s, engine.config.path[0]
     if 3 in engine.config.path:
         return f"{switching} | no speed: 3 bits have no kernel"
     engine.hold(high)
-    for _ in engine.generate(prompt, **given | {"max_new_tokens": engine.stats.new_tokens, "stop": ()}, eos=False):
+    for _ in engine.generate(prompt, **sampling | {"max_new_tokens": engine.stats.new_tokens, "stop": ()}, eos=False):
         pass
     static = engine.stats.tokens_per_s
     said = f"{speed:.1f} tokens/s, {speed / static:.2f} times static {high} bits ({static:.1f} tokens/s)"

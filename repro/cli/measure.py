@@ -67,8 +67,8 @@ def run(args: argparse.Namespace, kind: str) -> None:
     metric = KINDS[kind]
     flow = common.workflow(args, stored=False)
     target = common.target(args, flow)
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(metric)}
-    params = metric(**{name: value for name, value in given.items() if value is not None})
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(metric)}
+    params = metric(**{name: value for name, value in values.items() if value is not None})
     nowhere = Cell(paper="", kind="", number="", row="", col="", model=target.model, metric="")
     facts = {"measure": kind, "params": params, "recipe": target.text, "stand_in": target.model, "seeds": (args.seed,)}
     cell = dataclasses.replace(nowhere, **facts)

@@ -65,13 +65,13 @@ def workflow(args: argparse.Namespace, stored: bool | None = None) -> Any:
     from repro.specs import scale
     from repro.workflow.workflow import Workflow
 
-    given = {}
+    overrides = {}
     for word in args.config or ():
         key, sign, value = word.partition("=")
         if not sign:
             raise UserError(f"--config {shortened(word)}: write KEY=VALUE, such as threads=2")
-        given[key] = parse_yaml(value, f"--config {shortened(key)}")
-    return Workflow(scale.load(given, args.scale, args.configfile), stored)
+        overrides[key] = parse_yaml(value, f"--config {shortened(key)}")
+    return Workflow(scale.load(overrides, args.scale, args.configfile), stored)
 
 
 def target(args: argparse.Namespace, flow: Any) -> Any:

@@ -86,9 +86,9 @@ def device_of(name: str | None) -> torch.device:
 
 def compressed(target: Target, dtype: torch.dtype, build: bool) -> LowBitModel:
     """The model in Transformers' form on the CPU, under its recipe: built before, or now."""
-    given = target.options() | {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")}
+    options = target.options() | {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")}
     if not target.recipe.steps:
-        return compress.load(given, None)
+        return compress.load(options, None)
     job = compress.job(target)
     if not runner.done(job):
         words = f"{target.model} --recipe {target.recipe.name!r} --scale {target.scale.name} --seed {target.seed}"
@@ -99,7 +99,7 @@ def compressed(target: Target, dtype: torch.dtype, build: bool) -> LowBitModel:
             pool.run_here(distinct([job]))
         torch.set_num_threads(threads)
     runner.check(job.folder)
-    return compress.load(given, job.folder)
+    return compress.load(options, job.folder)
 
 
 def configuration(target: Target) -> Any:

@@ -40,9 +40,9 @@ def job(target: Target) -> Job:
 def _job(target: Target) -> Job:
     inputs, options, needs = target.inputs(), target.options(), {}
     if target.recipe.calibrated:
-        given = target.scale.calibration.facts()
-        crops = given | {"seed": given["seed"] + target.seed}
-        text = corpora.identifier(given["corpus"], target.scale.hub)
+        facts = target.scale.calibration.facts()
+        crops = facts | {"seed": facts["seed"] + target.seed}
+        text = corpora.identifier(facts["corpus"], target.scale.hub)
         inputs["calibration"] = {key: value for key, value in crops.items() if key != "corpus"} | {"text": text}
         options["calibration"] = crops
         needs["calibration"] = _calibration_tokens(target, crops)
@@ -139,14 +139,14 @@ def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, s
     Raises:
         UserError: what a step refuses, a text that is too short, or a damaged start.
     """
-    given = job.given()
-    parsed = recipe.parse(given["recipe"])
-    steps = recipe.on_device(parsed.steps, given["device"])
+    options = job.parsed_options()
+    parsed = recipe.parse(options["recipe"])
+    steps = recipe.on_device(parsed.steps, options["device"])
     if "start" in folders:
         steps = steps[-1:]
-    lm = load(given, folders.get("start"), keep_full=True)
-    apply_steps(lm, steps, given.get("calibration"), folders)
-    meta = {"model": given["model"], "fingerprint": models.fingerprint(given["model"]), "recipe": parsed.name}
+    lm = load(options, folders.get("start"), keep_full=True)
+    apply_steps(lm, steps, options.get("calibration"), folders)
+    meta = {"model": options["model"], "fingerprint": models.fingerprint(options["model"]), "recipe": parsed.name}
     lm.save(folder / OUTPUTS[0], meta)
     counted = bits.report(lm, float_bits=16)
     totals = {key: counted[key] for key in ("bpw", "bytes", "block_weights")}
@@ -176,11 +176,11 @@ def apply_steps(
         for name, corpus in crops.get("second", {}).items():
             second[name] = calibration_sequences(folders[f"text {corpus}"], crops)
     for step in steps:
-        given = data
+        step_data = data
         if data is not None and crops.get("from_start"):
-            given = data[: needed(step, crops)]
+            step_data = data[: needed(step, crops)]
         more = {"second": second[step.second_text]} if step.second_text else {}
-        step.module.apply(lm, given, step.config, **more)
+        step.module.apply(lm, step_data, step.config, **more)
 
 
 def _sequences(steps: Sequence[Step], crops: Mapping[str, Any], folder: Path) -> Tensor:
@@ -196,18 +196,18 @@ def one(value: float) -> Series:
     return Series(np.asarray([value], dtype=float), "model")
 
 
-def load(given: Mapping[str, Any], weights: Path | None, keep_full: bool = False) -> LowBitModel:
+def load(options: Mapping[str, Any], weights: Path | None, keep_full: bool = False) -> LowBitModel:
     """A model with its compressed weights from the folder `weights`, or in full precision where there are none.
 
     Args:
-        given: `model`, `device`, `dtype` and `hub`.
+        options: `model`, `device`, `dtype` and `hub`.
         weights: the folder of a `compress` job.
         keep_full: keep the full-precision weights at hand for a step that comes after.
 
     Raises:
         UserError: the compressed weights belong to another model, or either is damaged.
     """
-    lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
+    lm = LowBitModel(models.load(options["model"], options["device"], options["dtype"], options["hub"]))
     if weights is not None:
-        models.check_fingerprint(given["model"], lm.load(weights / OUTPUTS[0], keep_full)["fingerprint"], weights)
+        models.check_fingerprint(options["model"], lm.load(weights / OUTPUTS[0], keep_full)["fingerprint"], weights)
     return lm

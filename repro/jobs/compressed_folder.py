@@ -84,21 +84,21 @@ def write(out: Path, job: Job) -> dict[str, Any]:
     Raises:
         UserError: a file or folder that cannot be written.
     """
-    given, declared = job.given(), job.declared()
-    model = models.folder(given["model"])
+    options, inputs = job.parsed_options(), job.parsed_inputs()
+    model = models.folder(options["model"])
     ours = model is None or model.parent == models.POCKET
     steps = [_training(each) for each in job.every() if each.kind == job.kind]
     observed = observations.load(job.folder / observations.FILE)
     with atomic(out / WEIGHTS) as temporary:
         shutil.copyfile(job.folder / compress.OUTPUTS[0], temporary)
     facts = {
-        "model": given["model"] if ours else str(model),
-        "fingerprint": declared["model"],
-        "recipe": given["recipe"],
-        "seed": given["seed"],
-        "calibration": declared.get("calibration"),
-        "device": given["device"],
-        "dtype": given["dtype"],
+        "model": options["model"] if ours else str(model),
+        "fingerprint": inputs["model"],
+        "recipe": options["recipe"],
+        "seed": options["seed"],
+        "calibration": inputs.get("calibration"),
+        "device": options["device"],
+        "dtype": options["dtype"],
         "steps": steps,
         "bits per block weight": float(observed.series["bits/bpw"].values.mean()),
         "bytes": int(observed.series["bits/bytes"].values.mean()),

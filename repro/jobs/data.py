@@ -20,10 +20,10 @@ def lacking(jobs: Iterable[Job]) -> str:
 
 def _files(job: Job) -> dict[str, str]:
     """The data files that a job reads itself, with their hashes where these are known beforehand."""
-    given = job.given()
-    if job.kind == "requests" and given["task"] in tasks.TASKS:
-        return tasks.TASKS[given["task"]].files
-    if job.kind == "tokens" and not given.get("excerpt"):
-        corpus = corpora.entry(given["corpus"])
+    options = job.parsed_options()
+    if job.kind == "requests" and options["task"] in tasks.TASKS:
+        return tasks.TASKS[options["task"]].files
+    if job.kind == "tokens" and not options.get("excerpt"):
+        corpus = corpora.entry(options["corpus"])
         return {corpus.source: ""} if corpus.reader in ("mirror", "alpaca") else {}
     return {}

@@ -25,6 +25,6 @@ def job(kind: str, target: Target, text: str, inputs: Mapping[str, Any], options
     needs = {"text": tokens.job(target, text)}
     if target.recipe.steps:
         needs["weights"] = compress.job(target)
-    calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
+    calibration = needs["weights"].parsed_inputs().get("calibration") if target.recipe.steps else None
     facts = {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
     return make(kind, target.label, target.inputs() | inputs | facts, target.options() | options, needs, target.steps)

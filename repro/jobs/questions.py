@@ -30,9 +30,9 @@ def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, s
     Raises:
         UserError: as `generated.build`.
     """
-    given = job.given()
-    tokenizer = models.tokenizer(given["model"], given["hub"])
-    made = generated.build(given["task"], None, tokenizer, given["limit"])
-    generated.save(folder / OUTPUTS[0], made)
-    sizes = Series(np.asarray([len(one) for one in made.prompts], dtype=float), "model")
+    options = job.parsed_options()
+    tokenizer = models.tokenizer(options["model"], options["hub"])
+    questions = generated.build(options["task"], None, tokenizer, options["limit"])
+    generated.save(folder / OUTPUTS[0], questions)
+    sizes = Series(np.asarray([len(one) for one in questions.prompts], dtype=float), "model")
     observations.save(folder / OUTPUTS[1], {"tokens": sizes}, origin)

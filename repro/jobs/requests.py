@@ -40,10 +40,10 @@ def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, s
     Raises:
         UserError: as `requests.build`.
     """
-    given = job.given()
-    tokenizer = models.tokenizer(given["model"], given["hub"])
-    made = requests.build(given["task"], None, tokenizer, given["limit"])
-    requests.save(folder / OUTPUTS[0], made)
-    counts = {"items": len(made.number), "answers": len(made.answer_size)}
+    options = job.parsed_options()
+    tokenizer = models.tokenizer(options["model"], options["hub"])
+    built = requests.build(options["task"], None, tokenizer, options["limit"])
+    requests.save(folder / OUTPUTS[0], built)
+    counts = {"items": len(built.number), "answers": len(built.answer_size)}
     series = {name: Series(np.asarray([count], dtype=float), "model") for name, count in counts.items()}
     observations.save(folder / OUTPUTS[1], series, origin)

@@ -35,8 +35,8 @@ def excerpt_job(target: Target, corpus: str, excerpt: corpora.Excerpt) -> Job:
         UserError: unknown model or corpus.
     """
     whole = job(target, corpus)
-    inputs = whole.declared() | {"excerpt": asdict(excerpt)}
-    return make("tokens", f"{corpus}-excerpt", inputs, whole.given() | {"excerpt": excerpt.file})
+    inputs = whole.parsed_inputs() | {"excerpt": asdict(excerpt)}
+    return make("tokens", f"{corpus}-excerpt", inputs, whole.parsed_options() | {"excerpt": excerpt.file})
 
 
 def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, str]) -> None:
@@ -45,15 +45,15 @@ def run(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str, s
     Raises:
         UserError: a corpus or tokenizer that is not there.
     """
-    given = job.given()
-    tokenizer = models.tokenizer(given["model"], given["hub"])
-    if given.get("excerpt"):
-        sequences = corpora.excerpt_ids(given["corpus"], tokenizer, given["excerpt"])
+    options = job.parsed_options()
+    tokenizer = models.tokenizer(options["model"], options["hub"])
+    if options.get("excerpt"):
+        sequences = corpora.excerpt_ids(options["corpus"], tokenizer, options["excerpt"])
         ids = sequences.ravel()
-        meta = {"corpus": given["corpus"], "excerpt_length": str(sequences.shape[1])}
+        meta = {"corpus": options["corpus"], "excerpt_length": str(sequences.shape[1])}
     else:
-        ids = corpora.token_ids(given["corpus"], tokenizer, given["hub"])
-        meta = corpora.identity(given["corpus"], given["hub"])
+        ids = corpora.token_ids(options["corpus"], tokenizer, options["hub"])
+        meta = corpora.identity(options["corpus"], options["hub"])
     meta |= {"tokenizer_sha256": corpora.tokenizer_sha256(tokenizer)}
     corpora.save_tokens(folder / OUTPUTS[0], ids, meta)
     count = {"tokens": Series(np.asarray([len(ids)], dtype=float), "model")}

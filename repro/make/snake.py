@@ -138,7 +138,7 @@ class SnakemakeAdapter:
         self._settle()
         job = self._job(wildcards)
         done = runner.done(job)
-        weights = models.weight_files(job.given()["model"]) if job.given().get("model") else []
+        weights = models.weight_files(job.parsed_options()["model"]) if job.parsed_options().get("model") else []
         needed = []
         for _, need in job.needs:
             needed += runner.outputs(need)
@@ -152,7 +152,7 @@ class SnakemakeAdapter:
 
     def threads(self, wildcards: Any) -> int:
         """CPU threads of a job."""
-        return int(self._job(wildcards).given().get("threads", 1))
+        return int(self._job(wildcards).parsed_options().get("threads", 1))
 
     def priority(self, wildcards: Any) -> float:
         """How much work waits for a job, itself included, so that the longest chain is begun first."""
@@ -162,7 +162,7 @@ class SnakemakeAdapter:
 
     def gpus(self, wildcards: Any) -> int:
         """GPUs of a job."""
-        return int(self._job(wildcards).given().get("device") == "cuda")
+        return int(self._job(wildcards).parsed_options().get("device") == "cuda")
 
     @plainly
     def drawn_inputs(self, wildcards: Any) -> list[str]:

@@ -187,7 +187,7 @@ class Acceptance(Metric):
         rule = {"tokens": protocol.tokens, "count": count, "temperature": self.temperature}
         rule |= {"draft": vars(self.config) if self.config else None, "of": self.draft}
         inputs = target.inputs() | rule | {"prompts": prompts.identifier(self.prompts), "seed": target.seed}
-        inputs["calibration"] = compress.job(target).declared().get("calibration")
+        inputs["calibration"] = compress.job(target).parsed_inputs().get("calibration")
         needs = {"weights": compress.job(target)} if target.recipe.steps else {}
         options = target.options() | rule | {"prompts": self.prompts}
         if small:
@@ -205,22 +205,24 @@ class Acceptance(Metric):
             UserError: damaged inputs, or a model that the engine does not run; `NotMeasurable` where every prompt is
                 beyond the context.
         """
-        given = job.given()
-        if "draft_head" in job.declared():
-            head_files.check(eagle.path_of(given["model"]), "draft head", job.declared()["draft_head"])
-        core = speculating(given, folders.get("weights"))
+        options = job.parsed_options()
+        if "draft_head" in job.parsed_inputs():
+            head_files.check(eagle.path_of(options["model"]), "draft head", job.parsed_inputs()["draft_head"])
+        core = speculating(options, folders.get("weights"))
         columns: dict[str, list[float]] = {"tokens": [], "iterations": [], "median": [], "passes": [], "repeated": []}
-        fitting = list(fit(core, prompts.load(given["prompts"], given["count"]), given["tokens"]))
+        fitting = list(fit(core, prompts.load(options["prompts"], options["count"]), options["tokens"]))
         for number, prompt, new in fitting:
-            text = next(core.generate([prompt.text], new, temperature=given["temperature"], seed=number))
+            text = next(core.generate([prompt.text], new, temperature=options["temperature"], seed=number))
             counts = drafted_counts(core.batch) if core.draft else plain_counts(core.batch, text.tokens)
             for name, value in (counts | {"repeated": repeated(text.tokens)}).items():
                 columns[name].append(value)
             length = counts["tokens"] / counts["iterations"]
-            print(f"{given['prompts']} {prompt.id}: {length:.2f} tokens an iteration", flush=True)
-        group = f"{given['prompts']}, first {given['count']}, {given['tokens']} tokens, T {given['temperature']:g}"
-        if len(fitting) < given["count"] or any(new < given["tokens"] for *_, new in fitting):
-            group = f"{group}, within the context ({len(fitting)} of {given['count']} prompts)"
+            print(f"{options['prompts']} {prompt.id}: {length:.2f} tokens an iteration", flush=True)
+        group = (
+            f"{options['prompts']}, first {options['count']}, {options['tokens']} tokens, T {options['temperature']:g}"
+        )
+        if len(fitting) < options["count"] or any(new < options["tokens"] for *_, new in fitting):
+            group = f"{group}, within the context ({len(fitting)} of {options['count']} prompts)"
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in columns.items()}
         observations.save(folder / observations.FILE, series, origin)
 
@@ -258,33 +260,33 @@ class Acceptance(Metric):
         return float(self.config.depth) if self.config else 0.0
 
 
-def speculating(given: Mapping[str, Any], weights_folder: Path | None) -> Speculating:
+def speculating(options: Mapping[str, Any], weights_folder: Path | None) -> Speculating:
     """The target of a job with its draft, if it has one.
 
     Raises:
         UserError: damaged inputs, a model that the engine does not run, or a draft of another vocabulary.
     """
-    config = CONFIGS[given["of"]][0](**given["draft"]) if given["draft"] else None
-    lm = compress.load(given | {"device": "cpu"}, weights_folder)
-    context = weights.check(given["model"], lm.model.config, None)
-    device, dtype = torch.device(given["device"]), getattr(torch, given["dtype"])
+    config = CONFIGS[options["of"]][0](**options["draft"]) if options["draft"] else None
+    lm = compress.load(options | {"device": "cpu"}, weights_folder)
+    context = weights.check(options["model"], lm.model.config, None)
+    device, dtype = torch.device(options["device"]), getattr(torch, options["dtype"])
     target = weights.decoder(lm, context + (config.room if config else 0), device, dtype)
     if config is None:
         drafting = None
-    elif given["of"] == "self":
+    elif options["of"] == "self":
         drafting = target
-    elif given["of"] in ("subspec", "apart"):
+    elif options["of"] in ("subspec", "apart"):
         drafting = draft_of(lm, target, config)
-    elif given["of"] == "eagle2":
-        head = eagle.load(eagle.path_of(given["model"]), lm.model, models.fingerprint(given["model"]))
+    elif options["of"] == "eagle2":
+        head = eagle.load(eagle.path_of(options["model"]), lm.model, models.fingerprint(options["model"]))
         drafting = eagle.FittedHead(head, target)
     else:
-        names, hub = (given["model"], given["draft_model"]), given["hub"]
+        names, hub = (options["model"], options["draft_model"]), options["hub"]
         drafts.check_vocabulary(*(models.tokenizer(name, hub) for name in names), names)
-        own = compress.load(given | {"device": "cpu", "model": names[1], "recipe": "fp16"}, None)
+        own = compress.load(options | {"device": "cpu", "model": names[1], "recipe": "fp16"}, None)
         weights.check(names[1], own.model.config, context)
         drafting = weights.decoder(own, context + config.slots, device, dtype)
-    return Speculating(given["model"], target, drafting, config, given["hub"])
+    return Speculating(options["model"], target, drafting, config, options["hub"])
 
 
 def fit(core: Core, asked: Sequence[prompts.Prompt], most: int) -> Iterator[tuple[int, prompts.Prompt, int]]:

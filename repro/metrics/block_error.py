@@ -60,13 +60,13 @@ class BlockError(Metric):
             UserError: damaged inputs, a corpus without a full window, windows beyond the context, or states that are
                 not finite.
         """
-        given = job.given()
-        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        quantized = compress.load(given, folders.get("weights")).model
+        options = job.parsed_options()
+        full = models.load(options["model"], options["device"], options["dtype"], options["hub"])
+        quantized = compress.load(options, folders.get("weights")).model
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
-        cut = scoring.windows(ids, given["length"], given["windows"])
+        cut = scoring.windows(ids, options["length"], options["windows"])
         scoring.check_context(full, cut.shape[1])
-        group, series = f"{given['label']} on {identity['label']}, first {len(cut)}, blocks", {}
+        group, series = f"{options['label']} on {identity['label']}, first {len(cut)}, blocks", {}
         for inputs in INPUTS:
             values = errors(full, quantized, cut.to(full.device), inputs == "full")
             series[f"{inputs}/blocks"] = Series(values.mean(0), "layers", group)

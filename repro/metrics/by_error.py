@@ -54,10 +54,12 @@ class ByError(Metric):
         base = compress.job(target.under(self.base))
         needs = {"text": tokens.job(target, text), "base": base}
         rule = {"length": protocol.length, "windows": protocol.windows}
-        inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub), "base": base.declared()}
+        inputs = (
+            target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub), "base": base.parsed_inputs()}
+        )
         if target.recipe.steps:
             needs["weights"] = compress.job(target)
-            inputs["calibration"] = needs["weights"].declared().get("calibration")
+            inputs["calibration"] = needs["weights"].parsed_inputs().get("calibration")
         options = target.options() | rule | {"label": protocol.label}
         return {"tokens": make("by_error", target.label, inputs, options, needs, target.steps)}
 
@@ -68,17 +70,17 @@ class ByError(Metric):
         Raises:
             UserError: damaged inputs, a corpus without a full window, windows beyond the context.
         """
-        given = job.given()
-        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        base, model = (compress.load(given, folders.get(role)).model for role in ("base", "weights"))
+        options = job.parsed_options()
+        full = models.load(options["model"], options["device"], options["dtype"], options["hub"])
+        base, model = (compress.load(options, folders.get(role)).model for role in ("base", "weights"))
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
-        check_context(model, given["length"])
+        check_context(model, options["length"])
         errors, nll = [], []
-        for some in windows(ids, given["length"], given["windows"]).to(full.device).split(TOGETHER):
+        for some in windows(ids, options["length"], options["windows"]).to(full.device).split(TOGETHER):
             errors.append(1 - traces(full, base, some)[:, :-1])
             with torch.no_grad():
                 nll.append(token_nll(model, model.base_model(some, use_cache=False).last_hidden_state, some))
-        group = f"{given['label']} on {identity['label']}"
+        group = f"{options['label']} on {identity['label']}"
         observations.save(
             folder / observations.FILE, quartiles(np.concatenate(errors), np.concatenate(nll), group), origin
         )

@@ -60,7 +60,7 @@ class Decode(Metric):
             return None
         rule = vars(protocol)
         needs = {"weights": compress.job(target)} if target.recipe.steps else {}
-        inputs = target.inputs() | {"calibration": compress.job(target).declared().get("calibration")} | rule
+        inputs = target.inputs() | {"calibration": compress.job(target).parsed_inputs().get("calibration")} | rule
         return {"rounds": make("decode", target.label, inputs, target.options() | rule, needs, target.steps)}
 
     @staticmethod
@@ -71,14 +71,14 @@ class Decode(Metric):
             UserError: damaged inputs, a model or format that the engine does not run; `NotMeasurable` beyond the
                 context.
         """
-        given = job.given()
-        lm = compress.load(given | {"device": "cpu"}, folders.get("weights"))
-        context = weights.check(given["model"], lm.model.config, given["prompt"] + given["new"])
-        dtype, device = getattr(torch, given["dtype"]), torch.device(given["device"])
-        core = Core(given["model"], weights.decoder(lm, context, device, dtype))
-        size = given["prompt"], given["new"], given["batch"]
-        rounds = [core.time(*size) for _ in range(1 + given["rounds"])][1:]
-        group = f"decode {size[0]}+{size[1]} x{size[2]}, {given['dtype']}"
+        options = job.parsed_options()
+        lm = compress.load(options | {"device": "cpu"}, folders.get("weights"))
+        context = weights.check(options["model"], lm.model.config, options["prompt"] + options["new"])
+        dtype, device = getattr(torch, options["dtype"]), torch.device(options["device"])
+        core = Core(options["model"], weights.decoder(lm, context, device, dtype))
+        size = options["prompt"], options["new"], options["batch"]
+        rounds = [core.time(*size) for _ in range(1 + options["rounds"])][1:]
+        group = f"decode {size[0]}+{size[1]} x{size[2]}, {options['dtype']}"
         values = {shown: np.asarray([getattr(one, name) for one in rounds], float) for shown, name in SHOWN.items()}
         series = {shown: Series(one, "items", group) for shown, one in values.items()}
         observations.save(folder / observations.FILE, series, origin)

@@ -87,7 +87,7 @@ class Exam(Accuracy):
             identifier = generated.GENERATED[self.task].identifier
             needs = {"questions": questions.job(target, self.task, protocol.items)}
         inputs = target.inputs() | rule | {"task": identifier}
-        inputs["calibration"] = compress.job(target).declared().get("calibration")
+        inputs["calibration"] = compress.job(target).parsed_inputs().get("calibration")
         if target.recipe.steps:
             needs["weights"] = compress.job(target)
         return {"items": make("exam", target.label, inputs, target.options() | rule, needs, target.steps)}
@@ -100,17 +100,17 @@ class Exam(Accuracy):
             UserError: damaged inputs, an answer beyond the context, NaN in the logits, or a model that cannot be
                 decoded.
         """
-        given = job.given()
+        options = job.parsed_options()
         if "requests" in folders:
-            lm = compress.load(given, folders.get("weights"))
-            series = scored(lm, folders["requests"], given["task"], given["items"], given["tokens"])
+            lm = compress.load(options, folders.get("weights"))
+            series = scored(lm, folders["requests"], options["task"], options["items"], options["tokens"])
         else:
             one = generated.load(folders["questions"] / questions.OUTPUTS[0])
-            lm = compress.load(given | {"device": "cpu"}, folders.get("weights"))
-            texts = list(answers(lm, one, given))
-            graded = dict(zip(("correct", "chance"), generated.graded(given["task"], texts, one.items)))
-            label = f"lm-eval {one.meta['harness']} n{given['items']}: {given['task']}"
-            series = {f"{given['task']}/{name}": Series(values, "items", label) for name, values in graded.items()}
+            lm = compress.load(options | {"device": "cpu"}, folders.get("weights"))
+            texts = list(answers(lm, one, options))
+            graded = dict(zip(("correct", "chance"), generated.graded(options["task"], texts, one.items)))
+            label = f"lm-eval {one.meta['harness']} n{options['items']}: {options['task']}"
+            series = {f"{options['task']}/{name}": Series(values, "items", label) for name, values in graded.items()}
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
@@ -131,31 +131,31 @@ class Exam(Accuracy):
         return False
 
 
-def answers(lm: LowBitModel, one: generated.Questions, given: Mapping[str, Any]) -> Iterator[str]:
+def answers(lm: LowBitModel, one: generated.Questions, options: Mapping[str, Any]) -> Iterator[str]:
     """The greedy answer to each question, up to a stop string; prompts are cut from the left to fit, as in lm-eval.
 
     Args:
         lm: the model on the CPU.
         one: the questions.
-        given: `model`, `hub`, `device`, `dtype`, `task`, and how many are decoded `together`.
+        options: `model`, `hub`, `device`, `dtype`, `task`, and how many are decoded `together`.
 
     Raises:
         UserError: a model that cannot be decoded, or NaN in its logits; `NotMeasurable` for a context without room.
     """
-    new, context = generated.GENERATED[given["task"]].new_tokens, min(CONTEXT, context_of(lm))
+    new, context = generated.GENERATED[options["task"]].new_tokens, min(CONTEXT, context_of(lm))
     if new >= context:
         raise NotMeasurable("too_long", f"answers of {new} tokens do not fit a context of {context}")
     prompts = [ids[-(context - new) :].tolist() for ids in one.prompts]
-    device, dtype, stop = torch.device(given["device"]), getattr(torch, given["dtype"]), one.stop
+    device, dtype, stop = torch.device(options["device"]), getattr(torch, options["dtype"]), one.stop
     if lm.attachments:
-        model, tokenizer = lm.model.to(device, dtype), models.tokenizer(given["model"], given["hub"])
+        model, tokenizer = lm.model.to(device, dtype), models.tokenizer(options["model"], options["hub"])
         decode = partial(greedy, model, tokenizer, new, stop)
     else:
-        size = weights.check(given["model"], lm.model.config, context)
-        core = Core(given["model"], weights.decoder(lm, size, device, dtype), given["hub"])
+        size = weights.check(options["model"], lm.model.config, context)
+        core = Core(options["model"], weights.decoder(lm, size, device, dtype), options["hub"])
         decode = partial(core.generate, max_new_tokens=new, stop=stop)
-    for start in range(0, len(prompts), given["together"]):
-        for text in decode(prompts[start : start + given["together"]]):
+    for start in range(0, len(prompts), options["together"]):
+        for text in decode(prompts[start : start + options["together"]]):
             yield before(str(text), stop)
 
 
@@ -173,7 +173,11 @@ def greedy(
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     sizes = torch.tensor([len(prompt) for prompt in prompts], device=device)
     mask = (torch.arange(width, device=device) >= width - sizes[:, None]).long()
-    positions, cache, given = (mask.cumsum(1) - 1).clamp(min=0), None, torch.empty(len(prompts), 0, dtype=torch.long)
+    positions, cache, generated_ids = (
+        (mask.cumsum(1) - 1).clamp(min=0),
+        None,
+        torch.empty(len(prompts), 0, dtype=torch.long),
+    )
     model.eval()
     for step in range(new):
         words = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
@@ -182,11 +186,13 @@ def greedy(
         if not torch.isfinite(logits).all():
             raise UserError("the model's logits hold NaN or Inf; the model's weights or its scales are broken")
         ids = logits.argmax(1, keepdim=True)
-        given = torch.cat([given, ids.cpu()], 1)
+        generated_ids = torch.cat([generated_ids, ids.cpu()], 1)
         mask, positions = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), positions[:, -1:] + 1
-        if step % LOOKED_AT == LOOKED_AT - 1 and all(_ended(row, tokenizer, ends, stop) for row in given.tolist()):
+        if step % LOOKED_AT == LOOKED_AT - 1 and all(
+            _ended(row, tokenizer, ends, stop) for row in generated_ids.tolist()
+        ):
             break
-    return [_text(row, tokenizer, ends) for row in given.tolist()]
+    return [_text(row, tokenizer, ends) for row in generated_ids.tolist()]
 
 
 def _ends(model: nn.Module) -> set[int]:

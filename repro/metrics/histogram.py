@@ -67,7 +67,7 @@ class Histogram(Metric):
         rule, needs, inputs = asdict(protocol), {}, target.inputs()
         if target.recipe.steps:
             needs["weights"] = compress.job(target)
-            inputs["calibration"] = needs["weights"].declared().get("calibration")
+            inputs["calibration"] = needs["weights"].parsed_inputs().get("calibration")
         job = make("histogram", target.label, inputs | rule, target.options() | rule, needs, target.steps)
         return {"counts": job}
 
@@ -78,11 +78,11 @@ class Histogram(Metric):
         Raises:
             UserError: damaged inputs, layers whose codes have different widths, or weights that are not finite.
         """
-        given = job.given()
-        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        lm = compress.load(given, folders.get("weights"))
+        options = job.parsed_options()
+        full = models.load(options["model"], options["device"], options["dtype"], options["hub"])
+        lm = compress.load(options, folders.get("weights"))
         reach = largest([linear.weight for linear in block_linears(full).values()])
-        middles, shares = of_weights([linear.weight for linear in linears(lm.model)], reach, given["bins"])
+        middles, shares = of_weights([linear.weight for linear in linears(lm.model)], reach, options["bins"])
         series = {"bins": Series(middles, "bins"), "weights": Series(shares, "bins")}
         stored = [one.codes for one in lm.weights.values()] or [linear.weight for linear in linears(lm.model)]
         widths = [getattr(one, "group", 0) or one.codes.shape[1] for one in lm.weights.values()] or [GROUP] * len(

@@ -83,12 +83,12 @@ class LlamaCpp(Metric):
             UserError: damaged inputs, a text without a full chunk, chunks beyond the context, a value that is not
                 finite.
         """
-        given = job.given()
-        lm = compress.load(given, folders.get("weights"))
+        options = job.parsed_options()
+        lm = compress.load(options, folders.get("weights"))
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
-        cut = windows(ids, given["context"], given["chunks"])
-        nll = score(lm.model, cut, added_bos(models.tokenizer(given["model"], given["hub"])))
-        series = {"nll": Series(nll, "windows", f"{given['label']} on {identity['label']}")}
+        cut = windows(ids, options["context"], options["chunks"])
+        nll = score(lm.model, cut, added_bos(models.tokenizer(options["model"], options["hub"])))
+        series = {"nll": Series(nll, "windows", f"{options['label']} on {identity['label']}")}
         observations.save(folder / observations.FILE, series, origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:

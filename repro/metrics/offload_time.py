@@ -152,11 +152,11 @@ class OffloadTime(Metric):
         Raises:
             NotMeasurable: there is no GPU, or the budget is below the least that works.
         """
-        given = job.given()
-        device = torch.device(given["device"])
+        options = job.parsed_options()
+        device = torch.device(options["device"])
         refuse_without_gpu(device)
-        measured = times(given, device, torch.bfloat16)
-        group = f"{given['shape']}, {budget.shown(given['memory'])}, {given['timed']} iterations"
+        measured = times(options, device, torch.bfloat16)
+        group = f"{options['shape']}, {budget.shown(options['memory'])}, {options['timed']} iterations"
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
         observations.save(folder / observations.FILE, series, origin)
 
@@ -203,24 +203,24 @@ def refuse_without_gpu(device: torch.device) -> None:
     check_gpu(device.type, "times of offloading")
 
 
-def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, list[float]]:
+def times(options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, list[float]]:
     """Seconds of every iteration and of its phases, and as one value each: peak, streamed bytes, rate of the bus.
 
     Raises:
         NotMeasurable: the budget is below the least that works, or so large that SubSpec has no block to substitute.
     """
     rate = bus_rate(device)  # before memory is limited
-    engine, plan = engine_of(given, device, dtype)
-    shares_resident = given["draft"] and given.get("of") not in (*OWN, "whole")
+    engine, plan = engine_of(options, device, dtype)
+    shares_resident = options["draft"] and options.get("of") not in (*OWN, "whole")
     if shares_resident and not plan.streamed_bytes:
-        said = f"{budget.shown(given['memory'])} hold all of {given['shape']}"
+        said = f"{budget.shown(options['memory'])} hold all of {options['shape']}"
         raise NotMeasurable(
             "unsupported", f"{said}: no block has a substitute, so that SubSpec's draft is the target itself"
         )
-    warm, count = given["warm"], given["warm"] + given["timed"]
+    warm, count = options["warm"], options["warm"] + options["timed"]
     try:
-        if given["alone"]:
-            return {"iteration": alone(engine, given, device)}
+        if options["alone"]:
+            return {"iteration": alone(engine, options, device)}
         # Without a draft the next step is launched before a token is fetched. Where copies block the host, the seconds
         # of a token are those of the next one's step, and the last token has none.
         iteration = timed(engine, count if engine.draft else count + 1).seconds[warm:count]
@@ -237,7 +237,7 @@ def times(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
 
 
 def engine_of(
-    given: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    options: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> tuple[Speculating, budget.MemoryPlan]:
     """The engine of a job's shape, memory, draft and prefetching, and what lies where.
 
@@ -246,22 +246,22 @@ def engine_of(
     """
     from transformers import AutoConfig  # takes seconds
 
-    draft = NAMED.get(given.get("of"), subspec.Config)(**given["draft"]) if given["draft"] else None
-    name, config = f"shape/{given['shape']}", AutoConfig.for_model(**SHAPES[given["shape"]])
-    budgeted, where = (name, config, given["memory"], draft), (given["context"], device, dtype)
-    if given.get("of") in OWN:
-        small = AutoConfig.for_model(**SHAPES[given["draft_model"]]) if given["draft_model"] else None
+    draft = NAMED.get(options.get("of"), subspec.Config)(**options["draft"]) if options["draft"] else None
+    name, config = f"shape/{options['shape']}", AutoConfig.for_model(**SHAPES[options["shape"]])
+    budgeted, where = (name, config, options["memory"], draft), (options["context"], device, dtype)
+    if options.get("of") in OWN:
+        small = AutoConfig.for_model(**SHAPES[options["draft_model"]]) if options["draft_model"] else None
         *models, plan = with_own_draft(*budgeted, small, *where)
     else:
-        *models, plan = offloaded(*budgeted, *where, EIGHT if given.get("target_bits") == 8 else None)
+        *models, plan = offloaded(*budgeted, *where, EIGHT if options.get("target_bits") == 8 else None)
     engine = Speculating(name, *models, draft)
-    set_prefetch(engine, given["prefetch"])
+    set_prefetch(engine, options["prefetch"])
     return engine, plan
 
 
-def alone(engine: Speculating, given: Mapping[str, Any], device: torch.device) -> list[float]:
+def alone(engine: Speculating, options: Mapping[str, Any], device: torch.device) -> list[float]:
     """Seconds of the steps of a draft by itself, beyond the budget by a cache of its own."""
     bound(1.0, device)
     core = Core(engine.name, engine._drafting)
     core.RATED = False
-    return timed(core, given["warm"] + given["timed"]).seconds[given["warm"] :]
+    return timed(core, options["warm"] + options["timed"]).seconds[options["warm"] :]

@@ -128,11 +128,11 @@ class ParallelDecode(Metric):
         Raises:
             NotMeasurable: there are fewer GPUs than ranks, or they have too little memory.
         """
-        given = job.given()
-        check_gpu(given["device"], "times of shapes")
-        ranks.gpus_for(max(given["degrees"]))
-        measured = ranks.run(times, given, max(given["degrees"]), given["device"])
-        group = f"{given['shape']}, {given['new']} tokens after {given['prompt']}"
+        options = job.parsed_options()
+        check_gpu(options["device"], "times of shapes")
+        ranks.gpus_for(max(options["degrees"]))
+        measured = ranks.run(times, options, max(options["degrees"]), options["device"])
+        group = f"{options['shape']}, {options['new']} tokens after {options['prompt']}"
         series = {name: Series(np.asarray(values, dtype=float), "items", group) for name, values in measured.items()}
         observations.save(folder / observations.FILE, series, origin)
 
@@ -158,24 +158,24 @@ def series_name(degree: int, how: str) -> str:
 # --- on a rank --------------------------------------------------------------------------------------------------------
 
 
-def times(given: Mapping[str, Any], device: torch.device) -> dict[str, list[float]]:
+def times(options: Mapping[str, Any], device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of a step by series, one value a round; of all ranks together in the groups of the degrees."""
     found: dict[str, list[float]] = {}
     if device.type == "cuda":
-        compile_together(given, device)
-    for degree in given["degrees"]:
+        compile_together(options, device)
+    for degree in options["degrees"]:
         group = dist.new_group(list(range(degree)))  # a call of all ranks, whether they are in it or not
         if dist.get_rank() < degree:
-            found |= times_of_degree(given, Group(group), device)
+            found |= times_of_degree(options, Group(group), device)
         dist.barrier()
     return found
 
 
-def compile_together(given: Mapping[str, Any], device: torch.device) -> None:
+def compile_together(options: Mapping[str, Any], device: torch.device) -> None:
     """Compile kernels into the cache, each on one rank: else every rank would compile all of them, one by one."""
     calls = []
-    for degree in given["degrees"]:
-        part = rank_decoder(given["shape"], given["recipes"]["spear"], degree, 1, torch.device("meta"))
+    for degree in options["degrees"]:
+        part = rank_decoder(options["shape"], options["recipes"]["spear"], degree, 1, torch.device("meta"))
         calls += parallel.loads(part, degree, device, torch.bfloat16)
     mine = nvrtc.jobs_of(calls)[dist.get_rank() :: dist.get_world_size()]
     left = [job for job in mine if not nvrtc.is_compiled(job)]
@@ -185,21 +185,23 @@ def compile_together(given: Mapping[str, Any], device: torch.device) -> None:
     dist.barrier()
 
 
-def times_of_degree(given: Mapping[str, Any], link: Group, device: torch.device) -> dict[str, list[float]]:
+def times_of_degree(options: Mapping[str, Any], link: Group, device: torch.device) -> dict[str, list[float]]:
     """The same of one degree: the ways of a recipe share its weights."""
     found: dict[str, list[float]] = {}
     made: dict[str, Decoder] = {}
     for how, (_, way, launched) in HOW.items():
-        recipe = given["recipes"][how]
+        recipe = options["recipes"][how]
         if recipe not in made:
             made.clear()  # the one before, which may fill half of the memory
             release(device)
-            made[recipe] = rank_decoder(given["shape"], recipe, link.ranks, given["prompt"] + given["new"] + 1, device)
-        engine = ParallelCore(f"{SHAPE}{given['shape']}", parallel.parallel(made[recipe], link, way))
+            made[recipe] = rank_decoder(
+                options["shape"], recipe, link.ranks, options["prompt"] + options["new"] + 1, device
+            )
+        engine = ParallelCore(f"{SHAPE}{options['shape']}", parallel.parallel(made[recipe], link, way))
         if launched:
             engine.steps.graphed = False
-        new = given["launched"] if launched else given["new"]
-        rounds = [engine.time(given["prompt"], new).ms_p50 for _ in range(1 + given["rounds"])]
+        new = options["launched"] if launched else options["new"]
+        rounds = [engine.time(options["prompt"], new).ms_p50 for _ in range(1 + options["rounds"])]
         found[series_name(link.ranks, how)] = rounds[1:]
         del engine
         release(device)

@@ -73,16 +73,18 @@ class Perplexity(Metric):
         Raises:
             UserError: damaged inputs, a corpus without a full window, windows beyond the context, NaN in the logits.
         """
-        given = job.given()
-        lm = compress.load(given, folders.get("weights"))
-        compared = given["kl_windows"] if "weights" in folders else 0
-        full = [models.load(given["model"], given["device"], given["dtype"], given["hub"])] if compared else [None]
+        options = job.parsed_options()
+        lm = compress.load(options, folders.get("weights"))
+        compared = options["kl_windows"] if "weights" in folders else 0
+        full = (
+            [models.load(options["model"], options["device"], options["dtype"], options["hub"])] if compared else [None]
+        )
         series: dict[str, Series] = {}
-        for text in given["texts"]:
+        for text in options["texts"]:
             ids, identity = corpora.load_tokens(folders[f"text {text}"] / tokens.OUTPUTS[0])
-            cut = scoring.windows(ids, given["length"], given["windows"])
+            cut = scoring.windows(ids, options["length"], options["windows"])
             frame = scoring.score(lm.model, cut, full[0], compared, full_precision="weights" not in folders)
-            group = f"{given['label']} on {identity['label']}"
+            group = f"{options['label']} on {identity['label']}"
             for name in ("nll", "kl", "top1"):
                 values = frame[name].dropna().to_numpy(dtype=float)
                 if len(values):
@@ -136,7 +138,7 @@ def job(target: Target, texts: list[str], protocol: Protocol) -> Job:
     needs = {f"text {text}": tokens.job(target, text) for text in texts}
     made = compress.job(target)
     _keep_apart(target, ids, made)
-    inputs = target.inputs() | {"calibration": made.declared().get("calibration"), "texts": ids}
+    inputs = target.inputs() | {"calibration": made.parsed_inputs().get("calibration"), "texts": ids}
     if target.recipe.steps:
         needs["weights"] = made
     options = target.options() | rule | {"texts": texts, "label": protocol.label}
@@ -145,7 +147,7 @@ def job(target: Target, texts: list[str], protocol: Protocol) -> Job:
 
 def _keep_apart(target: Target, ids: Mapping[str, str], made: Job) -> None:
     """Raise where a text that is scored is one that the recipe is calibrated on, also under its name on the hub."""
-    crops = made.given().get("calibration")
+    crops = made.parsed_options().get("calibration")
     if not crops:
         return
     for name in (crops["corpus"], *crops.get("second", {}).values()):

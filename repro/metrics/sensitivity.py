@@ -98,8 +98,8 @@ class Sensitivity(Metric):
         rescaled = any(step.rescales for step in target.recipe.steps)
         needs = {"text": tokens.job(target, text)} | (dict(made.needs) if rescaled else {"weights": made})
         inputs = target.inputs() | rule | {"text": corpora.identifier(text, target.scale.hub)}
-        inputs |= {"calibration": made.declared().get("calibration")}
-        options = target.options() | rule | {"calibration": made.given().get("calibration")}
+        inputs |= {"calibration": made.parsed_inputs().get("calibration")}
+        options = target.options() | rule | {"calibration": made.parsed_options().get("calibration")}
         return {"layers": make("sensitivity", target.label, inputs, options, needs, target.steps)}
 
     @staticmethod
@@ -109,14 +109,16 @@ class Sensitivity(Metric):
         Raises:
             UserError: damaged inputs, or a corpus without enough tokens.
         """
-        given = job.given()
-        count, length = given["sequences"], given["tokens"]
-        lm = _quantized(given, folders)
+        options = job.parsed_options()
+        count, length = options["sequences"], options["tokens"]
+        lm = _quantized(options, folders)
         check_context(lm.model, length)
         full = lm.full_precision()
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         text = passages(ids, count, length, identity["label"])
-        source = models.load(given["model"], given["device"], given["dtype"], given["hub"])  # AWQ's rounds differently
+        source = models.load(
+            options["model"], options["device"], options["dtype"], options["hub"]
+        )  # AWQ's rounds differently
         sampled = sample(source, count, length, seed=0)
         groups = (
             f"{count} sampled sequences of {length} tokens",
@@ -166,12 +168,12 @@ class Sensitivity(Metric):
         return None if self.show in ("rho", "tail") else 0.0
 
 
-def _quantized(given: Mapping[str, Any], folders: Mapping[str, Path]) -> LowBitModel:
+def _quantized(options: Mapping[str, Any], folders: Mapping[str, Path]) -> LowBitModel:
     """The quantized model with its full-precision weights at hand."""
     if "weights" in folders:
-        return compress.load(given, folders["weights"], keep_full=True)
-    lm = LowBitModel(models.load(given["model"], given["device"], given["dtype"], given["hub"]))
-    compress.apply_steps(lm, recipe.parse(given["recipe"]).steps, given["calibration"], folders)
+        return compress.load(options, folders["weights"], keep_full=True)
+    lm = LowBitModel(models.load(options["model"], options["device"], options["dtype"], options["hub"]))
+    compress.apply_steps(lm, recipe.parse(options["recipe"]).steps, options["calibration"], folders)
     return lm
 
 

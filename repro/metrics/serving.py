@@ -167,9 +167,9 @@ class Serving(Metric):
         Raises:
             NotMeasurable: there is no GPU, or it has too little memory.
         """
-        given = job.given()
-        check_gpu(given["device"], "times of serving")
-        observations.save(folder / observations.FILE, measured(given, torch.device("cuda")), origin)
+        options = job.parsed_options()
+        check_gpu(options["device"], "times of serving")
+        observations.save(folder / observations.FILE, measured(options, torch.device("cuda")), origin)
 
     def series(self, observed: Mapping[str, Observations], target: Target) -> dict[str, Series]:
         """Its own series; of a share of late tokens how many are late and how many there are."""
@@ -193,63 +193,63 @@ class Serving(Metric):
 # --- the measurement --------------------------------------------------------------------------------------------------
 
 
-def measured(given: Mapping[str, Any], device: torch.device) -> dict[str, Series]:
+def measured(options: Mapping[str, Any], device: torch.device) -> dict[str, Series]:
     """All series of a job: calibrate, stretch, serve under every policy.
 
     Args:
-        given: the options of a job.
+        options: of the job.
         device: in bfloat16 on a GPU, else in float32.
     """
-    backbone, placed = decoders(given, device)
-    cache = Cache(backbone, given["rows"])
-    tables = calibrated(given, MixedSteps(backbone, cache, given["sizes"]), placed)
+    backbone, placed = decoders(options, device)
+    cache = Cache(backbone, options["rows"])
+    tables = calibrated(options, MixedSteps(backbone, cache, options["sizes"]), placed)
     reference, tokens, printed = REFERENCE
     stretch = tables[reference](tokens) / printed
-    requests, prompts = workload(given, stretch, backbone.config.vocab_size)
+    requests, prompts = workload(options, stretch, backbone.config.vocab_size)
     series = {"stretch": Series(np.asarray([stretch]), "model")}
-    percent = given["percent"]
-    steps = MixedSteps(placed[percent], cache, given["sizes"])
+    percent = options["percent"]
+    steps = MixedSteps(placed[percent], cache, options["sizes"])
     if steps.graphed:
         steps.capture()
     warm_up(steps, requests, prompts)
-    for name in given["policies"]:
-        chosen = policy(name, tables[percent], stretch, given["sizes"])
+    for name in options["policies"]:
+        chosen = policy(name, tables[percent], stretch, options["sizes"])
         served = served_by(steps, chosen, requests, prompts)
-        series |= summarized(f"{name} {percent}", served, tables[percent], stretch, given)
+        series |= summarized(f"{name} {percent}", served, tables[percent], stretch, options)
     return series
 
 
-def decoders(given: Mapping[str, Any], device: torch.device) -> tuple[Decoder, dict[int, Decoder]]:
+def decoders(options: Mapping[str, Any], device: torch.device) -> tuple[Decoder, dict[int, Decoder]]:
     """The shape without compensators, and with them by the percent of layers that have one: its own, `REFERENCE`'s."""
     from transformers import AutoConfig  # takes seconds
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = AutoConfig.for_model(**SHAPES[given["shape"]])
-    context = weights.check(f"shape/{given['shape']}", config, None)
+    config = AutoConfig.for_model(**SHAPES[options["shape"]])
+    context = weights.check(f"shape/{options['shape']}", config, None)
     placed = {}
-    for percent in sorted({given["percent"], REFERENCE[0]}):
-        recipe = parse(COMPENSATED.format(k_share=percent / 100, rank=given["rank"]))
+    for percent in sorted({options["percent"], REFERENCE[0]}):
+        recipe = parse(COMPENSATED.format(k_share=percent / 100, rank=options["rank"]))
         placed[percent] = dispatched(random_decoder(recipe, config, context, device, dtype))
     return random_decoder(parse(W4), config, context, device, dtype), placed
 
 
 def calibrated(
-    given: Mapping[str, Any], backbone: MixedSteps, placed: Mapping[int, Decoder]
+    options: Mapping[str, Any], backbone: MixedSteps, placed: Mapping[int, Decoder]
 ) -> dict[int, LatencyTable]:
     """The latency table of every placement, from one set of measured iterations and products."""
-    sizes, repeats = given["sizes"], given["repeats"]
+    sizes, repeats = options["sizes"], options["repeats"]
     if backbone.graphed:
         backbone.capture()
-    iterations = measured_iterations(backbone, sizes, given["decodes"], given["context"], repeats)
+    iterations = measured_iterations(backbone, sizes, options["decodes"], options["context"], repeats)
     backbone.graphs.clear()
     products = measured_products([backbone.model, *placed.values()], sizes, repeats)
     return {percent: latency_table(model, iterations, products, sizes) for percent, model in placed.items()}
 
 
-def workload(given: Mapping[str, Any], stretch: float, vocabulary: int) -> tuple[list[Request], dict[int, list[int]]]:
+def workload(options: Mapping[str, Any], stretch: float, vocabulary: int) -> tuple[list[Request], dict[int, list[int]]]:
     """The requests at the stretched rate, and random prompts by their number."""
-    drawn = arrivals.draw(given["requests"], given["rate"] / stretch, given["seed"])
-    rng = np.random.default_rng(given["seed"])
+    drawn = arrivals.draw(options["requests"], options["rate"] / stretch, options["seed"])
+    rng = np.random.default_rng(options["seed"])
     requests, prompts = [], {}
     for number, (arrival, prompt_tokens, new_tokens) in enumerate(drawn):
         requests.append(Request(number, arrival, prompt_tokens, new_tokens))
@@ -286,11 +286,11 @@ def warm_up(steps: MixedSteps, requests: list[Request], prompts: Mapping[int, li
 
 
 def summarized(
-    name: str, served: Served, table: LatencyTable, stretch: float, given: Mapping[str, Any]
+    name: str, served: Served, table: LatencyTable, stretch: float, options: Mapping[str, Any]
 ) -> dict[str, Series]:
     """The series of one policy at one share, by blocks of neighbouring requests where they have an interval."""
-    blocks = given["blocks"]
-    group = f"{given['shape']}, {given['percent']} %, {given['requests']} requests, seed {given['seed']}"
+    blocks = options["blocks"]
+    group = f"{options['shape']}, {options['percent']} %, {options['requests']} requests, seed {options['seed']}"
     gaps = [1e3 * np.asarray(one) for one in served.gaps]
     whole = np.concatenate(gaps)
     ratios = [table(decodes + tokens) / (1e3 * seconds) for decodes, tokens, seconds in served.iterations]

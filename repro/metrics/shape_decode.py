@@ -156,20 +156,22 @@ class ShapeDecode(Metric):
         Raises:
             NotMeasurable: there is no GPU, or it has too little memory.
         """
-        given = job.given()
-        check_gpu(given["device"], "times of shapes")
-        lengths, new, device = given.get("lengths", [given["prompt"]]), given["new"], torch.device("cuda")
-        if given["method"] == "transformers":
-            timed = transformers_steps(given["shape"], device)
+        options = job.parsed_options()
+        check_gpu(options["device"], "times of shapes")
+        lengths, new, device = options.get("lengths", [options["prompt"]]), options["new"], torch.device("cuda")
+        if options["method"] == "transformers":
+            timed = transformers_steps(options["shape"], device)
         else:
-            masks = trained_masks(given, folders) if "weights" in folders else None
-            engine = loaded(given["shape"], given["recipe"], given["method"], max(lengths) + new + 1, device, masks)
+            masks = trained_masks(options, folders) if "weights" in folders else None
+            engine = loaded(
+                options["shape"], options["recipe"], options["method"], max(lengths) + new + 1, device, masks
+            )
             timed = lambda prompt, new: engine.time(prompt, new).ms_p50  # noqa: E731
         series = {}
         for prompt in lengths:
-            rounds = [timed(prompt, new) for _ in range(1 + given["rounds"])][1:]
-            name = f"ms {prompt}" if "lengths" in given else "ms"
-            group = f"{given['shape']}, {new} tokens after {prompt}"
+            rounds = [timed(prompt, new) for _ in range(1 + options["rounds"])][1:]
+            name = f"ms {prompt}" if "lengths" in options else "ms"
+            group = f"{options['shape']}, {new} tokens after {prompt}"
             series[name] = Series(np.asarray(rounds, dtype=float), "items", group)
         observations.save(folder / observations.FILE, series, origin)
 
@@ -187,11 +189,11 @@ class ShapeDecode(Metric):
         return (0.0, math.inf)
 
 
-def trained_masks(given: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, shape_lists.Masks]:
+def trained_masks(options: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, shape_lists.Masks]:
     """What the compressed model of a job keeps of its inputs on the job's text."""
-    lm = compress.load(given, folders["weights"])
+    lm = compress.load(options, folders["weights"])
     ids, _ = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
-    return shape_lists.masks_of(lm, scoring.windows(ids, given["length"], given["windows"]))
+    return shape_lists.masks_of(lm, scoring.windows(ids, options["length"], options["windows"]))
 
 
 def transformers_steps(shape: str, device: torch.device) -> Callable[[int, int], float]:

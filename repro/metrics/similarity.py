@@ -58,7 +58,7 @@ class Similarity(Metric):
         if target.recipe.steps:
             needs["weights"] = compress.job(target)
         rule = {"draws": DRAWS, "sampled": SAMPLED, "passages": PASSAGES, "length": LENGTH}
-        calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
+        calibration = needs["weights"].parsed_inputs().get("calibration") if target.recipe.steps else None
         inputs = (
             target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
         )
@@ -71,12 +71,12 @@ class Similarity(Metric):
         Raises:
             UserError: damaged inputs, or a corpus without enough passages.
         """
-        given = job.given()
-        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
+        options = job.parsed_options()
+        full = models.load(options["model"], options["device"], options["dtype"], options["hub"])
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
         text = passages(ids, DRAWS * PASSAGES, LENGTH, identity["label"])
         drawn = sampling.sample(full, DRAWS * SAMPLED, LENGTH, seed=0)
-        quantized = compress.load(given, folders.get("weights")).model
+        quantized = compress.load(options, folders.get("weights")).model
         nines = [torch.cat([drawn[i::DRAWS], text[i::DRAWS].to(drawn)]) for i in range(DRAWS)]
         cosines = np.stack([traces(full, quantized, nine) for nine in nines])
         group = f"{DRAWS} draws of {SAMPLED} sampled sequences and {PASSAGES} passages of {identity['label']}"

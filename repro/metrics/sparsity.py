@@ -48,11 +48,11 @@ class Sparsity(Metric):
         Raises:
             UserError: damaged inputs, or a corpus without a full window.
         """
-        given = job.given()
-        lm = compress.load(given, folders.get("weights"))
+        options = job.parsed_options()
+        lm = compress.load(options, folders.get("weights"))
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
-        cut = scoring.windows(ids, given["length"], given["windows"])
-        group = f"{given['label']} on {identity['label']}, first {len(cut)}, zeros"
+        cut = scoring.windows(ids, options["length"], options["windows"])
+        group = f"{options['label']} on {identity['label']}, first {len(cut)}, zeros"
         by_kind: dict[str, list[tuple[float, int]]] = {}
         for name, share in zeros(lm, cut).items():
             size = lm.model.get_submodule(name).weight.numel()

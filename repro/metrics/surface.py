@@ -100,20 +100,18 @@ class Surface(Metric):
             UserError: damaged inputs, a text without enough passages, sequences beyond the context, or a loss that is
                 not finite.
         """
-        given = job.given()
-        model = compress.load(given, folders.get("weights")).model
+        options = job.parsed_options()
+        model = compress.load(options, folders.get("weights")).model
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
-        check_context(model, given["tokens"])
-        text = passages(ids, given["sequences"], given["tokens"], identity["label"]).to(model.device)
-        grid = None if given["bits"] == FULL else GroupGrid(given["bits"], given["group"])
-        pair = directions(model, given["directions"])
-        losses = surface(model, pair, text, grid, steps(given["points"], given["reach"]))
+        check_context(model, options["tokens"])
+        text = passages(ids, options["sequences"], options["tokens"], identity["label"]).to(model.device)
+        grid = None if options["bits"] == FULL else GroupGrid(options["bits"], options["group"])
+        pair = directions(model, options["directions"])
+        losses = surface(model, pair, text, grid, steps(options["points"], options["reach"]))
         if not np.isfinite(losses).all():
             raise UserError("the loss is not finite at some point of the surface; choose a smaller reach")
-        group = (
-            f"surface {given['points']}x{given['points']} to {given['reach']:g}, {len(text)} x {given['tokens']} tokens"
-        )
-        group += f" of {identity['label']}"
+        extent = f"surface {options['points']}x{options['points']} to {options['reach']:g}"
+        group = f"{extent}, {len(text)} x {options['tokens']} tokens of {identity['label']}"
         series = {"loss": Series(losses.mean(2).ravel(), "points", group)}
         series |= {f"at {i} {j}": Series(one, "sequences", group) for (i, j), one in cells_of(losses)}
         observations.save(folder / observations.FILE, series, origin)

@@ -176,29 +176,30 @@ class Switching(Metric):
             UserError: damaged inputs, a prompt set that is not here, logits that are not finite; `NotMeasurable` for a
                 context that the model does not have.
         """
-        given = job.given()
-        if "scheduler" in job.declared():
-            path = _scheduler(given["model"], given["schedule"])
-            head_files.check(path, "PMPD scheduler", job.declared()["scheduler"])
-        tokenizer = models.tokenizer(given["model"], given["hub"])
-        prompts = _prompts(given)
-        ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
-        engine, full, extra_bits = _engine(given, folders)
+        options = job.parsed_options()
+        if "scheduler" in job.parsed_inputs():
+            path = _scheduler(options["model"], options["schedule"])
+            head_files.check(path, "PMPD scheduler", job.parsed_inputs()["scheduler"])
+        tokenizer = models.tokenizer(options["model"], options["hub"])
+        prompts = _prompts(options)
+        ids = [_cut(tokenizer(prompt.text)["input_ids"], options) for prompt in prompts]
+        engine, full, extra_bits = _engine(options, folders)
         recorded = {
             role: observations.load(folders[role] / observations.FILE).series
             for role in ("full", "signal")
             if role in folders
         }
-        group = f"{given['set']} {'validation' if given['validating'] else 'test'} n{len(ids)} to {given['new_tokens']}"
-        given["point"], by_point = None, {}
-        if given.get("control") == "static":
-            given["point"], by_point = _searched(engine, given, tokenizer)
+        split = "validation" if options["validating"] else "test"
+        group = f"{options['set']} {split} n{len(ids)} to {options['new_tokens']}"
+        options["point"], by_point = None, {}
+        if options.get("control") == "static":
+            options["point"], by_point = _searched(engine, options, tokenizer)
         rows = []
-        for numbers in _batches(len(ids), given["together"]):
-            rows += _together(engine, full, given, numbers, ids, recorded)
+        for numbers in _batches(len(ids), options["together"]):
+            rows += _together(engine, full, options, numbers, ids, recorded)
         series = _logged(rows) | by_point
         for row, prompt in zip(rows, prompts):
-            text, reference = (answer(tokenizer, row[name], given["set"]) for name in ("tokens", "reference"))
+            text, reference = (answer(tokenizer, row[name], options["set"]) for name in ("tokens", "reference"))
             row["agreement"] = text_scores.rouge_l(text, [reference])
             row["prefix"] = 100 * text_scores.common_prefix(row["tokens"], row["reference"]) / len(row["reference"])
             row["repeated"] = 100 * float(np.mean(repeated(row["tokens"])))
@@ -287,7 +288,7 @@ def _job(params: Switching, target: Target, validating: bool = False) -> Job:
     for bits in (bits for bits in widths if bits < 16):
         made = compress.job(target.under(precision_schedules.recipe_at(target.text, bits)))
         needs[f"w{bits}"] = made
-        calibration = made.declared().get("calibration")
+        calibration = made.parsed_inputs().get("calibration")
     rule: dict[str, Any] = asdict(protocol) | {"validating": validating}
     if config:
         rule |= {"quantile": params.quantile, "control": params.control}
@@ -326,11 +327,11 @@ def _in_the_papers_order(schedule: str) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _prompts(given: Mapping[str, Any]) -> list[sets.Prompt]:
+def _prompts(options: Mapping[str, Any]) -> list[sets.Prompt]:
     """The prompts that are measured, or those behind them in the same shuffle, for validation."""
-    every = sets.load(given["set"], len(sets.rows(given["set"])))
-    last = min(given["prompts"], len(every) - given["validation"])
-    return every[last : last + given["validation"]] if given["validating"] else every[:last]
+    every = sets.load(options["set"], len(sets.rows(options["set"])))
+    last = min(options["prompts"], len(every) - options["validation"])
+    return every[last : last + options["validation"]] if options["validating"] else every[:last]
 
 
 def _task_scores(text: str, references: Sequence[str]) -> dict[str, float]:
@@ -359,32 +360,32 @@ def repeated(tokens: Sequence[int]) -> list[bool]:
     return ends_in_repeat
 
 
-def _cut(ids: Sequence[int], given: Mapping[str, Any]) -> list[int]:
+def _cut(ids: Sequence[int], options: Mapping[str, Any]) -> list[int]:
     """A prompt that leaves room for the new tokens: cut from the left."""
-    return list(ids[-(given["context"] - given["new_tokens"]) :])
+    return list(ids[-(options["context"] - options["new_tokens"]) :])
 
 
-def _engine(given: Mapping[str, Any], folders: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder, float]:
+def _engine(options: Mapping[str, Any], folders: Mapping[str, Path]) -> tuple[SwitchingCore, Decoder, float]:
     """The engine of a schedule, or of one width; full precision's decoder; bits a weight beside the codes (DNS)."""
     on_cpu, device, dtype = (
-        dict(given) | {"device": "cpu"},
-        torch.device(given["device"]),
-        getattr(torch, given["dtype"]),
+        dict(options) | {"device": "cpu"},
+        torch.device(options["device"]),
+        getattr(torch, options["dtype"]),
     )
     made: dict[int, LowBitModel] = {16: compress.load(on_cpu, None)}
     made |= {int(role[1:]): compress.load(on_cpu, folders[role]) for role in folders if role[0] == "w"}
-    context = weights.check(given["model"], made[16].model.config, given["context"])
+    context = weights.check(options["model"], made[16].model.config, options["context"])
     full = weights.decoder(made[16], context, device, dtype)
-    if given["schedule"]:
-        config = precision_schedules.read(given["schedule"])
-        if given["quantile"]:
-            config = replace(config, threshold=_threshold(folders["validation"], config, given["quantile"]))
+    if options["schedule"]:
+        config = precision_schedules.read(options["schedule"])
+        if options["quantile"]:
+            config = replace(config, threshold=_threshold(folders["validation"], config, options["quantile"]))
         at = {bits: made[bits] for bits in config.path}
-        whole = SwitchingCore.of(given["model"], at, config, context, device, dtype, None, given["hub"], made[16])
+        whole = SwitchingCore.of(options["model"], at, config, context, device, dtype, None, options["hub"], made[16])
         return whole, full, 0.0
     bits = min(made)
     one = full if bits == 16 else weights.decoder(made[bits], context, device, dtype)
-    static = SwitchingCore(given["model"], copies.joined({bits: one}, False), Config(), [], given["hub"])
+    static = SwitchingCore(options["model"], copies.joined({bits: one}, False), Config(), [], options["hub"])
     extra_bits = sum(made[bits].extra_bits.values()) / sum(static.weights.values())
     return static, full, extra_bits
 
@@ -409,7 +410,7 @@ def _threshold(folder: Path, config: Config, quantile: float) -> float:
 def _together(
     engine: SwitchingCore,
     full: Decoder,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     numbers: Sequence[int],
     ids: Sequence[Sequence[int]],
     recorded: Mapping[str, Mapping[str, Series]],
@@ -421,16 +422,18 @@ def _together(
         references = [list(map(int, recorded["full"][f"tokens {i}"].values)) for i in numbers]
     if engine.config.order == "oracle":
         engine.foresee(prompts, references, full)
-    engine.rule = _rules(engine, given, numbers, signal, "") if signal else None
-    if given.get("control") == "learned":
-        engine.rule = _learned(engine, given, prompts)
-    if given.get("point") is not None:
-        engine.rule = pmpd.rule_of(given["point"])
-    texts = [text.tokens for text in engine.generate(prompts, given["new_tokens"], stop=STOPS.get(given["set"], ()))]
+    engine.rule = _rules(engine, options, numbers, signal, "") if signal else None
+    if options.get("control") == "learned":
+        engine.rule = _learned(engine, options, prompts)
+    if options.get("point") is not None:
+        engine.rule = pmpd.rule_of(options["point"])
+    texts = [
+        text.tokens for text in engine.generate(prompts, options["new_tokens"], stop=STOPS.get(options["set"], ()))
+    ]
     free = engine.switching
     references = references or texts
     if signal:
-        engine.rule = _rules(engine, given, numbers, signal, "along ")
+        engine.rule = _rules(engine, options, numbers, signal, "along ")
     along = engine.forced(prompts, references, full)
     rows = []
     for i, number in enumerate(numbers):
@@ -438,50 +441,52 @@ def _together(
         row |= {"gap": along.gap[i], "PPLE": free.signal[i], "log": free.logs[i], "along log": along.switching.logs[i]}
         row |= {"KL": float(np.mean(along.kl[i])), "bits": free.bits[i], "bits along": along.switching.bits[i]}
         row |= {"bits with prefill": free.bits_with_prefill[i], "switches": float(len(free.logs[i]))}
-        threshold = free.thresholds[i] if given["schedule"] else 1.0  # which no PPLE is below
+        threshold = free.thresholds[i] if options["schedule"] else 1.0  # which no PPLE is below
         rows.append(row | {"threshold": float(threshold)})
     return rows
 
 
-def _learned(engine: SwitchingCore, given: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> list[Rule]:
+def _learned(engine: SwitchingCore, options: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> list[Rule]:
     """PMPD's rule for each prompt."""
     size = engine.model.cos.shape[1]
-    path = _scheduler(given["model"], given["schedule"])
-    scheduler = pmpd.load(path, size, models.fingerprint(given["model"]))
+    path = _scheduler(options["model"], options["schedule"])
+    scheduler = pmpd.load(path, size, models.fingerprint(options["model"]))
     return [pmpd.rule_of(point) for point in pmpd.chosen(scheduler, engine.model, prompts)]
 
 
-def _searched(engine: SwitchingCore, given: Mapping[str, Any], tokenizer: Any) -> tuple[int, dict[str, Series]]:
+def _searched(engine: SwitchingCore, options: Mapping[str, Any], tokenizer: Any) -> tuple[int, dict[str, Series]]:
     """PMPD's static point of a set, and the score of each point's texts on validation prompts.
 
     Raises:
         UserError: the set has no references to score with.
     """
-    prompts = _prompts(given | {"validating": True})
+    prompts = _prompts(options | {"validating": True})
     if not all(prompt.references for prompt in prompts):
-        raise UserError(f"switching: static is searched by a score, and {given['set']} has no references; leave it out")
-    score = SEARCHED.get(given["set"], "rougeL")
-    scores = [_score_of_point(engine, given, tokenizer, prompts, point, score) for point in pmpd.POINTS]
+        raise UserError(
+            f"switching: static is searched by a score, and {options['set']} has no references; leave it out"
+        )
+    score = SEARCHED.get(options["set"], "rougeL")
+    scores = [_score_of_point(engine, options, tokenizer, prompts, point, score) for point in pmpd.POINTS]
     best = int(np.argmax(scores))  # of equal scores the first
     return pmpd.POINTS[best], {f"{score} by point": Series(np.asarray(scores), "points")}
 
 
 def _score_of_point(
     engine: SwitchingCore,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     tokenizer: Any,
     prompts: Sequence[sets.Prompt],
     point: int,
     score: str,
 ) -> float:
     """ROUGE-L or BLEU of the texts whose layers all switch behind `point` tokens."""
-    ids = [_cut(tokenizer(prompt.text)["input_ids"], given) for prompt in prompts]
+    ids = [_cut(tokenizer(prompt.text)["input_ids"], options) for prompt in prompts]
     engine.rule = pmpd.rule_of(point)
     texts = []
-    for numbers in _batches(len(ids), given["together"]):
-        texts += engine.generate([ids[i] for i in numbers], given["new_tokens"], stop=STOPS.get(given["set"], ()))
+    for numbers in _batches(len(ids), options["together"]):
+        texts += engine.generate([ids[i] for i in numbers], options["new_tokens"], stop=STOPS.get(options["set"], ()))
     scored = [
-        _task_scores(answer(tokenizer, text.tokens, given["set"]), prompt.references)
+        _task_scores(answer(tokenizer, text.tokens, options["set"]), prompt.references)
         for text, prompt in zip(texts, prompts)
     ]
     mean = {name: float(np.mean([one[name] for one in scored])) for name in scored[0]}
@@ -502,7 +507,7 @@ def _batches(count: int, together: int) -> list[range]:
 
 
 def _rules(
-    engine: SwitchingCore, given: Mapping[str, Any], numbers: Sequence[int], signal: Mapping[str, Series], which: str
+    engine: SwitchingCore, options: Mapping[str, Any], numbers: Sequence[int], signal: Mapping[str, Series], which: str
 ) -> list[Rule]:
     """A control's rule for each prompt: switches at steps that give the mean bits of the schedule's own run."""
     rules = []
@@ -510,8 +515,8 @@ def _rules(
         times = signal[f"{which}log {number}"].values if f"{which}log {number}" in signal else ()
         target = signal["bits along" if which else "bits"].values[number]
         length = len(signal[f"kl {number}" if which else f"tokens {number}"].values)
-        seed = [given["seed"], number, int(bool(which))]
-        steps = control_steps(given["control"], times, target, engine, max(length - 1, 1), seed)
+        seed = [options["seed"], number, int(bool(which))]
+        steps = control_steps(options["control"], times, target, engine, max(length - 1, 1), seed)
         rules.append(plan.planned_rule(steps, engine.config.layers))
     return rules
 

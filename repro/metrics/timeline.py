@@ -92,12 +92,12 @@ class Timeline(Metric):
         Raises:
             NotMeasurable: there is no GPU, or the budget is below the least that works.
         """
-        given = job.given()
-        device = torch.device(given["device"])
+        options = job.parsed_options()
+        device = torch.device(options["device"])
         refuse_without_gpu(device)
-        group = f"{given['shape']}, {budget.shown(given['memory'])}, iteration {given['warm'] + 1}"
+        group = f"{options['shape']}, {budget.shown(options['memory'])}, iteration {options['warm'] + 1}"
         series = {}
-        for lane, spans in measured(given, device, torch.bfloat16).items():
+        for lane, spans in measured(options, device, torch.bfloat16).items():
             series[f"{lane} begin"] = Series(np.asarray([begin for begin, _ in spans]), "spans", group)
             series[f"{lane} length"] = Series(np.asarray([end - begin for begin, end in spans]), "spans", group)
         observations.save(folder / observations.FILE, series, origin)
@@ -116,15 +116,15 @@ class Timeline(Metric):
         return (0.0 if self.show == "length" else -math.inf, math.inf)
 
 
-def measured(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Spans:
+def measured(options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Spans:
     """Lane to the (begin, end) of its spans in milliseconds, in order; a span reaches into the iteration.
 
     Raises:
         NotMeasurable: the budget is below the least that works.
     """
-    engine, _ = engine_of(given, device, dtype)
+    engine, _ = engine_of(options, device, dtype)
     try:
-        return spans_of(noted(engine, 2 * given["warm"] + 2), engine.draft, given["warm"])
+        return spans_of(noted(engine, 2 * options["warm"] + 2), engine.draft, options["warm"])
     finally:
         bound(1.0, device)
 

@@ -49,7 +49,7 @@ class TokenClass(Metric):
         if target.recipe.steps:
             needs["weights"] = compress.job(target)
         rule = {"length": protocol.length, "windows": protocol.kl_windows}
-        calibration = needs["weights"].declared().get("calibration") if target.recipe.steps else None
+        calibration = needs["weights"].parsed_inputs().get("calibration") if target.recipe.steps else None
         inputs = (
             target.inputs() | rule | {"calibration": calibration, "text": corpora.identifier(text, target.scale.hub)}
         )
@@ -63,15 +63,15 @@ class TokenClass(Metric):
         Raises:
             UserError: damaged inputs, a corpus without a full window, a value that is not finite.
         """
-        given = job.given()
-        full = models.load(given["model"], given["device"], given["dtype"], given["hub"])
-        low = compress.load(given, folders["weights"]).model if "weights" in folders else None
+        options = job.parsed_options()
+        full = models.load(options["model"], options["device"], options["dtype"], options["hub"])
+        low = compress.load(options, folders["weights"]).model if "weights" in folders else None
         ids, identity = corpora.load_tokens(folders["text"] / tokens.OUTPUTS[0])
-        tokenizer = models.tokenizer(given["model"], given["hub"])
+        tokenizer = models.tokenizer(options["model"], options["hub"])
         of = np.asarray([class_of(tokenizer.decode([i])) for i in range(len(tokenizer))])
-        cut = scoring.windows(ids, given["length"], given["windows"])
+        cut = scoring.windows(ids, options["length"], options["windows"])
         rows = [by_class(full, low, window, of) for window in cut]
-        group = f"{given['label']} on {identity['label']}, first {len(cut)}, by token class"
+        group = f"{options['label']} on {identity['label']}, first {len(cut)}, by token class"
         series = {name: Series(np.asarray([row[name] for row in rows]), "windows", group) for name in rows[0]}
         observations.save(folder / observations.FILE, series, origin)
 

@@ -38,7 +38,7 @@ class WeightDivergence(Metric):
             return {}
         made, config = compress.job(target), Config(direction=self.direction)
         rule = {name: asdict(config)[name] for name in ("direction", "bins", "pseudocount")}
-        inputs = target.inputs() | rule | {"calibration": made.declared().get("calibration")}
+        inputs = target.inputs() | rule | {"calibration": made.parsed_inputs().get("calibration")}
         job = make("weight_divergence", target.label, inputs, target.options() | rule, {"weights": made}, target.steps)
         return {"layers": job}
 
@@ -49,9 +49,9 @@ class WeightDivergence(Metric):
         Raises:
             UserError: damaged inputs.
         """
-        given = job.given()
-        full, quantized = compress.load(given, None), compress.load(given, folders["weights"])
-        config = Config(direction=given["direction"], bins=given["bins"], pseudocount=given["pseudocount"])
+        options = job.parsed_options()
+        full, quantized = compress.load(options, None), compress.load(options, folders["weights"])
+        config = Config(direction=options["direction"], bins=options["bins"], pseudocount=options["pseudocount"])
         other, values = block_linears(quantized.model), []
         for name, linear in block_linears(full.model).items():
             values.append(weight_divergence(linear.weight.detach(), other[name].weight.detach(), config))

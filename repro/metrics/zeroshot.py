@@ -119,7 +119,7 @@ def _job(kind: str, target: Target, tasks: list[str]) -> Job:
     needs = {f"requests {task}": requests.job(target, task, protocol.limit) for task in tasks}
     compressed = compress.job(target)
     inputs = target.inputs() | {
-        "calibration": compressed.declared().get("calibration"),
+        "calibration": compressed.parsed_inputs().get("calibration"),
         "tasks": {task: entries.identifier(task) for task in tasks},
         "limit": protocol.limit,
         "tokens": protocol.tokens,
@@ -136,9 +136,9 @@ def score(job: Job, folders: Mapping[str, Path], folder: Path, origin: dict[str,
     Raises:
         UserError: as `scored`.
     """
-    given = job.given()
-    lm = compress.load(given, folders.get("weights"))
+    options = job.parsed_options()
+    lm = compress.load(options, folders.get("weights"))
     series = {}
-    for task in given["tasks"]:
-        series |= scored(lm, folders[f"requests {task}"], task, given["limit"], given["tokens"], columns)
+    for task in options["tasks"]:
+        series |= scored(lm, folders[f"requests {task}"], task, options["limit"], options["tokens"], columns)
     observations.save(folder / observations.FILE, series, origin)

@@ -193,7 +193,7 @@ def jobs(flow: Workflow, name: str) -> list[Job]:
 def trains(made: Sequence[Job]) -> bool:
     """Whether one of the jobs trains a model."""
     for job in made:
-        steps = recipe.parse(job.given()["recipe"]).steps if job.given().get("recipe") else ()
+        steps = recipe.parse(job.parsed_options()["recipe"]).steps if job.parsed_options().get("recipe") else ()
         if any(step.work is not None for step in steps):
             return True
     return False

@@ -52,11 +52,11 @@ class Job:
         """Where the seconds that it took are written, as Snakemake does, and what it held of a GPU."""
         return BUILD / "benchmarks" / f"{self.id}.tsv"
 
-    def given(self) -> dict[str, Any]:
+    def parsed_options(self) -> dict[str, Any]:
         """The options as a mapping."""
         return json.loads(self.options)
 
-    def declared(self) -> dict[str, Any]:
+    def parsed_inputs(self) -> dict[str, Any]:
         """The inputs as a mapping."""
         return json.loads(self.inputs)
 

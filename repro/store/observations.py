@@ -104,7 +104,7 @@ def origin(job: Job, versions: Mapping[str, int], folders: Mapping[str, Path] | 
     read = {}
     for role, folder in (folders or {}).items():
         read |= {f"{role}/{path.name}": sha256(path)[:16] for path in stored(folder)}
-    device = job.given().get("device", "cpu")
+    device = job.parsed_options().get("device", "cpu")
     return {
         "job": job.id,
         "inputs": job.inputs,

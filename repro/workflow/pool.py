@@ -129,12 +129,12 @@ class GpuMemory:
 
 def on_gpu(job: Job) -> bool:
     """Whether a job runs on a GPU."""
-    return job.given().get("device") == "cuda"
+    return job.parsed_options().get("device") == "cuda"
 
 
 def alike(job: Job) -> Alike:
     """What jobs have in common that hold about as much of a GPU."""
-    return job.kind, job.steps, job.given().get("model", "")
+    return job.kind, job.steps, job.parsed_options().get("model", "")
 
 
 def run_all(
@@ -157,7 +157,7 @@ def run_all(
     if side_by_side < 1 or gpus < 0:
         raise UserError(f"run: {side_by_side} workers on {gpus} GPUs; at least one worker is needed")
     todo = {job.id: job for job in jobs if not runner.done(job)}
-    if any("model" in job.given() for job in todo.values()):
+    if any("model" in job.parsed_options() for job in todo.values()):
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  once, and not in every worker
     needed_by = Counter(need.id for _, need in chain.from_iterable(job.needs for job in jobs))
     work = work_left(jobs)
@@ -233,7 +233,9 @@ def run_on_machine(jobs: Sequence[Job], cores: int, minutes: float = 0.0, turns:
     for each other now and then, and work that is there for a core keeps it busy.
     """
     on_gpus = gpus() if any(map(on_gpu, jobs)) else 0
-    threads = min((int(job.given().get("threads", 1)) for job in jobs if "dtype" in job.given()), default=1)
+    threads = min(
+        (int(job.parsed_options().get("threads", 1)) for job in jobs if "dtype" in job.parsed_options()), default=1
+    )
     return run_all(jobs, on_gpus or max(1, cores // threads), on_gpus, minutes, turns)
 
 
@@ -256,7 +258,7 @@ def run_here(jobs: Sequence[Job]) -> None:
 
 def weight(job: Job) -> float:
     """A guess of how long a job takes, for its turn alone: the model's size, times the cost of the steps it applies."""
-    name = job.given().get("model")
+    name = job.parsed_options().get("model")
     size = sum(path.stat().st_size for path in models.weight_files(name)) if name else 1
     applied = job.steps if job.kind == "compress" else ()
     return size * (1.0 + sum(getattr(STEPS[step], "COST", 1.0) for step in applied))

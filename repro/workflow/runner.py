@@ -73,7 +73,7 @@ def times(job: Job) -> bool:
 
 def alone(job: Job) -> bool:
     """Whether a job has to have its GPU to itself, since it times what it runs there."""
-    return job.given().get("device") == "cuda" and times(job)
+    return job.parsed_options().get("device") == "cuda" and times(job)
 
 
 def run(job: Job) -> None:
@@ -97,7 +97,7 @@ def run(job: Job) -> None:
     try:
         for folder in folders.values():
             check(folder)
-        torch.set_num_threads(int(job.given().get("threads", 1)))
+        torch.set_num_threads(int(job.parsed_options().get("threads", 1)))
         JOBS[job.kind].run(job, folders, job.folder, noted)
     except NotMeasurable as refused:
         _refuse(job, refused, noted)
@@ -111,12 +111,12 @@ def run(job: Job) -> None:
     write_text(job.folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
 
 
-def _environment(job: Job, known: str) -> str:
+def _environment(job: Job, environment: str) -> str:
     """The JSON of an environment, with the dtype that the trained steps of the job's recipe compute in here."""
-    given = job.given()
-    steps = recipe.parse(given["recipe"]).steps if "recipe" in given else ()
-    computed = recipe.computed_in(steps, given.get("device", "cpu"))
-    return json.dumps(json.loads(known) | {"compute": computed}, sort_keys=True) if computed else known
+    options = job.parsed_options()
+    steps = recipe.parse(options["recipe"]).steps if "recipe" in options else ()
+    computed = recipe.computed_in(steps, options.get("device", "cpu"))
+    return json.dumps(json.loads(environment) | {"compute": computed}, sort_keys=True) if computed else environment
 
 
 def _of_others() -> int:
@@ -204,15 +204,15 @@ def check_here(jobs: Sequence[Job]) -> None:
         UserError: another model or text, or one that is not there. Jobs that are done are not looked at.
     """
     for job in jobs:
-        given, declared, where = job.given(), job.declared(), "than where the jobs were written"
+        options, inputs, where = job.parsed_options(), job.parsed_inputs(), "than where the jobs were written"
         if done(job):
             continue
-        if "model" in declared and models.fingerprint(name := given.get("model", "")) != declared["model"]:
+        if "model" in inputs and models.fingerprint(name := options.get("model", "")) != inputs["model"]:
             raise UserError(f"{job.id}: {name} here is another model {where}; bring that one, or write the jobs here")
-        if "tokenizer" in declared and models.tokenizer_key(name := given.get("model", "")) != declared["tokenizer"]:
+        if "tokenizer" in inputs and models.tokenizer_key(name := options.get("model", "")) != inputs["tokenizer"]:
             raise UserError(f"{job.id}: {name} has another tokenizer here {where}; bring that one")
-        text = given.get("corpus", ""), bool(given.get("hub"))
-        if job.kind == "tokens" and corpora.identifier(*text) != declared.get("text"):
+        text = options.get("corpus", ""), bool(options.get("hub"))
+        if job.kind == "tokens" and corpora.identifier(*text) != inputs.get("text"):
             label = corpora.identity(*text)["label"]
             raise UserError(f"{job.id}: {label} here is another text {where}; bring that one, or write the jobs here")
 
@@ -226,5 +226,5 @@ def _check(job: Job) -> None:
             raise unknown("step", step, STEPS)
     if not re.fullmatch(f"{PART}(/{PART})?", job.label):
         raise UserError(f"label {shortened(job.label)!r}: it is one or two names of letters, digits and . _ = -")
-    if not isinstance(job.declared(), dict) or not isinstance(job.given().get("model", ""), str):
+    if not isinstance(job.parsed_inputs(), dict) or not isinstance(job.parsed_options().get("model", ""), str):
         raise TypeError

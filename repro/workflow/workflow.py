@@ -234,7 +234,7 @@ class Workflow:
         for key, value in asdict(cell.params).items():
             if key != "unit" and not (key in later and value == later[key]):
                 params[key] = value
-        jobs = [{role: _without_device(job.declared()) for role, job in each.items()} for each in self.jobs(cell)]
+        jobs = [{role: _without_device(job.parsed_inputs()) for role, job in each.items()} for each in self.jobs(cell)]
         config = [recipe.with_seed(recipe.parse(t.text), t.seed).config for t in self.targets(cell)]
         return {"measure": cell.measure, "params": params, "recipe": config, "jobs": jobs}
 

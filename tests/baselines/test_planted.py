@@ -139,7 +139,7 @@ def test_a_compressed_model_keeps_the_statistics(tmp_path):
         "dtype": "float32",
         "hub": False,
     }
-    compress.run(type("Made", (), {"given": lambda self: given})(), {}, tmp_path, {})
+    compress.run(type("Made", (), {"parsed_options": lambda self: given})(), {}, tmp_path, {})
     kept = observations.load(tmp_path / compress.OUTPUTS[1])
     before, after = (kept.series[f"layers/weight_kurtosis/{when}"].values for when in ("before", "after"))
     assert len(after) == 14 and before.max() < 10 < after.min()

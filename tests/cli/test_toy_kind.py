@@ -50,7 +50,7 @@ class Toy(Metric):
     @staticmethod
     def run(job, found, folder, origin):
         """Count."""
-        given = job.given()
+        given = job.parsed_options()
         files = [p for p in models.weight_files(given["model"]) if p.suffix == ".safetensors"]
         sizes = []
         for path in [found["weights"] / "data.safetensors"] if "weights" in found else files:

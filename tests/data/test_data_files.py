@@ -50,7 +50,7 @@ def test_a_build_measures_the_tasks_whose_files_are_here(flow):
     again, _ = replicate.chosen(flow, "spear/table24")
     asked = {cell.col for cell in again}
     assert "PIQA" in asked and "MMLU" not in asked
-    names = {need.given()["task"] for need in replicate.jobs(flow, "spear/table24") if need.kind == "requests"}
+    names = {need.parsed_options()["task"] for need in replicate.jobs(flow, "spear/table24") if need.kind == "requests"}
     assert "piqa" in names and not names & {"mmlu", "mmlu-10"}
 
 

@@ -175,7 +175,7 @@ def test_a_sixty_fourth_of_the_tokens_is_in_the_repository(without_mirror, tmp_p
     target = trained(SIXTY_FOURTH, seed)
     job = calibration_job(target)
     tokens.run(job, {}, tmp_path, {})
-    crops = compress.job(target).given()["calibration"]
+    crops = compress.job(target).parsed_options()["calibration"]
     data = compress.calibration_sequences(tmp_path, crops)
     assert data.shape == (64, 2048) and data.dtype == torch.int64
     assert len(training_ids(data, 131072, "a test")) == 64
@@ -185,11 +185,11 @@ def test_a_sixty_fourth_of_the_tokens_is_in_the_repository(without_mirror, tmp_p
 
 def test_the_job_that_trains_is_the_same_with_and_without_the_folder(without_mirror, mirror, monkeypatch):
     with_folder = compress.job(trained(SIXTY_FOURTH))
-    assert "excerpt" not in calibration_job(trained(SIXTY_FOURTH)).declared()
+    assert "excerpt" not in calibration_job(trained(SIXTY_FOURTH)).parsed_inputs()
     monkeypatch.delenv("REPRO_DATA")
     without = compress.job(trained(SIXTY_FOURTH))
-    assert without.id == with_folder.id and without.declared() == with_folder.declared()
-    assert "excerpt" in calibration_job(trained(SIXTY_FOURTH)).declared()
+    assert without.id == with_folder.id and without.parsed_inputs() == with_folder.parsed_inputs()
+    assert "excerpt" in calibration_job(trained(SIXTY_FOURTH)).parsed_inputs()
 
 
 def test_the_first_draw_of_128_sequences_is_in_the_repository(without_mirror, tmp_path):
@@ -198,13 +198,13 @@ def test_the_first_draw_of_128_sequences_is_in_the_repository(without_mirror, tm
     target = Target(at.calibrated_on("redpajama-128", 0), "pocket-3m", "gptq-w2-g32", 0)
     job = calibration_job(target)
     tokens.run(job, {}, tmp_path, {})
-    crops = compress.job(target).given()["calibration"]
+    crops = compress.job(target).parsed_options()["calibration"]
     data = compress.calibration_sequences(tmp_path, crops)
     assert data.shape == (128, 2048) and crops["seed"] == 0
     few = compress.calibration_sequences(tmp_path, crops | {"sequences": 100})
     assert torch.equal(few, data[:100])
     other = Target(at.calibrated_on("redpajama-128", 1), "pocket-3m", "gptq-w2-g32", 1)
-    assert "excerpt" not in calibration_job(other).declared()
+    assert "excerpt" not in calibration_job(other).parsed_inputs()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_the_first_draw_of_128_sequences_is_in_the_repository(without_mirror, tm
 def test_what_reads_more_than_the_excerpt_needs_the_whole_text(without_mirror, tmp_path, recipe):
     """One sequence more; the paper's budget; and steps that read other parts of the text, too."""
     job = calibration_job(trained(recipe))
-    assert "excerpt" not in job.declared()
+    assert "excerpt" not in job.parsed_inputs()
     with pytest.raises(UserError, match="no such file corpus/train-wiki-00.txt.xz: .* set REPRO_DATA to a folder"):
         tokens.run(job, {}, tmp_path, {})
 

@@ -180,7 +180,7 @@ def test_the_static_point_is_the_best_on_validation_texts_of_equal_ones_the_earl
 def test_a_static_cell_is_the_schedule_of_its_point(static):
     """Nothing replaced: the search decodes and scores itself, and the texts are those of a switch at that point."""
     job, held = static()
-    given = job.given()
+    given = job.parsed_options()
     best = POINTS[int(np.argmax(held["rougeL by point"].values))]
     at_point = f"interval={best}" if best else "window=0, threshold=1e30"
     _, other = static(f"flexquant(path=[8, 4], {at_point}, layers=100000)", control="")

@@ -28,9 +28,12 @@ def test_what_the_jobs_of_a_text_declare(kind, params, inputs, options, recipe):
     (job,) = KINDS[kind](**params).jobs(target).values()
     made = compress.job(target)
     text = {"text": corpora.identifier("wikitext2", target.scale.hub)}
-    assert job.declared() == target.inputs() | text | {"calibration": made.declared().get("calibration")} | inputs
-    assert (job.declared()["calibration"] is not None) == recipe.startswith("gptq")
-    assert job.given() == target.options() | options
+    assert (
+        job.parsed_inputs()
+        == target.inputs() | text | {"calibration": made.parsed_inputs().get("calibration")} | inputs
+    )
+    assert (job.parsed_inputs()["calibration"] is not None) == recipe.startswith("gptq")
+    assert job.parsed_options() == target.options() | options
     assert (job.kind, job.label, job.steps) == (kind, target.label, target.steps)
     needs = {"text": tokens.job(target, "wikitext2")} | ({"weights": made} if recipe != "fp16" else {})
     assert [(role, need.id) for role, need in job.needs] == [(role, need.id) for role, need in needs.items()]

@@ -36,7 +36,7 @@ def index_of(job):
     """The columns of the first layer of a compressed model."""
     for each in job.every():
         runner.run(each)
-    lm = compress.load(job.given(), job.folder)
+    lm = compress.load(job.parsed_options(), job.folder)
     return next(iter(lm.weights.values())).index.tolist()
 
 
@@ -44,9 +44,9 @@ def test_channels_are_chosen_on_a_text_that_the_job_needs_and_declares(target):
     plain, other = (
         compress.job(target(text)) for text in (SPLIT.replace(", split_text={}", ""), SPLIT.format("wikitext2"))
     )
-    declared = other.declared()["calibration"]
+    declared = other.parsed_inputs()["calibration"]
     assert declared.pop("second") == {"wikitext2": corpora.identifier("tiny-wikitext")}
-    assert declared == plain.declared()["calibration"] and plain.id != other.id
+    assert declared == plain.parsed_inputs()["calibration"] and plain.id != other.id
     needs = dict(other.needs)
     assert needs["text tiny-wikitext"].id == tokens.job(target("fp16"), "tiny-wikitext").id
     assert needs["calibration"].id == dict(plain.needs)["calibration"].id and len(dict(plain.needs)) == 1
@@ -56,7 +56,7 @@ def test_channels_are_chosen_on_a_text_that_the_job_needs_and_declares(target):
 def test_a_step_after_it_needs_the_text_through_what_it_starts_from(target):
     job = compress.job(target(SPLIT.format("wikitext2").replace("(", "(any_precision, ") + " + sliced-w4"))
     assert "text tiny-wikitext" in dict(dict(job.needs)["start"].needs)
-    assert job.declared()["calibration"]["second"] == {"wikitext2": corpora.identifier("tiny-wikitext")}
+    assert job.parsed_inputs()["calibration"]["second"] == {"wikitext2": corpora.identifier("tiny-wikitext")}
 
 
 def test_the_field_is_no_part_of_a_recipe_without_it():
@@ -85,6 +85,6 @@ def test_it_is_read_next_to_a_text_of_ones_own(target, tmp_path):
     at = target(SPLIT.format("wikitext2"))
     calibration = replace(at.scale.calibration, corpus=str(tmp_path / "mine.txt"), length=64, from_start=True)
     job = compress.job(replace(at, scale=replace(at.scale, calibration=calibration)))
-    declared = job.declared()["calibration"]
+    declared = job.parsed_inputs()["calibration"]
     assert declared["second"] == {"wikitext2": corpora.identifier("tiny-wikitext")} and declared["from_start"]
     assert index_of(job)

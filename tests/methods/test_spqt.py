@@ -388,7 +388,7 @@ def test_thresholds_of_another_model_or_calibration_text_are_refused(tmp_path, m
         with pytest.raises(UserError, match="these are results of the job .*; delete the folder and build it again"):
             runner.origin(jobs[name])
     with pytest.raises(UserError, match="made from another model than today's pocket-5m"):
-        compress.load(jobs["pocket-5m"].given(), jobs["pocket-3m"].folder)
+        compress.load(jobs["pocket-5m"].parsed_options(), jobs["pocket-3m"].folder)
     held = observations.once(jobs["pocket-3m"].folder / observations.FILE, 0).series
     assert len(held["layers/threshold"].values) == 14 and (held["layers/sparsity"].values == 0.5).all()
 

@@ -345,7 +345,7 @@ def test_a_job_drafts_with_a_model_of_its_own(tmp_path, draft):
     given = {"acceptance": {"prompts": 1, "tokens": 6}}
     target = Target(scales.load(given, name="pocket").on("cpu"), "pocket-5m", "fp16")
     made = acceptance.Acceptance("gsm8k", draft_model="Llama-3.2-1B", **draft).jobs(target)["prompts"]
-    assert made.given()["draft_model"] == "pocket-3m"
+    assert made.parsed_options()["draft_model"] == "pocket-3m"
     acceptance.Acceptance.run(made, {}, tmp_path, observations.origin(made, {}))
     kept = observations.load(tmp_path / observations.FILE).series
     assert 1 < kept["tokens"].values[0] / kept["iterations"].values[0]

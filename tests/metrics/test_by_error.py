@@ -52,7 +52,7 @@ def test_tokens_against_a_slow_reference(monkeypatch, tmp_path):
     monkeypatch.setattr(by_error.observations, "save", lambda path, series, origin: kept.update(series))
     words = {"model": "tiny", "device": "cpu", "dtype": "float32", "hub": False}
     words |= {"length": 20, "windows": 6, "label": "gptq-20"}
-    job = type("job", (), {"given": lambda self: words})()
+    job = type("job", (), {"parsed_options": lambda self: words})()
     by_error.ByError.run(job, {"text": tmp_path, "base": base, "weights": model}, tmp_path, {})
 
     rows = []
@@ -92,7 +92,7 @@ def test_one_job_for_all_quartiles_and_another_for_another_base():
         params.jobs(at)["tokens"]
         for params in (ByError("rtn-w4-pc", 1), ByError("rtn-w4-pc", 4), ByError("rtn-w3-pc", 1))
     )
-    assert first.id == last.id != other.id and first.given()["windows"] == 8
+    assert first.id == last.id != other.id and first.parsed_options()["windows"] == 8
     assert [role for role, _ in first.needs] == ["text", "base", "weights"]
     plain = ByError("rtn-w4-pc", 1).jobs(at.under("fp16"))["tokens"]
     assert [role for role, _ in plain.needs] == ["text", "base"]

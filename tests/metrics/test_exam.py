@@ -268,8 +268,8 @@ def score(shares):
     """An exam's `run`: a share of right answers by recipe."""
 
     def run(job, found, folder, origin):
-        values = (np.arange(40) < 40 * shares[job.given()["recipe"]]).astype(float)
-        task = job.given()["task"]
+        values = (np.arange(40) < 40 * shares[job.parsed_options()["recipe"]]).astype(float)
+        task = job.parsed_options()["task"]
         held = {f"{task}/correct": Series(values, "items", "g"), f"{task}/chance": Series(0 * values, "items", "g")}
         observations.save(folder / observations.FILE, held, origin)
 
@@ -325,7 +325,7 @@ def test_table_5_asks_for_200_items_of_four_tasks():
     assert {c.stand_in for c in mine} == {"pocket-10m"} and len(mine) == 12
     full = [c for c in mine if c.row == "FP16"]
     assert [c.params.task for c in full] == ["gsm8k", "mathqa-4", "mmlu", "ifeval"]
-    assert all(j["items"].given()["items"] == 200 for c in full for j in at.jobs(c))
+    assert all(j["items"].parsed_options()["items"] == 200 for c in full for j in at.jobs(c))
     others = [c for c in at.cells("bitbybit", "5") if c.model != "Qwen2.5-7B"]
     assert {measure.one(at, c).status for c in others} == {"no_stand_in"} and len(others) == 24
 

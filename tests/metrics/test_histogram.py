@@ -94,7 +94,7 @@ def test_its_jobs():
     at = scales.load(name="pocket")
     full, low = (histogram.Histogram().jobs(Target(at, "pocket-3m", t))["counts"] for t in ("fp16", "rtn-w4-pc"))
     assert dict(full.needs) == {} and [job.kind for job in dict(low.needs).values()] == ["compress"]
-    assert full.given()["bins"] == 101
+    assert full.parsed_options()["bins"] == 101
     off = scales.load({"histogram": None}, "pocket")
     assert histogram.Histogram().jobs(Target(off, "pocket-3m", "fp16")) is None
 

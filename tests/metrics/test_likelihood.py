@@ -50,7 +50,7 @@ def test_one_job_of_its_own_scores_all_its_tasks(target):
     """Stored accuracies keep their declared inputs: `zeroshot` does not know of it."""
     params = likelihood.Likelihood(("piqa",))
     (job,) = params.jobs(target).values()
-    assert job.kind == "likelihood" and job.given()["tasks"] == ["piqa", "cloze-far"]
+    assert job.kind == "likelihood" and job.parsed_options()["tasks"] == ["piqa", "cloze-far"]
     assert likelihood.Likelihood(("cloze-far",), "nll").jobs(target)["items"].id == job.id
     before = target.scale.protocols["zeroshot"]
     assert job.id not in str(zeroshot.ZeroShot(("piqa",)).jobs(target)) and "cloze-far" not in before.tasks
@@ -90,7 +90,7 @@ def test_what_is_kept_of_an_item(monkeypatch, tmp_path, target):
         monkeypatch.setattr(accuracy.scoring, "run", lambda *words, answer=answer: answer)
         saved = {}
         monkeypatch.setattr(zeroshot.observations, "save", lambda path, series, origin, to=saved: to.update(series))
-        job = SimpleNamespace(given=lambda: {"tasks": ["piqa"], "limit": None, "tokens": 1})
+        job = SimpleNamespace(parsed_options=lambda: {"tasks": ["piqa"], "limit": None, "tokens": 1})
         likelihood.Likelihood.run(job, {"requests piqa": tmp_path}, tmp_path, {})
         kept = [name for name, one in saved.items() if len(one.values)]
         assert kept == [f"piqa/{name}" for name in names]

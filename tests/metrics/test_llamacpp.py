@@ -73,7 +73,7 @@ def test_a_protocol_says_what_differs_from_llamacpps_defaults():
 def test_one_job_for_a_text_and_none_without_a_protocol():
     at = Target(scale.load(name="pocket"), "pocket-3m", "rtn-w4-pc")
     job = LlamaCpp("wikitext2").jobs(at)["scores"]
-    assert [role for role, _ in job.needs] == ["text", "weights"] and job.given()["label"] == "llamacpp-v1"
+    assert [role for role, _ in job.needs] == ["text", "weights"] and job.parsed_options()["label"] == "llamacpp-v1"
     assert [role for role, _ in LlamaCpp("wikitext2").jobs(at.under("fp16"))["scores"].needs] == ["text"]
     other = Target(scale.load({"llamacpp": {"chunks": 3}}, "pocket"), "pocket-3m", "rtn-w4-pc")
     both = (LlamaCpp("wikitext2"), LlamaCpp("c4"))

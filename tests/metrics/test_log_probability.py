@@ -56,7 +56,7 @@ def flow(folder, monkeypatch):
         kinds = {job.kind: job for jobs in at.jobs(cell) for job in jobs.values()} if cell.row in DAMAGE else {}
         for kind, job in kinds.items():
             if not (job.folder / observations.FILE).is_file():
-                series = observed(kind, job.given()["tasks"], DAMAGE[cell.row])
+                series = observed(kind, job.parsed_options()["tasks"], DAMAGE[cell.row])
                 observations.save(
                     job.folder / observations.FILE, series, observations.origin(job, versions.of_job(job))
                 )

@@ -107,7 +107,7 @@ def test_without_a_gpu_the_result_is_unsupported(tmp_path):
 
 def given(params):
     """The options of a small job."""
-    return params.jobs(target(context=96, warm=1, timed=3))["times"].given()
+    return params.jobs(target(context=96, warm=1, timed=3))["times"].parsed_options()
 
 
 def least(draft, grid=None):

@@ -101,9 +101,9 @@ def test_a_quantizer_that_rescales_is_applied_anew_and_full_precision_needs_noth
     (plain,), (rescaling,) = (Sensitivity("damage").jobs(target(text)).values() for text in ("gptq-w4-pc", "awq-w4-pc"))
     assert [role for role, _ in plain.needs] == ["text", "weights"] and not Sensitivity("damage").jobs(target("fp16"))
     assert [role for role, _ in rescaling.needs] == ["text", "calibration"]
-    assert rescaling.declared()["calibration"] == plain.declared()["calibration"] is not None
+    assert rescaling.parsed_inputs()["calibration"] == plain.parsed_inputs()["calibration"] is not None
     (smaller,) = Sensitivity("damage").jobs(target("gptq-w4-pc", sensitivity={"sequences": 2})).values()
-    assert smaller.id != plain.id and smaller.given()["sequences"] == 2
+    assert smaller.id != plain.id and smaller.parsed_options()["sequences"] == 2
     with pytest.raises(UserError, match="calibrated on wikitext2-train-part, and perplexity is measured on"):
         Sensitivity("damage", corpus="wikitext2-train-part").jobs(target("gptq-w4-pc"))
     with pytest.raises(UserError, match="spear attaches a compensator; name a quantizer alone"):
@@ -142,7 +142,7 @@ def test_every_layer_by_sequence_and_by_passage(small, monkeypatch, tmp_path):
     parse("rtn-w3-pc").steps[0].module.apply(rounded, None, parse("rtn-w3-pc").steps[0].config)
     monkeypatch.setattr(sensitivity.compress, "load", lambda *_, keep_full: rounded)
     monkeypatch.setattr(sensitivity.observations, "save", lambda path, series, origin: kept.update(series))
-    job = type("job", (), {"given": lambda self: words})()
+    job = type("job", (), {"parsed_options": lambda self: words})()
     sensitivity.Sensitivity.run(job, {"text": tmp_path, "weights": tmp_path}, tmp_path, {})
     layers = len(rounded.weights)
     assert list(kept) == [f"{name} {i}" for name, i in product(("damage", "loss"), range(layers))]

@@ -155,9 +155,9 @@ def test_table_and_figure_ask_for_every_way_and_shape():
 def test_lists_of_a_trained_model_are_of_its_job():
     """The model under the same recipe, and a text; a shape, a model and a recipe make one job."""
     (made,) = ShapeDecode("Llama-2-7B", "teal50").jobs(target("cuda")).values()
-    needs, given = dict(made.needs), made.given()
+    needs, given = dict(made.needs), made.parsed_options()
     assert needs["weights"].kind == "compress"
-    assert parse(needs["weights"].given()["recipe"]).config == parse(given["recipe"]).config
+    assert parse(needs["weights"].parsed_options()["recipe"]).config == parse(given["recipe"]).config
     assert "thresholds=teal" in given["recipe"] and (given["model"], given["shape"]) == ("pocket-3m", "Llama-2-7B")
     assert needs["text"].kind == "tokens" and (given["length"], given["windows"]) == (2048, 1)
     others = [ShapeDecode("Llama-2-7B", "unified50"), ShapeDecode("Llama-2-13B", "teal50")]

@@ -74,8 +74,8 @@ def test_traces_are_cosines_of_last_hidden_states():
     assert result.min() < 0.999
 
 
-class GivenJob:
-    def given(self):
+class JobOfOptions:
+    def parsed_options(self):
         return {"model": "tiny", "device": "cpu", "dtype": "float32", "hub": False}
 
 
@@ -86,7 +86,7 @@ def test_nine_sequences_of_96_tokens_twelve_times_six_of_them_sampled(monkeypatc
     monkeypatch.setattr(similarity.compress, "load", lambda *_: type("lm", (), {"model": full}))
     monkeypatch.setattr(similarity, "traces", lambda a, b, c: seen.append(c) or np.ones(c.shape))
     monkeypatch.setattr(similarity.observations, "save", lambda path, series, origin: kept.update(series))
-    similarity.Similarity.run(GivenJob(), {"text": tmp_path}, tmp_path, {})
+    similarity.Similarity.run(JobOfOptions(), {"text": tmp_path}, tmp_path, {})
     assert [nine.shape for nine in seen] == [(9, 96)] * 12
     assert all((nine[:6, 0] == 0).all() for nine in seen), "sampled ones start with BOS"
     assert len({tuple(row) for nine in seen for row in nine[:6].tolist()}) == 72
@@ -95,7 +95,7 @@ def test_nine_sequences_of_96_tokens_twelve_times_six_of_them_sampled(monkeypatc
     assert len(kept["sigma_avg"].values) == 12 and len(kept["trace 8"].values) == 96
     monkeypatch.setattr(similarity.corpora, "load_tokens", lambda _: (ids[:3551], {"label": "counting"}))
     with pytest.raises(UserError, match="counting has 3551 tokens, too few for 36 passages of 96"):
-        similarity.Similarity.run(GivenJob(), {"text": tmp_path}, tmp_path, {})
+        similarity.Similarity.run(JobOfOptions(), {"text": tmp_path}, tmp_path, {})
 
 
 def test_a_spec_names_the_sequence_by_a_variable():

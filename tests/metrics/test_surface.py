@@ -114,8 +114,8 @@ def test_one_pair_of_directions_and_a_job_for_each_width():
     at = Target(scales.load(name="pocket"), "pocket-3m", "fp16")
     jobs = {bits: surface.Surface(bits).jobs(at)["surface"] for bits in (16, 8, 2)}
     assert len({job.id for job in jobs.values()}) == 3
-    assert {job.given()["directions"] for job in jobs.values()} == {0}
-    assert {(job.given()["points"], job.given()["reach"]) for job in jobs.values()} == {(11, 0.1)}
+    assert {job.parsed_options()["directions"] for job in jobs.values()} == {0}
+    assert {(job.parsed_options()["points"], job.parsed_options()["reach"]) for job in jobs.values()} == {(11, 0.1)}
     other = surface.Surface(8, group=64).jobs(at)["surface"].id
     assert other != jobs[8].id and surface.Surface(16, group=64).jobs(at)["surface"].id == jobs[16].id
     assert surface.Surface(2, "surface").jobs(at)["surface"].id == jobs[2].id, "both shows share it"

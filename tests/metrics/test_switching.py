@@ -147,7 +147,9 @@ def test_a_quantile_of_the_window_means_on_other_prompts_is_the_threshold(built,
     params = Switching("threshold", schedule=QUICK, quantile=0.6)
     held = built(params)
     job = dict(params.jobs(target)["texts"].needs)["validation"]
-    tested, validated = (switching._prompts(one) for one in (job.given() | {"validating": False}, job.given()))
+    tested, validated = (
+        switching._prompts(one) for one in (job.parsed_options() | {"validating": False}, job.parsed_options())
+    )
     assert len(tested) == 4 and len(validated) == 3 and not {p.id for p in tested} & {p.id for p in validated}
     every = prompts.load("longwriter-en", 7)
     assert [p.id for p in tested + validated] == [p.id for p in every]

@@ -52,7 +52,7 @@ def test_the_spans_of_an_iteration_are_counted_from_its_beginning():
 @pytest.mark.parametrize("draft, prefetch", [("subspec", True), ("subspec", False), ("none", False)])
 def test_a_tiny_shape_copies_drafts_and_verifies_once(tiny, draft, prefetch):
     params = Timeline("tiny", least(draft), "copies", draft=draft, prefetch=prefetch)
-    given = job_of(params, context=96, warm=1).given()
+    given = job_of(params, context=96, warm=1).parsed_options()
     result = timeline.measured(given | {"draft": given["draft"] and vars(DRAFT)}, CPU, torch.float32)
     passes, ((begin, end),) = result["draft passes"], result["verification"]
     assert len(passes) == (2 if draft == "subspec" else 0)

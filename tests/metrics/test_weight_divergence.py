@@ -25,9 +25,9 @@ def test_every_layer_in_model_order(direction, tmp_path):
             for each in distinct([job]):
                 if not runner.done(each):
                     runner.run(each)
-            made = compress.load(job.given(), dict(job.needs)["weights"].folder).model
+            made = compress.load(job.parsed_options(), dict(job.needs)["weights"].folder).model
             held = {"layers": observations.load(job.folder / observations.FILE)}
-        full = compress.load(job.given(), None).model
+        full = compress.load(job.parsed_options(), None).model
         wanted = [
             divergence(linear.weight.detach(), block_linears(made)[name].weight.detach(), Config(direction=direction))
             for name, linear in block_linears(full).items()

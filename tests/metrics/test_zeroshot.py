@@ -731,7 +731,7 @@ def target(recipe: str, names: list[str]) -> Target:
 def test_a_draw_is_what_recipes_answer_and_full_precision_answers_the_whole_set_too():
     names = ["piqa", "mmlu-10", "mmlu"]
     full, low = (target(recipe, names) for recipe in ("fp16", "rtn-w4-pc"))
-    assert [kind.ZeroShot().jobs(at)["items"].given()["tasks"] for at in (full, low)] == [names, names[:2]]
+    assert [kind.ZeroShot().jobs(at)["items"].parsed_options()["tasks"] for at in (full, low)] == [names, names[:2]]
     held = {"items": Observations({f"{name}/correct": Series(answers(1, 2), "items") for name in names}, {})}
     for params, wanted in {
         kind.ZeroShot(): ["piqa", "mmlu-10"],
@@ -743,7 +743,7 @@ def test_a_draw_is_what_recipes_answer_and_full_precision_answers_the_whole_set_
     assert kind.ZeroShot(("mmlu",), whole=True).jobs(low) is None, "full precision alone"
     assert kind.ZeroShot(("mmlu",), whole=True).jobs(full) is not None
     alone = target("rtn-w4-pc", ["piqa", "mmlu"])
-    assert kind.ZeroShot().jobs(alone)["items"].given()["tasks"] == ["piqa", "mmlu"]
+    assert kind.ZeroShot().jobs(alone)["items"].parsed_options()["tasks"] == ["piqa", "mmlu"]
     assert kind.ZeroShot(("boolq",)).jobs(alone) is None, "the scale does not measure it"
 
 

@@ -101,8 +101,8 @@ def built(at, recipe, seed):
 def test_a_seed_declares_other_crops(at):
     _, scale = at
     jobs = [compress.job(Target(scale, scale.models["m"], "gptq-w4-pc", seed)) for seed in (0, 1)]
-    assert [job.declared()["calibration"]["seed"] for job in jobs] == [5, 6]
-    assert [job.given()["calibration"]["seed"] for job in jobs] == [5, 6]
+    assert [job.parsed_inputs()["calibration"]["seed"] for job in jobs] == [5, 6]
+    assert [job.parsed_options()["calibration"]["seed"] for job in jobs] == [5, 6]
     assert jobs[0].id != jobs[1].id
     assert len({compress.job(Target(scale, scale.models["m"], "rtn-w4-pc", seed)).id for seed in (0, 1)}) == 1
 

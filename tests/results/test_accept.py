@@ -170,7 +170,7 @@ def test_a_folder_that_was_copied_over_is_refused(house):
 
 def test_other_declared_inputs_under_the_same_name_are_refused(house):
     path = house.table()
-    rewrite(house.job().folder / FILE, inputs=json.dumps(house.job().declared() | {"windows": 7}))
+    rewrite(house.job().folder / FILE, inputs=json.dumps(house.job().parsed_inputs() | {"windows": 7}))
     assert "with other declared inputs" in refusal(accept, path)
 
 

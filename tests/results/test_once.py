@@ -173,4 +173,4 @@ def test_a_target_names_its_tokenizer_once(monkeypatch):
     monkeypatch.setattr(identity, "tokenizer_digest", lambda place: asked.append(place) or "key")
     target = Target(scale.load(name="pocket"), "pocket-3m", "fp16")
     jobs = [requests.job(target, "piqa", None), requests.job(target, "boolq", None), tokens.job(target, "wikitext2")]
-    assert len(asked) == 1 and {job.declared()["tokenizer"] for job in jobs} == {"key"}
+    assert len(asked) == 1 and {job.parsed_inputs()["tokenizer"] for job in jobs} == {"key"}

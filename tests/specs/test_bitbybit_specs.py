@@ -186,11 +186,13 @@ def test_figures_1_and_3_are_of_the_smallest_model(at):
     flow = at("pocket")
     assert {c.stand_in for c in flow.cells("bitbybit", "3", "figure")} == {"pocket-3m"}
     (master,) = {
-        job.given()["recipe"] for job in flow.every_job(flow.cells("bitbybit", "3", "figure"))
+        job.parsed_options()["recipe"] for job in flow.every_job(flow.cells("bitbybit", "3", "figure"))
         if job.kind == "compress" and job.steps == ("bitbybit",)
     }  # fmt: skip
     assert "tokens=131072" in master and "any_precision" in master
-    grid = [job.given() for job in flow.every_job(flow.cells("bitbybit", "1", "figure")) if job.kind == "surface"]
+    grid = [
+        job.parsed_options() for job in flow.every_job(flow.cells("bitbybit", "1", "figure")) if job.kind == "surface"
+    ]
     assert {(given["points"], given["directions"]) for given in grid} == {(11, 0)} and len(grid) == 8
 
 

@@ -120,7 +120,7 @@ def test_any_device_is_the_one_that_is_here(monkeypatch):
         cell = next(
             c for c in flow.cells("spear", "1") if (c.row, c.col, c.stand_in) == ("RTN pc", "Wiki", "pocket-3m")
         )
-        assert {job.given()["device"] for job in stored_rows.jobs(flow, cell)} == {device}
+        assert {job.parsed_options()["device"] for job in stored_rows.jobs(flow, cell)} == {device}
         declared = flow.inputs(cell)
         assert "device" not in str(declared) and "threads" not in str(declared), "a result stands on every device"
 

@@ -92,7 +92,7 @@ def test_seeds_are_jobs_of_what_is_drawn_and_of_nothing_else(write):
         )
     first, second = at.jobs(cell(at.cells("spear", "1"), "GPTQ pc"))
     made = {
-        s: dict(each["scores"].needs)["weights"].declared()["calibration"]["seed"]
+        s: dict(each["scores"].needs)["weights"].parsed_inputs()["calibration"]["seed"]
         for s, each in enumerate((first, second))
     }
     assert made == {0: 7, 1: 8}, "a seed is the next draw of calibration text"
@@ -315,7 +315,7 @@ def test_seeds_share_a_pool_of_training_text_and_differ_in_what_is_drawn_from_it
     def drawn(**changes):
         at = flow(calibration_texts={"redpajama": pool | changes})
         asked = cell(at.cells("spear", "1"), "RTN pc")
-        return [dict(jobs["scores"].needs)["weights"].declared() for jobs in at.jobs(asked)]
+        return [dict(jobs["scores"].needs)["weights"].parsed_inputs() for jobs in at.jobs(asked)]
 
     first, other = drawn(), drawn(draw=1)
     assert [job["steps"][0][1]["seed"] for job in first] == [0, 1, 2]
@@ -342,14 +342,14 @@ def test_a_cell_names_its_calibration_text(write):
     for row in rows:
         (jobs,) = at.jobs(cell(at.cells("spear", "1"), row))
         drawn[row] = dict(jobs["scores"].needs)["weights"]
-    texts = [job.given()["calibration"]["corpus"] for job in drawn.values()]
+    texts = [job.parsed_options()["calibration"]["corpus"] for job in drawn.values()]
     assert texts == ["tiny-held-out", "held-out"]
     assert (
-        len({job.declared()["calibration"]["text"] for job in drawn.values()})
+        len({job.parsed_inputs()["calibration"]["text"] for job in drawn.values()})
         == len({j.id for j in drawn.values()})
         == 2
     )
-    assert len({job.declared()["calibration"]["seed"] for job in drawn.values()}) == 1
+    assert len({job.parsed_inputs()["calibration"]["seed"] for job in drawn.values()}) == 1
     without = flow()
     asked = cell(without.cells("spear", "1"), "GPTQ pc")
     assert without.jobs(asked) == [] and measure.one(without, asked).status == "not_run", (

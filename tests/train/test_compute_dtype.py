@@ -54,8 +54,8 @@ def test_a_job_trains_in_float32_and_says_so_beside_its_result(target, seen):
     for each in job.every():
         runner.run(each)
     assert [config.compute for config in seen] == ["float32"]
-    assert dict(job.declared()["steps"])["group_qat"]["compute"] == "bfloat16"
-    assert "compute" not in job.given()["recipe"], "the recipe's name does not change"
+    assert dict(job.parsed_inputs()["steps"])["group_qat"]["compute"] == "bfloat16"
+    assert "compute" not in job.parsed_options()["recipe"], "the recipe's name does not change"
     assert json.loads(runner.origin(job)["environment"])["compute"] == {"group_qat": "float32"}
     tokens = dict(job.needs)["calibration"]
     assert "compute" not in json.loads(runner.origin(tokens)["environment"])
@@ -70,7 +70,7 @@ def test_a_job_that_trains_has_threads_of_its_own(target):
     ):
         for text, threads in ((TRAINED, trained), ("rtn-w4-pc", rounded)):
             job = compress.job(target(text, **given))
-            assert job.given()["threads"] == job.declared()["threads"] == threads
+            assert job.parsed_options()["threads"] == job.parsed_inputs()["threads"] == threads
     assert scale.load().training_threads == 2
 
 

@@ -82,7 +82,7 @@ def begun(label, until):
 
 
 def work(job, found, folder, origin):
-    given = job.given()
+    given = job.parsed_options()
     match given["do"]:
         case "fail":
             Path(given.get("tries", os.devnull)).open("a").write("x")
